@@ -1,0 +1,53 @@
+"""Data-parallel training of Keras models through gRPC parameter servers.
+
+Names are loaded when they are first used, so that a pserver never imports TensorFlow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tfps.version import __version__
+
+if TYPE_CHECKING:
+    from tfps.config import Config
+    from tfps.errors import (
+        ClosedError,
+        ConfigError,
+        ConnectError,
+        MismatchError,
+        ProtocolError,
+        PserverLostError,
+        TfpsError,
+        UnsupportedError,
+        WaitTimeoutError,
+        WorkerLostError,
+    )
+    from tfps.strategy import Strategy
+
+_ERRORS = (
+    "ClosedError",
+    "ConfigError",
+    "ConnectError",
+    "MismatchError",
+    "ProtocolError",
+    "PserverLostError",
+    "TfpsError",
+    "UnsupportedError",
+    "WaitTimeoutError",
+    "WorkerLostError",
+)
+_HOMES = {"Strategy": "tfps.strategy", "Config": "tfps.config", **dict.fromkeys(_ERRORS, "tfps.errors")}
+
+__all__ = ["Config", "Strategy", "__version__", *_ERRORS]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tfps' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

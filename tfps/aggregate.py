@@ -1,0 +1,152 @@
+"""Joins the contributions of all ranks, one step after the other. No I/O and no locks: the caller holds the slice's."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfps.errors import ProtocolError
+
+Part = NDArray[Any]
+
+
+class Round:
+    """Who has contributed to the current step of `label` (for messages)."""
+
+    __slots__ = ("arrived", "label", "step", "workers")
+
+    def __init__(self, label: str, workers: int) -> None:
+        self.label = label
+        self.workers = workers
+        self.step = 0
+        self.arrived: set[int] = set()
+
+    def missing(self) -> list[int]:
+        """The ranks without which the step cannot be completed."""
+        return [rank for rank in range(self.workers) if rank not in self.arrived]
+
+    @property
+    def complete(self) -> bool:
+        return len(self.arrived) == self.workers
+
+    def _check(self, rank: int, step: int) -> None:
+        if step != self.step:
+            raise ProtocolError(f"step of {self.label} must be {self.step}, got {step}")
+        if rank in self.arrived:
+            raise ProtocolError(f"{self.label} must be pushed once in step {step}, got it twice")
+
+    def _advance(self) -> None:
+        self.step += 1
+        self.arrived = set()
+
+
+class SumRound(Round):
+    """Adds one slice over all ranks.
+
+    The sum is taken as contributions arrive or, if `deterministic`, in rank order, which keeps all of them until the last.
+    The first is kept by reference and never written to.
+    """
+
+    __slots__ = ("_deterministic", "_owned", "_parts", "_sum", "dtype", "nbytes")
+
+    def __init__(self, label: str, workers: int, dtype: np.dtype[Any], nbytes: int, deterministic: bool) -> None:
+        super().__init__(label, workers)
+        self.dtype = dtype
+        self.nbytes = nbytes
+        self._deterministic = deterministic
+        self._parts: dict[int, Part] = {}
+        self._sum: Part | None = None
+        self._owned = False  # whether _sum may be added to in place
+
+    def add(self, rank: int, step: int, part: Part | None) -> None:
+        """Takes the contribution of `rank`, an array of the slice's dtype and size; None contributes nothing.
+
+        Raises:
+            ProtocolError: this is not the current step, or the rank has contributed to it already.
+        """
+        self._check(rank, step)
+        self.arrived.add(rank)
+        if part is None:
+            return
+        if self._deterministic:
+            self._parts[rank] = part
+        else:
+            self._add(part)
+
+    def finish(self) -> memoryview:
+        """The bytes of the completed step's sum: one contribution's own if it is the only one, zeros if there is none."""
+        for rank in sorted(self._parts):
+            self._add(self._parts[rank])
+        result = self._sum
+        self._parts, self._sum, self._owned = {}, None, False
+        self._advance()
+        if result is None:
+            return memoryview(bytes(self.nbytes))
+        return result.view(np.uint8).data
+
+    def _add(self, part: Part) -> None:
+        if self._sum is None:
+            self._sum = part
+        elif self._owned:
+            np.add(self._sum, part, out=self._sum)
+        else:
+            self._sum, self._owned = np.add(self._sum, part), True
+
+
+class GatherRound(Round):
+    """Collects one payload of any size from every rank, each cut into pieces of `slice_bytes` (the last one shorter).
+
+    The result is the payloads' sizes, one little-endian u64 per rank, followed by the payloads in rank order.
+    """
+
+    __slots__ = ("_pieces", "slice_bytes")
+
+    def __init__(self, label: str, workers: int, slice_bytes: int) -> None:
+        super().__init__(label, workers)
+        self.slice_bytes = slice_bytes
+        self._pieces: list[list[memoryview]] = [[] for _ in range(workers)]
+
+    def add(self, rank: int, step: int, index: int, piece: memoryview, last: bool) -> None:
+        """Takes the next piece of `rank`.
+
+        Raises:
+            ProtocolError: wrong step, index or size, or the rank's last piece was there already.
+        """
+        self._check(rank, step)
+        pieces = self._pieces[rank]
+        if index != len(pieces):
+            raise ProtocolError(f"index of {self.label} must be {len(pieces)}, got {index}")
+        if len(piece) > self.slice_bytes or (not last and len(piece) < self.slice_bytes):
+            rule = f"at most {self.slice_bytes}" if last else f"{self.slice_bytes}"
+            raise ProtocolError(f"a piece of {self.label} must have {rule} bytes, got {len(piece)}")
+        pieces.append(piece)
+        if last:
+            self.arrived.add(rank)
+
+    def finish(self) -> memoryview:
+        """The bytes of the completed step's result."""
+        sizes = struct.pack(f"<{self.workers}Q", *(sum(map(len, pieces)) for pieces in self._pieces))
+        result = b"".join([sizes, *(piece for pieces in self._pieces for piece in pieces)])
+        self._pieces = [[] for _ in range(self.workers)]
+        self._advance()
+        return memoryview(result)
+
+
+def split_gathered(result: memoryview, workers: int) -> list[memoryview]:
+    """The payloads of all ranks in the result of a gather, as views.
+
+    Raises:
+        ProtocolError: the sizes in the result do not fit its length.
+    """
+    head = 8 * workers
+    if len(result) < head:
+        raise ProtocolError(f"a gather of {workers} workers must have at least {head} bytes, got {len(result)}")
+    sizes = struct.unpack(f"<{workers}Q", result[:head])
+    if sum(sizes) != len(result) - head:
+        raise ProtocolError(f"the sizes in a gather must add up to {len(result) - head} bytes, got {sum(sizes)}")
+    ends = list(itertools.accumulate(sizes, initial=head))
+    return [result[start:end] for start, end in itertools.pairwise(ends)]

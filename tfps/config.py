@@ -1,0 +1,141 @@
+"""Settings of a tfps job, and the only place that reads the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from tfps.errors import ConfigError
+
+Policy = Literal["priority", "fifo"]
+Placement = Literal["balanced", "round_robin", "hash"]
+
+MAX_SLICE_BYTES = 64 * 2**20  # one gRPC message; beyond this nothing overlaps any more
+
+
+@dataclass(frozen=True)
+class Config:
+    """How gradients are cut, ordered and exchanged. All workers of a job must have equal values.
+
+    Args:
+        slice_bytes: largest slice in bytes. Smaller slices let urgent ones overtake sooner, each costs about 0.25 ms of CPU.
+        window_bytes: bytes per pserver and direction that may be sent but not yet acknowledged; one slice more may be on
+            the way. Small windows keep the line in front of an urgent slice short, large ones fill long links.
+        policy: `"priority"` sends what the forward pass needs first (P3, https://anandj.in/wp-content/uploads/sysml.pdf);
+            `"fifo"` sends in the order in which backward makes gradients.
+        placement: which pserver owns a slice: `"balanced"` by bytes, `"round_robin"` or `"hash"` of its name.
+        deterministic: sum in rank order, so that runs repeat bitwise; costs pserver memory (one slice per worker).
+        connect_timeout_s: seconds to wait for pservers to answer and for all workers to join.
+        step_timeout_s: seconds that one exchange may take before the step fails and the missing ranks are named.
+
+    Raises:
+        ConfigError: a value is out of range; the message names the field.
+    """
+
+    slice_bytes: int = 1024 * 1024
+    window_bytes: int = 4 * 1024 * 1024
+    policy: Policy = "priority"
+    placement: Placement = "balanced"
+    deterministic: bool = False
+    connect_timeout_s: float = 60.0
+    step_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("slice_bytes", "window_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigError(f"{name} must be a whole number of bytes, got {value!r}")
+            if value <= 0:
+                raise ConfigError(f"{name} must be positive, got {value}")
+        if self.slice_bytes > MAX_SLICE_BYTES:
+            raise ConfigError(f"slice_bytes must be at most {MAX_SLICE_BYTES} (64 MiB), got {self.slice_bytes}")
+        for name, choices in (("policy", get_args(Policy)), ("placement", get_args(Placement))):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        if not isinstance(self.deterministic, bool):
+            raise ConfigError(f"deterministic must be True or False, got {self.deterministic!r}")
+        for name in ("connect_timeout_s", "step_timeout_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+                raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None, **explicit: Any) -> Config:
+        """The defaults, overridden by `TFPS_<FIELD>` variables, overridden by `explicit` arguments.
+
+        Raises:
+            ConfigError: a variable cannot be read as its field's type, or the value is out of range.
+        """
+        environment = os.environ if environment is None else environment
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            name = f"TFPS_{field.name.upper()}"
+            if name in environment:
+                values[field.name] = _parse(name, environment[name], field.default)
+        return cls(**{**values, **explicit})
+
+
+def _parse(name: str, text: str, default: Any) -> Any:
+    """Reads `text` as the type of `default`."""
+    if isinstance(default, bool):
+        known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+        if text.strip().lower() not in known:
+            raise ConfigError(f"environment variable {name} must be 0 or 1, got {text!r}")
+        return known[text.strip().lower()]
+    if isinstance(default, str):
+        return text.strip()
+    kind = type(default)
+    try:
+        return kind(text)
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"environment variable {name} must be {what}, got {text!r}") from None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What `tfps_launch` (or whoever starts the processes) tells a worker through its environment.
+
+    `TFPS_PSERVERS` (comma separated `host:port`), `TFPS_RANK`, `TFPS_WORKERS`, `TFPS_JOB`.
+    """
+
+    pservers: tuple[str, ...] = ()
+    rank: int | None = None
+    workers: int | None = None
+    job: str = ""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Launch:
+        """Reads the variables above.
+
+        Raises:
+            ConfigError: a number is malformed, or rank and number of workers contradict each other.
+        """
+        environment = os.environ if environment is None else environment
+        pservers = tuple(part.strip() for part in environment.get("TFPS_PSERVERS", "").split(",") if part.strip())
+        numbers: dict[str, int | None] = {}
+        for name, least in (("TFPS_RANK", 0), ("TFPS_WORKERS", 1)):
+            text = environment.get(name)
+            numbers[name] = None if text is None else int(_parse(name, text, 0))
+            if (number := numbers[name]) is not None and number < least:
+                raise ConfigError(f"environment variable {name} must be at least {least}, got {number}")
+        rank, workers = numbers["TFPS_RANK"], numbers["TFPS_WORKERS"]
+        if rank is not None and workers is not None and rank >= workers:
+            raise ConfigError(f"environment variable TFPS_RANK must be below TFPS_WORKERS={workers}, got {rank}")
+        return cls(pservers, rank, workers, environment.get("TFPS_JOB", ""))
+
+
+def check_address(address: str) -> str:
+    """Returns `address` if it is `host:port`.
+
+    Raises:
+        ConfigError: it is not; the message says what is wrong.
+    """
+    host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"a pserver address must be 'host:port' with a port from 1 to 65535, got {address!r}")
+    return address

@@ -1,0 +1,267 @@
+"""Deferred updates: from the optimizer's calls in one graph to buckets that are sent now and updated later.
+
+`all_reduce` marks gradients (`Reduction`); `update` on an untouched reduced gradient is only noted (`Noted`); when every gradient of the
+reduction has been noted, or the program touches a variable before that, the noted updates are emitted: neighbours in
+forward order fuse into buckets up to one slice, each bucket closes its gates, keeps what its update will read besides
+its own variables, and is sent. The update itself is traced once into a function of the reduced bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from tfps import graph_ops
+from tfps.exchange import BucketSpec
+from tfps.runtime import DeferredUpdate, Runtime
+from tfps.tf_private import distribute_lib, ops, outer_graphs
+from tfps.variables import Deferral, GatedVariable, deferring
+
+logger = logging.getLogger("tfps")
+
+
+@dataclass(eq=False)
+class Reduction:
+    """One `all_reduce` call of one replica: how many of its results have become noted updates."""
+
+    size: int
+    noted: int = 0
+
+
+@dataclass(eq=False)
+class Reduced:
+    """One result of an `all_reduce`: the gradient that went in and the tensor (or IndexedSlices) that came out."""
+
+    gradient: Any
+    result: Any
+    reduction: Reduction
+
+
+@dataclass(eq=False)
+class Noted:
+    """An update call that waits to be emitted: `function(component, gradient, *arguments)`."""
+
+    variable: GatedVariable
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    reduced: Reduced
+
+    @property
+    def sparse(self) -> bool:
+        return isinstance(self.reduced.gradient, tf.IndexedSlices)
+
+    @property
+    def dtype(self) -> tf.DType:
+        return graph_ops.wire_dtype(self.reduced.gradient.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return int(math.prod(self.variable.shape)) * int(self.dtype.size)
+
+
+@dataclass(eq=False)
+class GraphState:
+    """What one strategy knows about one graph under construction."""
+
+    first_use: dict[str, int] = field(default_factory=dict)  # by unique id of the variable; of the outermost graph only
+    reduced: dict[int, Reduced] = field(default_factory=dict)  # by id of the result
+    noted: dict[int, list[Noted]] = field(default_factory=dict)  # by replica
+    transfers: dict[tuple[Any, ...], DeferredUpdate] = field(default_factory=dict)  # while the replicas of one call are traced
+    reductions: int = 0  # all_reduce calls so far, of the outermost graph only
+
+
+def fuse(noted: Iterable[Noted], order: dict[str, int], slice_bytes: int) -> list[list[Noted]]:
+    """Buckets of `noted` in forward order: neighbours of one dtype up to `slice_bytes`, sparse ones alone."""
+    buckets: list[list[Noted]] = []
+    filled: dict[tf.DType, int] = {}  # bytes in the open bucket of a dtype, which is the last one of that dtype
+    last: dict[tf.DType, list[Noted]] = {}
+    for item in sorted(noted, key=lambda item: order.get(item.variable._unique_id, len(order))):
+        if item.sparse:
+            buckets.append([item])
+        elif item.dtype in last and filled[item.dtype] + item.nbytes <= slice_bytes:
+            last[item.dtype].append(item)
+            filled[item.dtype] += item.nbytes
+        else:
+            buckets.append([item])
+            last[item.dtype], filled[item.dtype] = buckets[-1], item.nbytes
+    return buckets
+
+
+class Emitter:
+    """Turns noted updates into ops of the graph under construction. Used by the threads that trace."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, runtime: Runtime, replicas: int, slice_bytes: int) -> None:
+        self._strategy, self._runtime = strategy, runtime
+        self._replicas, self._slice_bytes = replicas, slice_bytes
+        self._warned: set[str] = set()
+
+    def emit(self, state: GraphState, graph: tf.Graph, replica: int, order: dict[str, int]) -> None:
+        """Emits all noted updates of `replica`."""
+        buckets = fuse(state.noted.pop(replica, []), order, self._slice_bytes)
+        keys, specs = [], []
+        for bucket in buckets:
+            names = [item.variable.name.removesuffix(":0") for item in bucket]
+            kind = "gather" if bucket[0].sparse else "sum"
+            specs.append(
+                BucketSpec(
+                    name=", ".join(names),
+                    kind="gather" if bucket[0].sparse else "sum",
+                    nbytes=0 if bucket[0].sparse else sum(item.nbytes for item in bucket),
+                    dtype="uint8" if bucket[0].sparse else bucket[0].dtype.name,
+                    priority=min(order.get(item.variable._unique_id, len(order)) for item in bucket),
+                )
+            )
+            keys.append(("update", kind, bucket[0].dtype, *(item.variable._unique_id for item in bucket)))
+        traced = [self._trace(bucket, graph, replica) for bucket in buckets]
+        wanted = [(key, spec) for key, spec, trace in zip(keys, specs, traced, strict=True) if trace is not None]
+        with ops.init_scope():
+            ids = iter(self._runtime.buckets(wanted))
+        for index, (bucket, key, spec, trace) in enumerate(zip(buckets, keys, specs, traced, strict=True)):
+            if trace is None:
+                self._update_in_graph(bucket, replica)
+                continue
+            number = next(ids)
+            if key not in state.transfers:
+                state.transfers[key] = DeferredUpdate(number, spec, self._replicas)
+                self._runtime.adopt(state.transfers[key], graph)
+            transfer = state.transfers[key]
+            transfer.functions.append(trace.function)
+            transfer.gates += [item.variable.gates[replica] for item in bucket]
+            self._send(bucket, trace, transfer, graph, replica, carries=index % self._replicas == replica)
+            bucket.clear()  # the update's function holds this list: without this the graph would keep itself alive
+            trace.deferral.release()
+
+    def _trace(self, bucket: list[Noted], graph: tf.Graph, replica: int) -> Traced | None:
+        """The update of `bucket` as a function of the reduced bytes, None if it cannot run later."""
+        deferral = Deferral([item.variable for item in bucket], graph)
+        context = distribute_lib.ReplicaContext(
+            self._strategy, self._strategy.extended._get_replica_id_in_sync_group(replica)
+        )
+
+        @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.uint8)] * 2)
+        def tfps_update(data: tf.Tensor, indices: tf.Tensor) -> None:
+            flat = graph_ops.from_bytes(data, bucket[0].dtype)
+            sizes = [int(math.prod(item.variable.shape)) for item in bucket]
+            pieces = [flat] if len(bucket) == 1 else tf.split(flat, sizes)
+            for item, piece in zip(bucket, pieces, strict=True):
+                component = item.variable._values[replica]
+                before = len(ops.get_default_graph().get_operations())
+                with tf.device(component.device), context:
+                    gradient = _gradient(item, piece, indices)
+                    arguments = [deferral.keep_tensor(a) if tf.is_tensor(a) else a for a in item.arguments]
+                    item.function(component, gradient, *arguments)
+                with tf.control_dependencies(ops.get_default_graph().get_operations()[before:]):
+                    graph_ops.open_gate(item.variable.gates[replica])
+
+        try:
+            with deferring(deferral), ops.init_scope():
+                function = tfps_update.get_concrete_function()
+            handles = _own_handles(function, deferral, replica)
+        except Exception as error:  # whatever it is: in the graph it either works or raises again
+            self._warn_once(bucket, error)
+            return None
+        return Traced(function, deferral, handles)
+
+    def _warn_once(self, bucket: list[Noted], error: Exception) -> None:
+        where = getattr(bucket[0].function, "__qualname__", repr(bucket[0].function))
+        if where not in self._warned:
+            self._warned.add(where)
+            logger.warning(
+                "tfps: the update of %s (and others like it) runs inside the step, where it waits for the network: %s",
+                bucket[0].variable.name,
+                error,
+            )
+
+    def _update_in_graph(self, bucket: list[Noted], replica: int) -> None:
+        for item in bucket:
+            component = item.variable._get_replica(replica)
+            with tf.device(component.device):
+                item.function(component, item.reduced.result, *item.arguments)
+
+    def _send(
+        self, bucket: list[Noted], trace: Traced, transfer: DeferredUpdate, graph: tf.Graph, replica: int, carries: bool
+    ) -> None:
+        closed = graph_ops.close_gates([item.variable.gates[replica] for item in bucket], trace.handles)
+        with tf.control_dependencies([closed]):
+            kept = [holder.assign(tensor).op for holder, tensor, _ in trace.deferral.kept.values()]
+        data, indices = tf.constant([], tf.uint8), None
+        if carries:
+            gradients = [item.reduced.gradient for item in bucket]
+            if bucket[0].sparse:
+                data = graph_ops.to_bytes(gradients[0].values)
+                indices = graph_ops.to_bytes(tf.cast(gradients[0].indices, tf.int64))
+            else:
+                flat = [tf.reshape(tf.cast(gradient, bucket[0].dtype), [-1]) for gradient in gradients]
+                data = graph_ops.to_bytes(flat[0] if len(flat) == 1 else tf.concat(flat, 0))
+        with tf.control_dependencies([closed.op, *kept]):
+            graph_ops.send(self._runtime.queue, transfer.id, data, indices)
+        for item in bucket:
+            for variable in item.variable.with_slots():
+                variable.forget_passes(replica, graph)
+
+
+@dataclass(eq=False)
+class Traced:
+    """A traced deferred update: the function, what it keeps, and the handles of all variables that it may write."""
+
+    function: Any
+    deferral: Deferral
+    handles: list[tf.Tensor]
+
+
+def _gradient(item: Noted, piece: tf.Tensor, indices: tf.Tensor) -> Any:
+    """The reduced gradient of `item` in the shape and dtype that the optimizer was called with."""
+    sent = item.reduced.gradient
+    if not item.sparse:
+        return tf.cast(tf.reshape(piece, item.variable.shape), sent.dtype)
+    values = tf.cast(tf.reshape(piece, [-1, *item.variable.shape[1:]]), sent.dtype)
+    rows = tf.cast(graph_ops.from_bytes(indices, tf.int64), sent.indices.dtype)
+    shape = None if sent.dense_shape is None else tf.constant(item.variable.shape, sent.dense_shape.dtype)
+    return tf.IndexedSlices(values, rows, shape)
+
+
+def _own_handles(function: Any, deferral: Deferral, replica: int) -> list[tf.Tensor]:
+    """Handles of the update's own variables.
+
+    Raises:
+        ValueError: it uses a variable that is neither its own nor kept, so that it must see it as of the step.
+    """
+    own = {}
+    for variable in deferral.variables:
+        for each in variable.with_slots():
+            own[id(each._values[replica].handle)] = each._values[replica].handle
+    known = {id(holder.handle) for holder, _, _ in deferral.kept.values()}
+    known |= {id(variable.gates[replica].handle) for variable in deferral.variables}
+    used = []
+    for captured in function.captured_inputs:
+        if id(captured) in own:
+            used.append(captured)
+        elif captured.dtype == tf.resource and id(captured) not in known:
+            raise ValueError("it uses a variable that is no slot of it")
+    return used or [variable._values[replica].handle for variable in deferral.variables]
+
+
+def find_reduced(states: Callable[[tf.Graph], GraphState | None], tensor: Any) -> Reduced | None:
+    """The reduction behind `tensor` if nothing was computed with it since.
+
+    `all_reduce` wraps dense results in IdentityN (custom_gradient), so identities are followed back.
+    """
+    graph = getattr(tensor, "graph", None)
+    if graph is None or tf.executing_eagerly():
+        return None
+    if isinstance(tensor, tf.IndexedSlices):
+        state = states(tensor.values.graph)
+        return state.reduced.get(id(tensor)) if state else None
+    while True:
+        for each in outer_graphs(tensor.graph):
+            state = states(each)
+            if state is not None and id(tensor) in state.reduced:
+                return state.reduced[id(tensor)]
+        if tensor.op.type not in ("Identity", "IdentityN"):
+            return None
+        tensor = tensor.op.inputs[tensor.value_index]

@@ -1,0 +1,62 @@
+"""The exchange of a job of one worker: no pserver, no sockets, no serialisation, no copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tfps.config import Config
+from tfps.errors import TfpsError
+from tfps.exchange import (
+    BucketSpec,
+    FailureListener,
+    FailureState,
+    OnReply,
+    Payload,
+    Reply,
+    as_bytes,
+    check_payload,
+)
+
+
+class EmbeddedExchange:
+    """Replies to a push at once, on the calling thread, with the very payload that was pushed. See `Exchange`."""
+
+    rank = 0
+    workers = 1
+
+    def __init__(self, config: Config | None = None) -> None:
+        self.config = config or Config()
+        self._specs: list[BucketSpec] = []
+        self._state = FailureState()
+
+    @property
+    def failure(self) -> TfpsError | None:
+        return self._state.failure
+
+    def declare(self, specs: Sequence[BucketSpec], details: Sequence[str] = ()) -> list[int]:
+        if (end := self._state.end) is not None:
+            raise end
+        first = len(self._specs)
+        self._specs.extend(specs)
+        return list(range(first, len(self._specs)))
+
+    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply) -> None:
+        view = as_bytes(payload)
+        spec = check_payload(self._specs, bucket, None if view is None else view.nbytes)
+        if (end := self._state.end) is not None:
+            on_reply(Reply(error=end))
+        elif spec.kind == "gather":
+            on_reply(Reply(parts=[b"" if payload is None else payload]))
+        else:
+            on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload))
+
+    def add_failure_listener(self, listener: FailureListener) -> None:
+        self._state.add_listener(listener)
+
+    def fail(self, error: TfpsError) -> None:
+        self._state.fail(error)
+
+    def close(self) -> None:
+        self._state.close()

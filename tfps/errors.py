@@ -1,0 +1,43 @@
+"""The errors of tfps: one base class, one class per thing that a caller can react to differently."""
+
+from __future__ import annotations
+
+
+class TfpsError(Exception):
+    """Base class of every error that tfps raises by itself."""
+
+
+class ConfigError(TfpsError, ValueError):
+    """A setting is malformed or out of range; the message names the field, the rule and what was received."""
+
+
+class ConnectError(TfpsError):
+    """A pserver cannot be reached, or does not accept this worker (version, number of workers, rank, job)."""
+
+
+class MismatchError(TfpsError):
+    """The workers do not agree on what they train; the message names the first difference and what each rank has."""
+
+
+class ProtocolError(TfpsError):
+    """A message that the protocol does not allow: truncated, of unknown type, of a wrong size, key or step."""
+
+
+class WaitTimeoutError(TfpsError, TimeoutError):
+    """A wait ended at its deadline; the message says for what and for whom it waited."""
+
+
+class WorkerLostError(TfpsError):
+    """Another worker died or left while this one still needs it; the message names its rank."""
+
+
+class PserverLostError(TfpsError):
+    """A pserver that served this worker stopped or cannot be reached any more."""
+
+
+class ClosedError(TfpsError):
+    """The strategy (or the connection behind it) was closed before the operation."""
+
+
+class UnsupportedError(TfpsError, NotImplementedError):
+    """The program asks for something that tfps does not support; the message names the way around."""

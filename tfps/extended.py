@@ -1,0 +1,310 @@
+"""What tf.distribute asks of a strategy: variables, reductions, updates, datasets, replica count."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfps.deferred import Emitter, GraphState, Noted, Reduced, Reduction, find_reduced
+from tfps.errors import TfpsError, UnsupportedError
+from tfps.initial_values import InitialValues
+from tfps.reductions import Reductions, divide
+from tfps.runtime import Runtime
+from tfps.tf_private import (
+    distribute_lib,
+    distribute_utils,
+    in_xla,
+    input_util,
+    mirrored_strategy,
+    ops,
+    outer_graphs,
+    values,
+)
+from tfps.variables import GatedVariable
+
+_FLOATING = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+_VARIABLE_CLASSES = {
+    **distribute_utils.VARIABLE_CLASS_MAPPING,
+    tf.VariableSynchronization.ON_WRITE: GatedVariable,
+}
+SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
+
+
+class Extended(mirrored_strategy.MirroredExtended):  # type: ignore[misc]
+    """Mirrored over the local devices as MirroredStrategy is; between workers, through pservers.
+
+    No `merge_call`: inside a `tf.cond` it is impossible, so that gradient accumulation and loss scaling fail under MirroredStrategy.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, devices: Sequence[str], runtime: Runtime, slice_bytes: int) -> None:
+        self._runtime = runtime  # before the base class, which asks for the number of replicas
+        super().__init__(strategy, devices=list(devices))
+        self._reductions = Reductions(runtime)
+        self._initial_values = InitialValues(runtime)
+        self._emitter = Emitter(strategy, runtime, len(self._devices), slice_bytes)
+        self._states: weakref.WeakKeyDictionary[tf.Graph, GraphState] = weakref.WeakKeyDictionary()
+        self._lifted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    # Replicas and workers.
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return len(self._devices) * self._runtime.exchange.workers
+
+    def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
+        return self._runtime.exchange.rank * len(self._devices) + replica_id
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
+        return replica_id_in_sync_group - self._runtime.exchange.rank * len(self._devices)
+
+    @property
+    def should_checkpoint(self) -> bool:
+        return self._runtime.exchange.rank == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        return self._runtime.exchange.rank == 0
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        return True
+
+    # Datasets: each worker reads its shard, as under MultiWorkerMirroredStrategy.
+
+    def _make_input_context(self) -> tf.distribute.InputContext:
+        return tf.distribute.InputContext(
+            num_input_pipelines=self._runtime.exchange.workers,
+            input_pipeline_id=self._runtime.exchange.rank,
+            num_replicas_in_sync=self._num_replicas_in_sync,
+        )
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        if options and options.experimental_replication_mode == tf.distribute.InputReplicationMode.PER_REPLICA:
+            raise UnsupportedError(
+                "InputReplicationMode.PER_REPLICA works with distribute_datasets_from_function only, as in TensorFlow"
+            )
+        return input_util.get_distributed_dataset(
+            dataset,
+            self._input_workers_with_options(options),
+            self._container_strategy(),
+            num_replicas_in_sync=self._num_replicas_in_sync,
+            input_context=self._make_input_context(),
+            options=options,
+        )
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> Any:
+        workers = self._input_workers_with_options(options)
+        return input_util.get_distributed_datasets_from_function(
+            dataset_fn, workers, [self._make_input_context()] * workers.num_workers, self._container_strategy(), options
+        )
+
+    def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
+        contexts = [
+            tf.distribute.experimental.ValueContext(self._get_replica_id_in_sync_group(local), self._num_replicas_in_sync)
+            for local in range(len(self._devices))
+        ]
+        return distribute_utils.regroup([value_fn(context) for context in contexts], always_wrap=True)
+
+    # Variables.
+
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        colocate_with = kwargs.pop("colocate_with", None)
+        if colocate_with is not None and not isinstance(colocate_with, values.DistributedVariable):
+            return super()._create_variable(next_creator, colocate_with=colocate_with, **kwargs)
+        devices = self._devices if colocate_with is None else colocate_with._devices
+
+        def components(**kwargs: Any) -> list[Any]:
+            made: list[Any] = []
+            for replica, device in enumerate(devices):
+                with tf.device(device):
+                    kwargs["initial_value"] = self._get_variable_creator_initial_value(
+                        replica_id=replica, device=device, primary_var=made[0] if made else None, **kwargs
+                    )
+                    if replica > 0:
+                        kwargs["name"] = f"{made[0].name.split(':')[0]}/replica_{replica}/"
+                    made.append(next_creator(**kwargs))
+            return made
+
+        variable = distribute_utils.create_mirrored_variable(
+            self._container_strategy(), components, _VARIABLE_CLASSES, distribute_utils.VARIABLE_POLICY_MAPPING, **kwargs
+        )
+        if isinstance(variable, GatedVariable):
+            if isinstance(colocate_with, GatedVariable) and colocate_with.gates and colocate_with.owner is None:
+                variable.share_gates(colocate_with)
+            elif variable.trainable and variable.dtype in _FLOATING and variable.shape.is_fully_defined():
+                variable.make_gates()
+        self._initial_values.created(variable)
+        return variable
+
+    def check(self, token: str) -> None:
+        """Raises the error that a gate's token carries, if any.
+
+        Raises:
+            TfpsError: why the variable did not arrive.
+        """
+        if token:
+            raise self._runtime.exchange.failure or TfpsError(token)
+
+    # Replica functions.
+
+    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if isinstance(fn, tf.types.experimental.PolymorphicFunction):
+            if fn not in self._lifted:  # as MirroredStrategy does: the loop over replicas goes inside the function
+                python_function = fn.python_function
+
+                def in_replicas(*args: Any, **kwargs: Any) -> Any:
+                    return self._call_for_each_replica(python_function, args, kwargs)
+
+                self._lifted[fn] = fn._clone(python_function=in_replicas)
+            return self._lifted[fn](*args, **kwargs)
+        self._initial_values.agree()
+        if tf.executing_eagerly():
+            result = super()._call_for_each_replica(fn, args, kwargs)
+        else:
+            graph = ops.get_default_graph()
+            if in_xla(graph):
+                raise UnsupportedError(
+                    "jit_compile=True is not supported under tfps.Strategy: gradients could leave only after the whole step; "
+                    "use model.compile(..., jit_compile=False)"
+                )
+            result = super()._call_for_each_replica(fn, args, kwargs)
+            self._finish(graph)
+        self._initial_values.agree()
+        return result
+
+    def _finish(self, graph: tf.Graph) -> None:
+        """Emits what is still noted at the end of a replica function."""
+        self._emit_all(graph)
+        for other, state in list(self._states.items()):
+            state.transfers.clear()
+            if any(state.noted.values()):
+                names = ", ".join(noted.variable.name for each in state.noted.values() for noted in each)
+                raise UnsupportedError(
+                    f"{other.name}: only some results of one all_reduce were used to update variables inside a tf.cond or "
+                    f"tf.while_loop ({names}); reduce them in a call of their own"
+                )
+
+    def _emit_all(self, graph: tf.Graph) -> None:
+        state = self._states.get(graph)
+        for replica in sorted(state.noted) if state else ():
+            context = distribute_lib.ReplicaContext(
+                self._container_strategy(), self._get_replica_id_in_sync_group(replica)
+            )
+            with graph.as_default(), tf.control_dependencies(None), context:
+                self._emit(state, graph, replica)
+
+    def _emit(self, state: GraphState, graph: tf.Graph, replica: int) -> None:
+        self._emitter.emit(state, graph, replica, self._state(outer_graphs(graph)[-1]).first_use)
+
+    def _state(self, graph: tf.Graph) -> GraphState:
+        return self._states.setdefault(graph, GraphState())
+
+    def note_access(self, variable: GatedVariable, graph: tf.Graph) -> None:
+        """Called before any access in a graph under construction: notes the forward order, emits what waits."""
+        chain = outer_graphs(graph)
+        if not chain:
+            return
+        for each in chain:
+            state = self._states.get(each)
+            if state is not None and any(state.noted.values()):
+                self._emit_all(each)
+        if variable.gates and variable.owner is None:
+            first_use = self._state(chain[-1]).first_use
+            first_use.setdefault(variable._unique_id, len(first_use))
+
+    # Reductions and updates in replica context.
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        flat = tf.nest.flatten(value)
+        if len(self._devices) > 1 and tf.executing_eagerly():
+            # Replica functions run one after the other in eager mode: only merge_call brings them together.
+            return super(mirrored_strategy.MirroredExtended, self)._replica_ctx_all_reduce(reduce_op, value, options)
+        local = flat
+        if len(self._devices) > 1:
+            local = tf.nest.flatten(super()._replica_ctx_all_reduce(SUM, flat, options))
+        replica = distribute_lib.get_replica_context()._replica_id
+        if tf.executing_eagerly():
+            summed = self._reductions.sum_all(local, ())
+        else:
+            graph = ops.get_default_graph()
+            root = self._state(outer_graphs(graph)[-1])
+            root.reductions += 1
+            summed = self._reductions.sum_all(local, (root.reductions, replica))
+            if reduce_op == SUM:
+                reduction = Reduction(len(flat))
+                for gradient, result in zip(local, summed, strict=True):
+                    self._state(graph).reduced[id(result)] = Reduced(gradient, result, reduction)
+        if reduce_op == MEAN:
+            summed = [divide(each, self._num_replicas_in_sync) for each in summed]
+        return tf.nest.pack_sequence_as(value, summed)
+
+    def _replica_ctx_update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        variable = var if isinstance(var, values.DistributedVariable) else _container(var)
+        if variable is None or variable._distribute_strategy is not self._container_strategy():
+            raise UnsupportedError(
+                f"variable {getattr(var, 'name', var)!r} was not created under this strategy; build and compile the model inside "
+                "`with strategy.scope():`"
+            )
+        reduced = find_reduced(self._states.get, args[0]) if args and not kwargs else None
+        if reduced is None or not isinstance(variable, GatedVariable) or not variable.gates or variable.owner is not None:
+            return super()._replica_ctx_update(variable, fn, args, kwargs or {}, group)
+        graph, replica = ops.get_default_graph(), distribute_lib.get_replica_context()._replica_id
+        state = self._state(graph)
+        state.noted.setdefault(replica, []).append(Noted(variable, fn, tuple(args[1:]), reduced))
+        reduced.reduction.noted += 1
+        if reduced.reduction.noted == reduced.reduction.size:
+            self._emit(state, graph, replica)
+        return tf.no_op() if group else None
+
+    # Reductions in cross-replica context.
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        if distribute_utils.is_mirrored(value) and reduce_op == MEAN:
+            return value
+
+        def reduce(each: Any) -> Any:
+            if isinstance(each, values.DistributedValues):
+                if len(self._devices) > 1:
+                    each = super(Extended, self)._reduce_to(SUM, each, destinations, options)
+                    each = each.values[0] if isinstance(each, values.DistributedValues) else each
+                else:
+                    each = each.values[0]
+            each = each if isinstance(each, tf.IndexedSlices) else tf.convert_to_tensor(each)
+            if self._reductions.trivial:
+                summed = each
+            else:
+                with tf.device(None):
+                    summed = self._reductions.sum_all([each], self._cross_replica_key())[0]
+            return divide(summed, self._num_replicas_in_sync) if reduce_op == MEAN else summed
+
+        return tf.nest.map_structure(reduce, value)
+
+    def _cross_replica_key(self) -> tuple[Any, ...]:
+        if tf.executing_eagerly():
+            return ()
+        root = self._state(outer_graphs(ops.get_default_graph())[-1])
+        root.reductions += 1
+        return (root.reductions, "cross-replica")
+
+    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
+        return [self._reduce_to(reduce_op, value, to, options) for value, to in value_destination_pairs]
+
+    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
+        if self._runtime.exchange.workers > 1:
+            raise UnsupportedError("strategy.gather over several workers is not supported yet; gather where the data is saved")
+        return super()._gather_to_implementation(value, destinations, axis, options)
+
+
+def _container(component: Any) -> Any:
+    """The distributed variable that `component` belongs to, None if it belongs to none."""
+    for holder in (component, getattr(component, "handle", None)):
+        reference = getattr(holder, "_distributed_container", None)
+        if reference is not None:
+            return reference()
+    return None

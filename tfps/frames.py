@@ -1,0 +1,98 @@
+"""The frames of an exchange stream; the only place that knows their bytes. `protos/tfps.proto` documents them."""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import NamedTuple
+
+from tfps import errors
+from tfps.config import MAX_SLICE_BYTES
+from tfps.errors import ProtocolError, TfpsError
+
+_LAYOUT = struct.Struct("<BBHIIIQQ")  # kind, flags, reserved, bucket, index, priority, step, received
+HEADER_BYTES = _LAYOUT.size
+MAX_FRAME_BYTES = HEADER_BYTES + MAX_SLICE_BYTES
+_MAX_ERROR_BYTES = 64 * 1024
+
+EMPTY = 1  # flag of a push: this rank contributes nothing
+LAST = 2  # flag of a gather: no more pieces of this step follow
+_ALL_FLAGS = EMPTY | LAST
+
+
+class Kind(enum.IntEnum):
+    """What a frame is."""
+
+    PUSH = 1
+    REPLY = 2
+    ACK = 3
+    ERROR = 4
+
+
+class Header(NamedTuple):
+    """What precedes the payload. Of an ACK only `received` counts, of an ERROR `index` is the error's code."""
+
+    kind: int
+    flags: int = 0
+    bucket: int = 0
+    index: int = 0
+    priority: int = 0
+    step: int = 0
+    received: int = 0  # payload bytes that the sender of this frame has received so far on this stream
+
+
+_KINDS = frozenset(Kind)
+_CODES: dict[int, type[TfpsError]] = {  # part of the protocol: never change a number
+    1: errors.ConfigError,
+    2: errors.ConnectError,
+    3: errors.MismatchError,
+    4: errors.ProtocolError,
+    5: errors.WaitTimeoutError,
+    6: errors.WorkerLostError,
+    7: errors.PserverLostError,
+    8: errors.ClosedError,
+    9: errors.UnsupportedError,
+}
+
+
+def encode(header: Header, payload: bytes | memoryview = b"") -> bytes:
+    """One message: header and payload, copied once."""
+    kind, flags, bucket, index, priority, step, received = header
+    return b"".join((_LAYOUT.pack(kind, flags, 0, bucket, index, priority, step, received), payload))
+
+
+def decode(message: bytes) -> tuple[Header, memoryview]:
+    """Header and payload (a view, not a copy) of a message from the other end.
+
+    Raises:
+        ProtocolError: the message is truncated, too long, or of an unknown kind.
+    """
+    if not HEADER_BYTES <= len(message) <= MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame must have {HEADER_BYTES} to {MAX_FRAME_BYTES} bytes, got {len(message)}")
+    kind, flags, reserved, bucket, index, priority, step, received = _LAYOUT.unpack_from(message)
+    if kind not in _KINDS:
+        raise ProtocolError(f"kind of a frame must be one of {', '.join(f'{k} ({k.name})' for k in Kind)}, got {kind}")
+    if flags & ~_ALL_FLAGS or reserved:
+        raise ProtocolError(f"unknown flags of a frame must be 0, got flags {flags} and reserved {reserved}")
+    return Header(kind, flags, bucket, index, priority, step, received), memoryview(message)[HEADER_BYTES:]
+
+
+def error_code(error: TfpsError) -> int:
+    """The number of the error's class; 0 for the base class."""
+    return next((code for code, kind in _CODES.items() if isinstance(error, kind)), 0)
+
+
+def error_from(code: int, text: str) -> TfpsError:
+    """The error of a received code; of the base class where the code is unknown (a newer other end)."""
+    return _CODES.get(code, TfpsError)(text)
+
+
+def encode_error(error: TfpsError) -> bytes:
+    """An ERROR frame, the last one on a stream."""
+    text = str(error).encode("utf-8", "replace")[:_MAX_ERROR_BYTES]
+    return encode(Header(Kind.ERROR, index=error_code(error)), text)
+
+
+def decode_error(header: Header, payload: memoryview) -> TfpsError:
+    """The error in an ERROR frame."""
+    return error_from(header.index, bytes(payload).decode("utf-8", "replace"))

@@ -1,0 +1,189 @@
+"""The graph ops of tfps: gates, sends, pulls, and the conversion between tensors and bytes.
+
+All are ordinary TensorFlow ops. Queue ops are asynchronous kernels: one that waits holds no thread of TensorFlow's pools, so
+that a hundred closed gates cannot deadlock a pool of one thread (blocking kernels, `py_function` or Unstage would).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfps import tf_private
+from tfps.errors import UnsupportedError
+
+HOST = "/device:CPU:0"
+_RESOURCE = tf.TensorSpec([], tf.resource)
+_BYTES = tf.TensorSpec([None], tf.uint8)
+MESSAGE = [tf.int64, tf.uint8, tf.uint8]  # what a send hands to the host: exchange id, data, indices of a sparse gradient
+PULLED = [tf.string, tf.uint8, tf.uint8]  # what the host hands to a pull: error text or "", data, indices
+
+
+def wire_dtype(dtype: tf.DType) -> tf.DType:
+    """The dtype in which values of `dtype` are exchanged: half types as float32, so that a sum rounds once.
+
+    Raises:
+        UnsupportedError: values of `dtype` cannot be summed by a pserver.
+    """
+    if dtype in (tf.float16, tf.bfloat16):
+        return tf.float32
+    if dtype in (tf.float32, tf.float64, tf.int32, tf.int64, tf.uint8, tf.int8, tf.int16):
+        return dtype
+    raise UnsupportedError(f"tensors of dtype {dtype.name} cannot be reduced over workers; cast them to float32 or int64")
+
+
+def to_bytes(tensor: tf.Tensor) -> tf.Tensor:
+    """`tensor` in its wire dtype as flat uint8 of shape [bytes]; no copy where the dtype is kept."""
+    flat = tf.reshape(tf.cast(tensor, wire_dtype(tensor.dtype)), [-1])
+    if flat.dtype == tf.uint8:
+        return flat
+    if flat.dtype.size == 1:
+        return tf.bitcast(flat, tf.uint8)
+    return tf.reshape(tf.bitcast(flat, tf.uint8), [-1])
+
+
+def from_bytes(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """The flat tensor of the wire dtype of `dtype` that lies in `data`, flat uint8; no copy."""
+    wire = wire_dtype(dtype)
+    if wire == tf.uint8:
+        return data
+    if wire.size == 1:
+        return tf.bitcast(data, wire)
+    return tf.bitcast(tf.reshape(data, [-1, wire.size]), wire)
+
+
+def tensor_of(array: np.ndarray[Any, Any]) -> tf.Tensor:
+    """An eager tensor over the memory of `array` where TensorFlow allows that (64-byte aligned, writable), else a copy.
+
+    dlpack aborts the process on data that is not aligned, hence the check.
+    """
+    if array.flags.writeable and array.flags.c_contiguous and array.ctypes.data % 64 == 0 and array.nbytes:
+        return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+    return tf.constant(array)
+
+
+class Gate:
+    """What readers of one variable (on one device) wait at: a queue that holds one token while the value is current.
+
+    The token is "" or, after a failure, the error's text, which every reader then raises.
+    """
+
+    def __init__(self) -> None:
+        with tf.init_scope(), tf.device(HOST):
+            self._queue = tf.queue.FIFOQueue(2, [tf.string], [[]], name="tfps_gate")
+            self.open()
+
+    @property
+    def handle(self) -> tf.Tensor:
+        """The queue, for graph ops."""
+        return self._queue.queue_ref
+
+    def open(self, error: str = "") -> None:
+        """Puts the token back, or an error in its place; called eagerly by the runtime's threads."""
+        with tf.init_scope(), tf.device(HOST):
+            self._queue.enqueue(error)
+
+    def wait(self) -> str:
+        """Waits eagerly until the value is current and returns the token."""
+        with tf.init_scope(), tf.device(HOST):
+            token = self._queue.dequeue()
+            self._queue.enqueue(token)
+        return str(token.numpy().decode())
+
+
+@functools.cache
+def _pass_function() -> Any:
+    @tf.function(autograph=False, input_signature=[_RESOURCE, _RESOURCE])
+    def tfps_pass_gate(gate: tf.Tensor, variable: tf.Tensor) -> tf.Tensor:
+        token = tf.raw_ops.QueueDequeueV2(handle=gate, component_types=[tf.string])
+        back = tf.raw_ops.QueueEnqueueV2(handle=gate, components=token)
+        with tf.control_dependencies([back, tf.debugging.Assert(tf.equal(token[0], ""), token)]):
+            return tf.constant(True)
+
+    return tfps_pass_gate.get_concrete_function()
+
+
+def pass_gate(gate: Gate, variable: tf.Tensor) -> None:
+    """Orders every later use of the resource `variable` in the current graph behind the opening of `gate`."""
+    with tf.device(HOST):
+        tf_private.set_read_only_inputs(_pass_function()(gate.handle, variable), [])
+
+
+@functools.cache
+def _close_function(gates: int, variables: int) -> Any:
+    @tf.function(autograph=False, input_signature=[_RESOURCE] * (gates + variables))
+    def tfps_close_gates(*resources: tf.Tensor) -> tf.Tensor:
+        taken = [tf.raw_ops.QueueDequeueV2(handle=gate, component_types=[tf.string])[0].op for gate in resources[:gates]]
+        with tf.control_dependencies(taken):
+            return tf.constant(True)
+
+    return tfps_close_gates.get_concrete_function()
+
+
+def close_gates(gates: Sequence[Gate], variables: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Closes `gates` after all earlier uses of the resources `variables` in the current graph, before all later ones."""
+    with tf.device(HOST):
+        closed = _close_function(len(gates), len(variables))(*(gate.handle for gate in gates), *variables)
+        tf_private.set_read_only_inputs(closed, [])
+    return closed
+
+
+def open_gate(gate: Gate) -> tf.Operation:
+    """The graph op that opens `gate`."""
+    with tf.device(HOST):
+        return tf.raw_ops.QueueEnqueueV2(handle=gate.handle, components=[tf.constant("")])
+
+
+@functools.cache
+def _send_function() -> Any:
+    @tf.function(autograph=False, input_signature=[_RESOURCE, tf.TensorSpec([], tf.int64), _BYTES, _BYTES])
+    def tfps_send(queue: tf.Tensor, exchange: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
+        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[exchange, data, indices])
+        with tf.control_dependencies([sent]):
+            return tf.constant(True)
+
+    return tfps_send.get_concrete_function()
+
+
+def send(queue: tf.Tensor, exchange: int, data: tf.Tensor, indices: tf.Tensor | None = None) -> tf.Operation:
+    """Hands `data` (flat uint8, from any device) to the host; waits for nothing but its inputs."""
+    with tf.device(HOST):
+        if indices is None:
+            indices = tf.constant([], tf.uint8)
+        sent = _send_function()(queue, tf.constant(exchange, tf.int64), data, indices)
+        tf_private.set_read_only_inputs(sent, [0])
+    return sent.op
+
+
+@functools.cache
+def _pull_function() -> Any:
+    @tf.function(autograph=False, input_signature=[_RESOURCE, _RESOURCE, tf.TensorSpec([], tf.int64), _BYTES, _BYTES])
+    def tfps_pull(queue: Any, results: Any, exchange: Any, data: Any, indices: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[exchange, data, indices])
+        with tf.control_dependencies([sent]):
+            error, *pulled = tf.raw_ops.QueueDequeueV2(handle=results, component_types=PULLED)
+        with tf.control_dependencies([tf.debugging.Assert(tf.equal(error, ""), [error])]):
+            return tf.identity(pulled[0]), tf.identity(pulled[1])
+
+    return tfps_pull.get_concrete_function()
+
+
+def pull(queue: tf.Tensor, results: tf.Tensor, exchange: int, data: tf.Tensor, indices: tf.Tensor) -> list[tf.Tensor]:
+    """Sends `data` and waits for the reduced bytes: [data, indices], both flat uint8.
+
+    A *stateless* call around stateful ops: it is pruned when nothing uses its result.
+    """
+    with tf.device(HOST):
+        function = _pull_function()
+        function.add_to_graph(tf.compat.v1.get_default_graph())
+        arguments = [queue, results, tf.constant(exchange, tf.int64), data, indices]
+        arguments = [tf_private.ops.get_default_graph().capture(argument) for argument in arguments]
+        pulled: list[tf.Tensor] = tf.raw_ops.PartitionedCall(args=arguments, Tout=[tf.uint8, tf.uint8], f=function)
+        tf_private.set_read_only_inputs(pulled[0], [0, 1])
+        for tensor in pulled:
+            tensor.set_shape([None])
+    return pulled

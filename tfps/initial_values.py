@@ -1,0 +1,87 @@
+"""Rank 0's initial values become everybody's, before the first step that could use them.
+
+Variables are noted when they are created and exchanged in one go at the next `strategy.run`, so that a program may create variables or load
+weights on rank 0 only between two runs. What each rank has created is compared first.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfps.exchange import BucketSpec
+from tfps.runtime import Runtime
+
+_BATCH_BYTES = 64 * 2**20  # exchanged at once; more would only need more memory
+
+
+class InitialValues:
+    """Variables whose values are not agreed yet. Used by the main thread."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._created: list[weakref.ref[Any]] = []
+
+    def created(self, variable: Any) -> None:
+        """Notes a new distributed variable."""
+        if self._runtime.exchange.workers > 1 and variable.dtype != tf.string:
+            self._created.append(weakref.ref(variable))
+
+    def agree(self) -> None:
+        """Gives all new variables the values that they have on rank 0.
+
+        Raises:
+            MismatchError: the ranks created different variables.
+            WaitTimeoutError: a rank did not come to the same point.
+        """
+        if not self._created:
+            return
+        with tf.init_scope():
+            gc.collect()  # what only this rank still holds by accident must not look like a different model
+            variables = [variable for ref in self._created if (variable := ref()) is not None]
+            ready = [variable for variable in variables if bool(variable.is_initialized())]
+            self._created = [weakref.ref(variable) for variable in variables if not bool(variable.is_initialized())]
+            batch: list[Any] = []
+            for variable in ready:
+                batch.append(variable)
+                if sum(_nbytes(each) for each in batch) >= _BATCH_BYTES:
+                    self._exchange(batch)
+                    batch = []
+            if batch:
+                self._exchange(batch)
+
+    def _exchange(self, variables: list[Any]) -> None:
+        total = sum(_nbytes(variable) for variable in variables)
+        details = [f"variable '{_name(v)}' {tuple(v.shape)} {v.dtype.name}" for v in variables]
+        spec = BucketSpec(name="initial values", kind="sum", nbytes=total, dtype="uint8", priority=0)
+        key = ("initial values", tuple(variable._unique_id for variable in variables))
+        (bucket,) = self._runtime.buckets([(key, spec)], details)
+        payload = None
+        if self._runtime.exchange.rank == 0:
+            payload = np.concatenate([_bytes(variable) for variable in variables]) if variables else np.empty(0, np.uint8)
+        received = self._runtime.exchange_now(bucket, payload).sum
+        if self._runtime.exchange.rank == 0 or received is None:
+            return
+        start = 0
+        for variable in variables:
+            end = start + _nbytes(variable)
+            value = received[start:end].view(variable.dtype.as_numpy_dtype).reshape(variable.shape)
+            for component in variable._values:
+                component.assign(value)
+            start = end
+
+
+def _name(variable: Any) -> str:
+    return str(variable.name).removesuffix(":0")
+
+
+def _nbytes(variable: Any) -> int:
+    return int(np.prod(variable.shape, dtype=np.int64)) * int(variable.dtype.size)
+
+
+def _bytes(variable: Any) -> Any:
+    return np.ascontiguousarray(variable._values[0].numpy()).reshape(-1).view(np.uint8)

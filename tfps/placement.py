@@ -1,0 +1,56 @@
+"""Decides which pserver owns a slice.
+
+Workers and pservers decide by themselves: equal calls in equal order give equal answers.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+from tfps.config import Placement
+from tfps.errors import ConfigError
+
+
+class Placer:
+    """Places the slices of one bucket after another on pservers 0 to `pservers` - 1. Not thread-safe.
+
+    `"balanced"` takes the pserver with the fewest bytes so far, so that any two differ by at most one slice;
+    `"round_robin"` takes them in turn; `"hash"` takes the one that the slice's name says, whatever came before.
+    """
+
+    def __init__(self, pservers: int, placement: Placement) -> None:
+        if pservers < 1:
+            raise ConfigError(f"pservers must be at least 1, got {pservers}")
+        self._placement = placement
+        self._bytes = [0] * pservers
+        self._gathers = [0] * pservers
+        self._turn = 0
+
+    @property
+    def bytes_per_pserver(self) -> list[int]:
+        """What each pserver owns so far, gathers not counted."""
+        return list(self._bytes)
+
+    def place(self, name: str, sizes: Sequence[int]) -> list[int]:
+        """The owner of each slice of bucket `name`; `sizes` in bytes."""
+        owners = []
+        for index, nbytes in enumerate(sizes):
+            owner = self._next(f"{name}:{index}", self._bytes)
+            self._bytes[owner] += nbytes
+            owners.append(owner)
+        return owners
+
+    def place_gather(self, name: str) -> int:
+        """The one owner of a gather, whose size is not known: by number of gathers instead of bytes."""
+        owner = self._next(f"{name}:0", self._gathers)
+        self._gathers[owner] += 1
+        return owner
+
+    def _next(self, key: str, load: list[int]) -> int:
+        if self._placement == "balanced":
+            return load.index(min(load))
+        if self._placement == "hash":
+            return zlib.crc32(key.encode()) % len(load)
+        self._turn += 1
+        return (self._turn - 1) % len(load)

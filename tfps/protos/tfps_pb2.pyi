@@ -1,0 +1,136 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Bucket(_message.Message):
+    __slots__ = ["dtype", "kind", "name", "nbytes", "priority"]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    dtype: str
+    kind: str
+    name: str
+    nbytes: int
+    priority: int
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., nbytes: _Optional[int] = ..., dtype: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class DeclareReply(_message.Message):
+    __slots__ = ["failure"]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    failure: Failure
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class DeclareRequest(_message.Message):
+    __slots__ = ["buckets", "details", "number", "rank", "timeout_s", "token"]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    buckets: _containers.RepeatedCompositeFieldContainer[Bucket]
+    details: _containers.RepeatedScalarFieldContainer[str]
+    number: int
+    rank: int
+    timeout_s: float
+    token: str
+    def __init__(self, token: _Optional[str] = ..., rank: _Optional[int] = ..., number: _Optional[int] = ..., details: _Optional[_Iterable[str]] = ..., buckets: _Optional[_Iterable[_Union[Bucket, _Mapping]]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ["code", "text"]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    text: str
+    def __init__(self, code: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
+
+class JoinReply(_message.Message):
+    __slots__ = ["failure", "protocol_version", "rank", "token", "workers"]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    failure: Failure
+    protocol_version: int
+    rank: int
+    token: str
+    workers: int
+    def __init__(self, protocol_version: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., token: _Optional[str] = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ["host", "job", "pid", "protocol_version", "pserver_index", "pservers", "rank", "settings", "token", "uid", "workers"]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PSERVERS_FIELD_NUMBER: _ClassVar[int]
+    PSERVER_INDEX_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    job: str
+    pid: int
+    protocol_version: int
+    pserver_index: int
+    pservers: int
+    rank: int
+    settings: Settings
+    token: str
+    uid: str
+    workers: int
+    def __init__(self, protocol_version: _Optional[int] = ..., job: _Optional[str] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., uid: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., pserver_index: _Optional[int] = ..., pservers: _Optional[int] = ..., token: _Optional[str] = ..., settings: _Optional[_Union[Settings, _Mapping]] = ...) -> None: ...
+
+class LeaveReply(_message.Message):
+    __slots__ = []
+    def __init__(self) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ["failure", "rank", "token"]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    failure: Failure
+    rank: int
+    token: str
+    def __init__(self, token: _Optional[str] = ..., rank: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class Settings(_message.Message):
+    __slots__ = ["deterministic", "placement", "policy", "slice_bytes", "window_bytes"]
+    DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    SLICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    deterministic: bool
+    placement: str
+    policy: str
+    slice_bytes: int
+    window_bytes: int
+    def __init__(self, slice_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., placement: _Optional[str] = ..., deterministic: bool = ...) -> None: ...
+
+class WaitingReply(_message.Message):
+    __slots__ = ["failure", "missing"]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    failure: Failure
+    missing: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., missing: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class WaitingRequest(_message.Message):
+    __slots__ = ["bucket", "rank", "token"]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    bucket: int
+    rank: int
+    token: str
+    def __init__(self, token: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ...) -> None: ...

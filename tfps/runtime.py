@@ -1,0 +1,283 @@
+"""The host side of the graph: takes what sends hand over, exchanges it, and applies what comes back.
+
+Two threads. "tfps-pump" takes messages from the TensorFlow queue into the exchange; "tfps-apply" runs updates and answers
+pulls, most urgent first. Neither blocks on the network; receiver threads of the exchange only put replies into a heap.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfps import tf_private
+from tfps.errors import ClosedError, TfpsError, WaitTimeoutError
+from tfps.exchange import BucketSpec, Exchange, Reply
+from tfps.graph_ops import HOST, MESSAGE, PULLED, Gate, tensor_of
+from tfps.trace import Recorder
+
+logger = logging.getLogger("tfps")
+_INDICES_SIZE = struct.Struct("<Q")
+_NO_BYTES = np.empty(0, np.uint8)
+
+
+def pack_sparse(indices: Any, data: Any) -> bytes:
+    """One rank's part of a gather: size of the indices in bytes, indices, data."""
+    indices = memoryview(indices)
+    return b"".join((_INDICES_SIZE.pack(indices.nbytes), indices, memoryview(data)))
+
+
+def unpack_sparse(parts: Sequence[Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Indices and data of all ranks in rank order, each flat uint8."""
+    indices, data = [], []
+    for part in parts:
+        view = np.frombuffer(part, np.uint8)
+        if not len(view):
+            continue
+        end = _INDICES_SIZE.size + _INDICES_SIZE.unpack_from(part)[0]
+        indices.append(view[_INDICES_SIZE.size : end])
+        data.append(view[end:])
+    if not data:
+        return _NO_BYTES, _NO_BYTES
+    return np.concatenate(indices), np.concatenate(data)
+
+
+class Transfer:
+    """What becomes of the messages of one send in one graph; one round is under way at a time.
+
+    Args:
+        bucket: id that the exchange gave.
+        spec: what the bucket is.
+        messages: messages per round, one per local replica; one of them carries the data.
+    """
+
+    def __init__(self, bucket: int, spec: BucketSpec, messages: int = 1) -> None:
+        self.id = -1
+        self.bucket, self.spec, self.messages = bucket, spec, messages
+        self._arrived = 0  # this and _carried: pump thread only
+        self._carried: tuple[tf.Tensor, tf.Tensor] | None = None
+
+    def collect(self, data: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
+        """What to push once all messages of the round are here, else None. Called by the pump thread.
+
+        With several local replicas one message carries the sum over them, the others only say that their replica has closed
+        its gates: the update may not start before.
+        """
+        if self.messages == 1:
+            return data, indices
+        if data.shape[0] or indices.shape[0]:
+            self._carried = data, indices
+        self._arrived += 1
+        if self._arrived < self.messages:
+            return None
+        carried, self._carried, self._arrived = self._carried, None, 0
+        return carried
+
+    def finish(self, data: tf.Tensor, indices: tf.Tensor) -> None:
+        """Uses the reduced bytes (flat uint8). Called by the apply thread."""
+        raise TypeError(f"{type(self).__name__} must say what becomes of a reply")
+
+    def fail(self, error: TfpsError) -> None:
+        """Wakes whoever waits for this round. Called by the apply thread."""
+        raise TypeError(f"{type(self).__name__} must say what becomes of a failure")
+
+
+class DeferredUpdate(Transfer):
+    """Applies the update of a bucket's variables, which opens their gates."""
+
+    def __init__(self, bucket: int, spec: BucketSpec, messages: int) -> None:
+        super().__init__(bucket, spec, messages)
+        self.functions: list[Callable[[tf.Tensor, tf.Tensor], Any]] = []  # one per local replica
+        self.gates: list[Gate] = []
+
+    def finish(self, data: tf.Tensor, indices: tf.Tensor) -> None:
+        for function in self.functions:
+            function(data, indices)
+
+    def fail(self, error: TfpsError) -> None:
+        for gate in self.gates:
+            gate.open(str(error))
+
+
+class Pull(Transfer):
+    """Hands the reduced bytes back to the graph that waits for them."""
+
+    def __init__(self, bucket: int, spec: BucketSpec) -> None:
+        super().__init__(bucket, spec)
+        with tf.init_scope(), tf.device(HOST):
+            self.results = tf.queue.FIFOQueue(16, PULLED, name="tfps_pulled")
+
+    def finish(self, data: tf.Tensor, indices: tf.Tensor) -> None:
+        with tf.device(HOST):
+            self.results.enqueue(["", data, indices])
+
+    def fail(self, error: TfpsError) -> None:
+        with tf.device(HOST):
+            self.results.enqueue([str(error), _NO_BYTES, _NO_BYTES])
+
+
+class Runtime:
+    """Runs the transfers of one strategy over `exchange`; owns it and closes it."""
+
+    def __init__(self, exchange: Exchange, recorder: Recorder, wait_s: float) -> None:
+        self.exchange, self.recorder, self.wait_s = exchange, recorder, wait_s
+        with tf.init_scope(), tf.device(HOST):
+            self._messages = tf.queue.FIFOQueue(1_000_000, MESSAGE, name="tfps_send")
+        self._transfers: dict[int, Transfer] = {}
+        self._retired: list[int] = []
+        self._ids = itertools.count()
+        self._buckets: dict[Any, tuple[int, BucketSpec]] = {}
+        self._ready: list[tuple[int, int, Transfer, Any, Reply]] = []
+        self._arrivals = itertools.count()
+        self._has_ready = threading.Condition()  # truth: _ready is not empty or _closed is set
+        self._closed = False
+        exchange.add_failure_listener(self._report)
+        self._threads = [
+            threading.Thread(target=self._pump, name="tfps-pump", daemon=True),
+            threading.Thread(target=self._apply, name="tfps-apply", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def queue(self) -> tf.Tensor:
+        """The queue that sends put their messages into."""
+        return self._messages.queue_ref
+
+    def buckets(self, wanted: Sequence[tuple[Any, BucketSpec]], details: Sequence[str] = ()) -> list[int]:
+        """Bucket ids of `wanted`, pairs of a key and what to declare where the key is new.
+
+        Raises:
+            MismatchError: the ranks do not agree.
+            WaitTimeoutError: a rank did not come.
+        """
+        new = [(key, spec) for key, spec in wanted if key not in self._buckets]
+        if new:
+            ids = self.exchange.declare([spec for _, spec in new], details)
+            self._buckets.update({key: (bucket, spec) for (key, spec), bucket in zip(new, ids, strict=True)})
+        return [self._buckets[key][0] for key, _ in wanted]
+
+    def adopt(self, transfer: Transfer, graph: tf.Graph) -> None:
+        """Gives `transfer` an id; it is forgotten when `graph` and all graphs around it are gone."""
+        transfer.id = next(self._ids)
+        self._transfers[transfer.id] = transfer
+        graphs = tf_private.outer_graphs(graph)
+        alive = itertools.count(len(graphs) - 1, -1)
+        retired, identity = self._retired, transfer.id
+
+        def gone() -> None:
+            if next(alive) == 0:
+                retired.append(identity)
+
+        for each in graphs:
+            weakref.finalize(each, gone).atexit = False
+
+    def exchange_now(self, bucket: int, payload: Any) -> Reply:
+        """Pushes and waits for the reply, on the calling thread.
+
+        Raises:
+            TfpsError: what made the exchange fail.
+        """
+        done = threading.Event()
+        replies: list[Reply] = []
+
+        def on_reply(reply: Reply) -> None:
+            replies.append(reply)
+            done.set()
+
+        self.exchange.push(bucket, payload, on_reply)
+        if not done.wait(self.wait_s * 2):  # the exchange itself fails earlier and says why
+            raise WaitTimeoutError(f"no reply for bucket {bucket} within {self.wait_s * 2:.0f} s")
+        if replies[0].error is not None:
+            raise replies[0].error
+        return replies[0]
+
+    def close(self) -> None:
+        """Ends the threads and leaves the job; what is still under way fails with ClosedError."""
+        with self._has_ready:
+            if self._closed:
+                return
+            self._closed = True
+        self.exchange.close()
+        with self._has_ready:
+            self._has_ready.notify_all()
+        with tf.init_scope():
+            self._messages.close(cancel_pending_enqueues=True)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _pump(self) -> None:
+        dequeue = tf.raw_ops.QueueDequeueV2
+        while True:
+            try:
+                with tf.device(HOST):
+                    identity, data, indices = dequeue(handle=self.queue, component_types=MESSAGE)
+            except (tf.errors.OutOfRangeError, tf.errors.CancelledError):  # closed
+                return
+            self._start(self._transfers[int(identity)], data, indices)
+            if self._retired:
+                with tf.device(HOST):
+                    idle = int(self._messages.size()) == 0
+                while idle and self._retired:  # their graphs are gone: nothing of them can come any more
+                    self._transfers.pop(self._retired.pop(), None)
+
+    def _start(self, transfer: Transfer, data: tf.Tensor, indices: tf.Tensor) -> None:
+        collected = transfer.collect(data, indices)
+        if collected is None:
+            return
+        data, indices = collected
+        payload: Any = memoryview(data)
+        if transfer.spec.kind == "gather":
+            payload = pack_sparse(memoryview(indices), payload)
+        if self.recorder.enabled:
+            self.recorder.record("gradient", bucket=transfer.bucket, nbytes=len(payload))
+
+        def on_reply(reply: Reply) -> None:
+            with self._has_ready:
+                item = (transfer.spec.priority, next(self._arrivals), transfer, (payload, data), reply)
+                heapq.heappush(self._ready, item)
+                self._has_ready.notify()
+
+        self.exchange.push(transfer.bucket, payload, on_reply)
+
+    def _apply(self) -> None:
+        while True:
+            with self._has_ready:
+                self._has_ready.wait_for(lambda: self._ready or self._closed)
+                if not self._ready:
+                    return
+                _, _, transfer, sent, reply = heapq.heappop(self._ready)
+            if reply.error is not None:
+                transfer.fail(reply.error)
+                continue
+            try:
+                transfer.finish(*_tensors(transfer.spec, sent, reply))
+            except Exception as error:  # an update that fails must not leave its readers waiting for ever
+                logger.exception("tfps: update of %s failed", transfer.spec.name)
+                transfer.fail(TfpsError(f"update of {transfer.spec.name} failed: {error}"))
+            if self.recorder.enabled:
+                self.recorder.record("applied", bucket=transfer.bucket)
+            del transfer, sent, reply  # the buffers are free while this thread waits
+
+    def _report(self, error: TfpsError) -> None:
+        if not isinstance(error, ClosedError):
+            logger.error("tfps: training stopped: %s", error)
+
+
+def _tensors(spec: BucketSpec, sent: Any, reply: Reply) -> tuple[tf.Tensor, tf.Tensor]:
+    """Data and indices of `reply` as flat uint8 tensors, without a copy where possible."""
+    payload, data = sent
+    if spec.kind == "sum":
+        # The embedded exchange hands back the very buffer that was pushed: then the tensor is already here.
+        return (data if reply.sum is payload else tensor_of(reply.sum)), tf.constant(_NO_BYTES)
+    indices, gathered = unpack_sparse(reply.parts)
+    return tf.constant(gathered), tf.constant(indices)

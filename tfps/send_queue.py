@@ -1,0 +1,149 @@
+"""What waits to be sent on one direction of one stream: most urgent first, and no more in flight than the window."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from tfps.config import Policy
+from tfps.errors import ProtocolError, TfpsError
+from tfps.frames import Header
+from tfps.trace import Recorder
+
+
+class Outgoing(NamedTuple):
+    """A frame to be sent: header and `payload`, or everything already encoded in `frame`. `nbytes` is the payload's."""
+
+    header: Header
+    nbytes: int
+    payload: memoryview | None = None
+    frame: bytes | None = None
+
+
+class SendQueue:
+    """Orders outgoing frames by (priority, arrival) and keeps the bytes in flight within the window.
+
+    A payload is in flight from `take` until the other end says that it has received it. The next frame is given out while
+    fewer than `window_bytes` are in flight, so there are never more than that plus one slice. Receipts are totals of
+    payload bytes since the stream began. Receivers put, one sender takes; any thread may call anything.
+
+    Args:
+        piggyback: outgoing data frames carry the receipt for what came in. Where they cannot (a reply's bytes are shared by
+            all ranks) or none is going out, a receipt of its own is due whenever half a window has come in.
+    """
+
+    def __init__(self, window_bytes: int, policy: Policy, *, piggyback: bool, recorder: Recorder, name: str = "") -> None:
+        self._window_bytes = window_bytes
+        self._receipt_bytes = max(window_bytes // 2, 1)
+        self._by_priority = policy == "priority"
+        self._piggyback = piggyback
+        self._recorder = recorder
+        self._name = name
+        self._changed = threading.Condition()  # guards all below; notified when `take` may have something to give
+        self._heap: list[tuple[int, int, Outgoing]] = []
+        self._arrivals = itertools.count()
+        self._sent = 0
+        self._acked = 0
+        self._received = 0
+        self._receipted = 0
+        self._closed = False
+        self._failure: TfpsError | None = None
+
+    def put(self, items: Iterable[Outgoing]) -> None:
+        """Adds frames; those of equal priority keep their order. Ignored after `close` and `fail`."""
+        with self._changed:
+            if self._closed or self._failure is not None:
+                return
+            for item in items:
+                priority = item.header.priority if self._by_priority else 0
+                heapq.heappush(self._heap, (priority, next(self._arrivals), item))
+            if self._heap and self._sent - self._acked < self._window_bytes:
+                self._changed.notify()
+
+    def take(self) -> tuple[Outgoing | None, int] | None:
+        """Waits for the next frame; None once closed.
+
+        Returns:
+            The frame and the total to write into its `received`; without a frame a receipt (ACK) is due.
+
+        Raises:
+            TfpsError: what `fail` was called with.
+        """
+        with self._changed:
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                if self._closed:
+                    return None
+                may_send = bool(self._heap) and self._sent - self._acked < self._window_bytes
+                receipt_due = self._received - self._receipted >= self._receipt_bytes
+                if receipt_due and not (may_send and self._piggyback):
+                    self._receipted = self._received
+                    return None, self._received
+                if may_send:
+                    item = heapq.heappop(self._heap)[2]
+                    self._sent += item.nbytes
+                    if self._piggyback:
+                        self._receipted = self._received
+                    self._record("send", item)
+                    return item, self._received
+                self._changed.wait()
+
+    def acked(self, total: int) -> None:
+        """The other end has received `total` payload bytes.
+
+        Raises:
+            ProtocolError: that is more than was sent.
+        """
+        with self._changed:
+            if total <= self._acked:
+                if total < self._acked and total != 0:  # 0: a frame that carries no receipt
+                    raise ProtocolError(f"acknowledged bytes must not decrease from {self._acked}, got {total}")
+                return
+            if total > self._sent:
+                raise ProtocolError(f"acknowledged bytes must be at most the {self._sent} sent, got {total}")
+            self._acked = total
+            if self._recorder.enabled:
+                self._recorder.record("acked", stream=self._name, in_flight=self._sent - self._acked)
+            if self._heap and self._sent - self._acked < self._window_bytes:
+                self._changed.notify()
+
+    def received(self, nbytes: int) -> None:
+        """`nbytes` of payload have come in from the other end."""
+        with self._changed:
+            self._received += nbytes
+            if self._received - self._receipted >= self._receipt_bytes:
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Drops what waits and ends the sender."""
+        with self._changed:
+            self._closed = True
+            self._heap.clear()
+            self._changed.notify_all()
+
+    def fail(self, error: TfpsError) -> None:
+        """Drops what waits and raises `error` in the sender. Without effect after `close` or an earlier `fail`."""
+        with self._changed:
+            if self._closed or self._failure is not None:
+                return
+            self._failure = error
+            self._heap.clear()
+            self._changed.notify_all()
+
+    def _record(self, kind: str, item: Outgoing) -> None:
+        if self._recorder.enabled:
+            _, _, bucket, index, priority, step, _ = item.header
+            self._recorder.record(
+                kind,
+                stream=self._name,
+                bucket=bucket,
+                index=index,
+                priority=priority,
+                step=step,
+                nbytes=item.nbytes,
+                in_flight=self._sent - self._acked,
+            )

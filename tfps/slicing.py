@@ -1,0 +1,31 @@
+"""Cuts buckets into slices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tfps.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Slice:
+    """A contiguous range of a bucket, in bytes."""
+
+    offset: int
+    nbytes: int
+
+
+def cut(nbytes: int, slice_bytes: int, item_bytes: int = 1) -> list[Slice]:
+    """Cuts [0, nbytes) at multiples of `slice_bytes`, rounded down to whole items (at least one); the last is shorter.
+
+    An empty bucket has one empty slice, so that it is pushed and replied to as any other.
+
+    Raises:
+        ConfigError: a size is out of range, or nbytes is not a whole number of items.
+    """
+    if slice_bytes <= 0 or item_bytes <= 0:
+        raise ConfigError(f"slice_bytes and item_bytes must be positive, got {slice_bytes} and {item_bytes}")
+    if nbytes < 0 or nbytes % item_bytes:
+        raise ConfigError(f"nbytes must be a multiple of {item_bytes}, got {nbytes}")
+    length = max(slice_bytes // item_bytes, 1) * item_bytes
+    return [Slice(start, min(length, nbytes - start)) for start in range(0, nbytes, length)] or [Slice(0, 0)]

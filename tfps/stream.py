@@ -1,0 +1,120 @@
+"""One bidirectional stream between a worker and a pserver: the two loops that both ends run, and the worker's end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+
+import grpc
+
+from tfps import frames
+from tfps.control import RANK_KEY, TOKEN_KEY, Pserver, lost, method
+from tfps.errors import PserverLostError, ProtocolError, TfpsError
+from tfps.frames import Header, Kind
+from tfps.send_queue import SendQueue
+
+OnData = Callable[[Header, memoryview], None]
+
+
+def outgoing(queue: SendQueue) -> Iterator[bytes]:
+    """The messages to send, as the queue gives them out; ends when it is closed.
+
+    Raises:
+        TfpsError: the queue failed.
+    """
+    while (taken := queue.take()) is not None:
+        item, received = taken
+        if item is None:
+            yield frames.encode(Header(Kind.ACK, received=received))
+        elif item.frame is not None:
+            yield item.frame
+        else:
+            yield frames.encode(item.header._replace(received=received), item.payload or b"")
+        item = taken = None  # the payload may go while this waits for the next
+
+
+def receive(messages: Iterable[bytes], data: Kind, queue: SendQueue, on_data: OnData) -> None:
+    """Hands all data frames of a stream to `on_data`, keeps the receipts of both directions; returns at the stream's end.
+
+    Raises:
+        ProtocolError: a frame is malformed or of a kind that does not come in this direction.
+        TfpsError: the other end sent an ERROR.
+        grpc.RpcError: the stream broke.
+    """
+    for message in messages:
+        header, payload = frames.decode(message)
+        del message
+        if header.kind == data:
+            queue.received(len(payload))
+            queue.acked(header.received)
+            on_data(header, payload)
+        elif header.kind == Kind.ACK:
+            queue.acked(header.received)
+        elif header.kind == Kind.ERROR:
+            raise frames.decode_error(header, payload)
+        else:
+            raise ProtocolError(f"kind of a frame must be {data.name}, ACK or ERROR here, got {Kind(header.kind).name}")
+        del payload  # the message's memory is the next one's
+
+
+class WorkerStream:
+    """The worker's end. gRPC's own thread sends, the thread "tfps-recv-<index>" receives.
+
+    Args:
+        on_data: called with every reply on the receiver thread.
+        on_end: called once on the receiver thread if the stream ends other than by `close`; told is True if the pserver
+            said why.
+        when: `at step 17`, for messages.
+    """
+
+    def __init__(
+        self,
+        pserver: Pserver,
+        index: int,
+        queue: SendQueue,
+        on_data: OnData,
+        on_end: Callable[[TfpsError, bool], None],
+        when: Callable[[], str],
+    ) -> None:
+        self._pserver = pserver
+        self._queue = queue
+        self._on_data = on_data
+        self._on_end = on_end
+        self._when = when
+        self._closed = False
+        self._call: grpc.Call | None = None
+        self._thread = threading.Thread(target=self._receive, name=f"tfps-recv-{index}", daemon=True)
+
+    def start(self, token: str, rank: int) -> None:
+        """Opens the stream of a worker that has joined."""
+        call = self._pserver.channel.stream_stream(method("Exchange"))
+        self._call = call(outgoing(self._queue), metadata=((TOKEN_KEY, token), (RANK_KEY, str(rank))))
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the stream and its thread; the pserver must know of the leave already."""
+        self._closed = True
+        self._queue.close()
+        if self._call is not None:
+            self._call.cancel()
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
+
+    def _receive(self) -> None:
+        address = self._pserver.address
+        told = False
+        try:
+            receive(self._call, Kind.REPLY, self._queue, self._on_data)  # type: ignore[arg-type]
+            error: TfpsError = PserverLostError(f"pserver {address}: ended the stream {self._when()}")
+        except grpc.RpcError as broken:
+            error = lost(address, broken, self._when())
+            error.__cause__ = broken
+        except ProtocolError as malformed:
+            error = ProtocolError(f"pserver {address}: {malformed}")
+        except TfpsError as failure:
+            error, told = failure, True
+        except Exception as bug:  # without a receiver every waiter would wait for ever
+            error = TfpsError(f"pserver {address}: receiving failed {self._when()}: {bug!r}")
+            error.__cause__ = bug
+        if not self._closed:
+            self._on_end(error, told)

@@ -1,0 +1,101 @@
+"""Every private TensorFlow name that tfps uses, imported here only, each with its reason.
+
+Raises:
+    ImportError: TensorFlow is missing, or a version in which one of these names is gone; the message says which are supported.
+"""
+
+# ruff: noqa: F401
+from __future__ import annotations
+
+SUPPORTED = "TensorFlow 2.18 to 2.21 with Keras 3"
+
+try:
+    import tensorflow as tf
+except ImportError as error:
+    raise ImportError(f"tfps.Strategy needs {SUPPORTED}: pip install 'tfps[tensorflow]' (or 'tfps[cpu]')") from error
+
+try:
+    # The attribute value that tells automatic control dependencies which resource inputs of a call are only read.
+    from tensorflow.core.framework import attr_value_pb2
+
+    # Reduction over the local devices of one worker, and where a reduction's result belongs.
+    from tensorflow.python.distribute import cross_device_ops
+
+    # ReplicaContext with an id (the public constructor is for the current replica), InputContext, the extended base.
+    from tensorflow.python.distribute import distribute_lib
+
+    # regroup, create_mirrored_variable and its table of variable classes: there is no public way to bring one's own class.
+    from tensorflow.python.distribute import distribute_utils
+
+    # Distributed datasets that are sharded over workers (`input_context`).
+    from tensorflow.python.distribute import input_util
+
+    # Local devices, replica threads, PerReplica values: MirroredExtended gives them, tfps adds what lies between workers.
+    from tensorflow.python.distribute import mirrored_strategy
+
+    # MirroredVariable, SyncOnReadVariable, DistributedValues.
+    from tensorflow.python.distribute import values
+
+    # Current replica id as a number; whether a variable is being saved.
+    from tensorflow.python.distribute import values_util
+
+    # Graph of a tf.function under construction; init_scope's graph; graph contexts.
+    from tensorflow.python.framework import ops
+    from tensorflow.python.framework.func_graph import FuncGraph
+
+    # Whether a graph is compiled by XLA, where queues do not exist.
+    from tensorflow.python.ops import control_flow_util
+
+    # A variable without a strategy around it, for values that a deferred update keeps.
+    from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+    # Strategies without merge_call decide so by this method; all names below must exist for the overrides to take effect.
+    for _owner, _names in {
+        mirrored_strategy.MirroredExtended: (
+            "_create_variable",
+            "_use_merge_call",
+            "_replica_ctx_all_reduce",
+            "_replica_ctx_update",
+            "_batch_reduce_to",
+            "_reduce_to",
+            "_gather_to_implementation",
+            "_update",
+            "_call_for_each_replica",
+            "_experimental_distribute_dataset",
+            "_distribute_datasets_from_function",
+            "_get_replica_id_in_sync_group",
+            "_get_local_replica_id",
+        ),
+        values.MirroredVariable: ("_get_replica", "handle", "value", "read_value", "_dense_var_to_tensor", "values"),
+        distribute_utils: ("create_mirrored_variable", "VARIABLE_CLASS_MAPPING", "VARIABLE_POLICY_MAPPING", "regroup"),
+    }.items():
+        for _name in _names:
+            if not hasattr(_owner, _name):
+                raise ImportError(f"{_owner} has no {_name}")
+except ImportError as error:
+    raise ImportError(f"tfps supports {SUPPORTED}; TensorFlow {tf.__version__} does not fit: {error}") from error
+
+
+def set_read_only_inputs(call: tf.Tensor, indices: list[int]) -> None:
+    """Tells automatic control dependencies which resource inputs of the call op behind `call` are only read.
+
+    Two traps end here. A gate's call takes the variable's handle without using it, so TensorFlow infers "read only" and orders
+    nothing behind it: declare it written (no indices). A send takes the shared queue and would be serialised in trace
+    order, so that layer 1's send (the last gradient to exist) holds back all others: declare the queue read only.
+    """
+    value = attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue(i=indices))
+    call.op._set_attr("_read_only_resource_inputs", value)
+
+
+def in_xla(graph: tf.Graph) -> bool:
+    """Whether `graph` or one around it is compiled by XLA."""
+    return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+
+
+def outer_graphs(graph: tf.Graph) -> list[tf.Graph]:
+    """`graph` and the function graphs around it, innermost first."""
+    chain = []
+    while isinstance(graph, FuncGraph):
+        chain.append(graph)
+        graph = graph.outer_graph
+    return chain
