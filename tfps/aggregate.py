@@ -30,8 +30,9 @@ class Round:
         return [rank for rank in range(self.workers) if rank not in self.arrived]
 
     @property
-    def complete(self) -> bool:
-        return len(self.arrived) == self.workers
+    def started(self) -> bool:
+        """Whether any rank waits for others."""
+        return bool(self.arrived)
 
     def _check(self, rank: int, step: int) -> None:
         if step != self.step:
@@ -47,8 +48,8 @@ class Round:
 class SumRound(Round):
     """Adds one slice over all ranks.
 
-    The sum is taken as contributions arrive or, if `deterministic`, in rank order, which keeps all of them until the last.
-    The first is kept by reference and never written to.
+    The sum is taken as contributions arrive or, if `deterministic`, in rank order, which keeps all of them until the
+    last. The first is kept by reference and never written to.
     """
 
     __slots__ = ("_deterministic", "_owned", "_parts", "_sum", "dtype", "nbytes")
@@ -78,7 +79,7 @@ class SumRound(Round):
             self._add(part)
 
     def finish(self) -> memoryview:
-        """The bytes of the completed step's sum: one contribution's own if it is the only one, zeros if there is none."""
+        """The bytes of the completed step's sum: those of the only contribution if there is one, zeros if none."""
         for rank in sorted(self._parts):
             self._add(self._parts[rank])
         result = self._sum

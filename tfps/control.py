@@ -8,17 +8,17 @@ import grpc
 
 from tfps.config import Config
 from tfps.errors import ConnectError, PserverLostError, TfpsError
-from tfps.frames import MAX_FRAME_BYTES, error_code, error_from
+from tfps.frames import error_code, error_from
 from tfps.protos import tfps_pb2 as pb
 
 PROTOCOL_VERSION = 1
 SERVICE = "tfps.v1.ParameterServer"
 TOKEN_KEY, RANK_KEY = "tfps-token", "tfps-rank"  # metadata of a stream
 
-_MESSAGE_LIMIT = MAX_FRAME_BYTES + 1024  # what decode() refuses must still come through, so that it can be named
 _OPTIONS = [
-    ("grpc.max_send_message_length", _MESSAGE_LIMIT),
-    ("grpc.max_receive_message_length", _MESSAGE_LIMIT),
+    # An oversized frame must come through to be named (frames.decode); gRPC would only break the stream.
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
     # A host that vanishes without closing its connections is noticed after 30 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -41,7 +41,7 @@ CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
-_TYPES = {
+_TYPES: dict[str, tuple[Any, Any]] = {
     "Join": (pb.JoinRequest, pb.JoinReply),
     "Declare": (pb.DeclareRequest, pb.DeclareReply),
     "Waiting": (pb.WaitingRequest, pb.WaitingReply),

@@ -221,7 +221,7 @@ def _gradient(item: Noted, piece: tf.Tensor, indices: tf.Tensor) -> Any:
         return tf.cast(tf.reshape(piece, item.variable.shape), sent.dtype)
     values = tf.cast(tf.reshape(piece, [-1, *item.variable.shape[1:]]), sent.dtype)
     rows = tf.cast(graph_ops.from_bytes(indices, tf.int64), sent.indices.dtype)
-    shape = None if sent.dense_shape is None else tf.constant(item.variable.shape, sent.dense_shape.dtype)
+    shape = None if sent.dense_shape is None else tf.constant(item.variable.shape.as_list(), sent.dense_shape.dtype)
     return tf.IndexedSlices(values, rows, shape)
 
 
@@ -242,7 +242,8 @@ def _own_handles(function: Any, deferral: Deferral, replica: int) -> list[tf.Ten
         if id(captured) in own:
             used.append(captured)
         elif captured.dtype == tf.resource and id(captured) not in known:
-            raise ValueError("it uses a variable that is no slot of it")
+            container = getattr(captured, "_distributed_container", lambda: None)()
+            raise ValueError(f"it uses {container.name if container else 'a resource'}, which is no slot of the variable")
     return used or [variable._values[replica].handle for variable in deferral.variables]
 
 

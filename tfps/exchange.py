@@ -28,7 +28,8 @@ def parse_dtype(name: str) -> np.dtype[Any]:
         try:
             import ml_dtypes  # TensorFlow brings it; a pserver without it serves every other dtype
 
-            return np.dtype(getattr(ml_dtypes, name))
+            found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+            return found
         except (ImportError, AttributeError, TypeError):
             raise ConfigError(f"dtype must be the name of a numeric numpy dtype, got {name!r}") from None
     if dtype.kind not in "biufc":
@@ -130,9 +131,9 @@ class Exchange(Protocol):
 
         Args:
             bucket: an id that `declare` returned.
-            payload: C-contiguous bytes that nobody modifies before the reply. None contributes nothing to a sum (if only
-                one rank contributes, the result is bit-identical to its bytes; if none does, zeros) and an empty part to
-                a gather.
+            payload: C-contiguous bytes that nobody modifies before the reply. None contributes nothing to a sum (if
+                only one rank contributes, the result is bit-identical to its bytes; if none does, zeros) and an empty
+                part to a gather.
 
         Raises:
             ProtocolError: there is no such bucket, or the payload has not its size.
@@ -142,7 +143,7 @@ class Exchange(Protocol):
         """Calls `listener` once when the exchange fails (not when it is closed); at once if it already has."""
 
     def fail(self, error: TfpsError) -> None:
-        """Fails the exchange from outside: outstanding pushes get `error`, the other workers are told. The first counts."""
+        """Fails the exchange from outside: outstanding pushes get `error`, the other workers are told."""
 
     def close(self) -> None:
         """Leaves the job; outstanding pushes get ClosedError. May be called again."""

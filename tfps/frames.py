@@ -35,7 +35,7 @@ class Header(NamedTuple):
     kind: int
     flags: int = 0
     bucket: int = 0
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index, which nobody needs
     priority: int = 0
     step: int = 0
     received: int = 0  # payload bytes that the sender of this frame has received so far on this stream

@@ -53,7 +53,7 @@ def parse(argv: Sequence[str]) -> Plan:
         prog="tfps_launch",
         usage="tfps_launch [options] script.py [args ...]\n       tfps_launch [options] -m module [args ...]",
         description="Runs a training script as several workers with several pservers on this machine. Output is "
-        "prefixed with where it comes from. If one process fails, all are ended, and its exit code is that of tfps_launch.",
+        "prefixed with where it comes from. If one process fails, all are ended; its exit code is that of tfps_launch.",
     )
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes that run the script (default 1)")
     parser.add_argument("--pservers", type=int, default=1, metavar="N", help="pserver processes (default 1)")

@@ -114,15 +114,17 @@ class Membership:
             raise ConnectError(f"the pserver serves only job {self._job!r} (--job), this worker belongs to {new.job!r}")
         if not self.members:
             if new.pserver_index and not new.token:
-                raise ConnectError("a worker must join the first pserver of its list first, this one came without a token")
+                raise ConnectError(
+                    "a worker must join the first pserver of its list first, this one came without a token"
+                )
             return
         first = next(iter(self.members.values()))
         theirs, ours = first.applicant, (new.pserver_index, new.pservers)
         if ours != (theirs.pserver_index, theirs.pservers):
             raise ConnectError(
-                f"the lists of pservers differ: this pserver is number {theirs.pserver_index + 1} of {theirs.pservers} for "
-                f"{first} and number {ours[0] + 1} of {ours[1]} for this worker; give every worker of a job the same list, "
-                "and every job pservers of its own"
+                f"the lists of pservers differ: this pserver is number {theirs.pserver_index + 1} of {theirs.pservers} "
+                f"for {first} and number {ours[0] + 1} of {ours[1]} for this worker; give all workers of a job the "
+                "same list, and every job pservers of its own"
             )
         if new.job != theirs.job or (new.pserver_index and new.token != self.token):
             members = ", ".join(map(str, self.members.values()))
@@ -146,8 +148,8 @@ class Membership:
             if not free:
                 members = ", ".join(map(str, self.members.values()))
                 raise ConnectError(
-                    f"all {self.workers} ranks of the job are taken ({members}); start the pserver with a larger --workers, "
-                    "or give another job pservers of its own"
+                    f"all {self.workers} ranks of the job are taken ({members}); start the pserver with a larger "
+                    "--workers, or give another job pservers of its own"
                 )
             return free[0]
         if not 0 <= new.rank < self.workers:

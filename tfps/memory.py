@@ -24,7 +24,8 @@ def tune_malloc() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
         return False
-    return all([mallopt(parameter, value) == 1 for parameter, value in _SETTINGS])
+    results = [mallopt(parameter, value) for parameter, value in _SETTINGS]
+    return all(result == 1 for result in results)
 
 
 def aligned_empty(nbytes: int) -> NDArray[np.uint8]:

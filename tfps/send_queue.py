@@ -26,16 +26,18 @@ class Outgoing(NamedTuple):
 class SendQueue:
     """Orders outgoing frames by (priority, arrival) and keeps the bytes in flight within the window.
 
-    A payload is in flight from `take` until the other end says that it has received it. The next frame is given out while
-    fewer than `window_bytes` are in flight, so there are never more than that plus one slice. Receipts are totals of
-    payload bytes since the stream began. Receivers put, one sender takes; any thread may call anything.
+    A payload is in flight from `take` until the other end says that it has received it. The next frame is given out
+    while fewer than `window_bytes` are in flight, so there are never more than that plus one slice. Receipts are totals
+    of payload bytes since the stream began. One sender takes; any thread may call anything else.
 
     Args:
-        piggyback: outgoing data frames carry the receipt for what came in. Where they cannot (a reply's bytes are shared by
-            all ranks) or none is going out, a receipt of its own is due whenever half a window has come in.
+        piggyback: outgoing data frames carry the receipt for what came in. Where they cannot (a reply's bytes are
+            shared by all ranks) or none is going out, a receipt of its own is due whenever half a window has come in.
     """
 
-    def __init__(self, window_bytes: int, policy: Policy, *, piggyback: bool, recorder: Recorder, name: str = "") -> None:
+    def __init__(
+        self, window_bytes: int, policy: Policy, *, piggyback: bool, recorder: Recorder, name: str = ""
+    ) -> None:
         self._window_bytes = window_bytes
         self._receipt_bytes = max(window_bytes // 2, 1)
         self._by_priority = policy == "priority"

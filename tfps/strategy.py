@@ -17,6 +17,7 @@ from tfps.exchange import Exchange
 from tfps.extended import Extended
 from tfps.runtime import Runtime
 from tfps.trace import Recorder
+from tfps.worker import Worker
 
 
 _collective_key_bases = itertools.count(1_000, 1_000)

@@ -9,7 +9,7 @@ import grpc
 
 from tfps import frames
 from tfps.control import RANK_KEY, TOKEN_KEY, Pserver, lost, method
-from tfps.errors import PserverLostError, ProtocolError, TfpsError
+from tfps.errors import ProtocolError, PserverLostError, TfpsError
 from tfps.frames import Header, Kind
 from tfps.send_queue import SendQueue
 
@@ -33,13 +33,15 @@ def outgoing(queue: SendQueue) -> Iterator[bytes]:
         item = taken = None  # the payload may go while this waits for the next
 
 
-def receive(messages: Iterable[bytes], data: Kind, queue: SendQueue, on_data: OnData) -> None:
-    """Hands all data frames of a stream to `on_data`, keeps the receipts of both directions; returns at the stream's end.
+def receive(messages: Iterable[bytes], data: Kind, queue: SendQueue, on_data: OnData) -> TfpsError | None:
+    """Hands all data frames of a stream to `on_data` and keeps the receipts of both directions, to the stream's end.
+
+    Returns:
+        The error that the other end sent, if it did.
 
     Raises:
         ProtocolError: a frame is malformed or of a kind that does not come in this direction.
-        TfpsError: the other end sent an ERROR.
-        grpc.RpcError: the stream broke.
+        grpc.RpcError: the stream broke (on a pserver: a plain Exception).
     """
     for message in messages:
         header, payload = frames.decode(message)
@@ -51,10 +53,11 @@ def receive(messages: Iterable[bytes], data: Kind, queue: SendQueue, on_data: On
         elif header.kind == Kind.ACK:
             queue.acked(header.received)
         elif header.kind == Kind.ERROR:
-            raise frames.decode_error(header, payload)
+            return frames.decode_error(header, payload)
         else:
             raise ProtocolError(f"kind of a frame must be {data.name}, ACK or ERROR here, got {Kind(header.kind).name}")
         del payload  # the message's memory is the next one's
+    return None
 
 
 class WorkerStream:
@@ -104,15 +107,14 @@ class WorkerStream:
         address = self._pserver.address
         told = False
         try:
-            receive(self._call, Kind.REPLY, self._queue, self._on_data)  # type: ignore[arg-type]
-            error: TfpsError = PserverLostError(f"pserver {address}: ended the stream {self._when()}")
+            failure = receive(self._call, Kind.REPLY, self._queue, self._on_data)  # type: ignore[arg-type]
+            told = failure is not None
+            error: TfpsError = failure or PserverLostError(f"pserver {address}: ended the stream {self._when()}")
         except grpc.RpcError as broken:
             error = lost(address, broken, self._when())
             error.__cause__ = broken
         except ProtocolError as malformed:
             error = ProtocolError(f"pserver {address}: {malformed}")
-        except TfpsError as failure:
-            error, told = failure, True
         except Exception as bug:  # without a receiver every waiter would wait for ever
             error = TfpsError(f"pserver {address}: receiving failed {self._when()}: {bug!r}")
             error.__cause__ = bug

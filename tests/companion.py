@@ -1,0 +1,97 @@
+"""A second rank without TensorFlow, so that a test decides when a bucket's sum is complete.
+
+The strategy under test is rank 0 of two; the companion is rank 1. It declares what the strategy declares and contributes
+nothing (an empty push) to each bucket, at once or, for held buckets, when the test says so. Nothing is faked: both talk to real
+pservers, and the strategy's sums are exactly its own gradients.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import tfps
+from tfps.exchange import BucketSpec, Reply
+from tfps.server import ParameterServer
+from tfps.worker import Worker
+
+DEADLINE_S = 30.0
+
+
+class Companion:
+    """Rank 1. `holds(spec)` says for which buckets it waits for `release`."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._declare_thread = ThreadPoolExecutor(1)
+        self._lock = threading.Lock()  # guards _held
+        self._held: list[int] = []
+        self.specs: list[BucketSpec] = []
+        self.holds: Callable[[BucketSpec], bool] = lambda spec: False
+
+    def follow(self, exchange: Any) -> None:
+        """Does from now on what `exchange`, rank 0's, does."""
+        declare, push = exchange.declare, exchange.push
+
+        def declare_both(specs: Sequence[BucketSpec], details: Sequence[str] = ()) -> list[int]:
+            mine = self._declare_thread.submit(self._worker.declare, specs, details)
+            ids = declare(specs, details)
+            assert mine.result(DEADLINE_S) == ids
+            self.specs.extend(specs)
+            return ids
+
+        def push_both(bucket: int, payload: Any, on_reply: Any) -> None:
+            push(bucket, payload, on_reply)
+            if self.holds(self.specs[bucket]):
+                with self._lock:
+                    self._held.append(bucket)
+            else:
+                self._worker.push(bucket, None, _ignore)
+
+        exchange.declare, exchange.push = declare_both, push_both
+
+    def release(self) -> int:
+        """Contributes to the held buckets and holds none any more; returns how many were held."""
+        self.holds = lambda spec: False
+        with self._lock:
+            held, self._held = self._held, []
+        for bucket in held:
+            self._worker.push(bucket, None, _ignore)
+        return len(held)
+
+    def close(self) -> None:
+        self._worker.close()
+        self._declare_thread.shutdown()
+
+
+def _ignore(reply: Reply) -> None:
+    pass
+
+
+@contextmanager
+def strategy_with_companion(
+    monkeypatch: pytest.MonkeyPatch, config: tfps.Config, pservers: int = 2
+) -> Iterator[tuple[tfps.Strategy, Companion]]:
+    """A strategy, rank 0 of two, and its companion, on real pservers of this process."""
+    servers = [ParameterServer("127.0.0.1", 0, workers=2) for _ in range(pservers)]
+    addresses = [server.address for server in servers]
+    monkeypatch.setenv("TFPS_RANK", "0")
+    monkeypatch.setenv("TFPS_WORKERS", "2")
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(Worker, addresses, rank=1, workers=2, config=config)
+        strategy = tfps.Strategy(addresses, config=config)
+        companion = Companion(joining.result(DEADLINE_S))
+    companion.follow(strategy._runtime.exchange)
+    try:
+        yield strategy, companion
+    finally:
+        companion.release()
+        strategy.close()
+        companion.close()
+        for server in servers:
+            server.stop()

@@ -1,0 +1,249 @@
+"""Starts pservers and workers for tests: real ones, in this process, on free ports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfps import frames
+from tfps.config import Config
+from tfps.control import PROTOCOL_VERSION, RANK_KEY, TOKEN_KEY, Pserver, method, settings_of
+from tfps.exchange import Exchange, Payload, Reply
+from tfps.protos import tfps_pb2 as pb
+from tfps.server import ParameterServer
+from tfps.trace import Recorder
+from tfps.worker import Worker
+
+ROOT = Path(__file__).resolve().parent.parent
+DEADLINE_S = 30.0  # how long a test waits for what must happen; never reached if all is well
+CONFIG = Config(slice_bytes=1024, window_bytes=4096, connect_timeout_s=DEADLINE_S, step_timeout_s=DEADLINE_S)
+
+T = TypeVar("T")
+
+
+class Pending:
+    """An `on_reply` that can be waited for."""
+
+    def __init__(self) -> None:
+        self._replied = threading.Event()
+        self.replies: list[Reply] = []
+
+    def __call__(self, reply: Reply) -> None:
+        self.replies.append(reply)
+        self._replied.set()
+
+    @property
+    def replied(self) -> bool:
+        return self._replied.is_set()
+
+    def wait(self) -> Reply:
+        """The reply, or raises its error."""
+        if not self._replied.wait(DEADLINE_S):
+            raise TimeoutError("no reply")
+        reply = self.replies[0]
+        if reply.error is not None:
+            raise reply.error
+        return reply
+
+    def error(self) -> Exception:
+        """The error of a reply that must be one."""
+        try:
+            reply = self.wait()
+        except TimeoutError:
+            if not self.replied:
+                raise
+        except Exception:
+            pass
+        else:
+            raise AssertionError(f"expected an error, got {reply}")
+        error = self.replies[0].error
+        if error is None:
+            raise AssertionError("expected an error")
+        return error
+
+
+def push(exchange: Exchange, bucket: int, payload: Payload | None) -> Pending:
+    """Pushes without waiting."""
+    pending = Pending()
+    exchange.push(bucket, payload, pending)
+    return pending
+
+
+def summed(reply: Reply, dtype: str = "float32") -> NDArray[Any]:
+    """The items of a sum."""
+    return np.frombuffer(memoryview(reply.sum).cast("B"), np.uint8).view(dtype)
+
+
+class Failed:
+    """A failure listener that can be waited for."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._failed = threading.Event()
+        self.errors: list[Exception] = []
+        exchange.add_failure_listener(self._take)
+
+    def _take(self, error: Exception) -> None:
+        self.errors.append(error)
+        self._failed.set()
+
+    def wait(self) -> Exception:
+        if not self._failed.wait(DEADLINE_S):
+            raise TimeoutError("no failure")
+        return self.errors[0]
+
+
+def attempt(*calls: Callable[[], T]) -> list[T | Exception]:
+    """Runs the calls at the same time, each on a thread; what each returned or raised."""
+    results: list[T | Exception] = [TimeoutError("did not end")] * len(calls)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = calls[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S * 2)
+    return results
+
+
+def together(*calls: Callable[[], T]) -> list[T]:
+    """As `attempt`, for calls that must succeed."""
+    results = attempt(*calls)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return [result for result in results if not isinstance(result, Exception)]
+
+
+class Cluster(contextlib.ExitStack):
+    """Pservers and workers that end with the test."""
+
+    def pserver(self, workers: int, **options: Any) -> ParameterServer:
+        server = ParameterServer("127.0.0.1", 0, workers=workers, **options)
+        self.callback(server.stop, 0.2)
+        return server
+
+    def pservers(self, count: int, workers: int) -> list[str]:
+        return [self.pserver(workers).address for _ in range(count)]
+
+    def worker(self, addresses: Sequence[str], rank: int | None = None, **options: Any) -> Worker:
+        worker = Worker(addresses, rank=rank, **{"config": CONFIG, **options})
+        self.callback(worker.close)
+        return worker
+
+    def workers(self, addresses: Sequence[str], count: int, **options: Any) -> list[Worker]:
+        return together(*(lambda r=rank: self.worker(addresses, r, **options) for rank in range(count)))  # type: ignore[misc]
+
+    def raw(self, address: str, **options: Any) -> RawWorker:
+        raw = RawWorker(address, **options)
+        self.callback(raw.close)
+        return raw
+
+
+class RawWorker:
+    """Speaks the protocol by hand, so that it can be spoken wrongly."""
+
+    def __init__(self, address: str, rank: int = -1, config: Config = CONFIG, **join: Any) -> None:
+        self.pserver = Pserver(address)
+        fields: dict[str, Any] = {
+            "protocol_version": PROTOCOL_VERSION,
+            "rank": rank,
+            "uid": uuid.uuid4().hex,
+            "host": "rawhost",
+            "pid": os.getpid(),
+            "pservers": 1,
+            "settings": settings_of(config),
+        }
+        self.joined = self.pserver.join(pb.JoinRequest(**{**fields, **join}), DEADLINE_S)
+        self.rank: int = self.joined.rank
+        self.token: str = self.joined.token
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.call: Any = None
+
+    def open(self, token: str | None = None, rank: str | None = None) -> RawWorker:
+        """Opens the stream."""
+        metadata = (
+            (TOKEN_KEY, self.token if token is None else token),
+            (RANK_KEY, str(self.rank) if rank is None else rank),
+        )
+        stream = self.pserver.channel.stream_stream(method("Exchange"))
+        self.call = stream(iter(self._outbox.get, None), metadata=metadata, timeout=DEADLINE_S)
+        return self
+
+    def declare(self, *buckets: Any, number: int = 0, details: Sequence[str] = ()) -> RawWorker:
+        request = pb.DeclareRequest(
+            token=self.token,
+            rank=self.rank,
+            number=number,
+            buckets=buckets,
+            details=details,
+            timeout_s=DEADLINE_S,
+        )
+        self.pserver.call("Declare", request, DEADLINE_S)
+        return self
+
+    def send(self, message: bytes) -> None:
+        self._outbox.put(message)
+
+    def read(self) -> tuple[frames.Header, bytes]:
+        """The next frame."""
+        header, payload = frames.decode(next(self.call))
+        return header, bytes(payload)
+
+    def read_error(self) -> Exception:
+        """The ERROR frame at the end; frames before it are skipped."""
+        while True:
+            header, payload = self.read()
+            if header.kind == frames.Kind.ERROR:
+                return frames.decode_error(header, memoryview(payload))
+
+    def leave(self) -> None:
+        self.pserver.call("Leave", pb.LeaveRequest(token=self.token, rank=self.rank), DEADLINE_S)
+
+    def close(self) -> None:
+        self._outbox.put(None)
+        self.pserver.close()
+
+
+@contextlib.contextmanager
+def python(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python process with the package on its path; killed at the end if it still runs."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for_events(recorder: Recorder, enough: Callable[[list[Any]], bool]) -> list[Any]:
+    """The recorder's events as soon as `enough` says so (polled, with a deadline)."""
+    tick = threading.Event()
+    for _ in range(int(DEADLINE_S * 100)):
+        events = recorder.events()
+        if enough(events):
+            return events
+        tick.wait(0.01)
+    raise TimeoutError("the expected events did not come")

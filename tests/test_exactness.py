@@ -1,0 +1,120 @@
+"""One worker ends with the bits that plain Keras ends with, whatever the program uses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import pytest
+import tensorflow as tf
+import training
+
+import tfps
+
+OPTIMIZERS = sorted(
+    name
+    for name, value in vars(keras.optimizers).items()
+    if isinstance(value, type)
+    and issubclass(value, keras.optimizers.Optimizer)
+    and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
+)
+MODELS = [
+    training.batch_normalization,
+    training.embedding_sparse,
+    training.embedding_dense,
+    training.shared_layer,
+    training.two_inputs,
+    training.subclassed,
+    training.lstm,
+]
+
+
+@pytest.fixture
+def strategy() -> Iterator[tfps.Strategy]:
+    strategy = tfps.Strategy()
+    yield strategy
+    strategy.close()
+
+
+def optimizer(name: str, **options: Any) -> Callable[[], keras.optimizers.Optimizer]:
+    return lambda: getattr(keras.optimizers, name)(**options)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+def test_every_optimizer_ends_bitwise_equal_to_plain_keras(strategy: tfps.Strategy, name: str, eager: bool) -> None:
+    options = {"run_eagerly": eager, "epochs": 1 if eager else 2, "jit_compile": False}
+    assert training.train(strategy, optimizer(name), **options) == training.train(None, optimizer(name), **options)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "clipnorm": {"clipnorm": 0.1},
+    "clipvalue": {"clipvalue": 0.01},
+    "global_clipnorm": {"global_clipnorm": 0.1},
+    "weight_decay": {"weight_decay": 0.01},
+    "ema": {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 3},
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "accumulation_clipped": {"gradient_accumulation_steps": 2, "global_clipnorm": 0.1, "weight_decay": 0.01},
+}
+
+
+@pytest.fixture
+def as_written() -> Iterator[None]:
+    """TensorFlow computes products in the order in which the program has them."""
+    tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
+    yield
+    tf.config.optimizer.set_experimental_options({"arithmetic_optimization": True})
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_options_end_bitwise_equal_to_plain_keras(
+    request: pytest.FixtureRequest, strategy: tfps.Strategy, name: str, options: str
+) -> None:
+    if name == "SGD" and options in ("global_clipnorm", "accumulation", "accumulation_clipped"):
+        # Where (gradient * scale) * learning_rate stands in one graph TensorFlow turns it into gradient * (scale * learning_rate);
+        # here the sum over workers lies between the two products.
+        request.getfixturevalue("as_written")
+    build = optimizer(name, **OPTIONS[options])
+    assert training.train(strategy, build) == training.train(None, build)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_learning_rate_schedule_is_read_as_of_the_step(strategy: tfps.Strategy, name: str) -> None:
+    build = optimizer(name, learning_rate=keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.5))
+    assert training.train(strategy, build) == training.train(None, build)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Nadam"])
+def test_constraints_apply_after_the_update(strategy: tfps.Strategy, name: str) -> None:
+    def constrained() -> Any:
+        return training.mlp(kernel_constraint=keras.constraints.MaxNorm(0.5), bias_constraint="non_neg")
+
+    assert training.train(strategy, optimizer(name), constrained) == training.train(None, optimizer(name), constrained)
+
+
+@pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+def test_every_kind_of_model_ends_bitwise_equal_to_plain_keras(
+    strategy: tfps.Strategy, build: training.Build, name: str, eager: bool
+) -> None:
+    options = {"run_eagerly": eager, "epochs": 1 if eager else 2, "jit_compile": False}
+    distributed = training.train(strategy, optimizer(name), build, **options)
+    assert distributed == training.train(None, optimizer(name), build, **options)
+
+
+@pytest.mark.parametrize("build", [training.mlp, *MODELS], ids=lambda build: build.__name__)
+def test_several_steps_per_execution_end_bitwise_equal_to_one_device_strategy(
+    strategy: tfps.Strategy, build: training.Build
+) -> None:
+    # TensorFlow rewrites the loop's graph differently under any strategy, so a strategy is the reference.
+    one_device = tf.distribute.OneDeviceStrategy("CPU:0")
+    for name in ("SGD", "Adam"):
+        options = {"steps_per_execution": 5}
+        distributed = training.train(strategy, optimizer(name, learning_rate=0.01), build, **options)
+        assert distributed == training.train(one_device, optimizer(name, learning_rate=0.01), build, **options)

@@ -1,0 +1,189 @@
+"""What overlaps: sends with backward, replies with the next forward pass. Asserted on the order of recorded events."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import companion
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfps
+
+LAYERS = 5
+UNITS = 32
+CONFIG = tfps.Config(slice_bytes=4 * UNITS * UNITS, window_bytes=16 * UNITS * UNITS, step_timeout_s=60)
+
+
+class Watched(keras.layers.Dense):
+    """A dense layer that reports when its forward and backward pass run; `on_backward` may hold the latter up."""
+
+    def __init__(self, number: int, report: Any, on_backward: Any = None) -> None:
+        super().__init__(UNITS, use_bias=False)
+        self.number, self.report, self.on_backward = number, report, on_backward
+
+    def call(self, inputs: Any, training: Any = None) -> Any:
+        @tf.custom_gradient
+        def watched(x: Any) -> Any:
+            def forward(value: Any) -> Any:
+                self.report("forward", self.number)
+                return value
+
+            def backward(value: Any) -> Any:
+                if self.on_backward is not None:
+                    self.on_backward()
+                self.report("backward", self.number)
+                return value
+
+            def gradient(upstream: Any) -> Any:
+                result = tf.numpy_function(backward, [upstream], upstream.dtype)
+                result.set_shape(upstream.shape)
+                return result
+
+            result = tf.numpy_function(forward, [x], x.dtype)
+            result.set_shape(x.shape)
+            return result, gradient
+
+        return watched(super().call(inputs))
+
+
+def build(strategy: tfps.Strategy, on_last_gradient: Any = None) -> keras.Model:
+    def report(kind: str, layer: int) -> None:
+        strategy.recorder.record(kind, layer=layer)
+
+    with strategy.scope():
+        layers = [Watched(n, report, on_last_gradient if n == 0 else None) for n in range(LAYERS)]
+        model = keras.Sequential([keras.layers.Input((UNITS,)), *layers])
+        model.compile("sgd", "mse", jit_compile=False)
+    return model
+
+
+def fit(model: keras.Model, steps: int) -> None:
+    data = np.random.default_rng(0).random((8 * steps, UNITS), np.float32)
+    model.fit(data, data, batch_size=8, verbose=0, shuffle=False)  # two workers share the batch
+
+
+def kinds(strategy: tfps.Strategy, kind: str) -> list[Any]:
+    return [event for event in strategy.recorder.events() if event.kind == kind]
+
+
+def wait_until(truth: Any) -> bool:
+    """Polls `truth` until a deadline; whether it came true."""
+    poll = threading.Event()
+    for _ in range(int(companion.DEADLINE_S * 200)):
+        if truth():
+            return True
+        poll.wait(0.005)
+    return False
+
+
+def test_the_first_send_is_seen_before_the_last_gradient_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    with companion.strategy_with_companion(monkeypatch, CONFIG) as (strategy, _):
+        sent_before: list[bool] = []
+
+        def on_last_gradient() -> None:  # layer 0 is the last that backward reaches
+            if strategy.recorder.enabled:
+                sent_before.append(wait_until(lambda: kinds(strategy, "send")))
+
+        model = build(strategy, on_last_gradient)
+        fit(model, 1)
+        strategy.recorder.start()
+        fit(model, 1)
+        assert sent_before == [True]
+
+
+def test_the_next_forward_pass_runs_before_the_last_reply_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    with companion.strategy_with_companion(monkeypatch, CONFIG) as (strategy, other):
+        model = build(strategy)
+        fit(model, 1)
+        last = max(other.specs, key=lambda spec: spec.priority)
+        assert last.priority == LAYERS - 1
+        other.holds = lambda spec: spec is last
+        strategy.recorder.start()
+        trainer = threading.Thread(target=fit, args=(model, 2))
+        trainer.start()
+        # Two steps have two forward passes of layer 3; the second one runs although layer 4 has not come back.
+        ahead = wait_until(lambda: [e.layer for e in kinds(strategy, "forward")].count(LAYERS - 2) == 2)
+        behind = [event.layer for event in kinds(strategy, "forward")].count(LAYERS - 1)
+        released = other.release()
+        trainer.join(companion.DEADLINE_S)
+        assert ahead
+        assert (behind, released) == (1, 1), "layer 4 itself must wait for its own reply"
+        assert not trainer.is_alive()
+
+
+def test_nothing_stale_is_read_while_a_reply_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with companion.strategy_with_companion(monkeypatch, CONFIG) as (strategy, other):
+        model = build(strategy)
+        fit(model, 1)
+        before = [weight.copy() for weight in model.get_weights()]
+        last = max(other.specs, key=lambda spec: spec.priority)
+        other.holds = lambda spec: spec is last
+        fit(model, 1)
+        read: list[Any] = []
+        reader = threading.Thread(target=lambda: read.extend(model.get_weights()))
+        reader.start()
+        assert other.release() == 1
+        reader.join(companion.DEADLINE_S)
+        assert len(read) == LAYERS
+        assert all((new != old).any() for new, old in zip(read, before, strict=True))
+
+
+def test_priorities_follow_the_first_use_in_forward_and_not_creation(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reversed(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used_last = keras.layers.Dense(4, use_bias=False)
+            self.used_first = keras.layers.Dense(UNITS, use_bias=False)
+
+        def build(self, shape: Any) -> None:
+            self.used_last.build(shape)
+            self.used_first.build(shape)
+
+        def call(self, inputs: Any) -> Any:
+            return self.used_last(self.used_first(inputs))
+
+    with companion.strategy_with_companion(monkeypatch, CONFIG) as (strategy, other):
+        with strategy.scope():
+            model = Reversed()
+            model.compile("sgd", "mse")
+        data = np.zeros((8, UNITS), np.float32)
+        model.fit(data, data[:, :4], batch_size=8, verbose=0)
+        priorities = {spec.nbytes: spec.priority for spec in other.specs if "kernel" in spec.name}
+        assert priorities == {4 * UNITS * UNITS: 0, 4 * UNITS * 4: 1}
+
+
+def test_small_neighbours_share_a_bucket_and_large_variables_are_sliced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with companion.strategy_with_companion(monkeypatch, CONFIG) as (strategy, other):
+        with strategy.scope():
+            layers = [keras.layers.Dense(units) for units in (UNITS * 4, 4, 4, 4)]
+            model = keras.Sequential([keras.layers.Input((UNITS,)), *layers])
+            model.compile("sgd", "mse")
+        data = np.zeros((8, UNITS), np.float32)
+        model.fit(data, data[:, :4], batch_size=8, verbose=0)
+        updates = [spec for spec in other.specs if "kernel" in spec.name]
+        assert [len(spec.name.split(", ")) for spec in updates] == [1, 7]  # the large kernel, all that follows
+        strategy.recorder.start()
+        model.fit(data, data[:, :4], batch_size=8, verbose=0)
+        model.get_weights()
+        sends = [(event.bucket, event.index) for event in kinds(strategy, "send") if event.nbytes > 64]
+        large = other.specs.index(updates[0])
+        assert len([send for send in sends if send[0] == large]) == 4
+
+
+def test_bytes_in_flight_never_exceed_the_window_by_more_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tfps.Config(slice_bytes=512, window_bytes=1024)
+    with companion.strategy_with_companion(monkeypatch, config) as (strategy, _):
+        model = build(strategy)
+        fit(model, 1)
+        strategy.recorder.start()
+        fit(model, 3)
+        in_flight = [event.in_flight for event in kinds(strategy, "send")]
+        assert len(in_flight) >= 3 * LAYERS * 8
+        assert max(in_flight) <= config.window_bytes + config.slice_bytes + 32  # and the slice's header

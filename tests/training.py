@@ -1,0 +1,131 @@
+"""Programs that the exactness tests train, with and without a strategy. The models are small; what varies is what they use."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from sklearn.datasets import load_digits
+
+Build = Callable[[], tuple[keras.Model, Any, Any]]  # model, inputs, targets
+
+
+def digits(count: int = 320) -> tuple[np.ndarray, np.ndarray]:
+    """Handwritten digits, [count, 64] float32 from 0 to 1, and their labels."""
+    images, labels = load_digits(return_X_y=True)
+    return (images[:count] / 16.0).astype("float32"), labels[:count].astype("int64")
+
+
+def mlp(units: int = 32, **dense: Any) -> tuple[keras.Model, Any, Any]:
+    """Two hidden layers on digits."""
+    layers = [keras.layers.Dense(units, activation="relu", **dense) for _ in range(2)]
+    return keras.Sequential([keras.layers.Input((64,)), *layers, keras.layers.Dense(10)]), *digits()
+
+
+def batch_normalization() -> tuple[keras.Model, Any, Any]:
+    """A convolution with moving statistics and dropout."""
+    images, labels = digits()
+    layers = [
+        keras.layers.Input((64,)),
+        keras.layers.Reshape((8, 8, 1)),
+        keras.layers.Conv2D(8, 3, use_bias=False),
+        keras.layers.BatchNormalization(),
+        keras.layers.ReLU(),
+        keras.layers.Dropout(0.2),
+        keras.layers.Flatten(),
+        keras.layers.Dense(10),
+    ]
+    return keras.Sequential(layers), images, labels
+
+
+def _words() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    words = random.integers(0, 50, (320, 12))
+    return words, (words.sum(1) % 10).astype("int64")
+
+
+def embedding_sparse() -> tuple[keras.Model, Any, Any]:
+    """An embedding whose gradient is IndexedSlices."""
+    words, targets = _words()
+    layers = [keras.layers.Input((12,)), keras.layers.Embedding(50, 8), keras.layers.Flatten(), keras.layers.Dense(10)]
+    return keras.Sequential(layers), words, targets
+
+
+class DenseEmbedding(keras.layers.Layer):
+    """An embedding by a product with one-hot rows: its gradient is dense."""
+
+    def build(self, input_shape: Any) -> None:
+        self.table = self.add_weight(shape=(50, 8), initializer="uniform", name="table")
+
+    def call(self, words: Any) -> Any:
+        return keras.ops.matmul(keras.ops.one_hot(words, 50), self.table)
+
+
+def embedding_dense() -> tuple[keras.Model, Any, Any]:
+    words, targets = _words()
+    layers = [keras.layers.Input((12,)), DenseEmbedding(), keras.layers.Flatten(), keras.layers.Dense(10)]
+    return keras.Sequential(layers), words, targets
+
+
+def shared_layer() -> tuple[keras.Model, Any, Any]:
+    """One layer used twice, the functional way."""
+    images, labels = digits()
+    inputs = keras.Input((64,))
+    shared = keras.layers.Dense(64, activation="tanh")
+    return keras.Model(inputs, keras.layers.Dense(10)(shared(shared(inputs)))), images, labels
+
+
+def two_inputs() -> tuple[keras.Model, Any, Any]:
+    images, labels = digits()
+    left, right = keras.Input((32,)), keras.Input((32,))
+    hidden = keras.layers.Concatenate()([keras.layers.Dense(16)(left), keras.layers.Dense(16)(right)])
+    return keras.Model([left, right], keras.layers.Dense(10)(hidden)), [images[:, :32], images[:, 32:]], labels
+
+
+class Subclassed(keras.Model):
+    """Layers created in an order that is not that of their use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = keras.layers.Dense(10)
+        self.first = keras.layers.Dense(32, activation="relu")
+
+    def call(self, inputs: Any) -> Any:
+        return self.last(self.first(inputs))
+
+
+def subclassed() -> tuple[keras.Model, Any, Any]:
+    return Subclassed(), *digits()
+
+
+def lstm() -> tuple[keras.Model, Any, Any]:
+    images, labels = digits()
+    layers = [keras.layers.Input((8, 8)), keras.layers.LSTM(12), keras.layers.Dense(10)]
+    return keras.Sequential(layers), images.reshape(-1, 8, 8), labels
+
+
+def train(
+    strategy: tf.distribute.Strategy | None,
+    optimizer: Callable[[], keras.optimizers.Optimizer],
+    build: Build = mlp,
+    *,
+    epochs: int = 2,
+    batch_size: int = 64,
+    **compile_options: Any,
+) -> list[bytes]:
+    """Trains from fixed seeds; returns all weights and optimizer variables as bytes, so that equal means bitwise equal."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model, inputs, targets = build()
+        model.compile(optimizer(), keras.losses.SparseCategoricalCrossentropy(from_logits=True), **compile_options)
+        if model.built:
+            # Without a strategy Keras builds the optimizer while it traces, where the initial values that ScheduleFreeAdamW copies
+            # from the variables are lost; under any strategy it builds it before.
+            model.optimizer.build(model.trainable_variables)
+    model.fit(inputs, targets, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0)
+    variables = [*model.weights, *model.optimizer.variables]
+    return [np.asarray(variable.numpy()).tobytes() for variable in variables]

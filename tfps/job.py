@@ -1,0 +1,347 @@
+"""The state of one job on one pserver: its members, what they declared, and the rounds of its slices."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tfps import frames
+from tfps.aggregate import GatherRound, SumRound
+from tfps.config import Config
+from tfps.errors import (
+    ClosedError,
+    ConnectError,
+    MismatchError,
+    ProtocolError,
+    TfpsError,
+    WaitTimeoutError,
+    WorkerLostError,
+)
+from tfps.exchange import BucketSpec, parse_dtype
+from tfps.frames import EMPTY, LAST, Header, Kind
+from tfps.membership import Applicant, Member, Membership, State
+from tfps.placement import Placer
+from tfps.send_queue import Outgoing, SendQueue
+from tfps.slicing import Slice, cut
+from tfps.trace import Recorder
+
+
+class _Slice:
+    """A round and the lock that guards it. For a gather there is one, of the whole bucket."""
+
+    __slots__ = ("lock", "round")
+
+    def __init__(self, round_: SumRound | GatherRound) -> None:
+        self.lock = threading.Lock()
+        self.round = round_
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """A declared bucket; `slices` has what this pserver owns of it, by index (a gather: index 0)."""
+
+    spec: BucketSpec
+    slices: dict[int, _Slice] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Declaration:
+    """What each rank has announced in its declaration of one number."""
+
+    lines: dict[int, list[str]] = field(default_factory=dict)
+    specs: Sequence[BucketSpec] = ()
+    agreed: bool = False
+
+
+class Job:
+    """All a pserver knows of one job. Called by the threads of all workers' streams and control calls.
+
+    A failure ends the job for all its members; a new job needs a new object.
+    """
+
+    def __init__(self, workers: int, name: str, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._changed = threading.Condition()  # guards all below; notified when a waiting declare may go on
+        self._membership = Membership(workers, name)
+        self._config = Config()
+        self._placer = Placer(1, "balanced")
+        self._index = 0  # this pserver's place in the workers' lists
+        self._queues: dict[int, SendQueue] = {}
+        self._declarations: list[_Declaration] = []
+        self._buckets: list[_Bucket] = []  # only grows, so that streams read it without the lock
+        self._failure: TfpsError | None = None
+
+    # Membership
+
+    @property
+    def token(self) -> str:
+        """What members prove themselves with; empty before the first has joined."""
+        return self._membership.token
+
+    @property
+    def over(self) -> bool:
+        """Whether it has failed or all its members have left."""
+        with self._changed:
+            return self._failure is not None or self._membership.over
+
+    def join(self, applicant: Applicant, config: Config) -> int:
+        """Makes a worker a member and returns its rank.
+
+        Raises:
+            ConnectError, MismatchError: see `Membership.join`.
+        """
+        with self._changed:
+            first = not self._membership.members
+            member = self._membership.join(applicant, time.monotonic())
+            if first:
+                self._config = config
+                self._placer = Placer(applicant.pservers, config.placement)
+                self._index = applicant.pserver_index
+            if member.state is State.JOINED:
+                self._queues[member.rank] = SendQueue(
+                    config.window_bytes,
+                    config.policy,
+                    piggyback=False,
+                    recorder=self._recorder,
+                    name=f"rank {member.rank}",
+                )
+            return member.rank
+
+    def open_stream(self, rank: int) -> SendQueue:
+        """What to send on the stream of `rank`, which begins now.
+
+        Raises:
+            ConnectError: the rank has not joined, or has a stream.
+            TfpsError: the job has failed.
+        """
+        with self._changed:
+            self._raise_failure()
+            member = self._membership.members.get(rank)
+            if member is None or member.state is not State.JOINED:
+                raise ConnectError(f"rank {rank} has not joined this pserver, has left it, or has a stream already")
+            member.state = State.STREAMING
+            self._changed.notify_all()
+            return self._queues[rank]
+
+    def stream_ended(self, rank: int) -> None:
+        """The stream of `rank` is at its end, expected (after `leave`, after a failure) or not."""
+        with self._changed:
+            member = self._membership.members[rank]
+            lost = member.state is State.STREAMING
+            member.state = State.GONE
+        self._queues[rank].close()
+        if lost:
+            self.fail(WorkerLostError(f"{member} died at step {member.step}: its connection ended without a leave"))
+
+    def leave(self, rank: int, failure: TfpsError | None) -> None:
+        """`rank` leaves; the job fails if it does so because of a failure or if others wait for it."""
+        with self._changed:
+            member = self._membership.members.get(rank)
+            if member is None or member.state is State.GONE:
+                return
+            member.state = State.GONE
+            self._changed.notify_all()
+        self._queues[rank].close()
+        if failure is not None:
+            self.fail(failure)
+            return
+        for bucket in self._buckets:
+            for item in bucket.slices.values():
+                with item.lock:
+                    waited_for = item.round.started and rank not in item.round.arrived
+                if waited_for:
+                    self._fail_left(member, item.round.step, bucket.spec.name)
+                    return
+
+    def fail(self, error: TfpsError) -> None:
+        """Ends the job: every member's stream ends with `error`. Only the first counts."""
+        with self._changed:
+            if self._failure is not None:
+                return
+            self._failure = error
+            self._buckets = []
+            self._changed.notify_all()
+        for queue in list(self._queues.values()):
+            queue.fail(error)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _fail_left(self, member: Member, step: int, name: str) -> None:
+        self.fail(
+            WorkerLostError(
+                f"{member} left before step {step} of bucket '{name}', for which others wait: its data ended earlier "
+                "or its script ended; give every worker the same number of batches"
+            )
+        )
+
+    # Declarations
+
+    def declare(
+        self, rank: int, number: int, details: Sequence[str], specs: Sequence[BucketSpec], timeout_s: float
+    ) -> None:
+        """Blocks until all ranks have declared the same. Number 0 waits until all have joined.
+
+        Raises:
+            MismatchError: they have not; the job has failed.
+            WaitTimeoutError: names the ranks that did not come.
+            TfpsError: the job has failed, or this rank has left meanwhile.
+        """
+        lines = [*details, *map(str, specs)]
+        with self._changed:
+            self._raise_failure()
+            self._enter(rank, number, lines, specs)
+            declaration = self._declarations[number]
+            # Whichever thread sees the last rank's declaration decides for all.
+            self._changed.wait_for(lambda: self._decided(rank, declaration), timeout_s)
+            self._raise_failure()
+            if declaration.agreed:
+                return
+            members, gone = self._membership, self._membership.gone()
+            if rank in gone:
+                raise ClosedError("the worker has left the job")
+            late = [r for r in range(members.workers) if r not in declaration.lines]
+            what = "declared its variables" if number else "joined"
+            if lost := [r for r in late if r in gone]:
+                self.fail(WorkerLostError(f"{members.describe(lost[0])} left before it had {what}"))
+            self._raise_failure()
+            names = ", ".join(map(members.describe, late or members.not_streaming()))
+            raise WaitTimeoutError(f"not {what} within {timeout_s:.3g} s: {names}")
+
+    def _enter(self, rank: int, number: int, lines: list[str], specs: Sequence[BucketSpec]) -> None:
+        count = len(self._declarations)
+        if number > count or (number == count and number and not self._declarations[-1].agreed):
+            raise ProtocolError(f"number of a declaration must be at most {count}, got {number}")
+        if number == count:
+            self._declarations.append(_Declaration())
+        declaration = self._declarations[number]
+        if rank in declaration.lines:
+            raise ProtocolError(f"declaration {number} must come once from rank {rank}, got it twice")
+        declaration.lines[rank] = lines
+        declaration.specs = specs
+        if len(declaration.lines) == self._membership.workers:
+            if (difference := first_difference(declaration.lines, self._membership.describe)) is not None:
+                self.fail(MismatchError(difference))
+            self._changed.notify_all()
+
+    def _decided(self, rank: int, declaration: _Declaration) -> bool:
+        if self._failure is not None or declaration.agreed:
+            return True
+        gone = self._membership.gone()
+        if any(r == rank or r not in declaration.lines for r in gone):
+            return True
+        if len(declaration.lines) < self._membership.workers or self._membership.not_streaming():
+            return False
+        self._buckets.extend(self._new_buckets(declaration.specs))
+        declaration.agreed = True
+        declaration.lines = {r: [] for r in declaration.lines}  # only who declared still counts
+        self._changed.notify_all()
+        return True
+
+    def _new_buckets(self, specs: Sequence[BucketSpec]) -> Iterator[_Bucket]:
+        workers, config = self._membership.workers, self._config
+        for spec in specs:
+            bucket = _Bucket(spec)
+            if spec.kind == "gather":
+                if self._placer.place_gather(spec.name) == self._index:
+                    bucket.slices[0] = _Slice(GatherRound(f"bucket '{spec.name}'", workers, config.slice_bytes))
+                yield bucket
+                continue
+            dtype = parse_dtype(spec.dtype)
+            slices = cut(spec.nbytes, config.slice_bytes, dtype.itemsize)
+            for index, owner in enumerate(self._placer.place(spec.name, [s.nbytes for s in slices])):
+                if owner == self._index:
+                    label = f"slice {index} of bucket '{spec.name}'"
+                    bucket.slices[index] = _Slice(
+                        SumRound(label, workers, dtype, slices[index].nbytes, config.deterministic)
+                    )
+            yield bucket
+
+    # Rounds
+
+    def push(self, rank: int, header: Header, payload: memoryview) -> None:
+        """Takes a PUSH of `rank`, and replies to all if it is the last of its round. Keeps `payload` by reference.
+
+        Raises:
+            ProtocolError: the frame fits no declared slice, or not the step of it.
+        """
+        if not 0 <= header.bucket < len(self._buckets):
+            if self._failure is not None:
+                return  # its stream is about to end
+            raise ProtocolError(f"bucket must be one of the {len(self._buckets)} declared ones, got {header.bucket}")
+        bucket = self._buckets[header.bucket]
+        if header.priority != bucket.spec.priority:
+            name, rule = bucket.spec.name, bucket.spec.priority
+            raise ProtocolError(f"priority of bucket '{name}' must be {rule}, got {header.priority}")
+        gather = bucket.spec.kind == "gather"
+        item = bucket.slices.get(0 if gather else header.index)
+        if item is None:
+            raise ProtocolError(f"bucket '{bucket.spec.name}' has no slice {header.index} on this pserver")
+        if self._recorder.enabled:
+            self._recorder.record("push", rank=rank, bucket=header.bucket, index=header.index, step=header.step)
+        result = None
+        with item.lock:
+            _add(item.round, rank, header, payload)
+            step, missing = item.round.step, item.round.missing()
+            if not missing:
+                result = item.round.finish()
+        self._membership.members[rank].step = max(self._membership.members[rank].step, header.step)
+        if result is not None:
+            self._reply(header, result, gather)
+        elif gone := [r for r in self._membership.gone() if r in missing]:
+            self._fail_left(self._membership.members[gone[0]], step, bucket.spec.name)
+
+    def missing(self, bucket: int) -> list[str]:
+        """The ranks for whose push of any slice of `bucket` others wait."""
+        with self._changed:
+            self._raise_failure()
+            if not 0 <= bucket < len(self._buckets):
+                raise ProtocolError(f"bucket must be one of the {len(self._buckets)} declared ones, got {bucket}")
+            ranks: set[int] = set()
+            for item in self._buckets[bucket].slices.values():
+                with item.lock:
+                    ranks.update(item.round.missing() if item.round.started else ())
+            return [self._membership.describe(rank) for rank in sorted(ranks)]
+
+    def _reply(self, push: Header, result: memoryview, gather: bool) -> None:
+        limit = self._config.slice_bytes
+        pieces = cut(len(result), limit) if gather else [Slice(0, len(result))]
+        items = []
+        for index, piece in enumerate(pieces):
+            flags = LAST if gather and index == len(pieces) - 1 else 0
+            header = Header(Kind.REPLY, flags, push.bucket, index if gather else push.index, push.priority, push.step)
+            # Encoded once: all ranks get the same bytes object.
+            frame = frames.encode(header, result[piece.offset : piece.offset + piece.nbytes])
+            items.append(Outgoing(header, piece.nbytes, frame=frame))
+        for queue in list(self._queues.values()):
+            queue.put(items)
+
+
+def _add(round_: SumRound | GatherRound, rank: int, header: Header, payload: memoryview) -> None:
+    """Adds a push to its round."""
+    if isinstance(round_, GatherRound):
+        round_.add(rank, header.step, header.index, payload, bool(header.flags & LAST))
+        return
+    expected = 0 if header.flags & EMPTY else round_.nbytes
+    if len(payload) != expected or header.flags & LAST:
+        raise ProtocolError(
+            f"payload of {round_.label} must have {expected} bytes and no LAST flag, got {len(payload)} bytes and "
+            f"flags {header.flags}"
+        )
+    part = None if header.flags & EMPTY else np.frombuffer(payload, np.uint8).view(round_.dtype)
+    round_.add(rank, header.step, part)
+
+
+def first_difference(lines: Mapping[int, Sequence[str]], describe: Callable[[int], str]) -> str | None:
+    """What differs first between the ranks' declarations, and what each rank has; None if they are equal."""
+    for number in range(max(map(len, lines.values()), default=0)):
+        found = {rank: own[number] if number < len(own) else "nothing" for rank, own in sorted(lines.items())}
+        if len(set(found.values())) > 1:
+            each = "; ".join(f"{describe(rank)} has {text}" for rank, text in found.items())
+            return f"the workers do not train the same, line {number + 1} of what they declare differs: {each}"
+    return None

@@ -1,0 +1,216 @@
+"""A pserver: the gRPC side of `Job`."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from tfps import frames
+from tfps.control import (
+    PROTOCOL_VERSION,
+    RANK_KEY,
+    SERVER_OPTIONS,
+    SERVICE,
+    TOKEN_KEY,
+    config_of,
+    failure_of,
+    request_type,
+    version_text,
+)
+from tfps.errors import ClosedError, ConfigError, ConnectError, ProtocolError, PserverLostError, TfpsError
+from tfps.exchange import BucketSpec
+from tfps.frames import Kind, error_from
+from tfps.job import Job
+from tfps.membership import Applicant
+from tfps.memory import tune_malloc
+from tfps.protos import tfps_pb2 as pb
+from tfps.stream import outgoing, receive
+from tfps.trace import Recorder
+
+
+class ParameterServer:
+    """Serves one job of `workers` workers after the other, from construction until `stop`.
+
+    Per worker one of gRPC's threads sends replies and one thread "tfps-read-<rank>" receives, aggregates and queues the
+    replies.
+
+    Args:
+        host: address to listen on; `"0.0.0.0"` is every interface.
+        port: 0 picks a free one; see `port`.
+        workers: how many workers a job has.
+        job: serve only jobs of this name.
+
+    Raises:
+        ConfigError: the number of workers is out of range, or the port cannot be had.
+    """
+
+    def __init__(self, host: str, port: int, *, workers: int, job: str = "", recorder: Recorder | None = None) -> None:
+        if workers < 1:
+            raise ConfigError(f"workers must be at least 1, got {workers}")
+        tune_malloc()
+        self.workers = workers
+        self._job_name = job
+        self._recorder = recorder or Recorder()
+        self._lock = threading.Lock()  # guards _job
+        self._job = Job(workers, job, self._recorder)
+        self._stopped = False
+        # A worker holds one thread with its stream and may hold one with a call; twice, as a new job's workers may come
+        # before the threads of the last one's streams have ended.
+        self._pool = ThreadPoolExecutor(4 * workers + 8, thread_name_prefix="tfps-server")
+        self._server = grpc.server(self._pool, options=SERVER_OPTIONS)
+        self._server.add_generic_rpc_handlers((self._handlers(),))
+        where = f"[{host}]" if ":" in host else host
+        try:
+            self.port = int(self._server.add_insecure_port(f"{where}:{port}"))
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {where}:{port}: {_why_not_bound(host, port)}") from error
+        self.address = f"{_reachable(host)}:{self.port}"
+        self._server.start()
+
+    def stop(self, grace_s: float = 2.0) -> None:
+        """Ends the job, if there is one, with an error that says so, and the server. May be called again."""
+        with self._lock:
+            self._stopped = True
+            job = self._job
+        job.fail(PserverLostError(f"pserver {self.address} was stopped"))
+        self._server.stop(grace_s).wait()
+        self._pool.shutdown(wait=False)
+
+    def _handlers(self) -> Any:
+        def unary(call: Callable[[Any], Any], name: str) -> Any:
+            return grpc.unary_unary_rpc_method_handler(
+                lambda request, _: call(request),
+                request_deserializer=request_type(name).FromString,
+                response_serializer=lambda reply: reply.SerializeToString(),
+            )
+
+        calls = {"Join": self._join, "Declare": self._declare, "Waiting": self._waiting, "Leave": self._leave}
+        handlers = {name: unary(call, name) for name, call in calls.items()}
+        handlers["Exchange"] = grpc.stream_stream_rpc_method_handler(self._exchange)
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    def _job_of(self, token: str) -> Job:
+        with self._lock:
+            if token and token == self._job.token:
+                return self._job
+        raise ClosedError("the pserver does not know this job, or not any more")
+
+    # Control calls; on gRPC's threads
+
+    def _join(self, request: Any) -> Any:
+        reply = pb.JoinReply(protocol_version=PROTOCOL_VERSION)
+        try:
+            if request.protocol_version != PROTOCOL_VERSION:
+                raise ConnectError(version_text(PROTOCOL_VERSION, request.protocol_version))
+            config = config_of(request.settings)
+            applicant = Applicant(
+                job=request.job,
+                rank=request.rank if request.rank >= 0 else None,
+                workers=request.workers,
+                uid=request.uid,
+                host=request.host,
+                pid=request.pid,
+                pserver_index=request.pserver_index,
+                pservers=request.pservers,
+                token=request.token,
+                settings={field.name: getattr(request.settings, field.name) for field in pb.Settings.DESCRIPTOR.fields},
+            )
+            with self._lock:
+                if self._stopped:
+                    raise ConnectError("the pserver is stopping")
+                if self._job.over:
+                    self._job = Job(self.workers, self._job_name, self._recorder)
+                reply.rank = self._job.join(applicant, config)
+                reply.workers, reply.token = self.workers, self._job.token
+        except TfpsError as error:
+            reply.failure.CopyFrom(failure_of(error))
+        return reply
+
+    def _declare(self, request: Any) -> Any:
+        reply = pb.DeclareReply()
+        try:
+            specs = [BucketSpec(b.name, b.kind, b.nbytes, b.dtype, b.priority) for b in request.buckets]
+            job = self._job_of(request.token)
+            job.declare(request.rank, request.number, request.details, specs, request.timeout_s)
+        except TfpsError as error:
+            reply.failure.CopyFrom(failure_of(error))
+        return reply
+
+    def _waiting(self, request: Any) -> Any:
+        reply = pb.WaitingReply()
+        try:
+            reply.missing.extend(self._job_of(request.token).missing(request.bucket))
+        except TfpsError as error:
+            reply.failure.CopyFrom(failure_of(error))
+        return reply
+
+    def _leave(self, request: Any) -> Any:
+        failure = error_from(request.failure.code, request.failure.text) if request.HasField("failure") else None
+        with contextlib.suppress(ClosedError):
+            self._job_of(request.token).leave(request.rank, failure)
+        return pb.LeaveReply()
+
+    # Streams
+
+    def _exchange(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        metadata = dict(context.invocation_metadata())
+        try:
+            rank = _rank_of(metadata)
+            job = self._job_of(metadata.get(TOKEN_KEY, ""))
+            queue = job.open_stream(rank)
+        except TfpsError as error:
+            yield frames.encode_error(error)  # refused alone: the job goes on
+            return
+
+        def read() -> None:
+            try:
+                receive(messages, Kind.PUSH, queue, lambda header, payload: job.push(rank, header, payload))
+            except ProtocolError as error:
+                job.fail(ProtocolError(f"rank {rank}: {error}"))
+            except Exception:
+                pass  # gRPC's way to say that the stream broke: who it was is said by stream_ended
+            job.stream_ended(rank)
+
+        threading.Thread(target=read, name=f"tfps-read-{rank}", daemon=True).start()
+        try:
+            yield from outgoing(queue)
+        except TfpsError as error:
+            yield frames.encode_error(error)
+        finally:
+            job.stream_ended(rank)
+
+
+def _rank_of(metadata: dict[str, Any]) -> int:
+    text = str(metadata.get(RANK_KEY, ""))
+    if not text.isdigit():
+        raise ConnectError(f"metadata {RANK_KEY} must be a number, got {text!r}")
+    return int(text)
+
+
+def _reachable(host: str) -> str:
+    """An address at which other hosts reach a server that listens on `host`."""
+    if host not in ("0.0.0.0", "::", ""):
+        return f"[{host}]" if ":" in host else host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; picks the interface of the default route
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def _why_not_bound(host: str, port: int) -> str:
+    """The system's reason, which gRPC does not tell."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host, port))
+    except OSError as error:
+        return error.strerror or str(error)
+    return "the port is not available"

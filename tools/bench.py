@@ -1,0 +1,36 @@
+"""Runs one benchmark: `tools/bench.py NAME [--quick] [--json FILE]`.
+
+The last line of each is `bench NAME: key=value ...`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pathlib
+import pkgutil
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import benchmarks
+from benchmarks import common
+
+
+def main() -> None:
+    """Every module of tools/benchmarks with a `run(quick) -> Outcome` is a benchmark."""
+    names = [module.name for module in pkgutil.iter_modules(benchmarks.__path__) if module.name != "common"]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("name", choices=names)
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions: at most 5 minutes")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all runs to FILE")
+    options = parser.parse_args()
+    outcome: common.Outcome = importlib.import_module(f"benchmarks.{options.name}").run(options.quick)
+    if options.json is not None:
+        common.write_json(options.json, options.name, outcome)
+    print(f"bench {options.name}: " + " ".join(f"{key}={value:.4g}" for key, value in outcome.headline.items()))
+
+
+if __name__ == "__main__":
+    main()

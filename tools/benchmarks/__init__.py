@@ -1,0 +1,1 @@
+"""The benchmarks that tools/bench.py runs, one module each."""

@@ -1,0 +1,65 @@
+"""What benchmarks share: their outcome, the machine, medians."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a benchmark found: figures for its last line, and every single run."""
+
+    headline: Mapping[str, float]
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores that this process may use, load at the moment."""
+    model = next(
+        (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.processor(),
+    )
+    return {"processor": model, "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that matter here."""
+    found = {"python": platform.python_version()}
+    for package in ("grpcio", "protobuf", "numpy", "tensorflow", "tensorflow-cpu", "keras"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def median(runs: Iterable[Mapping[str, Any]], key: str) -> float:
+    """The median of one figure over runs."""
+    return float(statistics.median(run[key] for run in runs))
+
+
+def write_json(path: pathlib.Path, name: str, outcome: Outcome) -> None:
+    """Writes everything a reader needs to compare: figures, runs, machine, versions."""
+    content = {
+        "bench": name,
+        "headline": dict(outcome.headline),
+        "machine": machine(),
+        "versions": versions(),
+        "runs": outcome.runs,
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return pathlib.Path(path).read_text().splitlines()
+    except OSError:
+        return []

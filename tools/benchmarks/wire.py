@@ -1,0 +1,213 @@
+"""Push-pull of 50 MB per step between 2 workers and 1 or 2 pservers on loopback, without TensorFlow.
+
+Beside it, in the same run and interleaved: 2 clients that echo the same bytes in equal slices off one process through
+raw sockets, which is what loopback and Python give at best. GB/s per worker are bytes pushed per worker and second; CPU
+s/GB are of all processes together, per byte pushed by all workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import Outcome, median
+
+STEP_BYTES = 50_000_000
+BUCKET_BYTES = 4_000_000  # a model's buckets: some of one slice, most of several
+WORKERS = 2
+
+
+def run(quick: bool) -> Outcome:
+    """Interleaves raw sockets, 1 pserver and 2 pservers; medians over the rounds."""
+    rounds, steps = (3, 20) if quick else (7, 40)
+    runs: list[dict[str, Any]] = []
+    print(f"{'':12} {'GB/s per worker':>16} {'CPU s/GB':>9}")
+    for number in range(rounds):
+        for name, pservers in (("raw", 0), ("1 pserver", 1), ("2 pservers", 2)):
+            result = measure(pservers, steps) | {"round": number, "what": name}
+            runs.append(result)
+            print(f"{name:12} {result['gb_per_s']:16.3f} {result['cpu_s_per_gb']:9.2f}", flush=True)
+    headline = {}
+    for key, what in (("raw", "raw"), ("p1", "1 pserver"), ("p2", "2 pservers")):
+        of_kind = [r for r in runs if r["what"] == what]
+        headline[f"{key}_gb_per_s"] = median(of_kind, "gb_per_s")
+        headline[f"{key}_cpu_s_per_gb"] = median(of_kind, "cpu_s_per_gb")
+    return Outcome(headline, runs)
+
+
+def measure(pservers: int, steps: int) -> dict[str, Any]:
+    """One run in fresh processes; pservers 0 means raw sockets."""
+    with contextlib.ExitStack() as stack:
+        command = [sys.executable, "-u", str(pathlib.Path(__file__))]
+        if pservers:
+            serve = [sys.executable, "-u", "-m", "tfps.cli", "--host=127.0.0.1", "--port=0", f"--workers={WORKERS}"]
+            servers = [stack.enter_context(_process(serve)) for _ in range(pservers)]
+        else:
+            servers = [stack.enter_context(_process([*command, "echo"]))]
+        addresses = [_line(server).split()[3] for server in servers]
+        work = [*command, "work" if pservers else "raw", *addresses, "--steps", str(steps)]
+        workers = [stack.enter_context(_process(work)) for _ in range(WORKERS)]
+        for worker in workers:
+            _line(worker)  # ready: connected and warm
+        before = [_cpu_s(server.pid) for server in servers]
+        for worker in workers:
+            _stdin(worker).write("go\n")
+            _stdin(worker).flush()
+        results = [json.loads(_line(worker)) for worker in workers]
+        server_cpu_s = sum(_cpu_s(s.pid) - b for s, b in zip(servers, before, strict=True))
+    wall_s = max(result["wall_s"] for result in results)
+    worker_cpu_s = sum(result["cpu_s"] for result in results)
+    gigabytes = steps * STEP_BYTES / 1e9
+    return {
+        "gb_per_s": gigabytes / wall_s,
+        "cpu_s_per_gb": (server_cpu_s + worker_cpu_s) / (gigabytes * WORKERS),
+        "pserver_cpu_s_per_gb": server_cpu_s / (gigabytes * WORKERS),
+        "worker_cpu_s_per_gb": worker_cpu_s / (gigabytes * WORKERS),
+    }
+
+
+@contextlib.contextmanager
+def _process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    root = pathlib.Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tools'}"}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.communicate(timeout=20)
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    line = process.stdout.readline() if process.stdout else ""
+    if not line:
+        raise RuntimeError(f"{process.args!r} ended with {process.wait(20)}")
+    return line
+
+
+def _stdin(process: subprocess.Popen[str]) -> Any:
+    return process.stdin
+
+
+def _cpu_s(pid: int) -> float:
+    """User and system time of a process so far."""
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# The processes
+
+
+def _timed(step: Any, steps: int) -> None:
+    """Warms up, waits for the others, runs and reports."""
+    for _ in range(5):
+        step()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        step()
+    result = {"wall_s": time.perf_counter() - wall_s, "cpu_s": time.process_time() - cpu_s}
+    print(json.dumps(result), flush=True)
+    sys.stdin.readline()  # stays until it is terminated, so that nobody is lost while others still work
+
+
+def _work(addresses: list[str], steps: int) -> None:
+    from tfps.config import Config
+    from tfps.exchange import BucketSpec, Reply
+    from tfps.worker import Worker
+
+    sizes = [min(BUCKET_BYTES, STEP_BYTES - start) for start in range(0, STEP_BYTES, BUCKET_BYTES)]
+    worker = Worker(addresses, config=Config.from_environment())
+    buckets = worker.declare([BucketSpec(f"b{i}", "sum", size, "float32", i) for i, size in enumerate(sizes)])
+    payloads = [np.ones(size // 4, np.float32) for size in sizes]
+
+    def step() -> None:
+        left = threading.Semaphore(0)
+
+        def take(reply: Reply) -> None:
+            if reply.error is not None:
+                print(reply.error, file=sys.stderr)
+                os._exit(1)
+            left.release()
+
+        for bucket, payload in reversed(list(zip(buckets, payloads, strict=True))):  # as backward makes them
+            worker.push(bucket, payload, take)
+        for _ in buckets:
+            left.acquire()
+
+    _timed(step, steps)
+    worker.close()
+
+
+def _raw(address: str, steps: int) -> None:
+    from tfps.config import Config
+
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host, int(port)))
+    payload, result = memoryview(bytes(STEP_BYTES)), memoryview(bytearray(STEP_BYTES))
+    slice_bytes = Config.from_environment().slice_bytes
+
+    def send() -> None:
+        for start in range(0, STEP_BYTES, slice_bytes):
+            connection.sendall(payload[start : start + slice_bytes])
+
+    def step() -> None:
+        sender = threading.Thread(target=send)
+        sender.start()
+        _fill(connection, result)
+        sender.join()
+
+    _timed(step, steps)
+
+
+def _echo() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    print(f"echo ready at 127.0.0.1:{listener.getsockname()[1]}", flush=True)
+    while True:
+        threading.Thread(target=_echo_back, args=(listener.accept()[0],), daemon=True).start()
+
+
+def _echo_back(connection: socket.socket) -> None:
+    buffer = memoryview(bytearray(1024 * 1024))
+    while count := connection.recv_into(buffer):
+        connection.sendall(buffer[:count])
+
+
+def _fill(connection: socket.socket, buffer: memoryview) -> None:
+    done = 0
+    while done < len(buffer):
+        count = connection.recv_into(buffer[done:])
+        if not count:
+            raise ConnectionError("the echo ended")
+        done += count
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("role", choices=["work", "raw", "echo"])
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("addresses", nargs="*")
+    options = parser.parse_args()
+    if options.role == "work":
+        _work(options.addresses, options.steps)
+    elif options.role == "raw":
+        _raw(options.addresses[0], options.steps)
+    else:
+        _echo()
+
+
+if __name__ == "__main__":
+    _main()
