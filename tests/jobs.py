@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import subprocess
@@ -11,7 +12,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +29,6 @@ from tfps.worker import Worker
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 30.0  # how long a test waits for what must happen; never reached if all is well
 CONFIG = Config(slice_bytes=1024, window_bytes=4096, connect_timeout_s=DEADLINE_S, step_timeout_s=DEADLINE_S)
-
-T = TypeVar("T")
 
 
 class Pending:
@@ -103,9 +102,9 @@ class Failed:
         return self.errors[0]
 
 
-def attempt(*calls: Callable[[], T]) -> list[T | Exception]:
+def attempt(*calls: Callable[[], Any]) -> list[Any]:
     """Runs the calls at the same time, each on a thread; what each returned or raised."""
-    results: list[T | Exception] = [TimeoutError("did not end")] * len(calls)
+    results: list[Any] = [TimeoutError("did not end")] * len(calls)
 
     def run(index: int) -> None:
         try:
@@ -121,13 +120,13 @@ def attempt(*calls: Callable[[], T]) -> list[T | Exception]:
     return results
 
 
-def together(*calls: Callable[[], T]) -> list[T]:
+def together(*calls: Callable[[], Any]) -> list[Any]:
     """As `attempt`, for calls that must succeed."""
     results = attempt(*calls)
     for result in results:
         if isinstance(result, Exception):
             raise result
-    return [result for result in results if not isinstance(result, Exception)]
+    return results
 
 
 class Cluster(contextlib.ExitStack):
@@ -147,10 +146,10 @@ class Cluster(contextlib.ExitStack):
         return worker
 
     def workers(self, addresses: Sequence[str], count: int, **options: Any) -> list[Worker]:
-        return together(*(lambda r=rank: self.worker(addresses, r, **options) for rank in range(count)))  # type: ignore[misc]
+        return together(*(functools.partial(self.worker, addresses, rank, **options) for rank in range(count)))
 
-    def raw(self, address: str, **options: Any) -> RawWorker:
-        raw = RawWorker(address, **options)
+    def raw(self, address: str, rank: int = -1, **options: Any) -> RawWorker:
+        raw = RawWorker(address, rank, **options)
         self.callback(raw.close)
         return raw
 
@@ -175,15 +174,19 @@ class RawWorker:
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self.call: Any = None
 
-    def open(self, token: str | None = None, rank: str | None = None) -> RawWorker:
+    def open(self) -> RawWorker:
         """Opens the stream."""
-        metadata = (
-            (TOKEN_KEY, self.token if token is None else token),
-            (RANK_KEY, str(self.rank) if rank is None else rank),
-        )
-        stream = self.pserver.channel.stream_stream(method("Exchange"))
-        self.call = stream(iter(self._outbox.get, None), metadata=metadata, timeout=DEADLINE_S)
+        self.call = self._stream(self._outbox, self.token, str(self.rank))
         return self
+
+    def second_stream(self, token: str | None, rank: str) -> Exception:
+        """Tries to open another stream; the error that it gets."""
+        call = self._stream(queue.SimpleQueue(), self.token if token is None else token, rank)
+        return frames.decode_error(*frames.decode(next(call)))
+
+    def _stream(self, outbox: queue.SimpleQueue[bytes | None], token: str, rank: str) -> Any:
+        stream = self.pserver.channel.stream_stream(method("Exchange"))
+        return stream(iter(outbox.get, None), metadata=((TOKEN_KEY, token), (RANK_KEY, rank)), timeout=DEADLINE_S)
 
     def declare(self, *buckets: Any, number: int = 0, details: Sequence[str] = ()) -> RawWorker:
         request = pb.DeclareRequest(

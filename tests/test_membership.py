@@ -57,7 +57,7 @@ def test_a_wrong_number_of_workers_names_both() -> None:
 
 
 def test_a_pserver_for_one_job_refuses_others() -> None:
-    with pytest.raises(ConnectError, match="only job 'a' .*belongs to 'b'"):
+    with pytest.raises(ConnectError, match=r"only job 'a' .*belongs to 'b'"):
         Membership(2, "a").join(applicant(job="b"), 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import threading
 import time
@@ -42,7 +43,8 @@ def bucket(nbytes: int, priority: int = 0, name: str = "b") -> BucketSpec:
 
 
 def declare(workers: list[Worker], *specs: BucketSpec) -> list[int]:
-    return together(*(lambda w=worker: w.declare(specs) for worker in workers))[0]  # type: ignore[misc]
+    ids: list[int] = together(*(functools.partial(worker.declare, specs) for worker in workers))[0]
+    return ids
 
 
 def job(cluster: Cluster, workers: int, *specs: BucketSpec, pservers: int = 1, **options: Any) -> list[Worker]:
@@ -192,7 +194,9 @@ def unused_address() -> str:
 def test_no_pserver_at_an_address_is_named_within_the_timeout(cluster: Cluster) -> None:
     address = unused_address()
     start = time.monotonic()
-    with pytest.raises(ConnectError, match=rf"pserver {address}: no answer within 1.5 s .*is tfps_pserver running there"):
+    with pytest.raises(
+        ConnectError, match=rf"pserver {address}: no answer within 1.5 s .*is tfps_pserver running there"
+    ):
         cluster.worker([address], config=SHORT)
     assert time.monotonic() - start < 10
 
@@ -219,7 +223,7 @@ def test_something_else_at_the_address_is_no_pserver(cluster: Cluster) -> None:
 
 def test_a_missing_rank_is_named_within_the_timeout(cluster: Cluster) -> None:
     addresses = cluster.pservers(1, 3)
-    results = attempt(*(lambda r=rank: cluster.worker(addresses, r, config=SHORT) for rank in (0, 2)))  # type: ignore[misc]
+    results = attempt(*(functools.partial(cluster.worker, addresses, rank, config=SHORT) for rank in (0, 2)))
     for error in results:
         assert isinstance(error, WaitTimeoutError)
         assert "rank 1 (not joined)" in str(error)
@@ -251,7 +255,7 @@ def test_a_pserver_used_by_another_job_names_its_workers(cluster: Cluster) -> No
 def test_settings_that_differ_are_refused(cluster: Cluster) -> None:
     addresses = cluster.pservers(1, 2)
     first = cluster.raw(addresses[0], rank=0).open()
-    with pytest.raises(MismatchError, match="window_bytes must be the same on all workers: .* 4096, this worker 9999"):
+    with pytest.raises(MismatchError, match=r"window_bytes must be the same on all workers: .* 4096, this worker 9999"):
         cluster.worker(addresses, 1, config=Config(slice_bytes=1024, window_bytes=9999, connect_timeout_s=30))
     first.leave()
 
@@ -268,7 +272,7 @@ def test_malformed_lists_of_pservers_are_refused(pservers: list[str]) -> None:
 def test_models_that_differ_are_named_on_every_worker(cluster: Cluster) -> None:
     workers = job(cluster, 3)
     details = [["x", "variable dense/kernel (64, 10) float32"]] * 2 + [["x", "variable dense/kernel (64, 12) float32"]]
-    results = attempt(*(lambda w=w: w.declare([], details[w.rank]) for w in workers))  # type: ignore[misc]
+    results = attempt(*(functools.partial(w.declare, [], details[w.rank]) for w in workers))
     for error in results:
         assert isinstance(error, MismatchError)
         assert "line 2" in str(error)
@@ -279,7 +283,7 @@ def test_models_that_differ_are_named_on_every_worker(cluster: Cluster) -> None:
 
 def test_a_variable_that_only_one_rank_has_is_named(cluster: Cluster) -> None:
     workers = job(cluster, 2)
-    results = attempt(*(lambda w=w: w.declare([bucket(8)] * (1 + w.rank)) for w in workers))  # type: ignore[misc]
+    results = attempt(*(functools.partial(w.declare, [bucket(8)] * (1 + w.rank)) for w in workers))
     for error in results:
         assert isinstance(error, MismatchError)
         assert "has nothing" in str(error)
@@ -445,8 +449,8 @@ def test_a_killed_worker_is_named_on_all_others(cluster: Cluster, busy: bool) ->
     addresses = cluster.pservers(2, 3)
     path = f"{jobs.ROOT}:{jobs.ROOT / 'tests'}"
     with jobs.python("-c", VICTIM, *addresses, PYTHONPATH=path) as victim:
-        others = together(*(lambda r=rank: cluster.worker(addresses, r) for rank in (0, 2)))  # type: ignore[misc]
-        together(*(lambda w=w: w.declare([bucket(5000)]) for w in others))  # type: ignore[misc]
+        others = together(*(functools.partial(cluster.worker, addresses, rank) for rank in (0, 2)))
+        together(*(functools.partial(w.declare, [bucket(5000)]) for w in others))
         for _ in range(3):
             for pending in [push(w, 0, bytes(5000)) for w in others]:
                 pending.wait()

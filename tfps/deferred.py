@@ -72,6 +72,7 @@ class GraphState:
     reduced: dict[int, Reduced] = field(default_factory=dict)  # by id of the result
     noted: dict[int, list[Noted]] = field(default_factory=dict)  # by replica
     transfers: dict[tuple[Any, ...], DeferredUpdate] = field(default_factory=dict)  # while the replicas of one call are traced
+    inputs: list[tf.Tensor] = field(default_factory=list)  # what the replica function got
     reductions: int = 0  # all_reduce calls so far, of the outermost graph only
 
 
@@ -186,18 +187,19 @@ class Emitter:
     def _send(
         self, bucket: list[Noted], trace: Traced, transfer: DeferredUpdate, graph: tf.Graph, replica: int, carries: bool
     ) -> None:
-        closed = graph_ops.close_gates([item.variable.gates[replica] for item in bucket], trace.handles)
+        gradients = [item.reduced.gradient for item in bucket]
+        data, indices = tf.constant([], tf.uint8), None
+        if carries and bucket[0].sparse:
+            data = graph_ops.to_bytes(gradients[0].values)
+            indices = graph_ops.to_bytes(tf.cast(gradients[0].indices, tf.int64))
+        elif carries:
+            flat = [tf.reshape(tf.cast(gradient, bucket[0].dtype), [-1]) for gradient in gradients]
+            data = graph_ops.to_bytes(flat[0] if len(flat) == 1 else tf.concat(flat, 0))
+        gates = [item.variable.gates[replica] for item in bucket]
+        after = tf.nest.flatten(gradients, expand_composites=True)
+        closed = graph_ops.close_gates(gates, trace.handles, after)
         with tf.control_dependencies([closed]):
             kept = [holder.assign(tensor).op for holder, tensor, _ in trace.deferral.kept.values()]
-        data, indices = tf.constant([], tf.uint8), None
-        if carries:
-            gradients = [item.reduced.gradient for item in bucket]
-            if bucket[0].sparse:
-                data = graph_ops.to_bytes(gradients[0].values)
-                indices = graph_ops.to_bytes(tf.cast(gradients[0].indices, tf.int64))
-            else:
-                flat = [tf.reshape(tf.cast(gradient, bucket[0].dtype), [-1]) for gradient in gradients]
-                data = graph_ops.to_bytes(flat[0] if len(flat) == 1 else tf.concat(flat, 0))
         with tf.control_dependencies([closed.op, *kept]):
             graph_ops.send(self._runtime.queue, transfer.id, data, indices)
         for item in bucket:

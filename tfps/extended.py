@@ -139,6 +139,7 @@ class Extended(mirrored_strategy.MirroredExtended):  # type: ignore[misc]
                 variable.share_gates(colocate_with)
             elif variable.trainable and variable.dtype in _FLOATING and variable.shape.is_fully_defined():
                 variable.make_gates()
+                self._runtime.watch(variable.gates)
         self._initial_values.created(variable)
         return variable
 
@@ -173,6 +174,8 @@ class Extended(mirrored_strategy.MirroredExtended):  # type: ignore[misc]
                     "jit_compile=True is not supported under tfps.Strategy: gradients could leave only after the whole step; "
                     "use model.compile(..., jit_compile=False)"
                 )
+            given = tf.nest.flatten((args, kwargs), expand_composites=True)
+            self._state(graph).inputs = [each for each in given if isinstance(each, tf.Tensor) and each.graph is graph]
             result = super()._call_for_each_replica(fn, args, kwargs)
             self._finish(graph)
         self._initial_values.agree()
@@ -205,11 +208,14 @@ class Extended(mirrored_strategy.MirroredExtended):  # type: ignore[misc]
     def _state(self, graph: tf.Graph) -> GraphState:
         return self._states.setdefault(graph, GraphState())
 
-    def note_access(self, variable: GatedVariable, graph: tf.Graph) -> None:
-        """Called before any access in a graph under construction: notes the forward order, emits what waits."""
+    def note_access(self, variable: GatedVariable, graph: tf.Graph) -> list[tf.Tensor]:
+        """Called before any access in a graph under construction: notes the forward order, emits what waits.
+
+        Returns what the access must come after: the input of the step, where it is in `graph`.
+        """
         chain = outer_graphs(graph)
         if not chain:
-            return
+            return []
         for each in chain:
             state = self._states.get(each)
             if state is not None and any(state.noted.values()):
@@ -217,6 +223,8 @@ class Extended(mirrored_strategy.MirroredExtended):  # type: ignore[misc]
         if variable.gates and variable.owner is None:
             first_use = self._state(chain[-1]).first_use
             first_use.setdefault(variable._unique_id, len(first_use))
+        state = self._states.get(graph)
+        return state.inputs if state is not None else []
 
     # Reductions and updates in replica context.
 

@@ -72,10 +72,18 @@ class Gate:
     The token is "" or, after a failure, the error's text, which every reader then raises.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name  # of the variable
         with tf.init_scope(), tf.device(HOST):
-            self._queue = tf.queue.FIFOQueue(2, [tf.string], [[]], name="tfps_gate")
+            # Room for more than the one token: an error is put in even where a token that was thought lost comes back.
+            self._queue = tf.queue.FIFOQueue(8, [tf.string], [[]], name="tfps_gate")
             self.open()
+
+    @property
+    def closed(self) -> bool:
+        """Whether there is no token just now: a send took it, or a reader holds it for a moment."""
+        with tf.init_scope(), tf.device(HOST):
+            return int(self._queue.size()) == 0
 
     @property
     def handle(self) -> tf.Tensor:
@@ -107,9 +115,13 @@ def _pass_function() -> Any:
     return tfps_pass_gate.get_concrete_function()
 
 
-def pass_gate(gate: Gate, variable: tf.Tensor) -> None:
-    """Orders every later use of the resource `variable` in the current graph behind the opening of `gate`."""
-    with tf.device(HOST):
+def pass_gate(gate: Gate, variable: tf.Tensor, after: Sequence[tf.Tensor]) -> None:
+    """Orders every later use of the resource `variable` in the current graph behind the opening of `gate`.
+
+    `after`: what the step computes with. A step that ends before it has its input (the end of the data is such an end) must not
+    be stopped while it holds a token.
+    """
+    with tf.device(HOST), tf.control_dependencies(after):
         tf_private.set_read_only_inputs(_pass_function()(gate.handle, variable), [])
 
 
@@ -124,9 +136,12 @@ def _close_function(gates: int, variables: int) -> Any:
     return tfps_close_gates.get_concrete_function()
 
 
-def close_gates(gates: Sequence[Gate], variables: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Closes `gates` after all earlier uses of the resources `variables` in the current graph, before all later ones."""
-    with tf.device(HOST):
+def close_gates(gates: Sequence[Gate], variables: Sequence[tf.Tensor], after: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Closes `gates` after all earlier uses of the resources `variables` in the current graph, before all later ones.
+
+    `after`: the gradients. What follows can then hardly fail, so that gates do not stay closed when a step fails.
+    """
+    with tf.device(HOST), tf.control_dependencies(after):
         closed = _close_function(len(gates), len(variables))(*(gate.handle for gate in gates), *variables)
         tf_private.set_read_only_inputs(closed, [])
     return closed

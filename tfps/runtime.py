@@ -1,7 +1,8 @@
 """The host side of the graph: takes what sends hand over, exchanges it, and applies what comes back.
 
-Two threads. "tfps-pump" takes messages from the TensorFlow queue into the exchange; "tfps-apply" runs updates and answers
+Three threads. "tfps-pump" takes messages from the TensorFlow queue into the exchange; "tfps-apply" runs updates and answers
 pulls, most urgent first. Neither blocks on the network; receiver threads of the exchange only put replies into a heap.
+"tfps-watch" finds gates that nobody will open any more.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from tfps.trace import Recorder
 logger = logging.getLogger("tfps")
 _INDICES_SIZE = struct.Struct("<Q")
 _NO_BYTES = np.empty(0, np.uint8)
+_WATCH_S = 1.0  # between two looks at the gates
+_LOST_AFTER = 30  # looks without any message, at a gate that stays closed
 
 
 def pack_sparse(indices: Any, data: Any) -> bytes:
@@ -139,10 +142,15 @@ class Runtime:
         self._arrivals = itertools.count()
         self._has_ready = threading.Condition()  # truth: _ready is not empty or _closed is set
         self._closed = False
+        self._gates: weakref.WeakSet[Gate] = weakref.WeakSet()
+        self._messages_seen = 0  # pump thread writes, watch thread reads
+        self._under_way = 0  # messages whose transfer has not finished; guarded by _has_ready
+        self._wake_watch = threading.Event()  # set at failure and close
         exchange.add_failure_listener(self._report)
         self._threads = [
             threading.Thread(target=self._pump, name="tfps-pump", daemon=True),
             threading.Thread(target=self._apply, name="tfps-apply", daemon=True),
+            threading.Thread(target=self._watch, name="tfps-watch", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -165,6 +173,10 @@ class Runtime:
             self._buckets.update({key: (bucket, spec) for (key, spec), bucket in zip(new, ids, strict=True)})
         return [self._buckets[key][0] for key, _ in wanted]
 
+    def update_buckets(self) -> int:
+        """Number of buckets that deferred updates use."""
+        return len({transfer.bucket for transfer in self._transfers.values() if isinstance(transfer, DeferredUpdate)})
+
     def adopt(self, transfer: Transfer, graph: tf.Graph) -> None:
         """Gives `transfer` an id; it is forgotten when `graph` and all graphs around it are gone."""
         transfer.id = next(self._ids)
@@ -179,6 +191,10 @@ class Runtime:
 
         for each in graphs:
             weakref.finalize(each, gone).atexit = False
+
+    def watch(self, gates: Sequence[Gate]) -> None:
+        """Looks after `gates` as long as they exist."""
+        self._gates.update(gates)
 
     def exchange_now(self, bucket: int, payload: Any) -> Reply:
         """Pushes and waits for the reply, on the calling thread.
@@ -207,6 +223,7 @@ class Runtime:
                 return
             self._closed = True
         self.exchange.close()
+        self._wake_watch.set()
         with self._has_ready:
             self._has_ready.notify_all()
         with tf.init_scope():
@@ -223,6 +240,7 @@ class Runtime:
                     identity, data, indices = dequeue(handle=self.queue, component_types=MESSAGE)
             except (tf.errors.OutOfRangeError, tf.errors.CancelledError):  # closed
                 return
+            self._messages_seen += 1
             self._start(self._transfers[int(identity)], data, indices)
             if self._retired:
                 with tf.device(HOST):
@@ -241,6 +259,9 @@ class Runtime:
         if self.recorder.enabled:
             self.recorder.record("gradient", bucket=transfer.bucket, nbytes=len(payload))
 
+        with self._has_ready:
+            self._under_way += 1
+
         def on_reply(reply: Reply) -> None:
             with self._has_ready:
                 item = (transfer.spec.priority, next(self._arrivals), transfer, (payload, data), reply)
@@ -256,21 +277,57 @@ class Runtime:
                 if not self._ready:
                     return
                 _, _, transfer, sent, reply = heapq.heappop(self._ready)
-            if reply.error is not None:
-                transfer.fail(reply.error)
-                continue
-            try:
-                transfer.finish(*_tensors(transfer.spec, sent, reply))
-            except Exception as error:  # an update that fails must not leave its readers waiting for ever
-                logger.exception("tfps: update of %s failed", transfer.spec.name)
-                transfer.fail(TfpsError(f"update of {transfer.spec.name} failed: {error}"))
-            if self.recorder.enabled:
-                self.recorder.record("applied", bucket=transfer.bucket)
+            self._finish(transfer, sent, reply)
+            with self._has_ready:
+                self._under_way -= 1
             del transfer, sent, reply  # the buffers are free while this thread waits
 
+    def _finish(self, transfer: Transfer, sent: Any, reply: Reply) -> None:
+        if reply.error is not None:
+            transfer.fail(reply.error)
+            return
+        try:
+            transfer.finish(*_tensors(transfer.spec, sent, reply))
+        except Exception as error:  # its readers must not wait for ever, nor the other workers
+            failure = TfpsError(f"rank {self.exchange.rank}: the update of {transfer.spec.name} failed: {error}")
+            self.exchange.fail(failure)
+            transfer.fail(failure)
+        if self.recorder.enabled:
+            self.recorder.record("applied", bucket=transfer.bucket)
+
     def _report(self, error: TfpsError) -> None:
-        if not isinstance(error, ClosedError):
-            logger.error("tfps: training stopped: %s", error)
+        self._wake_watch.set()
+        logger.error("tfps: training stopped: %s", error)
+
+    def _watch(self) -> None:
+        """Puts an error into gates that stay closed although nothing is under way.
+
+        TensorFlow stops a step at its first error, wherever it is: a reader may then hold a token, or a send may have closed
+        its gates without having sent.
+        """
+        looks, seen = 0, -1
+        while not self._closed:
+            self._wake_watch.wait(_WATCH_S)
+            failure = self.exchange.failure
+            if failure is None:
+                with self._has_ready:
+                    busy = self._under_way > 0
+                looks = 0 if busy or self._messages_seen != seen else looks + 1
+                seen = self._messages_seen
+                closed = [gate for gate in list(self._gates) if gate.closed] if not busy else []
+                if not closed:
+                    looks = 0
+                if looks < _LOST_AFTER:
+                    continue
+                failure = TfpsError(
+                    f"rank {self.exchange.rank}: a step was stopped by an error before it had sent the gradient of "
+                    f"{closed[0].name}; the variables may be half updated: restore a checkpoint under a new strategy"
+                )
+                self.exchange.fail(failure)
+            for gate in list(self._gates):
+                if gate.closed:
+                    gate.open(str(failure))
+            threading.Event().wait(_WATCH_S / 10)
 
 
 def _tensors(spec: BucketSpec, sent: Any, reply: Reply) -> tuple[tf.Tensor, tf.Tensor]:

@@ -67,9 +67,11 @@ class ParameterServer:
         self._server.add_generic_rpc_handlers((self._handlers(),))
         where = f"[{host}]" if ":" in host else host
         try:
+            _try_to_listen(host, port)
             self.port = int(self._server.add_insecure_port(f"{where}:{port}"))
-        except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {where}:{port}: {_why_not_bound(host, port)}") from error
+        except (OSError, RuntimeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "the port is not available"
+            raise ConfigError(f"cannot listen on {where}:{port}: {reason}") from error
         self.address = f"{_reachable(host)}:{self.port}"
         self._server.start()
 
@@ -205,12 +207,11 @@ def _reachable(host: str) -> str:
             return "127.0.0.1"
 
 
-def _why_not_bound(host: str, port: int) -> str:
-    """The system's reason, which gRPC does not tell."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((host, port))
-    except OSError as error:
-        return error.strerror or str(error)
-    return "the port is not available"
+def _try_to_listen(host: str, port: int) -> None:
+    """Raises OSError if the port cannot be had: gRPC itself does not tell the reason to its caller."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as gRPC does; else lingering connections count
+        probe.bind((host, port))

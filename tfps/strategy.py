@@ -78,6 +78,10 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
         """Addresses of the pservers; empty when the pserver is embedded."""
         return self._pservers
 
+    def update_buckets(self) -> int:
+        """How many buckets with deferred updates there are; each is one exchange per step."""
+        return self._runtime.update_buckets()
+
     @property
     def recorder(self) -> Recorder:
         """Records what happens to slices while it is started."""

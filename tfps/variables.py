@@ -89,7 +89,7 @@ class GatedVariable(values.MirroredVariable):  # type: ignore[misc]
 
     def make_gates(self) -> None:
         """Gives this variable gates of its own, open."""
-        self.gates = tuple(Gate() for _ in self._values)
+        self.gates = tuple(Gate(str(self.name)) for _ in self._values)
         self._slots: list[weakref.ref[GatedVariable]] = []
         self._passed: tuple[weakref.WeakSet[tf.Graph], ...] = tuple(weakref.WeakSet() for _ in self._values)
 
@@ -118,7 +118,7 @@ class GatedVariable(values.MirroredVariable):  # type: ignore[misc]
                 extended.check(self.gates[replica].wait())
             return
         graph = ops.get_default_graph()
-        extended.note_access(self, graph)
+        after = extended.note_access(self, graph)
         if not self.gates or graph in self._passed[replica]:
             return
         if in_xla(graph):
@@ -127,7 +127,7 @@ class GatedVariable(values.MirroredVariable):  # type: ignore[misc]
                 "for it; use jit_compile=False"
             )
         self._passed[replica].add(graph)
-        pass_gate(self.gates[replica], self._values[replica].handle)
+        pass_gate(self.gates[replica], self._values[replica].handle, after)
 
     def _kept(self) -> tf.Tensor | None:
         """Inside a deferred update that does not own this variable: its value as of the send."""

@@ -1,0 +1,68 @@
+"""A worker or pserver that goes away ends the others within the deadline, with an error that names it."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+
+import processes
+import pytest
+
+from tfps.server import ParameterServer
+
+
+@pytest.fixture
+def server() -> Iterator[ParameterServer]:
+    running = ParameterServer("127.0.0.1", 0, workers=2)
+    yield running
+    running.stop()
+
+
+def read_until(process: object, word: str) -> None:
+    """Reads the process' output up to the line `word`."""
+    for line in process.stdout:  # type: ignore[attr-defined]
+        if line.strip() == word:
+            return
+    raise AssertionError(f"the process ended before it printed {word!r}")
+
+
+def test_a_killed_worker_ends_the_others_with_an_error_that_names_its_rank(server: ParameterServer) -> None:
+    with processes.started("endless.py", [server.address], 2, [[], []]) as running:
+        for process in running:
+            read_until(process, "training")
+        running[1].send_signal(signal.SIGKILL)
+        ((code, output),) = processes.finish(running[:1])
+    assert code == 1
+    assert "fit raised" in output
+    assert "rank 1" in output
+    # Half of a step may have arrived: nobody may read, save or train on it.
+    assert "get_weights raised WorkerLostError" in output
+
+
+def test_a_worker_that_ends_earlier_is_named_to_the_others(server: ParameterServer) -> None:
+    with processes.started("endless.py", [server.address], 2, [[], ["8"]]) as running:
+        (code, output), (early, _) = processes.finish(running)
+    assert early == 0
+    assert code == 1
+    assert re.search(r"rank 1 \(.*\) left before step 8", output), output
+
+
+def test_a_stopped_pserver_is_named_to_all_workers(server: ParameterServer) -> None:
+    with processes.started("endless.py", [server.address], 2, [[], []]) as running:
+        for process in running:
+            read_until(process, "training")
+        server.stop()
+        for code, output in processes.finish(running):
+            assert code == 1
+            assert f"pserver {server.address} was stopped" in output
+
+
+def test_models_that_differ_are_told_apart_by_the_first_variable(server: ParameterServer) -> None:
+    with processes.started("differing.py", [server.address], 2, [["32"], ["48"]]) as running:
+        for code, output in processes.finish(running):
+            assert code == 1
+            assert "MismatchError" in output
+            assert "kernel" in output
+            assert "(64, 32)" in output
+            assert "(64, 48)" in output

@@ -1,0 +1,66 @@
+"""Several worker processes: equal to each other bitwise, and to one process on the global batch within rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import processes
+import pytest
+
+from tfps.server import ParameterServer
+
+PROGRAMS = ["momentum", "adam", "adafactor", "embedding"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    """The weights that one process without a strategy ends with."""
+    out = tmp_path_factory.mktemp("alone") / "weights.npz"
+    process = processes.start("train.py", str(out), *PROGRAMS, environment={})
+    processes.outputs([process])
+    return dict(np.load(out))
+
+
+@pytest.fixture
+def servers(workers: int) -> Iterator[list[str]]:
+    running = [ParameterServer("127.0.0.1", 0, workers=workers) for _ in range(2)]
+    yield [server.address for server in running]
+    for server in running:
+        server.stop()
+
+
+def train(addresses: list[str], workers: int, where: Path, **environment: str) -> list[dict[str, np.ndarray]]:
+    files = [where / f"{rank}.npz" for rank in range(workers)]
+    arguments = [[str(file), *PROGRAMS] for file in files]
+    with processes.started("train.py", addresses, workers, arguments, **environment) as running:
+        processes.outputs(running)
+    return [dict(np.load(file)) for file in files]
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_end_bitwise_equal_and_close_to_one_process_on_the_global_batch(
+    workers: int, servers: list[str], alone: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    first, *others = train(servers, workers, tmp_path, TFPS_SLICE_BYTES="4096", TFPS_WINDOW_BYTES="8192")
+    for other in others:
+        assert first.keys() == other.keys()
+        for name in first:
+            assert first[name].tobytes() == other[name].tobytes(), name
+    assert first.keys() == alone.keys()
+    for name, expected in alone.items():
+        difference = np.abs(first[name] - expected).max() / np.abs(expected).max()
+        # Adafactor divides by sums of squares of the gradients, which amplifies a different order of addition.
+        assert difference < (1e-3 if name.startswith("adafactor") else 1e-5), f"{name}: {difference}"
+
+
+@pytest.mark.parametrize("workers", [3])
+def test_two_deterministic_runs_are_bitwise_equal(workers: int, servers: list[str], tmp_path: Path) -> None:
+    runs = []
+    for number in range(2):
+        where = tmp_path / str(number)
+        where.mkdir()
+        runs.append(train(servers, workers, where, TFPS_DETERMINISTIC="1")[0])
+    for name in runs[0]:
+        assert runs[0][name].tobytes() == runs[1][name].tobytes(), name

@@ -1,0 +1,67 @@
+"""Worker: trains the models named on the command line one after the other and saves all weights to a file.
+
+    train.py OUT NAME ...      NAME is one of PROGRAMS; without TFPS_PSERVERS it trains without a strategy
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+import training
+
+import tfps
+
+STEPS, GLOBAL_BATCH = 50, 48
+
+
+def data() -> tf.data.Dataset:
+    images, labels = training.digits(GLOBAL_BATCH * STEPS // 2)
+    images += 0.1  # Adafactor divides by zero where a pixel is 0 in every image
+    dataset = tf.data.Dataset.from_tensor_slices((images, labels)).batch(GLOBAL_BATCH, drop_remainder=True).repeat(2)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    return dataset.with_options(options)
+
+
+def embedding() -> keras.Model:
+    layers = [keras.layers.Embedding(17, 4), keras.layers.Flatten(), keras.layers.Dense(10)]
+    return keras.Sequential([keras.layers.Input((64,)), keras.layers.Rescaling(16.0, -1.0), *layers])
+
+
+PROGRAMS = {
+    "momentum": (lambda: training.mlp()[0], lambda: keras.optimizers.SGD(0.05, momentum=0.9)),
+    "adam": (lambda: training.mlp()[0], lambda: keras.optimizers.Adam(1e-3)),
+    "adafactor": (lambda: training.mlp()[0], lambda: keras.optimizers.Adafactor(1e-3)),
+    "embedding": (embedding, lambda: keras.optimizers.Adam(1e-3)),
+}
+
+
+def main(out: str, *names: str) -> None:
+    results = {}
+    distributed = "TFPS_PSERVERS" in os.environ
+    for name in names:
+        build, optimizer = PROGRAMS[name]
+        strategy = tfps.Strategy() if distributed else None
+        # Ranks start from different values: rank 0's must win, or the weights cannot be equal.
+        keras.utils.set_random_seed(1 + (strategy.rank if strategy else 0))
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = build()
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(optimizer(), loss, metrics=["accuracy"])
+        history = model.fit(data(), epochs=1, verbose=0).history
+        for index, weight in enumerate(model.get_weights()):
+            results[f"{name}/{index}"] = weight
+        for key, value in history.items():
+            results[f"{name}/history/{key}"] = np.asarray(value)
+        if strategy:
+            strategy.close()
+    np.savez(out, **results)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

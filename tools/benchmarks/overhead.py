@@ -1,0 +1,100 @@
+"""Step time under `tfps.Strategy()` (embedded, no wire) relative to plain Keras, in one process, interleaved.
+
+`small`: 160 small variables, where what each variable and bucket costs is all there is; `resnet50`: ResNet-50 on 96x96 images, batch 8.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+from benchmarks import common
+
+import tfps
+
+SMALL_LAYERS = 80  # two variables each
+
+
+def small() -> tuple[keras.Model, Any, Any, int]:
+    """80 dense layers of 16 units."""
+    layers = [keras.layers.Dense(16, activation="tanh") for _ in range(SMALL_LAYERS)]
+    return keras.Sequential([keras.layers.Input((16,)), *layers]), np.zeros((8, 16), "float32"), np.zeros((8, 16), "float32"), 50
+
+
+def resnet50() -> tuple[keras.Model, Any, Any, int]:
+    """ResNet-50 without the pretrained weights."""
+    model = keras.applications.ResNet50(weights=None, input_shape=(96, 96, 3), classes=10)
+    return model, np.zeros((8, 96, 96, 3), "float32"), np.zeros((8, 10), "float32"), 4
+
+
+class Subject:
+    """A compiled model that can run some steps and say what they cost."""
+
+    def __init__(self, build: Callable[[], tuple[keras.Model, Any, Any, int]], strategy: tfps.Strategy | None) -> None:
+        self.strategy = strategy
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            self.model, x, y, self.steps = build()
+            self.model.compile(keras.optimizers.Adam(1e-4), "mse", jit_compile=False)
+        self.x, self.y = np.repeat(x, self.steps, 0), np.repeat(y, self.steps, 0)
+        self.batch = len(x)
+        self.run()
+
+    def run(self) -> dict[str, float]:
+        """Seconds and CPU seconds per step, updates included."""
+        before, cpu = time.perf_counter(), _cpu()
+        self.model.fit(self.x, self.y, batch_size=self.batch, shuffle=False, verbose=0)
+        for weight in self.model.trainable_weights[-1:] + self.model.trainable_weights[:1]:
+            weight.numpy()  # the last updates may still be under way
+        return {
+            "step_s": (time.perf_counter() - before) / self.steps,
+            "cpu_s": (_cpu() - cpu) / self.steps,
+        }
+
+
+def _cpu() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def run(quick: bool) -> common.Outcome:
+    """Interleaves plain Keras and tfps; ratios are medians over pairs."""
+    headline: dict[str, float] = {}
+    runs: list[dict[str, Any]] = []
+    for build, pairs in ((small, 10 if quick else 30), (resnet50, 8 if quick else 24)):
+        strategy = tfps.Strategy()
+        subjects = {"plain": Subject(build, None), "tfps": Subject(build, strategy)}
+        of_model: list[dict[str, Any]] = []
+        for _ in range(pairs):
+            pair = {name: subject.run() for name, subject in subjects.items()}
+            of_model.append(
+                {
+                    "model": build.__name__,
+                    **{f"{name}_{key}": value for name, figures in pair.items() for key, value in figures.items()},
+                    "ratio": pair["tfps"]["step_s"] / pair["plain"]["step_s"],
+                    "extra_cpu_s": pair["tfps"]["cpu_s"] - pair["plain"]["cpu_s"],
+                }
+            )
+        updates = strategy.update_buckets()
+        variables = len(subjects["tfps"].model.trainable_variables)
+        extra = common.median(of_model, "extra_cpu_s") * 1e3
+        headline |= {
+            f"{build.__name__}_ratio": common.median(of_model, "ratio"),
+            f"{build.__name__}_plain_ms": common.median(of_model, "plain_step_s") * 1e3,
+            f"{build.__name__}_tfps_ms": common.median(of_model, "tfps_step_s") * 1e3,
+            f"{build.__name__}_variables": variables,
+            f"{build.__name__}_buckets": updates,
+            f"{build.__name__}_cpu_ms_per_variable": extra / variables,
+            f"{build.__name__}_cpu_ms_per_bucket": extra / updates,
+        }
+        print(f"{build.__name__}: " + " ".join(f"{k}={v:.4g}" for k, v in headline.items() if k.startswith(build.__name__)), flush=True)
+        runs += of_model
+        strategy.close()
+    return common.Outcome(headline, runs)
