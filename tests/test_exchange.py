@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jobs import Pending, push, summed, together
+from jobs import push, summed, together
 
 from tfps.embedded import EmbeddedExchange
 from tfps.errors import ClosedError, ConfigError, ProtocolError, TfpsError
@@ -255,11 +255,6 @@ def test_replies_over_the_wire_are_aligned_writable_and_ones_own(ranks: list[Exc
             kept.append(result)
 
 
-def test_an_exchange_is_an_exchange(ranks: list[Exchange]) -> None:
-    for name in ("declare", "push", "add_failure_listener", "fail", "close"):
-        assert callable(getattr(ranks[0], name))
-
-
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
@@ -276,15 +271,6 @@ def test_a_spec_out_of_range_is_refused(fields: dict[str, Any], rule: str) -> No
     good: dict[str, Any] = {"name": "x", "kind": "sum", "nbytes": 8, "dtype": "float32", "priority": 0}
     with pytest.raises(ConfigError, match=rule):
         BucketSpec(**(good | fields))
-
-
-def test_a_pending_reply_is_called_once() -> None:
-    exchange = EmbeddedExchange()
-    (bucket,) = exchange.declare([sum_spec(8)])
-    payload = bytes(8)
-    pending: Pending = push(exchange, bucket, payload)
-    assert pending.wait().sum is payload  # untouched and not copied
-    assert len(pending.replies) == 1
 
 
 def test_bytes_of_empty_and_exotic_arrays_are_found() -> None:

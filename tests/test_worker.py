@@ -12,7 +12,7 @@ from typing import Any
 import jobs
 import numpy as np
 import pytest
-from jobs import CONFIG, Cluster, attempt, push, summed, together
+from jobs import Cluster, attempt, push, summed, together
 
 from tfps.config import Config
 from tfps.errors import (
@@ -463,7 +463,3 @@ def test_a_killed_worker_is_named_on_all_others(cluster: Cluster, busy: bool) ->
     for error in errors:
         assert isinstance(error, WorkerLostError)
         assert str(error).startswith(f"rank 1 ({socket.gethostname()}:{victim.pid}) died at step 2")
-
-
-def test_config_defaults_are_those_of_the_documentation() -> None:
-    assert CONFIG.slice_bytes < Config().slice_bytes < Config().window_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from tfps.errors import ProtocolError
 
 Part = NDArray[Any]
+Allocate = Callable[[int], NDArray[np.uint8]]
 
 
 class Round:
@@ -49,13 +51,17 @@ class SumRound(Round):
     """Adds one slice over all ranks.
 
     The sum is taken as contributions arrive or, if `deterministic`, in rank order, which keeps all of them until the
-    last. The first is kept by reference and never written to.
+    last. The first is kept by reference and never written to; the sum of two and more goes into the uint8 array that
+    `allocate` gives for the slice's size.
     """
 
-    __slots__ = ("_deterministic", "_owned", "_parts", "_sum", "dtype", "nbytes")
+    __slots__ = ("_allocate", "_deterministic", "_owned", "_parts", "_sum", "dtype", "nbytes")
 
-    def __init__(self, label: str, workers: int, dtype: np.dtype[Any], nbytes: int, deterministic: bool) -> None:
+    def __init__(
+        self, label: str, workers: int, dtype: np.dtype[Any], nbytes: int, deterministic: bool, allocate: Allocate
+    ) -> None:
         super().__init__(label, workers)
+        self._allocate = allocate
         self.dtype = dtype
         self.nbytes = nbytes
         self._deterministic = deterministic
@@ -92,10 +98,9 @@ class SumRound(Round):
     def _add(self, part: Part) -> None:
         if self._sum is None:
             self._sum = part
-        elif self._owned:
-            np.add(self._sum, part, out=self._sum)
         else:
-            self._sum, self._owned = np.add(self._sum, part), True
+            out = self._sum if self._owned else self._allocate(self.nbytes).view(self.dtype)
+            self._sum, self._owned = np.add(self._sum, part, out=out), True
 
 
 class GatherRound(Round):

@@ -25,8 +25,6 @@ _OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
-import os,json
-_OPTIONS += [tuple(o) for o in json.loads(os.environ.get('XOPTS','[]'))]
 SERVER_OPTIONS = [
     *_OPTIONS,
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),

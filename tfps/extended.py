@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from tfps.tf_private import (
 )
 from tfps.variables import GatedVariable
 
+_numbers = itertools.count()
 _FLOATING = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _VARIABLE_CLASSES = {
     **distribute_utils.VARIABLE_CLASS_MAPPING,
@@ -45,7 +47,8 @@ class Extended(mirrored_strategy.MirroredExtended):  # type: ignore[misc]
         self._reductions = Reductions(runtime)
         self._initial_values = InitialValues(runtime)
         self._emitter = Emitter(strategy, runtime, len(self._devices), slice_bytes)
-        self._states: weakref.WeakKeyDictionary[tf.Graph, GraphState] = weakref.WeakKeyDictionary()
+        self._state_name = f"_tfps_state_{next(_numbers)}"
+        self._touched: list[weakref.ref[tf.Graph]] = []  # graphs that got a state since the last replica function ended
         self._lifted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     # Replicas and workers.
@@ -184,7 +187,9 @@ class Extended(mirrored_strategy.MirroredExtended):  # type: ignore[misc]
     def _finish(self, graph: tf.Graph) -> None:
         """Emits what is still noted at the end of a replica function."""
         self._emit_all(graph)
-        for other, state in list(self._states.items()):
+        touched, self._touched = self._touched, []
+        for other in [graph, *(each for ref in touched if (each := ref()) is not None)]:
+            state = self._state(other)
             state.transfers.clear()
             if any(state.noted.values()):
                 names = ", ".join(noted.variable.name for each in state.noted.values() for noted in each)
@@ -194,7 +199,7 @@ class Extended(mirrored_strategy.MirroredExtended):  # type: ignore[misc]
                 )
 
     def _emit_all(self, graph: tf.Graph) -> None:
-        state = self._states.get(graph)
+        state = self._state_of(graph)
         for replica in sorted(state.noted) if state else ():
             context = distribute_lib.ReplicaContext(
                 self._container_strategy(), self._get_replica_id_in_sync_group(replica)
@@ -205,8 +210,17 @@ class Extended(mirrored_strategy.MirroredExtended):  # type: ignore[misc]
     def _emit(self, state: GraphState, graph: tf.Graph, replica: int) -> None:
         self._emitter.emit(state, graph, replica, self._state(outer_graphs(graph)[-1]).first_use)
 
+    def _state_of(self, graph: tf.Graph) -> GraphState | None:
+        return getattr(graph, self._state_name, None)
+
     def _state(self, graph: tf.Graph) -> GraphState:
-        return self._states.setdefault(graph, GraphState())
+        state = self._state_of(graph)
+        if state is None:
+            state = GraphState()
+            # On the graph itself: the state holds tensors of the graph, in a table of ours both would live for ever.
+            setattr(graph, self._state_name, state)
+            self._touched.append(weakref.ref(graph))
+        return state
 
     def note_access(self, variable: GatedVariable, graph: tf.Graph) -> list[tf.Tensor]:
         """Called before any access in a graph under construction: notes the forward order, emits what waits.
@@ -217,13 +231,13 @@ class Extended(mirrored_strategy.MirroredExtended):  # type: ignore[misc]
         if not chain:
             return []
         for each in chain:
-            state = self._states.get(each)
+            state = self._state_of(each)
             if state is not None and any(state.noted.values()):
                 self._emit_all(each)
         if variable.gates and variable.owner is None:
             first_use = self._state(chain[-1]).first_use
             first_use.setdefault(variable._unique_id, len(first_use))
-        state = self._states.get(graph)
+        state = self._state_of(graph)
         return state.inputs if state is not None else []
 
     # Reductions and updates in replica context.
@@ -259,7 +273,7 @@ class Extended(mirrored_strategy.MirroredExtended):  # type: ignore[misc]
                 f"variable {getattr(var, 'name', var)!r} was not created under this strategy; build and compile the model inside "
                 "`with strategy.scope():`"
             )
-        reduced = find_reduced(self._states.get, args[0]) if args and not kwargs else None
+        reduced = find_reduced(self._state_of, args[0]) if args and not kwargs else None
         if reduced is None or not isinstance(variable, GatedVariable) or not variable.gates or variable.owner is not None:
             return super()._replica_ctx_update(variable, fn, args, kwargs or {}, group)
         graph, replica = ops.get_default_graph(), distribute_lib.get_replica_context()._replica_id

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tfps import frames
 from tfps.aggregate import GatherRound, SumRound
@@ -22,7 +23,7 @@ from tfps.errors import (
     WorkerLostError,
 )
 from tfps.exchange import BucketSpec, parse_dtype
-from tfps.frames import EMPTY, LAST, Header, Kind
+from tfps.frames import EMPTY, LAST, Blank, Header, Kind
 from tfps.membership import Applicant, Member, Membership, State
 from tfps.placement import Placer
 from tfps.send_queue import Outgoing, SendQueue
@@ -31,13 +32,19 @@ from tfps.trace import Recorder
 
 
 class _Slice:
-    """A round and the lock that guards it. For a gather there is one, of the whole bucket."""
+    """A round and the lock that guards it. A gather has one, of the whole bucket."""
 
-    __slots__ = ("lock", "round")
+    __slots__ = ("blank", "lock", "round")
 
-    def __init__(self, round_: SumRound | GatherRound) -> None:
+    def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.round = round_
+        self.round: SumRound | GatherRound
+        self.blank: Blank | None = None  # the reply, if the sum is being written into it
+
+    def allocate(self, nbytes: int) -> NDArray[np.uint8]:
+        """Where to write the sum: into the reply itself, which saves a copy."""
+        self.blank = Blank(nbytes)
+        return self.blank.payload
 
 
 @dataclass(slots=True)
@@ -249,7 +256,8 @@ class Job:
             bucket = _Bucket(spec)
             if spec.kind == "gather":
                 if self._placer.place_gather(spec.name) == self._index:
-                    bucket.slices[0] = _Slice(GatherRound(f"bucket '{spec.name}'", workers, config.slice_bytes))
+                    bucket.slices[0] = item = _Slice()
+                    item.round = GatherRound(f"bucket '{spec.name}'", workers, config.slice_bytes)
                 yield bucket
                 continue
             dtype = parse_dtype(spec.dtype)
@@ -257,8 +265,9 @@ class Job:
             for index, owner in enumerate(self._placer.place(spec.name, [s.nbytes for s in slices])):
                 if owner == self._index:
                     label = f"slice {index} of bucket '{spec.name}'"
-                    bucket.slices[index] = _Slice(
-                        SumRound(label, workers, dtype, slices[index].nbytes, config.deterministic)
+                    bucket.slices[index] = item = _Slice()
+                    item.round = SumRound(
+                        label, workers, dtype, slices[index].nbytes, config.deterministic, item.allocate
                     )
             yield bucket
 
@@ -284,15 +293,16 @@ class Job:
             raise ProtocolError(f"bucket '{bucket.spec.name}' has no slice {header.index} on this pserver")
         if self._recorder.enabled:
             self._recorder.record("push", rank=rank, bucket=header.bucket, index=header.index, step=header.step)
-        result = None
+        result = blank = None
         with item.lock:
             _add(item.round, rank, header, payload)
             step, missing = item.round.step, item.round.missing()
             if not missing:
                 result = item.round.finish()
+                blank, item.blank = item.blank, None
         self._membership.members[rank].step = max(self._membership.members[rank].step, header.step)
         if result is not None:
-            self._reply(header, result, gather)
+            self._reply(header, result, gather, blank)
         elif gone := [r for r in self._membership.gone() if r in missing]:
             self._fail_left(self._membership.members[gone[0]], step, bucket.spec.name)
 
@@ -308,7 +318,7 @@ class Job:
                     ranks.update(item.round.missing() if item.round.started else ())
             return [self._membership.describe(rank) for rank in sorted(ranks)]
 
-    def _reply(self, push: Header, result: memoryview, gather: bool) -> None:
+    def _reply(self, push: Header, result: memoryview, gather: bool, blank: Blank | None) -> None:
         limit = self._config.slice_bytes
         pieces = cut(len(result), limit) if gather else [Slice(0, len(result))]
         items = []
@@ -316,7 +326,10 @@ class Job:
             flags = LAST if gather and index == len(pieces) - 1 else 0
             header = Header(Kind.REPLY, flags, push.bucket, index if gather else push.index, push.priority, push.step)
             # Encoded once: all ranks get the same bytes object.
-            frame = frames.encode(header, result[piece.offset : piece.offset + piece.nbytes])
+            if blank is not None:
+                frame = blank.finish(header)
+            else:
+                frame = frames.encode(header, result[piece.offset : piece.offset + piece.nbytes])
             items.append(Outgoing(header, piece.nbytes, frame=frame))
         for queue in list(self._queues.values()):
             queue.put(items)

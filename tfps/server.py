@@ -211,7 +211,5 @@ def _try_to_listen(host: str, port: int) -> None:
     """Raises OSError if the port cannot be had: gRPC itself does not tell the reason to its caller."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as gRPC does; else lingering connections count
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does; else lingering connections count
         probe.bind((host, port))

@@ -119,6 +119,8 @@ class Worker:
         self._token = ""
         self._step = 0  # for messages
         self._farewell: TfpsError | None = None  # what the pservers are told why this worker failed
+        self._leaving = threading.Lock()  # guards _left
+        self._left = False
         self._wake = threading.Event()  # set by a failure and by close
         self._pservers = [Pserver(address) for address in addresses]
         self._queues = [
@@ -182,17 +184,21 @@ class Worker:
         if not self._state.close():
             return
         self._end_pushes()
+        self._wake.set()
+        if self._watch.is_alive() and threading.current_thread() is not self._watch:
+            self._watch.join()  # it may still be telling the pservers of a failure
         self._leave()
         for stream in self._streams:
             stream.close()
         for pserver in self._pservers:
             pserver.close()
-        self._wake.set()
-        if self._watch.is_alive() and threading.current_thread() is not self._watch:
-            self._watch.join()
 
     def _leave(self) -> None:
-        """Tells every pserver; one that cannot be reached any more will notice by itself."""
+        """Tells every pserver, once; one that cannot be reached any more will notice by itself."""
+        with self._leaving:
+            first, self._left = not self._left, True
+        if not first:
+            return
         farewell = None if self._farewell is None else failure_of(self._farewell)
         for pserver in self._pservers:
             if self._token:

@@ -1,0 +1,77 @@
+"""Settings validate themselves; the environment is read in one place and explicit arguments win."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import tfps
+from tfps.config import Launch, check_address
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("slice_bytes", 0, "slice_bytes must be positive, got 0"),
+        ("slice_bytes", 1.5, "slice_bytes must be a whole number of bytes, got 1.5"),
+        ("slice_bytes", 2**27, "slice_bytes must be at most 67108864 .* got 134217728"),
+        ("window_bytes", -1, "window_bytes must be positive, got -1"),
+        ("window_bytes", True, "window_bytes must be a whole number of bytes, got True"),
+        ("policy", "lifo", "policy must be one of 'priority', 'fifo', got 'lifo'"),
+        ("placement", "random", "placement must be one of 'balanced', 'round_robin', 'hash', got 'random'"),
+        ("deterministic", 1, "deterministic must be True or False, got 1"),
+        ("connect_timeout_s", 0, "connect_timeout_s must be a positive number of seconds, got 0"),
+        ("step_timeout_s", float("inf"), "step_timeout_s must be a positive number of seconds, got inf"),
+        ("step_timeout_s", float("nan"), "step_timeout_s must be a positive number of seconds, got nan"),
+    ],
+)
+def test_a_bad_value_is_refused_by_field_rule_and_received(field: str, value: Any, message: str) -> None:
+    with pytest.raises(tfps.ConfigError, match=message):
+        tfps.Config(**{field: value})
+
+
+def test_explicit_arguments_win_over_the_environment_and_that_over_defaults() -> None:
+    environment = {"TFPS_SLICE_BYTES": "1000", "TFPS_POLICY": "fifo", "TFPS_DETERMINISTIC": "yes", "TFPS_STEP_TIMEOUT_S": "2.5"}
+    config = tfps.Config.from_environment(environment, slice_bytes=2000)
+    assert config == tfps.Config(slice_bytes=2000, policy="fifo", deterministic=True, step_timeout_s=2.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("TFPS_SLICE_BYTES", "1 MB", "environment variable TFPS_SLICE_BYTES must be a whole number, got '1 MB'"),
+        ("TFPS_DETERMINISTIC", "maybe", "environment variable TFPS_DETERMINISTIC must be 0 or 1, got 'maybe'"),
+        ("TFPS_STEP_TIMEOUT_S", "soon", "environment variable TFPS_STEP_TIMEOUT_S must be a number, got 'soon'"),
+        ("TFPS_POLICY", "lifo", "policy must be one of"),
+    ],
+)
+def test_a_malformed_variable_is_refused_by_name(name: str, value: str, message: str) -> None:
+    with pytest.raises(tfps.ConfigError, match=message):
+        tfps.Config.from_environment({name: value})
+
+
+def test_the_launchers_variables_are_read() -> None:
+    environment = {"TFPS_PSERVERS": "a:1, b:2", "TFPS_RANK": "1", "TFPS_WORKERS": "2", "TFPS_JOB": "j"}
+    assert Launch.from_environment(environment) == Launch(("a:1", "b:2"), 1, 2, "j")
+    assert Launch.from_environment({}) == Launch()
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"TFPS_RANK": "x"}, "TFPS_RANK must be a whole number, got 'x'"),
+        ({"TFPS_RANK": "-1"}, "TFPS_RANK must be at least 0, got -1"),
+        ({"TFPS_WORKERS": "0"}, "TFPS_WORKERS must be at least 1, got 0"),
+        ({"TFPS_RANK": "2", "TFPS_WORKERS": "2"}, "TFPS_RANK must be below TFPS_WORKERS=2, got 2"),
+    ],
+)
+def test_contradictions_of_the_launchers_variables_are_refused(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(tfps.ConfigError, match=message):
+        Launch.from_environment(environment)
+
+
+@pytest.mark.parametrize("address", ["host", "host:", ":7070", "host:port", "host:0", "host:65536", "", None, 7070])
+def test_an_address_must_be_host_and_port(address: Any) -> None:
+    with pytest.raises(tfps.ConfigError, match="'host:port'"):
+        check_address(address)
