@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,7 +72,6 @@ class GraphState:
     first_use: dict[str, int] = field(default_factory=dict)  # by unique id of the variable; of the outermost graph only
     reduced: dict[int, Reduced] = field(default_factory=dict)  # by id of the result
     noted: dict[int, list[Noted]] = field(default_factory=dict)  # by replica
-    transfers: dict[tuple[Any, ...], DeferredUpdate] = field(default_factory=dict)  # while the replicas of one call are traced
     inputs: list[tf.Tensor] = field(default_factory=list)  # what the replica function got
     reductions: int = 0  # all_reduce calls so far, of the outermost graph only
 
@@ -100,6 +100,15 @@ class Emitter:
         self._strategy, self._runtime = strategy, runtime
         self._replicas, self._slice_bytes = replicas, slice_bytes
         self._warned: set[str] = set()
+        # Of the replica functions being traced: transfers by bucket and how often its replica has come to it. The replicas
+        # of one worker share a transfer, also where each traces a tf.cond of its own.
+        self._transfers: dict[tuple[Any, int], DeferredUpdate] = {}
+        self._occurrences: Counter[tuple[Any, int]] = Counter()
+
+    def end_of_call(self) -> None:
+        """All replicas of one call have been traced."""
+        self._transfers.clear()
+        self._occurrences.clear()
 
     def emit(self, state: GraphState, graph: tf.Graph, replica: int, order: dict[str, int]) -> None:
         """Emits all noted updates of `replica`."""
@@ -127,10 +136,12 @@ class Emitter:
                 self._update_in_graph(bucket, replica)
                 continue
             number = next(ids)
-            if key not in state.transfers:
-                state.transfers[key] = DeferredUpdate(number, spec, self._replicas)
-                self._runtime.adopt(state.transfers[key], graph)
-            transfer = state.transfers[key]
+            occurrence = key, self._occurrences[key, replica]
+            self._occurrences[key, replica] += 1
+            if occurrence not in self._transfers:
+                self._transfers[occurrence] = DeferredUpdate(number, spec, self._replicas)
+                self._runtime.adopt(self._transfers[occurrence], graph)
+            transfer = self._transfers[occurrence]
             transfer.functions.append(trace.function)
             transfer.gates += [item.variable.gates[replica] for item in bucket]
             self._send(bucket, trace, transfer, graph, replica, carries=index % self._replicas == replica)

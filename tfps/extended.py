@@ -179,6 +179,7 @@ class Extended(mirrored_strategy.MirroredExtended):  # type: ignore[misc]
                 )
             given = tf.nest.flatten((args, kwargs), expand_composites=True)
             self._state(graph).inputs = [each for each in given if isinstance(each, tf.Tensor) and each.graph is graph]
+            self._emitter.end_of_call()  # of a call whose trace an exception ended
             result = super()._call_for_each_replica(fn, args, kwargs)
             self._finish(graph)
         self._initial_values.agree()
@@ -187,10 +188,10 @@ class Extended(mirrored_strategy.MirroredExtended):  # type: ignore[misc]
     def _finish(self, graph: tf.Graph) -> None:
         """Emits what is still noted at the end of a replica function."""
         self._emit_all(graph)
+        self._emitter.end_of_call()
         touched, self._touched = self._touched, []
         for other in [graph, *(each for ref in touched if (each := ref()) is not None)]:
             state = self._state(other)
-            state.transfers.clear()
             if any(state.noted.values()):
                 names = ", ".join(noted.variable.name for each in state.noted.values() for noted in each)
                 raise UnsupportedError(
