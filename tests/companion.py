@@ -1,8 +1,8 @@
 """A second rank without TensorFlow, so that a test decides when a bucket's sum is complete.
 
-The strategy under test is rank 0 of two; the companion is rank 1. It declares what the strategy declares and contributes
-nothing (an empty push) to each bucket, at once or, for held buckets, when the test says so. Nothing is faked: both talk to real
-pservers, and the strategy's sums are exactly its own gradients.
+The strategy under test is rank 0 of two; the companion is rank 1. It declares what the strategy declares and
+contributes nothing (an empty push) to each bucket, at once or, for held buckets, when the test says so. Nothing is
+faked: both talk to real pservers, and the strategy's sums are exactly its own gradients.
 """
 
 from __future__ import annotations

@@ -36,7 +36,12 @@ def test_explicit_addresses_win_and_the_rank_still_comes_from_tf_config() -> Non
 
 
 def test_the_launcher_wins_over_tf_config() -> None:
-    environment = {**tf_config({"type": "worker", "index": 1}), "TFPS_PSERVERS": "l:1", "TFPS_RANK": "0", "TFPS_WORKERS": "5"}
+    environment = {
+        **tf_config({"type": "worker", "index": 1}),
+        "TFPS_PSERVERS": "l:1",
+        "TFPS_RANK": "0",
+        "TFPS_WORKERS": "5",
+    }
     assert resolve(None, environment) == Cluster(("l:1",), 0, 5)
 
 
@@ -63,7 +68,10 @@ def test_an_evaluator_trains_alone() -> None:
         ('{"cluster": [1]}', "TF_CONFIG must be an object"),
         ('{"cluster": {"worker": "w:1"}}', r"cluster\['worker'\] must be a list of 'host:port', got 'w:1'"),
         ('{"cluster": {"worker": [1]}}', r"cluster\['worker'\] must be a list"),
-        ('{"cluster": {"worker": ["w:1"], "ps": ["p"]}, "task": {"type": "worker", "index": 0}}', "'host:port' .* got 'p'"),
+        (
+            '{"cluster": {"worker": ["w:1"], "ps": ["p"]}, "task": {"type": "worker", "index": 0}}',
+            "'host:port' .* got 'p'",
+        ),
         ('{"cluster": {"worker": ["w:1"], "ps": ["p:1"]}, "task": 3}', "task must be an object"),
     ],
 )

@@ -32,7 +32,12 @@ def test_a_bad_value_is_refused_by_field_rule_and_received(field: str, value: An
 
 
 def test_explicit_arguments_win_over_the_environment_and_that_over_defaults() -> None:
-    environment = {"TFPS_SLICE_BYTES": "1000", "TFPS_POLICY": "fifo", "TFPS_DETERMINISTIC": "yes", "TFPS_STEP_TIMEOUT_S": "2.5"}
+    environment = {
+        "TFPS_SLICE_BYTES": "1000",
+        "TFPS_POLICY": "fifo",
+        "TFPS_DETERMINISTIC": "yes",
+        "TFPS_STEP_TIMEOUT_S": "2.5",
+    }
     config = tfps.Config.from_environment(environment, slice_bytes=2000)
     assert config == tfps.Config(slice_bytes=2000, policy="fifo", deterministic=True, step_timeout_s=2.5)
 

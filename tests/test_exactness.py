@@ -47,7 +47,7 @@ def optimizer(name: str, **options: Any) -> Callable[[], keras.optimizers.Optimi
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 def test_every_optimizer_ends_bitwise_equal_to_plain_keras(strategy: tfps.Strategy, name: str, eager: bool) -> None:
-    options = {"run_eagerly": eager, "epochs": 1 if eager else 2, "jit_compile": False}
+    options: dict[str, Any] = {"run_eagerly": eager, "epochs": 1 if eager else 2, "jit_compile": False}
     assert training.train(strategy, optimizer(name), **options) == training.train(None, optimizer(name), **options)
 
 
@@ -76,8 +76,8 @@ def test_optimizer_options_end_bitwise_equal_to_plain_keras(
     request: pytest.FixtureRequest, strategy: tfps.Strategy, name: str, options: str
 ) -> None:
     if name == "SGD" and options in ("global_clipnorm", "accumulation", "accumulation_clipped"):
-        # Where (gradient * scale) * learning_rate stands in one graph TensorFlow turns it into gradient * (scale * learning_rate);
-        # here the sum over workers lies between the two products.
+        # Where (gradient * scale) * learning_rate stands in one graph TensorFlow turns it into gradient * (scale *
+        # learning_rate); here the sum over workers lies between the two products.
         request.getfixturevalue("as_written")
     build = optimizer(name, **OPTIONS[options])
     assert training.train(strategy, build) == training.train(None, build)
@@ -103,7 +103,7 @@ def test_constraints_apply_after_the_update(strategy: tfps.Strategy, name: str) 
 def test_every_kind_of_model_ends_bitwise_equal_to_plain_keras(
     strategy: tfps.Strategy, build: training.Build, name: str, eager: bool
 ) -> None:
-    options = {"run_eagerly": eager, "epochs": 1 if eager else 2, "jit_compile": False}
+    options: dict[str, Any] = {"run_eagerly": eager, "epochs": 1 if eager else 2, "jit_compile": False}
     distributed = training.train(strategy, optimizer(name), build, **options)
     assert distributed == training.train(None, optimizer(name), build, **options)
 
@@ -115,6 +115,6 @@ def test_several_steps_per_execution_end_bitwise_equal_to_one_device_strategy(
     # TensorFlow rewrites the loop's graph differently under any strategy, so a strategy is the reference.
     one_device = tf.distribute.OneDeviceStrategy("CPU:0")
     for name in ("SGD", "Adam"):
-        options = {"steps_per_execution": 5}
+        options: dict[str, Any] = {"steps_per_execution": 5}
         distributed = training.train(strategy, optimizer(name, learning_rate=0.01), build, **options)
         assert distributed == training.train(one_device, optimizer(name, learning_rate=0.01), build, **options)

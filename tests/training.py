@@ -1,4 +1,4 @@
-"""Programs that the exactness tests train, with and without a strategy. The models are small; what varies is what they use."""
+"""Programs that the exactness tests train, with and without a strategy: small, each using something else."""
 
 from __future__ import annotations
 
@@ -117,14 +117,14 @@ def train(
     batch_size: int = 64,
     **compile_options: Any,
 ) -> list[bytes]:
-    """Trains from fixed seeds; returns all weights and optimizer variables as bytes, so that equal means bitwise equal."""
+    """Trains from fixed seeds; returns weights and optimizer variables as bytes: equal means bitwise equal."""
     keras.utils.set_random_seed(1)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model, inputs, targets = build()
         model.compile(optimizer(), keras.losses.SparseCategoricalCrossentropy(from_logits=True), **compile_options)
         if model.built:
-            # Without a strategy Keras builds the optimizer while it traces, where the initial values that ScheduleFreeAdamW copies
-            # from the variables are lost; under any strategy it builds it before.
+            # Without a strategy Keras builds the optimizer while it traces, where the initial values that
+            # ScheduleFreeAdamW copies from the variables are lost; under any strategy it builds it before.
             model.optimizer.build(model.trainable_variables)
     model.fit(inputs, targets, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0)
     variables = [*model.weights, *model.optimizer.variables]

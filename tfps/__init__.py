@@ -11,20 +11,38 @@ from typing import TYPE_CHECKING, Any
 from tfps.version import __version__
 
 if TYPE_CHECKING:
-    from tfps.config import Config
+    from tfps.config import Config as Config
     from tfps.errors import (
-        ClosedError,
-        ConfigError,
-        ConnectError,
-        MismatchError,
-        ProtocolError,
-        PserverLostError,
-        TfpsError,
-        UnsupportedError,
-        WaitTimeoutError,
-        WorkerLostError,
+        ClosedError as ClosedError,
     )
-    from tfps.strategy import Strategy
+    from tfps.errors import (
+        ConfigError as ConfigError,
+    )
+    from tfps.errors import (
+        ConnectError as ConnectError,
+    )
+    from tfps.errors import (
+        MismatchError as MismatchError,
+    )
+    from tfps.errors import (
+        ProtocolError as ProtocolError,
+    )
+    from tfps.errors import (
+        PserverLostError as PserverLostError,
+    )
+    from tfps.errors import (
+        TfpsError as TfpsError,
+    )
+    from tfps.errors import (
+        UnsupportedError as UnsupportedError,
+    )
+    from tfps.errors import (
+        WaitTimeoutError as WaitTimeoutError,
+    )
+    from tfps.errors import (
+        WorkerLostError as WorkerLostError,
+    )
+    from tfps.strategy import Strategy as Strategy
 
 _ERRORS = (
     "ClosedError",
@@ -40,7 +58,7 @@ _ERRORS = (
 )
 _HOMES = {"Strategy": "tfps.strategy", "Config": "tfps.config", **dict.fromkeys(_ERRORS, "tfps.errors")}
 
-__all__ = ["Config", "Strategy", "__version__", *_ERRORS]  # noqa: PLE0604
+__all__ = ["Config", "Strategy", "__version__", *_ERRORS]
 
 
 def __getattr__(name: str) -> Any:

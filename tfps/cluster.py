@@ -32,8 +32,9 @@ def resolve(
 ) -> Cluster:
     """The cluster that `pservers` and the environment describe.
 
-    Explicit addresses win over `TFPS_PSERVERS` (set by `tfps_launch`), that over `TF_CONFIG`; with none of them the pserver is embedded.
-    Rank and number of workers come from `TFPS_RANK` and `TFPS_WORKERS`, else from `TF_CONFIG`, else from the order of joining.
+    Explicit addresses win over `TFPS_PSERVERS` (set by `tfps_launch`), that over `TF_CONFIG`; with none of them the
+    pserver is embedded. Rank and number of workers come from `TFPS_RANK` and `TFPS_WORKERS`, else from `TF_CONFIG`,
+    else from the order of joining.
 
     Raises:
         ConfigError: an address or `TF_CONFIG` is malformed, or they contradict each other.
@@ -42,7 +43,9 @@ def resolve(
     launch = Launch.from_environment(environment)
     if isinstance(pservers, tf.distribute.cluster_resolver.ClusterResolver):
         spec = pservers.cluster_spec()
-        return _from_tasks(spec.as_dict() if spec else {}, pservers.task_type, pservers.task_id, type(pservers).__name__, launch.job)
+        return _from_tasks(
+            spec.as_dict() if spec else {}, pservers.task_type, pservers.task_id, type(pservers).__name__, launch.job
+        )
     if isinstance(pservers, str):
         raise ConfigError(f"pservers must be a list of 'host:port', got the string {pservers!r}; write [{pservers!r}]")
     text = environment.get("TF_CONFIG", "")
@@ -50,7 +53,9 @@ def resolve(
     if pservers is not None:
         addresses = tuple(pservers)
         if not addresses:
-            raise ConfigError("pservers must name at least one 'host:port', got an empty list; leave it out for an embedded pserver")
+            raise ConfigError(
+                "pservers must name at least one 'host:port', got an empty list; leave it out for an embedded pserver"
+            )
     elif launch.pservers:
         addresses = launch.pservers
     elif described is not None:
@@ -75,7 +80,9 @@ def resolve(
 
 
 def _from_tf_config(text: str, job: str) -> Cluster:
-    example = '{"cluster": {"worker": ["host:port", ...], "ps": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}'
+    example = (
+        '{"cluster": {"worker": ["host:port", ...], "ps": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}'
+    )
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
@@ -98,12 +105,18 @@ def _from_tasks(tasks: Mapping[str, Any], task_type: str | None, task_index: Any
     if not ranked:
         return Cluster(pservers, job=job)
     if task_type == "ps":
-        raise ConfigError(f"{source} says that this process is a ps task: run tfps_pserver there instead of a training script")
+        raise ConfigError(
+            f"{source} says that this process is a ps task: run tfps_pserver there instead of a training script"
+        )
     if task_type == "evaluator":
         return Cluster(job=job)  # evaluates checkpoints on its own
     if isinstance(task_index, str) and task_index.isdigit():
         task_index = int(task_index)
-    if (task_type, task_index) not in ranked:
+    task: Any = (task_type, task_index)
+    if task not in ranked:
         known = ", ".join(f"{name} {index}" for name, index in ranked)
-        raise ConfigError(f"{source}: task must be one of the cluster's workers ({known}), got type {task_type!r} index {task_index!r}")
-    return Cluster(pservers, ranked.index((task_type, task_index)), len(ranked), job)
+        raise ConfigError(
+            f"{source}: task must be one of the cluster's workers ({known}), "
+            f"got type {task_type!r} index {task_index!r}"
+        )
+    return Cluster(pservers, ranked.index(task), len(ranked), job)

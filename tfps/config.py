@@ -21,9 +21,10 @@ class Config:
     """How gradients are cut, ordered and exchanged. All workers of a job must have equal values.
 
     Args:
-        slice_bytes: largest slice in bytes. Smaller slices let urgent ones overtake sooner, each costs about 0.25 ms of CPU.
-        window_bytes: bytes per pserver and direction that may be sent but not yet acknowledged; one slice more may be on
-            the way. Small windows keep the line in front of an urgent slice short, large ones fill long links.
+        slice_bytes: largest slice in bytes. Smaller slices let urgent ones overtake sooner, each costs about 0.25 ms
+            of CPU.
+        window_bytes: bytes per pserver and direction that may be sent but not yet acknowledged; one slice more may
+            be on the way. Small windows keep the line in front of an urgent slice short, large ones fill long links.
         policy: `"priority"` sends what the forward pass needs first (P3, https://anandj.in/wp-content/uploads/sysml.pdf);
             `"fifo"` sends in the order in which backward makes gradients.
         placement: which pserver owns a slice: `"balanced"` by bytes, `"round_robin"` or `"hash"` of its name.

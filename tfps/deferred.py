@@ -1,9 +1,10 @@
 """Deferred updates: from the optimizer's calls in one graph to buckets that are sent now and updated later.
 
-`all_reduce` marks gradients (`Reduction`); `update` on an untouched reduced gradient is only noted (`Noted`); when every gradient of the
-reduction has been noted, or the program touches a variable before that, the noted updates are emitted: neighbours in
-forward order fuse into buckets up to one slice, each bucket closes its gates, keeps what its update will read besides
-its own variables, and is sent. The update itself is traced once into a function of the reduced bytes.
+`all_reduce` marks gradients (`Reduction`); `update` on an untouched reduced gradient is only noted (`Noted`); when
+every gradient of the reduction has been noted, or the program touches a variable before that, the noted updates are
+emitted: neighbours in forward order fuse into buckets up to one slice, each bucket closes its gates, keeps what its
+update will read besides its own variables, and is sent. The update itself is traced once into a function of the
+reduced bytes.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ class Emitter:
         self._strategy, self._runtime = strategy, runtime
         self._replicas, self._slice_bytes = replicas, slice_bytes
         self._warned: set[str] = set()
-        # Of the replica functions being traced: transfers by bucket and how often its replica has come to it. The replicas
-        # of one worker share a transfer, also where each traces a tf.cond of its own.
+        # Of the replica functions being traced: transfers by bucket and how often its replica has come to it. The
+        # replicas of one worker share a transfer, also where each traces a tf.cond of its own.
         self._transfers: dict[tuple[Any, int], DeferredUpdate] = {}
         self._occurrences: Counter[tuple[Any, int]] = Counter()
 
@@ -256,7 +257,9 @@ def _own_handles(function: Any, deferral: Deferral, replica: int) -> list[tf.Ten
             used.append(captured)
         elif captured.dtype == tf.resource and id(captured) not in known:
             container = getattr(captured, "_distributed_container", lambda: None)()
-            raise ValueError(f"it uses {container.name if container else 'a resource'}, which is no slot of the variable")
+            raise ValueError(
+                f"it uses {container.name if container else 'a resource'}, which is no slot of the variable"
+            )
     return used or [variable._values[replica].handle for variable in deferral.variables]
 
 

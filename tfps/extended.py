@@ -35,13 +35,16 @@ _VARIABLE_CLASSES = {
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 
 
-class Extended(mirrored_strategy.MirroredExtended):  # type: ignore[misc]
+class Extended(mirrored_strategy.MirroredExtended):
     """Mirrored over the local devices as MirroredStrategy is; between workers, through pservers.
 
-    No `merge_call`: inside a `tf.cond` it is impossible, so that gradient accumulation and loss scaling fail under MirroredStrategy.
+    No `merge_call`: inside a `tf.cond` it is impossible, so that gradient accumulation and loss scaling fail under
+    MirroredStrategy.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, devices: Sequence[str], runtime: Runtime, slice_bytes: int) -> None:
+    def __init__(
+        self, strategy: tf.distribute.Strategy, devices: Sequence[str], runtime: Runtime, slice_bytes: int
+    ) -> None:
         self._runtime = runtime  # before the base class, which asks for the number of replicas
         super().__init__(strategy, devices=list(devices))
         self._reductions = Reductions(runtime)
@@ -109,7 +112,9 @@ class Extended(mirrored_strategy.MirroredExtended):  # type: ignore[misc]
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
         contexts = [
-            tf.distribute.experimental.ValueContext(self._get_replica_id_in_sync_group(local), self._num_replicas_in_sync)
+            tf.distribute.experimental.ValueContext(
+                self._get_replica_id_in_sync_group(local), self._num_replicas_in_sync
+            )
             for local in range(len(self._devices))
         ]
         return distribute_utils.regroup([value_fn(context) for context in contexts], always_wrap=True)
@@ -135,7 +140,11 @@ class Extended(mirrored_strategy.MirroredExtended):  # type: ignore[misc]
             return made
 
         variable = distribute_utils.create_mirrored_variable(
-            self._container_strategy(), components, _VARIABLE_CLASSES, distribute_utils.VARIABLE_POLICY_MAPPING, **kwargs
+            self._container_strategy(),
+            components,
+            _VARIABLE_CLASSES,
+            distribute_utils.VARIABLE_POLICY_MAPPING,
+            **kwargs,
         )
         if isinstance(variable, GatedVariable):
             if isinstance(colocate_with, GatedVariable) and colocate_with.gates and colocate_with.owner is None:
@@ -174,8 +183,8 @@ class Extended(mirrored_strategy.MirroredExtended):  # type: ignore[misc]
             graph = ops.get_default_graph()
             if in_xla(graph):
                 raise UnsupportedError(
-                    "jit_compile=True is not supported under tfps.Strategy: gradients could leave only after the whole step; "
-                    "use model.compile(..., jit_compile=False)"
+                    "jit_compile=True is not supported under tfps.Strategy: gradients could leave only after the whole "
+                    "step; use model.compile(..., jit_compile=False)"
                 )
             given = tf.nest.flatten((args, kwargs), expand_composites=True)
             self._state(graph).inputs = [each for each in given if isinstance(each, tf.Tensor) and each.graph is graph]
@@ -195,13 +204,15 @@ class Extended(mirrored_strategy.MirroredExtended):  # type: ignore[misc]
             if any(state.noted.values()):
                 names = ", ".join(noted.variable.name for each in state.noted.values() for noted in each)
                 raise UnsupportedError(
-                    f"{other.name}: only some results of one all_reduce were used to update variables inside a tf.cond or "
-                    f"tf.while_loop ({names}); reduce them in a call of their own"
+                    f"{other.name}: only some results of one all_reduce were used to update variables inside a tf.cond "
+                    f"or tf.while_loop ({names}); reduce them in a call of their own"
                 )
 
     def _emit_all(self, graph: tf.Graph) -> None:
         state = self._state_of(graph)
-        for replica in sorted(state.noted) if state else ():
+        if state is None:
+            return
+        for replica in sorted(state.noted):
             context = distribute_lib.ReplicaContext(
                 self._container_strategy(), self._get_replica_id_in_sync_group(replica)
             )
@@ -271,11 +282,16 @@ class Extended(mirrored_strategy.MirroredExtended):  # type: ignore[misc]
         variable = var if isinstance(var, values.DistributedVariable) else _container(var)
         if variable is None or variable._distribute_strategy is not self._container_strategy():
             raise UnsupportedError(
-                f"variable {getattr(var, 'name', var)!r} was not created under this strategy; build and compile the model inside "
-                "`with strategy.scope():`"
+                f"variable {getattr(var, 'name', var)!r} was not created under this strategy; build and compile the "
+                "model inside `with strategy.scope():`"
             )
         reduced = find_reduced(self._state_of, args[0]) if args and not kwargs else None
-        if reduced is None or not isinstance(variable, GatedVariable) or not variable.gates or variable.owner is not None:
+        if (
+            reduced is None
+            or not isinstance(variable, GatedVariable)
+            or not variable.gates
+            or variable.owner is not None
+        ):
             return super()._replica_ctx_update(variable, fn, args, kwargs or {}, group)
         graph, replica = ops.get_default_graph(), distribute_lib.get_replica_context()._replica_id
         state = self._state(graph)
@@ -320,7 +336,9 @@ class Extended(mirrored_strategy.MirroredExtended):  # type: ignore[misc]
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
         if self._runtime.exchange.workers > 1:
-            raise UnsupportedError("strategy.gather over several workers is not supported yet; gather where the data is saved")
+            raise UnsupportedError(
+                "strategy.gather over several workers is not supported yet; gather where the data is saved"
+            )
         return super()._gather_to_implementation(value, destinations, axis, options)
 
 

@@ -1,7 +1,8 @@
 """The graph ops of tfps: gates, sends, pulls, and the conversion between tensors and bytes.
 
-All are ordinary TensorFlow ops. Queue ops are asynchronous kernels: one that waits holds no thread of TensorFlow's pools, so
-that a hundred closed gates cannot deadlock a pool of one thread (blocking kernels, `py_function` or Unstage would).
+All are ordinary TensorFlow ops. Queue ops are asynchronous kernels: one that waits holds no thread of TensorFlow's
+pools, so that a hundred closed gates cannot deadlock a pool of one thread (blocking kernels, `py_function` or
+Unstage would).
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from tfps.errors import UnsupportedError
 HOST = "/device:CPU:0"
 _RESOURCE = tf.TensorSpec([], tf.resource)
 _BYTES = tf.TensorSpec([None], tf.uint8)
-MESSAGE = [tf.int64, tf.uint8, tf.uint8]  # what a send hands to the host: exchange id, data, indices of a sparse gradient
+MESSAGE = [
+    tf.int64,
+    tf.uint8,
+    tf.uint8,
+]  # what a send hands to the host: exchange id, data, indices of a sparse gradient
 PULLED = [tf.string, tf.uint8, tf.uint8]  # what the host hands to a pull: error text or "", data, indices
 
 
@@ -33,7 +38,9 @@ def wire_dtype(dtype: tf.DType) -> tf.DType:
         return tf.float32
     if dtype in (tf.float32, tf.float64, tf.int32, tf.int64, tf.uint8, tf.int8, tf.int16):
         return dtype
-    raise UnsupportedError(f"tensors of dtype {dtype.name} cannot be reduced over workers; cast them to float32 or int64")
+    raise UnsupportedError(
+        f"tensors of dtype {dtype.name} cannot be reduced over workers; cast them to float32 or int64"
+    )
 
 
 def to_bytes(tensor: tf.Tensor) -> tf.Tensor:
@@ -118,8 +125,8 @@ def _pass_function() -> Any:
 def pass_gate(gate: Gate, variable: tf.Tensor, after: Sequence[tf.Tensor]) -> None:
     """Orders every later use of the resource `variable` in the current graph behind the opening of `gate`.
 
-    `after`: what the step computes with. A step that ends before it has its input (the end of the data is such an end) must not
-    be stopped while it holds a token.
+    `after`: what the step computes with. A step that ends before it has its input (the end of the data is such an
+    end) must not be stopped while it holds a token.
     """
     with tf.device(HOST), tf.control_dependencies(after):
         tf_private.set_read_only_inputs(_pass_function()(gate.handle, variable), [])
@@ -129,7 +136,9 @@ def pass_gate(gate: Gate, variable: tf.Tensor, after: Sequence[tf.Tensor]) -> No
 def _close_function(gates: int, variables: int) -> Any:
     @tf.function(autograph=False, input_signature=[_RESOURCE] * (gates + variables))
     def tfps_close_gates(*resources: tf.Tensor) -> tf.Tensor:
-        taken = [tf.raw_ops.QueueDequeueV2(handle=gate, component_types=[tf.string])[0].op for gate in resources[:gates]]
+        taken = [
+            tf.raw_ops.QueueDequeueV2(handle=gate, component_types=[tf.string])[0].op for gate in resources[:gates]
+        ]
         with tf.control_dependencies(taken):
             return tf.constant(True)
 

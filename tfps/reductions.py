@@ -1,7 +1,7 @@
 """Sums over workers that the program waits for: pulls inside graphs, and exchanges of eager code.
 
-Gradients that nothing but their update uses never come here (see deferred.py). Sparse gradients are gathered, as Horovod does: every
-worker ends with the rows of all workers, in rank order.
+Gradients that nothing but their update uses never come here (see deferred.py). Sparse gradients are gathered, as
+Horovod does: every worker ends with the rows of all workers, in rank order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Reductions:
         return isinstance(self._runtime.exchange, EmbeddedExchange)
 
     def sum_all(self, values: list[Any], key: tuple[Any, ...]) -> list[Any]:
-        """The sums of `values`, each in its own shape and dtype; `key` is the same for the same call on every rank and retrace.
+        """The sums of `values`, each in its own shape and dtype.
+
+        `key` is the same for the same call on every rank and in every retrace.
 
         Raises:
             TfpsError: eagerly, the exchange failed.
@@ -75,12 +77,16 @@ def _identity(value: Any) -> Any:
 def _spec(value: Any) -> BucketSpec:
     """How `value` is exchanged: sparse ones, and shapes that are not known, by gathering."""
     if isinstance(value, tf.IndexedSlices):
-        return BucketSpec(name=f"IndexedSlices {value.values.dtype.name}", kind="gather", nbytes=0, dtype="uint8", priority=0)
+        return BucketSpec(
+            name=f"IndexedSlices {value.values.dtype.name}", kind="gather", nbytes=0, dtype="uint8", priority=0
+        )
     dtype = graph_ops.wire_dtype(value.dtype)
     name = f"tensor {value.shape} {value.dtype.name}"
     if not value.shape.is_fully_defined():
         return BucketSpec(name=name, kind="gather", nbytes=0, dtype="uint8", priority=0)
-    return BucketSpec(name=name, kind="sum", nbytes=value.shape.num_elements() * dtype.size, dtype=dtype.name, priority=0)
+    return BucketSpec(
+        name=name, kind="sum", nbytes=value.shape.num_elements() * dtype.size, dtype=dtype.name, priority=0
+    )
 
 
 def _encode(value: Any) -> tuple[tf.Tensor, tf.Tensor]:
@@ -91,7 +97,9 @@ def _encode(value: Any) -> tuple[tf.Tensor, tf.Tensor]:
 
 def _decode(value: Any, spec: BucketSpec, data: tf.Tensor, indices: tf.Tensor, workers: int) -> Any:
     if isinstance(value, tf.IndexedSlices):
-        rows = tf.reshape(graph_ops.from_bytes(data, value.values.dtype), tf.concat([[-1], tf.shape(value.values)[1:]], 0))
+        rows = tf.reshape(
+            graph_ops.from_bytes(data, value.values.dtype), tf.concat([[-1], tf.shape(value.values)[1:]], 0)
+        )
         rows.set_shape([None, *value.values.shape[1:]])
         where = tf.cast(graph_ops.from_bytes(indices, tf.int64), value.indices.dtype)
         return tf.IndexedSlices(tf.cast(rows, value.values.dtype), where, value.dense_shape)

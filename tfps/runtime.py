@@ -1,8 +1,8 @@
 """The host side of the graph: takes what sends hand over, exchanges it, and applies what comes back.
 
-Three threads. "tfps-pump" takes messages from the TensorFlow queue into the exchange; "tfps-apply" runs updates and answers
-pulls, most urgent first. Neither blocks on the network; receiver threads of the exchange only put replies into a heap.
-"tfps-watch" finds gates that nobody will open any more.
+Three threads. "tfps-pump" takes messages from the TensorFlow queue into the exchange; "tfps-apply" runs updates and
+answers pulls, most urgent first. Neither blocks on the network; receiver threads of the exchange only put replies into
+a heap. "tfps-watch" finds gates that nobody will open any more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfps import tf_private
-from tfps.errors import ClosedError, TfpsError, WaitTimeoutError
+from tfps.errors import TfpsError, WaitTimeoutError
 from tfps.exchange import BucketSpec, Exchange, Reply
 from tfps.graph_ops import HOST, MESSAGE, PULLED, Gate, tensor_of
 from tfps.trace import Recorder
@@ -71,8 +71,8 @@ class Transfer:
     def collect(self, data: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
         """What to push once all messages of the round are here, else None. Called by the pump thread.
 
-        With several local replicas one message carries the sum over them, the others only say that their replica has closed
-        its gates: the update may not start before.
+        With several local replicas one message carries the sum over them, the others only say that their replica has
+        closed its gates: the update may not start before.
         """
         if self.messages == 1:
             return data, indices
@@ -302,8 +302,8 @@ class Runtime:
     def _watch(self) -> None:
         """Puts an error into gates that stay closed although nothing is under way.
 
-        TensorFlow stops a step at its first error, wherever it is: a reader may then hold a token, or a send may have closed
-        its gates without having sent.
+        TensorFlow stops a step at its first error, wherever it is: a reader may then hold a token, or a send may
+        have closed its gates without having sent.
         """
         looks, seen = 0, -1
         while not self._closed:
@@ -336,5 +336,5 @@ def _tensors(spec: BucketSpec, sent: Any, reply: Reply) -> tuple[tf.Tensor, tf.T
     if spec.kind == "sum":
         # The embedded exchange hands back the very buffer that was pushed: then the tensor is already here.
         return (data if reply.sum is payload else tensor_of(reply.sum)), tf.constant(_NO_BYTES)
-    indices, gathered = unpack_sparse(reply.parts)
+    indices, gathered = unpack_sparse(reply.parts or [])
     return tf.constant(gathered), tf.constant(indices)

@@ -19,21 +19,21 @@ from tfps.runtime import Runtime
 from tfps.trace import Recorder
 from tfps.worker import Worker
 
-
 _collective_key_bases = itertools.count(1_000, 1_000)
 
 
-class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
+class Strategy(tf.distribute.Strategy):
     """Synchronous data-parallel training; gradients travel while the step still runs.
 
-    Each worker process creates one, builds and compiles its model in `scope()` and calls `fit`. Gradients are sent as soon as
-    backward makes them, what forward needs first most urgently (P3, https://anandj.in/wp-content/uploads/sysml.pdf), summed by the
-    pservers, and each variable is updated as soon as its sum is back, while the next step already runs; a read of
-    a variable waits for that variable only.
+    Each worker process creates one, builds and compiles its model in `scope()` and calls `fit`. Gradients are sent
+    as soon as backward makes them, what forward needs first most urgently (P3,
+    https://anandj.in/wp-content/uploads/sysml.pdf), summed by the pservers, and each variable is updated as soon as
+    its sum is back, while the next step already runs; a read of a variable waits for that variable only.
 
     Args:
-        pservers: addresses `"host:port"`; or a `tf.distribute.cluster_resolver.ClusterResolver`; or None: `TFPS_PSERVERS` (set by
-            `tfps_launch`) or the `ps` tasks of `TF_CONFIG`, and with neither a pserver embedded in this process.
+        pservers: addresses `"host:port"`; or a `tf.distribute.cluster_resolver.ClusterResolver`; or None:
+            `TFPS_PSERVERS` (set by `tfps_launch`) or the `ps` tasks of `TF_CONFIG`, and with neither a pserver embedded
+            in this process.
         devices: local devices, as for `tf.distribute.MirroredStrategy`; default: all local GPUs, else the CPU.
         config: settings; default: `tfps.Config` with what `TFPS_...` environment variables say.
 
@@ -88,7 +88,7 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
         return self._recorder
 
     def close(self) -> None:
-        """Leaves the job and ends all threads; happens by itself when the process ends. Training is impossible afterwards."""
+        """Leaves the job and ends all threads, after which training raises. Happens by itself when the process ends."""
         self._close()
 
 

@@ -1,7 +1,8 @@
 """Every private TensorFlow name that tfps uses, imported here only, each with its reason.
 
 Raises:
-    ImportError: TensorFlow is missing, or a version in which one of these names is gone; the message says which are supported.
+    ImportError: TensorFlow is missing, or a version in which one of these names is gone; the message says which are
+        supported.
 """
 
 # ruff: noqa: F401
@@ -19,25 +20,21 @@ try:
     from tensorflow.core.framework import attr_value_pb2
 
     # Reduction over the local devices of one worker, and where a reduction's result belongs.
-    from tensorflow.python.distribute import cross_device_ops
-
     # ReplicaContext with an id (the public constructor is for the current replica), InputContext, the extended base.
-    from tensorflow.python.distribute import distribute_lib
-
-    # regroup, create_mirrored_variable and its table of variable classes: there is no public way to bring one's own class.
-    from tensorflow.python.distribute import distribute_utils
-
-    # Distributed datasets that are sharded over workers (`input_context`).
-    from tensorflow.python.distribute import input_util
-
-    # Local devices, replica threads, PerReplica values: MirroredExtended gives them, tfps adds what lies between workers.
-    from tensorflow.python.distribute import mirrored_strategy
-
-    # MirroredVariable, SyncOnReadVariable, DistributedValues.
-    from tensorflow.python.distribute import values
-
+    # regroup, create_mirrored_variable and its table of variable classes: there is no public way to bring one's own
+    # class. Distributed datasets that are sharded over workers (`input_context`).
+    # Local devices, replica threads, PerReplica values: MirroredExtended gives them, tfps adds what lies between
+    # workers. MirroredVariable, SyncOnReadVariable, DistributedValues.
     # Current replica id as a number; whether a variable is being saved.
-    from tensorflow.python.distribute import values_util
+    from tensorflow.python.distribute import (
+        cross_device_ops,
+        distribute_lib,
+        distribute_utils,
+        input_util,
+        mirrored_strategy,
+        values,
+        values_util,
+    )
 
     # Graph of a tf.function under construction; init_scope's graph; graph contexts.
     from tensorflow.python.framework import ops
@@ -49,7 +46,8 @@ try:
     # A variable without a strategy around it, for values that a deferred update keeps.
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-    # Strategies without merge_call decide so by this method; all names below must exist for the overrides to take effect.
+    # Strategies without merge_call decide so by this method; all names below must exist for the overrides to take
+    # effect.
     for _owner, _names in {
         mirrored_strategy.MirroredExtended: (
             "_create_variable",
@@ -79,9 +77,10 @@ except ImportError as error:
 def set_read_only_inputs(call: tf.Tensor, indices: list[int]) -> None:
     """Tells automatic control dependencies which resource inputs of the call op behind `call` are only read.
 
-    Two traps end here. A gate's call takes the variable's handle without using it, so TensorFlow infers "read only" and orders
-    nothing behind it: declare it written (no indices). A send takes the shared queue and would be serialised in trace
-    order, so that layer 1's send (the last gradient to exist) holds back all others: declare the queue read only.
+    Two traps end here. A gate's call takes the variable's handle without using it, so TensorFlow infers "read only" and
+    orders nothing behind it: declare it written (no indices). A send takes the shared queue and would be serialised
+    in trace order, so that layer 1's send (the last gradient to exist) holds back all others: declare the queue read
+    only.
     """
     value = attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue(i=indices))
     call.op._set_attr("_read_only_resource_inputs", value)

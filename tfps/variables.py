@@ -1,7 +1,7 @@
 """Variables of a tfps strategy: mirrored over the local devices, with a gate in front of every access.
 
-An access is any use of a replica's component, whether it reads or writes. Inside a deferred update the updated variable and
-its own slots are accessed directly; every other variable is read as it was when the gradient was sent.
+An access is any use of a replica's component, whether it reads or writes. Inside a deferred update the updated
+variable and its own slots are accessed directly; every other variable is read as it was when the gradient was sent.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ def deferring(deferral: Deferral | None) -> Iterator[None]:
         _tracing.deferral = before
 
 
-class GatedVariable(values.MirroredVariable):  # type: ignore[misc]
+class GatedVariable(values.MirroredVariable):
     """A mirrored variable that is read behind its gate.
 
-    `gates` has one gate per local replica for a variable that may get deferred updates, else it is empty; a slot of such a variable
-    (`owner`) waits at its owner's gates.
+    `gates` has one gate per local replica for a variable that may get deferred updates, else it is empty; a slot of
+    such a variable (`owner`) waits at its owner's gates.
     """
 
     gates: tuple[Gate, ...] = ()
@@ -123,8 +123,8 @@ class GatedVariable(values.MirroredVariable):  # type: ignore[misc]
             return
         if in_xla(graph):
             raise UnsupportedError(
-                f"variable {self.name!r} is used in a function compiled by XLA (jit_compile=True), where tfps cannot wait "
-                "for it; use jit_compile=False"
+                f"variable {self.name!r} is used in a function compiled by XLA (jit_compile=True), where tfps cannot "
+                "wait for it; use jit_compile=False"
             )
         self._passed[replica].add(graph)
         pass_gate(self.gates[replica], self._values[replica].handle, after)

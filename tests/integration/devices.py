@@ -23,7 +23,9 @@ def main(*pservers: str) -> None:
         keras.utils.set_random_seed(1)
         with strategy.scope():
             model, x, y = training.mlp()
-            model.compile(keras.optimizers.Adam(**options), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            model.compile(
+                keras.optimizers.Adam(**options), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            )
         model.fit(x, y, batch_size=64, epochs=3, shuffle=False, verbose=0)
         for variable in model.trainable_variables:
             replicas = [component.numpy().tobytes() for component in variable.value.values]

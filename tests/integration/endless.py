@@ -1,6 +1,6 @@
 """Worker: trains until something ends it; prints `training` once steps are running and the error that ended it.
 
-    endless.py [LAST_STEP]     ends by itself after LAST_STEP steps
+endless.py [LAST_STEP]     ends by itself after LAST_STEP steps
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Worker processes for integration tests: each runs a script beside this file against pservers of the test's process."""
+"""Worker processes for integration tests: each runs a script beside this file, the pservers run in the test."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 240.0

@@ -1,6 +1,6 @@
 """Worker: trains the models named on the command line one after the other and saves all weights to a file.
 
-    train.py OUT NAME ...      NAME is one of PROGRAMS; without TFPS_PSERVERS it trains without a strategy
+train.py OUT NAME ...      NAME is one of PROGRAMS; without TFPS_PSERVERS it trains without a strategy
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Step time under `tfps.Strategy()` (embedded, no wire) relative to plain Keras, in one process, interleaved.
 
-`small`: 160 small variables, where what each variable and bucket costs is all there is; `resnet50`: ResNet-50 on 96x96 images, batch 8.
+`small`: 160 small variables, where what each variable and bucket costs is all there is; `resnet50`: ResNet-50 on
+    96x96 images, batch 8.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import numpy as np
-from benchmarks import common
 
 import tfps
+from benchmarks import common
 
 SMALL_LAYERS = 80  # two variables each
 
@@ -26,7 +27,12 @@ SMALL_LAYERS = 80  # two variables each
 def small() -> tuple[keras.Model, Any, Any, int]:
     """80 dense layers of 16 units."""
     layers = [keras.layers.Dense(16, activation="tanh") for _ in range(SMALL_LAYERS)]
-    return keras.Sequential([keras.layers.Input((16,)), *layers]), np.zeros((8, 16), "float32"), np.zeros((8, 16), "float32"), 50
+    return (
+        keras.Sequential([keras.layers.Input((16,)), *layers]),
+        np.zeros((8, 16), "float32"),
+        np.zeros((8, 16), "float32"),
+        50,
+    )
 
 
 def resnet50() -> tuple[keras.Model, Any, Any, int]:
@@ -94,7 +100,11 @@ def run(quick: bool) -> common.Outcome:
             f"{build.__name__}_cpu_ms_per_variable": extra / variables,
             f"{build.__name__}_cpu_ms_per_bucket": extra / updates,
         }
-        print(f"{build.__name__}: " + " ".join(f"{k}={v:.4g}" for k, v in headline.items() if k.startswith(build.__name__)), flush=True)
+        print(
+            f"{build.__name__}: "
+            + " ".join(f"{k}={v:.4g}" for k, v in headline.items() if k.startswith(build.__name__)),
+            flush=True,
+        )
         runs += of_model
         strategy.close()
     return common.Outcome(headline, runs)
