@@ -44,6 +44,7 @@ class BucketSpec:
         nbytes: sum: payload size of every rank; gather: 0 (every rank's size is free, also from step to step).
         dtype: numpy dtype name of the items of a sum (`"float32"`); gather: `"uint8"`.
         priority: 0 = most urgent.
+        occasional: not exchanged every step; the balance of the others over pservers leaves it out.
 
     Raises:
         ConfigError: a value is out of range; the message names the field.
@@ -54,6 +55,7 @@ class BucketSpec:
     nbytes: int
     dtype: str
     priority: int
+    occasional: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in ("sum", "gather"):

@@ -57,7 +57,7 @@ class InitialValues:
     def _exchange(self, variables: list[Any]) -> None:
         total = sum(_nbytes(variable) for variable in variables)
         details = [f"variable '{_name(v)}' {tuple(v.shape)} {v.dtype.name}" for v in variables]
-        spec = BucketSpec(name="initial values", kind="sum", nbytes=total, dtype="uint8", priority=0)
+        spec = BucketSpec(name="initial values", kind="sum", nbytes=total, dtype="uint8", priority=0, occasional=True)
         key = ("initial values", tuple(variable._unique_id for variable in variables))
         (bucket,) = self._runtime.buckets([(key, spec)], details)
         payload = None

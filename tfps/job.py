@@ -95,6 +95,15 @@ class Job:
         with self._changed:
             return self._failure is not None or self._membership.over
 
+    def wait_over(self, timeout_s: float) -> bool:
+        """Waits while some members have left and others have not; whether the job is over then.
+
+        A script that trains twice comes back while slower workers are still at the end of the first job.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or not self._membership.ending, timeout_s)
+            return self._failure is not None or self._membership.over
+
     def join(self, applicant: Applicant, config: Config) -> int:
         """Makes a worker a member and returns its rank.
 
@@ -140,6 +149,7 @@ class Job:
             member = self._membership.members[rank]
             lost = member.state is State.STREAMING
             member.state = State.GONE
+            self._changed.notify_all()
         self._queues[rank].close()
         if lost:
             self.fail(WorkerLostError(f"{member} died at step {member.step}: its connection ended without a leave"))
@@ -262,7 +272,7 @@ class Job:
                 continue
             dtype = parse_dtype(spec.dtype)
             slices = cut(spec.nbytes, config.slice_bytes, dtype.itemsize)
-            for index, owner in enumerate(self._placer.place(spec.name, [s.nbytes for s in slices])):
+            for index, owner in enumerate(self._placer.place(spec.name, [s.nbytes for s in slices], spec.occasional)):
                 if owner == self._index:
                     label = f"slice {index} of bucket '{spec.name}'"
                     bucket.slices[index] = item = _Slice()

@@ -95,6 +95,11 @@ class Membership:
         return [rank for rank, member in self.members.items() if member.state is State.GONE]
 
     @property
+    def ending(self) -> bool:
+        """Whether some members are gone and others not."""
+        return 0 < len(self.gone()) < len(self.members)
+
+    @property
     def over(self) -> bool:
         """Whether there were members and all are gone."""
         return bool(self.members) and len(self.gone()) == len(self.members)

@@ -24,20 +24,22 @@ class Placer:
             raise ConfigError(f"pservers must be at least 1, got {pservers}")
         self._placement = placement
         self._bytes = [0] * pservers
+        self._occasional = [0] * pservers
         self._gathers = [0] * pservers
         self._turn = 0
 
     @property
     def bytes_per_pserver(self) -> list[int]:
-        """What each pserver owns so far, gathers not counted."""
+        """What each pserver owns so far, gathers and occasional buckets not counted."""
         return list(self._bytes)
 
-    def place(self, name: str, sizes: Sequence[int]) -> list[int]:
-        """The owner of each slice of bucket `name`; `sizes` in bytes."""
+    def place(self, name: str, sizes: Sequence[int], occasional: bool = False) -> list[int]:
+        """The owner of each slice of bucket `name`; `sizes` in bytes. Occasional buckets are balanced among themselves."""
+        load = self._occasional if occasional else self._bytes
         owners = []
         for index, nbytes in enumerate(sizes):
-            owner = self._next(f"{name}:{index}", self._bytes)
-            self._bytes[owner] += nbytes
+            owner = self._next(f"{name}:{index}", load)
+            load[owner] += nbytes
             owners.append(owner)
         return owners
 

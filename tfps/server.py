@@ -33,6 +33,8 @@ from tfps.protos import tfps_pb2 as pb
 from tfps.stream import outgoing, receive
 from tfps.trace import Recorder
 
+_JOIN_MARGIN_S = 1.0  # before a caller's deadline, to tell it why it waits instead of letting it run out
+
 
 class ParameterServer:
     """Serves one job of `workers` workers after the other, from construction until `stop`.
@@ -85,9 +87,9 @@ class ParameterServer:
         self._pool.shutdown(wait=False)
 
     def _handlers(self) -> Any:
-        def unary(call: Callable[[Any], Any], name: str) -> Any:
+        def unary(call: Callable[[Any, grpc.ServicerContext], Any], name: str) -> Any:
             return grpc.unary_unary_rpc_method_handler(
-                lambda request, _: call(request),
+                call,
                 request_deserializer=request_type(name).FromString,
                 response_serializer=lambda reply: reply.SerializeToString(),
             )
@@ -105,7 +107,7 @@ class ParameterServer:
 
     # Control calls; on gRPC's threads
 
-    def _join(self, request: Any) -> Any:
+    def _join(self, request: Any, context: grpc.ServicerContext) -> Any:
         reply = pb.JoinReply(protocol_version=PROTOCOL_VERSION)
         try:
             if request.protocol_version != PROTOCOL_VERSION:
@@ -124,6 +126,9 @@ class ParameterServer:
                 settings={field.name: getattr(request.settings, field.name) for field in pb.Settings.DESCRIPTOR.fields},
             )
             with self._lock:
+                job = self._job
+            job.wait_over(max((context.time_remaining() or 0.0) - _JOIN_MARGIN_S, 0.0))
+            with self._lock:
                 if self._stopped:
                     raise ConnectError("the pserver is stopping")
                 if self._job.over:
@@ -134,17 +139,17 @@ class ParameterServer:
             reply.failure.CopyFrom(failure_of(error))
         return reply
 
-    def _declare(self, request: Any) -> Any:
+    def _declare(self, request: Any, context: grpc.ServicerContext) -> Any:
         reply = pb.DeclareReply()
         try:
-            specs = [BucketSpec(b.name, b.kind, b.nbytes, b.dtype, b.priority) for b in request.buckets]
+            specs = [BucketSpec(b.name, b.kind, b.nbytes, b.dtype, b.priority, b.occasional) for b in request.buckets]
             job = self._job_of(request.token)
             job.declare(request.rank, request.number, request.details, specs, request.timeout_s)
         except TfpsError as error:
             reply.failure.CopyFrom(failure_of(error))
         return reply
 
-    def _waiting(self, request: Any) -> Any:
+    def _waiting(self, request: Any, context: grpc.ServicerContext) -> Any:
         reply = pb.WaitingReply()
         try:
             reply.missing.extend(self._job_of(request.token).missing(request.bucket))
@@ -152,7 +157,7 @@ class ParameterServer:
             reply.failure.CopyFrom(failure_of(error))
         return reply
 
-    def _leave(self, request: Any) -> Any:
+    def _leave(self, request: Any, context: grpc.ServicerContext) -> Any:
         failure = error_from(request.failure.code, request.failure.text) if request.HasField("failure") else None
         with contextlib.suppress(ClosedError):
             self._job_of(request.token).leave(request.rank, failure)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import threading
@@ -256,7 +257,8 @@ class Worker:
             number=self._declarations,
             details=details,
             buckets=[
-                pb.Bucket(name=s.name, kind=s.kind, nbytes=s.nbytes, dtype=s.dtype, priority=s.priority) for s in specs
+                pb.Bucket(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)})
+                for spec in specs
             ],
             timeout_s=timeout_s,
         )
@@ -271,7 +273,7 @@ class Worker:
         if spec.kind == "gather":
             return _Bucket(spec, [], [self._placer.place_gather(spec.name)])
         slices = cut(spec.nbytes, self.config.slice_bytes, parse_dtype(spec.dtype).itemsize)
-        return _Bucket(spec, slices, self._placer.place(spec.name, [s.nbytes for s in slices]))
+        return _Bucket(spec, slices, self._placer.place(spec.name, [s.nbytes for s in slices], spec.occasional))
 
     # Pushing
 

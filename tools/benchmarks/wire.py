@@ -2,7 +2,8 @@
 
 Beside it, in the same run and interleaved: 2 clients that echo the same bytes in equal slices off one process through
 raw sockets, which is what loopback and Python give at best. GB/s per worker are bytes pushed per worker and second; CPU
-s/GB are of all processes together, per byte pushed by all workers.
+s/GB are of all processes together, per byte pushed by all workers. A further row is gRPC alone: the same echo over bare
+bidirectional streams, the floor for anything built on it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import contextlib
 import json
 import os
 import pathlib
+import queue
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -30,34 +33,39 @@ WORKERS = 2
 
 
 def run(quick: bool) -> Outcome:
-    """Interleaves raw sockets, 1 pserver and 2 pservers; medians over the rounds."""
+    """Interleaves raw sockets, bare gRPC, 1 pserver and 2 pservers; medians over the rounds."""
     rounds, steps = (3, 20) if quick else (7, 40)
     runs: list[dict[str, Any]] = []
     print(f"{'':12} {'GB/s per worker':>16} {'CPU s/GB':>9}")
     for number in range(rounds):
-        for name, pservers in (("raw", 0), ("1 pserver", 1), ("2 pservers", 2)):
-            result = measure(pservers, steps) | {"round": number, "what": name}
+        for name, role, servers in (
+            ("raw", "raw", 1),
+            ("bare gRPC", "grpc", 1),
+            ("1 pserver", "work", 1),
+            ("2 pservers", "work", 2),
+        ):
+            result = measure(role, servers, steps) | {"round": number, "what": name}
             runs.append(result)
             print(f"{name:12} {result['gb_per_s']:16.3f} {result['cpu_s_per_gb']:9.2f}", flush=True)
     headline = {}
-    for key, what in (("raw", "raw"), ("p1", "1 pserver"), ("p2", "2 pservers")):
+    for key, what in (("raw", "raw"), ("grpc", "bare gRPC"), ("p1", "1 pserver"), ("p2", "2 pservers")):
         of_kind = [r for r in runs if r["what"] == what]
         headline[f"{key}_gb_per_s"] = median(of_kind, "gb_per_s")
         headline[f"{key}_cpu_s_per_gb"] = median(of_kind, "cpu_s_per_gb")
     return Outcome(headline, runs)
 
 
-def measure(pservers: int, steps: int) -> dict[str, Any]:
-    """One run in fresh processes; pservers 0 means raw sockets."""
+def measure(role: str, server_count: int, steps: int) -> dict[str, Any]:
+    """One run in fresh processes; `role` is what the workers do: "work" with pservers, "raw" or "grpc" with an echo."""
     with contextlib.ExitStack() as stack:
         command = [sys.executable, "-u", str(pathlib.Path(__file__))]
-        if pservers:
+        if role == "work":
             serve = [sys.executable, "-u", "-m", "tfps.cli", "--host=127.0.0.1", "--port=0", f"--workers={WORKERS}"]
-            servers = [stack.enter_context(_process(serve)) for _ in range(pservers)]
         else:
-            servers = [stack.enter_context(_process([*command, "echo"]))]
+            serve = [*command, f"{role}-echo"]
+        servers = [stack.enter_context(_process(serve)) for _ in range(server_count)]
         addresses = [_line(server).split()[3] for server in servers]
-        work = [*command, "work" if pservers else "raw", *addresses, "--steps", str(steps)]
+        work = [*command, role, *addresses, "--steps", str(steps)]
         workers = [stack.enter_context(_process(work)) for _ in range(WORKERS)]
         for worker in workers:
             _line(worker)  # ready: connected and warm
@@ -173,7 +181,53 @@ def _raw(address: str, steps: int) -> None:
     _timed(step, steps)
 
 
-def _echo() -> None:
+def _grpc(address: str, steps: int) -> None:
+    import grpc
+
+    from tfps.config import Config
+    from tfps.control import CHANNEL_OPTIONS
+    from tfps.memory import tune_malloc
+
+    tune_malloc()
+    config = Config.from_environment()
+    window = threading.Semaphore(max(config.window_bytes // config.slice_bytes, 1))
+    slices = [bytes(min(config.slice_bytes, STEP_BYTES - start)) for start in range(0, STEP_BYTES, config.slice_bytes)]
+    todo: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def messages() -> Iterator[bytes]:
+        while True:
+            window.acquire()
+            yield todo.get()
+
+    echoes = grpc.insecure_channel(address, CHANNEL_OPTIONS).stream_stream("/echo/Echo")(messages())
+
+    def step() -> None:
+        for piece in slices:
+            todo.put(piece)
+        for _ in slices:
+            next(echoes)
+            window.release()
+
+    _timed(step, steps)
+
+
+def _grpc_echo() -> None:
+    import grpc
+
+    from tfps.control import SERVER_OPTIONS
+    from tfps.memory import tune_malloc
+
+    tune_malloc()
+    server = grpc.server(ThreadPoolExecutor(8), options=SERVER_OPTIONS)
+    echo = grpc.stream_stream_rpc_method_handler(lambda messages, _: messages)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("echo", {"Echo": echo}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    print(f"echo ready at 127.0.0.1:{port}", flush=True)
+    server.wait_for_termination()
+
+
+def _raw_echo() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     print(f"echo ready at 127.0.0.1:{listener.getsockname()[1]}", flush=True)
     while True:
@@ -197,7 +251,7 @@ def _fill(connection: socket.socket, buffer: memoryview) -> None:
 
 def _main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("role", choices=["work", "raw", "echo"])
+    parser.add_argument("role", choices=["work", "raw", "grpc", "raw-echo", "grpc-echo"])
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("addresses", nargs="*")
     options = parser.parse_args()
@@ -205,8 +259,12 @@ def _main() -> None:
         _work(options.addresses, options.steps)
     elif options.role == "raw":
         _raw(options.addresses[0], options.steps)
+    elif options.role == "grpc":
+        _grpc(options.addresses[0], options.steps)
+    elif options.role == "grpc-echo":
+        _grpc_echo()
     else:
-        _echo()
+        _raw_echo()
 
 
 if __name__ == "__main__":
