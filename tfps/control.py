@@ -19,8 +19,8 @@ _OPTIONS = [
     # An oversized frame must come through to be named (frames.decode); gRPC would only break the stream.
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    # The send queues' window is the one that counts, gRPC's own only adds messages; large HTTP/2 frames are fewer pieces
-    # to join. Measured by tools/bench.py wire: 2 to 4 % of the CPU.
+    # The send queues' window is the one that counts, gRPC's own only adds messages; large HTTP/2 frames are fewer
+    # pieces to join. Worth at most a few percent of the CPU (tools/bench.py wire).
     ("grpc.http2.max_frame_size", 2**24 - 1),
     ("grpc.http2.lookahead_bytes", 64 * 2**20),
     ("grpc.http2.bdp_probe", 0),

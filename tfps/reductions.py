@@ -78,14 +78,24 @@ def _spec(value: Any) -> BucketSpec:
     """How `value` is exchanged: sparse ones, and shapes that are not known, by gathering."""
     if isinstance(value, tf.IndexedSlices):
         return BucketSpec(
-            name=f"IndexedSlices {value.values.dtype.name}", kind="gather", nbytes=0, dtype="uint8", priority=0, occasional=True
+            name=f"IndexedSlices {value.values.dtype.name}",
+            kind="gather",
+            nbytes=0,
+            dtype="uint8",
+            priority=0,
+            occasional=True,
         )
     dtype = graph_ops.wire_dtype(value.dtype)
     name = f"tensor {value.shape} {value.dtype.name}"
     if not value.shape.is_fully_defined():
         return BucketSpec(name=name, kind="gather", nbytes=0, dtype="uint8", priority=0, occasional=True)
     return BucketSpec(
-        name=name, kind="sum", nbytes=value.shape.num_elements() * dtype.size, dtype=dtype.name, priority=0, occasional=True
+        name=name,
+        kind="sum",
+        nbytes=value.shape.num_elements() * dtype.size,
+        dtype=dtype.name,
+        priority=0,
+        occasional=True,
     )
 
 
