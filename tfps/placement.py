@@ -34,7 +34,7 @@ class Placer:
         return list(self._bytes)
 
     def place(self, name: str, sizes: Sequence[int], occasional: bool = False) -> list[int]:
-        """The owner of each slice of bucket `name`; `sizes` in bytes. Occasional buckets are balanced among themselves."""
+        """The owner of each slice of bucket `name`; `sizes` in bytes. Occasional ones are balanced by themselves."""
         load = self._occasional if occasional else self._bytes
         owners = []
         for index, nbytes in enumerate(sizes):
