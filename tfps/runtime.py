@@ -28,6 +28,8 @@ from tfps.trace import Recorder
 logger = logging.getLogger("tfps")
 _INDICES_SIZE = struct.Struct("<Q")
 _NO_BYTES = np.empty(0, np.uint8)
+_DRAINED = -1  # in place of a transfer's id: everything before it has been started
+_PATIENCE_S = 5.0  # before a wait is mentioned
 _WATCH_S = 1.0  # between two looks at the gates
 _LOST_AFTER = 30  # looks without any message, at a gate that stays closed
 
@@ -140,8 +142,8 @@ class Runtime:
         self._buckets: dict[Any, tuple[int, BucketSpec]] = {}
         self._ready: list[tuple[int, int, Transfer, Any, Reply]] = []
         self._arrivals = itertools.count()
-        self._has_ready = threading.Condition()  # truth: _ready is not empty or _closed is set
-        self._closed = False
+        self._has_ready = threading.Condition()  # truth: _ready, _closed, _under_way or _pumped_all has changed
+        self._closing = self._closed = self._pumped_all = False
         self._gates: weakref.WeakSet[Gate] = weakref.WeakSet()
         self._messages_seen = 0  # pump thread writes, watch thread reads
         self._under_way = 0  # messages whose transfer has not finished; guarded by _has_ready
@@ -216,11 +218,18 @@ class Runtime:
             raise replies[0].error
         return replies[0]
 
-    def close(self) -> None:
-        """Ends the threads and leaves the job; what is still under way fails with ClosedError."""
+    def close(self, *, drain: bool = True) -> None:
+        """Finishes what is under way, for which other workers wait too, ends the threads and leaves the job.
+
+        Without `drain`, what is under way fails with ClosedError.
+        """
         with self._has_ready:
-            if self._closed:
+            if self._closing:
                 return
+            self._closing = True
+        if drain:
+            self._drain()
+        with self._has_ready:
             self._closed = True
         self.exchange.close()
         self._wake_watch.set()
@@ -232,6 +241,19 @@ class Runtime:
             if thread is not threading.current_thread():
                 thread.join()
 
+    def _drain(self) -> None:
+        """Waits until everything that was sent has been applied, or nothing can be any more."""
+        with tf.init_scope(), tf.device(HOST):
+            self._messages.enqueue([np.int64(_DRAINED), _NO_BYTES, _NO_BYTES])
+
+        def done() -> bool:
+            return self.exchange.failure is not None or (self._pumped_all and self._under_way == 0)
+
+        with self._has_ready:
+            if not self._has_ready.wait_for(done, _PATIENCE_S):
+                logger.warning("tfps: leaves when the other workers have finished their last step")
+                self._has_ready.wait_for(done, self.wait_s)
+
     def _pump(self) -> None:
         dequeue = tf.raw_ops.QueueDequeueV2
         while True:
@@ -240,6 +262,11 @@ class Runtime:
                     identity, data, indices = dequeue(handle=self.queue, component_types=MESSAGE)
             except (tf.errors.OutOfRangeError, tf.errors.CancelledError):  # closed
                 return
+            if int(identity) == _DRAINED:
+                with self._has_ready:
+                    self._pumped_all = True
+                    self._has_ready.notify_all()
+                continue
             self._messages_seen += 1
             self._start(self._transfers[int(identity)], data, indices)
             if self._retired:
@@ -280,6 +307,7 @@ class Runtime:
             self._finish(transfer, sent, reply)
             with self._has_ready:
                 self._under_way -= 1
+                self._has_ready.notify_all()
             del transfer, sent, reply  # the buffers are free while this thread waits
 
     def _finish(self, transfer: Transfer, sent: Any, reply: Reply) -> None:
@@ -297,6 +325,8 @@ class Runtime:
 
     def _report(self, error: TfpsError) -> None:
         self._wake_watch.set()
+        with self._has_ready:
+            self._has_ready.notify_all()
         logger.error("tfps: training stopped: %s", error)
 
     def _watch(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -60,7 +61,7 @@ class Strategy(tf.distribute.Strategy):
         exchange = _exchange(cluster, self.config, self._recorder)
         self._pservers = cluster.pservers
         self._runtime = Runtime(exchange, self._recorder, self.config.step_timeout_s)
-        self._close = weakref.finalize(self, self._runtime.close)
+        self._at_end = weakref.finalize(self, _close_at_end, self._runtime)
         super().__init__(Extended(self, devices, self._runtime, self.config.slice_bytes))
 
     @property
@@ -89,7 +90,13 @@ class Strategy(tf.distribute.Strategy):
 
     def close(self) -> None:
         """Leaves the job and ends all threads, after which training raises. Happens by itself when the process ends."""
-        self._close()
+        self._at_end.detach()
+        self._runtime.close()
+
+
+def _close_at_end(runtime: Runtime) -> None:
+    # sys.last_type is set when the interpreter ends because of an exception: then nobody should wait for this worker.
+    runtime.close(drain=not hasattr(sys, "last_type"))
 
 
 def _devices(devices: Sequence[str] | None) -> Sequence[str]:

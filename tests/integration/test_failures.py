@@ -48,6 +48,11 @@ def test_a_worker_that_ends_earlier_is_named_to_the_others(server: ParameterServ
     assert re.search(r"rank 1 \(.*\) left before step 8", output), output
 
 
+def test_workers_that_end_right_after_the_same_step_do_not_fail_each_other(server: ParameterServer) -> None:
+    with processes.started("endless.py", [server.address], 2, [["8"], ["8"]]) as running:
+        processes.outputs(running)
+
+
 def test_a_stopped_pserver_is_named_to_all_workers(server: ParameterServer) -> None:
     with processes.started("endless.py", [server.address], 2, [[], []]) as running:
         for process in running:
