@@ -60,3 +60,10 @@ def test_gathers_are_spread_by_number() -> None:
 def test_no_pservers_are_refused() -> None:
     with pytest.raises(ConfigError, match="pservers must be at least 1, got 0"):
         Placer(0, "balanced")
+
+
+def test_occasional_buckets_do_not_disturb_the_balance_of_the_others() -> None:
+    placer = Placer(2, "balanced")
+    assert placer.place("initial values", [1000, 10], occasional=True) == [0, 1]
+    assert placer.place("a", [4, 4]) == [0, 1]
+    assert placer.bytes_per_pserver == [4, 4]

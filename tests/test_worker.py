@@ -463,3 +463,15 @@ def test_a_killed_worker_is_named_on_all_others(cluster: Cluster, busy: bool) ->
     for error in errors:
         assert isinstance(error, WorkerLostError)
         assert str(error).startswith(f"rank 1 ({socket.gethostname()}:{victim.pid}) died at step 2")
+
+
+def test_a_worker_that_comes_back_waits_until_the_others_have_left_its_last_job(cluster: Cluster) -> None:
+    addresses = cluster.pservers(2, 2)
+    first, second = cluster.workers(addresses, 2)
+    first.close()
+    again: list[Worker] = []
+    back = threading.Thread(target=lambda: again.extend(cluster.workers(addresses, 2)))
+    back.start()
+    second.close()
+    back.join(jobs.DEADLINE_S)
+    assert [worker.rank for worker in again] == [0, 1]
