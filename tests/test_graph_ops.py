@@ -79,7 +79,13 @@ def test_a_gate_with_an_error_raises_it_in_the_graph() -> None:
 def test_a_pull_sends_only_if_its_result_is_used(used: bool) -> None:
     messages = tf.queue.FIFOQueue(10, graph_ops.MESSAGE)
     results = tf.queue.FIFOQueue(10, graph_ops.PULLED)
-    results.enqueue(["", np.array([7], np.uint8), np.empty(0, np.uint8)])
+
+    def answer() -> None:
+        _, ticket, _, indices = messages.dequeue()
+        results.enqueue(["", ticket, np.array([7], np.uint8), indices])
+
+    if used:
+        threading.Thread(target=answer, daemon=True).start()
 
     @tf.function(autograph=False)
     def step(value: Any) -> Any:
@@ -88,4 +94,18 @@ def test_a_pull_sends_only_if_its_result_is_used(used: bool) -> None:
         return (data if used else value), tf.constant(1)
 
     np.testing.assert_array_equal(step(tf.constant([5], tf.uint8))[0], [7 if used else 5])
-    assert int(messages.size()) == int(used)
+    assert int(messages.size()) == 0
+
+
+def test_a_pull_refuses_the_reply_that_a_stopped_step_has_left_behind() -> None:
+    messages = tf.queue.FIFOQueue(10, graph_ops.MESSAGE)
+    results = tf.queue.FIFOQueue(10, graph_ops.PULLED)
+    results.enqueue(["", np.int64(1), np.array([7], np.uint8), np.empty(0, np.uint8)])
+
+    @tf.function(autograph=False)
+    def step(value: Any) -> Any:
+        empty = tf.constant([], tf.uint8)
+        return graph_ops.pull(messages.queue_ref, results.queue_ref, 3, graph_ops.to_bytes(value), empty)[0]
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="reply to another step"):
+        step(tf.constant([5], tf.uint8))

@@ -123,14 +123,23 @@ def test_nothing_stale_is_read_while_a_reply_is_out(monkeypatch: pytest.MonkeyPa
         model = build(strategy)
         fit(model, 1)
         before = [weight.copy() for weight in model.get_weights()]
+        variable = model.trainable_variables[-1].value
         last = max(other.specs, key=lambda spec: spec.priority)
         other.holds = lambda spec: spec is last
         fit(model, 1)
         read: list[Any] = []
-        reader = threading.Thread(target=lambda: read.extend(model.get_weights()))
-        reader.start()
+        ways = [
+            lambda: read.extend(model.get_weights()),
+            lambda: strategy.experimental_local_results(variable),
+            lambda: repr(variable),
+        ]
+        readers = [threading.Thread(target=way, daemon=True) for way in ways]
+        for reader in readers:
+            reader.start()
+        assert [reader.is_alive() for reader in readers] == [True] * 3
         assert other.release() == 1
-        reader.join(companion.DEADLINE_S)
+        for reader in readers:
+            reader.join(companion.DEADLINE_S)
         assert len(read) == LAYERS
         assert all((new != old).any() for new, old in zip(read, before, strict=True))
 

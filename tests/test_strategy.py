@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -295,12 +296,97 @@ def test_evaluate_predict_and_checkpoint_read_current_values(remote: tfps.Strate
         np.testing.assert_array_equal(mine, saved)
 
 
-def test_after_close_training_raises_and_says_so() -> None:
+def test_after_close_training_raises_and_the_weights_stay_readable() -> None:
     strategy = tfps.Strategy()
     model, x, y = compiled(strategy)
     model.fit(x, y, verbose=0)
+    weights = model.get_weights()
     strategy.close()
     strategy.close()
-    with pytest.raises(Exception, match="closed"):
-        model.fit(x, y, verbose=0)
-        model.get_weights()
+    for _ in range(2):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="the strategy is closed"):
+            model.fit(x, y, verbose=0)
+    for before, after in zip(weights, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_a_step_that_stops_between_two_sends_fails_the_job() -> None:
+    strategy = tfps.Strategy(config=tfps.Config(slice_bytes=64))
+    with strategy.scope():
+        first, second = tf.Variable(tf.zeros([16])), tf.Variable(tf.zeros([16]))
+
+    def sample(value: Any, broken: Any) -> Any:
+        if broken:
+            wait = threading.Event()
+            while strategy._runtime._messages_seen % 2 == 0 and not wait.wait(0.01):
+                pass  # until the first gradient has been sent
+            raise ValueError("bad sample")
+        return value
+
+    @tf.function(autograph=False)
+    def step(broken: Any) -> None:
+        def in_replica() -> None:
+            late = tf.numpy_function(sample, [tf.ones([16]), broken], tf.float32)
+            late.set_shape([16])
+            gradients = tf.distribute.get_replica_context().all_reduce("SUM", [tf.ones([16]), late])
+            for variable, gradient in zip((first, second), gradients, strict=True):
+                strategy.extended.update(variable, lambda v, g: v.assign_add(g), args=(gradient,))
+
+        strategy.run(in_replica)
+
+    step(tf.constant(False))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="bad sample"):
+        step(tf.constant(True))
+    step(tf.constant(False))  # sends, and thereby shows that the step before has sent only half
+    with pytest.raises(tfps.TfpsError, match="stopped by an error"):
+        first.numpy()
+    strategy.close()
+
+
+def test_two_updates_of_one_variable_apply_one_after_the_other(strategy: tfps.Strategy) -> None:
+    with strategy.scope():
+        variable = tf.Variable([1.0, 2.0])
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        def in_replica() -> None:
+            for gradient in tf.distribute.get_replica_context().all_reduce("SUM", [tf.ones([2]), tf.fill([2], 2.0)]):
+                strategy.extended.update(variable, lambda v, g: v.assign(v * g + 1.0), args=(gradient,))
+
+        strategy.run(in_replica)
+
+    step()
+    np.testing.assert_array_equal(variable.numpy(), [(1 * 1 + 1) * 2 + 1, (2 * 1 + 1) * 2 + 1])
+
+
+def test_a_gradient_of_another_shape_is_applied_in_the_step(strategy: tfps.Strategy) -> None:
+    with strategy.scope():
+        variable = tf.Variable([1.0, 2.0])
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        def in_replica() -> None:
+            (scalar,) = tf.distribute.get_replica_context().all_reduce("SUM", [tf.constant(1.0)])
+            strategy.extended.update(variable, lambda v, g: v.assign_sub(g * tf.ones([2])), args=(scalar,))
+
+        strategy.run(in_replica)
+
+    step()
+    np.testing.assert_array_equal(variable.numpy(), [0.0, 1.0])
+
+
+def test_a_trace_that_failed_does_not_disturb_the_next(strategy: tfps.Strategy) -> None:
+    with strategy.scope():
+        variable = tf.Variable([1.0])
+
+    def in_replica(broken: bool) -> None:
+        (gradient, _) = tf.distribute.get_replica_context().all_reduce("SUM", [tf.ones([1]), tf.ones([1])])
+        strategy.extended.update(variable, lambda v, g: v.assign_sub(g), args=(gradient,))
+        if broken:
+            raise ValueError("a mistake")
+
+    with pytest.raises(ValueError, match="a mistake") as kept:
+        strategy.run(tf.function(lambda: in_replica(True), autograph=False))
+    strategy.run(tf.function(lambda: in_replica(False), autograph=False))
+    np.testing.assert_array_equal(variable.numpy(), [0.0])
+    assert kept.value.args == ("a mistake",)

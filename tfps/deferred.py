@@ -19,8 +19,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfps import graph_ops
-from tfps.exchange import BucketSpec
-from tfps.runtime import DeferredUpdate, Runtime
+from tfps.exchange import BucketKind, BucketSpec
+from tfps.runtime import DeferredUpdate, Group, Runtime
 from tfps.tf_private import distribute_lib, ops, outer_graphs
 from tfps.variables import Deferral, GatedVariable, deferring
 
@@ -32,7 +32,8 @@ class Reduction:
     """One `all_reduce` call of one replica: how many of its results have become noted updates."""
 
     size: int
-    noted: int = 0
+    # By id of the graph: each branch of a tf.cond counts by itself.
+    noted: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(eq=False)
@@ -105,11 +106,15 @@ class Emitter:
         # replicas of one worker share a transfer, also where each traces a tf.cond of its own.
         self._transfers: dict[tuple[Any, int], DeferredUpdate] = {}
         self._occurrences: Counter[tuple[Any, int]] = Counter()
+        self._groups: dict[tuple[int, int], Group] = {}  # by number of the emission in its replica
+        self._emissions: Counter[int] = Counter()
 
     def end_of_call(self) -> None:
         """All replicas of one call have been traced."""
         self._transfers.clear()
         self._occurrences.clear()
+        self._groups.clear()
+        self._emissions.clear()
 
     def emit(self, state: GraphState, graph: tf.Graph, replica: int, order: dict[str, int]) -> None:
         """Emits all noted updates of `replica`."""
@@ -117,11 +122,11 @@ class Emitter:
         keys, specs = [], []
         for bucket in buckets:
             names = [item.variable.name.removesuffix(":0") for item in bucket]
-            kind = "gather" if bucket[0].sparse else "sum"
+            kind: BucketKind = "gather" if bucket[0].sparse else "sum"
             specs.append(
                 BucketSpec(
                     name=", ".join(names),
-                    kind="gather" if bucket[0].sparse else "sum",
+                    kind=kind,
                     nbytes=0 if bucket[0].sparse else sum(item.nbytes for item in bucket),
                     dtype="uint8" if bucket[0].sparse else bucket[0].dtype.name,
                     priority=min(order.get(item.variable._unique_id, len(order)) for item in bucket),
@@ -132,6 +137,8 @@ class Emitter:
         wanted = [(key, spec) for key, spec, trace in zip(keys, specs, traced, strict=True) if trace is not None]
         with ops.init_scope():
             ids = iter(self._runtime.buckets(wanted))
+        group = self._groups.setdefault((self._emissions[replica], len(wanted)), Group())
+        self._emissions[replica] += 1
         for index, (bucket, key, spec, trace) in enumerate(zip(buckets, keys, specs, traced, strict=True)):
             if trace is None:
                 self._update_in_graph(bucket, replica)
@@ -140,7 +147,7 @@ class Emitter:
             occurrence = key, self._occurrences[key, replica]
             self._occurrences[key, replica] += 1
             if occurrence not in self._transfers:
-                self._transfers[occurrence] = DeferredUpdate(number, spec, self._replicas)
+                self._transfers[occurrence] = DeferredUpdate(number, spec, self._replicas, group)
                 self._runtime.adopt(self._transfers[occurrence], graph)
             transfer = self._transfers[occurrence]
             transfer.functions.append(trace.function)
@@ -209,6 +216,7 @@ class Emitter:
             data = graph_ops.to_bytes(flat[0] if len(flat) == 1 else tf.concat(flat, 0))
         gates = [item.variable.gates[replica] for item in bucket]
         after = tf.nest.flatten(gradients, expand_composites=True)
+        after = [graph_ops.check_open(self._runtime.queue, after)]
         closed = graph_ops.close_gates(gates, trace.handles, after)
         with tf.control_dependencies([closed]):
             kept = [holder.assign(tensor).op for holder, tensor, _ in trace.deferral.kept.values()]

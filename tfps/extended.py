@@ -189,6 +189,7 @@ class Extended(mirrored_strategy.MirroredExtended):
             given = tf.nest.flatten((args, kwargs), expand_composites=True)
             self._state(graph).inputs = [each for each in given if isinstance(each, tf.Tensor) and each.graph is graph]
             self._emitter.end_of_call()  # of a call whose trace an exception ended
+            self._touched.clear()
             result = super()._call_for_each_replica(fn, args, kwargs)
             self._finish(graph)
         self._initial_values.agree()
@@ -286,20 +287,21 @@ class Extended(mirrored_strategy.MirroredExtended):
                 "model inside `with strategy.scope():`"
             )
         reduced = find_reduced(self._state_of, args[0]) if args and not kwargs else None
-        if (
-            reduced is None
-            or not isinstance(variable, GatedVariable)
-            or not variable.gates
-            or variable.owner is not None
-        ):
+        if reduced is None or not _deferrable(variable, reduced.gradient):
             return super()._replica_ctx_update(variable, fn, args, kwargs or {}, group)
         graph, replica = ops.get_default_graph(), distribute_lib.get_replica_context()._replica_id
         state = self._state(graph)
+        if any(noted.variable is variable for noted in state.noted.get(replica, ())):
+            self._emit(state, graph, replica)  # the second update of a variable comes after its first
         state.noted.setdefault(replica, []).append(Noted(variable, fn, tuple(args[1:]), reduced))
-        reduced.reduction.noted += 1
-        if reduced.reduction.noted == reduced.reduction.size:
+        noted = reduced.reduction.noted
+        noted[id(graph)] += 1
+        if noted[id(graph)] == reduced.reduction.size:
             self._emit(state, graph, replica)
         return tf.no_op() if group else None
+
+    def _local_results(self, val: Any) -> Any:
+        return val.values if isinstance(val, GatedVariable) else super()._local_results(val)
 
     # Reductions in cross-replica context.
 
@@ -308,7 +310,13 @@ class Extended(mirrored_strategy.MirroredExtended):
             return value
 
         def reduce(each: Any) -> Any:
-            if isinstance(each, values.DistributedValues):
+            replicas = self._num_replicas_in_sync
+            if not isinstance(each, values.DistributedValues) and len(self._devices) > 1:
+                each = super(Extended, self)._reduce_to(MEAN, each, destinations, options)
+                if reduce_op == SUM:
+                    raise ValueError(f"a sum over replicas needs one value per replica, got {each!r}")
+                replicas = self._runtime.exchange.workers
+            elif isinstance(each, values.DistributedValues):
                 if len(self._devices) > 1:
                     each = super(Extended, self)._reduce_to(SUM, each, destinations, options)
                     each = each.values[0] if isinstance(each, values.DistributedValues) else each
@@ -320,7 +328,7 @@ class Extended(mirrored_strategy.MirroredExtended):
             else:
                 with tf.device(None):
                     summed = self._reductions.sum_all([each], self._cross_replica_key())[0]
-            return divide(summed, self._num_replicas_in_sync) if reduce_op == MEAN else summed
+            return divide(summed, replicas) if reduce_op == MEAN else summed
 
         return tf.nest.map_structure(reduce, value)
 
@@ -340,6 +348,15 @@ class Extended(mirrored_strategy.MirroredExtended):
                 "strategy.gather over several workers is not supported yet; gather where the data is saved"
             )
         return super()._gather_to_implementation(value, destinations, axis, options)
+
+
+def _deferrable(variable: Any, gradient: Any) -> bool:
+    """Whether an update of `variable` with `gradient` can run behind the step."""
+    if not isinstance(variable, GatedVariable) or not variable.gates or variable.owner is not None:
+        return False
+    if isinstance(gradient, tf.IndexedSlices):
+        return bool(gradient.values.shape[1:].is_compatible_with(variable.shape[1:]))
+    return bool(gradient.shape.is_compatible_with(variable.shape))
 
 
 def _container(component: Any) -> Any:

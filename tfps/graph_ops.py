@@ -20,12 +20,15 @@ from tfps.errors import UnsupportedError
 HOST = "/device:CPU:0"
 _RESOURCE = tf.TensorSpec([], tf.resource)
 _BYTES = tf.TensorSpec([None], tf.uint8)
-MESSAGE = [
-    tf.int64,
-    tf.uint8,
-    tf.uint8,
-]  # what a send hands to the host: exchange id, data, indices of a sparse gradient
-PULLED = [tf.string, tf.uint8, tf.uint8]  # what the host hands to a pull: error text or "", data, indices
+# What a send hands to the host: transfer id, ticket, data, indices of a sparse gradient.
+MESSAGE = [tf.int64, tf.int64, tf.uint8, tf.uint8]
+# What the host hands to a pull: error text or "", the ticket of the message, data, indices.
+PULLED = [tf.string, tf.int64, tf.uint8, tf.uint8]
+_OTHER_STEP = (
+    "tfps: the reply to another step came back. Either an earlier step was stopped while it waited for a reduction "
+    "(restore a checkpoint under a new strategy), or a tf.while_loop reduces in several iterations at once (give it "
+    "parallel_iterations=1)"
+)
 
 
 def wire_dtype(dtype: tf.DType) -> tf.DType:
@@ -145,6 +148,25 @@ def _close_function(gates: int, variables: int) -> Any:
     return tfps_close_gates.get_concrete_function()
 
 
+@functools.cache
+def _check_function() -> Any:
+    @tf.function(autograph=False, input_signature=[_RESOURCE])
+    def tfps_check_open(queue: tf.Tensor) -> tf.Tensor:
+        closed = tf.raw_ops.QueueIsClosedV2(handle=queue)
+        with tf.control_dependencies([tf.debugging.Assert(tf.logical_not(closed), ["tfps: the strategy is closed"])]):
+            return tf.constant(True)
+
+    return tfps_check_open.get_concrete_function()
+
+
+def check_open(queue: tf.Tensor, after: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Raises in the graph once the runtime behind `queue` is closed: a gate closed then would stay so for ever."""
+    with tf.device(HOST), tf.control_dependencies(after):
+        checked = _check_function()(queue)
+        tf_private.set_read_only_inputs(checked, [0])
+    return checked
+
+
 def close_gates(gates: Sequence[Gate], variables: Sequence[tf.Tensor], after: Sequence[tf.Tensor]) -> tf.Tensor:
     """Closes `gates` after all earlier uses of the resources `variables` in the current graph, before all later ones.
 
@@ -166,7 +188,7 @@ def open_gate(gate: Gate) -> tf.Operation:
 def _send_function() -> Any:
     @tf.function(autograph=False, input_signature=[_RESOURCE, tf.TensorSpec([], tf.int64), _BYTES, _BYTES])
     def tfps_send(queue: tf.Tensor, exchange: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
-        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[exchange, data, indices])
+        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[exchange, tf.constant(0, tf.int64), data, indices])
         with tf.control_dependencies([sent]):
             return tf.constant(True)
 
@@ -187,10 +209,14 @@ def send(queue: tf.Tensor, exchange: int, data: tf.Tensor, indices: tf.Tensor | 
 def _pull_function() -> Any:
     @tf.function(autograph=False, input_signature=[_RESOURCE, _RESOURCE, tf.TensorSpec([], tf.int64), _BYTES, _BYTES])
     def tfps_pull(queue: Any, results: Any, exchange: Any, data: Any, indices: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[exchange, data, indices])
+        # A step that TensorFlow stops here leaves its reply behind: the next one must not take it for its own.
+        ticket = tf.bitcast(tf.timestamp(), tf.int64)
+        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[exchange, ticket, data, indices])
         with tf.control_dependencies([sent]):
-            error, *pulled = tf.raw_ops.QueueDequeueV2(handle=results, component_types=PULLED)
+            error, echoed, *pulled = tf.raw_ops.QueueDequeueV2(handle=results, component_types=PULLED)
         with tf.control_dependencies([tf.debugging.Assert(tf.equal(error, ""), [error])]):
+            own = tf.debugging.Assert(tf.equal(ticket, echoed), [tf.constant(_OTHER_STEP)])
+        with tf.control_dependencies([own]):
             return tf.identity(pulled[0]), tf.identity(pulled[1])
 
     return tfps_pull.get_concrete_function()

@@ -46,11 +46,13 @@ class InitialValues:
             ready = [variable for variable in variables if bool(variable.is_initialized())]
             self._created = [weakref.ref(variable) for variable in variables if not bool(variable.is_initialized())]
             batch: list[Any] = []
+            nbytes = 0
             for variable in ready:
                 batch.append(variable)
-                if sum(_nbytes(each) for each in batch) >= _BATCH_BYTES:
+                nbytes += _nbytes(variable)
+                if nbytes >= _BATCH_BYTES:
                     self._exchange(batch)
-                    batch = []
+                    batch, nbytes = [], 0
             if batch:
                 self._exchange(batch)
 
@@ -72,7 +74,7 @@ class InitialValues:
         for variable in variables:
             end = start + _nbytes(variable)
             value = received[start:end].view(variable.dtype.as_numpy_dtype).reshape(variable.shape)
-            for component in variable._values:
+            for component in variable.values:  # waits for what is under way
                 component.assign(value)
             start = end
 
@@ -86,4 +88,4 @@ def _nbytes(variable: Any) -> int:
 
 
 def _bytes(variable: Any) -> Any:
-    return np.ascontiguousarray(variable._values[0].numpy()).reshape(-1).view(np.uint8)
+    return np.ascontiguousarray(variable.values[0].numpy()).reshape(-1).view(np.uint8)

@@ -115,7 +115,7 @@ def _decode(value: Any, spec: BucketSpec, data: tf.Tensor, indices: tf.Tensor, w
         return tf.IndexedSlices(tf.cast(rows, value.values.dtype), where, value.dense_shape)
     flat = graph_ops.from_bytes(data, value.dtype)
     if spec.kind == "gather":
-        flat = tf.reduce_sum(tf.reshape(flat, [workers, -1]), 0)  # raises where the ranks' shapes differ
+        flat = tf.reduce_sum(tf.reshape(flat, [workers, -1]), 0)  # raises where the ranks' sizes differ
     summed = tf.cast(tf.reshape(flat, tf.shape(value)), value.dtype)
     summed.set_shape(value.shape)
     return summed

@@ -83,10 +83,10 @@ class Transfer:
         self._arrived += 1
         if self._arrived < self.messages:
             return None
-        carried, self._carried, self._arrived = self._carried, None, 0
+        carried, self._carried, self._arrived = self._carried or (data, indices), None, 0
         return carried
 
-    def finish(self, data: tf.Tensor, indices: tf.Tensor) -> None:
+    def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
         """Uses the reduced bytes (flat uint8). Called by the apply thread."""
         raise TypeError(f"{type(self).__name__} must say what becomes of a reply")
 
@@ -95,15 +95,39 @@ class Transfer:
         raise TypeError(f"{type(self).__name__} must say what becomes of a failure")
 
 
+class Group:
+    """Transfers that one graph sends together: each of them once before any of them again. Pump thread only."""
+
+    def __init__(self) -> None:
+        self.transfers: weakref.WeakSet[DeferredUpdate] = weakref.WeakSet()
+        self._seen: weakref.WeakSet[DeferredUpdate] = weakref.WeakSet()
+
+    def skipped(self, transfer: DeferredUpdate) -> DeferredUpdate | None:
+        """Notes that `transfer` starts a round; a member that has skipped its own, if there is one.
+
+        A step that an error has stopped between two sends leaves such a member: the ranks' rounds would no longer be of
+        the same step.
+        """
+        if transfer in self._seen:
+            missing = [other for other in self.transfers if other not in self._seen]
+            self._seen.clear()
+            if missing:
+                return missing[0]
+        self._seen.add(transfer)
+        return None
+
+
 class DeferredUpdate(Transfer):
     """Applies the update of a bucket's variables, which opens their gates."""
 
-    def __init__(self, bucket: int, spec: BucketSpec, messages: int) -> None:
+    def __init__(self, bucket: int, spec: BucketSpec, messages: int, group: Group) -> None:
         super().__init__(bucket, spec, messages)
+        self.group = group
+        group.transfers.add(self)
         self.functions: list[Callable[[tf.Tensor, tf.Tensor], Any]] = []  # one per local replica
         self.gates: list[Gate] = []
 
-    def finish(self, data: tf.Tensor, indices: tf.Tensor) -> None:
+    def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
         for function in self.functions:
             function(data, indices)
 
@@ -120,13 +144,13 @@ class Pull(Transfer):
         with tf.init_scope(), tf.device(HOST):
             self.results = tf.queue.FIFOQueue(16, PULLED, name="tfps_pulled")
 
-    def finish(self, data: tf.Tensor, indices: tf.Tensor) -> None:
+    def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
         with tf.device(HOST):
-            self.results.enqueue(["", data, indices])
+            self.results.enqueue(["", ticket, data, indices])
 
     def fail(self, error: TfpsError) -> None:
         with tf.device(HOST):
-            self.results.enqueue([str(error), _NO_BYTES, _NO_BYTES])
+            self.results.enqueue([str(error), np.int64(0), _NO_BYTES, _NO_BYTES])
 
 
 class Runtime:
@@ -227,24 +251,31 @@ class Runtime:
             if self._closing:
                 return
             self._closing = True
-        if drain:
+        if drain and threading.current_thread() not in self._threads:  # which the garbage collector may choose
             self._drain()
-        with self._has_ready:
-            self._closed = True
         self.exchange.close()
-        self._wake_watch.set()
-        with self._has_ready:
-            self._has_ready.notify_all()
         with tf.init_scope():
             self._messages.close(cancel_pending_enqueues=True)
-        for thread in self._threads:
+        self._join(self._threads[:1])  # whatever it has pushed is answered, so that the next thread sees it
+        with self._has_ready:
+            self._closed = True
+            self._has_ready.notify_all()
+        self._wake_watch.set()
+        self._join(self._threads[1:])
+        for gate in list(self._gates):
+            if gate.closed:
+                gate.open("tfps: the strategy was closed before the gradient had come back")
+
+    @staticmethod
+    def _join(threads: Sequence[threading.Thread]) -> None:
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()
 
     def _drain(self) -> None:
         """Waits until everything that was sent has been applied, or nothing can be any more."""
         with tf.init_scope(), tf.device(HOST):
-            self._messages.enqueue([np.int64(_DRAINED), _NO_BYTES, _NO_BYTES])
+            self._messages.enqueue([np.int64(_DRAINED), np.int64(0), _NO_BYTES, _NO_BYTES])
 
         def done() -> bool:
             return self.exchange.failure is not None or (self._pumped_all and self._under_way == 0)
@@ -259,7 +290,7 @@ class Runtime:
         while True:
             try:
                 with tf.device(HOST):
-                    identity, data, indices = dequeue(handle=self.queue, component_types=MESSAGE)
+                    identity, ticket, data, indices = dequeue(handle=self.queue, component_types=MESSAGE)
             except (tf.errors.OutOfRangeError, tf.errors.CancelledError):  # closed
                 return
             if int(identity) == _DRAINED:
@@ -268,14 +299,26 @@ class Runtime:
                     self._has_ready.notify_all()
                 continue
             self._messages_seen += 1
-            self._start(self._transfers[int(identity)], data, indices)
+            transfer = self._transfers[int(identity)]
+            try:
+                self._start(transfer, ticket, data, indices)
+            except Exception as error:  # without this thread nothing would move any more
+                self._break(transfer, error)
+            del transfer
             if self._retired:
                 with tf.device(HOST):
                     idle = int(self._messages.size()) == 0
                 while idle and self._retired:  # their graphs are gone: nothing of them can come any more
                     self._transfers.pop(self._retired.pop(), None)
 
-    def _start(self, transfer: Transfer, data: tf.Tensor, indices: tf.Tensor) -> None:
+    def _break(self, transfer: Transfer, error: Exception) -> None:
+        """Fails the job, and whoever waits for `transfer`, because of an error of this rank."""
+        if not isinstance(error, TfpsError):
+            error = TfpsError(f"rank {self.exchange.rank}: the exchange of {transfer.spec.name} failed: {error}")
+        self.exchange.fail(error)
+        transfer.fail(error)
+
+    def _start(self, transfer: Transfer, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
         collected = transfer.collect(data, indices)
         if collected is None:
             return
@@ -286,16 +329,23 @@ class Runtime:
         if self.recorder.enabled:
             self.recorder.record("gradient", bucket=transfer.bucket, nbytes=len(payload))
 
-        with self._has_ready:
-            self._under_way += 1
+        if isinstance(transfer, DeferredUpdate) and (skipped := transfer.group.skipped(transfer)) is not None:
+            raise TfpsError(_stopped(self.exchange.rank, skipped.spec.name))
 
         def on_reply(reply: Reply) -> None:
             with self._has_ready:
-                item = (transfer.spec.priority, next(self._arrivals), transfer, (payload, data), reply)
+                item = (transfer.spec.priority, next(self._arrivals), transfer, (payload, ticket, data), reply)
                 heapq.heappush(self._ready, item)
                 self._has_ready.notify()
 
-        self.exchange.push(transfer.bucket, payload, on_reply)
+        with self._has_ready:
+            self._under_way += 1
+        try:
+            self.exchange.push(transfer.bucket, payload, on_reply)
+        except TfpsError:
+            with self._has_ready:
+                self._under_way -= 1
+            raise
 
     def _apply(self) -> None:
         while True:
@@ -317,9 +367,7 @@ class Runtime:
         try:
             transfer.finish(*_tensors(transfer.spec, sent, reply))
         except Exception as error:  # its readers must not wait for ever, nor the other workers
-            failure = TfpsError(f"rank {self.exchange.rank}: the update of {transfer.spec.name} failed: {error}")
-            self.exchange.fail(failure)
-            transfer.fail(failure)
+            self._break(transfer, error)
         if self.recorder.enabled:
             self.recorder.record("applied", bucket=transfer.bucket)
 
@@ -335,36 +383,41 @@ class Runtime:
         TensorFlow stops a step at its first error, wherever it is: a reader may then hold a token, or a send may
         have closed its gates without having sent.
         """
-        looks, seen = 0, -1
+        looks: weakref.WeakKeyDictionary[Gate, int] = weakref.WeakKeyDictionary()
+        seen = -1
         while not self._closed:
             self._wake_watch.wait(_WATCH_S)
             failure = self.exchange.failure
             if failure is None:
                 with self._has_ready:
-                    busy = self._under_way > 0
-                looks = 0 if busy or self._messages_seen != seen else looks + 1
+                    quiet = self._under_way == 0 and self._messages_seen == seen
                 seen = self._messages_seen
-                closed = [gate for gate in list(self._gates) if gate.closed] if not busy else []
-                if not closed:
-                    looks = 0
-                if looks < _LOST_AFTER:
+                closed = [gate for gate in list(self._gates) if gate.closed] if quiet else []
+                looks = weakref.WeakKeyDictionary({gate: looks.get(gate, 0) + 1 for gate in closed})
+                lost = [gate for gate, count in looks.items() if count >= _LOST_AFTER]
+                if not lost:
                     continue
-                failure = TfpsError(
-                    f"rank {self.exchange.rank}: a step was stopped by an error before it had sent the gradient of "
-                    f"{closed[0].name}; the variables may be half updated: restore a checkpoint under a new strategy"
-                )
+                failure = TfpsError(_stopped(self.exchange.rank, lost[0].name))
                 self.exchange.fail(failure)
             for gate in list(self._gates):
                 if gate.closed:
                     gate.open(str(failure))
-            threading.Event().wait(_WATCH_S / 10)
+            threading.Event().wait(_WATCH_S)
 
 
-def _tensors(spec: BucketSpec, sent: Any, reply: Reply) -> tuple[tf.Tensor, tf.Tensor]:
-    """Data and indices of `reply` as flat uint8 tensors, without a copy where possible."""
-    payload, data = sent
+def _tensors(spec: BucketSpec, sent: Any, reply: Reply) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Ticket, data and indices of `reply` as flat uint8 tensors, without a copy where possible."""
+    payload, ticket, data = sent
     if spec.kind == "sum":
         # The embedded exchange hands back the very buffer that was pushed: then the tensor is already here.
-        return (data if reply.sum is payload else tensor_of(reply.sum)), tf.constant(_NO_BYTES)
+        return ticket, (data if reply.sum is payload else tensor_of(reply.sum)), tf.constant(_NO_BYTES)
     indices, gathered = unpack_sparse(reply.parts or [])
-    return tf.constant(gathered), tf.constant(indices)
+    return ticket, tf.constant(gathered), tf.constant(indices)
+
+
+def _stopped(rank: int, name: str) -> str:
+    """What to say of a step that TensorFlow has stopped."""
+    return (
+        f"rank {rank}: a step was stopped by an error before it had sent the gradient of {name}; "
+        "the variables may be half updated: restore a checkpoint under a new strategy"
+    )

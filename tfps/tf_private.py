@@ -16,35 +16,19 @@ except ImportError as error:
     raise ImportError(f"tfps.Strategy needs {SUPPORTED}: pip install 'tfps[tensorflow]' (or 'tfps[cpu]')") from error
 
 try:
-    # The attribute value that tells automatic control dependencies which resource inputs of a call are only read.
-    from tensorflow.core.framework import attr_value_pb2
-
-    # Reduction over the local devices of one worker, and where a reduction's result belongs.
-    # ReplicaContext with an id (the public constructor is for the current replica), InputContext, the extended base.
-    # regroup, create_mirrored_variable and its table of variable classes: there is no public way to bring one's own
-    # class. Distributed datasets that are sharded over workers (`input_context`).
-    # Local devices, replica threads, PerReplica values: MirroredExtended gives them, tfps adds what lies between
-    # workers. MirroredVariable, SyncOnReadVariable, DistributedValues.
-    # Current replica id as a number; whether a variable is being saved.
+    from tensorflow.core.framework import attr_value_pb2  # says which resource inputs of a call are only read
     from tensorflow.python.distribute import (
-        cross_device_ops,
-        distribute_lib,
-        distribute_utils,
-        input_util,
-        mirrored_strategy,
-        values,
-        values_util,
+        distribute_lib,  # ReplicaContext with an id: the public constructor is for the current replica
+        distribute_utils,  # regroup; create_mirrored_variable, the only way to bring a variable class of one's own
+        input_util,  # distributed datasets that are sharded over workers (`input_context`)
+        mirrored_strategy,  # MirroredExtended: local devices, replica threads, PerReplica values
+        values,  # MirroredVariable, DistributedValues
+        values_util,  # current replica id as a number
     )
-
-    # Graph of a tf.function under construction; init_scope's graph; graph contexts.
-    from tensorflow.python.framework import ops
-    from tensorflow.python.framework.func_graph import FuncGraph
-
-    # Whether a graph is compiled by XLA, where queues do not exist.
-    from tensorflow.python.ops import control_flow_util
-
-    # A variable without a strategy around it, for values that a deferred update keeps.
-    from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+    from tensorflow.python.framework import ops  # the graph under construction, init_scope that leaves it
+    from tensorflow.python.framework.func_graph import FuncGraph  # whose outer graphs can be followed
+    from tensorflow.python.ops import control_flow_util  # whether XLA compiles a graph: queues do not exist there
+    from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # a variable outside of any strategy
 
     # Strategies without merge_call decide so by this method; all names below must exist for the overrides to take
     # effect.

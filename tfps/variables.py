@@ -153,6 +153,11 @@ class GatedVariable(values.MirroredVariable):
             self._access(replica)
         return tuple(super().values)
 
+    def __repr__(self) -> str:
+        if tf.executing_eagerly():
+            self._access(0)  # it shows the value
+        return str(super().__repr__())
+
     def value(self) -> tf.Tensor:
         kept = self._kept()
         return super().value() if kept is None else kept

@@ -20,6 +20,7 @@ def main(*pservers: str) -> None:
         config = tfps.Config(slice_bytes=4096, window_bytes=8192)
         strategy = tfps.Strategy(list(pservers) or None, devices=devices, config=config)
         assert strategy.num_replicas_in_sync == len(devices)
+        assert float(strategy.reduce("MEAN", 2.0, axis=None)) == 2.0
         keras.utils.set_random_seed(1)
         with strategy.scope():
             model, x, y = training.mlp()
