@@ -95,6 +95,14 @@ class Extended(mirrored_strategy.MirroredExtended):
             raise UnsupportedError(
                 "InputReplicationMode.PER_REPLICA works with distribute_datasets_from_function only, as in TensorFlow"
             )
+        if options is None and len(self._devices) == 1 and "CPU" in self._devices[0]:
+            # With one device "per replica" means the same and spares TensorFlow's iterator over several devices, which
+            # takes a tenth of a second to make at each epoch and may crash the process when it is deleted early (a race
+            # of its background thread, seen in TensorFlow 2.21 as a core dump in MultiDeviceBuffer::BackgroundThread).
+            options = tf.distribute.InputOptions(
+                experimental_fetch_to_device=False,
+                experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
+            )
         return input_util.get_distributed_dataset(
             dataset,
             self._input_workers_with_options(options),
