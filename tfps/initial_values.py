@@ -1,7 +1,7 @@
 """Rank 0's initial values become everybody's, before the first step that could use them.
 
-Variables are noted when they are created and exchanged in one go at the next `strategy.run`, so that a program may
-create variables or load weights on rank 0 only between two runs. What each rank has created is compared first.
+Variables are noted when they are created and exchanged in one go at the next `strategy.run`, so that a new model's
+weights may be loaded on rank 0 only; weights loaded later must be loaded on every rank. What each rank has created is compared first.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ class InitialValues:
         (bucket,) = self._runtime.buckets([(key, spec)], details)
         payload = None
         if self._runtime.exchange.rank == 0:
-            payload = (
-                np.concatenate([_bytes(variable) for variable in variables]) if variables else np.empty(0, np.uint8)
-            )
+            payload = np.concatenate([_bytes(variable) for variable in variables])
         received = self._runtime.exchange_now(bucket, payload).sum
         if self._runtime.exchange.rank == 0 or received is None:
             return
