@@ -1,7 +1,8 @@
 """Rank 0's initial values become everybody's, before the first step that could use them.
 
 Variables are noted when they are created and exchanged in one go at the next `strategy.run`, so that a new model's
-weights may be loaded on rank 0 only; weights loaded later must be loaded on every rank. What each rank has created is compared first.
+weights may be loaded on rank 0 only; weights loaded later must be loaded on every rank. What each rank has created is
+compared first.
 """
 
 from __future__ import annotations
