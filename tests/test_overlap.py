@@ -144,6 +144,22 @@ def test_nothing_stale_is_read_while_a_reply_is_out(monkeypatch: pytest.MonkeyPa
         assert all((new != old).any() for new, old in zip(read, before, strict=True))
 
 
+def test_a_thread_on_which_the_strategy_is_collected_does_not_wait_for_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    with companion.strategy_with_companion(monkeypatch, CONFIG) as (strategy, other):
+        model = build(strategy)
+        fit(model, 1)
+        last = max(other.specs, key=lambda spec: spec.priority)
+        other.holds = lambda spec: spec is last
+        fit(model, 1)
+        # The garbage collector may choose the thread that has to bring the reply.
+        collecting = threading.Thread(target=strategy._at_end, daemon=True)
+        collecting.start()
+        collecting.join(companion.DEADLINE_S)
+        assert not collecting.is_alive()
+        assert other.release() == 1
+        assert wait_until(lambda: strategy._runtime._closed)
+
+
 def test_priorities_follow_the_first_use_in_forward_and_not_creation(monkeypatch: pytest.MonkeyPatch) -> None:
     class Reversed(keras.Model):
         def __init__(self) -> None:
@@ -193,6 +209,7 @@ def test_bytes_in_flight_never_exceed_the_window_by_more_than_a_slice(monkeypatc
         fit(model, 1)
         strategy.recorder.start()
         fit(model, 3)
+        model.get_weights()  # the last slices have left when their replies are back
         in_flight = [event.in_flight for event in kinds(strategy, "send")]
         assert len(in_flight) >= 3 * LAYERS * 8
         assert max(in_flight) <= config.window_bytes + config.slice_bytes + 32  # and the slice's header

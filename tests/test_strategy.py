@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -307,6 +308,39 @@ def test_after_close_training_raises_and_the_weights_stay_readable() -> None:
             model.fit(x, y, verbose=0)
     for before, after in zip(weights, model.get_weights(), strict=True):
         np.testing.assert_array_equal(before, after)
+
+
+def test_a_step_that_stops_between_two_sends_fails_the_job() -> None:
+    strategy = tfps.Strategy(config=tfps.Config(slice_bytes=64))
+    with strategy.scope():
+        first, second = tf.Variable(tf.zeros([16])), tf.Variable(tf.zeros([16]))
+
+    def sample(value: Any, broken: Any) -> Any:
+        if broken:
+            wait = threading.Event()
+            while strategy._runtime._messages_seen % 2 == 0 and not wait.wait(0.01):
+                pass  # until the first gradient has been sent
+            raise ValueError("bad sample")
+        return value
+
+    @tf.function(autograph=False)
+    def step(broken: Any) -> None:
+        def in_replica() -> None:
+            late = tf.numpy_function(sample, [tf.ones([16]), broken], tf.float32)
+            late.set_shape([16])
+            gradients = tf.distribute.get_replica_context().all_reduce("SUM", [tf.ones([16]), late])
+            for variable, gradient in zip((first, second), gradients, strict=True):
+                strategy.extended.update(variable, lambda v, g: v.assign_add(g), args=(gradient,))
+
+        strategy.run(in_replica)
+
+    step(tf.constant(False))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="bad sample"):
+        step(tf.constant(True))
+    step(tf.constant(False))  # sends, and thereby shows that the step before has sent only half
+    with pytest.raises(tfps.TfpsError, match="stopped by an error"):
+        second.numpy()
+    strategy.close()
 
 
 def test_two_updates_of_one_variable_apply_one_after_the_other(strategy: tfps.Strategy) -> None:

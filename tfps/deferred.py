@@ -139,6 +139,7 @@ class Emitter:
             ids = iter(self._runtime.buckets(wanted))
         group = self._groups.setdefault((self._emissions[replica], len(wanted)), Group())
         self._emissions[replica] += 1
+        ticket = graph_ops.ticket() if replica == 0 else tf.constant(0, tf.int64)
         for index, (bucket, key, spec, trace) in enumerate(zip(buckets, keys, specs, traced, strict=True)):
             if trace is None:
                 self._update_in_graph(bucket, replica)
@@ -152,7 +153,7 @@ class Emitter:
             transfer = self._transfers[occurrence]
             transfer.functions.append(trace.function)
             transfer.gates += [item.variable.gates[replica] for item in bucket]
-            self._send(bucket, trace, transfer, graph, replica, carries=index % self._replicas == replica)
+            self._send(bucket, trace, transfer, ticket, graph, replica, carries=index % self._replicas == replica)
             bucket.clear()  # the update's function holds this list: without this the graph would keep itself alive
             trace.deferral.release()
 
@@ -204,7 +205,14 @@ class Emitter:
                 item.function(component, item.reduced.result, *item.arguments)
 
     def _send(
-        self, bucket: list[Noted], trace: Traced, transfer: DeferredUpdate, graph: tf.Graph, replica: int, carries: bool
+        self,
+        bucket: list[Noted],
+        trace: Traced,
+        transfer: DeferredUpdate,
+        ticket: tf.Tensor,
+        graph: tf.Graph,
+        replica: int,
+        carries: bool,
     ) -> None:
         gradients = [item.reduced.gradient for item in bucket]
         data, indices = tf.constant([], tf.uint8), None
@@ -221,7 +229,7 @@ class Emitter:
         with tf.control_dependencies([closed]):
             kept = [holder.assign(tensor).op for holder, tensor, _ in trace.deferral.kept.values()]
         with tf.control_dependencies([closed.op, *kept]):
-            graph_ops.send(self._runtime.queue, transfer.id, data, indices)
+            graph_ops.send(self._runtime.queue, transfer.id, ticket, data, indices)
         for item in bucket:
             for variable in item.variable.with_slots():
                 variable.forget_passes(replica, graph)

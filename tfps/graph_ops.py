@@ -185,22 +185,54 @@ def open_gate(gate: Gate) -> tf.Operation:
 
 
 @functools.cache
+def _ticket_function() -> Any:
+    @tf.function(autograph=False, input_signature=[])
+    def tfps_ticket() -> tf.Tensor:
+        return tf.bitcast(tf.timestamp(), tf.int64)
+
+    return tfps_ticket.get_concrete_function()
+
+
+def ticket() -> tf.Tensor:
+    """A number (int64, not 0) that is another one at every execution of the current graph.
+
+    A *stateless* call, because automatic control dependencies would order a stateful one with every `py_function`.
+    """
+    with tf.device(HOST):
+        return _call_stateless(_ticket_function(), [])[0]
+
+
+def _call_stateless(function: Any, arguments: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Calls the concrete `function` by an op that TensorFlow takes for stateless, whatever is in it."""
+    graph = tf_private.ops.get_default_graph()
+    function.add_to_graph(graph)
+    captured = [graph.capture(argument) for argument in arguments]
+    dtypes = [output.dtype for output in function.outputs]
+    results: list[tf.Tensor] = tf.raw_ops.PartitionedCall(args=captured, Tout=dtypes, f=function)
+    return results
+
+
+@functools.cache
 def _send_function() -> Any:
-    @tf.function(autograph=False, input_signature=[_RESOURCE, tf.TensorSpec([], tf.int64), _BYTES, _BYTES])
-    def tfps_send(queue: tf.Tensor, exchange: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
-        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[exchange, tf.constant(0, tf.int64), data, indices])
+    number = tf.TensorSpec([], tf.int64)
+
+    @tf.function(autograph=False, input_signature=[_RESOURCE, number, number, _BYTES, _BYTES])
+    def tfps_send(queue: Any, exchange: Any, ticket: Any, data: Any, indices: Any) -> tf.Tensor:
+        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[exchange, ticket, data, indices])
         with tf.control_dependencies([sent]):
             return tf.constant(True)
 
     return tfps_send.get_concrete_function()
 
 
-def send(queue: tf.Tensor, exchange: int, data: tf.Tensor, indices: tf.Tensor | None = None) -> tf.Operation:
+def send(
+    queue: tf.Tensor, exchange: int, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor | None = None
+) -> tf.Operation:
     """Hands `data` (flat uint8, from any device) to the host; waits for nothing but its inputs."""
     with tf.device(HOST):
         if indices is None:
             indices = tf.constant([], tf.uint8)
-        sent = _send_function()(queue, tf.constant(exchange, tf.int64), data, indices)
+        sent = _send_function()(queue, tf.constant(exchange, tf.int64), ticket, data, indices)
         tf_private.set_read_only_inputs(sent, [0])
     return sent.op
 
@@ -228,11 +260,8 @@ def pull(queue: tf.Tensor, results: tf.Tensor, exchange: int, data: tf.Tensor, i
     A *stateless* call around stateful ops: it is pruned when nothing uses its result.
     """
     with tf.device(HOST):
-        function = _pull_function()
-        function.add_to_graph(tf.compat.v1.get_default_graph())
         arguments = [queue, results, tf.constant(exchange, tf.int64), data, indices]
-        arguments = [tf_private.ops.get_default_graph().capture(argument) for argument in arguments]
-        pulled: list[tf.Tensor] = tf.raw_ops.PartitionedCall(args=arguments, Tout=[tf.uint8, tf.uint8], f=function)
+        pulled = _call_stateless(_pull_function(), arguments)
         tf_private.set_read_only_inputs(pulled[0], [0, 1])
         for tensor in pulled:
             tensor.set_shape([None])

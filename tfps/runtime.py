@@ -67,24 +67,26 @@ class Transfer:
     def __init__(self, bucket: int, spec: BucketSpec, messages: int = 1) -> None:
         self.id = -1
         self.bucket, self.spec, self.messages = bucket, spec, messages
-        self._arrived = 0  # this and _carried: pump thread only
+        self._arrived = 0  # this and the next two: pump thread only
+        self._ticket = 0
         self._carried: tuple[tf.Tensor, tf.Tensor] | None = None
 
-    def collect(self, data: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
+    def collect(
+        self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor
+    ) -> tuple[int, tf.Tensor, tf.Tensor] | None:
         """What to push once all messages of the round are here, else None. Called by the pump thread.
 
         With several local replicas one message carries the sum over them, the others only say that their replica has
-        closed its gates: the update may not start before.
+        closed its gates: the update may not start before. The first replica's has the ticket, the others have 0.
         """
-        if self.messages == 1:
-            return data, indices
-        if data.shape[0] or indices.shape[0]:
+        self._ticket = int(ticket) or self._ticket
+        if self._carried is None or data.shape[0] or indices.shape[0]:
             self._carried = data, indices
         self._arrived += 1
         if self._arrived < self.messages:
             return None
-        carried, self._carried, self._arrived = self._carried or (data, indices), None, 0
-        return carried
+        carried, self._carried, self._arrived = self._carried, None, 0
+        return self._ticket, *carried
 
     def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
         """Uses the reduced bytes (flat uint8). Called by the apply thread."""
@@ -96,25 +98,34 @@ class Transfer:
 
 
 class Group:
-    """Transfers that one graph sends together: each of them once before any of them again. Pump thread only."""
+    """Transfers that one graph sends together, all with one ticket."""
 
     def __init__(self) -> None:
         self.transfers: weakref.WeakSet[DeferredUpdate] = weakref.WeakSet()
-        self._seen: weakref.WeakSet[DeferredUpdate] = weakref.WeakSet()
 
-    def skipped(self, transfer: DeferredUpdate) -> DeferredUpdate | None:
-        """Notes that `transfer` starts a round; a member that has skipped its own, if there is one.
 
-        A step that an error has stopped between two sends leaves such a member: the ranks' rounds would no longer be of
-        the same step.
-        """
-        if transfer in self._seen:
-            missing = [other for other in self.transfers if other not in self._seen]
-            self._seen.clear()
-            if missing:
-                return missing[0]
-        self._seen.add(transfer)
-        return None
+class Rounds:
+    """Finds steps that an error has stopped between two sends. Pump thread only.
+
+    Gates order the sends of one bucket: once a later step sends a bucket, an earlier step that has sent others of its
+    group but not this one never will, and the ranks' rounds would no longer be of the same step.
+    """
+
+    def __init__(self) -> None:
+        self._missing: dict[int, set[DeferredUpdate]] = {}  # by ticket: what of the group has not been sent yet
+
+    def skipped(self, ticket: int, transfer: DeferredUpdate) -> bool:
+        """Notes that `transfer` is sent; whether an earlier step has skipped its bucket."""
+        for earlier, missing in self._missing.items():
+            if earlier == ticket:
+                break
+            if any(each.bucket == transfer.bucket for each in missing):
+                return True
+        missing = self._missing.setdefault(ticket, set(transfer.group.transfers))
+        missing.discard(transfer)
+        if not missing:
+            del self._missing[ticket]
+        return False
 
 
 class DeferredUpdate(Transfer):
@@ -169,6 +180,7 @@ class Runtime:
         self._has_ready = threading.Condition()  # truth: _ready, _closed, _under_way or _pumped_all has changed
         self._closing = self._closed = self._pumped_all = False
         self._gates: weakref.WeakSet[Gate] = weakref.WeakSet()
+        self._rounds = Rounds()
         self._messages_seen = 0  # pump thread writes, watch thread reads
         self._under_way = 0  # messages whose transfer has not finished; guarded by _has_ready
         self._wake_watch = threading.Event()  # set at failure and close
@@ -251,26 +263,22 @@ class Runtime:
             if self._closing:
                 return
             self._closing = True
-        if drain and threading.current_thread() not in self._threads:  # which the garbage collector may choose
+        if drain:
             self._drain()
         self.exchange.close()
         with tf.init_scope():
             self._messages.close(cancel_pending_enqueues=True)
-        self._join(self._threads[:1])  # whatever it has pushed is answered, so that the next thread sees it
+        pump, *others = self._threads
+        pump.join()  # whatever it has pushed is answered, so that the next thread sees it
         with self._has_ready:
             self._closed = True
             self._has_ready.notify_all()
         self._wake_watch.set()
-        self._join(self._threads[1:])
+        for thread in others:
+            thread.join()
         for gate in list(self._gates):
             if gate.closed:
                 gate.open("tfps: the strategy was closed before the gradient had come back")
-
-    @staticmethod
-    def _join(threads: Sequence[threading.Thread]) -> None:
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join()
 
     def _drain(self) -> None:
         """Waits until everything that was sent has been applied, or nothing can be any more."""
@@ -319,18 +327,18 @@ class Runtime:
         transfer.fail(error)
 
     def _start(self, transfer: Transfer, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
-        collected = transfer.collect(data, indices)
+        collected = transfer.collect(ticket, data, indices)
         if collected is None:
             return
-        data, indices = collected
+        number, data, indices = collected
         payload: Any = memoryview(data)
         if transfer.spec.kind == "gather":
             payload = pack_sparse(memoryview(indices), payload)
         if self.recorder.enabled:
             self.recorder.record("gradient", bucket=transfer.bucket, nbytes=len(payload))
 
-        if isinstance(transfer, DeferredUpdate) and (skipped := transfer.group.skipped(transfer)) is not None:
-            raise TfpsError(_stopped(self.exchange.rank, skipped.spec.name))
+        if isinstance(transfer, DeferredUpdate) and self._rounds.skipped(number, transfer):
+            raise TfpsError(_stopped(self.exchange.rank, transfer.spec.name))
 
         def on_reply(reply: Reply) -> None:
             with self._has_ready:

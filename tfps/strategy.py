@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -96,7 +97,11 @@ class Strategy(tf.distribute.Strategy):
 
 def _close_at_end(runtime: Runtime) -> None:
     # sys.last_type is set when the interpreter ends because of an exception: then nobody should wait for this worker.
-    runtime.close(drain=not hasattr(sys, "last_type"))
+    drain = not hasattr(sys, "last_type")
+    if threading.current_thread() is threading.main_thread():
+        runtime.close(drain=drain)
+    else:  # the garbage collector runs on any thread, also on one that brings the replies that close waits for
+        threading.Thread(target=runtime.close, kwargs={"drain": drain}, name="tfps-close").start()
 
 
 def _devices(devices: Sequence[str] | None) -> Sequence[str]:
