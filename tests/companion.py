@@ -31,6 +31,7 @@ class Companion:
         self._declare_thread = ThreadPoolExecutor(1)
         self._lock = threading.Lock()  # guards _held
         self._held: list[int] = []
+        self._has_held = threading.Event()
         self.specs: list[BucketSpec] = []
         self.holds: Callable[[BucketSpec], bool] = lambda spec: False
 
@@ -50,10 +51,15 @@ class Companion:
             if self.holds(self.specs[bucket]):
                 with self._lock:
                     self._held.append(bucket)
+                self._has_held.set()
             else:
                 self._worker.push(bucket, None, _ignore)
 
         exchange.declare, exchange.push = declare_both, push_both
+
+    def wait_held(self) -> bool:
+        """Waits until rank 0 has pushed a held bucket."""
+        return bool(self._has_held.wait(DEADLINE_S))
 
     def release(self) -> int:
         """Contributes to the held buckets and holds none any more; returns how many were held."""

@@ -127,6 +127,7 @@ def test_nothing_stale_is_read_while_a_reply_is_out(monkeypatch: pytest.MonkeyPa
         last = max(other.specs, key=lambda spec: spec.priority)
         other.holds = lambda spec: spec is last
         fit(model, 1)
+        assert other.wait_held()
         read: list[Any] = []
         ways = [
             lambda: read.extend(model.get_weights()),
@@ -151,6 +152,7 @@ def test_a_thread_on_which_the_strategy_is_collected_does_not_wait_for_replies(m
         last = max(other.specs, key=lambda spec: spec.priority)
         other.holds = lambda spec: spec is last
         fit(model, 1)
+        assert other.wait_held()
         # The garbage collector may choose the thread that has to bring the reply.
         collecting = threading.Thread(target=strategy._at_end, daemon=True)
         collecting.start()

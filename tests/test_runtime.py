@@ -47,7 +47,7 @@ def group_of(*buckets: int) -> list[DeferredUpdate]:
     return [DeferredUpdate(b, BucketSpec(f"b{b}", "sum", 4, "float32", b), 1, group) for b in buckets]
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_a_skipped_send_is_found_when_its_bucket_comes_next_in_whatever_order(order: tuple[int, ...]) -> None:
     transfers, rounds = group_of(0, 1, 2), Rounds()
     assert not any(rounds.skipped(1, transfers[index]) for index in order)

@@ -344,7 +344,7 @@ class Runtime:
             with self._has_ready:
                 item = (transfer.spec.priority, next(self._arrivals), transfer, (payload, ticket, data), reply)
                 heapq.heappush(self._ready, item)
-                self._has_ready.notify()
+                self._has_ready.notify_all()  # close may wait beside the apply thread
 
         with self._has_ready:
             self._under_way += 1
