@@ -14,10 +14,10 @@ from tfps.config import Launch, check_address
     ("field", "value", "message"),
     [
         ("slice_bytes", 0, "slice_bytes must be positive, got 0"),
-        ("slice_bytes", 1.5, "slice_bytes must be a whole number of bytes, got 1.5"),
+        ("slice_bytes", 1.5, "slice_bytes must be a whole number of bytes or 'auto', got 1.5"),
         ("slice_bytes", 2**27, "slice_bytes must be at most 67108864 .* got 134217728"),
         ("window_bytes", -1, "window_bytes must be positive, got -1"),
-        ("window_bytes", True, "window_bytes must be a whole number of bytes, got True"),
+        ("window_bytes", True, "window_bytes must be a whole number of bytes or 'auto', got True"),
         ("policy", "lifo", "policy must be one of 'priority', 'fifo', got 'lifo'"),
         ("placement", "random", "placement must be one of 'balanced', 'round_robin', 'hash', got 'random'"),
         ("deterministic", 1, "deterministic must be True or False, got 1"),

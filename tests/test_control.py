@@ -18,8 +18,8 @@ PROTO = Path(__file__).resolve().parent.parent / "protos" / "tfps.proto"
 
 configs = st.builds(
     Config,
-    slice_bytes=st.integers(1, 2**26),
-    window_bytes=st.integers(1, 2**40),
+    slice_bytes=st.just("auto") | st.integers(1, 2**26),
+    window_bytes=st.just("auto") | st.integers(1, 2**40),
     policy=st.sampled_from(["priority", "fifo"]),
     placement=st.sampled_from(["balanced", "round_robin", "hash"]),
     deterministic=st.booleans(),
@@ -33,8 +33,8 @@ def test_settings_cross_the_wire(config: Config) -> None:
 
 
 def test_settings_out_of_range_are_refused() -> None:
-    with pytest.raises(ConfigError, match="window_bytes must be positive, got 0"):
-        config_of(pb.Settings(slice_bytes=1, policy="fifo", placement="hash"))
+    with pytest.raises(ConfigError, match="slice_bytes must be at most 67108864"):
+        config_of(pb.Settings(slice_bytes=2**40, policy="fifo", placement="hash"))
 
 
 def test_a_failure_in_a_reply_is_raised_as_its_class() -> None:

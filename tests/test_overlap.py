@@ -214,4 +214,4 @@ def test_bytes_in_flight_never_exceed_the_window_by_more_than_a_slice(monkeypatc
         model.get_weights()  # the last slices have left when their replies are back
         in_flight = [event.in_flight for event in kinds(strategy, "send")]
         assert len(in_flight) >= 3 * LAYERS * 8
-        assert max(in_flight) <= config.window_bytes + config.slice_bytes + 32  # and the slice's header
+        assert max(in_flight) <= config.first_window_bytes + config.first_slice_bytes + 32  # and the slice's header

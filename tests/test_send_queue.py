@@ -30,7 +30,7 @@ def item(priority: int, nbytes: int = 10, bucket: int = 0) -> Outgoing:
 def taken(queue: SendQueue) -> Outgoing:
     got = queue.take()
     assert got is not None
-    assert got[0] is not None
+    assert isinstance(got[0], Outgoing)
     return got[0]
 
 

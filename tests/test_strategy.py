@@ -54,6 +54,20 @@ def test_the_embedded_strategy_is_one_worker(strategy: tfps.Strategy) -> None:
     assert (strategy.rank, strategy.num_workers, strategy.pservers, strategy.num_replicas_in_sync) == (0, 1, (), 1)
 
 
+def test_a_report_needs_steps_and_then_explains_them(strategy: tfps.Strategy, remote: tfps.Strategy) -> None:
+    for each in (strategy, remote):
+        with pytest.raises(tfps.TfpsError, match="at least 4 training steps"):
+            each.report()
+        model, x, y = compiled(each)
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+        model.get_weights()
+        report = each.report()
+        assert report.step_s == pytest.approx(report.compute_s + report.exposed_wait_s)
+        assert sum(layer.nbytes for layer in report.layers) == 4 * model.count_params()
+        assert f"limit: {report.limit}" in str(report)
+    assert strategy.report().bytes_per_s == 0
+
+
 @pytest.mark.parametrize("build", [training.mlp, training.embedding_sparse, training.batch_normalization])
 @pytest.mark.parametrize("name", ["SGD", "Adam", "Nadam", "Adafactor"])
 def test_over_grpc_one_worker_ends_bitwise_equal_to_plain_keras(

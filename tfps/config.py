@@ -12,8 +12,10 @@ from tfps.errors import ConfigError
 
 Policy = Literal["priority", "fifo"]
 Placement = Literal["balanced", "round_robin", "hash"]
+Auto = Literal["auto"]
 
 MAX_SLICE_BYTES = 64 * 2**20  # one gRPC message; beyond this nothing overlaps any more
+FIRST_SLICE_BYTES, FIRST_WINDOW_BYTES = 2**20, 4 * 2**20  # until a tuned job knows better
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,10 @@ class Config:
 
     Args:
         slice_bytes: largest slice in bytes. Smaller slices let urgent ones overtake sooner, each costs about 0.25 ms
-            of CPU.
+            of CPU. `"auto"` measures during the first steps and then chooses, the same for all workers.
         window_bytes: bytes per pserver and direction that may be sent but not yet acknowledged; one slice more may
             be on the way. Small windows keep the line in front of an urgent slice short, large ones fill long links.
+            `"auto"` as above.
         policy: `"priority"` sends what the forward pass needs first (P3, https://anandj.in/wp-content/uploads/sysml.pdf);
             `"fifo"` sends in the order in which backward makes gradients.
         placement: which pserver owns a slice: `"balanced"` by bytes, `"round_robin"` or `"hash"` of its name.
@@ -36,8 +39,8 @@ class Config:
         ConfigError: a value is out of range; the message names the field.
     """
 
-    slice_bytes: int = 1024 * 1024
-    window_bytes: int = 4 * 1024 * 1024
+    slice_bytes: int | Auto = "auto"
+    window_bytes: int | Auto = "auto"
     policy: Policy = "priority"
     placement: Placement = "balanced"
     deterministic: bool = False
@@ -47,11 +50,13 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("slice_bytes", "window_bytes"):
             value = getattr(self, name)
+            if value == "auto":
+                continue
             if isinstance(value, bool) or not isinstance(value, int):
-                raise ConfigError(f"{name} must be a whole number of bytes, got {value!r}")
+                raise ConfigError(f"{name} must be a whole number of bytes or 'auto', got {value!r}")
             if value <= 0:
                 raise ConfigError(f"{name} must be positive, got {value}")
-        if self.slice_bytes > MAX_SLICE_BYTES:
+        if self.slice_bytes != "auto" and self.slice_bytes > MAX_SLICE_BYTES:
             raise ConfigError(f"slice_bytes must be at most {MAX_SLICE_BYTES} (64 MiB), got {self.slice_bytes}")
         for name, choices in (("policy", get_args(Policy)), ("placement", get_args(Placement))):
             value = getattr(self, name)
@@ -63,6 +68,16 @@ class Config:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}")
+
+    @property
+    def first_slice_bytes(self) -> int:
+        """Size of slices before anything is tuned."""
+        return FIRST_SLICE_BYTES if self.slice_bytes == "auto" else self.slice_bytes
+
+    @property
+    def first_window_bytes(self) -> int:
+        """The window before anything is tuned."""
+        return FIRST_WINDOW_BYTES if self.window_bytes == "auto" else self.window_bytes
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None, **explicit: Any) -> Config:
@@ -76,7 +91,8 @@ class Config:
         for field in dataclasses.fields(cls):
             name = f"TFPS_{field.name.upper()}"
             if name in environment:
-                values[field.name] = _parse(name, environment[name], field.default)
+                size = field.default == "auto" and environment[name].strip() != "auto"
+                values[field.name] = _parse(name, environment[name], 0 if size else field.default)
         return cls(**{**values, **explicit})
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import grpc
 
 from tfps.config import Config
-from tfps.errors import ConnectError, PserverLostError, TfpsError
+from tfps.errors import ConnectError, ProtocolError, PserverLostError, TfpsError
 from tfps.frames import error_code, error_from
+from tfps.layout import Layout
 from tfps.protos import tfps_pb2 as pb
 
 PROTOCOL_VERSION = 1
@@ -50,6 +51,8 @@ _TYPES: dict[str, tuple[Any, Any]] = {
     "Join": (pb.JoinRequest, pb.JoinReply),
     "Declare": (pb.DeclareRequest, pb.DeclareReply),
     "Waiting": (pb.WaitingRequest, pb.WaitingReply),
+    "Tune": (pb.TuneRequest, pb.TuneReply),
+    "Status": (pb.StatusRequest, pb.StatusReply),
     "Leave": (pb.LeaveRequest, pb.LeaveReply),
 }
 
@@ -67,8 +70,8 @@ def request_type(name: str) -> Any:
 def settings_of(config: Config) -> Any:
     """The part of the configuration on which all workers must agree, as a message."""
     return pb.Settings(
-        slice_bytes=config.slice_bytes,
-        window_bytes=config.window_bytes,
+        slice_bytes=0 if config.slice_bytes == "auto" else config.slice_bytes,
+        window_bytes=0 if config.window_bytes == "auto" else config.window_bytes,
         policy=config.policy,
         placement=config.placement,
         deterministic=config.deterministic,
@@ -81,7 +84,35 @@ def config_of(settings: Any) -> Config:
     Raises:
         ConfigError: a received value is out of range.
     """
-    return Config(**{descriptor.name: getattr(settings, descriptor.name) for descriptor in settings.DESCRIPTOR.fields})
+    values = {descriptor.name: getattr(settings, descriptor.name) for descriptor in settings.DESCRIPTOR.fields}
+    for name in ("slice_bytes", "window_bytes"):
+        values[name] = values[name] or "auto"
+    return Config(**values)
+
+
+def layout_message(layout: Layout) -> Any:
+    """A layout as a message."""
+    buckets = sorted(layout.steps)
+    return pb.Layout(
+        slice_bytes=layout.slice_bytes,
+        window_bytes=layout.window_bytes,
+        buckets=buckets,
+        steps=[layout.steps[bucket] for bucket in buckets],
+    )
+
+
+def layout_of(message: Any) -> Layout:
+    """The reverse of `layout_message`.
+
+    Raises:
+        ProtocolError: not every listed bucket has a step.
+    """
+    if len(message.buckets) != len(message.steps):
+        raise ProtocolError(
+            f"a layout must have one step per bucket, got {len(message.steps)} for {len(message.buckets)} buckets"
+        )
+    steps = dict(zip(message.buckets, message.steps, strict=True))
+    return Layout(message.slice_bytes, message.window_bytes, steps)
 
 
 def failure_of(error: TfpsError) -> Any:

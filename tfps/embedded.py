@@ -12,6 +12,7 @@ from tfps.exchange import (
     BucketSpec,
     FailureListener,
     FailureState,
+    Link,
     OnReply,
     Payload,
     Reply,
@@ -34,6 +35,9 @@ class EmbeddedExchange:
     @property
     def failure(self) -> TfpsError | None:
         return self._state.failure
+
+    def links(self) -> list[Link]:
+        return []
 
     def declare(self, specs: Sequence[BucketSpec], details: Sequence[str] = ()) -> list[int]:
         if (end := self._state.end) is not None:

@@ -74,6 +74,20 @@ class BucketSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """What was measured of the way to one pserver.
+
+    Args:
+        bytes_per_s: payload while something was waiting to be sent; 0: nothing ever waited.
+        cpu_s_per_step: of the pserver's process, for all workers; None: unknown.
+    """
+
+    pserver: str
+    bytes_per_s: float
+    cpu_s_per_step: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     """What comes back for one push; exactly one of the fields is set.
 
@@ -107,6 +121,9 @@ class Exchange(Protocol):
     @property
     def failure(self) -> TfpsError | None:
         """Why the exchange can do nothing any more, or None."""
+
+    def links(self) -> list[Link]:
+        """What was measured of the ways to the pservers; empty if there are none."""
 
     def declare(self, specs: Sequence[BucketSpec], details: Sequence[str] = ()) -> list[int]:
         """Blocks until every rank has declared the same, then returns the buckets' ids (for `push`).

@@ -31,10 +31,11 @@ class Kind(enum.IntEnum):
     REPLY = 2
     ACK = 3
     ERROR = 4
+    LAYOUT = 5
 
 
 class Header(NamedTuple):
-    """What precedes the payload. Of an ACK only `received` counts, of an ERROR `index` is the error's code."""
+    """What precedes the payload. Of an ACK only `received` counts, of an ERROR `index` (a code), of a LAYOUT none."""
 
     kind: int
     flags: int = 0

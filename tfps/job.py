@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tfps import frames
 from tfps.aggregate import GatherRound, SumRound
 from tfps.config import Config
+from tfps.control import layout_message
 from tfps.errors import (
     ClosedError,
     ConnectError,
@@ -24,6 +25,7 @@ from tfps.errors import (
 )
 from tfps.exchange import BucketSpec, parse_dtype
 from tfps.frames import EMPTY, LAST, Blank, Header, Kind
+from tfps.layout import Cutting, Layout, cut_anew, cut_sum
 from tfps.membership import Applicant, Member, Membership, State
 from tfps.placement import Placer
 from tfps.send_queue import Outgoing, SendQueue
@@ -49,10 +51,14 @@ class _Slice:
 
 @dataclass(slots=True)
 class _Bucket:
-    """A declared bucket; `slices` has what this pserver owns of it, by index (a gather: index 0)."""
+    """A declared bucket; `slices` has what this pserver owns of it, by index (a gather: index 0).
+
+    `slices` is only ever replaced as a whole, so that streams read it without a lock.
+    """
 
     spec: BucketSpec
     slices: dict[int, _Slice] = field(default_factory=dict)
+    next: dict[int, dict[int, _Slice]] = field(default_factory=dict)  # by the first step; guarded by Job._changed
 
 
 @dataclass(slots=True)
@@ -75,6 +81,7 @@ class Job:
         self._changed = threading.Condition()  # guards all below; notified when a waiting declare may go on
         self._membership = Membership(workers, name)
         self._config = Config()
+        self._pservers = 1
         self._placer = Placer(1, "balanced")
         self._index = 0  # this pserver's place in the workers' lists
         self._queues: dict[int, SendQueue] = {}
@@ -115,11 +122,12 @@ class Job:
             member = self._membership.join(applicant, time.monotonic())
             if first:
                 self._config = config
+                self._pservers = applicant.pservers
                 self._placer = Placer(applicant.pservers, config.placement)
                 self._index = applicant.pserver_index
             if member.state is State.JOINED:
                 self._queues[member.rank] = SendQueue(
-                    config.window_bytes,
+                    config.first_window_bytes,
                     config.policy,
                     piggyback=False,
                     recorder=self._recorder,
@@ -260,25 +268,53 @@ class Job:
         self._changed.notify_all()
         return True
 
+    def tune(self, layout: Layout) -> None:
+        """Cuts buckets anew, from the steps that `layout` says, and tells all workers.
+
+        Raises:
+            ProtocolError: the layout does not fit the buckets.
+            TfpsError: the job has failed.
+        """
+        with self._changed:
+            self._raise_failure()
+            specs = [bucket.spec for bucket in self._buckets]
+            found = cut_anew(specs, layout, self._pservers, self._config.placement)
+            for number, cutting in found.items():
+                self._buckets[number].next[cutting.step] = self._slices_of(specs[number], cutting)
+            frame = frames.encode(Header(Kind.LAYOUT), layout_message(layout).SerializeToString())
+            for queue in self._queues.values():
+                queue.put_urgent(frame)
+                queue.set_window(layout.window_bytes)
+
+    def _cut_anew(self, bucket: _Bucket, step: int) -> None:
+        """Changes to the next cutting, if `step` is cut so. All of the last step is over then, on all pservers."""
+        with self._changed:
+            for first in sorted(first for first in bucket.next if first <= step):
+                bucket.slices = bucket.next.pop(first)
+
+    def _slices_of(self, spec: BucketSpec, cutting: Cutting) -> dict[int, _Slice]:
+        """What this pserver owns of a sum."""
+        owned = {}
+        for index, (piece, owner) in enumerate(zip(cutting.slices, cutting.owners, strict=True)):
+            if owner == self._index:
+                owned[index] = item = _Slice()
+                label = f"slice {index} of bucket '{spec.name}'"
+                dtype, deterministic = parse_dtype(spec.dtype), self._config.deterministic
+                workers = self._membership.workers
+                item.round = SumRound(label, workers, dtype, piece.nbytes, deterministic, item.allocate)
+                item.round.step = cutting.step
+        return owned
+
     def _new_buckets(self, specs: Sequence[BucketSpec]) -> Iterator[_Bucket]:
-        workers, config = self._membership.workers, self._config
+        workers, slice_bytes = self._membership.workers, self._config.first_slice_bytes
         for spec in specs:
             bucket = _Bucket(spec)
             if spec.kind == "gather":
                 if self._placer.place_gather(spec.name) == self._index:
                     bucket.slices[0] = item = _Slice()
-                    item.round = GatherRound(f"bucket '{spec.name}'", workers, config.slice_bytes)
-                yield bucket
-                continue
-            dtype = parse_dtype(spec.dtype)
-            slices = cut(spec.nbytes, config.slice_bytes, dtype.itemsize)
-            for index, owner in enumerate(self._placer.place(spec.name, [s.nbytes for s in slices], spec.occasional)):
-                if owner == self._index:
-                    label = f"slice {index} of bucket '{spec.name}'"
-                    bucket.slices[index] = item = _Slice()
-                    item.round = SumRound(
-                        label, workers, dtype, slices[index].nbytes, config.deterministic, item.allocate
-                    )
+                    item.round = GatherRound(f"bucket '{spec.name}'", workers, slice_bytes)
+            else:
+                bucket.slices = self._slices_of(spec, cut_sum(spec, slice_bytes, self._placer))
             yield bucket
 
     # Rounds
@@ -298,6 +334,8 @@ class Job:
             name, rule = bucket.spec.name, bucket.spec.priority
             raise ProtocolError(f"priority of bucket '{name}' must be {rule}, got {header.priority}")
         gather = bucket.spec.kind == "gather"
+        if bucket.next:
+            self._cut_anew(bucket, header.step)
         item = bucket.slices.get(0 if gather else header.index)
         if item is None:
             raise ProtocolError(f"bucket '{bucket.spec.name}' has no slice {header.index} on this pserver")
@@ -329,7 +367,7 @@ class Job:
             return [self._membership.describe(rank) for rank in sorted(ranks)]
 
     def _reply(self, push: Header, result: memoryview, gather: bool, blank: Blank | None) -> None:
-        limit = self._config.slice_bytes
+        limit = self._config.first_slice_bytes
         pieces = cut(len(result), limit) if gather else [Slice(0, len(result))]
         items = []
         for index, piece in enumerate(pieces):

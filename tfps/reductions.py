@@ -15,7 +15,8 @@ from tfps import graph_ops
 from tfps.embedded import EmbeddedExchange
 from tfps.errors import UnsupportedError
 from tfps.exchange import BucketSpec
-from tfps.runtime import Pull, Runtime, pack_sparse, unpack_sparse
+from tfps.runtime import Pull, Runtime
+from tfps.sparse import pack_sparse, unpack_sparse
 from tfps.tf_private import ops
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-import struct
 import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,36 +24,17 @@ from tfps import tf_private
 from tfps.errors import TfpsError, WaitTimeoutError
 from tfps.exchange import BucketSpec, Exchange, Reply
 from tfps.graph_ops import HOST, MESSAGE, PULLED, Gate, tensor_of
+from tfps.report import History, Report, Round, make_report
+from tfps.sparse import pack_sparse, unpack_sparse
 from tfps.trace import Recorder
 
 logger = logging.getLogger("tfps")
-_INDICES_SIZE = struct.Struct("<Q")
 _NO_BYTES = np.empty(0, np.uint8)
 _DRAINED = -1  # in place of a transfer's id: everything before it has been started
+_HISTORY_STEPS = 16
 _PATIENCE_S = 5.0  # before a wait is mentioned
 _WATCH_S = 1.0  # between two looks at the gates
 _LOST_AFTER = 30  # looks without any message, at a gate that stays closed
-
-
-def pack_sparse(indices: Any, data: Any) -> bytes:
-    """One rank's part of a gather: size of the indices in bytes, indices, data."""
-    indices = memoryview(indices)
-    return b"".join((_INDICES_SIZE.pack(indices.nbytes), indices, memoryview(data)))
-
-
-def unpack_sparse(parts: Sequence[Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Indices and data of all ranks in rank order, each flat uint8."""
-    indices, data = [], []
-    for part in parts:
-        view = np.frombuffer(part, np.uint8)
-        if not len(view):
-            continue
-        end = _INDICES_SIZE.size + _INDICES_SIZE.unpack_from(part)[0]
-        indices.append(view[_INDICES_SIZE.size : end])
-        data.append(view[end:])
-    if not data:
-        return _NO_BYTES, _NO_BYTES
-    return np.concatenate(indices), np.concatenate(data)
 
 
 class Transfer:
@@ -135,6 +117,7 @@ class DeferredUpdate(Transfer):
         super().__init__(bucket, spec, messages)
         self.group = group
         group.transfers.add(self)
+        self.ready_s = 0.0  # when the last gradient came
         self.functions: list[Callable[[tf.Tensor, tf.Tensor], Any]] = []  # one per local replica
         self.gates: list[Gate] = []
 
@@ -181,6 +164,7 @@ class Runtime:
         self._closing = self._closed = self._pumped_all = False
         self._gates: weakref.WeakSet[Gate] = weakref.WeakSet()
         self._rounds = Rounds()
+        self._history: dict[int, deque[Round]] = {}  # of the last steps of updates, by bucket; apply thread writes
         self._messages_seen = 0  # pump thread writes, watch thread reads
         self._under_way = 0  # messages whose transfer has not finished; guarded by _has_ready
         self._wake_watch = threading.Event()  # set at failure and close
@@ -214,6 +198,15 @@ class Runtime:
     def update_buckets(self) -> int:
         """Number of buckets that deferred updates use."""
         return len({transfer.bucket for transfer in self._transfers.values() if isinstance(transfer, DeferredUpdate)})
+
+    def report(self) -> Report:
+        """See `Strategy.report`."""
+        specs = dict(self._buckets.values())
+        histories = [
+            History(specs[bucket].name, specs[bucket].priority, specs[bucket].nbytes, tuple(rounds))
+            for bucket, rounds in list(self._history.items())
+        ]
+        return make_report(histories, self.exchange.links())
 
     def adopt(self, transfer: Transfer, graph: tf.Graph) -> None:
         """Gives `transfer` an id; it is forgotten when `graph` and all graphs around it are gone."""
@@ -337,8 +330,10 @@ class Runtime:
         if self.recorder.enabled:
             self.recorder.record("gradient", bucket=transfer.bucket, nbytes=len(payload))
 
-        if isinstance(transfer, DeferredUpdate) and self._rounds.skipped(number, transfer):
-            raise TfpsError(_stopped(self.exchange.rank, transfer.spec.name))
+        if isinstance(transfer, DeferredUpdate):
+            transfer.ready_s = time.monotonic()
+            if self._rounds.skipped(number, transfer):
+                raise TfpsError(_stopped(self.exchange.rank, transfer.spec.name))
 
         def on_reply(reply: Reply) -> None:
             with self._has_ready:
@@ -376,6 +371,9 @@ class Runtime:
             transfer.finish(*_tensors(transfer.spec, sent, reply))
         except Exception as error:  # its readers must not wait for ever, nor the other workers
             self._break(transfer, error)
+        if isinstance(transfer, DeferredUpdate):
+            history = self._history.setdefault(transfer.bucket, deque(maxlen=_HISTORY_STEPS))
+            history.append(Round(transfer.ready_s, time.monotonic()))
         if self.recorder.enabled:
             self.recorder.record("applied", bucket=transfer.bucket)
 

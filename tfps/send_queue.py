@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
+import time
+from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -21,6 +23,13 @@ class Outgoing(NamedTuple):
     nbytes: int
     payload: memoryview | None = None
     frame: bytes | None = None
+
+
+class Throughput(NamedTuple):
+    """Payload bytes and the seconds they took."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
 
 
 class SendQueue:
@@ -40,6 +49,9 @@ class SendQueue:
     ) -> None:
         self._window_bytes = window_bytes
         self._receipt_bytes = max(window_bytes // 2, 1)
+        self._urgent: deque[bytes] = deque()  # frames outside the window, before all others
+        self._backlog_s: float | None = None  # since when frames have been waiting, at the last receipt
+        self._busy = Throughput()
         self._by_priority = policy == "priority"
         self._piggyback = piggyback
         self._recorder = recorder
@@ -65,11 +77,32 @@ class SendQueue:
             if self._heap and self._sent - self._acked < self._window_bytes:
                 self._changed.notify()
 
-    def take(self) -> tuple[Outgoing | None, int] | None:
+    def put_urgent(self, frame: bytes) -> None:
+        """Adds an encoded frame without payload bytes, which leaves next. Ignored after `close` and `fail`."""
+        with self._changed:
+            if not self._closed and self._failure is None:
+                self._urgent.append(frame)
+                self._changed.notify()
+
+    def set_window(self, window_bytes: int) -> None:
+        """Changes the window from now on. The other end must do so too: receipts come per half a window."""
+        with self._changed:
+            self._window_bytes = window_bytes
+            self._receipt_bytes = max(window_bytes // 2, 1)
+            self._changed.notify()
+
+    @property
+    def throughput(self) -> Throughput:
+        """What has been received by the other end while frames were waiting all the time."""
+        with self._changed:
+            return self._busy
+
+    def take(self) -> tuple[Outgoing | bytes | None, int] | None:
         """Waits for the next frame; None once closed.
 
         Returns:
-            The frame and the total to write into its `received`; without a frame a receipt (ACK) is due.
+            The frame and the total to write into its `received`, or an urgent frame as it is; without a frame a
+            receipt (ACK) is due.
 
         Raises:
             TfpsError: what `fail` was called with.
@@ -80,6 +113,8 @@ class SendQueue:
                     raise self._failure
                 if self._closed:
                     return None
+                if self._urgent:
+                    return self._urgent.popleft(), 0
                 may_send = bool(self._heap) and self._sent - self._acked < self._window_bytes
                 receipt_due = self._received - self._receipted >= self._receipt_bytes
                 if receipt_due and not (may_send and self._piggyback):
@@ -87,6 +122,8 @@ class SendQueue:
                     return None, self._received
                 if may_send:
                     item = heapq.heappop(self._heap)[2]
+                    if not self._heap:
+                        self._backlog_s = None
                     self._sent += item.nbytes
                     if self._piggyback:
                         self._receipted = self._received
@@ -107,11 +144,19 @@ class SendQueue:
                 return
             if total > self._sent:
                 raise ProtocolError(f"acknowledged bytes must be at most the {self._sent} sent, got {total}")
+            self._measure(total - self._acked)
             self._acked = total
             if self._recorder.enabled:
                 self._recorder.record("acked", stream=self._name, in_flight=self._sent - self._acked)
             if self._heap and self._sent - self._acked < self._window_bytes:
                 self._changed.notify()
+
+    def _measure(self, nbytes: int) -> None:
+        """Counts a receipt if frames have been waiting since the last one."""
+        now_s = time.monotonic()
+        if self._backlog_s is not None:
+            self._busy = Throughput(self._busy.nbytes + nbytes, self._busy.seconds + now_s - self._backlog_s)
+        self._backlog_s = now_s if self._heap else None
 
     def received(self, nbytes: int) -> None:
         """`nbytes` of payload have come in from the other end."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,6 +21,7 @@ from tfps.control import (
     TOKEN_KEY,
     config_of,
     failure_of,
+    layout_of,
     request_type,
     version_text,
 )
@@ -94,7 +96,14 @@ class ParameterServer:
                 response_serializer=lambda reply: reply.SerializeToString(),
             )
 
-        calls = {"Join": self._join, "Declare": self._declare, "Waiting": self._waiting, "Leave": self._leave}
+        calls = {
+            "Join": self._join,
+            "Declare": self._declare,
+            "Waiting": self._waiting,
+            "Tune": self._tune,
+            "Status": self._status,
+            "Leave": self._leave,
+        }
         handlers = {name: unary(call, name) for name, call in calls.items()}
         handlers["Exchange"] = grpc.stream_stream_rpc_method_handler(self._exchange)
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
@@ -156,6 +165,17 @@ class ParameterServer:
         except TfpsError as error:
             reply.failure.CopyFrom(failure_of(error))
         return reply
+
+    def _tune(self, request: Any, context: grpc.ServicerContext) -> Any:
+        reply = pb.TuneReply()
+        try:
+            self._job_of(request.token).tune(layout_of(request.layout))
+        except TfpsError as error:
+            reply.failure.CopyFrom(failure_of(error))
+        return reply
+
+    def _status(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return pb.StatusReply(cpu_s=time.process_time())
 
     def _leave(self, request: Any, context: grpc.ServicerContext) -> Any:
         failure = error_from(request.failure.code, request.failure.text) if request.HasField("failure") else None

@@ -17,6 +17,7 @@ from tfps.embedded import EmbeddedExchange
 from tfps.errors import ConfigError
 from tfps.exchange import Exchange
 from tfps.extended import Extended
+from tfps.report import Report
 from tfps.runtime import Runtime
 from tfps.trace import Recorder
 from tfps.worker import Worker
@@ -63,7 +64,7 @@ class Strategy(tf.distribute.Strategy):
         self._pservers = cluster.pservers
         self._runtime = Runtime(exchange, self._recorder, self.config.step_timeout_s)
         self._at_end = weakref.finalize(self, _close_at_end, self._runtime)
-        super().__init__(Extended(self, devices, self._runtime, self.config.slice_bytes))
+        super().__init__(Extended(self, devices, self._runtime, self.config.first_slice_bytes))
 
     @property
     def rank(self) -> int:
@@ -83,6 +84,14 @@ class Strategy(tf.distribute.Strategy):
     def update_buckets(self) -> int:
         """How many buckets with deferred updates there are; each is one exchange per step."""
         return self._runtime.update_buckets()
+
+    def report(self) -> Report:
+        """Where the time of the last steps went on this worker, what limits it, and what would help; printable.
+
+        Raises:
+            TfpsError: there were fewer than 4 steps, or a pserver does not answer.
+        """
+        return self._runtime.report()
 
     @property
     def recorder(self) -> Recorder:

@@ -26,6 +26,8 @@ def outgoing(queue: SendQueue) -> Iterator[bytes]:
         item, received = taken
         if item is None:
             yield frames.encode(Header(Kind.ACK, received=received))
+        elif isinstance(item, bytes):
+            yield item
         elif item.frame is not None:
             yield item.frame
         else:
@@ -33,8 +35,16 @@ def outgoing(queue: SendQueue) -> Iterator[bytes]:
         item = taken = None  # the payload may go while this waits for the next
 
 
-def receive(messages: Iterable[bytes], data: Kind, queue: SendQueue, on_data: OnData) -> TfpsError | None:
+def receive(
+    messages: Iterable[bytes],
+    data: Kind,
+    queue: SendQueue,
+    on_data: OnData,
+    on_layout: Callable[[memoryview], None] | None = None,
+) -> TfpsError | None:
     """Hands all data frames of a stream to `on_data` and keeps the receipts of both directions, to the stream's end.
+
+    `on_layout` gets the payload of LAYOUT frames, which only workers get.
 
     Returns:
         The error that the other end sent, if it did.
@@ -52,6 +62,8 @@ def receive(messages: Iterable[bytes], data: Kind, queue: SendQueue, on_data: On
             on_data(header, payload)
         elif header.kind == Kind.ACK:
             queue.acked(header.received)
+        elif header.kind == Kind.LAYOUT and on_layout is not None:
+            on_layout(payload)
         elif header.kind == Kind.ERROR:
             return frames.decode_error(header, payload)
         else:
@@ -65,6 +77,7 @@ class WorkerStream:
 
     Args:
         on_data: called with every reply on the receiver thread.
+        on_layout: called with every layout there.
         on_end: called once on the receiver thread if the stream ends other than by `close`; told is True if the pserver
             said why.
         when: `at step 17`, for messages.
@@ -76,12 +89,14 @@ class WorkerStream:
         index: int,
         queue: SendQueue,
         on_data: OnData,
+        on_layout: Callable[[memoryview], None],
         on_end: Callable[[TfpsError, bool], None],
         when: Callable[[], str],
     ) -> None:
         self._pserver = pserver
         self._queue = queue
         self._on_data = on_data
+        self._on_layout = on_layout
         self._on_end = on_end
         self._when = when
         self._closed = False
@@ -107,7 +122,13 @@ class WorkerStream:
         address = self._pserver.address
         told = False
         try:
-            failure = receive(self._call, Kind.REPLY, self._queue, self._on_data)  # type: ignore[arg-type]
+            failure = receive(
+                self._call,  # type: ignore[arg-type]
+                Kind.REPLY,
+                self._queue,
+                self._on_data,
+                self._on_layout,
+            )
             told = failure is not None
             error: TfpsError = failure or PserverLostError(f"pserver {address}: ended the stream {self._when()}")
         except grpc.RpcError as broken:

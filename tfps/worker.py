@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import socket
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from tfps.aggregate import split_gathered
 from tfps.config import Config, check_address
-from tfps.control import PROTOCOL_VERSION, Pserver, failure_of, settings_of
+from tfps.control import PROTOCOL_VERSION, Pserver, failure_of, layout_message, layout_of, settings_of
 from tfps.errors import (
     ConfigError,
     ProtocolError,
@@ -29,51 +25,29 @@ from tfps.exchange import (
     BucketSpec,
     FailureListener,
     FailureState,
+    Link,
     OnReply,
     Payload,
     Reply,
     as_bytes,
     check_payload,
-    parse_dtype,
 )
-from tfps.frames import EMPTY, LAST, Header, Kind
-from tfps.memory import aligned_empty, tune_malloc
+from tfps.frames import Header, Kind
+from tfps.layout import Cutting, Layout, cut_anew, cut_sum, tunable
+from tfps.memory import tune_malloc
 from tfps.placement import Placer
 from tfps.protos import tfps_pb2 as pb
+from tfps.rounds import Bucket, Push
 from tfps.send_queue import Outgoing, SendQueue
-from tfps.slicing import Slice, cut
 from tfps.stream import WorkerStream
 from tfps.trace import Recorder
+from tfps.tuner import Tuner
 
 _LEAVE_TIMEOUT_S = 2.0
+_TUNE_TIMEOUT_S = 30.0
+_STATUS_TIMEOUT_S = 10.0
+_LEAST_BUSY_S = 0.02  # for a throughput that means something
 _ANSWER_MARGIN_S = 10.0  # how much later than the pserver's own deadline a call gives up
-
-
-@dataclass(slots=True)
-class _Push:
-    """One contribution to a bucket, from `push` until its reply."""
-
-    payload: memoryview | None
-    on_reply: OnReply
-    step: int = 0
-    started_s: float = 0.0
-    buffer: NDArray[np.uint8] | None = None  # a sum's result
-    arrived: set[int] = field(default_factory=set)  # slices of a sum
-    copied: int = 0
-    pieces: list[memoryview] = field(default_factory=list)  # a gather's result
-
-
-@dataclass(slots=True)
-class _Bucket:
-    """A declared bucket: `owners[i]` is the pserver of slice i (a gather has only owners[0])."""
-
-    spec: BucketSpec
-    slices: list[Slice]
-    owners: list[int]
-    lock: threading.Lock = field(default_factory=threading.Lock)  # guards all below
-    steps: int = 0
-    current: _Push | None = None
-    waiting: deque[_Push] = field(default_factory=deque)
 
 
 class Worker:
@@ -111,9 +85,10 @@ class Worker:
         tune_malloc()
         self.config = config = config or Config()
         self.rank, self.workers = -1 if rank is None else rank, workers or 0
+        self.slice_bytes, self.window_bytes = config.first_slice_bytes, config.first_window_bytes  # now, if tuned
         self._recorder = recorder or Recorder()
         self._state = FailureState()
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[Bucket] = []
         self._declaring = threading.Lock()  # one declaration after the other
         self._declarations = 0
         self._placer = Placer(len(addresses), config.placement)
@@ -126,11 +101,17 @@ class Worker:
         self._pservers = [Pserver(address) for address in addresses]
         self._queues = [
             SendQueue(
-                config.window_bytes, config.policy, piggyback=True, recorder=self._recorder, name=f"pserver {address}"
+                config.first_window_bytes,
+                config.policy,
+                piggyback=True,
+                recorder=self._recorder,
+                name=f"pserver {address}",
             )
             for address in addresses
         ]
         self._streams = [self._stream(index) for index in range(len(addresses))]
+        self._cpu_s: list[float] = []  # of each pserver when the first buckets were declared
+        self._tuner = Tuner(config, self._pservers, self._queues, self.tune)
         self._watch = threading.Thread(target=self._watch_deadlines, name="tfps-watch", daemon=True)
         try:
             self._join(job)
@@ -155,6 +136,7 @@ class Worker:
             index,
             self._queues[index],
             on_data=lambda header, payload: self._take_reply(index, header, payload),
+            on_layout=lambda payload: self._take_layout(index, payload),
             on_end=self._fail,
             when=lambda: f"at step {self._step}",
         )
@@ -246,6 +228,10 @@ class Worker:
             except TfpsError as error:
                 self._fail(error, told=not isinstance(error, (PserverLostError, WaitTimeoutError)))
                 raise
+            if self.rank == 0 and any(map(tunable, specs)):
+                self._tuner.probe(self._token, self.rank)
+            if not self._cpu_s:
+                self._cpu_s = [self._status(pserver).cpu_s for pserver in self._pservers]
             first = len(self._buckets)
             self._buckets.extend(map(self._new_bucket, specs))
             return list(range(first, len(self._buckets)))
@@ -269,11 +255,73 @@ class Worker:
                 raise WaitTimeoutError(f"pserver {pserver.address}: {error}") from None
         self._declarations += 1
 
-    def _new_bucket(self, spec: BucketSpec) -> _Bucket:
+    def _new_bucket(self, spec: BucketSpec) -> Bucket:
         if spec.kind == "gather":
-            return _Bucket(spec, [], [self._placer.place_gather(spec.name)])
-        slices = cut(spec.nbytes, self.config.slice_bytes, parse_dtype(spec.dtype).itemsize)
-        return _Bucket(spec, slices, self._placer.place(spec.name, [s.nbytes for s in slices], spec.occasional))
+            return Bucket(spec, Cutting([], [self._placer.place_gather(spec.name)]))
+        return Bucket(spec, cut_sum(spec, self.config.first_slice_bytes, self._placer))
+
+    # Tuning
+
+    def tune(self, slice_bytes: int, window_bytes: int) -> None:
+        """Cuts all buckets anew from the step after the next, on all workers and pservers, and changes the window now.
+
+        For rank 0 only; see Layout in protos/tfps.proto.
+
+        Raises:
+            TfpsError: a pserver did not take it; the exchange has failed.
+        """
+        steps = {}
+        for number, bucket in enumerate(list(self._buckets)):
+            if tunable(bucket.spec):
+                with bucket.lock:
+                    # Two steps: so everybody knows the bucket. No other worker can have left the next step behind.
+                    if bucket.steps >= 2 and not bucket.next:
+                        steps[number] = bucket.steps + 2
+                        bucket.hold_at = bucket.steps + 1
+        layout = Layout(slice_bytes, window_bytes, steps)
+        request = pb.TuneRequest(token=self._token, rank=self.rank, layout=layout_message(layout))
+        try:
+            for pserver in self._pservers:
+                pserver.call("Tune", request, _TUNE_TIMEOUT_S)
+        except TfpsError as error:
+            self.fail(error)
+            raise
+        self._cut_anew(layout)
+        for number in steps:
+            bucket = self._buckets[number]
+            with bucket.lock:
+                bucket.hold_at = None
+                self._start_next(number, bucket)
+
+    def _take_layout(self, pserver: int, payload: memoryview) -> None:
+        """Every pserver sends it; the first one counts for the buckets, each for its own window."""
+        layout = layout_of(pb.Layout.FromString(bytes(payload)))
+        self._cut_anew(layout)
+        self._queues[pserver].set_window(layout.window_bytes)
+
+    def _cut_anew(self, layout: Layout) -> None:
+        self.slice_bytes, self.window_bytes = layout.slice_bytes, layout.window_bytes
+        specs = [bucket.spec for bucket in list(self._buckets)]
+        for number, cutting in cut_anew(specs, layout, len(self._pservers), self.config.placement).items():
+            bucket = self._buckets[number]
+            with bucket.lock:
+                if bucket.steps <= cutting.step:
+                    bucket.next[cutting.step] = cutting
+
+    def links(self) -> list[Link]:
+        steps = max((bucket.steps for bucket in list(self._buckets)), default=0)
+        found = []
+        for index, (pserver, queue) in enumerate(zip(self._pservers, self._queues, strict=True)):
+            busy = queue.throughput
+            rate = busy.nbytes / busy.seconds if busy.seconds >= _LEAST_BUSY_S else 0.0
+            cpu_s = None
+            if steps and self._cpu_s:
+                cpu_s = (self._status(pserver).cpu_s - self._cpu_s[index]) / steps
+            found.append(Link(pserver.address, rate, cpu_s))
+        return found
+
+    def _status(self, pserver: Pserver) -> Any:
+        return pserver.call("Status", pb.StatusRequest(token=self._token), _STATUS_TIMEOUT_S)
 
     # Pushing
 
@@ -286,26 +334,23 @@ class Worker:
         with target.lock:
             # Under the lock: a failure either is seen here or sees this push.
             if (end := self._state.end) is None:
-                target.waiting.append(_Push(view, on_reply))
+                target.waiting.append(Push(view, on_reply))
                 self._start_next(bucket, target)
         if end is not None:
             on_reply(Reply(error=end))
 
-    def _start_next(self, number: int, bucket: _Bucket) -> None:
+    def _start_next(self, number: int, bucket: Bucket) -> None:
         """Sends the oldest waiting push if none is outstanding. The caller holds the bucket's lock."""
-        if bucket.current is not None or not bucket.waiting:
+        if (push := bucket.start_next()) is None:
             return
-        bucket.current = push = bucket.waiting.popleft()
-        push.step, push.started_s = bucket.steps, time.monotonic()
-        bucket.steps += 1
         self._step = max(self._step, push.step)
         if self._recorder.enabled:
             self._recorder.record("push", bucket=number, step=push.step, priority=bucket.spec.priority)
         shards: list[list[Outgoing]] = [[] for _ in self._queues]
-        for index, piece, flags in _pieces(bucket, push.payload, self.config.slice_bytes):
+        for index, piece, flags in bucket.pieces(push.payload, self.config.first_slice_bytes):
             header = Header(Kind.PUSH, flags, number, index, bucket.spec.priority, push.step)
             payload = None if push.payload is None else push.payload[piece.offset : piece.offset + piece.nbytes]
-            owner = bucket.owners[index if bucket.spec.kind == "sum" else 0]
+            owner = bucket.cutting.owners[index if bucket.spec.kind == "sum" else 0]
             shards[owner].append(Outgoing(header, 0 if payload is None else piece.nbytes, payload))
         for queue, items in zip(self._queues, shards, strict=True):
             if items:
@@ -320,7 +365,6 @@ class Worker:
         if self._recorder.enabled:
             bucket_index = {"bucket": header.bucket, "index": header.index}
             self._recorder.record("reply", **bucket_index, step=header.step, nbytes=len(payload))
-        take = self._take_slice if bucket.spec.kind == "sum" else self._take_piece
         with bucket.lock:
             push = bucket.current
             if push is None:
@@ -329,7 +373,7 @@ class Worker:
                 raise ProtocolError(f"a reply of bucket '{bucket.spec.name}' must follow a push, got one without")
             if header.step != push.step:
                 raise ProtocolError(f"step of bucket '{bucket.spec.name}' must be {push.step}, got {header.step}")
-        reply = take(pserver, bucket, push, header, payload)
+        reply = bucket.take(pserver, push, header, payload, self.workers)
         if reply is None:
             return
         with bucket.lock:
@@ -341,44 +385,14 @@ class Worker:
             self._recorder.record("pulled", bucket=header.bucket, step=header.step)
         push.on_reply(reply)
 
-    def _take_slice(
-        self, pserver: int, bucket: _Bucket, push: _Push, header: Header, payload: memoryview
-    ) -> Reply | None:
-        name, index = bucket.spec.name, header.index
-        if not 0 <= index < len(bucket.slices) or bucket.owners[index] != pserver:
-            raise ProtocolError(f"bucket '{name}' has no slice {index} on this pserver")
-        where = bucket.slices[index]
-        if len(payload) != where.nbytes:
-            raise ProtocolError(f"slice {index} of bucket '{name}' must have {where.nbytes} bytes, got {len(payload)}")
-        with bucket.lock:
-            if index in push.arrived:
-                raise ProtocolError(f"slice {index} of bucket '{name}' must be replied to once, got it twice")
-            push.arrived.add(index)
-            if push.buffer is None:
-                push.buffer = aligned_empty(bucket.spec.nbytes)
-        np.copyto(push.buffer[where.offset : where.offset + where.nbytes], np.frombuffer(payload, np.uint8))
-        with bucket.lock:
-            push.copied += 1
-            return Reply(sum=push.buffer) if push.copied == len(bucket.slices) else None
-
-    def _take_piece(
-        self, pserver: int, bucket: _Bucket, push: _Push, header: Header, payload: memoryview
-    ) -> Reply | None:
-        if bucket.owners[0] != pserver or header.index != len(push.pieces):
-            raise ProtocolError(
-                f"piece {len(push.pieces)} of bucket '{bucket.spec.name}' must come next, got {header.index}"
-            )
-        push.pieces.append(payload)
-        if not header.flags & LAST:
-            return None
-        result = push.pieces[0] if len(push.pieces) == 1 else memoryview(b"".join(push.pieces))
-        return Reply(parts=list(split_gathered(result, self.workers)))
-
     # Deadlines
 
     def _watch_deadlines(self) -> None:
         limit_s = self.config.step_timeout_s
-        while not self._wake.wait(min(1.0, limit_s / 4)):
+        while not self._wake.wait(min(1.0 if self._tuner.done else 0.1, limit_s / 4)):
+            if self.rank == 0 and not self._tuner.done:
+                with contextlib.suppress(TfpsError):  # which has failed the exchange
+                    self._tuner.look(list(self._buckets))
             for number, bucket in enumerate(list(self._buckets)):
                 with bucket.lock:
                     push = bucket.current
@@ -390,11 +404,11 @@ class Worker:
             for queue in self._queues:
                 queue.close()
 
-    def _timeout(self, number: int, bucket: _Bucket, push: _Push) -> TfpsError:
+    def _timeout(self, number: int, bucket: Bucket, push: Push) -> TfpsError:
         """The error of a push that has waited too long, with the ranks it waits for."""
         what = f"bucket '{bucket.spec.name}' step {push.step}: no result within {self.config.step_timeout_s:.3g} s"
         with bucket.lock:
-            owners = sorted({o for i, o in enumerate(bucket.owners) if i not in push.arrived})
+            owners = sorted({o for i, o in enumerate(bucket.cutting.owners) if i not in push.arrived})
         request = pb.WaitingRequest(token=self._token, rank=self.rank, bucket=number)
         blame = []
         for pserver in (self._pservers[owner] for owner in owners):
@@ -409,13 +423,3 @@ class Worker:
     @staticmethod
     def call_waiting(pserver: Pserver, request: object) -> str:
         return ", ".join(pserver.call("Waiting", request, 5.0).missing)
-
-
-def _pieces(bucket: _Bucket, payload: memoryview | None, slice_bytes: int) -> list[tuple[int, Slice, int]]:
-    """Index, range and flags of every frame of a push."""
-    empty = EMPTY if payload is None else 0
-    if bucket.spec.kind == "sum":
-        return [(index, piece, empty) for index, piece in enumerate(bucket.slices)]
-    pieces = cut(0 if payload is None else len(payload), slice_bytes)
-    last = len(pieces) - 1
-    return [(index, piece, empty | (LAST if index == last else 0)) for index, piece in enumerate(pieces)]

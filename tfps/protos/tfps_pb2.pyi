@@ -91,6 +91,18 @@ class JoinRequest(_message.Message):
     workers: int
     def __init__(self, protocol_version: _Optional[int] = ..., job: _Optional[str] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., uid: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., pserver_index: _Optional[int] = ..., pservers: _Optional[int] = ..., token: _Optional[str] = ..., settings: _Optional[_Union[Settings, _Mapping]] = ...) -> None: ...
 
+class Layout(_message.Message):
+    __slots__ = ["buckets", "slice_bytes", "steps", "window_bytes"]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    SLICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    buckets: _containers.RepeatedScalarFieldContainer[int]
+    slice_bytes: int
+    steps: _containers.RepeatedScalarFieldContainer[int]
+    window_bytes: int
+    def __init__(self, slice_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., steps: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class LeaveReply(_message.Message):
     __slots__ = []
     def __init__(self) -> None: ...
@@ -118,6 +130,36 @@ class Settings(_message.Message):
     slice_bytes: int
     window_bytes: int
     def __init__(self, slice_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., placement: _Optional[str] = ..., deterministic: bool = ...) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ["cpu_s", "failure"]
+    CPU_S_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    cpu_s: float
+    failure: Failure
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., cpu_s: _Optional[float] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ["token"]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    def __init__(self, token: _Optional[str] = ...) -> None: ...
+
+class TuneReply(_message.Message):
+    __slots__ = ["failure"]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    failure: Failure
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class TuneRequest(_message.Message):
+    __slots__ = ["layout", "rank", "token"]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    layout: Layout
+    rank: int
+    token: str
+    def __init__(self, token: _Optional[str] = ..., rank: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ...) -> None: ...
 
 class WaitingReply(_message.Message):
     __slots__ = ["failure", "missing"]

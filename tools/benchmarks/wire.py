@@ -166,7 +166,7 @@ def _raw(address: str, steps: int) -> None:
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)))
     payload, result = memoryview(bytes(STEP_BYTES)), memoryview(bytearray(STEP_BYTES))
-    slice_bytes = Config.from_environment().slice_bytes
+    slice_bytes = Config.from_environment().first_slice_bytes
 
     def send() -> None:
         for start in range(0, STEP_BYTES, slice_bytes):
@@ -190,8 +190,8 @@ def _grpc(address: str, steps: int) -> None:
 
     tune_malloc()
     config = Config.from_environment()
-    window = threading.Semaphore(max(config.window_bytes // config.slice_bytes, 1))
-    slices = [bytes(min(config.slice_bytes, STEP_BYTES - start)) for start in range(0, STEP_BYTES, config.slice_bytes)]
+    window = threading.Semaphore(max(config.first_window_bytes // config.first_slice_bytes, 1))
+    slices = [bytes(min(config.first_slice_bytes, STEP_BYTES - start)) for start in range(0, STEP_BYTES, config.first_slice_bytes)]
     todo: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def messages() -> Iterator[bytes]:

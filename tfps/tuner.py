@@ -1,0 +1,105 @@
+"""Rank 0's measurements during the first steps, and the one change of sizes that follows."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+from tfps.config import Config
+from tfps.control import Pserver
+from tfps.errors import TfpsError
+from tfps.protos import tfps_pb2 as pb
+from tfps.rounds import Bucket
+from tfps.send_queue import SendQueue, Throughput
+from tfps.tuning import Measured, choose
+
+logger = logging.getLogger("tfps")
+
+_PROBES = 5
+_PROBE_TIMEOUT_S = 5.0
+_STEPS, _BUSY_S = 4, 0.2  # the least that a measurement needs
+_GIVE_UP_STEPS = 50  # by then the network would have been busy if it mattered
+_MIN_MESSAGE_S, _MAX_MESSAGE_S = 30e-6, 2e-3
+
+
+class Tuner:
+    """Tunes a job once, if `config` has anything that is "auto". Its methods are called one at a time.
+
+    Args:
+        tune: what to do with slice and window bytes.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        pservers: Sequence[Pserver],
+        queues: Sequence[SendQueue],
+        tune: Callable[[int, int], None],
+    ) -> None:
+        self._config, self._pservers, self._queues, self._tune = config, pservers, queues, tune
+        self.done = config.slice_bytes != "auto" and config.window_bytes != "auto"
+        self._round_trip_s = self._network_s = 0.0
+
+    def probe(self, token: str, rank: int) -> None:
+        """Measures the round trips, before anything else is under way. The slowest pserver counts."""
+        if self.done or self._round_trip_s:
+            return
+        request = pb.WaitingRequest(token=token, rank=rank, bucket=2**32 - 1)  # refused, which takes as long
+
+        def call(pserver: Pserver) -> None:
+            with contextlib.suppress(TfpsError):
+                pserver.call("Waiting", request, _PROBE_TIMEOUT_S)
+
+        self._round_trip_s = max(min(_seconds(call, p) for _ in range(_PROBES)) for p in self._pservers)
+        self._network_s = max(min(_seconds(_connect, p) for _ in range(_PROBES)) for p in self._pservers)
+
+    def look(self, buckets: Sequence[Bucket]) -> None:
+        """Tunes if enough has been measured."""
+        steps = max((bucket.steps for bucket in buckets), default=0)
+        if self.done or steps < _STEPS or not self._round_trip_s:
+            return
+        busy = [queue.throughput for queue in self._queues]
+        if max(one.seconds for one in busy) < _BUSY_S:
+            if steps >= _GIVE_UP_STEPS:
+                self.done = True
+                logger.info("tfps: the network keeps up: slices and windows stay as they are")
+            return
+        self.done = True
+        measured = measure(busy, self._round_trip_s, self._network_s)
+        slice_bytes, window_bytes = choose(measured)
+        if self._config.slice_bytes != "auto":
+            slice_bytes = self._config.slice_bytes
+        if self._config.window_bytes != "auto":
+            window_bytes = self._config.window_bytes
+        self._tune(slice_bytes, window_bytes)
+        logger.info(
+            "tfps: tuned: slices of %.0f KiB, windows of %.0f KiB (%.0f MB/s, round trip %.2f ms, %.2f ms per message)",
+            slice_bytes / 1024,
+            window_bytes / 1024,
+            measured.bytes_per_s / 1e6,
+            measured.round_trip_s * 1e3,
+            measured.message_s * 1e3,
+        )
+
+
+def measure(busy: Sequence[Throughput], round_trip_s: float, network_s: float) -> Measured:
+    """All streams together: they are busy at about the same time, the longest of them all the time."""
+    bytes_per_s = sum(one.nbytes for one in busy) / max(one.seconds for one in busy)
+    message_s = min(max((round_trip_s - network_s) / 2, _MIN_MESSAGE_S), _MAX_MESSAGE_S)
+    return Measured(bytes_per_s, round_trip_s, message_s)
+
+
+def _connect(pserver: Pserver) -> None:
+    """One round trip between kernels."""
+    host, _, port = pserver.address.rpartition(":")
+    with contextlib.suppress(OSError):
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE_TIMEOUT_S).close()
+
+
+def _seconds(call: Callable[[Pserver], None], pserver: Pserver) -> float:
+    started_s = time.perf_counter()
+    call(pserver)
+    return time.perf_counter() - started_s

@@ -1,0 +1,43 @@
+"""From what was measured to sizes of slices and windows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_KIB = 1024
+MIN_SLICE_BYTES, MAX_SLICE_BYTES = 32 * _KIB, 1024 * _KIB
+MAX_WINDOW_BYTES = 64 * 1024 * _KIB
+_OVERHEAD = 20  # a slice takes at least so many times as long on the wire as it costs to handle it
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What rank 0 has measured.
+
+    Args:
+        bytes_per_s: payload that all pservers together received from this worker while it had something to send.
+        round_trip_s: of a small call through gRPC, on an idle connection.
+        message_s: what one message costs on the way, without the network: the part of the round trip that the network
+            itself does not explain, halved.
+    """
+
+    bytes_per_s: float
+    round_trip_s: float
+    message_s: float
+
+
+def choose(measured: Measured) -> tuple[int, int]:
+    """Slice and window size in bytes.
+
+    A slice is small, so that an urgent one waits for little, but its handling stays a fraction of its wire time. The
+    window keeps the link busy while receipts, one per half a window, come back.
+    """
+    slice_bytes = _OVERHEAD * measured.message_s * measured.bytes_per_s
+    slice_bytes = _rounded(min(max(slice_bytes, MIN_SLICE_BYTES), MAX_SLICE_BYTES))
+    window_bytes = 2 * (slice_bytes + measured.bytes_per_s * measured.round_trip_s)
+    return slice_bytes, _rounded(min(window_bytes, MAX_WINDOW_BYTES))
+
+
+def _rounded(nbytes: float) -> int:
+    """To 16 KiB, at least one."""
+    return max(round(nbytes / (16 * _KIB)), 1) * 16 * _KIB
