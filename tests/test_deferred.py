@@ -33,20 +33,26 @@ def names(buckets: list[list[Noted]]) -> list[list[str]]:
 def test_neighbours_in_forward_order_fuse_up_to_one_slice() -> None:
     order = {name: index for index, name in enumerate("abcde")}
     updates = [noted(name, 10) for name in "edcba"]
-    assert names(fuse(updates, order, 20 * FLOAT_BYTES)) == [["a", "b"], ["c", "d"], ["e"]]
+    assert names(fuse(updates, order, 20 * FLOAT_BYTES, 20 * FLOAT_BYTES)) == [["a", "b"], ["c", "d"], ["e"]]
 
 
 def test_a_variable_larger_than_a_slice_is_a_bucket_of_its_own() -> None:
     order = {name: index for index, name in enumerate("abc")}
     updates = [noted("a", 10), noted("b", 1000), noted("c", 10)]
-    assert names(fuse(updates, order, 20 * FLOAT_BYTES)) == [["a"], ["b"], ["c"]]
+    assert names(fuse(updates, order, 20 * FLOAT_BYTES, 20 * FLOAT_BYTES)) == [["a"], ["b"], ["c"]]
 
 
 def test_dtypes_do_not_mix_and_sparse_gradients_stay_alone() -> None:
     order = {name: index for index, name in enumerate("abcd")}
     updates = [noted("a", 1), noted("b", 1, tf.float64), noted("c", 1, sparse=True), noted("d", 1)]
-    assert names(fuse(updates, order, 1000)) == [["a", "d"], ["b"], ["c"]]
+    assert names(fuse(updates, order, 1000, 1000)) == [["a", "d"], ["b"], ["c"]]
 
 
 def test_variables_that_forward_did_not_use_come_last() -> None:
-    assert names(fuse([noted("x", 10), noted("a", 10)], {"a": 0}, 4)) == [["a"], ["x"]]
+    assert names(fuse([noted("x", 10), noted("a", 10)], {"a": 0}, 4, 4)) == [["a"], ["x"]]
+
+
+def test_the_first_buckets_stay_small_and_each_is_at_most_as_large_as_all_before_it() -> None:
+    order = {f"v{index:03}": index for index in range(200)}
+    buckets = fuse([noted(name, 10) for name in order], order, 500 * FLOAT_BYTES, 20 * FLOAT_BYTES)
+    assert [10 * len(bucket) for bucket in buckets] == [20, 20, 40, 80, 160, 320, 500, 500, 360]

@@ -131,7 +131,8 @@ def test_updates_take_their_time_one_after_the_other() -> None:
 
 def test_fused_layers_travel_when_the_last_gradient_exists() -> None:
     model, hosts = profile((0.0, 1.0, MB), (0.0, 1.0, MB)), cluster(1, 1, MEGABYTE_PER_S, dedicated=True)
-    assert step_s(model, hosts, slice_bytes=2 * MB) == pytest.approx(2 + 2 + 2)
+    assert step_s(model, hosts, slice_bytes=2 * MB, first_bytes=2 * MB) == pytest.approx(2 + 2 + 2)
+    assert step_s(model, hosts, slice_bytes=2 * MB) == pytest.approx(1 + 1 + 1 + 1)  # the first bucket stays small
     assert step_s(model, hosts, slice_bytes=2 * MB, fuse=False) == pytest.approx(1 + 1 + 1 + 1)
 
 

@@ -19,12 +19,15 @@ from typing import Any
 import tensorflow as tf
 
 from tfps import graph_ops
+from tfps.embedded import EmbeddedExchange
 from tfps.exchange import BucketKind, BucketSpec
 from tfps.runtime import DeferredUpdate, Group, Runtime
+from tfps.slicing import bucket_limit
 from tfps.tf_private import distribute_lib, ops, outer_graphs
 from tfps.variables import Deferral, GatedVariable, deferring
 
 logger = logging.getLogger("tfps")
+_FIRST_BUCKET_BYTES = 64 * 1024
 
 
 @dataclass(eq=False)
@@ -78,15 +81,19 @@ class GraphState:
     reductions: int = 0  # all_reduce calls so far, of the outermost graph only
 
 
-def fuse(noted: Iterable[Noted], order: dict[str, int], slice_bytes: int) -> list[list[Noted]]:
-    """Buckets of `noted` in forward order: neighbours of one dtype up to `slice_bytes`, sparse ones alone."""
+def fuse(noted: Iterable[Noted], order: dict[str, int], slice_bytes: int, first_bytes: int) -> list[list[Noted]]:
+    """Buckets of `noted` in forward order: neighbours of one dtype up to `bucket_limit`, sparse ones alone."""
     buckets: list[list[Noted]] = []
     filled: dict[tf.DType, int] = {}  # bytes in the open bucket of a dtype, which is the last one of that dtype
     last: dict[tf.DType, list[Noted]] = {}
+    before = 0
     for item in sorted(noted, key=lambda item: order.get(item.variable._unique_id, len(order))):
         if item.sparse:
             buckets.append([item])
-        elif item.dtype in last and filled[item.dtype] + item.nbytes <= slice_bytes:
+            continue
+        limit = bucket_limit(before - filled.get(item.dtype, 0), slice_bytes, first_bytes)
+        before += item.nbytes
+        if item.dtype in last and filled[item.dtype] + item.nbytes <= limit:
             last[item.dtype].append(item)
             filled[item.dtype] += item.nbytes
         else:
@@ -101,6 +108,8 @@ class Emitter:
     def __init__(self, strategy: tf.distribute.Strategy, runtime: Runtime, replicas: int, slice_bytes: int) -> None:
         self._strategy, self._runtime = strategy, runtime
         self._replicas, self._slice_bytes = replicas, slice_bytes
+        # Without a network there is nothing to expose, and the fewer buckets the better.
+        self._first_bytes = slice_bytes if isinstance(runtime.exchange, EmbeddedExchange) else _FIRST_BUCKET_BYTES
         self._warned: set[str] = set()
         # Of the replica functions being traced: transfers by bucket and how often its replica has come to it. The
         # replicas of one worker share a transfer, also where each traces a tf.cond of its own.
@@ -118,7 +127,7 @@ class Emitter:
 
     def emit(self, state: GraphState, graph: tf.Graph, replica: int, order: dict[str, int]) -> None:
         """Emits all noted updates of `replica`."""
-        buckets = fuse(state.noted.pop(replica, []), order, self._slice_bytes)
+        buckets = fuse(state.noted.pop(replica, []), order, self._slice_bytes, self._first_bytes)
         keys, specs = [], []
         for bucket in buckets:
             names = [item.variable.name.removesuffix(":0") for item in bucket]

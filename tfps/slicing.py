@@ -1,4 +1,4 @@
-"""Cuts buckets into slices."""
+"""Cuts buckets into slices, and says how large a bucket may grow."""
 
 from __future__ import annotations
 
@@ -29,3 +29,12 @@ def cut(nbytes: int, slice_bytes: int, item_bytes: int = 1) -> list[Slice]:
         raise ConfigError(f"nbytes must be a multiple of {item_bytes}, got {nbytes}")
     length = max(slice_bytes // item_bytes, 1) * item_bytes
     return [Slice(start, min(length, nbytes - start)) for start in range(0, nbytes, length)] or [Slice(0, 0)]
+
+
+def bucket_limit(before: int, slice_bytes: int, first_bytes: int) -> int:
+    """How many bytes a bucket may be fused to that comes after `before` bytes, in the order of first use.
+
+    The first bucket's last gradient is the last of the step, and its update the first that the next step needs: all of
+    its exchange is exposed. So the first is small, and each further one is at most as large as all before it.
+    """
+    return min(slice_bytes, max(first_bytes, before))

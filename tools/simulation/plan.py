@@ -9,7 +9,7 @@ from model_profiles import ITEM_BYTES, Profile
 
 from simulation.settings import Cluster, Settings
 from tfps.placement import Placer
-from tfps.slicing import cut
+from tfps.slicing import bucket_limit, cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Plan:
 def make_plan(profile: Profile, cluster: Cluster, settings: Settings) -> Plan:
     """Buckets and pieces as tfps makes them, or, for the policies with barriers, as PaddlePaddle does."""
     fuse_bytes = settings.slice_bytes if settings.fuse_bytes is None else settings.fuse_bytes
-    layers = _fused(profile, 0 if settings.barriers or not settings.fuse else fuse_bytes)
+    layers = _fused(profile, 0 if settings.barriers or not settings.fuse else fuse_bytes, settings.first_bytes)
     placer = Placer(cluster.pservers, "round_robin" if settings.barriers else "balanced")
     pieces, number = [], 0
     for bucket, members in enumerate(layers):
@@ -66,13 +66,15 @@ def make_plan(profile: Profile, cluster: Cluster, settings: Settings) -> Plan:
     return Plan(layers, pieces)
 
 
-def _fused(profile: Profile, limit: int) -> list[list[int]]:
-    """The layers that have parameters; neighbours together while they stay within `limit` bytes."""
+def _fused(profile: Profile, fuse_bytes: int, first_bytes: int) -> list[list[int]]:
+    """The layers that have parameters; neighbours together while they stay within the limit, as tfps fuses them."""
     buckets: list[list[int]] = []
-    filled = 0
+    filled = before = 0
     for number, layer in enumerate(profile.layers):
         if not layer.nbytes:
             continue
+        limit = bucket_limit(before - filled, fuse_bytes, first_bytes) if fuse_bytes else 0
+        before += layer.nbytes
         if buckets and filled + layer.nbytes <= limit:
             buckets[-1].append(number)
             filled += layer.nbytes

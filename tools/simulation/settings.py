@@ -95,6 +95,7 @@ class Settings:
         slice_bytes, window_bytes: as in tfps.Config; for slices and priority only. The window is per stream and
             direction.
         fuse: neighbours of up to one slice together become one bucket, as in tfps.
+        first_bytes: limit of the first bucket, as in tfps.slicing.bucket_limit.
         fuse_bytes: another limit for that than slice_bytes, as in tfps once it has tuned itself.
         split_parameters: barrier and overlaps cut variables from this size on into one piece per pserver.
         jitter: standard deviation of the factor on a worker's computing time, drawn per worker and step.
@@ -113,6 +114,7 @@ class Settings:
     window_bytes: int = 4 * 1024 * 1024
     fuse: bool = True
     fuse_bytes: int | None = None
+    first_bytes: int = 64 * 1024
     split_parameters: int = 1_000_000
     jitter: float = 0.0
     seed: int = 0
