@@ -15,7 +15,10 @@ Placement = Literal["balanced", "round_robin", "hash"]
 Auto = Literal["auto"]
 
 MAX_SLICE_BYTES = 64 * 2**20  # one gRPC message; beyond this nothing overlaps any more
-FIRST_SLICE_BYTES, FIRST_WINDOW_BYTES = 2**20, 4 * 2**20  # until a tuned job knows better
+# Until a tuned job knows better: small, so that also a small model has more to send than a window holds, which is when
+# bandwidth can be measured.
+FIRST_SLICE_BYTES, FIRST_WINDOW_BYTES = 128 * 1024, 512 * 1024
+BUCKET_BYTES = 2**20  # to which neighbours are fused, where slices are tuned
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,11 @@ class Config:
     def first_slice_bytes(self) -> int:
         """Size of slices before anything is tuned."""
         return FIRST_SLICE_BYTES if self.slice_bytes == "auto" else self.slice_bytes
+
+    @property
+    def bucket_bytes(self) -> int:
+        """To what size small neighbours are fused into one bucket."""
+        return BUCKET_BYTES if self.slice_bytes == "auto" else self.slice_bytes
 
     @property
     def first_window_bytes(self) -> int:

@@ -50,7 +50,9 @@ class SendQueue:
         self._window_bytes = window_bytes
         self._receipt_bytes = max(window_bytes // 2, 1)
         self._urgent: deque[bytes] = deque()  # frames outside the window, before all others
-        self._backlog_s: float | None = None  # since when frames have been waiting, at the last receipt
+        self._receipt_s = 0.0  # when the last receipt came,
+        self._sent_then = 0  # what had been sent by then,
+        self._backlog = False  # and whether frames have been waiting ever since
         self._busy = Throughput()
         self._by_priority = policy == "priority"
         self._piggyback = piggyback
@@ -93,7 +95,7 @@ class SendQueue:
 
     @property
     def throughput(self) -> Throughput:
-        """What has been received by the other end while frames were waiting all the time."""
+        """What the other end has received while there was something to carry all the time."""
         with self._changed:
             return self._busy
 
@@ -122,8 +124,7 @@ class SendQueue:
                     return None, self._received
                 if may_send:
                     item = heapq.heappop(self._heap)[2]
-                    if not self._heap:
-                        self._backlog_s = None
+                    self._backlog = self._backlog and bool(self._heap)
                     self._sent += item.nbytes
                     if self._piggyback:
                         self._receipted = self._received
@@ -144,19 +145,20 @@ class SendQueue:
                 return
             if total > self._sent:
                 raise ProtocolError(f"acknowledged bytes must be at most the {self._sent} sent, got {total}")
-            self._measure(total - self._acked)
+            self._measure(total)
             self._acked = total
             if self._recorder.enabled:
                 self._recorder.record("acked", stream=self._name, in_flight=self._sent - self._acked)
             if self._heap and self._sent - self._acked < self._window_bytes:
                 self._changed.notify()
 
-    def _measure(self, nbytes: int) -> None:
-        """Counts a receipt if frames have been waiting since the last one."""
+    def _measure(self, total: int) -> None:
+        """Counts a receipt if there was something to carry since the last one: sent by then, or waiting."""
         now_s = time.monotonic()
-        if self._backlog_s is not None:
-            self._busy = Throughput(self._busy.nbytes + nbytes, self._busy.seconds + now_s - self._backlog_s)
-        self._backlog_s = now_s if self._heap else None
+        if self._backlog or total <= self._sent_then:
+            nbytes, seconds = total - self._acked, now_s - self._receipt_s
+            self._busy = Throughput(self._busy.nbytes + nbytes, self._busy.seconds + seconds)
+        self._receipt_s, self._sent_then, self._backlog = now_s, self._sent, bool(self._heap)
 
     def received(self, nbytes: int) -> None:
         """`nbytes` of payload have come in from the other end."""

@@ -120,15 +120,20 @@ class Netlab:
     Args:
         hosts: how many.
         rate_mbit: see Rates.
+        min_burst_bytes: what passes unshaped after a pause, at least. From 64 KiB on, segments that TCP has joined pass
+            whole, which saves most of the processor's time at low rates, where each packet would wake its receiver.
 
     Raises:
         NetlabError: an argument is out of range; on entering: there can be no labs here.
     """
 
-    def __init__(self, hosts: int, rate_mbit: Rates) -> None:
+    def __init__(self, hosts: int, rate_mbit: Rates, *, min_burst_bytes: int = MIN_BURST_BYTES) -> None:
         if not 1 <= hosts <= MAX_HOSTS:
             raise NetlabError(f"hosts must be from 1 to {MAX_HOSTS}, got {hosts}")
+        if min_burst_bytes < MIN_BURST_BYTES:
+            raise NetlabError(f"min_burst_bytes must be at least {MIN_BURST_BYTES}, got {min_burst_bytes}")
         self._rates = _per_host(rate_mbit, hosts)
+        self._min_burst_bytes = min_burst_bytes
         self._number: int | None = None
         self._pid = 0
         self._handled: list[signal.Signals] = []
@@ -177,8 +182,18 @@ class Netlab:
         """Changes the rates, also under traffic."""
         self._rates = _per_host(rate_mbit, len(self._rates))
         for host, rate in zip(self.hosts, self._rates, strict=True):
-            _shape(host, "eth0", rate.tx_mbit)
-            _shape(self._switch, f"port{host.index}", rate.rx_mbit)
+            self._shape(host, "eth0", rate.tx_mbit)
+            self._shape(self._switch, f"port{host.index}", rate.rx_mbit)
+
+    def _shape(self, host: Host, device: str, rate_mbit: float) -> None:
+        burst, queue = self._burst_and_queue(rate_mbit)
+        shaper = f"tbf rate {rate_mbit * 1e6:.0f}bit burst {burst:.0f} limit {queue:.0f}"
+        run("tc", "-n", host.namespace, *f"qdisc replace dev {device} root {shaper}".split())
+
+    def _burst_and_queue(self, rate_mbit: float) -> tuple[float, float]:
+        """Bytes that pass unshaped after a pause, and bytes that wait before any are dropped."""
+        bytes_per_s = rate_mbit * 1e6 / 8
+        return max(self._min_burst_bytes, bytes_per_s * BURST_S), max(MIN_QUEUE_BYTES, bytes_per_s * QUEUE_S)
 
     def probe(self, *, window_s: float = 0.7, together: bool = True) -> list[Measurement]:
         """Measures what TCP gets through, for each host and direction, against the switch, which is not shaped.
@@ -215,7 +230,7 @@ class Netlab:
         flows = []
         for host, rate_mbit in zip(hosts, wanted, strict=True):
             sender, receiver = (host, self._switch) if direction == "tx" else (self._switch, host)
-            name, queue_bytes = f"{host.name} {direction}", _burst_and_queue(rate_mbit)[1]
+            name, queue_bytes = f"{host.name} {direction}", self._burst_and_queue(rate_mbit)[1]
             flows.append(Flow(name, sender.popen, receiver.popen, receiver.address, rate_mbit, queue_bytes))
         return [
             Measurement(host.name, direction, rate_mbit, payload_mbit)
@@ -265,18 +280,6 @@ def _per_host(rates: Rates, hosts: int) -> list[Rate]:
     if len(each) != hosts:
         raise NetlabError(f"rate_mbit must have one rate per host ({hosts}), got {len(each)}")
     return [rate if isinstance(rate, Rate) else Rate(rate, rate) for rate in each]
-
-
-def _burst_and_queue(rate_mbit: float) -> tuple[float, float]:
-    """Bytes that pass unshaped after a pause, and bytes that wait before any are dropped."""
-    bytes_per_s = rate_mbit * 1e6 / 8
-    return max(MIN_BURST_BYTES, bytes_per_s * BURST_S), max(MIN_QUEUE_BYTES, bytes_per_s * QUEUE_S)
-
-
-def _shape(host: Host, device: str, rate_mbit: float) -> None:
-    burst, queue = _burst_and_queue(rate_mbit)
-    shaper = f"tbf rate {rate_mbit * 1e6:.0f}bit burst {burst:.0f} limit {queue:.0f}"
-    run("tc", "-n", host.namespace, *f"qdisc replace dev {device} root {shaper}".split())
 
 
 def _ip(host: Host, command: str) -> None:

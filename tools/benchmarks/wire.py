@@ -29,6 +29,8 @@ from benchmarks.common import Outcome, median
 
 STEP_BYTES = 50_000_000
 BUCKET_BYTES = 4_000_000  # a model's buckets: some of one slice, most of several
+ECHO_BYTES, ECHO_WINDOW = 2**20, 4  # messages of the echoes, and how many are on the way
+WARMUP_STEPS = 15  # in which tfps tunes itself
 WORKERS = 2
 
 
@@ -120,7 +122,7 @@ def _cpu_s(pid: int) -> float:
 
 def _timed(step: Any, steps: int) -> None:
     """Warms up, waits for the others, runs and reports."""
-    for _ in range(5):
+    for _ in range(WARMUP_STEPS):
         step()
     print("ready", flush=True)
     sys.stdin.readline()
@@ -161,16 +163,13 @@ def _work(addresses: list[str], steps: int) -> None:
 
 
 def _raw(address: str, steps: int) -> None:
-    from tfps.config import Config
-
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)))
     payload, result = memoryview(bytes(STEP_BYTES)), memoryview(bytearray(STEP_BYTES))
-    slice_bytes = Config.from_environment().first_slice_bytes
 
     def send() -> None:
-        for start in range(0, STEP_BYTES, slice_bytes):
-            connection.sendall(payload[start : start + slice_bytes])
+        for start in range(0, STEP_BYTES, ECHO_BYTES):
+            connection.sendall(payload[start : start + ECHO_BYTES])
 
     def step() -> None:
         sender = threading.Thread(target=send)
@@ -184,14 +183,12 @@ def _raw(address: str, steps: int) -> None:
 def _grpc(address: str, steps: int) -> None:
     import grpc
 
-    from tfps.config import Config
     from tfps.control import CHANNEL_OPTIONS
     from tfps.memory import tune_malloc
 
     tune_malloc()
-    config = Config.from_environment()
-    window = threading.Semaphore(max(config.first_window_bytes // config.first_slice_bytes, 1))
-    slices = [bytes(min(config.first_slice_bytes, STEP_BYTES - start)) for start in range(0, STEP_BYTES, config.first_slice_bytes)]
+    window = threading.Semaphore(ECHO_WINDOW)
+    slices = [bytes(min(ECHO_BYTES, STEP_BYTES - start)) for start in range(0, STEP_BYTES, ECHO_BYTES)]
     todo: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def messages() -> Iterator[bytes]:

@@ -1,0 +1,162 @@
+"""Scheduling policies on emulated training of models: 4 hosts, each with a worker and a pserver, as in the P3 paper.
+
+Computation sleeps (tools/emulation.py), everything else is tfps itself on shaped links. So that this fits on a small
+machine, bytes and bandwidth are divided by the same number, and times multiplied where a model's are short; bandwidths
+are reported as they would be without. The rates are chosen by what the wire then takes compared with the computation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pathlib
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import model_profiles
+from emulation import Emulation, Task
+from model_profiles import Profile
+from netlab import Netlab
+from simulation import POLICIES, Cluster, Settings, lower_bound, simulate
+from simulation.bounds import busiest_link
+
+from benchmarks.common import Outcome, median
+
+HOSTS = 4
+BURST_BYTES = 160 * 1024
+GOODPUT = 0.955  # netlab counts headers
+WARMUP_STEPS = 8  # in which sizes are tuned
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is made to fit: bytes divided, times multiplied."""
+
+    model: str
+    bytes_divisor: int
+    time_factor: int
+
+    @property
+    def profile(self) -> Profile:
+        return model_profiles.load(self.model).scaled(self.bytes_divisor, self.time_factor)
+
+    @property
+    def fuse_bytes(self) -> int:
+        """What 1 MiB is of the undivided model."""
+        return 2**20 // self.bytes_divisor
+
+    @property
+    def split_parameters(self) -> int:
+        """What one million, from which on MXNet splits, is of the undivided model."""
+        return 1_000_000 // self.bytes_divisor
+
+    @property
+    def rate_factor(self) -> int:
+        """From the emulated bandwidth to the one it stands for."""
+        return self.bytes_divisor * self.time_factor
+
+
+CASES = (
+    Case("vgg19", 64, 1),
+    Case("resnet50", 24, 3),
+    Case("sockeye", 32, 4),
+    Case("vgg16", 64, 1),
+)
+# Wire time of the busiest link, one direction, over computing time.
+RATIOS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
+QUICK_RATIOS = (0.5, 1.0)
+
+
+def run(quick: bool) -> Outcome:
+    """Every model at every bandwidth under every policy, the policies one after the other in each round."""
+    cases, ratios, rounds = (CASES[:3], QUICK_RATIOS, 1) if quick else (CASES, RATIOS, 2)
+    steps = 4 if quick else 8
+    runs: list[dict[str, Any]] = []
+    with Netlab(HOSTS, 1000.0, min_burst_bytes=BURST_BYTES) as lab:
+        lab.probe()
+        with Emulation(lab.hosts, HOSTS, HOSTS) as emulation:
+            for case, ratio in itertools.product(cases, ratios):
+                runs += measure(lab, emulation, case, ratio, rounds, steps)
+    return Outcome(headline(runs), runs)
+
+
+def measure(
+    lab: Netlab, emulation: Emulation, case: Case, ratio: float, rounds: int, steps: int
+) -> list[dict[str, Any]]:
+    """All policies at one bandwidth."""
+    profile = case.profile
+    wire_bits = profile.nbytes * 8 * busiest_link(Cluster(HOSTS, HOSTS, rate_gbit=1.0))
+    rate_mbit = wire_bits / (ratio * profile.compute_s) / 1e6 / GOODPUT
+    lab.set_rate(rate_mbit)
+    cluster = Cluster(
+        HOSTS, HOSTS, rate_gbit=rate_mbit / 1000, goodput=GOODPUT, machine_cores=len(os.sched_getaffinity(0))
+    )
+    bound_s = lower_bound(profile, cluster)
+    found = []
+    for number, policy in itertools.product(range(rounds), POLICIES):
+        task = Task(
+            profile,
+            policy,
+            HOSTS,
+            HOSTS,
+            "auto",
+            "auto",
+            case.fuse_bytes,
+            case.split_parameters,
+            warmup_steps=2 if Settings(policy=policy).barriers else WARMUP_STEPS,
+            steps=steps,
+        )
+        result = emulation.run(task)
+        settings = Settings(
+            policy=policy,
+            slice_bytes=result["slice_bytes"],
+            window_bytes=result["window_bytes"],
+            fuse_bytes=case.fuse_bytes,
+            first_bytes=case.fuse_bytes // 16,
+            split_parameters=case.split_parameters,
+        )
+        predicted_s = simulate(profile, cluster, settings).step_s
+        result |= {
+            "model": case.model,
+            "policy": policy,
+            "round": number,
+            "gbit": rate_mbit * case.rate_factor / 1000,
+            "wire_over_compute": ratio,
+            "compute_s": profile.compute_s,
+            "bound_s": bound_s,
+            "simulated_s": predicted_s,
+            "bytes_divisor": case.bytes_divisor,
+            "time_factor": case.time_factor,
+        }
+        found.append(result)
+        print(
+            f"{case.model:9} {result['gbit']:6.1f} Gbit/s {policy:20} {result['step_s']:.3f} s/step, "
+            f"{bound_s / result['step_s']:.2f} of the bound, simulated {predicted_s:.3f}",
+            flush=True,
+        )
+    return found
+
+
+def headline(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Best speed-ups over the baselines and the worst fractions, of medians over rounds."""
+    figures: dict[str, float] = {}
+    of: dict[tuple[str, float, str], float] = {}
+    for key in {(r["model"], r["wire_over_compute"], r["policy"]) for r in runs}:
+        same = [r for r in runs if (r["model"], r["wire_over_compute"], r["policy"]) == key]
+        of[key] = median(same, "step_s")
+    bounds = {(r["model"], r["wire_over_compute"]): r["bound_s"] for r in runs}
+    worst = []
+    for model in dict.fromkeys(r["model"] for r in runs):
+        ratios = sorted({ratio for name, ratio, _ in of if name == model})
+        for baseline in ("overlap_send_barrier", "overlap", "barrier"):
+            gains = [of[model, ratio, baseline] / of[model, ratio, "priority"] for ratio in ratios]
+            figures[f"{model}_over_{baseline}"] = max(gains)
+            worst.append(min(gains))
+        figures[f"{model}_of_bound"] = min(bounds[model, ratio] / of[model, ratio, "priority"] for ratio in ratios)
+    figures["worst_gain"] = min(worst)
+    errors = [abs(r["simulated_s"] / r["step_s"] - 1) for r in runs]
+    figures["simulation_error"] = sorted(errors)[len(errors) // 2]
+    return figures

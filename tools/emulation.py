@@ -1,0 +1,344 @@
+"""Training that sleeps instead of computing: real workers and pservers of tfps, without TensorFlow.
+
+`Emulation` starts the processes on the hosts of a netlab (or on this machine) and gives them one task after the other.
+Run as a program this file is one of those processes: a worker that reads tasks from stdin, or a pserver that holds
+replies back (see `Holding`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+import numpy as np
+from model_profiles import Layer, Profile
+from netlab import Host
+from simulation.plan import Plan, make_plan
+from simulation.settings import Cluster, Policy, Settings
+
+from tfps import server
+from tfps.config import Auto, Config
+from tfps.exchange import BucketSpec, Reply
+from tfps.job import Job
+from tfps.worker import Worker
+
+UNLIMITED = 2**40
+LARGEST_SLICE = 64 * 2**20
+_START_S = 60.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """What workers emulate. `steps` are counted, after `warmup_steps`.
+
+    Layers are fused into buckets of `fuse_bytes`, as the strategy fuses variables; slices and windows may be "auto".
+    Policies with barriers split variables from `split_parameters` on, as Settings says.
+    """
+
+    profile: Profile
+    policy: Policy
+    workers: int
+    pservers: int
+    slice_bytes: int | Auto
+    window_bytes: int | Auto
+    fuse_bytes: int = 64 * 1024
+    split_parameters: int = 1_000_000
+    warmup_steps: int = 2
+    steps: int = 6
+
+    @property
+    def settings(self) -> Settings:
+        """For the plan, which simulation and emulation share."""
+        return Settings(
+            policy=self.policy,
+            slice_bytes=self.fuse_bytes,
+            first_bytes=self.fuse_bytes // 16,
+            split_parameters=self.split_parameters,
+        )
+
+    @property
+    def cluster(self) -> Cluster:
+        """For the plan: rates play no part in it."""
+        return Cluster(self.workers, self.pservers, rate_gbit=1.0)
+
+    @property
+    def plan(self) -> Plan:
+        """Buckets and pieces."""
+        return make_plan(self.profile, self.cluster, self.settings)
+
+    @property
+    def config(self) -> Config:
+        """Policies with barriers know neither slices nor windows nor priorities."""
+        if self.settings.barriers:
+            return Config(LARGEST_SLICE, UNLIMITED, "fifo", "round_robin", step_timeout_s=120)
+        policy: Any = "priority" if self.policy == "priority" else "fifo"
+        return Config(self.slice_bytes, self.window_bytes, policy, step_timeout_s=120)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Task:
+        content = json.loads(text)
+        profile = content.pop("profile")
+        layers = tuple(Layer(**layer) for layer in profile.pop("layers"))
+        return cls(profile=Profile(layers=layers, **profile), **content)
+
+
+class Emulation:
+    """Workers and pservers, one of each per host, as in the P3 paper; a context manager.
+
+    Args:
+        hosts: of a netlab; worker i and pserver i share host i.
+        workers, pservers: at most as many as hosts.
+    """
+
+    def __init__(self, hosts: Sequence[Host], workers: int, pservers: int) -> None:
+        self._hosts, self._workers, self._pservers = hosts, workers, pservers
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Emulation:  # noqa: PYI034 (typing.Self is not in Python 3.10)
+        with contextlib.ExitStack() as stack:
+            me = [sys.executable, "-u", __file__]
+            cli = [sys.executable, "-u", "-m", "tfps.cli"]
+            self._addresses, self._processes = {}, {}
+            for hold, command in ((False, cli), (True, [*me, "pserver"])):
+                started = []
+                for host in self._hosts[: self._pservers]:
+                    options = [f"--host={host.address}", "--port=0", f"--workers={self._workers}"]
+                    started.append(stack.enter_context(_process(host, [*command, *options])))
+                self._addresses[hold] = [_line(process).split()[3] for process in started]
+                self._processes[hold] = started
+            self._members = [
+                stack.enter_context(_process(host, [*me, "worker"])) for host in self._hosts[: self._workers]
+            ]
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def run(self, task: Task) -> dict[str, Any]:
+        """Emulates `task`; seconds per step, of each step the mean over the workers, and CPU seconds per step.
+
+        Raises:
+            RuntimeError: a process has ended or did not answer.
+        """
+        hold = task.policy == "overlap_send_barrier"
+        cpu_s = sum(_cpu_s(process.pid) for process in self._processes[hold])
+        for rank, process in enumerate(self._members):
+            order = {"rank": rank, "pservers": self._addresses[hold], "task": task.to_json()}
+            _stdin(process).write(json.dumps(order) + "\n")
+            _stdin(process).flush()
+        expected_s = _START_S + 20 * task.profile.compute_s * (task.warmup_steps + task.steps)
+        answers = [json.loads(_line(process, expected_s)) for process in self._members]
+        cpu_s = sum(_cpu_s(process.pid) for process in self._processes[hold]) - cpu_s
+        steps = np.array([answer["step_s"] for answer in answers]).mean(axis=0)
+        total = task.steps + task.warmup_steps
+        return {
+            "step_s": float(np.median(steps)),
+            "steps_s": steps.tolist(),
+            "wait_s": float(np.mean([answer["wait_s"] for answer in answers])),
+            "slice_bytes": answers[0]["slice_bytes"],
+            "window_bytes": answers[0]["window_bytes"],
+            "worker_cpu_s": sum(answer["cpu_s"] for answer in answers) / total / task.workers,
+            "pserver_cpu_s": cpu_s / total / task.pservers,
+            "worker_peak_bytes": max(answer["peak_bytes"] for answer in answers),
+            "pserver_peak_bytes": max(_peak_bytes(process.pid) for process in self._processes[hold]),
+        }
+
+
+@contextlib.contextmanager
+def _process(host: Host, command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    root = str(pathlib.Path(__file__).resolve().parent.parent)
+    process = host.popen(
+        command, env={**os.environ, "PYTHONPATH": root}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.communicate(timeout=20)
+
+
+def _stdin(process: subprocess.Popen[str]) -> Any:
+    return process.stdin
+
+
+def _line(process: subprocess.Popen[str], timeout_s: float = _START_S) -> str:
+    stdout: Any = process.stdout
+    if not select.select([stdout], [], [], timeout_s)[0]:
+        raise RuntimeError(f"{process.args!r} must answer within {timeout_s:.0f} s")
+    line: str = stdout.readline()
+    if not line:
+        raise RuntimeError(f"{process.args!r} ended with {process.wait(20)}")
+    return line
+
+
+def _cpu_s(pid: int) -> float:
+    """User and system time of a process so far."""
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _peak_bytes(pid: int | str = "self") -> int:
+    """The most memory that the process has had resident."""
+    for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"no VmHWM of process {pid}")
+
+
+# The worker
+
+
+class Trainer:
+    """One emulated worker and its job."""
+
+    def __init__(self, worker: Worker, task: Task) -> None:
+        self._worker, self._task = worker, task
+        plan = task.plan
+        self._buckets: list[list[int]] = []  # per plan bucket, ids of the exchange: one, or one per piece
+        self._payloads: dict[int, Any] = {}
+        specs: list[BucketSpec] = []
+        for number, pieces in enumerate(plan.pieces):
+            sizes = [p.nbytes for p in pieces] if task.settings.barriers else [sum(p.nbytes for p in pieces)]
+            self._buckets.append(list(range(len(specs), len(specs) + len(sizes))))
+            for nbytes in sizes:
+                self._payloads[len(specs)] = np.ones(nbytes // 4, np.float32)
+                specs.append(BucketSpec(f"b{number}.{len(specs)}", "sum", nbytes, "float32", number))
+        worker.declare(specs)
+        self._ready_after = {min(members): bucket for bucket, members in enumerate(plan.layers)}  # in backward
+        self._needed_by = {layer: bucket for bucket, members in enumerate(plan.layers) for layer in members}
+        self._changed = threading.Condition()  # guards the next two
+        self._outstanding = [0] * len(self._buckets)
+        self._error: Exception | None = None
+        self._clock_s = 0.0  # when the emulated computation is where it is
+        self.wait_s = 0.0
+
+    def _push(self, bucket: int) -> None:
+        with self._changed:
+            self._outstanding[bucket] = len(self._buckets[bucket])
+
+        def on_reply(reply: Reply) -> None:
+            with self._changed:
+                self._error = self._error or reply.error
+                self._outstanding[bucket] -= 1
+                self._changed.notify_all()
+
+        for identity in self._buckets[bucket]:
+            self._worker.push(identity, self._payloads[identity], on_reply)
+
+    def _wait_for(self, buckets: Sequence[int]) -> None:
+        with self._changed:
+            if not any(self._outstanding[bucket] for bucket in buckets) and self._error is None:
+                return
+            self._changed.wait_for(lambda: self._error or not any(self._outstanding[b] for b in buckets))
+        if self._error is not None:
+            raise self._error
+        now_s = time.perf_counter()
+        # Replies that came while a sleep was overslept have not delayed anything.
+        self.wait_s += max(now_s - self._clock_s, 0.0)
+        self._clock_s = max(now_s, self._clock_s)
+
+    def _compute(self, seconds: float) -> None:
+        """Sleeps to where the computation would be; what one sleep takes too long the next ones make up for."""
+        self._clock_s += seconds
+        if (left_s := self._clock_s - time.perf_counter()) > 0:
+            time.sleep(left_s)
+
+    def step(self) -> None:
+        """Forward, with its waits, and backward, with its pushes."""
+        layers, barriers = self._task.profile.layers, self._task.settings.barriers
+        if barriers:
+            self._wait_for(range(len(self._buckets)))
+        for number, layer in enumerate(layers):
+            if not barriers and number in self._needed_by:
+                self._wait_for([self._needed_by[number]])
+            self._compute(layer.forward_s)
+        late = []
+        for number in reversed(range(len(layers))):
+            self._compute(layers[number].backward_s)
+            if number in self._ready_after:
+                late.append(self._ready_after[number])
+                if self._task.policy != "barrier":
+                    self._push(late.pop())
+        for bucket in late:
+            self._push(bucket)
+
+    def train(self) -> dict[str, Any]:
+        """All steps of the task; seconds from turn to turn (end of forward to end of forward would be the same)."""
+        starts = []
+        waits = []
+        self._clock_s = time.perf_counter()
+        for _ in range(self._task.warmup_steps + self._task.steps):
+            self.step()
+            starts.append(self._clock_s)
+            waits.append(self.wait_s)
+        self._wait_for(range(len(self._buckets)))
+        first = self._task.warmup_steps - 1
+        return {
+            "step_s": np.diff(starts[first:]).tolist(),
+            "wait_s": (waits[-1] - waits[first]) / self._task.steps,
+        }
+
+
+def _work(order: dict[str, Any]) -> dict[str, Any]:
+    task = Task.from_json(order["task"])
+    cpu_s = time.process_time()
+    worker = Worker(order["pservers"], rank=order["rank"], workers=task.workers, config=task.config)
+    try:
+        found = Trainer(worker, task).train()
+        sizes = {"slice_bytes": worker.slice_bytes, "window_bytes": worker.window_bytes}
+    finally:
+        worker.close()
+    return {**found, **sizes, "cpu_s": time.process_time() - cpu_s, "peak_bytes": _peak_bytes()}
+
+
+class Holding(Job):
+    """A job that replies only when all buckets of a step are summed: the send barrier of PaddlePaddle #10550.
+
+    There the trainers fetch nothing before all of them have sent everything.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._holding = threading.Lock()  # guards _held
+        self._held: list[tuple[Any, ...]] = []
+
+    def _reply(self, *reply: Any) -> None:
+        with self._holding:
+            self._held.append(reply)
+            if len(self._held) < sum(len(bucket.slices) for bucket in self._buckets):
+                return
+            held, self._held = self._held, []
+        for each in held:
+            super()._reply(*each)
+
+
+def main() -> None:
+    """A process of an emulation."""
+    if sys.argv[1] == "pserver":
+        from tfps import cli
+
+        setattr(server, "Job", Holding)  # noqa: B010  # the server makes its jobs itself
+        sys.exit(cli.main(sys.argv[2:]))
+    for line in sys.stdin:
+        print(json.dumps(_work(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
