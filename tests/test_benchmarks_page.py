@@ -80,7 +80,10 @@ RUNS: dict[str, list[dict[str, Any]]] = {
     "scale": scale_runs(),
     "wire": [{"what": what, "gb_per_s": 0.5, "cpu_s_per_gb": 2.0} for what in ("raw", "1 pserver")],
     "overhead": [{"model": "small", "plain_step_s": 0.004, "tfps_step_s": 0.008, "ratio": 2.0, "extra_cpu_s": 0.006}],
-    "peers": [{"peer": peer, "model": "vgg19", "gbit": 10.0, "step_s": 1.0} for peer in ("tfps", "Horovod")],
+    "peers": [
+        {"case": "1g", "peer": "tfps", "step_s": 1.0, "cpu_s": 0.5},
+        {"case": "1g", "peer": "horovod", "left_out": "is not installed"},
+    ],
 }
 
 
@@ -132,6 +135,12 @@ def test_a_benchmark_without_a_file_is_left_out_by_name(tmp_path: pathlib.Path) 
     text = page.make(write(tmp_path, {"wire": RUNS["wire"]}))["benchmarks.md"].decode()
     assert "## peers\n\nNot measured yet" in text
     assert "peers.svg" not in text
+
+
+def test_peers_that_were_left_out_are_named_with_the_reason(tmp_path: pathlib.Path) -> None:
+    text = page.make(write(tmp_path, {"peers": RUNS["peers"]}))["benchmarks.md"].decode()
+    assert "| tfps | 1.000 | 0.500 |" in text
+    assert "- horovod: not measured, is not installed\n" in text
 
 
 def test_check_fails_until_the_page_is_written_again(tmp_path: pathlib.Path) -> None:

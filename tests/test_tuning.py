@@ -202,28 +202,37 @@ def test_a_pserver_that_cannot_be_told_fails_the_job(cluster: Cluster) -> None:
     bytes_per_s=st.floats(1, 1e12),
     round_trip_s=st.floats(1e-6, 1.0),
     message_s=st.floats(1e-6, 1.0),
+    step_s=st.floats(1e-4, 1e3),
+    pservers=st.integers(1, 64),
 )
 def test_chosen_sizes_are_in_range_and_the_window_holds_two_slices(
-    bytes_per_s: float, round_trip_s: float, message_s: float
+    bytes_per_s: float, round_trip_s: float, message_s: float, step_s: float, pservers: int
 ) -> None:
-    slice_bytes, window_bytes = choose(Measured(bytes_per_s, round_trip_s, message_s))
+    slice_bytes, window_bytes = choose(Measured(bytes_per_s, round_trip_s, message_s, step_s, pservers))
     assert MIN_SLICE_BYTES <= slice_bytes <= MAX_SLICE_BYTES
     assert window_bytes >= min(2 * slice_bytes, 64 * 2**20)
 
 
+def sizes(bytes_per_s: float, round_trip_s: float = 1e-3, message_s: float = 2e-4, step_s: float = 0.1) -> Any:
+    return choose(Measured(bytes_per_s, round_trip_s, message_s, step_s, pservers=2))
+
+
 def test_faster_links_and_dearer_messages_want_larger_slices_and_longer_ones_wider_windows() -> None:
-    slow, fast = choose(Measured(20e6, 1e-3, 2e-4)), choose(Measured(120e6, 1e-3, 2e-4))
-    assert slow[0] < fast[0]
-    assert choose(Measured(120e6, 1e-3, 4e-4))[0] > fast[0]
-    wide = choose(Measured(120e6, 50e-3, 2e-4))
+    slow, fast = sizes(20e6), sizes(120e6)
+    assert slow[0] < fast[0] < sizes(120e6, message_s=4e-4)[0]
+    wide = sizes(120e6, round_trip_s=50e-3)
     assert wide[0] == fast[0]
     assert wide[1] == pytest.approx(2 * (fast[0] + 6e6), rel=0.01)
 
 
+def test_long_steps_take_slices_as_large_as_nobody_notices() -> None:
+    assert sizes(20e6)[0] < sizes(20e6, step_s=5.0)[0] == pytest.approx(0.015 * 5 * 20e6 / 2, rel=0.02)
+
+
 def test_streams_that_are_busy_together_add_up() -> None:
-    measured = measure([Throughput(30, 2.0), Throughput(10, 1.0)], 3e-3, 1e-3)
-    assert measured == Measured(20.0, 3e-3, 1e-3)
-    assert measure([Throughput(30, 2.0)], 1e-3, 2e-3).message_s > 0  # a network slower than the call that uses it
+    measured = measure([Throughput(30, 2.0), Throughput(10, 1.0)], 3e-3, 1e-3, 0.5)
+    assert measured == Measured(20.0, 3e-3, 1e-3, 0.5, 2)
+    assert measure([Throughput(30, 2.0)], 1e-3, 2e-3, 0.5).message_s > 0  # a network slower than the call through it
 
 
 def test_a_layout_places_by_balance_over_the_listed_buckets() -> None:

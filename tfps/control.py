@@ -70,8 +70,8 @@ def request_type(name: str) -> Any:
 def settings_of(config: Config) -> Any:
     """The part of the configuration on which all workers must agree, as a message."""
     return pb.Settings(
-        slice_bytes=0 if config.slice_bytes == "auto" else config.slice_bytes,
-        window_bytes=0 if config.window_bytes == "auto" else config.window_bytes,
+        slice_bytes=config.first_slice_bytes,  # a pserver need not know what "auto" starts with
+        window_bytes=config.first_window_bytes,
         policy=config.policy,
         placement=config.placement,
         deterministic=config.deterministic,
@@ -79,15 +79,12 @@ def settings_of(config: Config) -> Any:
 
 
 def config_of(settings: Any) -> Config:
-    """The reverse of `settings_of`.
+    """The reverse of `settings_of`, with the first sizes in place of "auto".
 
     Raises:
         ConfigError: a received value is out of range.
     """
-    values = {descriptor.name: getattr(settings, descriptor.name) for descriptor in settings.DESCRIPTOR.fields}
-    for name in ("slice_bytes", "window_bytes"):
-        values[name] = values[name] or "auto"
-    return Config(**values)
+    return Config(**{descriptor.name: getattr(settings, descriptor.name) for descriptor in settings.DESCRIPTOR.fields})
 
 
 def layout_message(layout: Layout) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 import threading
 import weakref
@@ -59,6 +60,7 @@ class Strategy(tf.distribute.Strategy):
         cluster = resolve(pservers)
         self._collective_key_base = next(_collective_key_bases)  # two strategies' local reductions must not meet
         self._recorder = Recorder()
+        _show_messages()
         devices = _devices(devices)
         exchange = _exchange(cluster, self.config, self._recorder)
         self._pservers = cluster.pservers
@@ -102,6 +104,14 @@ class Strategy(tf.distribute.Strategy):
         """Leaves the job and ends all threads, after which training raises. Happens by itself when the process ends."""
         self._at_end.detach()
         self._runtime.close()
+
+
+def _show_messages() -> None:
+    """One line on stderr per event, such as the sizes that were chosen, if the program has not set up logging."""
+    logger = logging.getLogger("tfps")
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.INFO)
 
 
 def _close_at_end(runtime: Runtime) -> None:

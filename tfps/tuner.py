@@ -42,6 +42,7 @@ class Tuner:
         self._config, self._pservers, self._queues, self._tune = config, pservers, queues, tune
         self.done = config.slice_bytes != "auto" and config.window_bytes != "auto"
         self._round_trip_s = self._network_s = 0.0
+        self._first: tuple[float, int] | None = None  # when a step had first been made, and how many then
 
     def probe(self, token: str, rank: int) -> None:
         """Measures the round trips, before anything else is under way. The slowest pserver counts."""
@@ -59,7 +60,10 @@ class Tuner:
     def look(self, buckets: Sequence[Bucket]) -> None:
         """Tunes if enough has been measured."""
         steps = max((bucket.steps for bucket in buckets), default=0)
-        if self.done or steps < _STEPS or not self._round_trip_s:
+        now_s = time.monotonic()
+        if self._first is None and steps:
+            self._first = now_s, steps
+        if self.done or self._first is None or steps < self._first[1] + _STEPS or not self._round_trip_s:
             return
         busy = [queue.throughput for queue in self._queues]
         if max(one.seconds for one in busy) < _BUSY_S:
@@ -68,7 +72,8 @@ class Tuner:
                 logger.info("tfps: the network keeps up: slices and windows stay as they are")
             return
         self.done = True
-        measured = measure(busy, self._round_trip_s, self._network_s)
+        step_s = (now_s - self._first[0]) / (steps - self._first[1])
+        measured = measure(busy, self._round_trip_s, self._network_s, step_s)
         slice_bytes, window_bytes = choose(measured)
         if self._config.slice_bytes != "auto":
             slice_bytes = self._config.slice_bytes
@@ -85,11 +90,11 @@ class Tuner:
         )
 
 
-def measure(busy: Sequence[Throughput], round_trip_s: float, network_s: float) -> Measured:
+def measure(busy: Sequence[Throughput], round_trip_s: float, network_s: float, step_s: float) -> Measured:
     """All streams together: they are busy at about the same time, the longest of them all the time."""
     bytes_per_s = sum(one.nbytes for one in busy) / max(one.seconds for one in busy)
     message_s = min(max((round_trip_s - network_s) / 2, _MIN_MESSAGE_S), _MAX_MESSAGE_S)
-    return Measured(bytes_per_s, round_trip_s, message_s)
+    return Measured(bytes_per_s, round_trip_s, message_s, step_s, len(busy))
 
 
 def _connect(pserver: Pserver) -> None:

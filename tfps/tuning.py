@@ -8,6 +8,7 @@ _KIB = 1024
 MIN_SLICE_BYTES, MAX_SLICE_BYTES = 32 * _KIB, 1024 * _KIB
 MAX_WINDOW_BYTES = 64 * 1024 * _KIB
 _OVERHEAD = 20  # a slice takes at least so many times as long on the wire as it costs to handle it
+_DELAY = 0.015  # of a step that one slice per pserver may take on the wire: what may stand in front of an urgent one
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,20 +20,26 @@ class Measured:
         round_trip_s: of a small call through gRPC, on an idle connection.
         message_s: what one message costs on the way, without the network: the part of the round trip that the network
             itself does not explain, halved.
+        step_s: of one training step.
+        pservers: their number.
     """
 
     bytes_per_s: float
     round_trip_s: float
     message_s: float
+    step_s: float
+    pservers: int
 
 
 def choose(measured: Measured) -> tuple[int, int]:
     """Slice and window size in bytes.
 
-    A slice is small, so that an urgent one waits for little, but its handling stays a fraction of its wire time. The
-    window keeps the link busy while receipts, one per half a window, come back.
+    Slices are as large as an urgent one can wait for without being noticed in the step, but never so small that their
+    handling takes more than a fraction of their wire time. The window keeps the link busy while receipts, one per half
+    a window, come back.
     """
-    slice_bytes = _OVERHEAD * measured.message_s * measured.bytes_per_s
+    unnoticed = _DELAY * measured.step_s * measured.bytes_per_s / measured.pservers
+    slice_bytes = max(_OVERHEAD * measured.message_s * measured.bytes_per_s, unnoticed)
     slice_bytes = _rounded(min(max(slice_bytes, MIN_SLICE_BYTES), MAX_SLICE_BYTES))
     window_bytes = 2 * (slice_bytes + measured.bytes_per_s * measured.round_trip_s)
     return slice_bytes, _rounded(min(window_bytes, MAX_WINDOW_BYTES))

@@ -1,0 +1,117 @@
+"""The model, the data and the training loop for all peers that have Keras: Keras 3, tf_keras, or TensorFlow 2.15's own.
+
+Which Keras is an argument everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from peer_workers.common import Clock, Sleeper, Work
+
+LEARNING_RATE = 0.01
+
+
+def build(keras: Any, work: Work, optimizer: Any, sleeper: Sleeper) -> Any:
+    """The compiled model. Call it in the strategy's scope."""
+    if work.layers:
+        model = keras.Sequential([keras.layers.Input((1,)), *sleeping_layers(keras, work, sleeper)])
+        loss: Any = "mse"
+    else:
+        hidden = [keras.layers.Dense(work.width, activation="relu") for _ in range(work.depth)]
+        model = keras.Sequential([keras.layers.Input((work.width,)), *hidden, keras.layers.Dense(work.classes)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    if model.count_params() != work.items:
+        raise ValueError(f"the model must have {work.items} parameters, got {model.count_params()}")
+    model.compile(optimizer=optimizer, loss=loss, jit_compile=False)
+    return model
+
+
+def sleeping_layers(keras: Any, work: Work, sleeper: Sleeper) -> list[Any]:
+    """Layers that pass their input on, and sleep in forward, once their weight is there, and in backward.
+
+    The gradient of the weight is complete when backward has slept.
+    """
+
+    class Sleeping(keras.layers.Layer):  # type: ignore[misc]  # Any: there are three of them
+        def __init__(self, forward_s: float, backward_s: float, items: int, **options: Any) -> None:
+            super().__init__(**options)
+            self._items = items
+            self._operation = _operation(forward_s, backward_s, sleeper)
+
+        def build(self, input_shape: Any) -> None:
+            self.weight = self.add_weight(shape=(self._items,), initializer="zeros", name="weight")
+            self.built = True
+
+        def call(self, inputs: Any) -> Any:
+            return self._operation(inputs, tf.convert_to_tensor(self.weight))
+
+    return [
+        Sleeping(forward_s, backward_s, items, name=name, dtype="float32")
+        for name, forward_s, backward_s, items in work.layers
+    ]
+
+
+def _operation(forward_s: float, backward_s: float, sleeper: Sleeper) -> Any:
+    def sleep(seconds: float, *tensors: Any) -> Any:
+        def pause(first: Any, *_: Any) -> Any:
+            sleeper(seconds)
+            return first
+
+        slept = tf.numpy_function(pause, tensors, tf.float32)
+        slept.set_shape(tensors[0].shape)
+        return slept
+
+    def forward(inputs: Any, weight: Any) -> Any:
+        def backward(upstream: Any) -> Any:
+            passed = sleep(backward_s, upstream)
+            return passed, tf.fill(weight.shape, tf.reduce_mean(passed))
+
+        return sleep(forward_s, inputs, weight[:1]), backward  # one item: it waits for the weight and copies nothing
+
+    return tf.custom_gradient(forward)
+
+
+def data(work: Work, batch: int) -> Any:
+    """One random batch, again and again, for every worker alike (a strategy splits it if `batch` is that of all)."""
+    random = np.random.default_rng(0)
+    if work.layers:
+        features: Any = np.full((batch, 1), 1e-3, np.float32)
+        targets: Any = np.zeros((batch, 1), np.float32)
+    else:
+        features = random.random((batch, work.width), np.float32)
+        targets = random.integers(0, work.classes, batch)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return tf.data.Dataset.from_tensors((features, targets)).repeat().with_options(options)
+
+
+def fit(keras: Any, model: Any, work: Work, batch: int, clock: Clock, callbacks: Sequence[Any] = ()) -> float:
+    """Trains with Keras' own loop, timed from the end of a batch to the end of the next; the weights' checksum."""
+    found = 0.0
+
+    def end(_: int, logs: Any) -> None:
+        nonlocal found
+        clock.step_ended(logs["loss"])
+        if clock.is_over:
+            found = checksum(model)
+            clock.drained()
+
+    timing = keras.callbacks.LambdaCallback(on_train_batch_end=end)
+    model.fit(
+        data(work, batch),
+        steps_per_epoch=work.warmup_steps + work.steps,
+        epochs=1,
+        verbose=0,
+        callbacks=[*callbacks, timing],
+    )
+    return found
+
+
+def checksum(model: Any) -> float:
+    """Reads all weights."""
+    return float(sum(np.abs(weight).sum(dtype=np.float64) for weight in model.get_weights()))
