@@ -39,6 +39,7 @@ setup(
         "dev": [
             *EXAMPLES,
             "hypothesis>=6.100",
+            "matplotlib>=3.10",
             "mypy>=1.13",
             "psutil>=5.9",
             "pytest>=8.2",

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 
 from tfps.errors import TfpsError
+from tfps.memory import tune_malloc
 from tfps.server import ParameterServer
 
 
@@ -24,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not 0 <= options.port < 65536:
         parser.error(f"--port must be from 0 to 65535, got {options.port}")
 
+    tune_malloc(one_arena=True)
     logging.basicConfig(level=logging.INFO, format="tfps_pserver: %(message)s", stream=sys.stderr)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -10,21 +10,26 @@ from numpy.typing import NDArray
 ALIGNMENT = 64  # bytes; what TensorFlow asks of a buffer that it does not copy
 
 # glibc's malloc.h. Larger mmap thresholds are refused.
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 _SETTINGS = ((_M_MMAP_THRESHOLD, 32 * 2**20), (_M_TRIM_THRESHOLD, 512 * 2**20), (_M_TOP_PAD, 16 * 2**20))
 
 
-def tune_malloc() -> bool:
+def tune_malloc(*, one_arena: bool = False) -> bool:
     """Makes glibc's malloc keep freed memory for the next slice instead of giving it back to the kernel.
 
     By default every message above 128 KiB is mapped, faulted in page by page and unmapped again, which halves the
     throughput of 1 MiB slices. Process-wide; may be called again. False where there is no glibc: then nothing changes.
+
+    Args:
+        one_arena: for a process of its own, such as a pserver: threads share what is free. Slices are allocated on one
+            thread and freed on another, so that each thread's arena would keep as much as it ever needed.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
         return False
-    results = [mallopt(parameter, value) for parameter, value in _SETTINGS]
+    settings = (*_SETTINGS, (_M_ARENA_MAX, 1)) if one_arena else _SETTINGS
+    results = [mallopt(parameter, value) for parameter, value in settings]
     return all(result == 1 for result in results)
 
 

@@ -35,13 +35,13 @@ def choose(measured: Measured) -> tuple[int, int]:
     """Slice and window size in bytes.
 
     Slices are as large as an urgent one can wait for without being noticed in the step, but never so small that their
-    handling takes more than a fraction of their wire time. The window keeps the link busy while receipts, one per half
-    a window, come back.
+    handling takes more than a fraction of their wire time. The windows of all pservers together keep the link busy
+    while receipts, one per half a window, come back; whatever more they hold stands in front of urgent slices.
     """
     unnoticed = _DELAY * measured.step_s * measured.bytes_per_s / measured.pservers
     slice_bytes = max(_OVERHEAD * measured.message_s * measured.bytes_per_s, unnoticed)
     slice_bytes = _rounded(min(max(slice_bytes, MIN_SLICE_BYTES), MAX_SLICE_BYTES))
-    window_bytes = 2 * (slice_bytes + measured.bytes_per_s * measured.round_trip_s)
+    window_bytes = 2 * (slice_bytes + measured.bytes_per_s * measured.round_trip_s / measured.pservers)
     return slice_bytes, _rounded(min(window_bytes, MAX_WINDOW_BYTES))
 
 

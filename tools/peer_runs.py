@@ -72,9 +72,12 @@ class Role:
 class Session:
     """The roles of one run."""
 
-    def __init__(self, supervisor: Supervisor, place: Place, work: Work, python: Path) -> None:
+    def __init__(
+        self, supervisor: Supervisor, place: Place, work: Work, python: Path, settings: Mapping[str, str]
+    ) -> None:
         self._supervisor = supervisor
         self.place, self.work, self._python = place, work, python
+        self._settings = settings
         self._roles: list[Role] = []
         self._ports = FIRST_PORT
 
@@ -88,6 +91,7 @@ class Session:
             "CUDA_VISIBLE_DEVICES": "",
             "TF_CPP_MIN_LOG_LEVEL": "1",
             WORK_VARIABLE: self.work.to_json(),
+            **self._settings,
             **{key: str(value) for key, value in variables.items()},
         }
         argv: Sequence[str] = [str(self._python), "-m", module, *arguments]
@@ -304,8 +308,8 @@ PEERS = {
 }
 
 
-def measure(name: str, place: Place, work: Work) -> dict[str, Any]:
-    """Runs a peer once.
+def measure(name: str, place: Place, work: Work, settings: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Runs a peer once, with `settings` in its environment.
 
     Returns:
         step_s: median seconds per step at rank 0; mean_s includes the updates that follow the last step.
@@ -323,7 +327,7 @@ def measure(name: str, place: Place, work: Work) -> dict[str, Any]:
         tempfile.TemporaryFile("w+") as unread,
         Supervisor(Console(unread, unread), GRACE_S) as supervisor,
     ):
-        session = Session(supervisor, place, work, peer.python)
+        session = Session(supervisor, place, work, peer.python, settings or {})
         reporting = peer.start(session)
 
         def says(event: str) -> bool:
