@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+import model_profiles
 
 import tfps
 from tfps.exchange import Link
@@ -114,6 +119,9 @@ def test_the_profile_has_the_form_that_the_tools_read(tmp_path: Path) -> None:
     assert content["name"] == "mine"
     assert [layer["nbytes"] for layer in content["layers"]] == [nbytes for _, _, nbytes in LAYERS]
     assert all(set(layer) == {"name", "forward_s", "backward_s", "nbytes"} for layer in content["layers"])
+    assert model_profiles.load(tmp_path / "mine.json").compute_s == pytest.approx(
+        sum(layer.forward_s + layer.backward_s for layer in found.layers)
+    )
 
 
 @given(

@@ -25,8 +25,12 @@ def main() -> None:
     parser.add_argument("name", choices=names)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions: at most 5 minutes")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all runs to FILE")
+    parser.add_argument("--profile", metavar="FILE", help="schedule: of a model that Strategy.report() has recorded")
     options = parser.parse_args()
-    outcome: common.Outcome = importlib.import_module(f"benchmarks.{options.name}").run(options.quick)
+    if options.profile is not None and options.name != "schedule":
+        parser.error(f"--profile is for schedule, got it with {options.name}")
+    arguments = {} if options.profile is None else {"profile": options.profile}
+    outcome: common.Outcome = importlib.import_module(f"benchmarks.{options.name}").run(options.quick, **arguments)
     if options.json is not None:
         common.write_json(options.json, options.name, outcome)
     print(f"bench {options.name}: " + " ".join(f"{key}={value:.4g}" for key, value in outcome.headline.items()))

@@ -9,6 +9,7 @@ are chosen by what the wire then takes compared with the computation.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import pathlib
 import sys
@@ -69,15 +70,29 @@ CASES = (
     Case("sockeye", 32, 4),
     Case("vgg16", 64, 1),
 )
+EMULATED_BYTES, EMULATED_S = 9e6, 0.8  # what 4 workers and 4 pservers can do on 2 cores
+
+
+def fitting(profile: str) -> Case:
+    """How a recorded profile is made to fit."""
+    model = model_profiles.load(pathlib.Path(profile))
+    divisor, factor = model.nbytes / EMULATED_BYTES, EMULATED_S / model.compute_s
+    return Case(profile, max(1, math.ceil(divisor)), max(1, math.ceil(factor)))
+
+
 # Wire time of the busiest link, one direction, over computing time.
 RATIOS = (0.5, 0.75, 1.0, 1.5)
 QUICK_RATIOS = (1.0,)
 KERAS_CASE = ("vgg19", 1.0)
 
 
-def run(quick: bool) -> Outcome:
-    """Every model at every bandwidth under every policy, the policies one after the other in each round."""
-    cases, ratios, rounds = (CASES[:3], QUICK_RATIOS, 1) if quick else (CASES, RATIOS, 1)
+def run(quick: bool, profile: str | None = None) -> Outcome:
+    """Every model at every bandwidth under every policy, the policies one after the other in each round.
+
+    With `profile`, a file that `Strategy.report().save_profile` has written, that model alone.
+    """
+    ratios, rounds = QUICK_RATIOS if quick else RATIOS, 1
+    cases = [fitting(profile)] if profile else list(CASES[:3] if quick else CASES)
     steps = 4 if quick else 6
     runs: list[dict[str, Any]] = []
     with Netlab(HOSTS, 1000.0, min_burst_bytes=BURST_BYTES) as lab:
@@ -85,8 +100,15 @@ def run(quick: bool) -> Outcome:
         with Emulation(lab.hosts, HOSTS, HOSTS) as emulation:
             for case, ratio in itertools.product(cases, ratios):
                 runs += measure(lab, emulation, case, ratio, rounds, steps)
-        runs += measure_keras(lab, [r for r in runs if (r["model"], r["wire_over_compute"]) == KERAS_CASE])
+        if profile is None:
+            runs += measure_keras(lab, [r for r in runs if (r["model"], r["wire_over_compute"]) == KERAS_CASE])
     return Outcome(headline(runs), runs)
+
+
+def rate_mbit_of(profile: Profile, ratio: float) -> float:
+    """The rate of every host at which the wire takes `ratio` times as long as computing."""
+    wire_bits = profile.nbytes * 8 * busiest_link(Cluster(HOSTS, HOSTS, rate_gbit=1.0))
+    return wire_bits / (ratio * profile.compute_s) / 1e6 / GOODPUT
 
 
 def measure(
@@ -94,8 +116,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """All policies at one bandwidth."""
     profile = case.profile
-    wire_bits = profile.nbytes * 8 * busiest_link(Cluster(HOSTS, HOSTS, rate_gbit=1.0))
-    rate_mbit = wire_bits / (ratio * profile.compute_s) / 1e6 / GOODPUT
+    rate_mbit = rate_mbit_of(profile, ratio)
     lab.set_rate(rate_mbit)
     cluster = Cluster(
         HOSTS, HOSTS, rate_gbit=rate_mbit / 1000, goodput=GOODPUT, machine_cores=len(os.sched_getaffinity(0))
