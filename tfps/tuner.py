@@ -20,7 +20,7 @@ logger = logging.getLogger("tfps")
 
 _PROBES = 5
 _PROBE_TIMEOUT_S = 5.0
-_STEPS, _BUSY_S = 4, 0.2  # the least that a measurement needs
+_STEPS, _BUSY_S = 2, 0.1  # the least that a measurement needs
 _GIVE_UP_STEPS = 50  # by then the network would have been busy if it mattered
 _MIN_MESSAGE_S, _MAX_MESSAGE_S = 30e-6, 2e-3
 
