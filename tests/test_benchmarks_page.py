@@ -93,6 +93,7 @@ def write(docs: pathlib.Path, names: Mapping[str, Sequence[Mapping[str, Any]]] =
     for name, runs in names.items():
         content = {
             "bench": name,
+            "command": f"tools/bench.py {name} --quick",
             "headline": {"figure": 1.23456},
             "machine": {"processor": "Abacus", "cores": 2, "load": 0.5},
             "versions": {"python": "3.11.0"},
@@ -118,7 +119,7 @@ def test_every_benchmark_has_what_it_measures_and_how(tmp_path: pathlib.Path) ->
     text = page.make(write(tmp_path))["benchmarks.md"].decode()
     for name in RUNS:
         assert f"## {name}\n" in text
-        assert f"`tools/bench.py {name} --json docs/benchmarks/{name}.json`" in text
+        assert f"- Command: `tools/bench.py {name} --quick`" in text
     assert "Abacus" in text
     assert "python 3.11.0" in text
     assert "`figure` 1.235" in text
@@ -129,6 +130,22 @@ def test_tables_have_medians_of_the_undivided_model(tmp_path: pathlib.Path) -> N
     text = page.make(write(tmp_path, {"schedule": schedule_runs()}))["benchmarks.md"].decode()
     # At 10 Gbit/s priority takes 1.00, 1.01 and 1.02 s at twice the time.
     assert "| 10 | 0.808 | 0.707 | 0.631 | 0.556 | 0.505 | 0.450 | 0.89 |" in text
+
+
+def test_sizes_that_were_chosen_stand_beside_the_best_fixed_ones(tmp_path: pathlib.Path) -> None:
+    runs = [
+        {"model": "vgg19", "wire_over_compute": 1.5, "sizes": sizes, "step_s": step_s}
+        for sizes, step_s in (("auto", 1.03), ("32/64", 1.1), ("64/128", 1.0))
+    ]
+    text = page.make(write(tmp_path, {"tuning": runs}))["benchmarks.md"].decode()
+    assert "| vgg19 | 1.5 | 1.030 | 1.100 | 1.000 | 1.030 |" in text
+
+
+def test_runs_through_keras_stand_beside_those_without_tensorflow(tmp_path: pathlib.Path) -> None:
+    engine = schedule_runs()
+    keras = [{**run, "form": "keras", "step_s": 1.25} for run in engine if run["policy"] == "priority"][:1]
+    text = page.make(write(tmp_path, {"schedule": [*engine, *keras]}))["benchmarks.md"].decode()
+    assert "| vgg19 | 5 | priority | 2.020 | 1.250 |" in text
 
 
 def test_a_benchmark_without_a_file_is_left_out_by_name(tmp_path: pathlib.Path) -> None:
@@ -175,9 +192,9 @@ def test_fields_that_the_page_does_not_know_change_nothing(tmp_path: pathlib.Pat
     ("text", "message"),
     [
         ("{", "wire.json must be JSON"),
-        ('{"bench": "wire"}', r"wire.json must be what tools/bench.py writes, with bench, headline"),
+        ('{"bench": "wire"}', r"wire.json must be what tools/bench.py writes, with bench, command, headline"),
         (
-            '{"bench": "wire", "headline": {}, "machine": {}, "versions": {}, "runs": [{"what": "raw"}]}',
+            '{"bench": "wire", "command": "", "headline": {}, "machine": {}, "versions": {}, "runs": [{"what": 0}]}',
             r"every run in wire.json must have 'gb_per_s'; measure again: tools/bench.py wire",
         ),
     ],

@@ -9,6 +9,7 @@ import argparse
 import importlib
 import pathlib
 import pkgutil
+import shlex
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
@@ -32,7 +33,8 @@ def main() -> None:
     arguments = {} if options.profile is None else {"profile": options.profile}
     outcome: common.Outcome = importlib.import_module(f"benchmarks.{options.name}").run(options.quick, **arguments)
     if options.json is not None:
-        common.write_json(options.json, options.name, outcome)
+        command = f"tools/bench.py {shlex.join(sys.argv[1:])}"
+        common.write_json(options.json, options.name, command, outcome)
     print(f"bench {options.name}: " + " ".join(f"{key}={value:.4g}" for key, value in outcome.headline.items()))
 
 

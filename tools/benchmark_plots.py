@@ -57,10 +57,30 @@ def schedule(runs: Runs) -> Section:
     """Per model step time over bandwidth; speed-ups; measured against simulated."""
     section = Section()
     section.add("Step times and bandwidths are those of the undivided model.\n")
+    keras = [run for run in runs if run.get("form") == "keras"]
+    runs = [run for run in runs if run.get("form") != "keras"]
     for model in dict.fromkeys(run["model"] for run in runs):
         _model(section, model, [run for run in runs if run["model"] == model])
     _accuracy(section, runs)
+    if keras:
+        _keras(section, runs, keras)
     return section
+
+
+def _keras(section: Section, runs: Runs, keras: Runs) -> None:
+    """The same case through Keras and without TensorFlow."""
+
+    def place(run: Run) -> tuple[str, float, str]:
+        return run["model"], run["gbit"], run["policy"]
+
+    engine_s = grouped(runs, place, lambda run: run["step_s"])
+    rows = [
+        [model, f"{gbit:.3g}", policy, f"{engine_s[model, gbit, policy]:.3f}", f"{step_s:.3f}"]
+        for (model, gbit, policy), step_s in grouped(keras, place, lambda run: run["step_s"]).items()
+    ]
+    section.add("### Through Keras and the strategy\n")
+    section.add("The same with layers that sleep, in `model.fit`.\n")
+    section.add(table(["model", "Gbit/s", "policy", "without TensorFlow (s)", "through Keras (s)"], rows))
 
 
 def _model(section: Section, model: str, runs: Runs) -> None:
@@ -85,7 +105,7 @@ def _model(section: Section, model: str, runs: Runs) -> None:
         left.set_ylim(bottom=0)
         for each in axes:
             log_ticks(each, "x", spread(rates))
-            each.legend()
+            each.legend(frameon=True, framealpha=0.85, fontsize="small")
 
     heads = ["Gbit/s", *(f"{policy} (s)" for policy in policies), "lower bound (s)", "priority: bound / step"]
     rows = [
@@ -135,6 +155,27 @@ def _accuracy(section: Section, runs: Runs) -> None:
     section.add_plot("schedule-simulated.svg", "Simulated against measured step times", plot(1, 2, 3.6, draw))
     rows = [[policy, f"{error:.1%}"] for policy, error in errors.items()]
     section.add(table(["policy", "median error of the simulation"], [*rows, ["all", f"{overall:.1%}"]]))
+
+
+# tuning
+
+
+def tuning(runs: Runs) -> Section:
+    """Sizes that were chosen beside fixed ones."""
+    section = Section()
+    step_s = grouped(runs, lambda r: (r["model"], r["wire_over_compute"], r["sizes"]), lambda r: r["step_s"])
+    sizes = list(dict.fromkeys(run["sizes"] for run in runs))
+    rows = []
+    for model, ratio in dict.fromkeys((run["model"], run["wire_over_compute"]) for run in runs):
+        fixed = min(step_s[model, ratio, each] for each in sizes if each != "auto")
+        own = (f"{step_s[model, ratio, each]:.3f}" for each in sizes)
+        rows.append([model, f"{ratio:g}", *own, f"{step_s[model, ratio, 'auto'] / fixed:.3f}"])
+    heads = ["model", "wire / computing", *(f"{each} (s)" for each in sizes), "auto / best fixed"]
+    section.add(
+        "Seconds per step with slices / windows of so many KiB, bytes and bandwidth divided as in `schedule`.\n"
+    )
+    section.add(table(heads, rows))
+    return section
 
 
 # scale
@@ -331,6 +372,7 @@ def _bars(runs: Runs, label: str, panels: Sequence[tuple[str, str, str]]) -> byt
 
 DRAWERS: dict[str, Callable[[Runs], Section]] = {
     "schedule": schedule,
+    "tuning": tuning,
     "scale": scale,
     "wire": wire,
     "overhead": overhead,

@@ -19,7 +19,7 @@ from benchmark_plots import DRAWERS, Section
 from pages import PageError
 
 PROGRAM = "tools/make_benchmarks_page.py"
-NAMES = ("schedule", "scale", "wire", "overhead", "peers")
+NAMES = ("schedule", "tuning", "scale", "wire", "overhead", "peers")
 _HEAD = f"""# Benchmarks
 
 Written by `{PROGRAM}` from the files in [benchmarks/](benchmarks); do not edit. Figures in tables are medians.
@@ -59,7 +59,7 @@ def _read(path: pathlib.Path) -> Mapping[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise PageError(f"{path.name} must be JSON: {error}; measure again: {_bench(path.stem)}") from None
-    keys = ("bench", "headline", "machine", "runs", "versions")
+    keys = ("bench", "command", "headline", "machine", "runs", "versions")
     if not isinstance(content, dict) or not set(keys) <= set(content) or content["bench"] != path.stem:
         raise PageError(f"{path.name} must be what tools/bench.py writes, with {', '.join(keys)}: {_bench(path.stem)}")
     if not content["runs"]:
@@ -78,7 +78,7 @@ def _part(name: str, content: Mapping[str, Any], section: Section) -> str:
     lines = [
         f"## {name}\n",
         _docstring(name) + "\n",
-        f"- Command: `{_bench(name)}`",
+        f"- Command: `{content['command']}`",
         f"- Machine: {where}",
         f"- Versions: {', '.join(f'{key} {value}' for key, value in versions.items())}",
         f"- Runs: {len(content['runs'])}",

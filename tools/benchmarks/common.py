@@ -46,10 +46,11 @@ def median(runs: Iterable[Mapping[str, Any]], key: str) -> float:
     return float(statistics.median(run[key] for run in runs))
 
 
-def write_json(path: pathlib.Path, name: str, outcome: Outcome) -> None:
+def write_json(path: pathlib.Path, name: str, command: str, outcome: Outcome) -> None:
     """Writes everything a reader needs to compare: figures, runs, machine, versions."""
     content = {
         "bench": name,
+        "command": command,
         "headline": dict(outcome.headline),
         "machine": machine(),
         "versions": versions(),
