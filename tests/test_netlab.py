@@ -44,8 +44,11 @@ print(socket.gethostname(), socket.gethostbyname(socket.gethostname()), seen, os
 """
 # Owns a lab with a process in it, tells about both, and goes on until it is ended.
 OWNER = """
-import json, os, sys
+import json, os, signal, sys
 from subprocess import DEVNULL
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever starts the tests may have it ignored, as nohup does
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from netlab import Netlab
 with Netlab(hosts=2, rate_mbit=100) as lab:
     process = lab.hosts[1].popen(["sleep", "1000"], stdout=DEVNULL, stderr=DEVNULL)
