@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import pathlib
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tfps.errors import TfpsError
 from tfps.exchange import Link
@@ -99,10 +99,7 @@ class Report:
 
     def save_profile(self, path: str | pathlib.Path) -> None:
         """Writes the model's times and bytes as JSON, for tools/simulate.py and tools/bench.py schedule."""
-        layers = [
-            {"name": la.name, "forward_s": la.forward_s, "backward_s": la.backward_s, "nbytes": la.nbytes}
-            for la in self.layers
-        ]
+        layers = [asdict(layer) for layer in self.layers]
         content = {"name": pathlib.Path(path).stem, "source": "recorded by Strategy.report()", "layers": layers}
         pathlib.Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
@@ -209,20 +206,44 @@ def _limit(step_s: float, exposed_s: float, nbytes: int, links: Sequence[Link]) 
     return f"this worker's link ({rate * 8e-6:.0f} Mbit/s to all pservers)"
 
 
+class Timed(Protocol):
+    """A layer, for `least_step_s`."""
+
+    @property
+    def forward_s(self) -> float: ...
+
+    @property
+    def backward_s(self) -> float: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+def least_step_s(layers: Sequence[Timed], compute_s: float, exchange_s: Callable[[int], float]) -> float:
+    """Seconds that a step takes at least (docs/lower_bound.md), with layers in forward order.
+
+    Args:
+        compute_s: of a step without any waiting.
+        exchange_s: how long the exchange of so many bytes takes at least.
+    """
+    best, before_s, nbytes = compute_s, 0.0, 0
+    for layer in layers:
+        nbytes += layer.nbytes
+        if nbytes:
+            best = max(best, compute_s - before_s + exchange_s(nbytes))
+        before_s += layer.forward_s + layer.backward_s
+    return best
+
+
 class _Model:
-    """The step that a profile and a bandwidth allow: the bound of docs/lower_bound.md with what was measured."""
+    """The step that a profile and a bandwidth allow, with what was measured."""
 
     def __init__(self, layers: Sequence[Layer], compute_s: float, bytes_per_s: float) -> None:
         self._layers, self._compute_s, self._bytes_per_s = layers, compute_s, bytes_per_s
 
     def step_s(self, faster: float) -> float:
         """With a network that is so many times as fast."""
-        best, before_s, nbytes = self._compute_s, 0.0, 0
-        for layer in self._layers:
-            nbytes += layer.nbytes
-            best = max(best, self._compute_s - before_s + self._wire_s(nbytes) / faster)
-            before_s += layer.forward_s + layer.backward_s
-        return best
+        return least_step_s(self._layers, self._compute_s, lambda nbytes: self._wire_s(nbytes) / faster)
 
     def in_order_s(self) -> float:
         """Sent in the order of gradients, with the next forward pass waiting for everything."""

@@ -11,18 +11,18 @@ import contextlib
 import json
 import os
 import pathlib
-import select
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
+import children
 import numpy as np
 from model_profiles import Layer, Profile
 from netlab import Host
@@ -30,13 +30,13 @@ from simulation.plan import Plan, make_plan
 from simulation.settings import Cluster, Policy, Settings
 
 from tfps import server
-from tfps.config import Auto, Config
+from tfps.config import MAX_SLICE_BYTES, Auto, Config
 from tfps.exchange import BucketSpec, Reply
 from tfps.job import Job
 from tfps.worker import Worker
 
 UNLIMITED = 2**40
-LARGEST_SLICE = 64 * 2**20
+GOODPUT = 0.955  # of a rate of netlab, which counts headers, what payload gets
 _START_S = 60.0
 
 
@@ -83,7 +83,7 @@ class Task:
     def config(self) -> Config:
         """Policies with barriers know neither slices nor windows nor priorities."""
         if self.settings.barriers:
-            return Config(LARGEST_SLICE, UNLIMITED, "fifo", "round_robin", step_timeout_s=120)
+            return Config(MAX_SLICE_BYTES, UNLIMITED, "fifo", "round_robin", step_timeout_s=120)
         policy: Any = "priority" if self.policy == "priority" else "fifo"
         return Config(self.slice_bytes, self.window_bytes, policy, step_timeout_s=120)
 
@@ -119,11 +119,11 @@ class Emulation:
                 started = []
                 for host in self._hosts[: self._pservers]:
                     options = [f"--host={host.address}", "--port=0", f"--workers={self._workers}"]
-                    started.append(stack.enter_context(_process(host, [*command, *options])))
-                self._addresses[hold] = [_line(process).split()[3] for process in started]
+                    started.append(stack.enter_context(_start(host, [*command, *options])))
+                self._addresses[hold] = [children.answer(process, _START_S).split()[3] for process in started]
                 self._processes[hold] = started
             self._members = [
-                stack.enter_context(_process(host, [*me, "worker"])) for host in self._hosts[: self._workers]
+                stack.enter_context(_start(host, [*me, "worker"])) for host in self._hosts[: self._workers]
             ]
             self._stack = stack.pop_all()
         return self
@@ -138,14 +138,13 @@ class Emulation:
             RuntimeError: a process has ended or did not answer.
         """
         hold = task.policy == "overlap_send_barrier"
-        cpu_s = sum(_cpu_s(process.pid) for process in self._processes[hold])
+        cpu_s = sum(children.cpu_s(process.pid) for process in self._processes[hold])
         for rank, process in enumerate(self._members):
             order = {"rank": rank, "pservers": self._addresses[hold], "task": task.to_json()}
-            _stdin(process).write(json.dumps(order) + "\n")
-            _stdin(process).flush()
+            children.tell(process, json.dumps(order))
         expected_s = _START_S + 20 * task.profile.compute_s * (task.warmup_steps + task.steps)
-        answers = [json.loads(_line(process, expected_s)) for process in self._members]
-        cpu_s = sum(_cpu_s(process.pid) for process in self._processes[hold]) - cpu_s
+        answers = [json.loads(children.answer(process, expected_s)) for process in self._members]
+        cpu_s = sum(children.cpu_s(process.pid) for process in self._processes[hold]) - cpu_s
         steps = np.array([answer["step_s"] for answer in answers]).mean(axis=0)
         total = task.steps + task.warmup_steps
         return {
@@ -161,37 +160,11 @@ class Emulation:
         }
 
 
-@contextlib.contextmanager
-def _process(host: Host, command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    root = str(pathlib.Path(__file__).resolve().parent.parent)
-    process = host.popen(
-        command, env={**os.environ, "PYTHONPATH": root}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+def _start(host: Host, command: list[str]) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).resolve().parent.parent)}
+    return children.ended(
+        host.popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.communicate(timeout=20)
-
-
-def _stdin(process: subprocess.Popen[str]) -> Any:
-    return process.stdin
-
-
-def _line(process: subprocess.Popen[str], timeout_s: float = _START_S) -> str:
-    stdout: Any = process.stdout
-    if not select.select([stdout], [], [], timeout_s)[0]:
-        raise RuntimeError(f"{process.args!r} must answer within {timeout_s:.0f} s")
-    line: str = stdout.readline()
-    if not line:
-        raise RuntimeError(f"{process.args!r} ended with {process.wait(20)}")
-    return line
-
-
-def _cpu_s(pid: int) -> float:
-    """User and system time of a process so far."""
-    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _peak_bytes(pid: int | str = "self") -> int:

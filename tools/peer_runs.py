@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import peers
+from children import cpu_s
 from netlab import Host
 from peer_workers.common import MARK, WORK_VARIABLE, Work
 from peers import PeerError
@@ -134,7 +135,7 @@ class Session:
 
     def cpu_s(self) -> float:
         """User and system time of all roles so far."""
-        return sum(_cpu_s(role.process.popen.pid) for role in self._roles if role.process)
+        return sum(cpu_s(role.process.popen.pid) for role in self._roles if role.process)
 
 
 def _said(roles: Sequence[Role]) -> str:
@@ -144,11 +145,6 @@ def _said(roles: Sequence[Role]) -> str:
         last = "\n".join(f"    {line[:300]}" for line in lines[-TAIL:] if line and not line.startswith(MARK))
         texts.append(f"{role.name} said last\n{last or '    nothing'}")
     return "\n".join(texts)
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # The peers. Hosts of a lab: workers, then servers, then whoever coordinates.

@@ -30,14 +30,13 @@ from typing import Any, cast
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import model_profiles
-from emulation import Emulation, Task
+from emulation import GOODPUT, Emulation, Task
 from model_profiles import Layer, Profile
 from netlab import Host, Netlab
 from simulation import Cluster, Settings, lower_bound, simulate
 
 from benchmarks.common import Outcome, median
 
-GOODPUT = 0.955  # netlab counts headers
 MODEL, BYTES_DIVISOR, TIME_FACTOR = "vgg19", 256, 5
 SLICE_BYTES = 2 * 2**20 // BYTES_DIVISOR  # smaller ones would cost more CPU than this machine has
 # As many windows as there are streams stand in front of an urgent slice. With 8 workers and 8 pservers on 8 hosts a

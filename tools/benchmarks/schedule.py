@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import model_profiles
-from emulation import Emulation, Task
+from emulation import GOODPUT, Emulation, Task
 from model_profiles import ITEM_BYTES, Profile
 from netlab import Netlab
 from peer_runs import Place
@@ -28,11 +28,10 @@ from peer_workers.common import Work
 from simulation import POLICIES, Cluster, Settings, lower_bound, simulate
 from simulation.bounds import busiest_link
 
-from benchmarks.common import Outcome, median
+from benchmarks.common import Outcome
 
 HOSTS = 4
 BURST_BYTES = 160 * 1024
-GOODPUT = 0.955  # netlab counts headers
 WARMUP_STEPS = 8  # in which sizes are tuned
 
 
@@ -87,11 +86,11 @@ KERAS_CASE = ("vgg19", 1.0)
 
 
 def run(quick: bool, profile: str | None = None) -> Outcome:
-    """Every model at every bandwidth under every policy, the policies one after the other in each round.
+    """Every model at every bandwidth under every policy, the policies one after the other.
 
     With `profile`, a file that `Strategy.report().save_profile` has written, that model alone.
     """
-    ratios, rounds = QUICK_RATIOS if quick else RATIOS, 1
+    ratios = QUICK_RATIOS if quick else RATIOS
     cases = [fitting(profile)] if profile else list(CASES[:3] if quick else CASES)
     steps = 4 if quick else 6
     runs: list[dict[str, Any]] = []
@@ -99,7 +98,7 @@ def run(quick: bool, profile: str | None = None) -> Outcome:
         lab.probe()
         with Emulation(lab.hosts, HOSTS, HOSTS) as emulation:
             for case, ratio in itertools.product(cases, ratios):
-                runs += measure(lab, emulation, case, ratio, rounds, steps)
+                runs += measure(lab, emulation, case, ratio, steps)
         if profile is None:
             runs += measure_keras(lab, [r for r in runs if (r["model"], r["wire_over_compute"]) == KERAS_CASE])
     return Outcome(headline(runs), runs)
@@ -111,9 +110,7 @@ def rate_mbit_of(profile: Profile, ratio: float) -> float:
     return wire_bits / (ratio * profile.compute_s) / 1e6 / GOODPUT
 
 
-def measure(
-    lab: Netlab, emulation: Emulation, case: Case, ratio: float, rounds: int, steps: int
-) -> list[dict[str, Any]]:
+def measure(lab: Netlab, emulation: Emulation, case: Case, ratio: float, steps: int) -> list[dict[str, Any]]:
     """All policies at one bandwidth."""
     profile = case.profile
     rate_mbit = rate_mbit_of(profile, ratio)
@@ -123,7 +120,7 @@ def measure(
     )
     bound_s = lower_bound(profile, cluster)
     found = []
-    for number, policy in itertools.product(range(rounds), POLICIES):
+    for policy in POLICIES:
         task = Task(
             profile,
             policy,
@@ -150,7 +147,6 @@ def measure(
             "model": case.model,
             "form": "engine",
             "policy": policy,
-            "round": number,
             "gbit": rate_mbit * case.rate_factor / 1000,
             "wire_over_compute": ratio,
             "compute_s": profile.compute_s,
@@ -185,7 +181,7 @@ def measure_keras(lab: Netlab, engine: list[dict[str, Any]]) -> list[dict[str, A
         }
         result = measure_peer("tfps", Place((*lab.hosts, *lab.hosts)), work, settings)
         kept = {key: like[key] for key in ("model", "policy", "gbit", "wire_over_compute", "compute_s", "bound_s")}
-        found.append({**kept, "form": "keras", "round": 0, "step_s": result["step_s"], "steps_s": result["periods_s"]})
+        found.append({**kept, "form": "keras", "step_s": result["step_s"], "steps_s": result["periods_s"]})
         print(
             f"{case.model:9} {like['gbit']:6.1f} Gbit/s {policy:20} {result['step_s']:.3f} s/step through Keras",
             flush=True,
@@ -194,13 +190,10 @@ def measure_keras(lab: Netlab, engine: list[dict[str, Any]]) -> list[dict[str, A
 
 
 def headline(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Best speed-ups over the baselines and the worst fractions, of medians over rounds."""
+    """Best speed-ups over the baselines and the worst fractions."""
     figures: dict[str, float] = {}
     keras, runs = ([r for r in runs if r["form"] == form] for form in ("keras", "engine"))
-    of: dict[tuple[str, float, str], float] = {}
-    for key in {(r["model"], r["wire_over_compute"], r["policy"]) for r in runs}:
-        same = [r for r in runs if (r["model"], r["wire_over_compute"], r["policy"]) == key]
-        of[key] = median(same, "step_s")
+    of = {(r["model"], r["wire_over_compute"], r["policy"]): r["step_s"] for r in runs}
     bounds = {(r["model"], r["wire_over_compute"]): r["bound_s"] for r in runs}
     worst = []
     for model in dict.fromkeys(r["model"] for r in runs):

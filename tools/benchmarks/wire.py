@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import children
 import numpy as np
 
 from benchmarks.common import Outcome, median
@@ -32,6 +33,7 @@ BUCKET_BYTES = 4_000_000  # a model's buckets: some of one slice, most of severa
 ECHO_BYTES, ECHO_WINDOW = 2**20, 4  # messages of the echoes, and how many are on the way
 WARMUP_STEPS = 15  # in which tfps tunes itself
 WORKERS = 2
+ANSWER_S = 300.0
 
 
 def run(quick: bool) -> Outcome:
@@ -65,18 +67,17 @@ def measure(role: str, server_count: int, steps: int) -> dict[str, Any]:
             serve = [sys.executable, "-u", "-m", "tfps.cli", "--host=127.0.0.1", "--port=0", f"--workers={WORKERS}"]
         else:
             serve = [*command, f"{role}-echo"]
-        servers = [stack.enter_context(_process(serve)) for _ in range(server_count)]
+        servers = [stack.enter_context(_start(serve)) for _ in range(server_count)]
         addresses = [_line(server).split()[3] for server in servers]
         work = [*command, role, *addresses, "--steps", str(steps)]
-        workers = [stack.enter_context(_process(work)) for _ in range(WORKERS)]
+        workers = [stack.enter_context(_start(work)) for _ in range(WORKERS)]
         for worker in workers:
             _line(worker)  # ready: connected and warm
-        before = [_cpu_s(server.pid) for server in servers]
+        before = [children.cpu_s(server.pid) for server in servers]
         for worker in workers:
-            _stdin(worker).write("go\n")
-            _stdin(worker).flush()
+            children.tell(worker, "go")
         results = [json.loads(_line(worker)) for worker in workers]
-        server_cpu_s = sum(_cpu_s(s.pid) - b for s, b in zip(servers, before, strict=True))
+        server_cpu_s = sum(children.cpu_s(s.pid) - b for s, b in zip(servers, before, strict=True))
     wall_s = max(result["wall_s"] for result in results)
     worker_cpu_s = sum(result["cpu_s"] for result in results)
     gigabytes = steps * STEP_BYTES / 1e9
@@ -88,33 +89,16 @@ def measure(role: str, server_count: int, steps: int) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def _process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+def _start(command: list[str]) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     root = pathlib.Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tools'}"}
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.communicate(timeout=20)
+    return children.ended(
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    )
 
 
 def _line(process: subprocess.Popen[str]) -> str:
-    line = process.stdout.readline() if process.stdout else ""
-    if not line:
-        raise RuntimeError(f"{process.args!r} ended with {process.wait(20)}")
-    return line
-
-
-def _stdin(process: subprocess.Popen[str]) -> Any:
-    return process.stdin
-
-
-def _cpu_s(pid: int) -> float:
-    """User and system time of a process so far."""
-    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return children.answer(process, ANSWER_S)
 
 
 # The processes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from model_profiles import Profile
 
 from simulation.settings import Cluster
+from tfps.report import least_step_s
 
 
 def lower_bound(profile: Profile, cluster: Cluster) -> float:
@@ -23,15 +24,7 @@ def lower_bound(profile: Profile, cluster: Cluster) -> float:
     takes the latency there and back; a worker's, a pserver's and the machine's processor; updates. What a slice costs
     whatever its size is left out: slices could be large.
     """
-    layers = profile.layers
-    best = profile.compute_s
-    nbytes, before_s = 0, 0.0
-    for layer in layers:
-        nbytes += layer.nbytes
-        if nbytes:
-            best = max(best, profile.compute_s - before_s + exchange_s(cluster, nbytes))
-        before_s += layer.forward_s + layer.backward_s
-    return best
+    return least_step_s(profile.layers, profile.compute_s, lambda nbytes: exchange_s(cluster, nbytes))
 
 
 def exchange_s(cluster: Cluster, nbytes: int) -> float:

@@ -1,0 +1,51 @@
+"""Child processes that benchmarks talk with, line by line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import select
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+END_S = 20.0
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """The process, which is ended with the context. Its stdin and stdout are pipes."""
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.communicate(timeout=END_S)
+
+
+def tell(process: subprocess.Popen[str], line: str) -> None:
+    """Writes one line to its stdin."""
+    stdin: Any = process.stdin
+    stdin.write(f"{line}\n")
+    stdin.flush()
+
+
+def answer(process: subprocess.Popen[str], timeout_s: float) -> str:
+    """The next line of its stdout.
+
+    Raises:
+        RuntimeError: it has ended, or does not answer in time.
+    """
+    stdout: Any = process.stdout
+    if not select.select([stdout], [], [], timeout_s)[0]:
+        raise RuntimeError(f"{process.args!r} must answer within {timeout_s:.0f} s")
+    line: str = stdout.readline()
+    if not line:
+        raise RuntimeError(f"{process.args!r} ended with {process.wait(END_S)}")
+    return line
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time of a process so far."""
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
