@@ -19,7 +19,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfps import graph_ops
-from tfps.embedded import EmbeddedExchange
 from tfps.exchange import BucketKind, BucketSpec
 from tfps.runtime import DeferredUpdate, Group, Runtime
 from tfps.slicing import bucket_limit
@@ -109,7 +108,7 @@ class Emitter:
         self._strategy, self._runtime = strategy, runtime
         self._replicas, self._slice_bytes = replicas, slice_bytes
         # Without a network there is nothing to expose, and the fewer buckets the better.
-        self._first_bytes = slice_bytes if isinstance(runtime.exchange, EmbeddedExchange) else _FIRST_BUCKET_BYTES
+        self._first_bytes = slice_bytes if runtime.alone else _FIRST_BUCKET_BYTES
         self._warned: set[str] = set()
         # Of the replica functions being traced: transfers by bucket and how often its replica has come to it. The
         # replicas of one worker share a transfer, also where each traces a tf.cond of its own.

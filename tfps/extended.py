@@ -331,7 +331,7 @@ class Extended(mirrored_strategy.MirroredExtended):
                 else:
                     each = each.values[0]
             each = each if isinstance(each, tf.IndexedSlices) else tf.convert_to_tensor(each)
-            if self._reductions.trivial:
+            if self._runtime.alone:
                 summed = each
             else:
                 with tf.device(None):

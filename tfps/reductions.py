@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfps import graph_ops
-from tfps.embedded import EmbeddedExchange
 from tfps.errors import UnsupportedError
 from tfps.exchange import BucketSpec
 from tfps.runtime import Pull, Runtime
@@ -26,11 +25,6 @@ class Reductions:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
-    @property
-    def trivial(self) -> bool:
-        """There is one worker and no wire: a sum over workers is the value itself."""
-        return isinstance(self._runtime.exchange, EmbeddedExchange)
-
     def sum_all(self, values: list[Any], key: tuple[Any, ...]) -> list[Any]:
         """The sums of `values`, each in its own shape and dtype.
 
@@ -40,7 +34,7 @@ class Reductions:
             TfpsError: eagerly, the exchange failed.
             UnsupportedError: a dtype cannot be summed.
         """
-        if self.trivial:
+        if self._runtime.alone:
             return [_identity(value) for value in values]
         if tf.executing_eagerly():
             return [self._now(value) for value in values]

@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfps import tf_private
+from tfps.embedded import EmbeddedExchange
 from tfps.errors import TfpsError, WaitTimeoutError
 from tfps.exchange import BucketSpec, Exchange, Reply
 from tfps.graph_ops import HOST, MESSAGE, PULLED, Gate, tensor_of
@@ -176,6 +177,11 @@ class Runtime:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def alone(self) -> bool:
+        """There is one worker and no network: what is exchanged comes back as it is."""
+        return isinstance(self.exchange, EmbeddedExchange)
 
     @property
     def queue(self) -> tf.Tensor:
