@@ -332,7 +332,7 @@ def test_a_step_that_stops_between_two_sends_fails_the_job() -> None:
     def sample(value: Any, broken: Any) -> Any:
         if broken:
             wait = threading.Event()
-            while strategy._runtime._messages_seen % 2 == 0 and not wait.wait(0.01):
+            while strategy._runtime._messages_seen == before and not wait.wait(0.01):
                 pass  # until the first gradient has been sent
             raise ValueError("bad sample")
         return value
@@ -349,6 +349,8 @@ def test_a_step_that_stops_between_two_sends_fails_the_job() -> None:
         strategy.run(in_replica)
 
     step(tf.constant(False))
+    np.testing.assert_array_equal([first.numpy(), second.numpy()], tf.ones([2, 16]))  # both messages have been seen
+    before = strategy._runtime._messages_seen
     with pytest.raises(tf.errors.InvalidArgumentError, match="bad sample"):
         step(tf.constant(True))
     step(tf.constant(False))  # sends, and thereby shows that the step before has sent only half
