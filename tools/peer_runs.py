@@ -288,7 +288,6 @@ class Peer:
         return peers.environment(self.environment).interpreter if self.environment else Path(sys.executable)
 
 
-_NO_CUSTOM_OP = "the sleeping layers are written for Keras"
 _NO_REMOTE_PYTHON = "its workers run graphs without Python, and layers that sleep are Python"
 PEERS = {
     peer.name: peer
@@ -296,8 +295,8 @@ PEERS = {
         Peer("alone", "", _alone),
         Peer("tfps", "", _tfps),
         Peer("horovod", "horovod", _horovod),
-        Peer("mxnet", "mxnet", _mxnet, _NO_CUSTOM_OP),
-        Peer("mxnet-p3", "mxnet", _mxnet_p3, _NO_CUSTOM_OP),
+        Peer("mxnet", "mxnet", _mxnet),
+        Peer("mxnet-p3", "mxnet", _mxnet_p3),
         Peer("mwms", "tensorflow", _mwms),
         Peer("tf-ps", "tensorflow", _tf_ps, _NO_REMOTE_PYTHON),
     )

@@ -5,29 +5,89 @@ The optimizer runs on the servers, as is the default. P3 is DMLC_PS_VAN_TYPE=p3 
 
 from __future__ import annotations
 
+from typing import Any
+
 import mxnet as mx  # type: ignore[import-not-found]  # schedulers and servers stay in this import until the end
 import numpy as np
 
-from peer_workers.common import Clock, Work
+from peer_workers.common import Clock, Sleeper, Work
+
+LEARNING_RATE = 0.01
 
 
-def main() -> None:
-    work = Work.from_environment()
-    store = mx.kv.create("dist_sync")
-    if store.num_workers != work.workers:
-        raise ValueError(f"the kvstore must have {work.workers} workers, got {store.num_workers}")
-    clock = Clock(work, store.rank)
+def mlp(work: Work) -> tuple[Any, Any, Any, Any]:
+    """Model, loss, inputs and targets."""
     net = mx.gluon.nn.HybridSequential()
     for _ in range(work.depth):
         net.add(mx.gluon.nn.Dense(work.width, in_units=work.width, activation="relu"))
     net.add(mx.gluon.nn.Dense(work.classes, in_units=work.width))
     net.initialize(mx.init.Xavier())
     net.hybridize()
-    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01}, kvstore=store)
-    loss_of = mx.gluon.loss.SoftmaxCrossEntropyLoss()
     random = np.random.default_rng(0)
     features = mx.nd.array(random.random((work.batch, work.width), np.float32))
     targets = mx.nd.array(random.integers(0, work.classes, work.batch))
+    return net, mx.gluon.loss.SoftmaxCrossEntropyLoss(), features, targets
+
+
+def sleeping(work: Work, sleeper: Sleeper) -> tuple[Any, Any, Any, Any]:
+    """The same with layers that pass their input on, and sleep as those of keras_training.py do."""
+
+    class Sleep(mx.operator.CustomOp):  # type: ignore[misc]
+        def __init__(self, forward_s: float, backward_s: float) -> None:
+            super().__init__()
+            self._forward_s, self._backward_s = forward_s, backward_s
+
+        def forward(self, is_train: bool, req: Any, in_data: Any, out_data: Any, aux: Any) -> None:
+            sleeper(self._forward_s)  # MXNet's engine calls this when the inputs, the weight among them, are there
+            self.assign(out_data[0], req[0], in_data[0])
+
+        def backward(self, req: Any, out_grad: Any, in_data: Any, out_data: Any, in_grad: Any, aux: Any) -> None:
+            out_grad[0].wait_to_read()
+            sleeper(self._backward_s)
+            self.assign(in_grad[0], req[0], out_grad[0])
+            in_grad[1][:] = out_grad[0].mean().asscalar()
+
+    @mx.operator.register("tfps_sleep")
+    class Properties(mx.operator.CustomOpProp):  # type: ignore[misc]
+        def __init__(self, forward_s: str, backward_s: str) -> None:
+            super().__init__(need_top_grad=True)
+            self._times_s = float(forward_s), float(backward_s)
+
+        def list_arguments(self) -> list[str]:
+            return ["data", "weight"]
+
+        def infer_shape(self, in_shape: Any) -> Any:
+            return in_shape, [in_shape[0]], []
+
+        def create_operator(self, context: Any, shapes: Any, dtypes: Any) -> Any:
+            return Sleep(*self._times_s)
+
+    class Sleeping(mx.gluon.Block):  # type: ignore[misc]
+        def __init__(self, forward_s: float, backward_s: float, items: int) -> None:
+            super().__init__()
+            self._times_s = {"forward_s": forward_s, "backward_s": backward_s}
+            with self.name_scope():
+                self.weight = self.params.get("weight", shape=(items,), init="zeros")
+
+        def forward(self, inputs: Any) -> Any:
+            return mx.nd.Custom(inputs, self.weight.data(), op_type="tfps_sleep", **self._times_s)
+
+    net = mx.gluon.nn.Sequential()
+    for _, forward_s, backward_s, items in work.layers:
+        net.add(Sleeping(forward_s, backward_s, items))
+    net.initialize()
+    inputs = mx.nd.full((work.batch, 1), 1e-3)
+    return net, mx.gluon.loss.L2Loss(), inputs, mx.nd.zeros((work.batch, 1))
+
+
+def main() -> None:
+    work, sleeper = Work.from_environment(), Sleeper()
+    store = mx.kv.create("dist_sync")
+    if store.num_workers != work.workers:
+        raise ValueError(f"the kvstore must have {work.workers} workers, got {store.num_workers}")
+    clock = Clock(work, store.rank)
+    net, loss_of, features, targets = sleeping(work, sleeper) if work.layers else mlp(work)
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": LEARNING_RATE}, kvstore=store)
     for _ in range(work.warmup_steps + work.steps):
         with mx.autograd.record():
             loss = loss_of(net(features), targets)
@@ -41,7 +101,8 @@ def main() -> None:
     items = sum(weight.size for weight in weights)
     if items != work.items:
         raise ValueError(f"the model must have {work.items} parameters, got {items}")
-    clock.report(float(sum(np.abs(weight).sum(dtype=np.float64) for weight in weights)))
+    checksum = float(sum(np.abs(weight).sum(dtype=np.float64) for weight in weights))
+    clock.report(checksum, overslept_s=sleeper.overslept_s)
 
 
 if __name__ == "__main__":
