@@ -9,7 +9,7 @@ HERE = Path(__file__).resolve().parent
 
 # A host that only runs pservers needs no TensorFlow, hence no requirement but an extra.
 TENSORFLOW = ">=2.18,<2.22"
-KERAS = "keras>=3.6"  # any Keras 3 that the TensorFlow at hand accepts
+KERAS = "keras>=3.8"  # older ones do not divide the loss by the number of replicas
 # The CPU-only wheel is a third of the size; it exists for these platforms only.
 HAS_CPU_WHEEL = (
     '(sys_platform == "linux" and platform_machine == "x86_64") or '
@@ -20,6 +20,7 @@ NO_CPU_WHEEL = (
     '(sys_platform != "win32" or platform_machine != "AMD64")'
 )
 EXAMPLES = ["scikit-learn>=1.4"]
+TEST = [*EXAMPLES, "hypothesis>=6.100", "psutil>=5.9", "pytest>=8.2", "pytest-timeout>=2.3"]
 
 setup(
     name="tfps",
@@ -36,14 +37,11 @@ setup(
         "tensorflow": [f"tensorflow{TENSORFLOW}", KERAS],
         "cpu": [f"tensorflow-cpu{TENSORFLOW}; {HAS_CPU_WHEEL}", f"tensorflow{TENSORFLOW}; {NO_CPU_WHEEL}", KERAS],
         "examples": EXAMPLES,
+        "test": TEST,
         "dev": [
-            *EXAMPLES,
-            "hypothesis>=6.100",
+            *TEST,
             "matplotlib>=3.10",
             "mypy>=1.13",
-            "psutil>=5.9",
-            "pytest>=8.2",
-            "pytest-timeout>=2.3",
             "ruff>=0.9",
             "types-protobuf>=5",
             "types-psutil>=5.9",

@@ -26,60 +26,84 @@ class Cluster:
     job: str = ""
 
 
+@dataclass(frozen=True)
+class _Tasks:
+    """What `source` (TF_CONFIG or a resolver) says. `rank`: None where it does not know which task this process is."""
+
+    source: str
+    pservers: tuple[str, ...] = ()
+    rank: int | None = None
+    workers: int | None = None
+    is_evaluator: bool = False
+
+
 def resolve(
     pservers: Sequence[str] | tf.distribute.cluster_resolver.ClusterResolver | None,
     environment: Mapping[str, str] | None = None,
 ) -> Cluster:
     """The cluster that `pservers` and the environment describe.
 
-    Explicit addresses win over `TFPS_PSERVERS` (set by `tfps_launch`), that over `TF_CONFIG`; with none of them the
-    pserver is embedded. Rank and number of workers come from `TFPS_RANK` and `TFPS_WORKERS`, else from `TF_CONFIG`,
-    else from the order of joining.
+    A resolver decides alone. Explicit addresses win over `TFPS_PSERVERS` (set by `tfps_launch`), that over `TF_CONFIG`;
+    with none of them the pserver is embedded. Rank and number of workers come from the resolver, else from `TFPS_RANK`
+    and `TFPS_WORKERS`, else from `TF_CONFIG`, else from the order of joining. An evaluator is on its own: embedded.
 
     Raises:
-        ConfigError: an address or `TF_CONFIG` is malformed, or they contradict each other.
+        ConfigError: an address or `TF_CONFIG` is malformed, they contradict each other, workers have no pserver, or
+            this process is a `ps` task.
     """
     environment = os.environ if environment is None else environment
     launch = Launch.from_environment(environment)
     if isinstance(pservers, tf.distribute.cluster_resolver.ClusterResolver):
-        spec = pservers.cluster_spec()
-        return _from_tasks(
-            spec.as_dict() if spec else {}, pservers.task_type, pservers.task_id, type(pservers).__name__, launch.job
-        )
-    if isinstance(pservers, str):
-        raise ConfigError(f"pservers must be a list of 'host:port', got the string {pservers!r}; write [{pservers!r}]")
-    text = environment.get("TF_CONFIG", "")
-    described = _from_tf_config(text, launch.job) if text.strip() else None
-    if pservers is not None:
-        addresses = tuple(pservers)
-        if not addresses:
-            raise ConfigError(
-                "pservers must name at least one 'host:port', got an empty list; leave it out for an embedded pserver"
-            )
-    elif launch.pservers:
-        addresses = launch.pservers
-    elif described is not None:
-        if not described.pservers and (described.workers or 1) > 1:
-            raise ConfigError(
-                f"TF_CONFIG has {described.workers} workers but no 'ps' task; start one with tfps_pserver and add "
-                '"ps": ["host:port"] to its cluster, or pass pservers=[...]'
-            )
-        addresses = described.pservers
+        tasks = _from_resolver(pservers)
+        if tasks.is_evaluator:
+            return Cluster(job=launch.job)
+        addresses, rank, workers = _pservers_of(tasks), tasks.rank, tasks.workers
+        if rank is None and launch.rank is not None:
+            rank, workers = launch.rank, workers or launch.workers
     else:
-        addresses = ()
+        text = environment.get("TF_CONFIG", "")
+        tasks = _from_tf_config(text) if text.strip() else _Tasks("TF_CONFIG")
+        if tasks.is_evaluator and launch.rank is None:
+            return Cluster(job=launch.job)
+        addresses = _explicit(pservers) or launch.pservers or _pservers_of(tasks)
+        rank, workers = launch.rank, launch.workers
+        if rank is None and workers is None:
+            rank, workers = tasks.rank, tasks.workers
     for address in addresses:
         check_address(address)
     if len(set(addresses)) < len(addresses):
         raise ConfigError(f"pservers must be different addresses, got {', '.join(addresses)}")
-    if not addresses:
-        return Cluster(job=launch.job)
-    rank, workers = launch.rank, launch.workers
-    if rank is None and workers is None and described is not None:
-        rank, workers = described.rank, described.workers
-    return Cluster(addresses, rank, workers, launch.job)
+    return Cluster(addresses, rank, workers, launch.job) if addresses else Cluster(job=launch.job)
 
 
-def _from_tf_config(text: str, job: str) -> Cluster:
+def _explicit(pservers: Sequence[str] | None) -> tuple[str, ...]:
+    if pservers is None:
+        return ()
+    if isinstance(pservers, str):
+        raise ConfigError(f"pservers must be a list of 'host:port', got the string {pservers!r}; write [{pservers!r}]")
+    if not pservers:
+        raise ConfigError(
+            "pservers must name at least one 'host:port', got an empty list; leave it out for an embedded pserver"
+        )
+    return tuple(pservers)
+
+
+def _pservers_of(tasks: _Tasks) -> tuple[str, ...]:
+    if not tasks.pservers and (tasks.workers or 1) > 1:
+        raise ConfigError(
+            f"{tasks.source} has {tasks.workers} workers but no 'ps' task; start one with tfps_pserver and add "
+            '"ps": ["host:port"] to its cluster, or pass pservers=[...]'
+        )
+    return tasks.pservers
+
+
+def _from_resolver(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> _Tasks:
+    spec = resolver.cluster_spec()  # first: SlurmClusterResolver finds its task while it makes this
+    tasks = spec.as_dict() if spec else {}
+    return _from_tasks(tasks, resolver.task_type, resolver.task_id, type(resolver).__name__, may_not_know=True)
+
+
+def _from_tf_config(text: str) -> _Tasks:
     example = (
         '{"cluster": {"worker": ["host:port", ...], "ps": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}'
     )
@@ -92,31 +116,40 @@ def _from_tf_config(text: str, job: str) -> Cluster:
     task = content.get("task", {})
     if not isinstance(task, dict):
         raise ConfigError(f"TF_CONFIG: task must be an object like {example}, got {task!r}")
-    return _from_tasks(content.get("cluster", {}), task.get("type"), task.get("index"), "TF_CONFIG", job)
+    return _from_tasks(content.get("cluster", {}), task.get("type"), task.get("index"), "TF_CONFIG")
 
 
-def _from_tasks(tasks: Mapping[str, Any], task_type: str | None, task_index: Any, source: str, job: str) -> Cluster:
-    """Cluster from the addresses of each task type, which `source` gave."""
+def _from_tasks(
+    tasks: Mapping[str, Any], task_type: str | None, task_index: Any, source: str, may_not_know: bool = False
+) -> _Tasks:
+    """What the addresses of each task type and the task of this process, from `source`, mean for a job.
+
+    Args:
+        may_not_know: whether the task may be missing; ranks then come from elsewhere.
+    """
     for name, addresses in tasks.items():
         if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
             raise ConfigError(f"{source}: cluster[{name!r}] must be a list of 'host:port', got {addresses!r}")
     ranked = [(name, index) for name in _WORKER_TASKS for index in range(len(tasks.get(name, ())))]
     pservers = tuple(check_address(address) for address in tasks.get("ps", ()))
-    if not ranked:
-        return Cluster(pservers, job=job)
-    if task_type == "ps":
-        raise ConfigError(
-            f"{source} says that this process is a ps task: run tfps_pserver there instead of a training script"
-        )
-    if task_type == "evaluator":
-        return Cluster(job=job)  # evaluates checkpoints on its own
     if isinstance(task_index, str) and task_index.isdigit():
         task_index = int(task_index)
+    if task_type == "ps":
+        known = isinstance(task_index, int) and 0 <= task_index < len(pservers)
+        port = pservers[task_index].rpartition(":")[2] if known else "PORT"
+        raise ConfigError(
+            f"{source} says that this process is a ps task: run `tfps_pserver --port {port} --workers "
+            f"{len(ranked) or 'N'}` there instead of a training script"
+        )
+    if task_type == "evaluator":
+        return _Tasks(source, pservers, is_evaluator=True)
+    if not ranked or (may_not_know and task_type is None):
+        return _Tasks(source, pservers, workers=len(ranked) or None)
     task: Any = (task_type, task_index)
     if task not in ranked:
-        known = ", ".join(f"{name} {index}" for name, index in ranked)
+        listed = ", ".join(f"{name} {index}" for name, index in ranked)
         raise ConfigError(
-            f"{source}: task must be one of the cluster's workers ({known}), "
+            f"{source}: task must be one of the cluster's workers ({listed}), "
             f"got type {task_type!r} index {task_index!r}"
         )
-    return Cluster(pservers, ranked.index(task), len(ranked), job)
+    return _Tasks(source, pservers, ranked.index(task), len(ranked))

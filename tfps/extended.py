@@ -15,6 +15,7 @@ from tfps.initial_values import InitialValues
 from tfps.reductions import Reductions, divide
 from tfps.runtime import Runtime
 from tfps.tf_private import (
+    METRICS_ARE_MIRRORED,
     distribute_lib,
     distribute_utils,
     in_xla,
@@ -134,6 +135,8 @@ class Extended(mirrored_strategy.MirroredExtended):
         if colocate_with is not None and not isinstance(colocate_with, values.DistributedVariable):
             return super()._create_variable(next_creator, colocate_with=colocate_with, **kwargs)
         devices = self._devices if colocate_with is None else colocate_with._devices
+        if METRICS_ARE_MIRRORED and kwargs.get("aggregation") == tf.VariableAggregation.SUM:
+            kwargs["synchronization"] = tf.VariableSynchronization.ON_READ
 
         def components(**kwargs: Any) -> list[Any]:
             made: list[Any] = []

@@ -35,9 +35,10 @@ class Strategy(tf.distribute.Strategy):
     its sum is back, while the next step already runs; a read of a variable waits for that variable only.
 
     Args:
-        pservers: addresses `"host:port"`; or a `tf.distribute.cluster_resolver.ClusterResolver`; or None:
-            `TFPS_PSERVERS` (set by `tfps_launch`) or the `ps` tasks of `TF_CONFIG`, and with neither a pserver embedded
-            in this process.
+        pservers: addresses `"host:port"`; or a `tf.distribute.cluster_resolver.ClusterResolver` (Slurm, Kubernetes,
+            Simple, ...) with `ps` tasks; or None: `TFPS_PSERVERS` (set by `tfps_launch`) or the `ps` tasks of
+            `TF_CONFIG`, and with neither a pserver embedded in this process. The chief is rank 0; an evaluator is a job
+            of its own (docs/semantics.md, "Cluster").
         devices: local devices, as for `tf.distribute.MirroredStrategy`; default: all local GPUs, else the CPU.
         config: settings; default: `tfps.Config` with what `TFPS_...` environment variables say.
 

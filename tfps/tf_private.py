@@ -1,22 +1,75 @@
 """Every private TensorFlow name that tfps uses, imported here only, each with its reason.
 
 Raises:
-    ImportError: TensorFlow is missing, or a version in which one of these names is gone; the message says which are
-        supported.
+    ImportError: TensorFlow is missing, too old, used with Keras 2, or so new that one of these names is gone; the
+        message says which versions are supported. A newer TensorFlow that has all names works, with one warning.
 """
 
 # ruff: noqa: F401
 from __future__ import annotations
 
-SUPPORTED = "TensorFlow 2.18 to 2.21 with Keras 3"
+import importlib.metadata
+import os
+import warnings
+from collections.abc import Mapping
+
+SUPPORTED = "TensorFlow 2.18 to 2.21 with Keras 3 (3.8 or newer)"
+_OLDEST, _NEWEST, _OLDEST_KERAS = (2, 18), (2, 21), (3, 8)
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def _installed_keras() -> str | None:
+    try:
+        return importlib.metadata.version("keras")
+    except importlib.metadata.PackageNotFoundError:
+        return None  # custom training loops need none
+
+
+def check_versions(tensorflow: str, keras: str | None, environment: Mapping[str, str]) -> None:
+    """Refuses what tfps cannot work with, warns of what it does not know.
+
+    Args:
+        tensorflow: version, as in "2.21.0".
+        keras: version of the package `keras`; None: not installed.
+
+    Raises:
+        ImportError: too old, or TensorFlow is told to use Keras 2.
+    """
+    if _minor(tensorflow) < _OLDEST:
+        raise ImportError(f"tfps supports {SUPPORTED}, got TensorFlow {tensorflow}; pip install -U 'tfps[tensorflow]'")
+    if keras is not None and _minor(keras) < _OLDEST_KERAS:  # 3.7 does not divide the loss by the number of replicas
+        raise ImportError(f"tfps supports {SUPPORTED}, got Keras {keras}; pip install -U keras")
+    legacy = environment.get("TF_USE_LEGACY_KERAS")
+    if legacy in ("true", "True", "1"):  # what TensorFlow itself understands
+        raise ImportError(
+            f"tfps supports {SUPPORTED}, but TF_USE_LEGACY_KERAS={legacy} makes tf.keras Keras 2 (tf_keras); unset it"
+        )
+    if _minor(tensorflow) > _NEWEST:
+        warnings.warn(
+            f"tfps has been tested with {SUPPORTED}; TensorFlow {tensorflow} is newer: first compare a short training "
+            "with and without tfps",
+            stacklevel=2,
+        )
+
 
 try:
     import tensorflow as tf
 except ImportError as error:
     raise ImportError(f"tfps.Strategy needs {SUPPORTED}: pip install 'tfps[tensorflow]' (or 'tfps[cpu]')") from error
 
+check_versions(tf.__version__, _installed_keras(), os.environ)
+
+# Keras 3.10 began to say that the variables of metrics are combined when they are read. Mirrored ones would be summed
+# over replicas at each `total.assign(total + value)`, what had been summed before included.
+METRICS_ARE_MIRRORED = _minor(_installed_keras() or "3.10") < (3, 10)
+
 try:
     from tensorflow.core.framework import attr_value_pb2  # says which resource inputs of a call are only read
+    from tensorflow.python.autograph.core import config as autograph_config  # which modules AutoGraph leaves alone
+    from tensorflow.python.autograph.core import config_lib as autograph_rules
     from tensorflow.python.distribute import (
         distribute_lib,  # ReplicaContext with an id: the public constructor is for the current replica
         distribute_utils,  # regroup; create_mirrored_variable, the only way to bring a variable class of one's own
@@ -33,6 +86,7 @@ try:
     # Strategies without merge_call decide so by this method; all names below must exist for the overrides to take
     # effect.
     for _owner, _names in {
+        autograph_config: ("CONVERSION_RULES",),
         mirrored_strategy.MirroredExtended: (
             "_create_variable",
             "_use_merge_call",
@@ -56,6 +110,11 @@ try:
                 raise ImportError(f"{_owner} has no {_name}")
 except ImportError as error:
     raise ImportError(f"tfps supports {SUPPORTED}; TensorFlow {tf.__version__} does not fit: {error}") from error
+
+
+# Functions of tfps are called while a program is traced. Rewriting them takes time, and not every AutoGraph knows every
+# expression; what the program itself hands to them is still rewritten.
+autograph_config.CONVERSION_RULES = (autograph_rules.DoNotConvert("tfps"), *autograph_config.CONVERSION_RULES)
 
 
 def set_read_only_inputs(call: tf.Tensor, indices: list[int]) -> None:

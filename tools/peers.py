@@ -13,9 +13,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import interpreters
 
 PIP_S = 3600.0  # a build from source on a busy machine
 STAMP = "tfps-peer.json"
@@ -119,32 +121,13 @@ def find_python(version: str, name: str) -> Path:
     Raises:
         PeerError: there is none on PATH nor among the versions of pyenv.
     """
-    for path in _candidates(version):
-        if _version(path) == version:
-            return path
+    if found := interpreters.find(version):
+        return found
     raise PeerError(
         f"peer '{name}' needs Python {version}, its packages exist for no other here; found none on PATH nor among "
         f"pyenv's versions. Install it (pyenv install {version}, or your system's python{version} with venv), or give "
         f"its path: tools/peers.py install {name} --python PATH"
     )
-
-
-def _candidates(version: str) -> Iterator[Path]:
-    yield Path(sys.executable).resolve()
-    if found := shutil.which(f"python{version}"):
-        yield Path(found)
-    root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
-    yield from sorted(root.glob(f"versions/{version}.*/bin/python"), reverse=True)
-
-
-def _version(python: Path) -> str | None:
-    """Its minor version; None if it does not run (as the stand-ins that pyenv puts on PATH)."""
-    command = [str(python), "-c", "import sys, venv; print('%d.%d' % sys.version_info[:2])"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip() if found.returncode == 0 else None
 
 
 def install(wanted: Environment, python: Path | None = None) -> None:
@@ -160,13 +143,11 @@ def install(wanted: Environment, python: Path | None = None) -> None:
         raise PeerError(f"peer '{wanted.name}' is built from source and needs {', '.join(missing)}: install it first")
     if python is None:
         python = find_python(wanted.python, wanted.name)
-    elif _version(python) != wanted.python:
-        raise PeerError(
-            f"--python of peer '{wanted.name}' must be a Python {wanted.python}, got {python} ({_version(python)})"
-        )
+    elif (version := interpreters.version_of(python)) != wanted.python:
+        raise PeerError(f"--python of peer '{wanted.name}' must be a Python {wanted.python}, got {python} ({version})")
     print(f"{wanted.name}: {wanted.what}; into {wanted.directory} with {python}", flush=True)
     (wanted.directory / STAMP).unlink(missing_ok=True)
-    if _version(wanted.interpreter) != wanted.python:
+    if interpreters.version_of(wanted.interpreter) != wanted.python:
         _run([str(python), "-m", "venv", "--clear", str(wanted.directory)], {}, wanted)
     variables = {
         **wanted.variables,

@@ -2,10 +2,17 @@
 # Everything that has to hold before a change is taken: style, types, tests.
 #   tools/test.sh                 what is quick enough to run often
 #   tools/test.sh --long          also the tests marked "long"
+#   tools/test.sh --matrix        only the core suite, on the oldest and the newest TensorFlow and Python
+#   tools/test.sh --matrix 2.19:3.11 2.20:3.13 -- -k fit     on these, with options for pytest
 #   tools/test.sh -k launch -x    other arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 tools/venv.sh
+
+if [[ ${1:-} == --matrix ]]; then
+    shift
+    exec .venv/bin/python tools/matrix.py "$@"
+fi
 
 arguments=()
 for argument in "$@"; do

@@ -1,0 +1,102 @@
+"""Which versions of TensorFlow and Keras are taken, and what the others are told."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+import warnings
+from collections.abc import Mapping
+
+import pytest
+import tensorflow as tf
+
+import tfps
+from tfps import tf_private
+from tfps.tf_private import check_versions
+
+SUPPORTED = r"TensorFlow 2\.18 to 2\.21 with Keras 3 \(3\.8 or newer\)"
+
+
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next import of tfps.strategy checks everything once more, with what the test has changed."""
+    for name in [name for name in sys.modules if name.startswith("tfps.")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def import_strategy() -> None:
+    importlib.import_module("tfps.strategy")
+
+
+@pytest.mark.parametrize(
+    ("tensorflow", "keras", "environment", "message"),
+    [
+        ("2.17.1", "3.8.0", {}, rf"{SUPPORTED}, got TensorFlow 2\.17\.1; pip install"),
+        ("1.15.0", None, {}, rf"{SUPPORTED}, got TensorFlow 1\.15\.0"),
+        ("2.18.0", "2.15.0", {}, rf"{SUPPORTED}, got Keras 2\.15\.0; pip install -U keras"),
+        ("2.18.0", "3.7.0", {}, rf"{SUPPORTED}, got Keras 3\.7\.0"),
+        ("2.21.0", "3.15.1", {"TF_USE_LEGACY_KERAS": "1"}, "TF_USE_LEGACY_KERAS=1 makes tf.keras Keras 2 .*; unset it"),
+    ],
+)
+def test_what_is_too_old_is_refused_with_what_is_supported(
+    tensorflow: str, keras: str | None, environment: Mapping[str, str], message: str
+) -> None:
+    with pytest.raises(ImportError, match=message):
+        check_versions(tensorflow, keras, environment)
+
+
+@pytest.mark.parametrize(
+    ("tensorflow", "keras"), [("2.18.0", "3.8.0"), ("2.21.0", "3.15.1"), ("2.20.0-rc1", "3.11.0"), ("2.19.1", None)]
+)
+def test_what_is_supported_is_taken_without_a_word(tensorflow: str, keras: str | None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_versions(tensorflow, keras, {"TF_USE_LEGACY_KERAS": "0"})
+
+
+def test_these_versions_are_supported() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_versions(tf.__version__, importlib.metadata.version("keras"), {})
+
+
+@pytest.mark.usefixtures("again")
+def test_an_old_tensorflow_is_refused_when_the_strategy_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tf, "__version__", "2.17.1")
+    with pytest.raises(ImportError, match=rf"{SUPPORTED}, got TensorFlow 2\.17\.1"):
+        _ = importlib.reload(tfps).Strategy
+
+
+@pytest.mark.usefixtures("again")
+def test_legacy_keras_is_refused_when_the_strategy_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_USE_LEGACY_KERAS", "True")
+    with pytest.raises(ImportError, match="TF_USE_LEGACY_KERAS=True makes"):
+        import_strategy()
+
+
+@pytest.mark.usefixtures("again")
+def test_a_newer_tensorflow_that_has_everything_works_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tf, "__version__", "2.30.0")
+    with pytest.warns(UserWarning, match=rf"{SUPPORTED}; TensorFlow 2\.30\.0 is newer") as seen:
+        import_strategy()
+    assert len([each for each in seen if "tfps" in str(each.message)]) == 1
+
+
+@pytest.mark.usefixtures("again")
+def test_a_newer_tensorflow_without_a_private_name_is_refused_by_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tf, "__version__", "2.30.0")
+    monkeypatch.delattr(tf_private.distribute_utils, "create_mirrored_variable")
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(ImportError, match=r"TensorFlow 2\.30\.0 does not fit: .* has no create_mirrored_variable"),
+    ):
+        import_strategy()
+
+
+@pytest.mark.usefixtures("again")
+def test_without_tensorflow_only_the_strategy_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    importlib.import_module("tfps.server")
+    with pytest.raises(ImportError, match=r"pip install 'tfps\[tensorflow\]'"):
+        importlib.import_module("tfps.tf_private")
