@@ -163,6 +163,10 @@ class Extended(mirrored_strategy.MirroredExtended):
         self._initial_values.created(variable)
         return variable
 
+    def take_from_first_rank(self, variables: Sequence[Any]) -> None:
+        """Gives `variables` of this strategy the values that they have on rank 0; called by all ranks alike."""
+        self._initial_values.share(list(variables))
+
     def check(self, token: str) -> None:
         """Raises the error that a gate's token carries, if any.
 

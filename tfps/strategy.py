@@ -18,8 +18,10 @@ from tfps.embedded import EmbeddedExchange
 from tfps.errors import ConfigError
 from tfps.exchange import Exchange
 from tfps.extended import Extended
+from tfps.loss_scaling import agree_on_finite
 from tfps.report import Report
 from tfps.runtime import Runtime
+from tfps.saving import share_files
 from tfps.trace import Recorder
 from tfps.worker import Worker
 
@@ -67,6 +69,8 @@ class Strategy(tf.distribute.Strategy):
         self._runtime = Runtime(exchange, self._recorder, self.config.step_timeout_s)
         self._at_end = weakref.finalize(self, _close_at_end, self._runtime)
         super().__init__(Extended(self, devices, self._runtime, self.config.bucket_bytes))
+        agree_on_finite(Strategy)
+        share_files(Strategy)
 
     @property
     def rank(self) -> int:

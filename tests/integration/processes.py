@@ -10,7 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+PYTHONPATH = os.pathsep.join([str(HERE.parent), str(HERE.parent.parent)])  # tests/ and this copy of tfps
 TIMEOUT_S = 240.0
 
 
@@ -18,7 +19,7 @@ def start(script: str, *arguments: str, environment: Mapping[str, str]) -> subpr
     """One worker process; its output is collected."""
     return subprocess.Popen(
         [sys.executable, str(HERE / script), *arguments],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": str(HERE.parent), **environment},
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": PYTHONPATH, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
