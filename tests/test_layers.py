@@ -21,7 +21,7 @@ LAYERS = (
     "tuner worker server job embedded",
     (
         "tf_private graph_ops variables deferred reductions initial_values runtime cluster extended "
-        + "loss_scaling saving strategy"
+         "loss_scaling saving strategy"
     ),
     "__init__ cli launch",
 )
