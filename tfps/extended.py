@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfps import generators
 from tfps.deferred import Emitter, GraphState, Noted, Reduced, Reduction, find_reduced
 from tfps.errors import TfpsError, UnsupportedError
 from tfps.initial_values import InitialValues
@@ -103,6 +104,10 @@ class Extended(mirrored_strategy.MirroredExtended):
                 experimental_fetch_to_device=False,
                 experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
             )
+        if self._runtime.exchange.workers > 1 and generators.of_whole_job(dataset):
+            count, first = len(self._devices), self._get_replica_id_in_sync_group(0)
+            split = generators.own_rows(dataset, self._num_replicas_in_sync, first, count)
+            return self._distribute_datasets_from_function(lambda _: split, options)
         return input_util.get_distributed_dataset(
             dataset,
             self._input_workers_with_options(options),

@@ -3,8 +3,8 @@
 program.py FOLDER MODULE.NAME ...      functions of modules beside this file; without TFPS_PSERVERS they run without a
                                        strategy, as plain Keras
 
-A program takes a Job and returns values by name. Names that begin with "own" belong to the rank; every other value
-has to be the same on all ranks and, within rounding, in plain Keras.
+A program takes a Job and returns values by name, which have to be the same on all ranks and, within rounding, in plain
+Keras. Names that begin with "own" belong to the rank; with "ranks", they are compared between ranks only.
 """
 
 from __future__ import annotations

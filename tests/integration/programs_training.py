@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 from program import BATCH, SAMPLES, Job, data, history, mlp, sharded, weights
+
+import tfps
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
 
@@ -107,6 +110,41 @@ def own_train_step(job: Job) -> dict[str, Any]:
         model.compile("adam")
     fit = model.fit(*data(), batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
     return {**weights(model), **history(fit)}
+
+
+class OwnLogs(keras.Model):
+    """A train_step that returns numbers instead of metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = keras.layers.Dense(10)
+
+    def call(self, inputs: Any) -> Any:
+        return self.out(inputs)
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        images, labels = batch
+        with tf.GradientTape() as tape:
+            losses = LOSS(labels, self(images, training=True))
+            loss = tf.nn.compute_average_loss(losses, global_batch_size=BATCH)
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"mine": tf.reduce_mean(losses), "loss": tf.reduce_mean(losses)}
+
+
+def own_logs(job: Job) -> dict[str, Any]:
+    """Numbers of the last batch, and TerminateOnNaN, which goes by them: one rank's loss is not finite."""
+    with job.scope():
+        model = OwnLogs()
+        model.compile(keras.optimizers.SGD(0.1))
+    x, y = data()
+    options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    fit = model.fit(x, y, epochs=2, **options)
+    ends = {**weights(model), **history(fit)}
+    broken = x.copy()
+    broken[3 * BATCH - 1] = np.nan  # of the last rank, third step
+    stopped = model.fit(broken, y, epochs=2, callbacks=[keras.callbacks.TerminateOnNaN()], **options)
+    return {**ends, "stopped": [len(stopped.epoch), int(model.optimizer.iterations.numpy())]}
 
 
 class Gan(keras.Model):
@@ -226,17 +264,15 @@ def train_on_batch(job: Job) -> dict[str, Any]:
 
 
 def two_strategies(job: Job) -> dict[str, Any]:
-    """Two strategies in one process, used in turn."""
-    import tfps
-
-    models = [job.compiled()]
+    """Two strategies with the same pservers in one process, used in turn; the second ends earlier."""
     other = tfps.Strategy() if job.strategy else None
-    before, job.strategy = job.strategy, other
-    models.append(job.compiled("sgd"))
-    job.strategy = before
+    first = job.compiled()
+    with other.scope() if other else contextlib.nullcontext():
+        second = mlp()
+        second.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     x, y = data()
-    fits = [m.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0) for m in (models[0], models[1], models[0])]
+    fits = [model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0) for model in (first, second, first, second)]
     if other:
         other.close()
-    fits.append(models[0].fit(x, y, batch_size=BATCH, shuffle=False, verbose=0))
-    return {**weights(*models), **history(*fits)}
+    fits.append(first.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0))
+    return {**weights(first, second), **history(*fits)}
