@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfps import generators
 from tfps.deferred import Emitter, GraphState, Noted, Reduced, Reduction, find_reduced
 from tfps.errors import TfpsError, UnsupportedError
 from tfps.initial_values import InitialValues
@@ -104,6 +105,10 @@ class Extended(mirrored_strategy.MirroredExtended):
                 experimental_fetch_to_device=False,
                 experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
             )
+        if self._runtime.exchange.workers > 1 and generators.of_whole_job(dataset):
+            count, first = len(self._devices), self._get_replica_id_in_sync_group(0)
+            split = generators.own_rows(dataset, self._num_replicas_in_sync, first, count)
+            return self._distribute_datasets_from_function(lambda _: split, options)
         return input_util.get_distributed_dataset(
             dataset,
             self._input_workers_with_options(options),
@@ -165,6 +170,10 @@ class Extended(mirrored_strategy.MirroredExtended):
                 self._runtime.watch(variable.gates)
         self._initial_values.created(variable)
         return variable
+
+    def take_from_first_rank(self, variables: Sequence[Any]) -> None:
+        """Gives `variables` of this strategy the values that they have on rank 0; called by all ranks alike."""
+        self._initial_values.share(list(variables))
 
     def check(self, token: str) -> None:
         """Raises the error that a gate's token carries, if any.

@@ -46,16 +46,25 @@ class InitialValues:
             variables = [variable for ref in self._created if (variable := ref()) is not None]
             ready = [variable for variable in variables if bool(variable.is_initialized())]
             self._created = [weakref.ref(variable) for variable in variables if not bool(variable.is_initialized())]
-            batch: list[Any] = []
-            nbytes = 0
-            for variable in ready:
-                batch.append(variable)
-                nbytes += _nbytes(variable)
-                if nbytes >= _BATCH_BYTES:
-                    self._exchange(batch)
-                    batch, nbytes = [], 0
-            if batch:
+            self.share(ready)
+
+    def share(self, variables: list[Any]) -> None:
+        """Gives `variables` the values that they have on rank 0; called by all ranks.
+
+        Raises:
+            MismatchError: the variables differ between ranks.
+            WaitTimeoutError: a rank did not come to the same point.
+        """
+        batch: list[Any] = []
+        nbytes = 0
+        for variable in variables:
+            batch.append(variable)
+            nbytes += _nbytes(variable)
+            if nbytes >= _BATCH_BYTES:
                 self._exchange(batch)
+                batch, nbytes = [], 0
+        if batch:
+            self._exchange(batch)
 
     def _exchange(self, variables: list[Any]) -> None:
         total = sum(_nbytes(variable) for variable in variables)

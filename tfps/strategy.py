@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import sys
@@ -18,8 +19,11 @@ from tfps.embedded import EmbeddedExchange
 from tfps.errors import ConfigError
 from tfps.exchange import Exchange
 from tfps.extended import Extended
+from tfps.logs import agree_on_logs
+from tfps.loss_scaling import agree_on_finite
 from tfps.report import Report
 from tfps.runtime import Runtime
+from tfps.saving import share_files
 from tfps.trace import Recorder
 from tfps.worker import Worker
 
@@ -60,14 +64,16 @@ class Strategy(tf.distribute.Strategy):
         self.config = Config.from_environment() if config is None else config
         cluster = resolve(pservers)
         self._collective_key_base = next(_collective_key_bases)  # two strategies' local reductions must not meet
-        self._recorder = Recorder()
         _show_messages()
         devices = _devices(devices)
-        exchange = _exchange(cluster, self.config, self._recorder)
+        self._connection = _connect(cluster, self.config)
         self._pservers = cluster.pservers
-        self._runtime = Runtime(exchange, self._recorder, self.config.step_timeout_s)
-        self._at_end = weakref.finalize(self, _close_at_end, self._runtime)
+        self._runtime = self._connection.runtime
+        self._at_end = weakref.finalize(self, _close_at_end, self._connection)
         super().__init__(Extended(self, devices, self._runtime, self.config.bucket_bytes))
+        agree_on_finite(Strategy)
+        agree_on_logs(Strategy)
+        share_files(Strategy)
 
     @property
     def rank(self) -> int:
@@ -99,12 +105,15 @@ class Strategy(tf.distribute.Strategy):
     @property
     def recorder(self) -> Recorder:
         """Records what happens to slices while it is started."""
-        return self._recorder
+        return self._runtime.recorder
 
     def close(self) -> None:
-        """Leaves the job and ends all threads, after which training raises. Happens by itself when the process ends."""
-        self._at_end.detach()
-        self._runtime.close()
+        """Leaves the job and ends all threads, after which training raises. Happens by itself when the process ends.
+
+        Strategies of one process that have the same pservers share the connection, which ends with the last of them.
+        """
+        if self._at_end.detach():
+            _disconnect(self._connection, drain=True)
 
 
 def _show_messages() -> None:
@@ -115,13 +124,66 @@ def _show_messages() -> None:
         logger.setLevel(logging.INFO)
 
 
-def _close_at_end(runtime: Runtime) -> None:
+class _Connection:
+    """What the strategies of this process that have the same pservers share."""
+
+    def __init__(self, runtime: Runtime, config: Config) -> None:
+        self.runtime, self.config = runtime, config
+        self.users = 0  # guarded by _connecting
+
+
+_connections: dict[Cluster, _Connection] = {}  # by what the strategies were told; guarded by _connecting
+_connecting = threading.RLock()  # the garbage collector may end a strategy at any place of this thread
+
+
+def _connect(cluster: Cluster, config: Config) -> _Connection:
+    """A pserver knows each rank once: the second strategy of a process uses the connection of the first.
+
+    Raises:
+        ConfigError: the first has other settings.
+    """
+    if cluster in _connections:
+        gc.collect()  # strategies that are forgotten must be gone on all ranks alike
+    with _connecting:
+        found = _connections.get(cluster) if cluster.pservers else None
+        if found is not None and found.runtime.exchange.failure is None:
+            if found.config != config:
+                raise ConfigError(
+                    f"this process has a strategy with the pservers {', '.join(cluster.pservers)} and other settings "
+                    f"({found.config}, now {config}); close() it first, or give this one pservers of its own"
+                )
+            found.users += 1
+            return found
+    recorder = Recorder()
+    connection = _Connection(
+        Runtime(_exchange(cluster, config, recorder), recorder, config.step_timeout_s),
+        config,
+    )
+    with _connecting:
+        connection.users += 1
+        if cluster.pservers:
+            _connections[cluster] = connection
+    return connection
+
+
+def _disconnect(connection: _Connection, *, drain: bool) -> None:
+    """One user less; the last one closes."""
+    with _connecting:
+        connection.users -= 1
+        if connection.users:
+            return
+        for cluster in [cluster for cluster, known in _connections.items() if known is connection]:
+            del _connections[cluster]
+    connection.runtime.close(drain=drain)
+
+
+def _close_at_end(connection: _Connection) -> None:
     # sys.last_type is set when the interpreter ends because of an exception: then nobody should wait for this worker.
     drain = not hasattr(sys, "last_type")
     if threading.current_thread() is threading.main_thread():
-        runtime.close(drain=drain)
+        _disconnect(connection, drain=drain)
     else:  # the garbage collector runs on any thread, also on one that brings the replies that close waits for
-        threading.Thread(target=runtime.close, kwargs={"drain": drain}, name="tfps-close").start()
+        threading.Thread(target=_disconnect, args=(connection,), kwargs={"drain": drain}, name="tfps-close").start()
 
 
 def _devices(devices: Sequence[str] | None) -> Sequence[str]:

@@ -134,6 +134,21 @@ def in_xla(graph: tf.Graph) -> bool:
     return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
 
 
+def made_by_generator(dataset: tf.data.Dataset) -> bool:
+    """Whether `dataset` yields what `Dataset.from_generator` does, as it is; False where TensorFlow does not say.
+
+    Keras turns PyDataset and generators into such datasets.
+    """
+    while True:
+        function = getattr(getattr(dataset, "_map_func", None), "function", None)
+        if any(op.type == "GeneratorDataset" for op in (function.graph.get_operations() if function else ())):
+            return True
+        inputs: list[tf.data.Dataset] = getattr(dataset, "_inputs", list)()
+        if len(inputs) != 1 or "Batch" in type(dataset).__name__:
+            return False
+        dataset = inputs[0]
+
+
 def outer_graphs(graph: tf.Graph) -> list[tf.Graph]:
     """`graph` and the function graphs around it, innermost first."""
     chain = []

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfps.errors import UnsupportedError
 from tfps.graph_ops import HOST, Gate, pass_gate
-from tfps.tf_private import ResourceVariable, in_xla, ops, outer_graphs, values, values_util
+from tfps.tf_private import ResourceVariable, distribute_lib, in_xla, ops, outer_graphs, values, values_util
 
 _tracing = threading.local()  # .deferral: the deferred update that this thread traces, if any
 
@@ -128,6 +128,13 @@ class GatedVariable(values.MirroredVariable):
             )
         self._passed[replica].add(graph)
         pass_gate(self.gates[replica], self._values[replica].handle, after)
+
+    def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+        if self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA and len(self._values) == 1:
+            # Without merge_call, which TensorFlow would use and which cannot be used in a tf.cond (loss scaling).
+            context = distribute_lib.get_replica_context()
+            return context._update(self, update_fn, args=(value,), kwargs=kwargs, group=True)
+        return super()._update_replica(update_fn, value, **kwargs)
 
     def _kept(self) -> tf.Tensor | None:
         """Inside a deferred update that does not own this variable: its value as of the send."""

@@ -1,0 +1,173 @@
+"""Programs about what goes into fit, and when it stops; see program.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from program import BATCH, SAMPLES, Job, data, history, sharded, weights
+
+OPTIONS: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+
+
+def weighted(job: Job) -> dict[str, Any]:
+    """class_weight, sample_weight, validation_split, validation_data."""
+    x, y = data()
+    by_class, by_sample = job.compiled("sgd"), job.compiled("sgd")
+    fits = [
+        by_class.fit(x, y, class_weight={digit: 1.0 + digit for digit in range(10)}, epochs=2, **OPTIONS),
+        by_sample.fit(x, y, sample_weight=np.linspace(0.5, 2.0, len(x)), validation_split=1 / 3, **OPTIONS),
+        by_sample.fit(x, y, validation_data=(x[:96], y[:96], np.ones(96)), validation_freq=2, epochs=2, **OPTIONS),
+    ]
+    return {**weights(by_class, by_sample), **history(*fits)}
+
+
+def evaluated(job: Job) -> dict[str, Any]:
+    """evaluate gives everybody the result of all."""
+    top = keras.metrics.SparseTopKCategoricalAccuracy
+    with job.scope():
+        model = job.compiled("sgd", metrics=["accuracy", top(3)], weighted_metrics=[top(2, name="weighted")])
+    x, y = data()
+    results = [model.evaluate(x, y, sample_weight=np.linspace(0.5, 1.5, len(x)), batch_size=BATCH, verbose=0)]
+    results += [model.evaluate(x[:96], y[:96], batch_size=BATCH, verbose=0)]
+    return {f"results/{number}": result for number, result in enumerate(results)}
+
+
+def steps_per_execution(job: Job) -> dict[str, Any]:
+    model = job.compiled(steps_per_execution=4)
+    fit = model.fit(*data(), epochs=2, **OPTIONS)
+    return {**weights(model), **history(fit)}
+
+
+def generator(job: Job) -> dict[str, Any]:
+    """A generator without end: every rank makes the batches of the whole job and trains on its rows.
+
+    Keras takes a few batches from it before training under every strategy, ranks not equally many: not as plain Keras.
+    """
+    x, y = data()
+
+    def batches() -> Iterator[Any]:
+        for start in itertools.cycle(range(0, SAMPLES, BATCH)):
+            yield x[start : start + BATCH], y[start : start + BATCH]
+
+    model = job.compiled()
+    fit = model.fit(batches(), steps_per_epoch=4, epochs=2, validation_data=batches(), validation_steps=2, verbose=0)
+    ends = {**weights(model), **history(fit)}
+    return {"epochs": fit.epoch} | {f"ranks {name}": value for name, value in ends.items()}
+
+
+class Batches(keras.utils.PyDataset):
+    """The batches of the whole job."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.x, self.y = data()
+
+    def __len__(self) -> int:
+        return SAMPLES // BATCH
+
+    def __getitem__(self, index: int) -> Any:
+        part = slice(index * BATCH, (index + 1) * BATCH)
+        return self.x[part], self.y[part]
+
+
+def py_dataset(job: Job) -> dict[str, Any]:
+    """Every rank trains on its rows of each batch; with workers, Keras' own look at the first shifts the order."""
+    model, parallel = job.compiled(), job.compiled()
+    fits = [
+        model.fit(Batches(), validation_data=Batches(), epochs=2, shuffle=False, verbose=0),
+        parallel.fit(Batches(workers=2), validation_data=Batches(workers=2), epochs=2, shuffle=False, verbose=0),
+    ]
+    ends = {**weights(parallel), **history(fits[1])}
+    return {**weights(model), **history(fits[0])} | {f"ranks {name}": value for name, value in ends.items()}
+
+
+def autoshard_data(job: Job) -> dict[str, Any]:
+    model = job.compiled()
+    dataset = sharded(tf.data.Dataset.from_tensor_slices(data()).batch(BATCH), "DATA")
+    fit = model.fit(dataset, epochs=2, verbose=0)
+    return {**weights(model), **history(fit)}
+
+
+def autoshard_off(job: Job) -> dict[str, Any]:
+    """Every rank reads everything: as many steps as one process has, each with the whole batch on each rank."""
+    model = job.compiled("sgd")
+    dataset = tf.data.Dataset.from_tensor_slices(data()).batch(BATCH)
+    if job.workers > 1:  # `fit` divides the global batch by the ranks: each of them gets one half after the other
+        dataset = sharded(dataset, "OFF")
+    model.fit(dataset, verbose=0)
+    return {"own": weights(model), "iterations": int(model.optimizer.iterations.numpy())}
+
+
+def autoshard_file(job: Job) -> dict[str, Any]:
+    """Two files per rank; each rank reads its own."""
+    x, y = data()
+    files = [str(job.own / f"{number}.records") for number in range(2)]
+    for number, file in enumerate(files):
+        with tf.io.TFRecordWriter(file) as writer:
+            for image, label in zip(x[number::2], y[number::2], strict=True):
+                writer.write(tf.io.serialize_tensor(tf.concat([image, [float(label)]], 0)).numpy())
+
+    def parse(record: Any) -> Any:
+        values = tf.io.parse_tensor(record, tf.float32)
+        values.set_shape([65])
+        return values[:64], tf.cast(values[64], tf.int64)
+
+    records = tf.data.Dataset.from_tensor_slices(files)
+    if job.workers == 1:
+        records = records.interleave(tf.data.TFRecordDataset, cycle_length=2, block_length=BATCH // 2)
+        # one process: the batch of the job is the files' halves one after the other
+    else:
+        records = tf.data.TFRecordDataset(files)
+    dataset = sharded(records.map(parse).batch(BATCH), "FILE")
+    model = job.compiled()
+    fit = model.fit(dataset, epochs=2, verbose=0)
+    return {**weights(model), **history(fit)}
+
+
+def from_function(job: Job) -> dict[str, Any]:
+    """distribute_datasets_from_function in fit: the input context says which part."""
+
+    def make(context: Any) -> Any:
+        size = context.get_per_replica_batch_size(BATCH)
+        dataset = tf.data.Dataset.from_tensor_slices(data()).batch(size)
+        return dataset.shard(context.num_input_pipelines, context.input_pipeline_id)
+
+    model = job.compiled()
+    dataset: Any = make(tf.distribute.InputContext())
+    if job.strategy:
+        dataset = job.strategy.distribute_datasets_from_function(make)
+    fit = model.fit(dataset, epochs=2, steps_per_epoch=SAMPLES // BATCH, verbose=0)
+    return {**weights(model), **history(fit)}
+
+
+def shuffled(job: Job) -> dict[str, Any]:
+    """fit shuffles by itself: with one seed for all ranks the shards are those of one order."""
+    keras.utils.set_random_seed(7)
+    model = job.compiled()
+    fit = model.fit(*data(), batch_size=BATCH, epochs=3, verbose=0)
+    return {**weights(model), "own": history(fit)}
+
+
+def stopping(job: Job) -> dict[str, Any]:
+    """EarlyStopping, ReduceLROnPlateau, LearningRateScheduler, and a callback that sets stop_training in an epoch."""
+    x, y = data()
+    model = job.compiled(lambda: keras.optimizers.SGD(0.5))
+    callbacks = [
+        keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True),
+        keras.callbacks.ReduceLROnPlateau("loss", patience=0, factor=0.5, min_delta=0.2),
+    ]
+    first = model.fit(x, y, validation_data=(x[:96], y[95::-1]), epochs=8, callbacks=callbacks, **OPTIONS)
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
+    second = model.fit(x, y, epochs=3, callbacks=[schedule], **OPTIONS)
+
+    def stop(batch: int, logs: Any) -> None:
+        model.stop_training = batch == 3
+
+    third = model.fit(x, y, epochs=3, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=stop)], **OPTIONS)
+    rate = float(model.optimizer.learning_rate.numpy())
+    return {**weights(model), **history(first, second, third), "rate": rate, "epochs": len(first.epoch)}

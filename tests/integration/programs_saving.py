@@ -1,0 +1,182 @@
+"""Programs that save, restore and set weights; see program.py."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from program import BATCH, Job, data, history, weights
+
+OPTIONS: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def _checkpoints(job: Job, folder: Path) -> dict[str, Any]:
+    model = job.compiled()
+    callback = keras.callbacks.ModelCheckpoint
+    callbacks = [
+        callback(str(folder / "{epoch}.keras")),
+        callback(str(folder / "{epoch:02d}.weights.h5"), save_weights_only=True, save_freq=4),
+        callback(str(folder / "best.keras"), save_best_only=True, monitor="val_loss"),
+    ]
+    x, y = data()
+    fit = model.fit(x, y, epochs=2, validation_data=(x[:96], y[:96]), callbacks=callbacks, **OPTIONS)
+    restored = keras.models.load_model(folder / "2.keras")
+    for mine, theirs in zip(model.get_weights(), restored.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    return {**weights(model), **history(fit), "own files": names(folder)}
+
+
+def checkpoints_shared(job: Job) -> dict[str, Any]:
+    return _checkpoints(job, job.shared)
+
+
+def checkpoints_own(job: Job) -> dict[str, Any]:
+    return _checkpoints(job, job.own)
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Ends training in the middle of an epoch, as a machine that goes away does."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__()
+        self.last, self.epoch = epoch, 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.epoch == self.last and batch == 2:
+            raise KeyboardInterrupt
+
+
+def _backup(job: Job, folder: Path) -> dict[str, Any]:
+    import tfps
+
+    x, y = data()
+
+    def backup() -> Any:
+        return keras.callbacks.BackupAndRestore(str(folder), delete_checkpoint=False)
+
+    def optimizer() -> Any:
+        return keras.optimizers.Adam(0.01)
+
+    model = job.compiled(optimizer)
+    with contextlib.suppress(KeyboardInterrupt):
+        model.fit(x, y, epochs=4, callbacks=[backup(), Interrupt(2)], **OPTIONS)
+    if job.strategy:
+        job.strategy.close()
+        job.strategy = tfps.Strategy()
+    keras.utils.set_random_seed(100 + job.rank)
+    again = job.compiled(optimizer)
+    fit = again.fit(x, y, epochs=4, callbacks=[backup()], **OPTIONS)
+    return {**weights(again), **history(fit), "epochs": fit.epoch, "own files": names(folder)}
+
+
+def backup_shared(job: Job) -> dict[str, Any]:
+    return _backup(job, job.shared / "backup")
+
+
+def backup_own(job: Job) -> dict[str, Any]:
+    """Only rank 0 has a backup; everybody goes on from it."""
+    return _backup(job, job.own / "backup")
+
+
+def saved_in_one_place(job: Job) -> dict[str, Any]:
+    """All ranks save to one path and read it back at once."""
+    model = job.compiled()
+    x, y = data()
+    fits = [model.fit(x, y, **OPTIONS)]
+    for _ in range(3):
+        model.save(job.shared / "model.keras")
+        loaded = keras.models.load_model(job.shared / "model.keras")
+        model.save_weights(job.shared / "model.weights.h5")
+        model.load_weights(job.shared / "model.weights.h5")
+        for mine, theirs in zip(model.get_weights(), loaded.get_weights(), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+        fits.append(model.fit(x, y, **OPTIONS))
+    model.export(job.shared / "exported", verbose=False)
+    return {**weights(model), **history(*fits)}
+
+
+def tensorboard(job: Job) -> dict[str, Any]:
+    model = job.compiled()
+    board = keras.callbacks.TensorBoard(str(job.own / "logs"), histogram_freq=1, update_freq=2)
+    x, y = data()
+    fit = model.fit(x, y, validation_data=(x[:96], y[:96]), epochs=2, callbacks=[board], **OPTIONS)
+    return {**weights(model), **history(fit), "own files": names(job.own / "logs")}
+
+
+def saved(job: Job) -> dict[str, Any]:
+    """model.save, load_model in scope and training on; export; each rank by itself."""
+    model = job.compiled()
+    x, y = data()
+    fits = [model.fit(x, y, **OPTIONS)]
+    model.save(job.own / "model.keras")
+    model.export(job.own / "exported", verbose=False)
+    if job.rank == 0:  # the others have written nothing
+        served = tf.saved_model.load(str(job.own / "exported"))
+        np.testing.assert_allclose(served.serve(x[:8]).numpy(), model.predict_on_batch(x[:8]), rtol=1e-5, atol=1e-6)
+    with job.scope():
+        loaded = keras.models.load_model(job.own / "model.keras")
+    fits.append(loaded.fit(x, y, **OPTIONS))
+    model.save_weights(job.own / "model.weights.h5")
+    model.load_weights(job.own / "model.weights.h5")
+    fits.append(model.fit(x, y, **OPTIONS))
+    return {**weights(model, loaded), **history(*fits), "slots": [v.numpy() for v in model.optimizer.variables][2]}
+
+
+def tf_checkpoint(job: Job) -> dict[str, Any]:
+    """tf.train.Checkpoint with a manager; restored into a model that starts elsewhere."""
+    model = job.compiled()
+    x, y = data()
+    fits = [model.fit(x, y, **OPTIONS)]
+    with job.scope():
+        step = tf.Variable(3, dtype=tf.int64)
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer, step=step)
+    manager = tf.train.CheckpointManager(checkpoint, str(job.own / "checkpoints"), max_to_keep=2)
+    path = manager.save()
+    fits.append(model.fit(x, y, **OPTIONS))
+    with job.scope():
+        step.assign(5)
+    checkpoint.restore(path).assert_consumed()
+    fits.append(model.fit(x, y, **OPTIONS))
+    np.testing.assert_allclose(fits[1].history["loss"], fits[2].history["loss"], rtol=1e-5)
+    return {**weights(model), **history(*fits), "step": int(step.numpy())}
+
+
+def weights_set(job: Job) -> dict[str, Any]:
+    """set_weights between fits and inside an epoch, on all ranks."""
+    model = job.compiled(lambda: keras.optimizers.SGD(0.05, momentum=0.9))
+    x, y = data()
+    start = [np.full_like(weight, 0.01 * index) for index, weight in enumerate(model.get_weights())]
+    model.set_weights(start)
+    fits = [model.fit(x, y, **OPTIONS)]
+    middle = model.get_weights()
+
+    def halve(batch: int, logs: Any) -> None:
+        if batch == 2:
+            model.set_weights([weight * 0.5 for weight in model.get_weights()])
+
+    fits.append(model.fit(x, y, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=halve)], **OPTIONS))
+    model.set_weights(middle)
+    model.layers[0].kernel.assign(model.layers[0].kernel * 2.0)
+    fits.append(model.fit(x, y, **OPTIONS))
+    return {**weights(model), **history(*fits)}
+
+
+def weights_set_on_one_rank(job: Job) -> dict[str, Any]:
+    """On rank 0 only, before the first step: everybody gets them. Later: that rank alone has them."""
+    model = job.compiled("sgd")
+    if job.rank == 0:
+        model.set_weights([np.full_like(weight, 0.02 * index) for index, weight in enumerate(model.get_weights())])
+    x, y = data()
+    fit = model.fit(x, y, **OPTIONS)
+    return {**weights(model), **history(fit)}

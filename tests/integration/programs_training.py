@@ -1,0 +1,278 @@
+"""Programs about training itself: loops of one's own, several models, precision; see program.py."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from program import BATCH, SAMPLES, Job, data, history, mlp, sharded, weights
+
+import tfps
+
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+
+
+def _loop(job: Job, eager: bool) -> dict[str, Any]:
+    strategy = job.tf_strategy
+    with job.scope():
+        model, optimizer = mlp(), keras.optimizers.Adam(0.01)
+        optimizer.build(model.trainable_variables)
+        seen = keras.metrics.SparseCategoricalAccuracy()
+
+    def step(images: Any, labels: Any) -> Any:
+        with tf.GradientTape() as tape:
+            logits = model(images, training=True)
+            loss = tf.nn.compute_average_loss(LOSS(labels, logits), global_batch_size=BATCH)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        seen.update_state(labels, logits)
+        return loss
+
+    def whole_step(batch: Any) -> Any:
+        return strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)
+
+    run = whole_step if eager else tf.function(whole_step)
+    dataset = sharded(tf.data.Dataset.from_tensor_slices(data()).batch(BATCH))
+    losses = []
+    for _ in range(1 if eager else 2):
+        losses += [float(run(batch)) for batch in strategy.experimental_distribute_dataset(dataset)]
+    return {**weights(model), "losses": losses, "accuracy": float(seen.result())}
+
+
+def loop_eager(job: Job) -> dict[str, Any]:
+    return _loop(job, eager=True)
+
+
+def loop_function(job: Job) -> dict[str, Any]:
+    return _loop(job, eager=False)
+
+
+def loop_epoch_function(job: Job) -> dict[str, Any]:
+    """A whole epoch in one tf.function, over the dataset, with gradients that the program computes with."""
+    strategy = job.tf_strategy
+    with job.scope():
+        model, optimizer = mlp(), keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build(model.trainable_variables)
+
+    def step(images: Any, labels: Any) -> Any:
+        with tf.GradientTape() as tape:
+            losses = LOSS(labels, model(images, training=True))
+            loss = tf.nn.compute_average_loss(losses, global_batch_size=BATCH)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply([0.5 * gradient for gradient in gradients], model.trainable_variables)
+        return loss
+
+    @tf.function
+    def epoch(batches: Any) -> Any:
+        total = tf.zeros([])
+        for batch in batches:
+            total += strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)
+        return total
+
+    dataset = sharded(tf.data.Dataset.from_tensor_slices(data()).batch(BATCH))
+    batches = strategy.experimental_distribute_dataset(dataset)
+    totals = [float(epoch(batches)) for _ in range(2)]
+    return {**weights(model), "totals": totals}
+
+
+class OwnStep(keras.Model):
+    """A train_step with a loss of its own, a tracked mean and a value that is no metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(10)
+        self.tracker = keras.metrics.Mean(name="squares")
+
+    def call(self, inputs: Any) -> Any:
+        return self.out(self.hidden(inputs))
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker]
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        images, labels = batch
+        with tf.GradientTape() as tape:
+            squares = tf.reduce_mean((self(images, training=True) - tf.one_hot(labels, 10)) ** 2, 1)
+            loss = tf.nn.compute_average_loss(squares, global_batch_size=BATCH)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        self.tracker.update_state(squares)
+        return {"squares": self.tracker.result()}
+
+
+def own_train_step(job: Job) -> dict[str, Any]:
+    with job.scope():
+        model = OwnStep()
+        model.compile("adam")
+    fit = model.fit(*data(), batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    return {**weights(model), **history(fit)}
+
+
+class OwnLogs(keras.Model):
+    """A train_step that returns numbers instead of metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = keras.layers.Dense(10)
+
+    def call(self, inputs: Any) -> Any:
+        return self.out(inputs)
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        images, labels = batch
+        with tf.GradientTape() as tape:
+            losses = LOSS(labels, self(images, training=True))
+            loss = tf.nn.compute_average_loss(losses, global_batch_size=BATCH)
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"mine": tf.reduce_mean(losses), "loss": tf.reduce_mean(losses)}
+
+
+def own_logs(job: Job) -> dict[str, Any]:
+    """Numbers of the last batch, and TerminateOnNaN, which goes by them: one rank's loss is not finite."""
+    with job.scope():
+        model = OwnLogs()
+        model.compile(keras.optimizers.SGD(0.1))
+    x, y = data()
+    options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    fit = model.fit(x, y, epochs=2, **options)
+    ends = {**weights(model), **history(fit)}
+    broken = x.copy()
+    broken[3 * BATCH - 1] = np.nan  # of the last rank, third step
+    stopped = model.fit(broken, y, epochs=2, callbacks=[keras.callbacks.TerminateOnNaN()], **options)
+    return {**ends, "stopped": [len(stopped.epoch), int(model.optimizer.iterations.numpy())]}
+
+
+class Gan(keras.Model):
+    """Two models, two optimizers; each step trains the discriminator, then the generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dense = keras.layers.Dense
+        self.generator = keras.Sequential([keras.Input((8,)), dense(16, activation="tanh"), dense(64)])
+        self.discriminator = keras.Sequential([keras.Input((64,)), dense(16, activation="tanh"), dense(1)])
+        self.means = [keras.metrics.Mean(name="d_loss"), keras.metrics.Mean(name="g_loss")]
+        self.built = True  # it has no call() that Keras could build it by, which it tries under every strategy
+
+    def compile(self, d_optimizer: Any, g_optimizer: Any) -> None:
+        super().compile()
+        self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
+
+    @property
+    def metrics(self) -> list[Any]:
+        return self.means
+
+    def train_step(self, images: Any) -> dict[str, Any]:
+        noise = images[:, :8]  # not random: comparable with one process
+
+        def mean(logits: Any, label: float) -> Any:
+            losses = tf.nn.sigmoid_cross_entropy_with_logits(tf.fill(tf.shape(logits), label), logits)[:, 0]
+            return losses, tf.nn.compute_average_loss(losses, global_batch_size=BATCH)
+
+        with tf.GradientTape() as tape:
+            real, real_loss = mean(self.discriminator(images), 1.0)
+            fake, fake_loss = mean(self.discriminator(self.generator(noise)), 0.0)
+            loss = real_loss + fake_loss
+        variables = self.discriminator.trainable_variables
+        self.d_optimizer.apply(tape.gradient(loss, variables), variables)
+        with tf.GradientTape() as tape:
+            fooled, loss = mean(self.discriminator(self.generator(noise)), 1.0)
+        variables = self.generator.trainable_variables
+        self.g_optimizer.apply(tape.gradient(loss, variables), variables)
+        self.means[0].update_state(real + fake)
+        self.means[1].update_state(fooled)
+        return {metric.name: metric.result() for metric in self.means}
+
+
+def gan(job: Job) -> dict[str, Any]:
+    with job.scope():
+        model = Gan()
+        model.compile(keras.optimizers.Adam(0.01), keras.optimizers.RMSprop(0.002))
+    fit = model.fit(data()[0], batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    return {**weights(model.generator, model.discriminator), **history(fit)}
+
+
+def shared_variables(job: Job) -> dict[str, Any]:
+    """An encoder in two models, trained in turn; the second model freezes it later."""
+    with job.scope():
+        inputs = keras.Input((64,))
+        encoder = keras.Sequential([keras.Input((64,)), keras.layers.Dense(16, activation="tanh")])
+        classifier = keras.Model(inputs, keras.layers.Dense(10)(encoder(inputs)))
+        decoder = keras.Model(inputs, keras.layers.Dense(64)(encoder(inputs)))
+        classifier.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        decoder.compile(keras.optimizers.SGD(0.1), "mse")
+    x, y = data()
+    options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    fits = []
+    for _ in range(2):
+        fits += [classifier.fit(x, y, **options), decoder.fit(x, x, **options)]
+    before = encoder.get_weights()
+    encoder.trainable = False
+    with job.scope():
+        decoder.compile("adam", "mse")
+    fits.append(decoder.fit(x, x, **options))
+    for old, new in zip(before, encoder.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+    fits.append(classifier.fit(x, y, **options))  # compiled before: what Keras makes of it
+    encoder.trainable = True
+    with job.scope():
+        classifier.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    fits.append(classifier.fit(x, y, **options))
+    return {**weights(classifier, decoder), **history(*fits)}
+
+
+def gradients_none(job: Job) -> dict[str, Any]:
+    """Variables that the loss does not reach, in fit and in a loop."""
+    with job.scope():
+        inputs = keras.Input((64,))
+        used = keras.layers.Dense(10)(inputs)
+        unused = keras.layers.Dense(3, name="unused")(inputs)
+        model = keras.Model(inputs, [used, unused])
+        model.compile("adam", [keras.losses.SparseCategoricalCrossentropy(from_logits=True), None])
+    x, y = data()
+    fit = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    return {**weights(model), **history(fit)}
+
+
+def compile_again(job: Job) -> dict[str, Any]:
+    """fit twice, recompile, another model in between."""
+    first, second = job.compiled(), job.compiled(lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True))
+    x, y = data()
+    options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    fits = [model.fit(x, y, **options) for model in (first, second, first, first)]
+    with job.scope():
+        first.compile("rmsprop", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    fits += [model.fit(x, y, **options) for model in (first, second)]
+    return {**weights(first, second), **history(*fits)}
+
+
+def train_on_batch(job: Job) -> dict[str, Any]:
+    """Batches given by hand are this worker's own: each rank passes its half."""
+    model = job.compiled("sgd")
+    x, y = data()
+    size = BATCH // job.workers
+    results = []
+    for start in range(0, SAMPLES, BATCH):
+        mine = slice(start + job.rank * size, start + (job.rank + 1) * size)
+        results.append(model.train_on_batch(x[mine], y[mine], return_dict=True))
+    tested = model.test_on_batch(x[:BATCH], y[:BATCH], return_dict=True)
+    return {**weights(model), "own results": results, "own test": tested, "predicted": model.predict_on_batch(x[:8])}
+
+
+def two_strategies(job: Job) -> dict[str, Any]:
+    """Two strategies with the same pservers in one process, used in turn; the second ends earlier."""
+    other = tfps.Strategy() if job.strategy else None
+    first = job.compiled()
+    with other.scope() if other else contextlib.nullcontext():
+        second = mlp()
+        second.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x, y = data()
+    fits = [model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0) for model in (first, second, first, second)]
+    if other:
+        other.close()
+    fits.append(first.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0))
+    return {**weights(first, second), **history(*fits)}

@@ -1,0 +1,135 @@
+"""Programs as users write them, with two workers: ranks bitwise equal, and as plain Keras within rounding.
+
+What the programs do is in the modules named here. One job runs all programs of a module; each has a test of its own.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import processes
+import pytest
+
+from tfps.server import ParameterServer
+
+pytestmark = pytest.mark.timeout(600)
+
+# The first of each pair belongs to the quick suite, the second is long.
+PROGRAMS = {
+    "programs_training": (
+        ["loop_function", "own_logs", "gan", "shared_variables"],
+        [
+            "own_train_step",
+            "loop_eager",
+            "loop_epoch_function",
+            "gradients_none",
+            "compile_again",
+            "train_on_batch",
+            "two_strategies",
+        ],
+    ),
+    "programs_precision": (
+        ["loss_scaling", "accumulation"],
+        ["loss_scaling_growth", "mixed_bfloat16", "float64", "options_of_optimizers", "regularizers_and_constraints"],
+    ),
+    "programs_input": (
+        ["weighted", "stopping", "autoshard_off"],
+        [
+            *("evaluated", "steps_per_execution", "generator", "py_dataset", "autoshard_data", "autoshard_file"),
+            *("from_function", "shuffled"),
+        ],
+    ),
+    "programs_saving": (
+        ["checkpoints_shared", "backup_shared", "weights_set"],
+        [
+            *("checkpoints_own", "backup_own", "saved", "saved_in_one_place", "tensorboard", "tf_checkpoint"),
+            "weights_set_on_one_rank",
+        ],
+    ),
+}
+# Half types round each rank's gradients by themselves.
+TOLERANCE = {"loss_scaling": 5e-3, "mixed_bfloat16": 3e-2}
+Results = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]  # of plain Keras and of each rank
+
+
+def run(names: list[tuple[str, str]], folder: Path) -> Results:
+    """Runs programs, (module, name), with two workers and in plain Keras at the same time."""
+    arguments = [str(folder / "two"), *(f"{module}.{name}" for module, name in names)]
+    plain = [str(folder / "plain"), *arguments[1:]]
+    servers = [ParameterServer("127.0.0.1", 0, workers=2) for _ in range(2)]
+    sizes = {"TFPS_SLICE_BYTES": "4096", "TFPS_WINDOW_BYTES": "8192"}
+    alone = processes.start("program.py", *plain, environment={})
+    try:
+        addresses = [server.address for server in servers]
+        with processes.started("program.py", addresses, 2, [arguments] * 2, **sizes) as running:
+            processes.outputs([*running, alone])
+    finally:
+        alone.kill()
+        alone.communicate()
+        for server in servers:
+            server.stop()
+    files = [folder / "plain" / "results_plain.pickle", *(folder / "two" / f"results_{rank}.pickle" for rank in (0, 1))]
+    first, second, third = (pickle.loads(file.read_bytes()) for file in files)
+    return first, second, third
+
+
+def check(name: str, results: Results) -> None:
+    """Ranks bitwise equal, and plain Keras within rounding."""
+    plain, first, second = (result[name] for result in results)
+    for who, result in (("plain Keras", plain), ("rank 0", first), ("rank 1", second)):
+        assert "error" not in result, f"{who}:\n{result['error']}"
+    assert first.keys() == second.keys() == plain.keys()
+    for key in (key for key in first if not key.startswith("own")):
+        mine, other, expected = (np.asarray(result[key]) for result in (first, second, plain))
+        assert mine.tobytes() == other.tobytes(), f"{key}: rank 0 has {mine}, rank 1 {other}"
+        if key.startswith("ranks"):
+            continue
+        assert mine.shape == expected.shape, f"{key}: {mine}, plain Keras {expected}"
+        if mine.size:
+            difference = np.abs(mine - expected).max() / max(np.abs(expected).max(), 1e-30)
+            assert difference < TOLERANCE.get(name, 1e-5), f"{key} differs by {difference}: {mine}, plain {expected}"
+
+
+QUICK = [(module, name) for module, (quick, _) in PROGRAMS.items() for name in quick]
+LONG = [(module, name) for module, (_, long) in PROGRAMS.items() for name in long]
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return run(QUICK, tmp_path_factory.mktemp("quick"))
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return run(LONG, tmp_path_factory.mktemp("long"))
+
+
+@pytest.mark.parametrize("name", [name for _, name in QUICK])
+def test_two_workers_do_what_plain_keras_does(name: str, quick: Results) -> None:
+    check(name, quick)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for _, name in LONG])
+def test_two_workers_do_what_plain_keras_does_in_more_programs(name: str, long: Results) -> None:
+    check(name, long)
+
+
+def test_accumulated_gradients_are_sent_when_they_are_applied_only(quick: Results) -> None:
+    for result in quick[1:]:
+        assert result["accumulation"]["own pushes"] == 4  # 12 steps, every third is applied
+
+
+def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(quick: Results) -> None:
+    for result in quick:
+        ends = result["loss_scaling"]
+        assert ends["scales"][:4] == [32768.0, 32768.0, 16384.0, 16384.0]
+        assert ends["iterations"] == 10  # of 12: one step in each of two epochs
+
+
+def test_a_backup_of_rank_0_restores_every_rank(quick: Results) -> None:
+    for result in quick:
+        assert list(result["backup_shared"]["epochs"]) == [2, 3]
