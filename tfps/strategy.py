@@ -66,7 +66,7 @@ class Strategy(tf.distribute.Strategy):
         self._pservers = cluster.pservers
         self._runtime = Runtime(exchange, self._recorder, self.config.step_timeout_s)
         self._at_end = weakref.finalize(self, _close_at_end, self._runtime)
-        super().__init__(Extended(self, devices, self._runtime, self.config.bucket_bytes))
+        super().__init__(Extended(self, devices, self._runtime, self.config.bucket_bytes, self.config.staging_depth))
 
     @property
     def rank(self) -> int:
