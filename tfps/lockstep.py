@@ -46,7 +46,10 @@ class Line:
         self._lockstep, self.batches, self.answer = lockstep, batches, answer
         self.gone = False
         self.place: int | None = None  # among the iterators that are gone through together: the same on all ranks
-        self.asked = self.known = self.owed = 0  # positions that were asked for, that exist, that must be announced
+        self.asked = self.known = self.owed = 0  # positions that were asked for, that exist, that may be announced
+        self.first: int | None = None  # the first position that is announced
+        self.agreed = 0  # positions before this one exist on all ranks, as far as they were announced
+        self.stops = False  # not on all ranks: the position `agreed`
         self.end: int | None = None  # the first position that does not exist, for which `error` says why
         self.error = ""
         self.over = False  # END has been answered
@@ -79,12 +82,12 @@ class Line:
 
     def code(self, position: int) -> int | None:
         """What to announce of `position`; None: not known yet."""
-        if self.gone or self.over:  # nobody here will ask for it
-            return _UNKNOWN
         if position < self.known:
             return _UNKNOWN if self.batches is None else max(self.batches - position, 1)
         if self.end is not None:
             return _FAILED if self.error and position == self.end else _NONE
+        if self.gone:  # nobody here will ask for it; who counts batches may have left before the end was seen
+            return _NONE if self.batches is not None and position >= self.batches else _UNKNOWN
         return None
 
 
@@ -157,8 +160,9 @@ class Lockstep:
             if trains and not line.over:
                 if line.place is None:
                     line.place = next(self._places)
-                first = max(line.owed, position)
-                self._owed.extend((line, each) for each in range(first, position + 2))
+                    line.first = line.agreed = position
+                start = max(line.owed, position)
+                self._owed.extend((line, each) for each in range(start, position + 2))
                 line.owed = position + 2
             line.waiting.append((position, together))
             self._advance(line)
@@ -185,7 +189,8 @@ class Lockstep:
             self._runtime.exchange.fail(error)
             return
         with self._lock:
-            line.verdicts[position] = self._verdict(line, position, codes)
+            verdict = line.verdicts[position] = self._verdict(line, position, codes)
+            line.agreed, line.stops = position + verdict.all_have, not verdict.all_have
             self._advance(line)
 
     def _verdict(self, line: Line, position: int, codes: np.ndarray[Any, Any]) -> _Verdict:
@@ -233,10 +238,18 @@ class Lockstep:
             line.answer(*answer)
 
     def _push_owed(self) -> None:
+        """Announces what is owed and known, in the order of requests.
+
+        A position is announced when all ranks have the one before it: a rank that counts its batches does not ask for
+        the one after its last, so that others must not announce a further one for having asked.
+        """
         while self._owed:
             line, position = self._owed[0]
+            if line.stops and position > line.agreed:
+                self._owed.popleft()
+                continue
             code = line.code(position)
-            if code is None or line.place is None:
+            if code is None or position > line.agreed or line.place is None:
                 return
             self._owed.popleft()
             said = np.zeros([2, self._workers], np.int64)

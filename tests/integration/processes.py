@@ -12,13 +12,14 @@ from typing import Any
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 240.0
+PYTHONPATH = f"{HERE.parent}{os.pathsep}{HERE.parent.parent}"  # what tests share, and the package beside them
 
 
 def start(script: str, *arguments: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
     """One worker process; its output is collected."""
     return subprocess.Popen(
         [sys.executable, str(HERE / script), *arguments],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": str(HERE.parent), **environment},
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": PYTHONPATH, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
