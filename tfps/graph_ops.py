@@ -135,6 +135,16 @@ def pass_gate(gate: Gate, variable: tf.Tensor, after: Sequence[tf.Tensor]) -> No
         tf_private.set_read_only_inputs(_pass_function()(gate.handle, variable), [])
 
 
+def write_after(variable: tf.Tensor, after: Sequence[tf.Tensor]) -> None:
+    """Orders every later write of the resource `variable` in the current graph behind the tensors `after`.
+
+    A step whose input ends must not count itself: what it writes need not depend on its input (`iterations`, a seed).
+    """
+    with tf.device(None), tf.control_dependencies(after):
+        # A read: automatic control dependencies order writes behind it, and it is pruned where none follows.
+        tf.raw_ops.VarIsInitializedOp(resource=variable)
+
+
 @functools.cache
 def _close_function(gates: int, variables: int) -> Any:
     @tf.function(autograph=False, input_signature=[_RESOURCE] * (gates + variables))
