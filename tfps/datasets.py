@@ -238,7 +238,7 @@ def distribute_dataset(
             experimental_fetch_to_device=False, experimental_replication_mode=PER_REPLICA
         )
     arguments = {
-        "input_workers": extended._input_workers_with_options(options),
+        "input_workers": _input_workers(extended, options),
         "strategy": extended._container_strategy(),
         "dataset": dataset,
         "num_replicas_in_sync": extended._num_replicas_in_sync,
@@ -256,7 +256,7 @@ def distribute_datasets_from_function(
     options: Any,
 ) -> Any:
     """What `distribute_datasets_from_function` returns."""
-    workers = extended._input_workers_with_options(options)
+    workers = _input_workers(extended, options)
     arguments = {
         "input_workers": workers,
         "strategy": extended._container_strategy(),
@@ -265,6 +265,14 @@ def distribute_datasets_from_function(
         "options": options,
     }
     return _made(staging, DistributedDatasetsFromFunction, StagedDatasetFromFunction, arguments, options)
+
+
+def _input_workers(extended: Any, options: Any) -> Any:
+    before = extended._input_workers_devices
+    try:
+        return extended._input_workers_with_options(options)
+    finally:
+        extended._input_workers_devices = before  # which TensorFlow would change for good, for all later datasets
 
 
 def _made(staging: Staging | None, plain: Any, staged: Any, arguments: dict[str, Any], options: Any) -> Any:
