@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tfps
@@ -33,7 +34,17 @@ class Companion:
         self._held: list[int] = []
         self._has_held = threading.Event()
         self.specs: list[BucketSpec] = []
+        self.batches: int | None = None  # of each of its iterators
+        self.announced = 0  # how often rank 0 has announced one
         self.holds: Callable[[BucketSpec], bool] = lambda spec: False
+
+    def of_batches(self, said: Any) -> Any:
+        """What this rank announces of its next batch where rank 0 has said `said`: the same, up to `batches`."""
+        own = said[:, ::-1].copy()
+        self.announced += 1
+        if self.batches is not None and own[1, 1] & 0xFFFFFFFF >= self.batches:
+            own[0, 1] = 0
+        return own
 
     def follow(self, exchange: Any) -> None:
         """Does from now on what `exchange`, rank 0's, does."""
@@ -52,6 +63,8 @@ class Companion:
                 with self._lock:
                     self._held.append(bucket)
                 self._has_held.set()
+            elif self.specs[bucket].name == "batches":
+                self._worker.push(bucket, self.of_batches(np.frombuffer(payload, np.int64).reshape(2, 2)), _ignore)
             else:
                 self._worker.push(bucket, None, _ignore)
 

@@ -21,6 +21,8 @@ from tfps.config import Launch, check_address
         ("policy", "lifo", "policy must be one of 'priority', 'fifo', got 'lifo'"),
         ("placement", "random", "placement must be one of 'balanced', 'round_robin', 'hash', got 'random'"),
         ("deterministic", 1, "deterministic must be True or False, got 1"),
+        ("staging_depth", 1, "staging_depth must be 0 .* or a whole number from 2, got 1"),
+        ("staging_depth", True, "staging_depth must be 0 .* or a whole number from 2, got True"),
         ("connect_timeout_s", 0, "connect_timeout_s must be a positive number of seconds, got 0"),
         ("step_timeout_s", float("inf"), "step_timeout_s must be a positive number of seconds, got inf"),
         ("step_timeout_s", float("nan"), "step_timeout_s must be a positive number of seconds, got nan"),

@@ -35,6 +35,8 @@ class Config:
             `"fifo"` sends in the order in which backward makes gradients.
         placement: which pserver owns a slice: `"balanced"` by bytes, `"round_robin"` or `"hash"` of its name.
         deterministic: sum in rank order, so that runs repeat bitwise; costs pserver memory (one slice per worker).
+        staging_depth: input batches that lie ready on each device while it computes: 0, or at least 2 (one is copied
+            while the other waits). 0 leaves input to TensorFlow; then every worker needs the same number of batches.
         connect_timeout_s: seconds to wait for pservers to answer and for all workers to join.
         step_timeout_s: seconds that one exchange may take before the step fails and the missing ranks are named.
 
@@ -47,6 +49,7 @@ class Config:
     policy: Policy = "priority"
     placement: Placement = "balanced"
     deterministic: bool = False
+    staging_depth: int = 2
     connect_timeout_s: float = 60.0
     step_timeout_s: float = 600.0
 
@@ -67,6 +70,9 @@ class Config:
                 raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
         if not isinstance(self.deterministic, bool):
             raise ConfigError(f"deterministic must be True or False, got {self.deterministic!r}")
+        depth = self.staging_depth
+        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0 or depth == 1:
+            raise ConfigError(f"staging_depth must be 0 (off) or a whole number from 2, got {depth!r}")
         for name in ("connect_timeout_s", "step_timeout_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):

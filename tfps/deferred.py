@@ -20,9 +20,10 @@ import tensorflow as tf
 
 from tfps import graph_ops
 from tfps.exchange import BucketKind, BucketSpec
-from tfps.runtime import DeferredUpdate, Group, Runtime
+from tfps.runtime import Runtime
 from tfps.slicing import bucket_limit
 from tfps.tf_private import distribute_lib, ops, outer_graphs
+from tfps.transfers import DeferredUpdate, Group
 from tfps.variables import Deferral, GatedVariable, deferring
 
 logger = logging.getLogger("tfps")

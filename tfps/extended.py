@@ -9,18 +9,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfps import generators
+from tfps import datasets, generators
 from tfps.deferred import Emitter, GraphState, Noted, Reduced, Reduction, find_reduced
 from tfps.errors import TfpsError, UnsupportedError
 from tfps.initial_values import InitialValues
 from tfps.reductions import Reductions, divide
 from tfps.runtime import Runtime
+from tfps.staging import Staging
 from tfps.tf_private import (
     METRICS_ARE_MIRRORED,
     distribute_lib,
     distribute_utils,
     in_xla,
-    input_util,
     mirrored_strategy,
     ops,
     outer_graphs,
@@ -45,10 +45,16 @@ class Extended(mirrored_strategy.MirroredExtended):
     """
 
     def __init__(
-        self, strategy: tf.distribute.Strategy, devices: Sequence[str], runtime: Runtime, slice_bytes: int
+        self,
+        strategy: tf.distribute.Strategy,
+        devices: Sequence[str],
+        runtime: Runtime,
+        slice_bytes: int,
+        staging_depth: int,
     ) -> None:
         self._runtime = runtime  # before the base class, which asks for the number of replicas
         super().__init__(strategy, devices=list(devices))
+        self._staging = Staging(runtime, self._devices, staging_depth) if staging_depth else None
         self._reductions = Reductions(runtime)
         self._initial_values = InitialValues(runtime)
         self._emitter = Emitter(strategy, runtime, len(self._devices), slice_bytes)
@@ -93,36 +99,15 @@ class Extended(mirrored_strategy.MirroredExtended):
         )
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-        if options and options.experimental_replication_mode == tf.distribute.InputReplicationMode.PER_REPLICA:
-            raise UnsupportedError(
-                "InputReplicationMode.PER_REPLICA works with distribute_datasets_from_function only, as in TensorFlow"
-            )
-        if options is None and len(self._devices) == 1 and "CPU" in self._devices[0]:
-            # With one device "per replica" means the same and spares TensorFlow's iterator over several devices, which
-            # takes a tenth of a second to make at each epoch and may crash the process when it is deleted early (a race
-            # of its background thread, seen in TensorFlow 2.21 as a core dump in MultiDeviceBuffer::BackgroundThread).
-            options = tf.distribute.InputOptions(
-                experimental_fetch_to_device=False,
-                experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
-            )
         if self._runtime.exchange.workers > 1 and generators.of_whole_job(dataset):
             count, first = len(self._devices), self._get_replica_id_in_sync_group(0)
             split = generators.own_rows(dataset, self._num_replicas_in_sync, first, count)
             return self._distribute_datasets_from_function(lambda _: split, options)
-        return input_util.get_distributed_dataset(
-            dataset,
-            self._input_workers_with_options(options),
-            self._container_strategy(),
-            num_replicas_in_sync=self._num_replicas_in_sync,
-            input_context=self._make_input_context(),
-            options=options,
-        )
+        return datasets.distribute_dataset(self, self._staging, dataset, self._make_input_context(), options)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> Any:
-        workers = self._input_workers_with_options(options)
-        return input_util.get_distributed_datasets_from_function(
-            dataset_fn, workers, [self._make_input_context()] * workers.num_workers, self._container_strategy(), options
-        )
+        context = self._make_input_context()
+        return datasets.distribute_datasets_from_function(self, self._staging, dataset_fn, context, options)
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
         contexts = [

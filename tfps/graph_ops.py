@@ -135,6 +135,16 @@ def pass_gate(gate: Gate, variable: tf.Tensor, after: Sequence[tf.Tensor]) -> No
         tf_private.set_read_only_inputs(_pass_function()(gate.handle, variable), [])
 
 
+def write_after(variable: tf.Tensor, after: Sequence[tf.Tensor]) -> None:
+    """Orders every later write of the resource `variable` in the current graph behind the tensors `after`.
+
+    A step whose input ends must not count itself: what it writes need not depend on its input (`iterations`, a seed).
+    """
+    with tf.device(None), tf.control_dependencies(after):
+        # A read: automatic control dependencies order writes behind it, and it is pruned where none follows.
+        tf.raw_ops.VarIsInitializedOp(resource=variable)
+
+
 @functools.cache
 def _close_function(gates: int, variables: int) -> Any:
     @tf.function(autograph=False, input_signature=[_RESOURCE] * (gates + variables))
@@ -266,3 +276,31 @@ def pull(queue: tf.Tensor, results: tf.Tensor, exchange: int, data: tf.Tensor, i
         for tensor in pulled:
             tensor.set_shape([None])
     return pulled
+
+
+def exchange_functions() -> list[str]:
+    """Names of the functions by which a graph exchanges something; as far as one has been used."""
+    return [function().name for function in (_send_function, _pull_function)]
+
+
+@functools.cache
+def _request_function() -> Any:
+    number = tf.TensorSpec([], tf.int64)
+
+    @tf.function(autograph=False, input_signature=[_RESOURCE, _RESOURCE, number, number])
+    def tfps_request(queue: Any, order: Any, transfer: Any, number: Any) -> tf.Tensor:
+        nothing = tf.constant([], tf.uint8)
+        asked = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, number, nothing, nothing])
+        with tf.control_dependencies([asked]):
+            return tf.constant(True)
+
+    return tfps_request.get_concrete_function()
+
+
+def request(queue: tf.Tensor, order: tf.Tensor, transfer: int, number: tf.Tensor) -> tf.Tensor:
+    """Asks the host for a batch. Requests of one graph keep their order, by the resource `order`."""
+    with tf.device(HOST):
+        asked = _request_function()(queue, order, tf.constant(transfer, tf.int64), number)
+        if not tf.executing_eagerly():
+            tf_private.set_read_only_inputs(asked, [0])
+    return asked

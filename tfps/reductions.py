@@ -14,9 +14,10 @@ import tensorflow as tf
 from tfps import graph_ops
 from tfps.errors import UnsupportedError
 from tfps.exchange import BucketSpec
-from tfps.runtime import Pull, Runtime
+from tfps.runtime import Runtime
 from tfps.sparse import pack_sparse, unpack_sparse
 from tfps.tf_private import ops
+from tfps.transfers import Pull
 
 
 class Reductions:

@@ -24,10 +24,11 @@ from tfps import tf_private
 from tfps.embedded import EmbeddedExchange
 from tfps.errors import TfpsError, WaitTimeoutError
 from tfps.exchange import BucketSpec, Exchange, Reply
-from tfps.graph_ops import HOST, MESSAGE, PULLED, Gate, tensor_of
+from tfps.graph_ops import HOST, MESSAGE, Gate, tensor_of
 from tfps.report import History, Report, Round, make_report
 from tfps.sparse import pack_sparse, unpack_sparse
 from tfps.trace import Recorder
+from tfps.transfers import DeferredUpdate, Rounds, Transfer
 
 logger = logging.getLogger("tfps")
 _NO_BYTES = np.empty(0, np.uint8)
@@ -36,116 +37,6 @@ _HISTORY_STEPS = 16
 _PATIENCE_S = 5.0  # before a wait is mentioned
 _WATCH_S = 1.0  # between two looks at the gates
 _LOST_AFTER = 30  # looks without any message, at a gate that stays closed
-
-
-class Transfer:
-    """What becomes of the messages of one send in one graph; one round is under way at a time.
-
-    Args:
-        bucket: id that the exchange gave.
-        spec: what the bucket is.
-        messages: messages per round, one per local replica; one of them carries the data.
-    """
-
-    def __init__(self, bucket: int, spec: BucketSpec, messages: int = 1) -> None:
-        self.id = -1
-        self.bucket, self.spec, self.messages = bucket, spec, messages
-        self._arrived = 0  # this and the next two: pump thread only
-        self._ticket = 0
-        self._carried: tuple[tf.Tensor, tf.Tensor] | None = None
-
-    def collect(
-        self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor
-    ) -> tuple[int, tf.Tensor, tf.Tensor] | None:
-        """What to push once all messages of the round are here, else None. Called by the pump thread.
-
-        With several local replicas one message carries the sum over them, the others only say that their replica has
-        closed its gates: the update may not start before. The first replica's has the ticket, the others have 0.
-        """
-        self._ticket = int(ticket) or self._ticket
-        if self._carried is None or data.shape[0] or indices.shape[0]:
-            self._carried = data, indices
-        self._arrived += 1
-        if self._arrived < self.messages:
-            return None
-        carried, self._carried, self._arrived = self._carried, None, 0
-        return self._ticket, *carried
-
-    def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
-        """Uses the reduced bytes (flat uint8). Called by the apply thread."""
-        raise TypeError(f"{type(self).__name__} must say what becomes of a reply")
-
-    def fail(self, error: TfpsError) -> None:
-        """Wakes whoever waits for this round. Called by the apply thread."""
-        raise TypeError(f"{type(self).__name__} must say what becomes of a failure")
-
-
-class Group:
-    """Transfers that one graph sends together, all with one ticket."""
-
-    def __init__(self) -> None:
-        self.transfers: weakref.WeakSet[DeferredUpdate] = weakref.WeakSet()
-
-
-class Rounds:
-    """Finds steps that an error has stopped between two sends. Pump thread only.
-
-    Gates order the sends of one bucket: once a later step sends a bucket, an earlier step that has sent others of its
-    group but not this one never will, and the ranks' rounds would no longer be of the same step.
-    """
-
-    def __init__(self) -> None:
-        self._missing: dict[int, set[DeferredUpdate]] = {}  # by ticket: what of the group has not been sent yet
-
-    def skipped(self, ticket: int, transfer: DeferredUpdate) -> bool:
-        """Notes that `transfer` is sent; whether an earlier step has skipped its bucket."""
-        for earlier, missing in self._missing.items():
-            if earlier == ticket:
-                break
-            if any(each.bucket == transfer.bucket for each in missing):
-                return True
-        missing = self._missing.setdefault(ticket, set(transfer.group.transfers))
-        missing.discard(transfer)
-        if not missing:
-            del self._missing[ticket]
-        return False
-
-
-class DeferredUpdate(Transfer):
-    """Applies the update of a bucket's variables, which opens their gates."""
-
-    def __init__(self, bucket: int, spec: BucketSpec, messages: int, group: Group) -> None:
-        super().__init__(bucket, spec, messages)
-        self.group = group
-        group.transfers.add(self)
-        self.ready_s = 0.0  # when the last gradient came
-        self.functions: list[Callable[[tf.Tensor, tf.Tensor], Any]] = []  # one per local replica
-        self.gates: list[Gate] = []
-
-    def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
-        for function in self.functions:
-            function(data, indices)
-
-    def fail(self, error: TfpsError) -> None:
-        for gate in self.gates:
-            gate.open(str(error))
-
-
-class Pull(Transfer):
-    """Hands the reduced bytes back to the graph that waits for them."""
-
-    def __init__(self, bucket: int, spec: BucketSpec) -> None:
-        super().__init__(bucket, spec)
-        with tf.init_scope(), tf.device(HOST):
-            self.results = tf.queue.FIFOQueue(16, PULLED, name="tfps_pulled")
-
-    def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
-        with tf.device(HOST):
-            self.results.enqueue(["", ticket, data, indices])
-
-    def fail(self, error: TfpsError) -> None:
-        with tf.device(HOST):
-            self.results.enqueue([str(error), np.int64(0), _NO_BYTES, _NO_BYTES])
 
 
 class Runtime:
@@ -167,6 +58,10 @@ class Runtime:
         self._rounds = Rounds()
         self._history: dict[int, deque[Round]] = {}  # of the last steps of updates, by bucket; apply thread writes
         self._messages_seen = 0  # pump thread writes, watch thread reads
+        self._exchanged = 0  # of them, those that lead to an exchange; pump thread only
+        self._exchanged_now = 0  # by `exchange_now`
+        self._later: list[tuple[Any, BucketSpec]] = []  # to declare with the next buckets
+        self._before_close: list[Callable[[], None]] = []
         self._under_way = 0  # messages whose transfer has not finished; guarded by _has_ready
         self._wake_watch = threading.Event()  # set at failure and close
         exchange.add_failure_listener(self._report)
@@ -197,9 +92,19 @@ class Runtime:
         """
         new = [(key, spec) for key, spec in wanted if key not in self._buckets]
         if new:
+            new, self._later = [*self._later, *new], []
             ids = self.exchange.declare([spec for _, spec in new], details)
             self._buckets.update({key: (bucket, spec) for (key, spec), bucket in zip(new, ids, strict=True)})
         return [self._buckets[key][0] for key, _ in wanted]
+
+    def declare_later(self, key: Any, spec: BucketSpec) -> None:
+        """Declares a bucket together with the next new ones, so that it costs no wait of its own."""
+        self._later.append((key, spec))
+
+    @property
+    def exchanges(self) -> int:
+        """How many exchanges the program has asked for so far. Exact on the pump thread."""
+        return self._exchanged + self._exchanged_now
 
     def update_buckets(self) -> int:
         """Number of buckets that deferred updates use."""
@@ -214,11 +119,11 @@ class Runtime:
         ]
         return make_report(histories, self.exchange.links())
 
-    def adopt(self, transfer: Transfer, graph: tf.Graph) -> None:
-        """Gives `transfer` an id; it is forgotten when `graph` and all graphs around it are gone."""
+    def adopt(self, transfer: Transfer, graph: tf.Graph | None) -> None:
+        """Gives `transfer` an id; it is forgotten when `graph` and all graphs around it are gone (None: never)."""
         transfer.id = next(self._ids)
         self._transfers[transfer.id] = transfer
-        graphs = tf_private.outer_graphs(graph)
+        graphs = [] if graph is None else tf_private.outer_graphs(graph)
         alive = itertools.count(len(graphs) - 1, -1)
         retired, identity = self._retired, transfer.id
 
@@ -246,12 +151,17 @@ class Runtime:
             replies.append(reply)
             done.set()
 
+        self._exchanged_now += 1
         self.exchange.push(bucket, payload, on_reply)
         if not done.wait(self.wait_s * 2):  # the exchange itself fails earlier and says why
             raise WaitTimeoutError(f"no reply for bucket {bucket} within {self.wait_s * 2:.0f} s")
         if replies[0].error is not None:
             raise replies[0].error
         return replies[0]
+
+    def before_close(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` first when the runtime is closed."""
+        self._before_close.append(callback)
 
     def close(self, *, drain: bool = True) -> None:
         """Finishes what is under way, for which other workers wait too, ends the threads and leaves the job.
@@ -262,6 +172,8 @@ class Runtime:
             if self._closing:
                 return
             self._closing = True
+        for callback in self._before_close:
+            callback()
         if drain:
             self._drain()
         self.exchange.close()
@@ -307,6 +219,7 @@ class Runtime:
                 continue
             self._messages_seen += 1
             transfer = self._transfers[int(identity)]
+            self._exchanged += transfer.exchanges
             try:
                 self._start(transfer, ticket, data, indices)
             except Exception as error:  # without this thread nothing would move any more
@@ -340,6 +253,10 @@ class Runtime:
             transfer.ready_s = time.monotonic()
             if self._rounds.skipped(number, transfer):
                 raise TfpsError(_stopped(self.exchange.rank, transfer.spec.name))
+        self.push(transfer, payload, ticket, data)
+
+    def push(self, transfer: Transfer, payload: Any, ticket: Any = 0, data: Any = None) -> None:
+        """Pushes `payload` (`data`, as a tensor); the apply thread will call `transfer.finish` or `fail`."""
 
         def on_reply(reply: Reply) -> None:
             with self._has_ready:

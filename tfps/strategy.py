@@ -70,7 +70,7 @@ class Strategy(tf.distribute.Strategy):
         self._pservers = cluster.pservers
         self._runtime = self._connection.runtime
         self._at_end = weakref.finalize(self, _close_at_end, self._connection)
-        super().__init__(Extended(self, devices, self._runtime, self.config.bucket_bytes))
+        super().__init__(Extended(self, devices, self._runtime, self.config.bucket_bytes, self.config.staging_depth))
         agree_on_finite(Strategy)
         agree_on_logs(Strategy)
         share_files(Strategy)

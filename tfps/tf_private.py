@@ -12,6 +12,7 @@ import importlib.metadata
 import os
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 SUPPORTED = "TensorFlow 2.18 to 2.21 with Keras 3 (3.8 or newer)"
 _OLDEST, _NEWEST, _OLDEST_KERAS = (2, 18), (2, 21), (3, 8)
@@ -73,12 +74,14 @@ try:
     from tensorflow.python.distribute import (
         distribute_lib,  # ReplicaContext with an id: the public constructor is for the current replica
         distribute_utils,  # regroup; create_mirrored_variable, the only way to bring a variable class of one's own
+        input_lib,  # distributed datasets, the base of those that are staged; empty batches
         input_util,  # distributed datasets that are sharded over workers (`input_context`)
         mirrored_strategy,  # MirroredExtended: local devices, replica threads, PerReplica values
         values,  # MirroredVariable, DistributedValues
         values_util,  # current replica id as a number
     )
     from tensorflow.python.framework import ops  # the graph under construction, init_scope that leaves it
+    from tensorflow.python.framework.composite_tensor import CompositeTensor  # what an iterator as an argument must be
     from tensorflow.python.framework.func_graph import FuncGraph  # whose outer graphs can be followed
     from tensorflow.python.ops import control_flow_util  # whether XLA compiles a graph: queues do not exist there
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # a variable outside of any strategy
@@ -103,6 +106,8 @@ try:
             "_get_local_replica_id",
         ),
         values.MirroredVariable: ("_get_replica", "handle", "value", "read_value", "_dense_var_to_tensor", "values"),
+        input_lib.DistributedDataset: ("__iter__", "element_spec"),
+        input_lib.DistributedDatasetsFromFunction: ("__iter__", "element_spec"),
         distribute_utils: ("create_mirrored_variable", "VARIABLE_CLASS_MAPPING", "VARIABLE_POLICY_MAPPING", "regroup"),
     }.items():
         for _name in _names:
@@ -110,6 +115,20 @@ try:
                 raise ImportError(f"{_owner} has no {_name}")
 except ImportError as error:
     raise ImportError(f"tfps supports {SUPPORTED}; TensorFlow {tf.__version__} does not fit: {error}") from error
+
+
+DistributedDataset = input_lib.DistributedDataset
+DistributedDatasetsFromFunction = input_lib.DistributedDatasetsFromFunction
+
+
+def dummy_batch(element_spec: Any) -> Any:
+    """A batch of no examples, as TensorFlow gives it to replicas for which the data did not suffice."""
+    return input_lib._dummy_tensor_fn(element_spec)
+
+
+def has_function(graph: tf.Graph, name: str) -> bool:
+    """Whether `graph` calls the function `name`, itself or in a function that it calls."""
+    return bool(graph._is_function(name))
 
 
 # Functions of tfps are called while a program is traced. Rewriting them takes time, and not every AutoGraph knows every

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfps.errors import UnsupportedError
-from tfps.graph_ops import HOST, Gate, pass_gate
+from tfps.graph_ops import HOST, Gate, pass_gate, write_after
 from tfps.tf_private import ResourceVariable, distribute_lib, in_xla, ops, outer_graphs, values, values_util
 
 _tracing = threading.local()  # .deferral: the deferred update that this thread traces, if any
@@ -119,7 +119,11 @@ class GatedVariable(values.MirroredVariable):
             return
         graph = ops.get_default_graph()
         after = extended.note_access(self, graph)
-        if not self.gates or graph in self._passed[replica]:
+        if not self.gates:
+            if after:
+                write_after(self._values[replica].handle, after)
+            return
+        if graph in self._passed[replica]:
             return
         if in_xla(graph):
             raise UnsupportedError(

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tfps.exchange import BucketSpec
-from tfps.runtime import DeferredUpdate, Group, Rounds, Transfer
+from tfps.transfers import DeferredUpdate, Group, Rounds, Transfer
 
 
 def test_a_round_with_several_replicas_starts_when_all_have_closed_their_gates() -> None:
