@@ -19,7 +19,7 @@ LAYERS = (
     "slicing placement aggregate exchange layout tuning report sparse",
     "protos frames send_queue stream membership control rounds",
     "tuner worker server job embedded",
-    "tf_private graph_ops variables deferred reductions initial_values runtime cluster extended strategy",
+    "tf_private graph_ops variables deferred reductions initial_values combined runtime cluster extended strategy",
     "__init__ cli launch",
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
