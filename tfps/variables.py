@@ -183,9 +183,9 @@ class GatedVariable(values.MirroredVariable):
         self._refresh()
         return super()._get_cross_replica()
 
-    def _export_to_saved_model_graph(self, **kwargs: Any) -> Any:
+    def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> Any:
         self._refresh()
-        return super()._export_to_saved_model_graph(**kwargs)
+        return super()._export_to_saved_model_graph(*args, **kwargs)
 
     def _kept(self) -> tf.Tensor | None:
         """Inside a deferred update that does not own this variable: its value as of the send."""

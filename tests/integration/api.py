@@ -5,6 +5,7 @@ api.py DEVICES      on so many logical CPU devices; all workers have the same nu
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -77,7 +78,7 @@ def values_from_a_function_are_run_per_replica(strategy: tfps.Strategy) -> None:
 
     values = strategy.experimental_distribute_values_from_function(value)
     equal(local(strategy, values), [10.0 * each for each in own_ids(strategy)])
-    for result in both(lambda: strategy.run(lambda each: each + replica_id(), args=(values,))):
+    for result in both(lambda: strategy.run(lambda value: value + replica_id(), args=(values,))):
         equal(local(strategy, result), [11.0 * each for each in own_ids(strategy)])
 
 
@@ -126,11 +127,14 @@ def gather_joins_in_order_of_replica_ids(strategy: tfps.Strategy) -> None:
     for result in both(lambda: strategy.gather(strategy.run(lambda: tf.transpose(rows())), axis=1)):
         equal(result, np.repeat(np.array(ids)[None], 3, 0))
     cube = np.arange(12).reshape(2, 2, 3)
-    for axis in range(3):
-        for dtype in (tf.float16, tf.int8, tf.complex64, tf.float64):
-            for result in both(lambda: strategy.gather(strategy.run(lambda: tf.cast(cube, dtype)), axis=axis)):
-                equal(result, np.concatenate([cube] * count, axis))
-                assert result.dtype == dtype
+    for axis, dtype in itertools.product(range(3), (tf.float16, tf.int8, tf.complex64, tf.float64)):
+
+        def gathered(axis: int = axis, dtype: tf.DType = dtype) -> tf.Tensor:
+            return strategy.gather(strategy.run(lambda: tf.cast(cube, dtype)), axis=axis)
+
+        for result in both(gathered):
+            equal(result, np.concatenate([cube] * count, axis))
+            assert result.dtype == dtype
     for result in both(lambda: strategy.gather(strategy.run(lambda: replica_id()[None] > 0), axis=0)):
         equal(result, [i > 0 for i in range(count)])
     # A rank without rows, the end of an uneven data set.
