@@ -20,8 +20,8 @@ LAYERS = (
     "protos frames send_queue stream membership control rounds",
     "tuner worker server job embedded",
     (
-        "tf_private graph_ops variables deferred reductions initial_values transfers runtime cluster generators "
-        "lockstep staging datasets extended logs loss_scaling saving strategy"
+        "tf_private graph_ops variables deferred reductions initial_values transfers runtime combined cluster "
+        "generators lockstep staging datasets extended logs loss_scaling saving strategy"
     ),
     "__init__ cli launch",
 )

@@ -10,10 +10,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfps import datasets, generators
+from tfps.combined import Combiner
 from tfps.deferred import Emitter, GraphState, Noted, Reduced, Reduction, find_reduced
 from tfps.errors import TfpsError, UnsupportedError
 from tfps.initial_values import InitialValues
-from tfps.reductions import Reductions, divide
+from tfps.reductions import Reductions, as_tensor, divide, identity, sum_locally
 from tfps.runtime import Runtime
 from tfps.staging import Staging
 from tfps.tf_private import (
@@ -26,13 +27,14 @@ from tfps.tf_private import (
     outer_graphs,
     values,
 )
-from tfps.variables import GatedVariable
+from tfps.variables import GatedVariable, OnReadVariable, updating
 
 _numbers = itertools.count()
 _FLOATING = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _VARIABLE_CLASSES = {
     **distribute_utils.VARIABLE_CLASS_MAPPING,
     tf.VariableSynchronization.ON_WRITE: GatedVariable,
+    tf.VariableSynchronization.ON_READ: OnReadVariable,
 }
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 
@@ -57,8 +59,10 @@ class Extended(mirrored_strategy.MirroredExtended):
         self._staging = Staging(runtime, self._devices, staging_depth) if staging_depth else None
         self._reductions = Reductions(runtime)
         self._initial_values = InitialValues(runtime)
+        self.combiner = Combiner(runtime, len(self._devices))
         self._emitter = Emitter(strategy, runtime, len(self._devices), slice_bytes)
         self._state_name = f"_tfps_state_{next(_numbers)}"
+        self._replica_graph: tf.Graph | None = None  # in which the last replica functions were traced
         self._touched: list[weakref.ref[tf.Graph]] = []  # graphs that got a state since the last replica function ended
         self._lifted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -160,6 +164,26 @@ class Extended(mirrored_strategy.MirroredExtended):
         """Gives `variables` of this strategy the values that they have on rank 0; called by all ranks alike."""
         self._initial_values.share(list(variables))
 
+    def note_local_write(self, variable: Any) -> None:
+        """A replica writes its component of `variable` without telling the others."""
+        state = None if tf.executing_eagerly() else self._state_of(ops.get_default_graph())
+        self.combiner.note_write(variable, state.inputs if state else [])
+
+    def of_first_replica(self, variable: GatedVariable, value: tf.Tensor) -> tf.Tensor:
+        """In a replica function: the `value` for `variable` that this worker's first replica has."""
+        if len(self._devices) == 1:
+            return value
+        context = distribute_lib.get_replica_context()
+        if not tf.executing_eagerly() and ops.get_default_graph() is not self._replica_graph:
+            # In a tf.cond or tf.while_loop, where merge_call is impossible.
+            mine = value if context._replica_id == 0 else tf.zeros_like(value)
+            return super()._replica_ctx_all_reduce(SUM, [mine])[0]
+
+        def of_first(strategy: tf.distribute.Strategy, value: Any) -> Any:
+            return self._broadcast_to(strategy.experimental_local_results(value)[0], variable)
+
+        return context.merge_call(of_first, args=(value,))
+
     def check(self, token: str) -> None:
         """Raises the error that a gate's token carries, if any.
 
@@ -192,9 +216,11 @@ class Extended(mirrored_strategy.MirroredExtended):
                     "step; use model.compile(..., jit_compile=False)"
                 )
             given = tf.nest.flatten((args, kwargs), expand_composites=True)
-            self._state(graph).inputs = [each for each in given if isinstance(each, tf.Tensor) and each.graph is graph]
+            symbolic = [each for each in given if tf.is_symbolic_tensor(each)]
+            self._state(graph).inputs = [each for each in symbolic if each.graph is graph]
             self._emitter.end_of_call()  # of a call whose trace an exception ended
             self._touched.clear()
+            self._replica_graph = graph
             result = super()._call_for_each_replica(fn, args, kwargs)
             self._finish(graph)
         self._initial_values.agree()
@@ -293,7 +319,8 @@ class Extended(mirrored_strategy.MirroredExtended):
             )
         reduced = find_reduced(self._state_of, args[0]) if args and not kwargs else None
         if reduced is None or not _deferrable(variable, reduced.gradient):
-            return super()._replica_ctx_update(variable, fn, args, kwargs or {}, group)
+            with updating():
+                return super()._replica_ctx_update(variable, fn, args, kwargs or {}, group)
         graph, replica = ops.get_default_graph(), distribute_lib.get_replica_context()._replica_id
         state = self._state(graph)
         if any(noted.variable is variable for noted in state.noted.get(replica, ())):
@@ -311,31 +338,36 @@ class Extended(mirrored_strategy.MirroredExtended):
     # Reductions in cross-replica context.
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        if distribute_utils.is_mirrored(value) and reduce_op == MEAN:
-            return value
-
-        def reduce(each: Any) -> Any:
-            replicas = self._num_replicas_in_sync
-            if not isinstance(each, values.DistributedValues) and len(self._devices) > 1:
-                each = super(Extended, self)._reduce_to(MEAN, each, destinations, options)
-                if reduce_op == SUM:
-                    raise ValueError(f"a sum over replicas needs one value per replica, got {each!r}")
-                replicas = self._runtime.exchange.workers
-            elif isinstance(each, values.DistributedValues):
-                if len(self._devices) > 1:
-                    each = super(Extended, self)._reduce_to(SUM, each, destinations, options)
-                    each = each.values[0] if isinstance(each, values.DistributedValues) else each
-                else:
-                    each = each.values[0]
-            each = each if isinstance(each, tf.IndexedSlices) else tf.convert_to_tensor(each)
-            if self._runtime.alone:
-                summed = each
+        if distribute_utils.is_mirrored(value):
+            if reduce_op == MEAN:
+                return value
+            raise ValueError(f"a sum over replicas needs one value per replica, got {value!r}, which all share")
+        flat = tf.nest.flatten(value)
+        replicas = self._num_replicas_in_sync
+        local = []
+        for each in flat:
+            if isinstance(each, values.DistributedValues):
+                local.append(sum_locally(each.values))
+            elif len(self._devices) == 1 or reduce_op == MEAN:
+                replicas = self._runtime.exchange.workers  # all local replicas have it
+                local.append(as_tensor(each))
             else:
-                with tf.device(None):
-                    summed = self._reductions.sum_all([each], self._cross_replica_key())[0]
-            return divide(summed, replicas) if reduce_op == MEAN else summed
+                raise ValueError(f"a sum over replicas needs one value per replica, got {each!r}")
+        with tf.device(None):
+            summed = self._reductions.sum_all(local, self._cross_replica_key())
+        if reduce_op == MEAN:
+            summed = [divide(each, replicas) for each in summed]
+        return tf.nest.pack_sequence_as(value, [self._to(each, destinations) for each in summed])
 
-        return tf.nest.map_structure(reduce, value)
+    def _to(self, value: Any, destinations: Any) -> Any:
+        """`value` on every local device where `destinations` has several, as `update` and `all_reduce` want it."""
+        if not isinstance(destinations, values.DistributedValues) or len(destinations._values) == 1:
+            return value
+        copies = []
+        for device in self._devices:
+            with tf.device(device):
+                copies.append(identity(value))
+        return distribute_utils.regroup(copies, wrap_class=values.Mirrored)
 
     def _cross_replica_key(self) -> tuple[Any, ...]:
         if tf.executing_eagerly():
@@ -347,12 +379,13 @@ class Extended(mirrored_strategy.MirroredExtended):
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
         return [self._reduce_to(reduce_op, value, to, options) for value, to in value_destination_pairs]
 
-    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
-        if self._runtime.exchange.workers > 1:
-            raise UnsupportedError(
-                "strategy.gather over several workers is not supported yet; gather where the data is saved"
+    def _gather_to_implementation(self, value: Any, destinations: Any, axis: Any, options: Any) -> Any:
+        components = value.values if isinstance(value, values.DistributedValues) else [value]
+        with tf.device(None):
+            gathered = self._reductions.gather(
+                [as_tensor(each) for each in components], axis, self._cross_replica_key()
             )
-        return super()._gather_to_implementation(value, destinations, axis, options)
+        return self._to(gathered, destinations)
 
 
 def _deferrable(variable: Any, gradient: Any) -> bool:

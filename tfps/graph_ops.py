@@ -66,6 +66,21 @@ def from_bytes(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.bitcast(tf.reshape(data, [-1, wire.size]), wire)
 
 
+def to_raw(tensor: tf.Tensor) -> tf.Tensor:
+    """`tensor` of any dtype with a fixed size as flat uint8 of shape [bytes], bit for bit."""
+    flat = tf.reshape(tensor, [-1])
+    if flat.dtype in (tf.bool, tf.uint8):
+        return tf.cast(flat, tf.uint8)
+    return tf.reshape(tf.bitcast(flat, tf.uint8), [-1])
+
+
+def from_raw(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """The flat tensor whose bytes are `data`, flat uint8: the reverse of `to_raw`."""
+    if dtype in (tf.bool, tf.uint8):
+        return tf.cast(data, dtype)
+    return tf.bitcast(data if dtype.size == 1 else tf.reshape(data, [-1, dtype.size]), dtype)
+
+
 def tensor_of(array: np.ndarray[Any, Any]) -> tf.Tensor:
     """An eager tensor over the memory of `array` where TensorFlow allows that (64-byte aligned, writable), else a copy.
 

@@ -102,6 +102,23 @@ class Strategy(tf.distribute.Strategy):
         """
         return self._runtime.report()
 
+    def combine(self) -> None:
+        """Combines over all workers what replicas have written to variables of their own since the last time.
+
+        Moving statistics and metrics are combined when they are read after training steps, by all ranks alike; `fit`
+        and `evaluate` do so at the end of each epoch, in one exchange. A program that wants to read or save them at
+        another moment on one rank only calls this on every rank before. Without anything new it does nothing.
+
+        Raises:
+            TfpsError: another rank did not call it in time, or is somewhere else in its program.
+        """
+        self.extended.combiner.refresh()
+
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
+        """As in `tf.distribute.Strategy`. What training has left uncombined is combined: evaluation may come now."""
+        self.combine()
+        return super().experimental_distribute_dataset(dataset, options)
+
     @property
     def recorder(self) -> Recorder:
         """Records what happens to slices while it is started."""

@@ -7,6 +7,7 @@ variable and its own slots are accessed directly; every other variable is read a
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -18,7 +19,9 @@ from tfps.errors import UnsupportedError
 from tfps.graph_ops import HOST, Gate, pass_gate, write_after
 from tfps.tf_private import ResourceVariable, distribute_lib, in_xla, ops, outer_graphs, values, values_util
 
-_tracing = threading.local()  # .deferral: the deferred update that this thread traces, if any
+_tracing = (
+    threading.local()
+)  # .deferral: the deferred update that this thread traces, if any; .updating: see `updating`
 
 
 class Deferral:
@@ -77,6 +80,17 @@ def deferring(deferral: Deferral | None) -> Iterator[None]:
         _tracing.deferral = before
 
 
+@contextlib.contextmanager
+def updating() -> Iterator[None]:
+    """This thread is in an update that every replica makes alike: what it writes stays equal by itself."""
+    before = getattr(_tracing, "updating", False)
+    _tracing.updating = True
+    try:
+        yield
+    finally:
+        _tracing.updating = before
+
+
 class GatedVariable(values.MirroredVariable):
     """A mirrored variable that is read behind its gate.
 
@@ -133,12 +147,49 @@ class GatedVariable(values.MirroredVariable):
         self._passed[replica].add(graph)
         pass_gate(self.gates[replica], self._values[replica].handle, after)
 
+    @property
+    def local(self) -> bool:
+        """Whether what a replica assigns stays its own until it is read outside a step: moving statistics.
+
+        TensorFlow would average at each assignment (MEAN) or leave the replicas apart for good (NONE, the default of
+        Keras). Averaging is linear: for a moving average, later means the same.
+        """
+        averaged = self._aggregation in (tf.VariableAggregation.MEAN, tf.VariableAggregation.NONE)
+        return averaged and self.dtype.is_floating and not self.trainable and not self.gates
+
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
-        if self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA and len(self._values) == 1:
-            # Without merge_call, which TensorFlow would use and which cannot be used in a tf.cond (loss scaling).
+        extended = self._distribute_strategy.extended
+        alike = getattr(_tracing, "deferral", None) is not None or getattr(_tracing, "updating", False)
+        if self.local and not alike:
+            extended.note_local_write(self)
+            return update_fn(self._get_on_device_or_primary(), value, **kwargs)
+        if self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA and tf.is_tensor(value):
+            if not alike:
+                value = extended.of_first_replica(self, value)
             context = distribute_lib.get_replica_context()
             return context._update(self, update_fn, args=(value,), kwargs=kwargs, group=True)
         return super()._update_replica(update_fn, value, **kwargs)
+
+    def take_combined(self, value: Any) -> None:
+        """Gives all replicas `value`."""
+        for component in self._values:
+            if component.numpy().tobytes() != value.tobytes():
+                component.assign(value)
+
+    def _refresh(self) -> None:
+        """Before a read outside a step: combines what replicas have written, on all ranks."""
+        if self.local and values_util.get_current_replica_id_as_int() is None:
+            with tf.init_scope():
+                if tf.executing_eagerly():
+                    self._distribute_strategy.extended.combiner.refresh()
+
+    def _get_cross_replica(self) -> tf.Tensor:
+        self._refresh()
+        return super()._get_cross_replica()
+
+    def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> Any:
+        self._refresh()
+        return super()._export_to_saved_model_graph(*args, **kwargs)
 
     def _kept(self) -> tf.Tensor | None:
         """Inside a deferred update that does not own this variable: its value as of the send."""
@@ -166,11 +217,13 @@ class GatedVariable(values.MirroredVariable):
 
     def __repr__(self) -> str:
         if tf.executing_eagerly():
-            self._access(0)  # it shows the value
+            self._access(0)  # it shows the value, as it is on this worker: showing must not need other ranks
         return str(super().__repr__())
 
     def value(self) -> tf.Tensor:
         kept = self._kept()
+        if kept is None:
+            self._refresh()
         return super().value() if kept is None else kept
 
     def read_value(self) -> tf.Tensor:
@@ -180,3 +233,96 @@ class GatedVariable(values.MirroredVariable):
     def _dense_var_to_tensor(self, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> tf.Tensor:
         kept = self._kept()
         return super()._dense_var_to_tensor(dtype, name, as_ref) if kept is None else kept
+
+
+class OnReadVariable(values.SyncOnReadVariable):
+    """A variable whose replicas' components are combined when it is read outside a step: a metric's.
+
+    Reads in a graph outside of `strategy.run` combine within that graph, at every run, on all ranks.
+    """
+
+    _combined: tf.Tensor | None = None  # None: no replica has written yet, or combined before the last `assign`
+
+    def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+        if self._aggregation != tf.VariableAggregation.NONE:
+            self._distribute_strategy.extended.note_local_write(self)
+        return super()._update_replica(update_fn, value, **kwargs)
+
+    def take_combined(self, value: Any) -> None:
+        """Keeps `value` for reads; the components go on as they are."""
+        self._combined = tf.constant(value, self.dtype)
+
+    def _get_cross_replica(self) -> Any:
+        extended = self._distribute_strategy.extended
+        if (
+            not tf.executing_eagerly()
+            or extended.combiner.single
+            or self._aggregation == tf.VariableAggregation.NONE
+            or values_util.is_saving_non_distributed()
+        ):
+            return super()._get_cross_replica()
+        extended.combiner.refresh()
+        if self._combined is None:  # all ranks have what they were given alike
+            components = [component.read_value() for component in self._values]
+            if self._aggregation == tf.VariableAggregation.SUM:
+                self._combined = tf.add_n(components) * tf.cast(self._distribute_strategy.num_workers, self.dtype)
+            else:
+                self._combined = components[0]
+        return tf.identity(self._combined)
+
+    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+        if not self._outside():
+            return super().assign(value, use_locking, name, read_value)
+        if not tf.executing_eagerly():
+            self._distribute_strategy.extended.note_local_write(self)
+            return super().assign(value, use_locking, name, read_value)
+        value = tf.convert_to_tensor(value, self.dtype)
+        nothing = tf.zeros_like(value)
+        for replica, component in enumerate(self._values):
+            # The first replica of all holds a sum: a part for each would not add up to the same for whole numbers.
+            mine = self._aggregation != tf.VariableAggregation.SUM or replica == self._distribute_strategy.rank == 0
+            with tf.device(component.device):
+                component.assign(value if mine else nothing)
+        self._combined = tf.identity(value)
+        return self._combined if read_value else None
+
+    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._changed_outside():
+            return super().assign_add(value, *args, **kwargs)
+        return self.assign(self.read_value() + tf.convert_to_tensor(value, self.dtype))
+
+    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._changed_outside():
+            return super().assign_sub(value, *args, **kwargs)
+        return self.assign(self.read_value() - tf.convert_to_tensor(value, self.dtype))
+
+    def _outside(self) -> bool:
+        """Whether this is neither in a replica function nor in an update."""
+        if values_util.is_saving_non_distributed():
+            return False
+        with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
+            return distribute_lib.in_cross_replica_context() and not values_util.in_replica_update_context()
+
+    def _changed_outside(self) -> bool:
+        """Whether it is for this class to change the value: eagerly, outside a step. TensorFlow refuses a sum."""
+        if not self._outside() or self._aggregation == tf.VariableAggregation.SUM:
+            return False
+        if not tf.executing_eagerly():
+            self._distribute_strategy.extended.note_local_write(self)
+            return False
+        return True
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+        factories = super()._gather_saveables_for_checkpoint()
+        return {key: functools.partial(_OnReadSaveable, self, self._common_name) for key in factories}
+
+
+class _OnReadSaveable(values._SyncOnReadSaveable):
+    """Restores by `assign`, so that the variable knows."""
+
+    def __init__(self, variable: OnReadVariable, default_name: str, name: str | None = None) -> None:
+        super().__init__(variable, name or default_name)
+
+    def restore(self, restored_tensors: Any, restored_shapes: Any) -> Any:
+        (tensor,) = restored_tensors
+        return self._sync_on_read_variable.assign(tensor)

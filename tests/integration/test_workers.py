@@ -12,6 +12,7 @@ import pytest
 from tfps.server import ParameterServer
 
 PROGRAMS = ["momentum", "adam", "adafactor", "embedding"]
+SMALL = {"TFPS_SLICE_BYTES": "4096", "TFPS_WINDOW_BYTES": "8192"}
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +40,11 @@ def train(addresses: list[str], workers: int, where: Path, **environment: str) -
     return [dict(np.load(file)) for file in files]
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(("workers", "devices"), [(2, 1), (3, 1), (2, 2)])
 def test_workers_end_bitwise_equal_and_close_to_one_process_on_the_global_batch(
-    workers: int, servers: list[str], alone: dict[str, np.ndarray], tmp_path: Path
+    workers: int, devices: int, servers: list[str], alone: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    first, *others = train(servers, workers, tmp_path, TFPS_SLICE_BYTES="4096", TFPS_WINDOW_BYTES="8192")
+    first, *others = train(servers, workers, tmp_path, **SMALL, DEVICES=str(devices))
     for other in others:
         assert first.keys() == other.keys()
         for name in first:

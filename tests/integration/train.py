@@ -1,6 +1,7 @@
 """Worker: trains the models named on the command line one after the other and saves all weights to a file.
 
-train.py OUT NAME ...      NAME is one of PROGRAMS; without TFPS_PSERVERS it trains without a strategy
+train.py OUT NAME ...      NAME is one of PROGRAMS; without TFPS_PSERVERS it trains without a strategy; with DEVICES in
+                           the environment on so many logical CPU devices, whose replicas must end bitwise equal
 """
 
 from __future__ import annotations
@@ -49,9 +50,12 @@ PROGRAMS = {
 def main(out: str, *names: str) -> None:
     results = {}
     distributed = "TFPS_PSERVERS" in os.environ
+    devices = [f"CPU:{each}" for each in range(int(os.environ.get("DEVICES", "1")))]
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * len(devices))
     for name in names:
         build, optimizer = PROGRAMS[name]
-        strategy = tfps.Strategy() if distributed else None
+        strategy = tfps.Strategy(devices=devices) if distributed else None
         # Ranks start from different values: rank 0's must win, or the weights cannot be equal.
         keras.utils.set_random_seed(1 + (strategy.rank if strategy else 0))
         with strategy.scope() if strategy else contextlib.nullcontext():
@@ -63,6 +67,10 @@ def main(out: str, *names: str) -> None:
             results[f"{name}/{index}"] = weight
         for key, value in history.items():
             results[f"{name}/history/{key}"] = np.asarray(value)
+        for variable in [*model.weights, *model.optimizer.variables] if strategy else []:
+            replicas = [np.asarray(each).tobytes() for each in strategy.experimental_local_results(variable.value)]
+            assert len(replicas) == len(devices)
+            assert len(set(replicas)) == 1, f"{variable.path}: the replicas differ"
         if strategy:
             strategy.close()
     np.savez(out, **results)
