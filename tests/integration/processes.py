@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+PATHS = [str(HERE.parents[1]), str(HERE.parent)]  # the package of this checkout, and what tests share
 TIMEOUT_S = 240.0
 
 
@@ -18,7 +19,7 @@ def start(script: str, *arguments: str, environment: Mapping[str, str]) -> subpr
     """One worker process; its output is collected."""
     return subprocess.Popen(
         [sys.executable, str(HERE / script), *arguments],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": str(HERE.parent), **environment},
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": os.pathsep.join(PATHS), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
