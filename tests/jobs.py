@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tfps import frames
 from tfps.config import Config
-from tfps.control import PROTOCOL_VERSION, RANK_KEY, TOKEN_KEY, Pserver, method, settings_of
+from tfps.control import PROTOCOL_VERSION, PULL, PUSH, RANK_KEY, TOKEN_KEY, Pserver, method, settings_of
 from tfps.exchange import Exchange, Payload, Reply
 from tfps.protos import tfps_pb2 as pb
 from tfps.server import ParameterServer
@@ -172,30 +172,45 @@ class RawWorker:
         self.rank: int = self.joined.rank
         self.token: str = self.joined.token
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self.call: Any = None
+        self.pulling: Any = None
+        self.pushing: Any = None
 
     def open(self) -> RawWorker:
-        """Opens the stream."""
-        self.call = self._stream(self._outbox, self.token, str(self.rank))
+        """Opens both streams."""
+        self.pulling = self._pull(self.token, str(self.rank))
+        self.pushing = self._push(self._outbox, self.token, str(self.rank))
         return self
 
-    def second_stream(self, token: str | None, rank: str) -> Exception:
-        """Tries to open another stream; the error that it gets."""
-        call = self._stream(queue.SimpleQueue(), self.token if token is None else token, rank)
-        return frames.decode_error(*frames.decode(next(call)))
+    def open_pull(self) -> RawWorker:
+        """Opens the one stream only."""
+        self.pulling = self._pull(self.token, str(self.rank))
+        return self
 
-    def _stream(self, outbox: queue.SimpleQueue[bytes | None], token: str, rank: str) -> Any:
-        stream = self.pserver.channel.stream_stream(method("Exchange"))
-        return stream(iter(outbox.get, None), metadata=((TOKEN_KEY, token), (RANK_KEY, rank)), timeout=DEADLINE_S)
+    def second_streams(self, token: str | None, rank: str) -> list[Exception]:
+        """Tries to open others; the errors that they get."""
+        token, outbox = self.token if token is None else token, queue.SimpleQueue[bytes | None]()
+        answers = [next(self._pull(token, rank)), self._push(outbox, token, rank).result(DEADLINE_S)]
+        outbox.put(None)
+        return [frames.decode_error(*frames.decode(answer)) for answer in answers]
 
-    def declare(self, *buckets: Any, number: int = 0, details: Sequence[str] = ()) -> RawWorker:
+    def _pull(self, token: str, rank: str) -> Any:
+        pull = self.pserver.channel.unary_stream(method(PULL))
+        return pull(b"", metadata=((TOKEN_KEY, token), (RANK_KEY, rank)), timeout=DEADLINE_S)
+
+    def _push(self, outbox: queue.SimpleQueue[bytes | None], token: str, rank: str) -> Any:
+        push = self.pserver.channel.stream_unary(method(PUSH))
+        return push.future(iter(outbox.get, None), metadata=((TOKEN_KEY, token), (RANK_KEY, rank)), timeout=DEADLINE_S)
+
+    def declare(
+        self, *buckets: Any, number: int = 0, details: Sequence[str] = (), timeout_s: float = DEADLINE_S
+    ) -> RawWorker:
         request = pb.DeclareRequest(
             token=self.token,
             rank=self.rank,
             number=number,
             buckets=buckets,
             details=details,
-            timeout_s=DEADLINE_S,
+            timeout_s=timeout_s,
         )
         self.pserver.call("Declare", request, DEADLINE_S)
         return self
@@ -205,7 +220,7 @@ class RawWorker:
 
     def read(self) -> tuple[frames.Header, bytes]:
         """The next frame."""
-        header, payload = frames.decode(next(self.call))
+        header, payload = frames.decode(next(self.pulling))
         return header, bytes(payload)
 
     def read_error(self) -> Exception:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 
+import grpc
 import jobs
 import numpy as np
 import pytest
 from jobs import Cluster, RawWorker, attempt, together
 
 from tfps import frames
-from tfps.errors import ClosedError, ConfigError, ConnectError, ProtocolError, PserverLostError, WorkerLostError
+from tfps.errors import (
+    ClosedError,
+    ConfigError,
+    ConnectError,
+    ProtocolError,
+    PserverLostError,
+    WaitTimeoutError,
+    WorkerLostError,
+)
 from tfps.exchange import BucketSpec
 from tfps.frames import EMPTY, HEADER_BYTES, LAST, MAX_FRAME_BYTES, Header, Kind
 from tfps.protos import tfps_pb2 as pb
@@ -102,14 +112,29 @@ def test_a_slice_that_comes_twice_fails_the_job(cluster: Cluster) -> None:
     assert "rank 0: slice 0 of bucket 'dense' must be pushed once in step 0" in str(members[1].read_error())
 
 
-def test_a_stream_that_breaks_fails_the_job(cluster: Cluster) -> None:
+@pytest.mark.parametrize("stream", ["pushing", "pulling"])
+def test_a_stream_that_breaks_fails_the_job_and_ends_the_other(cluster: Cluster, stream: str) -> None:
     members = pair(cluster)
     members[1].send(frames.encode(GOOD, bytes(1024)))
-    members[1].call.cancel()
+    getattr(members[1], stream).cancel()
     error = members[0].read_error()
     assert isinstance(error, WorkerLostError)
     assert "rank 1 (rawhost:" in str(error)
     assert "died at step 0" in str(error)
+    for member in members:  # nobody has to wait for the worker to end them
+        assert member.pushing.code() is grpc.StatusCode.CANCELLED
+    with pytest.raises(StopIteration if stream == "pushing" else grpc.RpcError):
+        while True:
+            next(members[1].pulling)
+
+
+def test_a_worker_with_one_stream_is_waited_for_by_name(cluster: Cluster) -> None:
+    address = cluster.pserver(2).address
+    whole, half = cluster.raw(address, 0).open(), cluster.raw(address, 1).open_pull()
+    calls = [functools.partial(member.declare, timeout_s=0.3) for member in (whole, half)]
+    for error in attempt(*calls):
+        assert isinstance(error, WaitTimeoutError)
+        assert re.search(r"not joined within 0.3 s: rank 1 \(rawhost:\d+\)$", str(error))
 
 
 @pytest.mark.parametrize(
@@ -124,17 +149,18 @@ def test_a_stream_that_breaks_fails_the_job(cluster: Cluster) -> None:
 )
 def test_a_stream_of_a_stranger_is_refused_alone(cluster: Cluster, token: str | None, rank: str, rule: str) -> None:
     member = cluster.raw(cluster.pserver(1).address).open().declare()
-    with pytest.raises((ConnectError, ClosedError), match=rule):
-        raise member.second_stream(token, rank)
+    for error in member.second_streams(token, rank):
+        with pytest.raises((ConnectError, ClosedError), match=rule):
+            raise error
     member.declare(number=1)  # the job goes on
 
 
 def test_other_protocol_versions_refuse_each_other_by_name(cluster: Cluster) -> None:
     address = cluster.pserver(1).address
     with pytest.raises(
-        ConnectError, match=f"pserver {address}: the pserver speaks protocol version 1, the worker versi"
+        ConnectError, match=f"pserver {address}: the pserver speaks protocol version 2, the worker versi"
     ):
-        cluster.raw(address, protocol_version=2)
+        cluster.raw(address, protocol_version=1)
 
 
 def test_a_token_of_an_ended_job_is_worth_nothing(cluster: Cluster) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from tfps.layout import Layout, cut_anew
 from tfps.protos import tfps_pb2 as pb
 from tfps.send_queue import Throughput
 from tfps.trace import Recorder
-from tfps.tuner import measure
+from tfps.tuner import Tuner, measure
 from tfps.tuning import MAX_SLICE_BYTES, MIN_SLICE_BYTES, Measured, choose
 from tfps.worker import Worker
 
@@ -153,16 +154,43 @@ def test_a_job_with_auto_sizes_tunes_itself_once_the_network_was_busy(
     for _ in range(5000):
         for pending in [push(worker, bucket, values) for bucket in ids for worker in members]:
             assert summed(pending.wait())[0] == 2
-        if tuned.is_set():
+        if members[0]._tuner.done:
             break
-    assert tuned.is_set()
     assert members[0]._tuner.done
+    assert tuned.is_set()
     for _ in range(4):
         for pending in [push(worker, bucket, values) for bucket in ids for worker in members]:
             assert summed(pending.wait())[0] == 2
     counts = {len(worker._buckets[0].cutting.slices) for worker in members}
     assert len(counts) == 1
     assert all(worker.config.window_bytes == 1024 and not worker._buckets[0].next for worker in members)
+
+
+@pytest.mark.parametrize(
+    ("rates", "changes"),
+    [
+        ((200e6, 400e6), ["larger", "largest"]),  # larger slices are faster: the network was not the limit
+        ((200e6, 210e6), ["larger"]),
+        ((1e6, 400e6), ["smaller"]),  # nothing more to find out
+    ],
+)
+def test_what_small_slices_could_not_show_is_seen_at_a_second_look(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, rates: tuple[float, float], changes: list[str]
+) -> None:
+    monkeypatch.setattr("tfps.tuner._MAX_MESSAGE_S", 1e-4)
+    monkeypatch.setattr("tfps.tuner._MIN_MESSAGE_S", 1e-4)
+    link, sizes = types.SimpleNamespace(throughput=Throughput()), list[tuple[int, int]]()
+    raw = cluster.raw(cluster.pserver(1).address)
+    tuner = Tuner(Config(), [raw.pserver], [link], lambda *chosen: sizes.append(chosen))  # type: ignore[list-item]
+    tuner.probe(raw.token, 0)
+    for steps in range(1, 20):
+        rate = rates[0] if not sizes or steps <= tuner._steps_then else rates[1]
+        link.throughput = Throughput(link.throughput.nbytes + int(0.1 * rate), link.throughput.seconds + 0.1)
+        tuner.look([types.SimpleNamespace(steps=steps)])  # type: ignore[list-item]
+    assert tuner.done
+    first = Config().first_slice_bytes
+    found = ["largest" if s == MAX_SLICE_BYTES else "larger" if s > first else "smaller" for s, _ in sizes]
+    assert found == changes
 
 
 def test_fixed_sizes_are_never_changed(cluster: Cluster) -> None:

@@ -1,10 +1,11 @@
-"""Control calls: their names, the channel they share with the stream, and what gRPC's errors mean."""
+"""Control calls: their names, the channel they share with the streams, and what gRPC's errors mean."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import grpc
+import grpc.experimental
 
 from tfps.config import Config
 from tfps.errors import ConnectError, ProtocolError, PserverLostError, TfpsError
@@ -12,9 +13,10 @@ from tfps.frames import error_code, error_from
 from tfps.layout import Layout
 from tfps.protos import tfps_pb2 as pb
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 SERVICE = "tfps.v1.ParameterServer"
-TOKEN_KEY, RANK_KEY = "tfps-token", "tfps-rank"  # metadata of a stream
+PUSH, PULL = "Push", "Pull"  # the streams, one per direction
+TOKEN_KEY, RANK_KEY = "tfps-token", "tfps-rank"  # their metadata
 
 _OPTIONS = [
     # An oversized frame must come through to be named (frames.decode); gRPC would only break the stream.
@@ -41,6 +43,7 @@ CHANNEL_OPTIONS = [
     *_OPTIONS,
     ("grpc.enable_http_proxy", 0),  # pservers are inside the cluster
     ("grpc.use_local_subchannel_pool", 1),  # two workers of one process do not share a connection
+    (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),  # replies come without a detour by another thread
     ("grpc.enable_retries", 0),  # keeps a copy of what it may have to send again
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 2_000),

@@ -43,7 +43,7 @@ class Header(NamedTuple):
     index: int = 0  # type: ignore[assignment]  # hides tuple.index, which nobody needs
     priority: int = 0
     step: int = 0
-    received: int = 0  # payload bytes that the sender of this frame has received so far on this stream
+    received: int = 0  # payload bytes that the sender of this frame has received so far on the other stream
 
 
 _KINDS = frozenset(Kind)

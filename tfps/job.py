@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tfps import frames
 from tfps.aggregate import GatherRound, SumRound
 from tfps.config import Config
-from tfps.control import layout_message
+from tfps.control import PULL, PUSH, layout_message
 from tfps.errors import (
     ClosedError,
     ConnectError,
@@ -85,6 +85,7 @@ class Job:
         self._placer = Placer(1, "balanced")
         self._index = 0  # this pserver's place in the workers' lists
         self._queues: dict[int, SendQueue] = {}
+        self._ends: dict[int, Callable[[], object]] = {}  # how to end the streams of pushes
         self._declarations: list[_Declaration] = []
         self._buckets: list[_Bucket] = []  # only grows, so that streams read it without the lock
         self._failure: TfpsError | None = None
@@ -135,30 +136,40 @@ class Job:
                 )
             return member.rank
 
-    def open_stream(self, rank: int) -> SendQueue:
-        """What to send on the stream of `rank`, which begins now.
+    def open_stream(self, rank: int, stream: str, end: Callable[[], object] | None = None) -> SendQueue:
+        """The queue of `rank`, whose `stream`, "Push" or "Pull", begins now. With both it takes part.
+
+        Args:
+            end: ends the stream, once the other has ended. The queue's end is that of "Pull".
 
         Raises:
-            ConnectError: the rank has not joined, or has a stream.
+            ConnectError: the rank has not joined, or has such a stream.
             TfpsError: the job has failed.
         """
         with self._changed:
             self._raise_failure()
             member = self._membership.members.get(rank)
-            if member is None or member.state is not State.JOINED:
+            if member is None or member.state is State.GONE or stream in member.streams:
                 raise ConnectError(f"rank {rank} has not joined this pserver, has left it, or has a stream already")
-            member.state = State.STREAMING
-            self._changed.notify_all()
+            member.streams.add(stream)
+            if end is not None:
+                self._ends[rank] = end
+            if member.streams == {PUSH, PULL}:
+                member.state = State.STREAMING
+                self._changed.notify_all()
             return self._queues[rank]
 
     def stream_ended(self, rank: int) -> None:
-        """The stream of `rank` is at its end, expected (after `leave`, after a failure) or not."""
+        """A stream of `rank` is at its end, expected (after `leave`, after a failure) or not; so is the other then."""
         with self._changed:
             member = self._membership.members[rank]
-            lost = member.state is State.STREAMING
+            lost = member.state is not State.GONE
             member.state = State.GONE
+            end = self._ends.pop(rank, None)
             self._changed.notify_all()
         self._queues[rank].close()
+        if end is not None:
+            end()
         if lost:
             self.fail(WorkerLostError(f"{member} died at step {member.step}: its connection ended without a leave"))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from tfps.errors import ConnectError, MismatchError
 
-STREAM_GRACE_S = 30.0  # a member that has opened no stream by then died between the two calls
+STREAM_GRACE_S = 30.0  # a member that has opened no stream by then died between the calls
 
 
 class State(enum.Enum):
@@ -47,6 +47,7 @@ class Member:
     applicant: Applicant
     joined_s: float
     state: State = State.JOINED
+    streams: set[str] = field(default_factory=set)  # those that it has opened: "Push", "Pull"
     step: int = 0  # the highest that it has pushed
 
     def __str__(self) -> str:
@@ -106,7 +107,7 @@ class Membership:
 
     def _drop_dead(self, now_s: float) -> None:
         for rank, member in list(self.members.items()):
-            if member.state is State.JOINED and now_s - member.joined_s > STREAM_GRACE_S:
+            if member.state is State.JOINED and not member.streams and now_s - member.joined_s > STREAM_GRACE_S:
                 del self.members[rank]
 
     def _check_job(self, new: Applicant) -> None:

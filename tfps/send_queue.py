@@ -31,6 +31,10 @@ class Throughput(NamedTuple):
     nbytes: int = 0
     seconds: float = 0.0
 
+    def since(self, earlier: Throughput) -> Throughput:
+        """What has been added since `earlier`."""
+        return Throughput(self.nbytes - earlier.nbytes, self.seconds - earlier.seconds)
+
 
 class SendQueue:
     """Orders outgoing frames by (priority, arrival) and keeps the bytes in flight within the window.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import threading
 import time
@@ -15,6 +16,8 @@ import grpc
 from tfps import frames
 from tfps.control import (
     PROTOCOL_VERSION,
+    PULL,
+    PUSH,
     RANK_KEY,
     SERVER_OPTIONS,
     SERVICE,
@@ -32,6 +35,7 @@ from tfps.job import Job
 from tfps.membership import Applicant
 from tfps.memory import tune_malloc
 from tfps.protos import tfps_pb2 as pb
+from tfps.send_queue import SendQueue
 from tfps.stream import outgoing, receive
 from tfps.trace import Recorder
 
@@ -41,8 +45,7 @@ _JOIN_MARGIN_S = 1.0  # before a caller's deadline, to tell it why it waits inst
 class ParameterServer:
     """Serves one job of `workers` workers after the other, from construction until `stop`.
 
-    Per worker one of gRPC's threads sends replies and one thread "tfps-read-<rank>" receives, aggregates and queues the
-    replies.
+    Per worker one of gRPC's threads sends replies and another receives, aggregates and queues the replies.
 
     Args:
         host: address to listen on; `"0.0.0.0"` is every interface.
@@ -64,9 +67,9 @@ class ParameterServer:
         self._lock = threading.Lock()  # guards _job
         self._job = Job(workers, job, self._recorder)
         self._stopped = False
-        # A worker holds one thread with its stream and may hold one with a call; twice, as a new job's workers may come
-        # before the threads of the last one's streams have ended.
-        self._pool = ThreadPoolExecutor(4 * workers + 8, thread_name_prefix="tfps-server")
+        # A worker holds two threads with its streams and may hold one with a call; twice, as a new job's workers may
+        # come before the threads of the last one's streams have ended.
+        self._pool = ThreadPoolExecutor(6 * workers + 8, thread_name_prefix="tfps-server")
         self._server = grpc.server(self._pool, options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((self._handlers(),))
         where = f"[{host}]" if ":" in host else host
@@ -105,7 +108,8 @@ class ParameterServer:
             "Leave": self._leave,
         }
         handlers = {name: unary(call, name) for name, call in calls.items()}
-        handlers["Exchange"] = grpc.stream_stream_rpc_method_handler(self._exchange)
+        handlers[PUSH] = grpc.stream_unary_rpc_method_handler(self._push)
+        handlers[PULL] = grpc.unary_stream_rpc_method_handler(self._pull)
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     def _job_of(self, token: str) -> Job:
@@ -185,32 +189,41 @@ class ParameterServer:
 
     # Streams
 
-    def _exchange(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    def _open(
+        self, stream: str, context: grpc.ServicerContext, end: Callable[[], object] | None = None
+    ) -> tuple[Job, int, SendQueue]:
         metadata = dict(context.invocation_metadata())
+        rank = _rank_of(metadata)
+        job = self._job_of(metadata.get(TOKEN_KEY, ""))
+        return job, rank, job.open_stream(rank, stream, end)
+
+    def _push(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         try:
-            rank = _rank_of(metadata)
-            job = self._job_of(metadata.get(TOKEN_KEY, ""))
-            queue = job.open_stream(rank)
+            job, rank, queue = self._open(PUSH, context, context.cancel)
         except TfpsError as error:
-            yield frames.encode_error(error)  # refused alone: the job goes on
+            return frames.encode_error(error)  # refused alone: the job goes on
+        try:
+            receive(messages, Kind.PUSH, queue, lambda header, payload: job.push(rank, header, payload))
+        except ProtocolError as error:
+            job.fail(ProtocolError(f"rank {rank}: {error}"))
+        except Exception:
+            pass  # gRPC's way to say that the stream broke: who it was is said by stream_ended
+        job.stream_ended(rank)
+        return b""
+
+    def _pull(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        try:
+            job, rank, queue = self._open(PULL, context)
+        except TfpsError as error:
+            yield frames.encode_error(error)  # refused alone, too
             return
-
-        def read() -> None:
-            try:
-                receive(messages, Kind.PUSH, queue, lambda header, payload: job.push(rank, header, payload))
-            except ProtocolError as error:
-                job.fail(ProtocolError(f"rank {rank}: {error}"))
-            except Exception:
-                pass  # gRPC's way to say that the stream broke: who it was is said by stream_ended
-            job.stream_ended(rank)
-
-        threading.Thread(target=read, name=f"tfps-read-{rank}", daemon=True).start()
+        ended = functools.partial(job.stream_ended, rank)
+        if not context.add_callback(ended):  # called also if it breaks while there is nothing to send
+            ended()
         try:
             yield from outgoing(queue)
         except TfpsError as error:
             yield frames.encode_error(error)
-        finally:
-            job.stream_ended(rank)
 
 
 def _rank_of(metadata: dict[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""One bidirectional stream between a worker and a pserver: the two loops that both ends run, and the worker's end."""
+"""The streams between a worker and a pserver, one per direction: the loops that both ends run, and the worker's end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import grpc
 
 from tfps import frames
-from tfps.control import RANK_KEY, TOKEN_KEY, Pserver, lost, method
+from tfps.control import PULL, PUSH, RANK_KEY, TOKEN_KEY, Pserver, lost, method
 from tfps.errors import ProtocolError, PserverLostError, TfpsError
 from tfps.frames import Header, Kind
 from tfps.send_queue import SendQueue
@@ -42,7 +42,7 @@ def receive(
     on_data: OnData,
     on_layout: Callable[[memoryview], None] | None = None,
 ) -> TfpsError | None:
-    """Hands all data frames of a stream to `on_data` and keeps the receipts of both directions, to the stream's end.
+    """Hands all data frames that come in to `on_data` and keeps the receipts of both directions, to the stream's end.
 
     `on_layout` gets the payload of LAYOUT frames, which only workers get.
 
@@ -73,12 +73,14 @@ def receive(
 
 
 class WorkerStream:
-    """The worker's end. gRPC's own thread sends, the thread "tfps-recv-<index>" receives.
+    """The worker's end of both. gRPC's own threads push, the thread "tfps-recv-<index>" pulls.
+
+    What ends the stream of pushes shows in that of replies: the pserver ends the one with the other.
 
     Args:
         on_data: called with every reply on the receiver thread.
         on_layout: called with every layout there.
-        on_end: called once on the receiver thread if the stream ends other than by `close`; told is True if the pserver
+        on_end: called once on the receiver thread if the streams end other than by `close`; told is True if the pserver
             said why.
         when: `at step 17`, for messages.
     """
@@ -100,21 +102,23 @@ class WorkerStream:
         self._on_end = on_end
         self._when = when
         self._closed = False
-        self._call: grpc.Call | None = None
+        self._pull: grpc.Call | None = None
+        self._push: grpc.Future | None = None
         self._thread = threading.Thread(target=self._receive, name=f"tfps-recv-{index}", daemon=True)
 
     def start(self, token: str, rank: int) -> None:
-        """Opens the stream of a worker that has joined."""
-        call = self._pserver.channel.stream_stream(method("Exchange"))
-        self._call = call(outgoing(self._queue), metadata=((TOKEN_KEY, token), (RANK_KEY, str(rank))))
+        """Opens the streams of a worker that has joined."""
+        channel, metadata = self._pserver.channel, ((TOKEN_KEY, token), (RANK_KEY, str(rank)))
+        self._pull = channel.unary_stream(method(PULL))(b"", metadata=metadata)
+        self._push = channel.stream_unary(method(PUSH)).future(outgoing(self._queue), metadata=metadata)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the stream and its thread; the pserver must know of the leave already."""
+        """Ends the streams and the thread; the pserver must know of the leave already."""
         self._closed = True
         self._queue.close()
-        if self._call is not None:
-            self._call.cancel()
+        if self._pull is not None:
+            self._pull.cancel()
             if threading.current_thread() is not self._thread:
                 self._thread.join()
 
@@ -123,7 +127,7 @@ class WorkerStream:
         told = False
         try:
             failure = receive(
-                self._call,  # type: ignore[arg-type]
+                self._pull,  # type: ignore[arg-type]
                 Kind.REPLY,
                 self._queue,
                 self._on_data,
@@ -139,5 +143,7 @@ class WorkerStream:
         except Exception as bug:  # without a receiver every waiter would wait for ever
             error = TfpsError(f"pserver {address}: receiving failed {self._when()}: {bug!r}")
             error.__cause__ = bug
+        if self._push is not None:
+            self._push.cancel()
         if not self._closed:
             self._on_end(error, told)

@@ -1,4 +1,4 @@
-"""Rank 0's measurements during the first steps, and the one change of sizes that follows."""
+"""Rank 0's measurements during the first steps, and the change of sizes, or two, that follow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfps.errors import TfpsError
 from tfps.protos import tfps_pb2 as pb
 from tfps.rounds import Bucket
 from tfps.send_queue import SendQueue, Throughput
-from tfps.tuning import Measured, choose
+from tfps.tuning import MAX_SLICE_BYTES, Measured, choose, limited_by_handling
 
 logger = logging.getLogger("tfps")
 
@@ -26,7 +26,10 @@ _MIN_MESSAGE_S, _MAX_MESSAGE_S = 30e-6, 2e-3
 
 
 class Tuner:
-    """Tunes a job once, if `config` has anything that is "auto". Its methods are called one at a time.
+    """Tunes a job, if `config` has anything that is "auto". Its methods are called one at a time.
+
+    If that makes slices larger it looks a second time: where the processors were the limit and not the network, what
+    was measured with small slices is too little, and slices become as large as they may be.
 
     Args:
         tune: what to do with slice and window bytes.
@@ -43,6 +46,9 @@ class Tuner:
         self.done = config.slice_bytes != "auto" and config.window_bytes != "auto"
         self._round_trip_s = self._network_s = 0.0
         self._first: tuple[float, int] | None = None  # when a step had first been made, and how many then
+        self._busy_then = [Throughput()] * len(queues)
+        self._measured: Measured | None = None  # at the first look
+        self._steps_then = 0  # the second look is after this step
 
     def probe(self, token: str, rank: int) -> None:
         """Measures the round trips, before anything else is under way. The slowest pserver counts."""
@@ -61,20 +67,35 @@ class Tuner:
         """Tunes if enough has been measured."""
         steps = max((bucket.steps for bucket in buckets), default=0)
         now_s = time.monotonic()
-        if self._first is None and steps:
-            self._first = now_s, steps
-        if self.done or self._first is None or steps < self._first[1] + _STEPS or not self._round_trip_s:
+        if self.done or not self._round_trip_s or steps <= self._steps_then:
             return
         busy = [queue.throughput for queue in self._queues]
+        if self._first is None:
+            self._first = now_s, steps
+            if self._measured is not None:
+                self._busy_then = busy
+        if steps < self._first[1] + _STEPS:
+            return
+        busy = [now.since(then) for now, then in zip(busy, self._busy_then, strict=True)]
         if max(one.seconds for one in busy) < _BUSY_S:
-            if steps >= _GIVE_UP_STEPS:
+            if steps >= self._first[1] + _GIVE_UP_STEPS:
                 self.done = True
                 logger.info("tfps: the network keeps up: slices and windows stay as they are")
             return
-        self.done = True
         step_s = (now_s - self._first[0]) / (steps - self._first[1])
         measured = measure(busy, self._round_trip_s, self._network_s, step_s)
-        slice_bytes, window_bytes = choose(measured)
+        if self._measured is None:
+            slice_bytes = self._change(measured, *choose(measured))
+            self.done = self._config.slice_bytes != "auto" or slice_bytes <= self._config.first_slice_bytes
+            # The change is two steps ahead for whoever is at this one, and others may be one further.
+            self._measured, self._first, self._steps_then = measured, None, steps + 3
+            return
+        self.done = True
+        if limited_by_handling(self._measured, measured):
+            self._change(measured, *choose(measured, MAX_SLICE_BYTES))
+
+    def _change(self, measured: Measured, slice_bytes: int, window_bytes: int) -> int:
+        """Changes what is "auto"; the size of slices from now on."""
         if self._config.slice_bytes != "auto":
             slice_bytes = self._config.slice_bytes
         if self._config.window_bytes != "auto":
@@ -88,6 +109,7 @@ class Tuner:
             measured.round_trip_s * 1e3,
             measured.message_s * 1e3,
         )
+        return slice_bytes
 
 
 def measure(busy: Sequence[Throughput], round_trip_s: float, network_s: float, step_s: float) -> Measured:

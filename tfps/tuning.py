@@ -8,6 +8,7 @@ _KIB = 1024
 MIN_SLICE_BYTES, MAX_SLICE_BYTES = 32 * _KIB, 1024 * _KIB
 MAX_WINDOW_BYTES = 64 * 1024 * _KIB
 _OVERHEAD = 20  # a slice takes at least so many times as long on the wire as it costs to handle it
+_FASTER = 1.25  # so many times faster with larger slices: the processors are the limit, not the network
 _DELAY = 0.015  # of a step that one slice per pserver may take on the wire: what may stand in front of an urgent one
 
 
@@ -31,7 +32,7 @@ class Measured:
     pservers: int
 
 
-def choose(measured: Measured) -> tuple[int, int]:
+def choose(measured: Measured, least_slice_bytes: int = MIN_SLICE_BYTES) -> tuple[int, int]:
     """Slice and window size in bytes.
 
     Slices are as large as an urgent one can wait for without being noticed in the step, but never so small that their
@@ -40,9 +41,14 @@ def choose(measured: Measured) -> tuple[int, int]:
     """
     unnoticed = _DELAY * measured.step_s * measured.bytes_per_s / measured.pservers
     slice_bytes = max(_OVERHEAD * measured.message_s * measured.bytes_per_s, unnoticed)
-    slice_bytes = _rounded(min(max(slice_bytes, MIN_SLICE_BYTES), MAX_SLICE_BYTES))
+    slice_bytes = _rounded(min(max(slice_bytes, least_slice_bytes), MAX_SLICE_BYTES))
     window_bytes = 2 * (slice_bytes + measured.bytes_per_s * measured.round_trip_s / measured.pservers)
     return slice_bytes, _rounded(min(window_bytes, MAX_WINDOW_BYTES))
+
+
+def limited_by_handling(before: Measured, after: Measured) -> bool:
+    """Whether larger slices, with which `after` was measured, have shown that `before` the wire was not the limit."""
+    return after.bytes_per_s > _FASTER * before.bytes_per_s
 
 
 def _rounded(nbytes: float) -> int:

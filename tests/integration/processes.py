@@ -13,7 +13,6 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 PYTHONPATH = os.pathsep.join([str(HERE.parent), str(HERE.parent.parent)])  # tests/ and this copy of tfps
 TIMEOUT_S = 240.0
-PYTHONPATH = f"{HERE.parent}{os.pathsep}{HERE.parent.parent}"  # what tests share, and the package beside them
 
 
 def start(script: str, *arguments: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
