@@ -159,6 +159,8 @@ def failure(errors: Sequence[pathlib.Path]) -> Outcome:
     first = min(errors, key=lambda path: path.stat().st_mtime_ns)
     error = json.loads(first.read_text())
     lines = [line.strip() for line in error["text"].splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].startswith("Exception encountered when calling"):
+        del lines[0]
     # Errors from within a graph function begin with a traceback, and Keras adds what the arguments were.
     named = [line for line in lines if re.match(r"\w+(Error|Exception): ", line)]
     said = (named[-1].partition(": ")[2] if named else (lines[0] if lines else "")).rstrip(" {(:")
@@ -166,8 +168,8 @@ def failure(errors: Sequence[pathlib.Path]) -> Outcome:
 
 
 def shortened(text: str, length: int = 90) -> str:
-    # Addresses of objects differ from run to run.
-    text = re.sub(r" at 0x[0-9a-f]+", "", text).strip()
+    # Addresses of objects and temporary folders differ from run to run; Keras colours its messages.
+    text = re.sub(r" at 0x[0-9a-f]+|\x1b\[\d*m|(?<=')/\S*/(?=[^/'\s]+')", "", text).strip()
     return text if len(text) <= length else f"{text[: length - 4].rstrip()} ..."
 
 
