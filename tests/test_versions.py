@@ -10,9 +10,11 @@ from collections.abc import Mapping
 
 import pytest
 import tensorflow as tf
+from tensorflow.python.autograph.impl import conversion
 
 import tfps
 from tfps import tf_private
+from tfps.extended import Extended
 from tfps.tf_private import check_versions
 
 SUPPORTED = r"TensorFlow 2\.18 to 2\.21 with Keras 3 \(3\.8 or newer\)"
@@ -100,3 +102,11 @@ def test_without_tensorflow_only_the_strategy_cannot_be_imported(monkeypatch: py
     importlib.import_module("tfps.server")
     with pytest.raises(ImportError, match=r"pip install 'tfps\[tensorflow\]'"):
         importlib.import_module("tfps.tf_private")
+
+
+def test_autograph_leaves_functions_of_tfps_alone_and_rewrites_those_of_programs() -> None:
+    def of_a_program() -> None:
+        """As a user would write it."""
+
+    assert conversion.is_allowlisted(Extended._finish)
+    assert not conversion.is_allowlisted(of_a_program)

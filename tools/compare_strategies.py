@@ -113,10 +113,9 @@ class Job:
         deadline = time.monotonic() + LIMIT_S
         failed: list[pathlib.Path] = []
         while time.monotonic() < deadline:
-            done = [path for rank in self.ranks if (path := self.folder / f"{program}.{rank}.npz").exists()]
+            done, errors = self._ended(program, "npz"), self._ended(program, "error")
             if len(done) == len(self.ranks):
                 return [dict(np.load(path)) for path in done]
-            errors = [path for rank in self.ranks if (path := self.folder / f"{program}.{rank}.error").exists()]
             if len(errors) + len(done) == len(self.ranks):
                 return failure(errors)
             if errors and not failed:
@@ -132,6 +131,13 @@ class Job:
                     return self._died()
             time.sleep(0.05)
         return failure(failed) if failed else Outcome("hangs", f"no result after {LIMIT_S:.0f} s")
+
+    def is_over(self, program: str) -> bool:
+        """Whether all ranks have ended this program, with results or an error, and can go on."""
+        return len(self._ended(program, "npz") + self._ended(program, "error")) == len(self.ranks)
+
+    def _ended(self, program: str, how: str) -> list[pathlib.Path]:
+        return [path for rank in self.ranks if (path := self.folder / f"{program}.{rank}.{how}").exists()]
 
     def _died(self) -> Outcome:
         tails = []
@@ -153,6 +159,8 @@ def failure(errors: Sequence[pathlib.Path]) -> Outcome:
     first = min(errors, key=lambda path: path.stat().st_mtime_ns)
     error = json.loads(first.read_text())
     lines = [line.strip() for line in error["text"].splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].startswith("Exception encountered when calling"):
+        del lines[0]
     # Errors from within a graph function begin with a traceback, and Keras adds what the arguments were.
     named = [line for line in lines if re.match(r"\w+(Error|Exception): ", line)]
     said = (named[-1].partition(": ")[2] if named else (lines[0] if lines else "")).rstrip(" {(:")
@@ -160,8 +168,8 @@ def failure(errors: Sequence[pathlib.Path]) -> Outcome:
 
 
 def shortened(text: str, length: int = 90) -> str:
-    # Addresses of objects differ from run to run.
-    text = re.sub(r" at 0x[0-9a-f]+", "", text).strip()
+    # Addresses of objects and temporary folders differ from run to run; Keras colours its messages.
+    text = re.sub(r" at 0x[0-9a-f]+|\x1b\[\d*m|(?<=')/\S*/(?=[^/'\s]+')", "", text).strip()
     return text if len(text) <= length else f"{text[: length - 4].rstrip()} ..."
 
 
@@ -194,18 +202,24 @@ def what(key: str) -> str:
 
 
 def run(strategy: str, programs: Sequence[str], alone: Mapping[str, Any]) -> Iterator[tuple[str, Outcome]]:
-    """Runs the programs in one job while they work. What fails is run again, alone, so that nothing came before it."""
-    left = list(programs)
+    """Runs the programs in one job as long as all workers get on.
+
+    What fails is run again in a job of its own, so that nothing came before it, unless another program has failed in
+    the same way in such a job.
+    """
+    left, known = list(programs), set()
     while left:
         done = 0
         with tempfile.TemporaryDirectory() as folder, Job(strategy, left, pathlib.Path(folder)) as job:
             for number, name in enumerate(left):
                 found = job.results(name)
                 outcome = found if isinstance(found, Outcome) else compared(name, found, alone.get(name))
-                if outcome.works or number == 0:
-                    yield name, outcome
-                    done += 1
-                if not outcome.works:
+                if not outcome.works and number > 0 and outcome.words not in known:
+                    break
+                known.add(outcome.words)
+                yield name, outcome
+                done += 1
+                if not job.is_over(name):
                     break
         left = left[done:]
 
@@ -242,12 +256,16 @@ def make(recorded: Mapping[str, Any], readme: str) -> tuple[str, str]:
     if len(place.findall(readme)) != 1:
         raise pages.PageError(f"README.md must have one place for the table, between {START} and {END}")
     short = table(recorded, lambda outcome: "works" if outcome.works else f"no: {outcome.words.partition(':')[0]}")
-    details = []
-    for name, program in PROGRAMS.items():
-        for strategy in NAMES:
+    details: dict[tuple[str, str], list[str]] = {}  # programs that fail alike stand together
+    for strategy in NAMES:
+        for name, program in PROGRAMS.items():
             outcome = Outcome(**outcomes[strategy][name])
-            if not outcome.works and outcome.details:
-                details.append(f"### {program.what} under {NAMES[strategy]}\n\n```\n{outcome.details}\n```\n")
+            if not outcome.works:
+                details.setdefault((strategy, outcome.details or outcome.words), []).append(program.what)
+    sections = [
+        f"**{NAMES[strategy]}**, {'; '.join(programs)}:\n\n```\n{text}\n```\n"
+        for (strategy, text), programs in details.items()
+    ]
     page = f"""# What works under which strategy
 
 Written by `{PROGRAM}`, with {recorded["versions"]}.
@@ -260,12 +278,12 @@ Dropout only between workers. Results are weights, `History` and what `evaluate`
 
 ParameterServerStrategy is asynchronous by design, so its weights cannot be those of one process; its programs run in
 one coordinator, so there is nothing to compare between workers. Training loops are written for it as its
-documentation has them.
+documentation has them. Clipping: under every strategy Keras 3 clips each replica's gradients before they are summed.
 
 {table(recorded, lambda outcome: outcome.words.replace("|", "/"))}
-{"## Errors" if details else ""}
+## What went wrong
 
-{chr(10).join(details)}"""
+{chr(10).join(sections) or "Nothing."}"""
     return page.rstrip() + "\n", place.sub(lambda _: f"{START}\n{short}{END}", readme)
 
 
@@ -304,10 +322,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             programs = options.programs or list(PROGRAMS)
             if options.quick:
                 programs = ["fit", "custom_loop", "save_and_load"]
-            measure(recorded, programs, options.strategy or list(NAMES))
+            alone = run_alone(programs)
+            for strategy in options.strategy or list(NAMES):
+                measure(recorded, strategy, programs, alone)
+                if not options.quick:
+                    path.write_text(json.dumps(recorded, indent=1) + "\n")
             if options.quick:
                 return 0
-            path.write_text(json.dumps(recorded, indent=1) + "\n")
         readme = ROOT / "README.md"
         page, text = make(recorded, readme.read_text())
     except pages.PageError as error:
@@ -323,15 +344,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(recorded: dict[str, Any], programs: Sequence[str], strategies: Sequence[str]) -> None:
-    """Runs programs and puts their outcomes into `recorded`."""
-    alone = run_alone(programs)
-    for strategy in strategies:
-        found = recorded["outcomes"].setdefault(strategy, {})
-        for name, outcome in run(strategy, programs, alone):
-            print(f"{strategy:5} {name:22} {outcome.words}", flush=True)
-            found[name] = asdict(outcome)
-        recorded["outcomes"][strategy] = {name: found[name] for name in PROGRAMS if name in found}
+def measure(recorded: dict[str, Any], strategy: str, programs: Sequence[str], alone: Mapping[str, Any]) -> None:
+    """Runs programs under a strategy and puts their outcomes into `recorded`."""
+    found = recorded["outcomes"].setdefault(strategy, {})
+    for name, outcome in run(strategy, programs, alone):
+        print(f"{strategy:5} {name:22} {outcome.words}", flush=True)
+        found[name] = asdict(outcome)
+    recorded["outcomes"][strategy] = {name: found[name] for name in PROGRAMS if name in found}
     recorded["versions"] = versions()
 
 

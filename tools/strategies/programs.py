@@ -288,11 +288,15 @@ class Gan(keras.Model):
         self.generator = keras.Sequential([keras.layers.Input((4,)), dense(16, activation="tanh"), dense(FEATURES)])
         self.discriminator = keras.Sequential([keras.layers.Input((FEATURES,)), dense(16, activation="tanh"), dense(1)])
         self.loss_of = keras.losses.BinaryCrossentropy(from_logits=True, reduction=None)
-        self.mean_score = keras.metrics.Mean()
+        self.mean_score = keras.metrics.Mean(name="score")
 
     def compile(self, generators: Any, discriminators: Any) -> None:
         super().compile(jit_compile=False)
         self.generators, self.discriminators = generators, discriminators
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.mean_score]
 
     def call(self, samples: Any) -> Any:
         """Keras asks for it: under any strategy it builds a model by a call before it trains."""

@@ -2,8 +2,7 @@
 
 worker.py STRATEGY FOLDER PROGRAM ...    STRATEGY is one of STRATEGIES
 
-In FOLDER it writes, for each program, PROGRAM.RANK.begun, then .npz with its results, or .error with what was raised;
-after an error it ends.
+In FOLDER it writes, for each program, PROGRAM.RANK.npz with its results, or .error with what was raised.
 """
 
 from __future__ import annotations
@@ -70,7 +69,6 @@ def write(path: pathlib.Path, content: bytes) -> None:
 def main(name: str, folder: pathlib.Path, programs: list[str]) -> None:
     strategy, rank = STRATEGIES[name]()
     for program in programs:
-        (folder / f"{program}.{rank}.begun").touch()
         own = folder / program
         own.mkdir(exist_ok=True)
         keras.utils.set_random_seed(1)
@@ -79,8 +77,7 @@ def main(name: str, folder: pathlib.Path, programs: list[str]) -> None:
         except Exception as error:
             text = json.dumps({"type": type(error).__name__, "text": str(error), "trace": traceback.format_exc()})
             write(folder / f"{program}.{rank}.error", text.encode())
-            sys.stdout.flush()
-            os._exit(1)  # threads of the strategy may wait for others
+            continue
         content = io.BytesIO()
         np.savez(content, **found)
         write(folder / f"{program}.{rank}.npz", content.getvalue())
