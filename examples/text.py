@@ -21,27 +21,6 @@ ABOUT = {
     1: ["engine", "wheel", "road", "bridge", "train", "station", "driver", "tunnel"],
 }
 AROUND = ["the", "a", "my", "your", "some", "this", "old", "new", "small", "big", "is", "was", "near", "with", "and"]
-    "the",
-    "a",
-    "my",
-    "your",
-    "some",
-    "every",
-    "this",
-    "that",
-    "old",
-    "new",
-    "small",
-    "big",
-    "nice",
-    "is",
-    "was",
-    "near",
-    "with",
-    "for",
-    "and",
-    "or",
-]
 
 
 def sentences(count: int) -> tuple[list[str], np.ndarray]:
