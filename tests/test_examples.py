@@ -36,7 +36,8 @@ def run(command: list[str], example: str, *arguments: str, code: int = 0) -> str
 
 
 def number(name: str, output: str) -> float:
-    found = re.findall(rf"{name}=([0-9.]+)", output)
+    lines = [line for line in output.splitlines() if not line.startswith("[pserver")]
+    found = re.findall(rf"{name}=([0-9.]+)", "\n".join(lines))
     assert len(found) == 1, f"{name} once, by rank 0 only:\n{output}"
     return float(found[0])
 
