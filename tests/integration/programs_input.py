@@ -94,13 +94,14 @@ def autoshard_data(job: Job) -> dict[str, Any]:
 
 
 def autoshard_off(job: Job) -> dict[str, Any]:
-    """Every rank reads everything: as many steps as one process has, each with the whole batch on each rank."""
-    model = job.compiled("sgd")
-    dataset = tf.data.Dataset.from_tensor_slices(data()).batch(BATCH)
-    if job.workers > 1:  # `fit` divides the global batch by the ranks: each of them gets one half after the other
-        dataset = sharded(dataset, "OFF")
-    model.fit(dataset, verbose=0)
-    return {"own": weights(model), "iterations": int(model.optimizer.iterations.numpy())}
+    """Every rank reads everything, in batches of its size; Keras takes as many steps as the dataset has batches."""
+    model = job.compiled()
+    images, labels = data()
+    dataset = tf.data.Dataset.from_tensor_slices((images, labels)).batch(BATCH)
+    if job.workers == 1:
+        dataset = tf.data.Dataset.from_tensor_slices((images[: SAMPLES // 2], labels[: SAMPLES // 2])).batch(BATCH // 2)
+    fit = model.fit(sharded(dataset, "OFF"), epochs=2, verbose=0)
+    return {**weights(model), **history(fit), "iterations": int(model.optimizer.iterations.numpy())}
 
 
 def autoshard_file(job: Job) -> dict[str, Any]:
@@ -171,3 +172,26 @@ def stopping(job: Job) -> dict[str, Any]:
     third = model.fit(x, y, epochs=3, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=stop)], **OPTIONS)
     rate = float(model.optimizer.learning_rate.numpy())
     return {**weights(model), **history(first, second, third), "rate": rate, "epochs": len(first.epoch)}
+
+
+def uneven(job: Job) -> dict[str, Any]:
+    """A last batch that is smaller than one rank's part: the other rank computes with no rows, nobody waits."""
+    x, y = data(SAMPLES + 10)
+    model = job.compiled()
+    fit = model.fit(x, y, epochs=2, validation_data=(x, y), **OPTIONS)
+    ends = {**weights(model), **history(fit)}
+    assert all(np.isfinite(value).all() for value in ends.values())
+    return {f"ranks {name}": value for name, value in ends.items()} | {"steps": int(model.optimizer.iterations.numpy())}
+
+
+def files_uneven(job: Job) -> dict[str, Any]:
+    """Files of different lengths, one per rank: the longer one's rest is left out."""
+    x, y = data()
+    dataset = tf.data.Dataset.from_generator(
+        lambda: zip(x[: 96 + 48 * job.rank], y, strict=False),
+        output_signature=(tf.TensorSpec([64], tf.float32), tf.TensorSpec([], tf.int64)),
+    )
+    model = job.compiled()
+    fit = model.fit(sharded(dataset.batch(BATCH), "OFF"), epochs=2, verbose=0)
+    ends = {**weights(model), **history(fit)}
+    return {f"ranks {name}": value for name, value in ends.items()}

@@ -276,3 +276,17 @@ def two_strategies(job: Job) -> dict[str, Any]:
         other.close()
     fits.append(first.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0))
     return {**weights(first, second), **history(*fits)}
+
+
+def batch_normalization(job: Job) -> dict[str, Any]:
+    """Moving statistics are those of all ranks when they are read."""
+
+    def build() -> Any:
+        layers = [keras.layers.Dense(16, use_bias=False), keras.layers.BatchNormalization(), keras.layers.ReLU()]
+        return keras.Sequential([keras.Input((64,)), *layers, keras.layers.Dense(10)])
+
+    model = job.compiled(build=build)
+    x, y = data()
+    fit = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, validation_data=(x[:96], y[:96]), verbose=0)
+    ends = {**weights(model), **history(fit), "loss": model.evaluate(x, y, batch_size=BATCH, verbose=0)}
+    return {f"ranks {name}": value for name, value in ends.items()}

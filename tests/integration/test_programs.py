@@ -39,7 +39,7 @@ PROGRAMS = {
         ["weighted", "stopping", "autoshard_off"],
         [
             *("evaluated", "steps_per_execution", "generator", "py_dataset", "autoshard_data", "autoshard_file"),
-            *("from_function", "shuffled"),
+            *("from_function", "shuffled", "uneven"),
         ],
     ),
     "programs_saving": (
@@ -49,6 +49,11 @@ PROGRAMS = {
             "weights_set_on_one_rank",
         ],
     ),
+}
+# Each in a job of its own: where one does not work it may take the others with it.
+WAITING = {
+    "programs_input.files_uneven": "ranks with fewer batches than others end the job",
+    "programs_training.batch_normalization": "moving statistics are each rank's own",
 }
 # Half types round each rank's gradients by themselves.
 TOLERANCE = {"loss_scaling": 5e-3, "mixed_bfloat16": 3e-2}
@@ -133,3 +138,13 @@ def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(quick: Resu
 def test_a_backup_of_rank_0_restores_every_rank(quick: Results) -> None:
     for result in quick:
         assert list(result["backup_shared"]["epochs"]) == [2, 3]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(name, marks=pytest.mark.xfail(strict=False, reason=reason)) for name, reason in WAITING.items()],
+)
+def test_two_workers_do_what_is_to_be_expected(program: str, tmp_path: Path) -> None:
+    module, name = program.split(".")
+    check(name, run([(module, name)], tmp_path))
