@@ -80,6 +80,17 @@ RUNS: dict[str, list[dict[str, Any]]] = {
     "scale": scale_runs(),
     "wire": [{"what": what, "gb_per_s": 0.5, "cpu_s_per_gb": 2.0} for what in ("raw", "1 pserver")],
     "overhead": [{"model": "small", "plain_step_s": 0.004, "tfps_step_s": 0.008, "ratio": 2.0, "extra_cpu_s": 0.006}],
+    "staging": [
+        {
+            "case": "input",
+            "depth": 2,
+            "step_s": 0.21,
+            "input_s": 0.2,
+            "compute_s": 0.1,
+            "over_max": 1.05,
+            "over_sum": 0.7,
+        }
+    ],
     "peers": [
         {"case": "1g", "peer": "tfps", "step_s": 1.0, "cpu_s": 0.5},
         {"case": "1g", "peer": "horovod", "left_out": "is not installed"},

@@ -78,6 +78,7 @@ class Line:
         with self._lockstep.changes(self):
             self.gone = True
             left, self.ready = list(self.ready.values()), {}
+            self.answer = _nobody
         return left
 
     def code(self, position: int) -> int | None:
@@ -306,6 +307,9 @@ class _Request(Transfer):
             self._trains = root is not None and any(has_function(root, name) for name in graph_ops.exchange_functions())
         self._lockstep.request(int(ticket), self._trains)
 
+    def fail(self, error: TfpsError) -> None:
+        self._lockstep._failed(error)
+
 
 class _Announcement(Transfer):
     """What this rank says of one batch, until it is known what all say."""
@@ -320,6 +324,10 @@ class _Announcement(Transfer):
 
     def fail(self, error: TfpsError) -> None:
         self._lockstep._failed(error)
+
+
+def _nobody(key: int | None, error: str) -> None:
+    """Takes the place of who waited for answers."""
 
 
 def _where(place: int) -> str:

@@ -178,10 +178,13 @@ class Staging:
             return not self.closed
 
     def finished(self, feed: Feed) -> None:
-        """`feed` has ended and its batches are out; the last one clears what a step that failed has left behind."""
+        """`feed` has ended and its batches are out; the last one clears what a step that failed has left behind.
+
+        Not at the close: a step that is still under way would wait for ever for the batch whose token it has.
+        """
         with self._lock:
             self._running.discard(feed)
-            if not self._running:
+            if not self._running and not self.closed:
                 for area in self._areas.values():
                     area.clear()
 
@@ -275,8 +278,9 @@ class Feed:
                     if self._line is not None:
                         self._line.exists(position)
                     self._wait_for_room()
-                    key = next(self._staging.keys)
-                    self._stage.put(key, batches)
+                    staged = next(self._staging.keys)
+                    self._stage.put(staged, batches)
+                    key = staged  # not before: what is only half there cannot be taken out
                     self._offer(position, key)
                     key = END
                     del batches

@@ -178,6 +178,23 @@ def tuning(runs: Runs) -> Section:
     return section
 
 
+# staging
+
+
+def staging(runs: Runs) -> Section:
+    """Steps with and without batches that lie ready."""
+    section = Section()
+    names = ("step_s", "input_s", "compute_s", "over_max", "over_sum")
+    rows = []
+    for case, depth in dict.fromkeys((run["case"], run["depth"]) for run in runs):
+        same = [run for run in runs if (run["case"], run["depth"]) == (case, depth)]
+        figures = [float(statistics.median(run[name] for run in same)) for name in names]
+        rows.append([case, str(depth), *(f"{figure:.3f}" for figure in figures)])
+    heads = ["bound by", "staging_depth", "step (s)", "input (s)", "computing (s)", "step / longer", "step / sum"]
+    section.add(table(heads, rows))
+    return section
+
+
 # scale
 
 
@@ -373,6 +390,7 @@ def _bars(runs: Runs, label: str, panels: Sequence[tuple[str, str, str]]) -> byt
 DRAWERS: dict[str, Callable[[Runs], Section]] = {
     "schedule": schedule,
     "tuning": tuning,
+    "staging": staging,
     "scale": scale,
     "wire": wire,
     "overhead": overhead,

@@ -19,7 +19,7 @@ from benchmark_plots import DRAWERS, Section
 from pages import PageError
 
 PROGRAM = "tools/make_benchmarks_page.py"
-NAMES = ("schedule", "tuning", "scale", "wire", "overhead", "peers")
+NAMES = ("schedule", "tuning", "scale", "wire", "overhead", "staging", "peers")
 _HEAD = f"""# Benchmarks
 
 Written by `{PROGRAM}` from the files in [benchmarks/](benchmarks); do not edit. Figures in tables are medians.
