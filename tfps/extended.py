@@ -54,7 +54,7 @@ class Extended(mirrored_strategy.MirroredExtended):
         self.combiner = Combiner(runtime, len(self._devices))
         self._emitter = Emitter(strategy, runtime, len(self._devices), slice_bytes)
         self._state_name = f"_tfps_state_{next(_numbers)}"
-        self._replica_graph: tf.Graph | None = None  # in which the last replica functions were traced
+        self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
         self._touched: list[weakref.ref[tf.Graph]] = []  # graphs that got a state since the last replica function ended
         self._lifted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -224,7 +224,10 @@ class Extended(mirrored_strategy.MirroredExtended):
             self._emitter.end_of_call()  # of a call whose trace an exception ended
             self._touched.clear()
             self._replica_graph = graph
-            result = super()._call_for_each_replica(fn, args, kwargs)
+            try:
+                result = super()._call_for_each_replica(fn, args, kwargs)
+            finally:
+                self._replica_graph = None
             self._finish(graph)
         self._initial_values.agree()
         return result

@@ -10,7 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+PATHS = [str(HERE.parent), str(HERE.parent.parent)]
 TIMEOUT_S = 240.0
 
 
@@ -18,7 +19,8 @@ def start(script: str, *arguments: str, environment: Mapping[str, str]) -> subpr
     """One worker process; its output is collected."""
     return subprocess.Popen(
         [sys.executable, str(HERE / script), *arguments],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": str(HERE.parent), **environment},
+        # The package of these tests' own tree, wherever another one is installed.
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": os.pathsep.join(PATHS), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
