@@ -96,7 +96,8 @@ def one_rank_saves(strategy: tfps.Strategy, folder: Path) -> None:
     with strategy.scope():
         model = compiled(normalized=True)
         checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-    history = model.fit(data(), epochs=2, verbose=0).history
+    save = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: model.save(folder / "epoch.keras"))
+    history = model.fit(data(), epochs=2, verbose=0, callbacks=[save] if strategy.rank == 0 else []).history
     where = folder / str(strategy.rank)
     evaluated = None
     for moment in ("fit", "evaluate"):
