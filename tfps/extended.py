@@ -62,7 +62,7 @@ class Extended(mirrored_strategy.MirroredExtended):
         self.combiner = Combiner(runtime, len(self._devices))
         self._emitter = Emitter(strategy, runtime, len(self._devices), slice_bytes)
         self._state_name = f"_tfps_state_{next(_numbers)}"
-        self._replica_graph: weakref.ref[tf.Graph] | None = None  # in which the last replica functions were traced
+        self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
         self._touched: list[weakref.ref[tf.Graph]] = []  # graphs that got a state since the last replica function ended
         self._lifted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -174,8 +174,7 @@ class Extended(mirrored_strategy.MirroredExtended):
         if len(self._devices) == 1:
             return value
         context = distribute_lib.get_replica_context()
-        outer = None if self._replica_graph is None else self._replica_graph()
-        if not tf.executing_eagerly() and ops.get_default_graph() is not outer:
+        if not tf.executing_eagerly() and ops.get_default_graph() is not self._replica_graph:
             # In a tf.cond or tf.while_loop, where merge_call is impossible.
             mine = value if context._replica_id == 0 else tf.zeros_like(value)
             return super()._replica_ctx_all_reduce(SUM, [mine])[0]
@@ -221,8 +220,11 @@ class Extended(mirrored_strategy.MirroredExtended):
             self._state(graph).inputs = [each for each in symbolic if each.graph is graph]
             self._emitter.end_of_call()  # of a call whose trace an exception ended
             self._touched.clear()
-            self._replica_graph = weakref.ref(graph)
-            result = super()._call_for_each_replica(fn, args, kwargs)
+            self._replica_graph = graph
+            try:
+                result = super()._call_for_each_replica(fn, args, kwargs)
+            finally:
+                self._replica_graph = None
             self._finish(graph)
         self._initial_values.agree()
         return result

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfps.exchange import BucketSpec
 from tfps.runtime import Runtime
+from tfps.variables import OnReadVariable
 
 _BATCH_BYTES = 64 * 2**20  # exchanged at once; more would only need more memory
 
@@ -76,14 +77,15 @@ class InitialValues:
         if self._runtime.exchange.rank == 0:
             payload = np.concatenate([_bytes(variable) for variable in variables])
         received = self._runtime.exchange_now(bucket, payload).sum
-        if self._runtime.exchange.rank == 0 or received is None:
-            return
         start = 0
         for variable in variables:
             end = start + _nbytes(variable)
             value = received[start:end].view(variable.dtype.as_numpy_dtype).reshape(variable.shape)
-            for component in variable.values:  # waits for what is under way
-                component.assign(value)
+            if _on_read(variable):
+                variable.assign(value)  # on rank 0 too: which replica holds a sum depends on the rank
+            elif self._runtime.exchange.rank > 0:
+                for component in variable.values:  # waits for what is under way
+                    component.assign(value)
             start = end
 
 
@@ -91,9 +93,14 @@ def _name(variable: Any) -> str:
     return str(variable.name).removesuffix(":0")
 
 
+def _on_read(variable: Any) -> bool:
+    return isinstance(variable, OnReadVariable) and variable.aggregation != tf.VariableAggregation.NONE
+
+
 def _nbytes(variable: Any) -> int:
     return int(np.prod(variable.shape, dtype=np.int64)) * int(variable.dtype.size)
 
 
 def _bytes(variable: Any) -> Any:
-    return np.ascontiguousarray(variable.values[0].numpy()).reshape(-1).view(np.uint8)
+    value = variable.current() if _on_read(variable) else variable.values[0]
+    return np.ascontiguousarray(value.numpy()).reshape(-1).view(np.uint8)

@@ -262,13 +262,17 @@ class OnReadVariable(values.SyncOnReadVariable):
         ):
             return super()._get_cross_replica()
         extended.combiner.refresh()
+        return tf.identity(self.current())
+
+    def current(self) -> tf.Tensor:
+        """The value, where all that replicas have written is combined."""
         if self._combined is None:  # all ranks have what they were given alike
             components = [component.read_value() for component in self._values]
             if self._aggregation == tf.VariableAggregation.SUM:
                 self._combined = tf.add_n(components) * tf.cast(self._distribute_strategy.num_workers, self.dtype)
             else:
                 self._combined = components[0]
-        return tf.identity(self._combined)
+        return self._combined
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         if not self._outside():

@@ -377,8 +377,13 @@ def what_nobody_has_written_is_read_on_one_rank_alone(strategy: tfps.Strategy) -
         moving.assign([replica_id()])
         counted.assign_add(1)
 
+    with strategy.scope():
+        restored = tf.Variable(1.0, **options)
+    restored.assign(7.0)  # before the ranks have agreed on anything
     step = tf.function(lambda: strategy.run(in_replica), autograph=False)
     step()
+    strategy.run(lambda: restored.assign_add(1.0))
+    equal(restored.numpy(), 7.0 + strategy.num_replicas_in_sync)
     strategy.combine()
     if strategy.rank == 0:
         equal(moving.numpy(), [(strategy.num_replicas_in_sync - 1) / 2])

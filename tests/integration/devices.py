@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
@@ -11,37 +14,109 @@ import training
 
 import tfps
 
+Adam, SGD = keras.optimizers.Adam, keras.optimizers.SGD
+
+
+def loss_scaled() -> keras.optimizers.Optimizer:
+    return keras.optimizers.LossScaleOptimizer(Adam(), initial_scale=1024.0, dynamic_growth_steps=4)
+
+
+# What is trained: model, optimizer, options of `compile`.
+PROGRAMS: dict[str, tuple[training.Build, Callable[[], Any], dict[str, Any]]] = {
+    "adam": (training.mlp, Adam, {}),
+    "momentum": (training.mlp, lambda: SGD(0.05, momentum=0.9, nesterov=True), {}),
+    "accumulation": (training.mlp, lambda: Adam(gradient_accumulation_steps=2), {}),
+    "average": (training.mlp, lambda: Adam(use_ema=True), {}),
+    "clipping": (training.mlp, lambda: SGD(0.05, global_clipnorm=1.0), {}),
+    "loss scaling": (training.mlp, loss_scaled, {}),
+    "sparse": (training.embedding_sparse, Adam, {}),
+    "eager": (training.mlp, Adam, {"run_eagerly": True}),
+}
+
+
+def watch_who_sends(strategy: tfps.Strategy) -> dict[str, set[int]]:
+    """Which replicas carry the sum of a bucket, by its name."""
+    emitter: Any = strategy.extended._emitter
+    send = emitter._send
+    carriers: dict[str, set[int]] = {}
+
+    def watched(bucket: Any, trace: Any, transfer: Any, ticket: Any, graph: Any, replica: int, carries: bool) -> None:
+        if carries:
+            carriers.setdefault(transfer.spec.name, set()).add(replica)
+        send(bucket, trace, transfer, ticket, graph, replica, carries)
+
+    emitter._send = watched
+    return carriers
+
+
+def trained(name: str, pservers: list[str], devices: list[str]) -> list[np.ndarray]:
+    build, optimizer, options = PROGRAMS[name]
+    config = tfps.Config(slice_bytes=4096, window_bytes=8192)
+    strategy = tfps.Strategy(pservers or None, devices=devices, config=config)
+    assert strategy.num_replicas_in_sync == len(devices)
+    carriers = watch_who_sends(strategy)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model, x, y = build()
+        model.compile(optimizer(), keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
+    model.fit(x, y, batch_size=64, epochs=1 if options else 3, shuffle=False, verbose=0)
+    for variable in [*model.weights, *model.optimizer.variables]:
+        if "gradient_accumulator" in variable.path:
+            continue  # what this replica's own batches have given
+        replicas = [np.asarray(component).tobytes() for component in variable.value.values]
+        assert len(replicas) == len(devices)
+        assert len(set(replicas)) == 1, f"{variable.path}: the replicas differ"
+    if not options:
+        assert all(len(replicas) == 1 for replicas in carriers.values()), "one replica sends a bucket's sum"
+        assert set().union(*carriers.values()) == set(range(len(devices))), "all devices carry buckets"
+        assert len(carriers) == strategy.update_buckets() > 1
+    weights = model.get_weights()
+    strategy.close()
+    return weights
+
+
+def custom_loop(pservers: list[str], devices: list[str]) -> list[np.ndarray]:
+    """Gradients that the program sums and clips by itself."""
+    strategy = tfps.Strategy(pservers or None, devices=devices)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model, x, y = training.mlp()
+        optimizer = Adam()
+        optimizer.build(model.trainable_variables)
+
+    def step(batch: Any) -> None:
+        with tf.GradientTape() as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(batch[1], model(batch[0]), from_logits=True)
+            loss = tf.reduce_sum(losses) / 64
+        gradients = tf.distribute.get_replica_context().all_reduce(
+            "SUM", tape.gradient(loss, model.trainable_variables)
+        )
+        gradients, _ = tf.clip_by_global_norm(gradients, 0.5)
+        for gradient, variable in zip(gradients, model.trainable_variables, strict=True):
+            variable.assign_sub(0.05 * gradient)
+
+    run = tf.function(lambda batch: strategy.run(step, args=(batch,)), autograph=False)
+    for batch in strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((x, y)).batch(64)):
+        run(batch)
+    for variable in model.trainable_variables:
+        assert len({np.asarray(component).tobytes() for component in variable.value.values}) == 1, variable.path
+    weights = model.get_weights()
+    strategy.close()
+    return weights
+
 
 def main(*pservers: str) -> None:
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-
-    def trained(devices: list[str], **options: object) -> list[np.ndarray]:
-        config = tfps.Config(slice_bytes=4096, window_bytes=8192)
-        strategy = tfps.Strategy(list(pservers) or None, devices=devices, config=config)
-        assert strategy.num_replicas_in_sync == len(devices)
-        assert float(strategy.reduce("MEAN", 2.0, axis=None)) == 2.0
-        keras.utils.set_random_seed(1)
-        with strategy.scope():
-            model, x, y = training.mlp()
-            model.compile(
-                keras.optimizers.Adam(**options), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            )
-        model.fit(x, y, batch_size=64, epochs=3, shuffle=False, verbose=0)
-        for variable in model.trainable_variables:
-            replicas = [component.numpy().tobytes() for component in variable.value.values]
-            assert len(replicas) == len(devices)
-            assert len(set(replicas)) == 1, f"{variable.path}: the replicas differ"
-        assert strategy.update_buckets() > 1
-        weights = model.get_weights()
-        strategy.close()
-        return weights
-
-    for options in ({}, {"gradient_accumulation_steps": 2}, {"use_ema": True}):
-        one, two = trained(["CPU:0"], **options), trained(["CPU:0", "CPU:1"], **options)
+    programs: dict[str, Callable[[list[str], list[str]], list[np.ndarray]]] = {
+        **{name: functools.partial(trained, name) for name in PROGRAMS},
+        "custom loop": custom_loop,
+    }
+    for name, run in programs.items():
+        one, two = run(list(pservers), ["CPU:0"]), run(list(pservers), ["CPU:0", "CPU:1"])
         difference = max(np.abs(a - b).max() / np.abs(a).max() for a, b in zip(one, two, strict=True))
-        assert difference < 1e-5, f"{options}: {difference}"
-        print("devices agree", options, difference)
+        assert difference < 1e-5, f"{name}: {difference}"
+        print("devices agree:", name, difference, flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ BATCH, STEPS = 32, 6
 
 
 @keras.saving.register_keras_serializable("tests")
-class MovingMean(keras.layers.Layer):
+class MovingMean(keras.layers.Layer):  # type: ignore[misc]
     """A moving mean of its inputs that nothing depends on in training, so that one process has the same."""
 
     def build(self, input_shape: Any) -> None:
@@ -96,7 +96,8 @@ def one_rank_saves(strategy: tfps.Strategy, folder: Path) -> None:
     with strategy.scope():
         model = compiled(normalized=True)
         checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-    history = model.fit(data(), epochs=2, verbose=0).history
+    save = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: model.save(folder / "epoch.keras"))
+    history = model.fit(data(), epochs=2, verbose=0, callbacks=[save] if strategy.rank == 0 else []).history
     where = folder / str(strategy.rank)
     evaluated = None
     for moment in ("fit", "evaluate"):
@@ -138,7 +139,7 @@ def one_rank_saves(strategy: tfps.Strategy, folder: Path) -> None:
 def counts_what_travels(strategy: tfps.Strategy) -> None:
     """Steps send nothing of statistics and metrics; an epoch combines them in one exchange."""
     pushed: list[str] = []
-    runtime = strategy._runtime
+    runtime: Any = strategy._runtime
     push, names = runtime.exchange.push, {}
 
     def counted(bucket: int, payload: Any, on_reply: Any) -> None:
@@ -164,12 +165,12 @@ def counts_what_travels(strategy: tfps.Strategy) -> None:
 
 
 def alone() -> None:
-    strategy = tfps.Strategy(config=tfps.Config(step_timeout_s=8))
+    strategy = tfps.Strategy(config=tfps.Config(step_timeout_s=7))
     with strategy.scope():
         model = compiled(normalized=True)
     model.fit(data(), verbose=0)
 
-    class Read(keras.callbacks.Callback):
+    class Read(keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if strategy.rank == 0 and batch == 2:
                 self.model.get_weights()

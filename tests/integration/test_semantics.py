@@ -29,10 +29,14 @@ def pservers() -> Iterator[Callable[[int], list[str]]]:
 def test_two_workers_do_what_tf_distribute_documents(pservers: Callable[[int], list[str]], devices: int) -> None:
     with processes.started("api.py", pservers(2), 2, [[str(devices)]] * 2) as running:
         for output in processes.outputs(running):
-            assert output.count("passed:") == output.count("FAILED:") + 16
+            assert output.count("passed:") == 15
+            assert "FAILED" not in output
 
 
-@pytest.mark.parametrize(("workers", "devices"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("workers", "devices"),
+    [(2, 1), pytest.param(1, 2, marks=pytest.mark.long), pytest.param(2, 2, marks=pytest.mark.long)],
+)
 def test_what_replicas_write_for_themselves_is_read_as_of_one_process(
     pservers: Callable[[int], list[str]], workers: int, devices: int, tmp_path: Path
 ) -> None:

@@ -40,7 +40,7 @@ def train(addresses: list[str], workers: int, where: Path, **environment: str) -
     return [dict(np.load(file)) for file in files]
 
 
-@pytest.mark.parametrize(("workers", "devices"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("workers", "devices"), [pytest.param(2, 1, marks=pytest.mark.long), (3, 1), (2, 2)])
 def test_workers_end_bitwise_equal_and_close_to_one_process_on_the_global_batch(
     workers: int, devices: int, servers: list[str], alone: dict[str, np.ndarray], tmp_path: Path
 ) -> None:

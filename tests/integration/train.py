@@ -67,11 +67,11 @@ def main(out: str, *names: str) -> None:
             results[f"{name}/{index}"] = weight
         for key, value in history.items():
             results[f"{name}/history/{key}"] = np.asarray(value)
-        for variable in [*model.weights, *model.optimizer.variables] if strategy else []:
-            replicas = [np.asarray(each).tobytes() for each in strategy.experimental_local_results(variable.value)]
-            assert len(replicas) == len(devices)
-            assert len(set(replicas)) == 1, f"{variable.path}: the replicas differ"
         if strategy:
+            for variable in [*model.weights, *model.optimizer.variables]:
+                replicas = [np.asarray(each).tobytes() for each in strategy.experimental_local_results(variable.value)]
+                assert len(replicas) == len(devices)
+                assert len(set(replicas)) == 1, f"{variable.path}: the replicas differ"
             strategy.close()
     np.savez(out, **results)
 
