@@ -16,6 +16,7 @@ import tensorflow as tf
 import training
 
 import tfps
+from tfps.errors import ClosedError
 from tfps.exchange import BucketSpec
 
 CONFIG = tfps.Config(slice_bytes=4096, window_bytes=16384, step_timeout_s=companion.DEADLINE_S)
@@ -141,11 +142,14 @@ def test_closing_wakes_a_step_that_waits_for_its_batch(pair: Pair) -> None:
     train = Training(strategy)
     train.step(iter(train.distributed))
     other.holds = batches_only
+    later = iter(train.distributed)
     thread = train.in_background(iter(train.distributed))
     assert other.wait_held()
     strategy._runtime.close(drain=False)
     thread.join(companion.DEADLINE_S)
     assert "the strategy is closed" in str(train.outcome[0])
+    with pytest.raises(ClosedError, match="the strategy is closed, a batch was asked for"):
+        next(later)
     other.holds = lambda spec: False
 
 

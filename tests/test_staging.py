@@ -199,6 +199,17 @@ def test_an_iterator_that_is_dropped_leaves_nothing_behind(strategy: tfps.Strate
     wait_until(lambda: nothing_left(strategy))
 
 
+def test_an_iterator_that_is_dropped_takes_out_its_own_batches_only(strategy: tfps.Strategy) -> None:
+    distributed = strategy.experimental_distribute_dataset(Source(9).dataset)
+    dropped, kept = iter(distributed), iter(distributed)
+    assert (int(next(dropped)), int(next(kept))) == (0, 0)
+    wait_until(lambda: strategy.extended._staging.staged() == 4)
+    del dropped
+    wait_until(lambda: len(fillers()) == 1)
+    assert strategy.extended._staging.staged() == 2
+    assert [int(number) for number in kept] == list(range(1, 9))
+
+
 def test_close_ends_iterators_that_are_still_in_use() -> None:
     strategy = tfps.Strategy()
     iterator = iter(strategy.experimental_distribute_dataset(Source(100).dataset))
@@ -232,6 +243,18 @@ def test_a_new_epoch_and_a_new_fit_need_no_new_trace(strategy: tfps.Strategy) ->
         model.fit(data, epochs=3, validation_data=data, verbose=0)
     assert traces == ["train", "test"]
     wait_until(lambda: nothing_left(strategy))
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 4])
+def test_the_step_that_finds_the_end_does_not_count_itself(strategy: tfps.Strategy, steps_per_execution: int) -> None:
+    with strategy.scope():
+        model, x, y = training.mlp()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss, steps_per_execution=steps_per_execution)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(64).filter(lambda x, y: True)
+    assert int(data.cardinality()) == tf.data.UNKNOWN_CARDINALITY
+    model.fit(data, epochs=4, verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 4 * 5
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 4])
