@@ -20,6 +20,8 @@ NO_CPU_WHEEL = (
     '(sys_platform != "win32" or platform_machine != "AMD64")'
 )
 EXAMPLES = ["scikit-learn>=1.4"]
+METRICS = ["prometheus-client>=0.20"]
+STATUS = ["rich>=13"]
 
 setup(
     name="tfps",
@@ -35,9 +37,13 @@ setup(
     extras_require={
         "tensorflow": [f"tensorflow{TENSORFLOW}", KERAS],
         "cpu": [f"tensorflow-cpu{TENSORFLOW}; {HAS_CPU_WHEEL}", f"tensorflow{TENSORFLOW}; {NO_CPU_WHEEL}", KERAS],
+        "metrics": METRICS,
+        "status": STATUS,
         "examples": EXAMPLES,
         "dev": [
             *EXAMPLES,
+            *METRICS,
+            *STATUS,
             "hypothesis>=6.100",
             "matplotlib>=3.10",
             "mypy>=1.13",

@@ -17,8 +17,8 @@ MAX_LINES = 450
 LAYERS = (
     "version errors config trace memory terminal supervisor",
     "slicing placement aggregate exchange layout tuning report sparse",
-    "protos frames send_queue stream membership control rounds",
-    "tuner worker server job embedded",
+    "protos frames send_queue stream membership control rounds status",
+    "tuner worker server job embedded metrics console",
     "tf_private graph_ops variables deferred reductions initial_values runtime cluster extended strategy",
     "__init__ cli launch",
 )

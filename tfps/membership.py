@@ -48,6 +48,7 @@ class Member:
     joined_s: float
     state: State = State.JOINED
     step: int = 0  # the highest that it has pushed
+    wait_s: float = 0.0  # sum over slices of how long after the first rank's push its own came
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.applicant})"

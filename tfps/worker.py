@@ -229,7 +229,7 @@ class Worker:
                 self._fail(error, told=not isinstance(error, (PserverLostError, WaitTimeoutError)))
                 raise
             if self.rank == 0 and any(map(tunable, specs)):
-                self._tuner.probe(self._token, self.rank)
+                self._tuner.probe()
             if not self._cpu_s:
                 self._cpu_s = [self._status(pserver).cpu_s for pserver in self._pservers]
             first = len(self._buckets)
