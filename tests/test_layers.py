@@ -16,10 +16,13 @@ MAX_LINES = 450
 # A module imports from layers above its own in this list, and from its own as long as no circle arises.
 LAYERS = (
     "version errors config trace memory terminal supervisor",
-    "slicing placement aggregate exchange layout tuning report sparse",
+    "slicing placement aggregate exchange layout tuning report sparse picture",
     "protos frames send_queue stream membership control rounds status",
     "tuner worker server job embedded metrics console",
-    "tf_private graph_ops variables deferred reductions initial_values runtime cluster extended strategy",
+    (
+        "tf_private graph_ops variables deferred reductions initial_values runtime cluster graph_view extended "
+        "strategy callbacks"
+    ),
     "__init__ cli launch",
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names.split()}

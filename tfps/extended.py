@@ -10,8 +10,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfps.deferred import Emitter, GraphState, Noted, Reduced, Reduction, find_reduced
-from tfps.errors import TfpsError, UnsupportedError
+from tfps.errors import ConfigError, TfpsError, UnsupportedError
+from tfps.graph_view import picture
 from tfps.initial_values import InitialValues
+from tfps.picture import Picture
 from tfps.reductions import Reductions, divide
 from tfps.runtime import Runtime
 from tfps.tf_private import (
@@ -171,6 +173,22 @@ class Extended(mirrored_strategy.MirroredExtended):
         """
         if token:
             raise self._runtime.exchange.failure or TfpsError(token)
+
+    def picture(self, function: str | None) -> Picture:
+        """Of the traced function of this name, or of the last one that was traced.
+
+        Raises:
+            ConfigError: there is no such function.
+            TfpsError: no function has been traced that sends.
+        """
+        traced = {name: graph for name, ref in self._emitter.graphs.items() if (graph := ref()) is not None}
+        if not traced:
+            raise TfpsError(
+                "there is nothing to draw before the first training step: no traced function sends gradients"
+            )
+        if function is not None and function not in traced:
+            raise ConfigError(f"function must be one of {', '.join(map(repr, traced))}, got {function!r}")
+        return picture(traced[function or list(traced)[-1]], self._runtime)
 
     # Replica functions.
 

@@ -119,6 +119,7 @@ class DeferredUpdate(Transfer):
         self.group = group
         group.transfers.add(self)
         self.ready_s = 0.0  # when the last gradient came
+        self.kept: tuple[str, ...] = ()  # names of what the update reads as of the send
         self.functions: list[Callable[[tf.Tensor, tf.Tensor], Any]] = []  # one per local replica
         self.gates: list[Gate] = []
 
@@ -212,7 +213,7 @@ class Runtime:
             History(specs[bucket].name, specs[bucket].priority, specs[bucket].nbytes, tuple(rounds))
             for bucket, rounds in list(self._history.items())
         ]
-        return make_report(histories, self.exchange.links())
+        return make_report(histories, self.exchange.links(), self.exchange.slice_bytes, self.exchange.window_bytes)
 
     def adopt(self, transfer: Transfer, graph: tf.Graph) -> None:
         """Gives `transfer` an id; it is forgotten when `graph` and all graphs around it are gone."""
@@ -228,6 +229,14 @@ class Runtime:
 
         for each in graphs:
             weakref.finalize(each, gone).atexit = False
+
+    def transfer(self, identity: int) -> Transfer | None:
+        """What was adopted as number `identity`, if its graph still exists."""
+        return self._transfers.get(identity)
+
+    def gates(self) -> list[Gate]:
+        """Those of all variables."""
+        return list(self._gates)
 
     def watch(self, gates: Sequence[Gate]) -> None:
         """Looks after `gates` as long as they exist."""

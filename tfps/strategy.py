@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import pathlib
 import sys
 import threading
 import weakref
@@ -94,6 +95,22 @@ class Strategy(tf.distribute.Strategy):
             TfpsError: there were fewer than 4 steps, or a pserver does not answer.
         """
         return self._runtime.report()
+
+    def dump_graph(self, path: str | pathlib.Path, function: str | None = None) -> None:
+        """Writes what a traced training step does with gates, buckets and updates as a picture, in Graphviz's DOT.
+
+        `dot -Tsvg step.dot -o step.svg` draws it. Priorities, sizes and slices are those of now.
+
+        Args:
+            path: the file to write.
+            function: which one, where several functions train: its name, `"one_step_on_data"` of Keras' `fit` for
+                example; default: the one that was traced last.
+
+        Raises:
+            ConfigError: no such function has been traced; the message lists those that were.
+            TfpsError: no training step has been traced yet.
+        """
+        pathlib.Path(path).write_text(self.extended.picture(function).dot(), encoding="utf-8")
 
     @property
     def recorder(self) -> Recorder:

@@ -308,6 +308,9 @@ class Worker:
                 if bucket.steps <= cutting.step:
                     bucket.next[cutting.step] = cutting
 
+    def owners(self, bucket: int) -> list[int]:
+        return list(self._buckets[bucket].cutting.owners)
+
     def links(self) -> list[Link]:
         steps = max((bucket.steps for bucket in list(self._buckets)), default=0)
         found = []
