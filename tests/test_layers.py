@@ -15,10 +15,10 @@ MAX_LINES = 450
 
 # A module imports from layers above its own in this list, and from its own as long as no circle arises.
 LAYERS = (
-    "version errors config trace memory terminal supervisor",
+    "version errors config trace memory terminal supervisor progress",
     "slicing placement aggregate exchange layout tuning report sparse picture",
     "protos frames send_queue stream membership control rounds status",
-    "tuner worker server job embedded metrics console",
+    "patience tuner worker server job embedded metrics console",
     (
         "tf_private graph_ops variables deferred reductions initial_values runtime cluster graph_view extended "
         "strategy callbacks"

@@ -40,6 +40,9 @@ class EmbeddedExchange:
     def owners(self, bucket: int) -> list[int]:
         return []
 
+    def progress(self, bucket: int) -> float:
+        return 1.0
+
     def links(self) -> list[Link]:
         return []
 

@@ -133,6 +133,9 @@ class Exchange(Protocol):
     def owners(self, bucket: int) -> list[int]:
         """Number of the pserver of each slice of `bucket`, as it is cut now; empty where nothing is cut."""
 
+    def progress(self, bucket: int) -> float:
+        """What part of the current push of `bucket` has come back, 0 to 1."""
+
     def links(self) -> list[Link]:
         """What was measured of the ways to the pservers; empty if there are none."""
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfps.exchange import BucketSpec
+from tfps.progress import Progress
 from tfps.runtime import Runtime
 
 _BATCH_BYTES = 64 * 2**20  # exchanged at once; more would only need more memory
@@ -46,19 +48,13 @@ class InitialValues:
             variables = [variable for ref in self._created if (variable := ref()) is not None]
             ready = [variable for variable in variables if bool(variable.is_initialized())]
             self._created = [weakref.ref(variable) for variable in variables if not bool(variable.is_initialized())]
-            batch: list[Any] = []
-            nbytes = 0
-            for variable in ready:
-                batch.append(variable)
-                nbytes += _nbytes(variable)
-                if nbytes >= _BATCH_BYTES:
-                    self._exchange(batch)
-                    batch, nbytes = [], 0
-            if batch:
-                self._exchange(batch)
+            total = sum(map(_nbytes, ready)) if self._runtime.exchange.rank == 0 else 0  # rank 0 alone shows it
+            with Progress("tfps: initial values", total) as progress:
+                for batch in _batches(ready):
+                    self._exchange(batch, progress)
 
-    def _exchange(self, variables: list[Any]) -> None:
-        total = sum(_nbytes(variable) for variable in variables)
+    def _exchange(self, variables: list[Any], progress: Progress) -> None:
+        total = sum(map(_nbytes, variables))
         details = [f"variable '{_name(v)}' {tuple(v.shape)} {v.dtype.name}" for v in variables]
         spec = BucketSpec(name="initial values", kind="sum", nbytes=total, dtype="uint8", priority=0, occasional=True)
         key = ("initial values", tuple(variable._unique_id for variable in variables))
@@ -66,7 +62,8 @@ class InitialValues:
         payload = None
         if self._runtime.exchange.rank == 0:
             payload = np.concatenate([_bytes(variable) for variable in variables])
-        received = self._runtime.exchange_now(bucket, payload).sum
+        received = self._runtime.exchange_now(bucket, payload, lambda part: progress.show(part * total)).sum
+        progress.add(total)
         if self._runtime.exchange.rank == 0 or received is None:
             return
         start = 0
@@ -76,6 +73,18 @@ class InitialValues:
             for component in variable.values:  # waits for what is under way
                 component.assign(value)
             start = end
+
+
+def _batches(variables: list[Any]) -> Iterator[list[Any]]:
+    """`variables` in groups of about `_BATCH_BYTES`."""
+    batch: list[Any] = []
+    for variable in variables:
+        batch.append(variable)
+        if sum(map(_nbytes, batch)) >= _BATCH_BYTES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def _name(variable: Any) -> str:
