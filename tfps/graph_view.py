@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -12,7 +13,7 @@ from tfps.picture import Picture, Read, Sent
 from tfps.runtime import DeferredUpdate, Runtime, Transfer
 from tfps.tf_private import outer_graphs
 
-_PASS, _SEND, _PULL = "tfps_pass_gate", "tfps_send", "tfps_pull"
+_PASS, _CLOSE, _SEND, _PULL = "tfps_pass_gate", "tfps_close_gates", "tfps_send", "tfps_pull"
 
 
 def picture(graph: tf.Graph, runtime: Runtime) -> Picture:
@@ -25,33 +26,53 @@ def picture(graph: tf.Graph, runtime: Runtime) -> Picture:
     reads: list[Read] = []
     sent: dict[str, Sent] = {}  # the replicas of a worker send a bucket together
     for each in reversed(outer_graphs(graph)):
-
-        def key_of(op: Any) -> str:
-            """What `op` is called in the picture; empty if it is not in it."""
-            kind = _called(op)
-            if kind in (_SEND, _PULL):
-                return f"transfer {tf.get_static_value(op.inputs[1 if kind == _SEND else 2])}"
-            gate = gates.get(id(_outermost(op.inputs[0]))) if kind == _PASS else None
-            if gate is None or shown.setdefault(gate.name, gate) is not gate:
-                return ""
-            return f"{gate.name} {op.name}"
-
-        for op, key, after in _walk(each, key_of):
-            if _called(op) == _PASS:
-                name = _short(gates[id(_outermost(op.inputs[0]))].name)
-                reads.append(Read(key, name, tuple(sorted(after))))
-            elif each is graph and (transfer := runtime.transfer(int(key.split()[1]))) is not None:
-                sent.setdefault(key, _sent(key, transfer, after, runtime))
-    drawn = {read.key for read in reads} | set(sent)
+        for op, key, after in _walk(each, partial(_key, closed_for=_closed_for(each, gates, runtime))):
+            if key and each is graph and (transfer := runtime.transfer(int(key.split()[1]))) is not None:
+                others = tuple(sorted(after - {key}))
+                before = sent.get(key)
+                sent[key] = _sent(key, transfer, others, runtime) if before is None else before.also_after(others)
+            elif _called(op) == _PASS and (gate := gates.get(id(_outermost(op.inputs[0])))) is not None:
+                read = Read(f"{gate.name} {op.name}", _short(gate.name), tuple(sorted(after)))
+                known = any(
+                    other.variable == read.variable and (not after or other.after == read.after) for other in reads
+                )
+                if shown.setdefault(gate.name, gate) is gate and not known:
+                    reads.append(read)
     return Picture(
         function=graph.name,
         workers=runtime.exchange.workers,
-        reads=[Read(r.key, r.variable, [key for key in r.after if key in drawn]) for r in reads],
+        reads=[Read(read.key, read.variable, [key for key in read.after if key in sent]) for read in reads],
         sent=list(sent.values()),
     )
 
 
-def _sent(key: str, transfer: Transfer, after: set[str], runtime: Runtime) -> Sent:
+def _key(op: Any, closed_for: dict[str, str]) -> str:
+    """Which transfer `op` belongs to: a send, a pull, or the close before a send; empty for others."""
+    kind = _called(op)
+    if kind in (_SEND, _PULL):
+        return f"transfer {tf.get_static_value(op.inputs[1 if kind == _SEND else 2])}"
+    return closed_for.get(op.name, "")
+
+
+def _closed_for(graph: tf.Graph, gates: dict[int, Gate], runtime: Runtime) -> dict[str, str]:
+    """Name of every close -> key of the send that follows it."""
+    sends: dict[Gate, list[str]] = {}  # that close a gate, in order
+    for op in graph.get_operations():
+        if _called(op) == _SEND:
+            key = _key(op, {})
+            transfer = runtime.transfer(int(key.split()[1]))
+            for gate in transfer.gates if isinstance(transfer, DeferredUpdate) else ():
+                keys = sends.setdefault(gate, [])
+                keys += [] if key in keys else [key]
+    found = {}
+    for op in graph.get_operations():
+        closed = gates.get(id(_outermost(op.inputs[0]))) if _called(op) == _CLOSE else None
+        if closed is not None and closed in sends:
+            found[op.name] = sends[closed].pop(0) if len(sends[closed]) > 1 else sends[closed][0]
+    return found
+
+
+def _sent(key: str, transfer: Transfer, after: Sequence[str], runtime: Runtime) -> Sent:
     update = transfer if isinstance(transfer, DeferredUpdate) else None
     return Sent(
         key=key,
@@ -62,14 +83,14 @@ def _sent(key: str, transfer: Transfer, after: set[str], runtime: Runtime) -> Se
         nbytes=transfer.spec.nbytes,
         kept=update.kept if update else (),
         owners=runtime.exchange.owners(transfer.bucket),
-        after=[other for other in sorted(after) if other.startswith("transfer ") and other != key],
+        after=after,
     )
 
 
-def _walk(graph: tf.Graph, key_of: Callable[[Any], str]) -> list[tuple[Any, str, set[str]]]:
-    """The ops of `graph` that have a key and are not pruned, with the keys that each comes after, in order of creation.
+def _walk(graph: tf.Graph, key_of: Callable[[Any], str]) -> Iterator[tuple[Any, str, frozenset[str]]]:
+    """The ops of `graph` that are not pruned, in order of creation: their key, and the keys that each comes after.
 
-    An op comes after those that are nearest before it on any path of data or control edges.
+    An op comes after those with a key that are nearest before it on any path of data or control edges.
     """
     operations = graph.get_operations()
     needed = {op.name for op in [*(output.op for output in graph.outputs), *graph.control_outputs]}
@@ -78,15 +99,12 @@ def _walk(graph: tf.Graph, key_of: Callable[[Any], str]) -> list[tuple[Any, str,
             needed.update(before.name for before in _before(op))
     nearest: dict[str, frozenset[str]] = {}
     nothing: frozenset[str] = frozenset()
-    found = []
     for op in operations:
         if op.name in needed:
             after = nothing.union(*(nearest.get(before.name, nothing) for before in _before(op)))
-            if key := key_of(op):
-                found.append((op, key, set(after)))
-                after = frozenset([key])
-            nearest[op.name] = after
-    return found
+            key = key_of(op)
+            yield op, key, after
+            nearest[op.name] = frozenset([key]) if key else after
 
 
 def _before(op: Any) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 _MANY = 6  # variables of one bucket that are named
 # Light to dark, told apart also without seeing colours; dark is urgent.
@@ -14,11 +14,11 @@ _WARNING = "#d55e00"
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The first access to a variable in the step, or the first after an update within it.
+    """The first access to a variable in the step, or one that waits for an update within it.
 
     Args:
         key: unique in the picture.
-        after: keys of what it comes after, inside the same step.
+        after: keys of what is sent before it in the same step, so that it waits for its update.
     """
 
     key: str
@@ -35,7 +35,7 @@ class Sent:
         variables: whose gates are closed and whose update follows; none for a reduction that the step waits for.
         kept: names of values that the update will read as they were at the send.
         owners: the pserver of each slice, by number; empty where nothing is cut.
-        after: keys of other things of the step that it comes after, other than through gradients.
+        after: keys of what is sent before it in the same step, so that it waits for that.
     """
 
     key: str
@@ -47,6 +47,10 @@ class Sent:
     kept: Sequence[str] = ()
     owners: Sequence[int] = ()
     after: Sequence[str] = ()
+
+    def also_after(self, keys: Sequence[str]) -> Sent:
+        """The same, which comes after `keys`, too."""
+        return replace(self, after=tuple(sorted({*self.after, *keys})))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +93,12 @@ class _Writer:
         yield '  node [shape=box, style="rounded,filled", fillcolor=white, fontname="sans-serif", fontsize=11];'
         yield '  edge [fontname="sans-serif", fontsize=9, color="#555555"];'
         for read in self._picture.reads:
-            text = f"{'' if self._is_first(read) else 'again: '}{self._short(read.variable)}"
-            yield f"  {self._ids[read.key]} [label={_quoted(text)}, shape=cds];"
+            style = f', color="{_WARNING}", penwidth=2' if read.after else ""
+            text = f"{'again: ' if read.after else ''}{self._short(read.variable)}"
+            yield f"  {self._ids[read.key]} [label={_quoted(text)}, shape=cds{style}];"
         for number, each in enumerate(self._sent):
             yield from self._nodes(number, each)
-        yield from _column([self._ids[read.key] for read in self._picture.reads], "")
+        yield from _column([self._ids[read.key] for read in self._picture.reads if not read.after], "")
         yield from _column([f"gradient{number}" for number in range(len(self._sent))], "style=invis")
         for number, each in enumerate(self._sent):
             for name in each.variables:
@@ -105,11 +110,13 @@ class _Writer:
             yield f'  next{place} [label={_quoted(self._short(name))}, shape=cds, style="filled,dashed"];'
             yield f'  update{number} -> next{place} [style=dashed, color="#2171b5"];'
         yield from _column([f"next{place}" for place in range(len(updated))], "style=invis")
-        both: tuple[Read | Sent, ...] = (*self._picture.reads, *self._sent)
-        for later in both:
-            for earlier in later.after:
-                style = f'color="{_WARNING}", penwidth=2, constraint=false, label="waits for"'
-                yield f"  {self._ids[earlier]} -> {self._ids[later.key]} [{style}];"
+        waits = f'color="{_WARNING}", penwidth=2, fontcolor="{_WARNING}", label="waits for"'
+        for read in self._picture.reads:
+            for earlier in read.after:
+                yield f"  {self._ids[earlier].replace('send', 'update')} -> {self._ids[read.key]} [{waits}];"
+        for each in self._sent:
+            for earlier in each.after:
+                yield f"  {self._ids[earlier]} -> {self._ids[each.key]} [{waits}, constraint=false];"
         yield "}"
 
     def _title(self) -> str:
@@ -122,14 +129,12 @@ class _Writer:
             "updates  →  reads of the next step"
         )
 
-    def _is_first(self, read: Read) -> bool:
-        return self._first[read.variable] == self._ids[read.key]
-
     def _short(self, name: str) -> str:
         return name.removeprefix(self._prefix)
 
     def _nodes(self, number: int, each: Sent) -> Iterator[str]:
-        shade = number * len(_SHADES) // len(self._sent)
+        priorities = sorted({other.priority for other in self._sent})
+        shade = priorities.index(each.priority) * len(_SHADES) // len(priorities)
         colours = f'fillcolor="{_SHADES[shade]}", fontcolor={"white" if shade < _DARK else "black"}'
         size = _size(each.nbytes) if each.kind == "sum" else "rows"
         send = [f"priority {each.priority}", f"send {size}{_slices(each.owners)}"]
