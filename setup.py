@@ -21,6 +21,8 @@ NO_CPU_WHEEL = (
 )
 EXAMPLES = ["scikit-learn>=1.4"]
 TEST = [*EXAMPLES, "hypothesis>=6.100", "psutil>=5.9", "pytest>=8.2", "pytest-timeout>=2.3"]
+METRICS = ["prometheus-client>=0.20"]
+STATUS = ["rich>=13"]
 
 setup(
     name="tfps",
@@ -36,10 +38,14 @@ setup(
     extras_require={
         "tensorflow": [f"tensorflow{TENSORFLOW}", KERAS],
         "cpu": [f"tensorflow-cpu{TENSORFLOW}; {HAS_CPU_WHEEL}", f"tensorflow{TENSORFLOW}; {NO_CPU_WHEEL}", KERAS],
+        "metrics": METRICS,
+        "status": STATUS,
         "examples": EXAMPLES,
         "test": TEST,
         "dev": [
             *TEST,
+            *METRICS,
+            *STATUS,
             "matplotlib>=3.10",
             "mypy>=1.13",
             "ruff>=0.9",

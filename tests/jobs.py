@@ -256,12 +256,17 @@ def python(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str
         process.communicate()
 
 
-def wait_for_events(recorder: Recorder, enough: Callable[[list[Any]], bool]) -> list[Any]:
-    """The recorder's events as soon as `enough` says so (polled, with a deadline)."""
+def poll(done: Callable[[], bool]) -> None:
+    """Returns as soon as `done` says so (polled, with a deadline)."""
     tick = threading.Event()
     for _ in range(int(DEADLINE_S * 100)):
-        events = recorder.events()
-        if enough(events):
-            return events
+        if done():
+            return
         tick.wait(0.01)
-    raise TimeoutError("the expected events did not come")
+    raise TimeoutError("what the test waits for did not happen")
+
+
+def wait_for_events(recorder: Recorder, enough: Callable[[list[Any]], bool]) -> list[Any]:
+    """The recorder's events as soon as `enough` says so (polled, with a deadline)."""
+    poll(lambda: enough(recorder.events()))
+    return recorder.events()

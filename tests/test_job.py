@@ -11,6 +11,7 @@ from tfps.control import PULL, PUSH
 from tfps.errors import ConnectError, WorkerLostError
 from tfps.job import Job, first_difference
 from tfps.membership import Applicant
+from tfps.status import ErrorCounts
 from tfps.trace import Recorder
 
 texts = st.lists(st.sampled_from("abc"), max_size=4)
@@ -34,7 +35,7 @@ def test_the_first_difference_names_what_every_rank_has() -> None:
 
 
 def joined(workers: int) -> Job:
-    job = Job(workers, "", Recorder())
+    job = Job(workers, "", Recorder(), ErrorCounts())
     for rank in range(workers):
         applicant = Applicant(
             job="", rank=rank, workers=workers, uid=str(rank), host="h", pid=rank, pserver_index=0, pservers=1, token=""

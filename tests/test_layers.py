@@ -15,13 +15,13 @@ MAX_LINES = 450
 
 # A module imports from layers above its own in this list, and from its own as long as no circle arises.
 LAYERS = (
-    "version errors config trace memory terminal supervisor",
-    "slicing placement aggregate exchange layout tuning report sparse",
-    "protos frames send_queue stream membership control rounds",
-    "tuner worker server job embedded",
+    "version errors config trace memory terminal supervisor progress",
+    "slicing placement aggregate exchange layout tuning report sparse picture",
+    "protos frames send_queue stream membership control rounds status",
+    "patience tuner worker server job embedded metrics console",
     (
         "tf_private graph_ops variables deferred reductions initial_values transfers runtime combined cluster "
-        "generators lockstep staging datasets extended logs loss_scaling saving strategy"
+        "generators lockstep staging datasets graph_view extended logs loss_scaling saving strategy callbacks"
     ),
     "__init__ cli launch",
 )

@@ -182,7 +182,7 @@ def test_what_small_slices_could_not_show_is_seen_at_a_second_look(
     link, sizes = types.SimpleNamespace(throughput=Throughput()), list[tuple[int, int]]()
     raw = cluster.raw(cluster.pserver(1).address)
     tuner = Tuner(Config(), [raw.pserver], [link], lambda *chosen: sizes.append(chosen))  # type: ignore[list-item]
-    tuner.probe(raw.token, 0)
+    tuner.probe()
     for steps in range(1, 20):
         rate = rates[0] if not sizes or steps <= tuner._steps_then else rates[1]
         link.throughput = Throughput(link.throughput.nbytes + int(0.1 * rate), link.throughput.seconds + 0.1)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tfps.version import __version__
 
 if TYPE_CHECKING:
+    from tfps import callbacks as callbacks
     from tfps.config import Config as Config
     from tfps.errors import (
         ClosedError as ClosedError,
@@ -58,10 +59,14 @@ _ERRORS = (
 )
 _HOMES = {"Strategy": "tfps.strategy", "Config": "tfps.config", **dict.fromkeys(_ERRORS, "tfps.errors")}
 
-__all__ = ["Config", "Strategy", "__version__", *_ERRORS]
+_MODULES = ("callbacks",)
+
+__all__ = ["Config", "Strategy", "__version__", "callbacks", *_ERRORS]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"tfps.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'tfps' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

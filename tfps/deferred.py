@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -117,6 +118,9 @@ class Emitter:
         self._occurrences: Counter[tuple[Any, int]] = Counter()
         self._groups: dict[tuple[int, int], Group] = {}  # by number of the emission in its replica
         self._emissions: Counter[int] = Counter()
+        self.graphs: dict[
+            str, weakref.ref[tf.Graph]
+        ] = {}  # that send, by name, the one that was traced last at the end
 
     def end_of_call(self) -> None:
         """All replicas of one call have been traced."""
@@ -146,6 +150,9 @@ class Emitter:
         wanted = [(key, spec) for key, spec, trace in zip(keys, specs, traced, strict=True) if trace is not None]
         with ops.init_scope():
             ids = iter(self._runtime.buckets(wanted))
+        if wanted:
+            self.graphs.pop(graph.name, None)
+            self.graphs[graph.name] = weakref.ref(graph)
         group = self._groups.setdefault((self._emissions[replica], len(wanted)), Group())
         self._emissions[replica] += 1
         ticket = graph_ops.ticket() if replica == 0 else tf.constant(0, tf.int64)
@@ -161,6 +168,7 @@ class Emitter:
                 self._runtime.adopt(self._transfers[occurrence], graph)
             transfer = self._transfers[occurrence]
             transfer.functions.append(trace.function)
+            transfer.kept = trace.deferral.kept_names()
             transfer.gates += [item.variable.gates[replica] for item in bucket]
             self._send(bucket, trace, transfer, ticket, graph, replica, carries=index % self._replicas == replica)
             bucket.clear()  # the update's function holds this list: without this the graph would keep itself alive

@@ -26,6 +26,7 @@ class EmbeddedExchange:
 
     rank = 0
     workers = 1
+    slice_bytes = window_bytes = 0
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or Config()
@@ -35,6 +36,12 @@ class EmbeddedExchange:
     @property
     def failure(self) -> TfpsError | None:
         return self._state.failure
+
+    def owners(self, bucket: int) -> list[int]:
+        return []
+
+    def progress(self, bucket: int) -> float:
+        return 1.0
 
     def links(self) -> list[Link]:
         return []

@@ -119,8 +119,22 @@ class Exchange(Protocol):
         """How many workers the job has."""
 
     @property
+    def slice_bytes(self) -> int:
+        """How large slices are at most, as tuned; 0 where nothing is cut."""
+
+    @property
+    def window_bytes(self) -> int:
+        """How much may be in flight per pserver and direction, as tuned; 0 where nothing is."""
+
+    @property
     def failure(self) -> TfpsError | None:
         """Why the exchange can do nothing any more, or None."""
+
+    def owners(self, bucket: int) -> list[int]:
+        """Number of the pserver of each slice of `bucket`, as it is cut now; empty where nothing is cut."""
+
+    def progress(self, bucket: int) -> float:
+        """What part of the current push of `bucket` has come back, 0 to 1."""
 
     def links(self) -> list[Link]:
         """What was measured of the ways to the pservers; empty if there are none."""

@@ -12,8 +12,10 @@ import tensorflow as tf
 from tfps import datasets, generators
 from tfps.combined import Combiner
 from tfps.deferred import Emitter, GraphState, Noted, Reduced, Reduction, find_reduced
-from tfps.errors import TfpsError, UnsupportedError
+from tfps.errors import ConfigError, TfpsError, UnsupportedError
+from tfps.graph_view import picture
 from tfps.initial_values import InitialValues
+from tfps.picture import Picture
 from tfps.reductions import Reductions, as_tensor, divide, identity, sum_locally
 from tfps.runtime import Runtime
 from tfps.staging import Staging
@@ -192,6 +194,22 @@ class Extended(mirrored_strategy.MirroredExtended):
         """
         if token:
             raise self._runtime.exchange.failure or TfpsError(token)
+
+    def picture(self, function: str | None) -> Picture:
+        """Of the traced function of this name, or of the last one that was traced.
+
+        Raises:
+            ConfigError: there is no such function.
+            TfpsError: no function has been traced that sends.
+        """
+        traced = {name: graph for name, ref in self._emitter.graphs.items() if (graph := ref()) is not None}
+        if not traced:
+            raise TfpsError(
+                "there is nothing to draw before the first training step: no traced function sends gradients"
+            )
+        if function is not None and function not in traced:
+            raise ConfigError(f"function must be one of {', '.join(map(repr, traced))}, got {function!r}")
+        return picture(traced[function or list(traced)[-1]], self._runtime)
 
     # Replica functions.
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfps.exchange import BucketSpec
+from tfps.progress import Progress
 from tfps.runtime import Runtime
 from tfps.variables import OnReadVariable
 
@@ -56,19 +58,13 @@ class InitialValues:
             MismatchError: the variables differ between ranks.
             WaitTimeoutError: a rank did not come to the same point.
         """
-        batch: list[Any] = []
-        nbytes = 0
-        for variable in variables:
-            batch.append(variable)
-            nbytes += _nbytes(variable)
-            if nbytes >= _BATCH_BYTES:
-                self._exchange(batch)
-                batch, nbytes = [], 0
-        if batch:
-            self._exchange(batch)
+        total = sum(map(_nbytes, variables)) if self._runtime.exchange.rank == 0 else 0  # rank 0 alone shows it
+        with Progress("tfps: initial values", total) as progress:
+            for batch in _batches(variables):
+                self._exchange(batch, progress)
 
-    def _exchange(self, variables: list[Any]) -> None:
-        total = sum(_nbytes(variable) for variable in variables)
+    def _exchange(self, variables: list[Any], progress: Progress) -> None:
+        total = sum(map(_nbytes, variables))
         details = [f"variable '{_name(v)}' {tuple(v.shape)} {v.dtype.name}" for v in variables]
         spec = BucketSpec(name="initial values", kind="sum", nbytes=total, dtype="uint8", priority=0, occasional=True)
         key = ("initial values", tuple(variable._unique_id for variable in variables))
@@ -76,7 +72,8 @@ class InitialValues:
         payload = None
         if self._runtime.exchange.rank == 0:
             payload = np.concatenate([_bytes(variable) for variable in variables])
-        received = self._runtime.exchange_now(bucket, payload).sum
+        received = self._runtime.exchange_now(bucket, payload, lambda part: progress.show(part * total)).sum
+        progress.add(total)
         start = 0
         for variable in variables:
             end = start + _nbytes(variable)
@@ -87,6 +84,18 @@ class InitialValues:
                 for component in variable.values:  # waits for what is under way
                     component.assign(value)
             start = end
+
+
+def _batches(variables: list[Any]) -> Iterator[list[Any]]:
+    """`variables` in groups of about `_BATCH_BYTES`."""
+    batch: list[Any] = []
+    for variable in variables:
+        batch.append(variable)
+        if sum(map(_nbytes, batch)) >= _BATCH_BYTES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def _name(variable: Any) -> str:

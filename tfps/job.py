@@ -30,16 +30,18 @@ from tfps.membership import Applicant, Member, Membership, State
 from tfps.placement import Placer
 from tfps.send_queue import Outgoing, SendQueue
 from tfps.slicing import Slice, cut
+from tfps.status import ErrorCounts, JobStatus, job_status
 from tfps.trace import Recorder
 
 
 class _Slice:
     """A round and the lock that guards it. A gather has one, of the whole bucket."""
 
-    __slots__ = ("blank", "lock", "round")
+    __slots__ = ("blank", "first_s", "lock", "round")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.first_s = 0.0  # when the first rank pushed it in this round
         self.round: SumRound | GatherRound
         self.blank: Blank | None = None  # the reply, if the sum is being written into it
 
@@ -76,8 +78,8 @@ class Job:
     A failure ends the job for all its members; a new job needs a new object.
     """
 
-    def __init__(self, workers: int, name: str, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, workers: int, name: str, recorder: Recorder, errors: ErrorCounts) -> None:
+        self._recorder, self._errors = recorder, errors
         self._changed = threading.Condition()  # guards all below; notified when a waiting declare may go on
         self._membership = Membership(workers, name)
         self._config = Config()
@@ -199,6 +201,7 @@ class Job:
             if self._failure is not None:
                 return
             self._failure = error
+            self._errors.add("job", error)
             self._buckets = []
             self._changed.notify_all()
         for queue in list(self._queues.values()):
@@ -353,13 +356,19 @@ class Job:
         if self._recorder.enabled:
             self._recorder.record("push", rank=rank, bucket=header.bucket, index=header.index, step=header.step)
         result = blank = None
+        now_s = time.monotonic()
         with item.lock:
+            if not item.round.started:
+                item.first_s = now_s
             _add(item.round, rank, header, payload)
+            wait_s = now_s - item.first_s if rank in item.round.arrived else 0.0
             step, missing = item.round.step, item.round.missing()
             if not missing:
                 result = item.round.finish()
                 blank, item.blank = item.blank, None
-        self._membership.members[rank].step = max(self._membership.members[rank].step, header.step)
+        member = self._membership.members[rank]
+        member.step = max(member.step, header.step)
+        member.wait_s += wait_s  # its stream's thread alone writes both
         if result is not None:
             self._reply(header, result, gather, blank)
         elif gone := [r for r in self._membership.gone() if r in missing]:
@@ -376,6 +385,22 @@ class Job:
                 with item.lock:
                     ranks.update(item.round.missing() if item.round.started else ())
             return [self._membership.describe(rank) for rank in sorted(ranks)]
+
+    def undeclared(self) -> list[str]:
+        """The ranks that have not joined, or not declared what others have."""
+        with self._changed:
+            self._raise_failure()
+            ranks = set(self._membership.not_streaming())
+            if self._declarations and not (last := self._declarations[-1]).agreed:
+                ranks.update(rank for rank in range(self._membership.workers) if rank not in last.lines)
+            return [self._membership.describe(rank) for rank in sorted(ranks)]
+
+    def status(self) -> JobStatus:
+        """How the job is doing. Streams run meanwhile: numbers of theirs may be a slice apart."""
+        with self._changed:
+            loads = {rank: queue.load for rank, queue in self._queues.items()}
+            rounds = [item.round for bucket in self._buckets for item in bucket.slices.values()]
+            return job_status(self._membership, self._failure, len(self._buckets), rounds, loads)
 
     def _reply(self, push: Header, result: memoryview, gather: bool, blank: Blank | None) -> None:
         limit = self._config.first_slice_bytes

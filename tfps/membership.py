@@ -49,6 +49,7 @@ class Member:
     state: State = State.JOINED
     streams: set[str] = field(default_factory=set)  # those that it has opened: "Push", "Pull"
     step: int = 0  # the highest that it has pushed
+    wait_s: float = 0.0  # sum over slices of how long after the first rank's push its own came
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.applicant})"

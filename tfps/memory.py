@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import pathlib
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,3 +40,11 @@ def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes]
+
+
+def resident_bytes() -> int:
+    """How much memory this process holds now; 0 where the kernel does not say."""
+    try:
+        return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0

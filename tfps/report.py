@@ -63,6 +63,7 @@ class Report:
         without_schedule_s: the step with the same network, sent in the order of gradients and with one barrier for all.
         with_twice_the_bandwidth_s, with_one_more_pserver_s: the step as it would probably be.
         layers: the profile of the model, in forward order.
+        slice_bytes, window_bytes: as they are now; 0 where there is no pserver.
     """
 
     step_s: float
@@ -76,6 +77,8 @@ class Report:
     with_twice_the_bandwidth_s: float
     with_one_more_pserver_s: float
     layers: tuple[Layer, ...] = field(repr=False)
+    slice_bytes: int = 0
+    window_bytes: int = 0
 
     def __str__(self) -> str:
         parts = f"{_ms(self.compute_s)} computing, {_ms(self.exposed_wait_s)} waiting for parameters"
@@ -104,8 +107,10 @@ class Report:
         pathlib.Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
 
-def make_report(histories: Sequence[History], links: Sequence[Link]) -> Report:
-    """What the times say.
+def make_report(
+    histories: Sequence[History], links: Sequence[Link], slice_bytes: int = 0, window_bytes: int = 0
+) -> Report:
+    """What the times say; sizes are as they are now.
 
     Raises:
         TfpsError: there are too few steps yet.
@@ -144,6 +149,8 @@ def make_report(histories: Sequence[History], links: Sequence[Link]) -> Report:
         with_twice_the_bandwidth_s=model.step_s(2.0) * calibration,
         with_one_more_pserver_s=model.step_s(more) * calibration,
         layers=layers,
+        slice_bytes=slice_bytes,
+        window_bytes=window_bytes,
     )
 
 

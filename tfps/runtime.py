@@ -25,6 +25,7 @@ from tfps.embedded import EmbeddedExchange
 from tfps.errors import TfpsError, WaitTimeoutError
 from tfps.exchange import BucketSpec, Exchange, Reply
 from tfps.graph_ops import HOST, MESSAGE, Gate, tensor_of
+from tfps.patience import PATIENCE_S
 from tfps.report import History, Report, Round, make_report
 from tfps.sparse import pack_sparse, unpack_sparse
 from tfps.trace import Recorder
@@ -34,7 +35,7 @@ logger = logging.getLogger("tfps")
 _NO_BYTES = np.empty(0, np.uint8)
 _DRAINED = -1  # in place of a transfer's id: everything before it has been started
 _HISTORY_STEPS = 16
-_PATIENCE_S = 5.0  # before a wait is mentioned
+_TICK_S = 0.2
 _WATCH_S = 1.0  # between two looks at the gates
 _LOST_AFTER = 30  # looks without any message, at a gate that stays closed
 
@@ -117,7 +118,7 @@ class Runtime:
             History(specs[bucket].name, specs[bucket].priority, specs[bucket].nbytes, tuple(rounds))
             for bucket, rounds in list(self._history.items())
         ]
-        return make_report(histories, self.exchange.links())
+        return make_report(histories, self.exchange.links(), self.exchange.slice_bytes, self.exchange.window_bytes)
 
     def adopt(self, transfer: Transfer, graph: tf.Graph | None) -> None:
         """Gives `transfer` an id; it is forgotten when `graph` and all graphs around it are gone (None: never)."""
@@ -134,12 +135,20 @@ class Runtime:
         for each in graphs:
             weakref.finalize(each, gone).atexit = False
 
+    def transfer(self, identity: int) -> Transfer | None:
+        """What was adopted as number `identity`, if its graph still exists."""
+        return self._transfers.get(identity)
+
+    def gates(self) -> list[Gate]:
+        """Those of all variables."""
+        return list(self._gates)
+
     def watch(self, gates: Sequence[Gate]) -> None:
         """Looks after `gates` as long as they exist."""
         self._gates.update(gates)
 
-    def exchange_now(self, bucket: int, payload: Any) -> Reply:
-        """Pushes and waits for the reply, on the calling thread.
+    def exchange_now(self, bucket: int, payload: Any, tick: Callable[[float], None] | None = None) -> Reply:
+        """Pushes and waits for the reply, on the calling thread; `tick` hears now and then what part of it is here.
 
         Raises:
             TfpsError: what made the exchange fail.
@@ -153,7 +162,11 @@ class Runtime:
 
         self._exchanged_now += 1
         self.exchange.push(bucket, payload, on_reply)
-        if not done.wait(self.wait_s * 2):  # the exchange itself fails earlier and says why
+        deadline_s = time.monotonic() + self.wait_s * 2  # the exchange itself fails earlier and says why
+        while not done.wait(_TICK_S if tick else self.wait_s * 2) and time.monotonic() < deadline_s:
+            if tick is not None:
+                tick(self.exchange.progress(bucket))
+        if not replies:
             raise WaitTimeoutError(f"no reply for bucket {bucket} within {self.wait_s * 2:.0f} s")
         if replies[0].error is not None:
             raise replies[0].error
@@ -200,7 +213,7 @@ class Runtime:
             return self.exchange.failure is not None or (self._pumped_all and self._under_way == 0)
 
         with self._has_ready:
-            if not self._has_ready.wait_for(done, _PATIENCE_S):
+            if not self._has_ready.wait_for(done, PATIENCE_S):
                 logger.warning("tfps: leaves when the other workers have finished their last step")
                 self._has_ready.wait_for(done, self.wait_s)
 

@@ -36,6 +36,18 @@ class Throughput(NamedTuple):
         return Throughput(self.nbytes - earlier.nbytes, self.seconds - earlier.seconds)
 
 
+class Load(NamedTuple):
+    """What a queue carries: totals of data frames and their payload in both directions, and what is on its way now."""
+
+    sent_slices: int
+    sent_bytes: int
+    received_slices: int
+    received_bytes: int
+    queued_slices: int
+    in_flight_bytes: int
+    window_bytes: int
+
+
 class SendQueue:
     """Orders outgoing frames by (priority, arrival) and keeps the bytes in flight within the window.
 
@@ -69,6 +81,7 @@ class SendQueue:
         self._acked = 0
         self._received = 0
         self._receipted = 0
+        self._sent_slices = self._received_slices = 0
         self._closed = False
         self._failure: TfpsError | None = None
 
@@ -103,6 +116,20 @@ class SendQueue:
         with self._changed:
             return self._busy
 
+    @property
+    def load(self) -> Load:
+        """How much has passed and how much waits."""
+        with self._changed:
+            return Load(
+                self._sent_slices,
+                self._sent,
+                self._received_slices,
+                self._received,
+                len(self._heap),
+                self._sent - self._acked,
+                self._window_bytes,
+            )
+
     def take(self) -> tuple[Outgoing | bytes | None, int] | None:
         """Waits for the next frame; None once closed.
 
@@ -130,6 +157,7 @@ class SendQueue:
                     item = heapq.heappop(self._heap)[2]
                     self._backlog = self._backlog and bool(self._heap)
                     self._sent += item.nbytes
+                    self._sent_slices += 1
                     if self._piggyback:
                         self._receipted = self._received
                     self._record("send", item)
@@ -168,6 +196,7 @@ class SendQueue:
         """`nbytes` of payload have come in from the other end."""
         with self._changed:
             self._received += nbytes
+            self._received_slices += 1
             if self._received - self._receipted >= self._receipt_bytes:
                 self._changed.notify()
 

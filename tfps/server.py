@@ -33,11 +33,13 @@ from tfps.exchange import BucketSpec
 from tfps.frames import Kind, error_from
 from tfps.job import Job
 from tfps.membership import Applicant
-from tfps.memory import tune_malloc
+from tfps.memory import resident_bytes, tune_malloc
 from tfps.protos import tfps_pb2 as pb
 from tfps.send_queue import SendQueue
+from tfps.status import ErrorCounts, PserverStatus, status_message
 from tfps.stream import outgoing, receive
 from tfps.trace import Recorder
+from tfps.version import __version__
 
 _JOIN_MARGIN_S = 1.0  # before a caller's deadline, to tell it why it waits instead of letting it run out
 
@@ -64,8 +66,11 @@ class ParameterServer:
         self.workers = workers
         self._job_name = job
         self._recorder = recorder or Recorder()
-        self._lock = threading.Lock()  # guards _job
-        self._job = Job(workers, job, self._recorder)
+        self._started_s = time.monotonic()
+        self._errors = ErrorCounts()
+        self._lock = threading.Lock()  # guards all below
+        self._job = Job(workers, job, self._recorder, self._errors)
+        self._jobs = 0
         self._stopped = False
         # A worker holds two threads with its streams and may hold one with a call; twice, as a new job's workers may
         # come before the threads of the last one's streams have ended.
@@ -91,10 +96,35 @@ class ParameterServer:
         self._server.stop(grace_s).wait()
         self._pool.shutdown(wait=False)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` has been called."""
+        return self._stopped
+
+    def status(self) -> PserverStatus:
+        """How the pserver is doing. What it costs, it costs then: nothing is measured for it meanwhile."""
+        with self._lock:
+            job, jobs = self._job, self._jobs
+        return PserverStatus(
+            version=__version__,
+            cpu_s=time.process_time(),
+            uptime_s=time.monotonic() - self._started_s,
+            memory_bytes=resident_bytes(),
+            jobs=jobs,
+            errors=self._errors.all(),
+            job=job.status(),
+        )
+
     def _handlers(self) -> Any:
         def unary(call: Callable[[Any, grpc.ServicerContext], Any], name: str) -> Any:
+            def counted(request: Any, context: grpc.ServicerContext) -> Any:
+                reply = call(request, context)
+                if name != "Leave" and reply.HasField("failure"):
+                    self._errors.add(name, error_from(reply.failure.code, reply.failure.text))
+                return reply
+
             return grpc.unary_unary_rpc_method_handler(
-                call,
+                counted,
                 request_deserializer=request_type(name).FromString,
                 response_serializer=lambda reply: reply.SerializeToString(),
             )
@@ -145,8 +175,10 @@ class ParameterServer:
                 if self._stopped:
                     raise ConnectError("the pserver is stopping")
                 if self._job.over:
-                    self._job = Job(self.workers, self._job_name, self._recorder)
+                    self._job = Job(self.workers, self._job_name, self._recorder, self._errors)
+                first = not self._job.token
                 reply.rank = self._job.join(applicant, config)
+                self._jobs += first
                 reply.workers, reply.token = self.workers, self._job.token
         except TfpsError as error:
             reply.failure.CopyFrom(failure_of(error))
@@ -165,7 +197,8 @@ class ParameterServer:
     def _waiting(self, request: Any, context: grpc.ServicerContext) -> Any:
         reply = pb.WaitingReply()
         try:
-            reply.missing.extend(self._job_of(request.token).missing(request.bucket))
+            job = self._job_of(request.token)
+            reply.missing.extend(job.undeclared() if request.declaration else job.missing(request.bucket))
         except TfpsError as error:
             reply.failure.CopyFrom(failure_of(error))
         return reply
@@ -179,7 +212,7 @@ class ParameterServer:
         return reply
 
     def _status(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return pb.StatusReply(cpu_s=time.process_time())
+        return status_message(self.status()) if request.details else pb.StatusReply(cpu_s=time.process_time())
 
     def _leave(self, request: Any, context: grpc.ServicerContext) -> Any:
         failure = error_from(request.failure.code, request.failure.text) if request.HasField("failure") else None
@@ -201,6 +234,7 @@ class ParameterServer:
         try:
             job, rank, queue = self._open(PUSH, context, context.cancel)
         except TfpsError as error:
+            self._errors.add("Push", error)
             return frames.encode_error(error)  # refused alone: the job goes on
         try:
             receive(messages, Kind.PUSH, queue, lambda header, payload: job.push(rank, header, payload))
@@ -215,6 +249,7 @@ class ParameterServer:
         try:
             job, rank, queue = self._open(PULL, context)
         except TfpsError as error:
+            self._errors.add("Pull", error)
             yield frames.encode_error(error)  # refused alone, too
             return
         ended = functools.partial(job.stream_ended, rank)

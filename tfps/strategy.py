@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import pathlib
 import sys
 import threading
 import weakref
@@ -118,6 +119,22 @@ class Strategy(tf.distribute.Strategy):
         """As in `tf.distribute.Strategy`. What training has left uncombined is combined: evaluation may come now."""
         self.combine()
         return super().experimental_distribute_dataset(dataset, options)
+
+    def dump_graph(self, path: str | pathlib.Path, function: str | None = None) -> None:
+        """Writes what a traced training step does with gates, buckets and updates as a picture, in Graphviz's DOT.
+
+        `dot -Tsvg step.dot -o step.svg` draws it. Priorities, sizes and slices are those of now.
+
+        Args:
+            path: the file to write.
+            function: which one, where several functions train: its name, `"one_step_on_data"` of Keras' `fit` for
+                example; default: the one that was traced last.
+
+        Raises:
+            ConfigError: no such function has been traced; the message lists those that were.
+            TfpsError: no training step has been traced yet.
+        """
+        pathlib.Path(path).write_text(self.extended.picture(function).dot(), encoding="utf-8")
 
     @property
     def recorder(self) -> Recorder:

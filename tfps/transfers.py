@@ -101,6 +101,7 @@ class DeferredUpdate(Transfer):
         self.group = group
         group.transfers.add(self)
         self.ready_s = 0.0  # when the last gradient came
+        self.kept: tuple[str, ...] = ()  # names of what the update reads as of the send
         self.functions: list[Callable[[tf.Tensor, tf.Tensor], Any]] = []  # one per local replica
         self.gates: list[Gate] = []
 

@@ -50,15 +50,15 @@ class Tuner:
         self._measured: Measured | None = None  # at the first look
         self._steps_then = 0  # the second look is after this step
 
-    def probe(self, token: str, rank: int) -> None:
+    def probe(self) -> None:
         """Measures the round trips, before anything else is under way. The slowest pserver counts."""
         if self.done or self._round_trip_s:
             return
-        request = pb.WaitingRequest(token=token, rank=rank, bucket=2**32 - 1)  # refused, which takes as long
+        request = pb.StatusRequest()
 
         def call(pserver: Pserver) -> None:
             with contextlib.suppress(TfpsError):
-                pserver.call("Waiting", request, _PROBE_TIMEOUT_S)
+                pserver.call("Status", request, _PROBE_TIMEOUT_S)
 
         self._round_trip_s = max(min(_seconds(call, p) for _ in range(_PROBES)) for p in self._pservers)
         self._network_s = max(min(_seconds(_connect, p) for _ in range(_PROBES)) for p in self._pservers)

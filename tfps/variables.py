@@ -42,6 +42,10 @@ class Deferral:
         self.graph = None
         self.kept.clear()
 
+    def kept_names(self) -> tuple[str, ...]:
+        """Names of what is kept."""
+        return tuple(str(what.name).removesuffix(":0") for _, _, what in self.kept.values())
+
     def owns(self, variable: GatedVariable) -> bool:
         """Whether the update may read and write `variable` directly."""
         return any(variable is own or variable.owner is own for own in self.variables)

@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from tfps.config import Config, check_address
@@ -35,6 +36,7 @@ from tfps.exchange import (
 from tfps.frames import Header, Kind
 from tfps.layout import Cutting, Layout, cut_anew, cut_sum, tunable
 from tfps.memory import tune_malloc
+from tfps.patience import Blame, saying
 from tfps.placement import Placer
 from tfps.protos import tfps_pb2 as pb
 from tfps.rounds import Bucket, Push
@@ -111,6 +113,7 @@ class Worker:
         ]
         self._streams = [self._stream(index) for index in range(len(addresses))]
         self._cpu_s: list[float] = []  # of each pserver when the first buckets were declared
+        self._blame = Blame(self._pservers)
         self._tuner = Tuner(config, self._pservers, self._queues, self.tune)
         self._watch = threading.Thread(target=self._watch_deadlines, name="tfps-watch", daemon=True)
         try:
@@ -156,11 +159,13 @@ class Worker:
         )
         for index, pserver in enumerate(self._pservers):
             request.pserver_index = index
-            reply = pserver.join(request, max(deadline - time.monotonic(), 0.1))
+            with saying(partial(self._blame.joining, pserver)):
+                reply = pserver.join(request, max(deadline - time.monotonic(), 0.1))
             self._streams[index].start(reply.token, reply.rank)
             self.rank = request.rank = reply.rank
             self.workers = request.workers = reply.workers
             self._token = request.token = reply.token
+        self._blame.token, self._blame.rank = self._token, self.rank
         self._declare_everywhere([], [], max(deadline - time.monotonic(), 0.1))
 
     def close(self) -> None:
@@ -229,7 +234,7 @@ class Worker:
                 self._fail(error, told=not isinstance(error, (PserverLostError, WaitTimeoutError)))
                 raise
             if self.rank == 0 and any(map(tunable, specs)):
-                self._tuner.probe(self._token, self.rank)
+                self._tuner.probe()
             if not self._cpu_s:
                 self._cpu_s = [self._status(pserver).cpu_s for pserver in self._pservers]
             first = len(self._buckets)
@@ -249,10 +254,11 @@ class Worker:
             timeout_s=timeout_s,
         )
         for pserver in self._pservers:
-            try:
-                pserver.call("Declare", request, timeout_s + _ANSWER_MARGIN_S)
-            except WaitTimeoutError as error:
-                raise WaitTimeoutError(f"pserver {pserver.address}: {error}") from None
+            with saying(partial(self._blame.declaring, pserver, self._declarations)):
+                try:
+                    pserver.call("Declare", request, timeout_s + _ANSWER_MARGIN_S)
+                except WaitTimeoutError as error:
+                    raise WaitTimeoutError(f"pserver {pserver.address}: {error}") from None
         self._declarations += 1
 
     def _new_bucket(self, spec: BucketSpec) -> Bucket:
@@ -307,6 +313,15 @@ class Worker:
             with bucket.lock:
                 if bucket.steps <= cutting.step:
                     bucket.next[cutting.step] = cutting
+
+    def owners(self, bucket: int) -> list[int]:
+        return list(self._buckets[bucket].cutting.owners)
+
+    def progress(self, bucket: int) -> float:
+        target = self._buckets[bucket]
+        with target.lock:
+            push = target.current
+            return 1.0 if push is None else push.copied / max(len(target.cutting.slices), 1)
 
     def links(self) -> list[Link]:
         steps = max((bucket.steps for bucket in list(self._buckets)), default=0)
@@ -393,6 +408,7 @@ class Worker:
             if self.rank == 0 and not self._tuner.done:
                 with contextlib.suppress(TfpsError):  # which has failed the exchange
                     self._tuner.look(list(self._buckets))
+            self._blame.look(list(self._buckets))
             for number, bucket in enumerate(list(self._buckets)):
                 with bucket.lock:
                     push = bucket.current
@@ -407,19 +423,11 @@ class Worker:
     def _timeout(self, number: int, bucket: Bucket, push: Push) -> TfpsError:
         """The error of a push that has waited too long, with the ranks it waits for."""
         what = f"bucket '{bucket.spec.name}' step {push.step}: no result within {self.config.step_timeout_s:.3g} s"
-        with bucket.lock:
-            owners = sorted({o for i, o in enumerate(bucket.cutting.owners) if i not in push.arrived})
-        request = pb.WaitingRequest(token=self._token, rank=self.rank, bucket=number)
-        blame = []
-        for pserver in (self._pservers[owner] for owner in owners):
-            try:
-                missing = self.call_waiting(pserver, request)
-            except TfpsError as error:
-                blame.append(str(error))
-            else:
-                blame.append(f"pserver {pserver.address} waits for {missing or 'nobody: its replies do not arrive'}")
+        blame = [
+            str(answer.error)
+            if answer.error is not None
+            else f"pserver {answer.pserver} waits for "
+            f"{', '.join(answer.missing) or 'nobody: its replies do not arrive'}"
+            for answer in self._blame.pushing(number, bucket, push)
+        ]
         return WaitTimeoutError(f"{what}; {'; '.join(blame)}")
-
-    @staticmethod
-    def call_waiting(pserver: Pserver, request: object) -> str:
-        return ", ".join(pserver.call("Waiting", request, 5.0).missing)

@@ -16,7 +16,7 @@ TIMEOUT_S = 240.0
 
 
 def start(script: str, *arguments: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
-    """One worker process; its output is collected."""
+    """One worker process; its output is collected. It imports the package beside these tests, installed or not."""
     return subprocess.Popen(
         [sys.executable, str(HERE / script), *arguments],
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": PYTHONPATH, **environment},

@@ -45,6 +45,7 @@ def test_workers_end_bitwise_equal_and_close_to_one_process_on_the_global_batch(
     workers: int, devices: int, servers: list[str], alone: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     first, *others = train(servers, workers, tmp_path, **SMALL, DEVICES=str(devices))
+    assert [path.name for path in tmp_path.glob("*.logs")] == ["0.npz.logs"]  # rank 0 alone writes metrics
     for other in others:
         assert first.keys() == other.keys()
         for name in first:

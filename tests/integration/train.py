@@ -62,7 +62,8 @@ def main(out: str, *names: str) -> None:
             model = build()
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             model.compile(optimizer(), loss, metrics=["accuracy"])
-        history = model.fit(data(), epochs=1, verbose=0).history
+        callbacks = [tfps.callbacks.Metrics(f"{out}.logs")] if strategy else []
+        history = model.fit(data(), epochs=1, verbose=0, callbacks=callbacks).history
         for index, weight in enumerate(model.get_weights()):
             results[f"{name}/{index}"] = weight
         for key, value in history.items():

@@ -43,6 +43,16 @@ class DeclareRequest(_message.Message):
     token: str
     def __init__(self, token: _Optional[str] = ..., rank: _Optional[int] = ..., number: _Optional[int] = ..., details: _Optional[_Iterable[str]] = ..., buckets: _Optional[_Iterable[_Union[Bucket, _Mapping]]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
+class ErrorCount(_message.Message):
+    __slots__ = ["count", "error", "where"]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    error: str
+    where: str
+    def __init__(self, where: _Optional[str] = ..., error: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
 class Failure(_message.Message):
     __slots__ = ["code", "text"]
     CODE_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +127,38 @@ class LeaveRequest(_message.Message):
     token: str
     def __init__(self, token: _Optional[str] = ..., rank: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
+class MemberStatus(_message.Message):
+    __slots__ = ["awaited_slices", "host", "in_flight_bytes", "pid", "queued_slices", "rank", "received_bytes", "received_slices", "sent_bytes", "sent_slices", "state", "step", "wait_s", "window_bytes"]
+    AWAITED_SLICES_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_SLICES_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_SLICES_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SENT_SLICES_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    awaited_slices: int
+    host: str
+    in_flight_bytes: int
+    pid: int
+    queued_slices: int
+    rank: int
+    received_bytes: int
+    received_slices: int
+    sent_bytes: int
+    sent_slices: int
+    state: str
+    step: int
+    wait_s: float
+    window_bytes: int
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., step: _Optional[int] = ..., received_bytes: _Optional[int] = ..., received_slices: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., sent_slices: _Optional[int] = ..., queued_slices: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., wait_s: _Optional[float] = ..., awaited_slices: _Optional[int] = ...) -> None: ...
+
 class Settings(_message.Message):
     __slots__ = ["deterministic", "placement", "policy", "slice_bytes", "window_bytes"]
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
@@ -132,18 +174,48 @@ class Settings(_message.Message):
     def __init__(self, slice_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., placement: _Optional[str] = ..., deterministic: bool = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ["cpu_s", "failure"]
+    __slots__ = ["buckets", "cpu_s", "errors", "failure", "job", "jobs", "members", "memory_bytes", "open_slices", "reason", "shard_bytes", "slices", "state", "uptime_s", "version", "workers"]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
     CPU_S_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OPEN_SLICES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SHARD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    buckets: int
     cpu_s: float
+    errors: _containers.RepeatedCompositeFieldContainer[ErrorCount]
     failure: Failure
-    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., cpu_s: _Optional[float] = ...) -> None: ...
+    job: str
+    jobs: int
+    members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
+    memory_bytes: int
+    open_slices: int
+    reason: str
+    shard_bytes: int
+    slices: int
+    state: str
+    uptime_s: float
+    version: str
+    workers: int
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., cpu_s: _Optional[float] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., jobs: _Optional[int] = ..., job: _Optional[str] = ..., workers: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., buckets: _Optional[int] = ..., slices: _Optional[int] = ..., shard_bytes: _Optional[int] = ..., open_slices: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[ErrorCount, _Mapping]]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ["token"]
+    __slots__ = ["details", "token"]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    details: bool
     token: str
-    def __init__(self, token: _Optional[str] = ...) -> None: ...
+    def __init__(self, token: _Optional[str] = ..., details: bool = ...) -> None: ...
 
 class TuneReply(_message.Message):
     __slots__ = ["failure"]
@@ -170,11 +242,13 @@ class WaitingReply(_message.Message):
     def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., missing: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WaitingRequest(_message.Message):
-    __slots__ = ["bucket", "rank", "token"]
+    __slots__ = ["bucket", "declaration", "rank", "token"]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
+    DECLARATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     bucket: int
+    declaration: bool
     rank: int
     token: str
-    def __init__(self, token: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ...) -> None: ...
+    def __init__(self, token: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ..., declaration: bool = ...) -> None: ...

@@ -1,0 +1,50 @@
+"""Rank 0's values on their way: in batches, with a line of progress on rank 0 where that takes long."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import companion
+import jobs
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfps
+from tfps import initial_values, patience, progress
+
+MB = 10**6
+
+
+def test_rank_0_says_how_far_its_values_are_and_whom_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress, "_LINE_AFTER_S", 0.3)
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(initial_values, "_BATCH_BYTES", MB)
+    config = tfps.Config(slice_bytes=2**16, window_bytes=2**18, connect_timeout_s=jobs.DEADLINE_S)
+    rows = np.arange(250_000, dtype=np.float32)
+    with (
+        caplog.at_level(logging.INFO, "tfps"),
+        companion.strategy_with_companion(monkeypatch, config) as (strategy, other),
+    ):
+        with strategy.scope():
+            variables = [tf.Variable(rows * factor) for factor in (1, 2, 3)]  # 1 MB each: a batch
+        other.holds = lambda spec: spec.name == "initial values" and len(other.specs) == 2
+        running = threading.Thread(target=lambda: strategy.run(lambda: None))
+        running.start()
+        jobs.poll(lambda: "MB" in caplog.text and "waits for" in caplog.text)
+        assert other.wait_held()
+        other.release()
+        running.join(jobs.DEADLINE_S)
+        assert not running.is_alive()
+        for variable, factor in zip(variables, (1, 2, 3), strict=True):
+            np.testing.assert_array_equal(variable.numpy(), rows * factor)
+        assert [spec.name for spec in other.specs] == ["initial values"] * 3
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.partition(", about")[0] for line in lines if "MB" in line] == ["tfps: initial values: 1 of 3 MB"]
+    assert any(line.startswith("tfps: waits for rank 1 (") and "of initial values" in line for line in lines)
