@@ -16,7 +16,7 @@ MAX_LINES = 450
 # A module imports from layers above its own in this list, and from its own as long as no circle arises.
 LAYERS = (
     "version errors config trace memory terminal supervisor",
-    "slicing placement aggregate exchange layout tuning report sparse capture capture_file",
+    "slicing placement aggregate exchange layout tuning report sparse intervals capture capture_file summary",
     "protos frames send_queue stream membership control rounds",
     "tuner worker server job embedded",
     "tf_private graph_ops variables deferred reductions initial_values runtime cluster extended strategy",
