@@ -377,7 +377,7 @@ class _Summarizer:
         causes["pservers and queues, with nothing on the wire"] += total(left)
 
 
-_NETWORK = "the network: this worker's messages are on the wire"
+_NETWORK = "the network: messages of the waiting worker are on the wire"
 
 
 def _attribute(gates: list[Span], bounds: Interval, spent: Counter[tuple[int, int]]) -> None:

@@ -145,14 +145,14 @@ class _Converter:
         found = [*self._spans, *self._queues(), *self._aggregates(), *self._updates(), *self._gradients()]
         bounds = list(self._steps())
         begin = min(span.begin_ns for span in bounds if span.step == 1)
-        ends = {span.rank: span.end_ns for span in bounds if span.step == steps}
+        ends = {span.rank: span.end_ns for span in bounds if span.kind == "step" and span.step == steps}
         end = max(ends.values())
         kept = [
             span._replace(step=span.step + FIRST_STEP - 1)
             for span in [*found, *bounds]
             if span.begin_ns >= begin
             and span.begin_ns < ends.get(span.process, end)
-            and not (span.kind == "step" and span.step > steps)
+            and not (span.kind in ("step", "staging") and span.step > steps)
         ]
         return kept, steps
 
