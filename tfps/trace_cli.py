@@ -74,8 +74,8 @@ def _parts(summary: Summary) -> Iterator[Any]:
     from rich.markup import escape
     from rich.table import Table
 
-    def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-        made = Table(title=title, title_justify="left", box=None, header_style="dim", pad_edge=False)
+    def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+        made = Table(box=None, header_style="dim", pad_edge=False)
         for number, head in enumerate(heads):
             made.add_column(head, justify="right" if number else "left", overflow="fold")
         for row in rows:
@@ -88,12 +88,15 @@ def _parts(summary: Summary) -> Iterator[Any]:
     yield f"limited by [bold]{escape(summary.limit)}[/bold]\n"
     rows = [_row(str(step.step), step.totals, 1) for step in summary.steps]
     heads = ("step", "took", "computing", "exposed wait", "input", "overlap", "slowest", "out of order")
-    yield table("steps, means of workers", heads, [*rows, _row("mean", totals, steps)])
+    yield "[dim]steps, means of workers[/dim]"
+    yield table(heads, [*rows, _row("mean", totals, steps)])
     links = [_link(link, totals.duration_ns, steps) for link in totals.links]
-    yield table("\npservers, per step", ("pserver", "pushed", "link in use", "replied", "link in use"), links)
+    yield "\n[dim]pservers, per step[/dim]"
+    yield table(("pserver", "pushed", "link in use", "replied", "link in use"), links)
     runs = steps * summary.workers
     costs = [(cost.variable, _ms(cost.exposed_ns / runs)) for cost in summary.costs[:_SHOWN]]
-    yield table("\nmost waited for, per step and worker", ("variable", "exposed wait"), costs)
+    yield "\n[dim]most waited for, per step and worker[/dim]"
+    yield table(("variable", "exposed wait"), costs)
     if summary.inversion is not None:
         pair = summary.inversion
         yield escape(f"\nmost often out of order: {pair.sent} sent while {pair.waiting} waited ({pair.times} times)")

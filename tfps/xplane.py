@@ -50,8 +50,9 @@ def write_xplane(capture: Capture, path: str | Path) -> None:
         own = {lane: members for (where, lane), members in lanes.items() if where == number}
         plane = space.planes.add(id=_free(space), name=f"/device:CUSTOM:{process.role}{process.number}")
         _fill(plane, capture, own)
-        _stat(plane, plane.stats.add(), "host", process.host)
-        _stat(plane, plane.stats.add(), "clock_error_ns", process.clock_error_ns)
+        stats = {made.name: key for key, made in plane.stat_metadata.items()}
+        _stat(plane, stats, plane.stats.add(), "host", process.host)
+        _stat(plane, stats, plane.stats.add(), "clock_error_ns", process.clock_error_ns)
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(space.SerializeToString())
     partial.replace(path)
@@ -79,6 +80,7 @@ def _free(space: Any) -> int:
 def _fill(plane: Any, capture: Capture, lanes: dict[str, list[int]]) -> None:
     origin = capture.spans[0].begin_ns if capture.spans else 0
     names: dict[str, int] = {}
+    stats: dict[str, int] = {}
     for name, members in lanes.items():
         spans = [capture.spans[member] for member in members]
         placed = rows((span.begin_ns, max(span.end_ns, span.begin_ns + 1)) for span in spans)
@@ -94,15 +96,14 @@ def _fill(plane: Any, capture: Capture, lanes: dict[str, list[int]]) -> None:
                 duration_ps=span.duration_ns * _PS_PER_NS,
             )
             for field, value in _known(span):
-                _stat(plane, event.stats.add(), field, value)
+                _stat(plane, stats, event.stats.add(), field, value)
 
 
 def _known(span: Span) -> Iterable[tuple[str, int]]:
     return ((field, value) for field in _NUMBERS if (value := getattr(span, field)) != NONE)
 
 
-def _stat(plane: Any, stat: Any, name: str, value: int | str) -> None:
-    known = {made.name: number for number, made in plane.stat_metadata.items()}
+def _stat(plane: Any, known: dict[str, int], stat: Any, name: str, value: int | str) -> None:
     stat.metadata_id = _numbered(known, plane.stat_metadata, name)
     if isinstance(value, str):
         stat.str_value = value
