@@ -23,7 +23,7 @@ from tfps.capture import Capture
 from tfps.capture_file import chrome_path, write_chrome
 from tfps.summary import Summary, summarize
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(300)]
 
 JUST_ONE_SLICE = "trace.kindOf(span) === 'wire' && trace.step[span] === 11 && trace.rank[span] === 0"
 
@@ -193,6 +193,18 @@ def test_a_click_follows_a_slice_through_all_processes(page: Page, captures: dic
     assert f"slice {chosen.key} in step {chosen.step}" in page("return pane.root.querySelector('h2').textContent")
     canvas.send_keys(Keys.ESCAPE)
     assert page("return [view.selected, pane.root.querySelectorAll('.details').length]") == [-1, 0]
+
+
+def test_only_the_lanes_of_the_selected_slice_can_be_shown(page: Page) -> None:
+    page("view.select([...Array(trace.count).keys()].find((span) => " + JUST_ONE_SLICE + "), true)")
+    every = page("return view.places.size")
+    page("pane.root.querySelector('.details button[aria-pressed]').click()")
+    lanes = set(page("return [...view.places.keys()].map((lane) => lane.name)"))
+    assert page("return view.places.size") < every
+    assert set(page("return [...view.followed].map((span) => trace.lane[span].name)")) <= lanes
+    assert page("return pane.root.querySelector('.details button[aria-pressed]').ariaPressed") == "true"
+    page("return view.canvas").send_keys(Keys.ESCAPE)
+    assert page("return view.places.size") == every
 
 
 def test_spans_are_reached_by_keyboard_alone(page: Page) -> None:

@@ -8,7 +8,12 @@ export function detailsPanel(timeline) {
   const { trace, selected, followed } = timeline;
   const title = el("h2", {}, heading(timeline));
   const close = el("button", { title: "close (Escape)", onclick: () => timeline.select(-1) }, "✕");
-  const bar = el("div", { class: "bar-line" }, title, ...stepButtons(timeline), close);
+  const focus = el("button", {
+    title: "show only the lanes that it passed (f)", "aria-pressed": String(timeline.focus),
+    onclick: () => timeline.setFocus(!timeline.focus),
+  }, "only its lanes");
+  timeline.onFocus = () => focus.setAttribute("aria-pressed", String(timeline.focus));
+  const bar = el("div", { class: "bar-line" }, title, focus, ...stepButtons(timeline), close);
   const sorted = [...followed].sort((a, b) => trace.begin[a] - trace.begin[b] || trace.end[a] - trace.end[b]);
   const first = trace.begin[sorted[0]];
   const rows = sorted.map((span) => {

@@ -55,7 +55,7 @@ class Page {
           button("fit", "show everything", () => this.viewport.fit())),
         el("label", {}, "theme ", this.theme)),
       this.legend, this.message, this.body, this.live,
-      el("footer", {}, "drag or ←→: pan · Ctrl+wheel or +−: zoom · double click or Enter: zoom to · click: follow a slice · n p j k: next span, next lane · 0: all · /: search"));
+      el("footer", {}, "drag or ←→: pan · Ctrl+wheel or +−: zoom · double click or Enter: zoom to · click: follow a slice · n p j k: next span, next lane · f: only its lanes · 0: all · /: search"));
     document.addEventListener("keydown", (event) => {
       if (event.key === "/" && event.target !== this.find) {
         event.preventDefault();

@@ -15,10 +15,10 @@ export function summaryPanel(summary, other, compared, onVariable) {
     card("step", time(mean("duration_ns")), `mean of ${steps}`, change("duration_ns")),
     card("computing", time(mean("compute_ns")), percent(totals.compute_ns / totals.duration_ns), change("compute_ns")),
     card("exposed wait", time(mean("exposed_ns")), percent(totals.exposed_ns / totals.duration_ns), change("exposed_ns")),
-    card("overlap", percent(totals.overlap), "of the exchange is hidden"),
+    card("overlap", percent(totals.overlap), "of exchange hidden"),
     card("slowest", totals.slowest == null ? "–" : `worker ${totals.slowest}`,
-      totals.slowest == null ? "nobody was waited for" : `waited for ${time(totals.waited_for[totals.slowest] / steps)} a step`),
-    card("out of order", String(totals.inversions), `of ${totals.messages} messages`),
+      totals.slowest == null ? "nobody was waited for" : `late by ${time(totals.waited_for[totals.slowest] / steps)} a step`),
+    card("out of order", String(totals.inversions), `of ${totals.messages}`),
   ];
   if (totals.input_ns) cards.splice(3, 0, card("waiting for input", time(mean("input_ns")), percent(totals.input_ns / totals.duration_ns)));
   return el("section", { class: "summary", "aria-label": `summary of ${summary.name}` },

@@ -1,9 +1,9 @@
-// One capture's timeline: lanes and where they are, what is seen of it, mouse and keyboard.
+// One capture's timeline: lanes and where they are, what is seen of it, what is selected.
 
-import { palette } from "./colors.js";
+import { KIND_WORDS, palette } from "./colors.js";
 import { el, time, bytes } from "./dom.js";
 import { AXIS, drawTimeline, firstAfter } from "./draw.js";
-import { KIND_WORDS } from "./colors.js";
+import { listen } from "./input.js";
 
 const GUTTER_ROW = 20;
 const DEEP = 64; // rows; lanes with more show only how many spans there are
@@ -55,6 +55,7 @@ export class Timeline {
   hovered = -1;
   followed = [];
   highlighted = null;
+  focus = false;
   frames = 0;
   #queued = false;
 
@@ -82,7 +83,7 @@ export class Timeline {
     this.scroller.addEventListener("scroll", this.redraw);
     this.observer = new ResizeObserver(() => this.resize());
     this.observer.observe(this.scroller);
-    this.#listen();
+    listen(this);
     this.restyle();
     this.layout();
   }
@@ -120,7 +121,7 @@ export class Timeline {
   rectOf(span) {
     const lane = this.trace.lane[span];
     const place = this.places.get(lane);
-    const header = this.headers.get(lane.process);
+    const header = this.headers.get(lane.process) ?? { top: -1000, height: 0 };
     const x = this.xOf(this.trace.begin[span]);
     const width = (this.trace.end[span] - this.trace.begin[span]) * this.pixelsPerNs;
     const collapsed = !place;
@@ -167,13 +168,15 @@ export class Timeline {
 
   layout() {
     const items = [];
+    // With `focus` only lanes of the selected slice are there, and what is computed meanwhile.
+    const wanted = this.focus && this.followed.length ? new Set(this.followed.map((span) => this.trace.lane[span])) : null;
     this.places = new Map();
     this.headers = new Map();
     let top = 0;
     this.trace.processes.forEach((process, number) => {
-      const lanes = this.trace.lanes.filter((lane) => lane.process === number);
+      const lanes = this.trace.lanes.filter((lane) => lane.process === number && this.#isShown(lane, wanted));
       if (!lanes.length) return;
-      const open = !this.closed.has(number);
+      const open = wanted !== null || !this.closed.has(number);
       const overview = open ? [] : lanes.filter((lane) => OVERVIEW.includes(lane.name) && lane.rows.length <= DEEP);
       this.headers.set(number, { header: true, top, height: GUTTER_ROW, overview });
       items.push(el("button", {
@@ -182,7 +185,7 @@ export class Timeline {
       }, `${open ? "▾" : "▸"} ${process.name}`, el("span", {}, process.host)));
       top += GUTTER_ROW;
       for (const lane of open ? lanes : []) {
-        const height = laneHeight(lane.rows.length, this.expanded.has(lane));
+        const height = wanted ? Math.min(14 * lane.rows.length, 30) : laneHeight(lane.rows.length, this.expanded.has(lane));
         const rowHeight = height / lane.rows.length;
         this.places.set(lane, { lane, top, height, rowHeight, deep: lane.rows.length > DEEP && rowHeight < 2 });
         const grows = lane.rows.length > 3;
@@ -198,6 +201,20 @@ export class Timeline {
     this.labels.replaceChildren(...items);
     this.labels.style.height = `${top + AXIS}px`;
     this.draw();
+  }
+
+  #isShown(lane, wanted) {
+    if (wanted === null) return true;
+    const here = [...wanted].some((other) => other.process === lane.process);
+    return wanted.has(lane) || (here && (lane.name === "compute" || lane.name === "gates"));
+  }
+
+  /** Only the lanes of the selected slice, or all. */
+  setFocus(on) {
+    this.focus = on;
+    this.onFocus?.();
+    this.layout();
+    if (this.selected >= 0) this.reveal(this.selected);
   }
 
   #toggle(set, key) {
@@ -247,6 +264,7 @@ export class Timeline {
     this.selected = span;
     this.followed = span < 0 ? [] : this.trace.follow(span);
     this.#highlight();
+    if (this.focus) this.setFocus(span >= 0);
     if (reveal && span >= 0) this.reveal(span);
     this.options.onSelect(span);
     this.draw();
@@ -280,6 +298,7 @@ export class Timeline {
       viewport.show((begin + end) / 2 - half, (begin + end) / 2 + half);
     }
     const place = this.places.get(lane);
+    if (!place) return;
     const down = place.top - this.scroller.scrollTop;
     if (down < 0 || down + place.height > this.height - AXIS) this.scroller.scrollTop = place.top - this.height / 3;
   }
@@ -325,95 +344,10 @@ export class Timeline {
     return [...parts, trace.processOf(span).name].join(" · ");
   }
 
-  // Mouse and keyboard
-
-  #listen() {
-    const { canvas, options: { viewport } } = this;
-    let drag = null;
-    const point = (event) => {
-      const box = canvas.getBoundingClientRect();
-      return [event.clientX - box.left, event.clientY - box.top];
-    };
-    canvas.addEventListener("pointerdown", (event) => {
-      if (event.button) return;
-      drag = { x: event.clientX, y: event.clientY, left: viewport.left, right: viewport.right, top: this.scroller.scrollTop, moved: false };
-      canvas.setPointerCapture(event.pointerId);
-    });
-    canvas.addEventListener("pointermove", (event) => {
-      if (drag) {
-        const [x, y] = [event.clientX - drag.x, event.clientY - drag.y];
-        drag.moved ||= Math.abs(x) + Math.abs(y) > 4;
-        if (!drag.moved) return;
-        viewport.show(drag.left - x / this.pixelsPerNs, drag.right - x / this.pixelsPerNs);
-        this.scroller.scrollTop = drag.top - y;
-      } else this.#hover(...point(event));
-    });
-    canvas.addEventListener("pointerup", (event) => {
-      if (drag && !drag.moved) this.select(this.spanAt(...point(event)));
-      drag = null;
-    });
-    canvas.addEventListener("pointerleave", () => this.#hover(-1, -1));
-    canvas.addEventListener("dblclick", (event) => {
-      const span = this.spanAt(...point(event));
-      if (span >= 0) this.zoomTo(span);
-    });
-    canvas.addEventListener("wheel", (event) => {
-      if (event.ctrlKey || event.metaKey || event.altKey) {
-        event.preventDefault();
-        viewport.zoom(Math.exp(Math.sign(event.deltaY) * Math.min(Math.abs(event.deltaY) / 240, 0.5)), point(event)[0] / this.width);
-      } else if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
-        event.preventDefault();
-        viewport.pan((event.deltaX || event.deltaY) / this.width);
-      }
-    }, { passive: false });
-    canvas.addEventListener("keydown", (event) => {
-      const act = this.#keys[event.key];
-      if (!act || event.ctrlKey || event.metaKey || event.altKey) return;
-      event.preventDefault();
-      act();
-    });
-  }
-
   zoomTo(span) {
     const [begin, end] = [this.trace.begin[span], this.trace.end[span]].map((at) => at - this.trace.first);
     const room = Math.max(end - begin, 1000) / 2;
     this.options.viewport.show(begin - room, end + room);
-  }
-
-  #keys = {
-    ArrowLeft: () => this.options.viewport.pan(-0.15),
-    ArrowRight: () => this.options.viewport.pan(0.15),
-    a: () => this.options.viewport.pan(-0.15),
-    d: () => this.options.viewport.pan(0.15),
-    "+": () => this.options.viewport.zoom(0.6),
-    "=": () => this.options.viewport.zoom(0.6),
-    w: () => this.options.viewport.zoom(0.6),
-    "-": () => this.options.viewport.zoom(1 / 0.6),
-    s: () => this.options.viewport.zoom(1 / 0.6),
-    ArrowUp: () => (this.scroller.scrollTop -= 60),
-    ArrowDown: () => (this.scroller.scrollTop += 60),
-    0: () => this.options.viewport.fit(),
-    Home: () => this.options.viewport.fit(),
-    n: () => this.select(this.neighbour(1), true),
-    p: () => this.select(this.neighbour(-1), true),
-    j: () => this.select(this.across(1), true),
-    k: () => this.select(this.across(-1), true),
-    Enter: () => this.selected >= 0 && this.zoomTo(this.selected),
-    Escape: () => this.select(-1),
-  };
-
-  #hover(x, y) {
-    const span = this.spanAt(x, y);
-    this.tip.hidden = span < 0;
-    if (span >= 0) {
-      this.tip.textContent = this.describe(span);
-      this.tip.style.left = `${Math.min(this.labels.offsetWidth + x + 12, this.root.clientWidth - this.tip.offsetWidth - 4)}px`;
-      this.tip.style.top = `${y + 18 + this.tip.offsetHeight > this.height ? y - this.tip.offsetHeight - 6 : y + 18}px`;
-    }
-    if (span !== this.hovered) {
-      this.hovered = span;
-      this.draw();
-    }
   }
 }
 
