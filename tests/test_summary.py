@@ -87,12 +87,12 @@ def test_what_lies_outside_the_steps_does_not_count() -> None:
 def test_the_rank_that_all_wait_for_is_the_slowest() -> None:
     spans = [span("step", 0, 100, process=rank, step=1) for rank in range(3)]
     spans += [span("gate", 10, 60, process=rank, bucket=0) for rank in (0, 2)]
-    # Two slices wait for rank 1 at the same time: that is the same 40 ns.
+    # Two slices wait for rank 1 at the same time, which explains the same 40 ns of waiting reads.
     spans += [span("aggregate", 10, 50, process=3, bucket=0, slice=number, rank=1) for number in (0, 1)]
     spans += [span("aggregate", 70, 75, process=3, bucket=1, slice=0, rank=2)]
     summary = make(spans, workers=3)
     assert summary.totals.slowest == 1
-    assert summary.totals.waited_for == {1: 40, 2: 5}
+    assert (summary.totals.waited_for, summary.totals.sums) == ({1: 80, 2: 5}, 3)
     assert summary.limit == "worker 1, which is later than the others, in 80% of the exposed wait"
 
 

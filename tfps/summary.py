@@ -66,7 +66,8 @@ class Totals:
     """Figures of one step, or of all. Times are means over workers, of all steps together.
 
     Attributes:
-        waited_for: rank -> nanoseconds in which some pserver had other ranks' parts of a slice and waited for its.
+        waited_for: rank -> nanoseconds that slices waited for its part, other ranks' being there; added up over slices.
+        sums: how many slices were summed.
         inversions: messages that were sent while a more urgent one waited in the same queue; of `messages`.
     """
 
@@ -78,6 +79,7 @@ class Totals:
     hidden_ns: float
     links: tuple[LinkUse, ...]
     waited_for: Mapping[int, int]
+    sums: int
     inversions: int
     messages: int
 
@@ -88,8 +90,8 @@ class Totals:
 
     @property
     def slowest(self) -> int | None:
-        """The rank that pservers waited for the longest."""
-        waited = {rank: ns for rank, ns in self.waited_for.items() if ns}
+        """The rank that slices waited for the longest."""
+        waited = {rank: ns for rank, ns in self.waited_for.items() if ns and rank >= 0}
         return max(waited, key=lambda rank: (waited[rank], -rank)) if waited else None
 
 
@@ -185,7 +187,8 @@ class _Summarizer:
         """Step by step, then all together."""
         computing = self._per_rank(["forward", "backward"])
         inputs = self._per_rank(["input"])
-        messages = self._messages_by_step()
+        messages = self._by_step("wire", "reply_wire")
+        sums = self._by_step("aggregate")
         steps = []
         for step, bounds in sorted(self._bounds.items()):
             workers = []
@@ -208,11 +211,11 @@ class _Summarizer:
                     )
                 )
             begin, end = bounds[min(bounds)]
-            totals = self._totals([[one] for one in workers], [(begin, end)], messages.get(step, []))
+            totals = self._totals([[one] for one in workers], [(begin, end)], messages[step], sums[step])
             steps.append(StepSummary(step, begin, end, totals, tuple(workers)))
-        everything = [span for found in messages.values() for span in found]
+        every_message, every_sum = ([span for own in found.values() for span in own] for found in (messages, sums))
         by_rank = [[one for step in steps for one in step.workers if one.rank == rank] for rank in self._ranks]
-        totals = self._totals(by_rank, [(step.begin_ns, step.end_ns) for step in steps], everything)
+        totals = self._totals(by_rank, [(step.begin_ns, step.end_ns) for step in steps], every_message, every_sum)
         return Summary(
             name=self._capture.name,
             settings=dict(self._capture.settings),
@@ -247,26 +250,31 @@ class _Summarizer:
             times[rank].append(one)
         return defaultdict(list, {rank: union(own) for rank, own in times.items()})
 
-    def _messages_by_step(self) -> dict[int, list[Span]]:
-        """The messages that begin within each step."""
+    def _by_step(self, *kinds: str) -> dict[int, list[Span]]:
+        """The spans that begin within each step."""
         bounds = sorted((*ranks[min(ranks)], step) for step, ranks in self._bounds.items())
         found: dict[int, list[Span]] = defaultdict(list)
         position = 0
-        messages = sorted(self._kinds["wire"] + self._kinds["reply_wire"], key=lambda span: span.begin_ns)
-        for span in messages:
+        spans = [span for kind in kinds for span in self._kinds[kind]]
+        for span in sorted(spans, key=lambda span: span.begin_ns):
             while position < len(bounds) and bounds[position][1] <= span.begin_ns:
                 position += 1
             if position < len(bounds) and bounds[position][0] <= span.begin_ns:
                 found[bounds[position][2]].append(span)
         return found
 
-    def _totals(self, workers: list[list[WorkerStep]], bounds: list[Interval], messages: list[Span]) -> Totals:
+    def _totals(
+        self, workers: list[list[WorkerStep]], bounds: list[Interval], messages: list[Span], sums: list[Span]
+    ) -> Totals:
         def mean(name: str) -> float:
             return float(sum(getattr(one, name) for own in workers for one in own)) / len(workers)
 
         def within(times: Intervals) -> int:
             return sum(total(clip(times, begin, end)) for begin, end in bounds)
 
+        waited: Counter[int] = Counter()
+        for span in sums:
+            waited[span.rank] += span.duration_ns
         pushed: Counter[int] = Counter()
         replied: Counter[int] = Counter()
         for span in messages:
@@ -285,7 +293,8 @@ class _Summarizer:
         return Totals(
             **{name: mean(name) for name in names},
             links=links,
-            waited_for={rank: within(times) for rank, times in sorted(self._waited.items()) if rank >= 0},
+            waited_for=dict(sorted(waited.items())),
+            sums=len(sums),
             inversions=sum(id(span) in self._wrong for span in messages),
             messages=len(messages),
         )

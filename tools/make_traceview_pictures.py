@@ -15,7 +15,7 @@ from PIL import Image
 from tensorboard_page import ROOT, Page, tensorboard
 
 FOLDER = ROOT / "docs" / "traceview"
-_COLORS = 96  # keeps the files small
+_COLORS = 240  # keeps the files small
 _FOLLOW = """
 const wanted = (span) => trace.kindOf(span) === "wire" && trace.step[span] === 11 && trace.rank[span] === 0
   && trace.bucket[span] === 7 && trace.slice[span] === 1;
@@ -44,6 +44,7 @@ def main() -> None:
                 page("tfps.show('priority', '')")
                 page.settle()
                 page(_FOLLOW)
+                page.driver.set_window_size(1500, 1300)
                 page.driver.execute_script("parent.document.body.classList.add('dark-mode')")
                 picture(page, "follow")
             finally:

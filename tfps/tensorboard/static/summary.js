@@ -12,12 +12,12 @@ export function summaryPanel(summary, other, compared, onVariable) {
   const mean = (name) => totals[name] / steps;
   const change = (name) => (base && base[name] ? mean(name) / (base[name] / base.steps) - 1 : null);
   const cards = [
-    card("step", time(mean("duration_ns")), `mean of ${steps}`, change("duration_ns")),
+    card("step", time(mean("duration_ns")), `${steps} steps`, change("duration_ns")),
     card("computing", time(mean("compute_ns")), percent(totals.compute_ns / totals.duration_ns), change("compute_ns")),
     card("exposed wait", time(mean("exposed_ns")), percent(totals.exposed_ns / totals.duration_ns), change("exposed_ns")),
     card("overlap", percent(totals.overlap), "of exchange hidden"),
     card("slowest", totals.slowest == null ? "–" : `worker ${totals.slowest}`,
-      totals.slowest == null ? "nobody was waited for" : `late by ${time(totals.waited_for[totals.slowest] / steps)} a step`),
+      totals.slowest == null ? "nobody was waited for" : `a slice waits ${time(totals.waited_for[totals.slowest] / totals.sums)}`),
     card("out of order", String(totals.inversions), `of ${totals.messages}`),
   ];
   if (totals.input_ns) cards.splice(3, 0, card("waiting for input", time(mean("input_ns")), percent(totals.input_ns / totals.duration_ns)));
