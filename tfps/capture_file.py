@@ -18,7 +18,9 @@ from tfps.errors import TfpsError
 
 FORMAT = 1
 SUFFIX = ".trace.json.gz"
-_START = b'{"tfps":'
+# A metadata event that others ignore. A member of an outer object would not do: Perfetto stops at unknown ones.
+_START = b'[{"name":"tfps","ph":"M","pid":0,"tid":0,"args":'
+_END = b"},\n"
 # Written as they are; the others are coded: begin as differences, kind and (process, lane) as positions in lists.
 _PLAIN = ("step", "bucket", "slice", "variable", "priority", "nbytes", "rank", "pserver")
 _QUEUES = ("queued", "reply_queued")
@@ -37,8 +39,8 @@ def write_chrome(capture: Capture, path: str | Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     with gzip.open(partial, "wt", compresslevel=5, encoding="utf-8", newline="\n") as file:
-        file.write(_START.decode() + _dump(to_columns(capture)) + ',\n"displayTimeUnit":"ms","traceEvents":[\n')
-        file.write(",\n".join(_events(capture)) + "\n]}\n")
+        file.write(_START.decode() + _dump(to_columns(capture)) + _END.decode())
+        file.write(",\n".join(_events(capture)) + "\n]\n")
     partial.replace(path)
 
 
@@ -66,14 +68,14 @@ def read_columns(path: str | Path) -> bytes:
             line = file.readline() if start == _START else b""
     except (OSError, EOFError, zlib.error) as error:
         raise TfpsError(f"cannot read the capture '{path}': {error}") from error
-    if not line.endswith(b",\n"):
+    if not line.endswith(_END):
         raise TfpsError(
             f"'{path}' must be a capture of tfps, got another file: "
             f"a capture is gzipped, and its first line starts with {_START.decode()}"
         )
     if not line.startswith(b'{"format":%d,' % FORMAT):
         raise TfpsError(f"'{path}' must be of format {FORMAT}, got {line[:20]!r}: open it with a newer tfps")
-    return line[:-2]
+    return line[: -len(_END)]
 
 
 def to_columns(capture: Capture) -> dict[str, Any]:
