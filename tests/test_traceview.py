@@ -288,17 +288,20 @@ def test_nothing_comes_from_elsewhere(page: Page) -> None:
     page("tfps.color.value = 'kind'; tfps.restyle()")
 
 
-def test_a_run_that_cannot_be_read_is_said(page: Page, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_new_capture_can_be_chosen_and_one_that_cannot_be_read_is_said(
+    page: Page, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     broken = chrome_path(tmp_path_factory.getbasetemp() / "traceview", "broken")
     broken.parent.mkdir(parents=True, exist_ok=True)
     broken.write_bytes(b"no capture")
     try:
-        # The list of runs is two seconds old at most.
+        # The server's list of runs is two seconds old at most.
         page.driver.execute_async_script(
-            "const done = arguments[0]; (async () => { while (!(await (await fetch('runs')).json())"
-            ".includes('broken')) await new Promise((next) => setTimeout(next, 100)); done() })()"
+            "const done = arguments[0]; (async () => { while (!(await tfps.list()).includes('broken'))"
+            " await new Promise((next) => setTimeout(next, 100)); done() })()"
         )
-        page("tfps.run.append(new Option('broken')); tfps.show('broken', '')")
+        assert page("return [...tfps.run.options].map((one) => one.value).includes('broken')")
+        page("tfps.show('broken', '')")
         page.settle()
         assert "cannot read the capture" in page("return tfps.message.textContent")
         assert page.errors()[0].count("400") == 1

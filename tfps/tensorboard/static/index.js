@@ -29,8 +29,9 @@ class Page {
 
   constructor() {
     const change = () => this.show(this.run.value, this.other.value);
-    this.run = el("select", { onchange: change });
-    this.other = el("select", { onchange: change });
+    const renew = () => this.list();
+    this.run = el("select", { onchange: change, onpointerdown: renew, onfocus: renew });
+    this.other = el("select", { onchange: change, onpointerdown: renew, onfocus: renew });
     this.color = el("select", { onchange: () => this.restyle() }, el("option", { value: "kind" }, "kind"), el("option", { value: "layer" }, "layer order"));
     this.find = el("input", {
       type: "search", placeholder: "variable", oninput: () => this.search(this.find.value),
@@ -67,17 +68,26 @@ class Page {
 
   async start() {
     try {
-      const runs = await load("runs");
+      const runs = await this.list();
       if (!runs.length) {
         this.fail("There is no capture yet. Record one with tfps.callbacks.Trace(log_dir) or TFPS_TRACE=log_dir:10-20.");
         return;
       }
-      this.run.replaceChildren(...runs.map((run) => el("option", {}, run)));
-      this.other.replaceChildren(el("option", { value: NONE }, "nothing"), ...runs.map((run) => el("option", {}, run)));
       await this.show(runs[0], NONE);
     } catch (error) {
       this.fail(String(error.message ?? error));
     }
+  }
+
+  /** What can be chosen: the captures that there are now. Those on the lists stay. */
+  async list() {
+    const runs = await load("runs");
+    if (!this.other.length) this.other.append(el("option", { value: NONE }, "nothing"));
+    for (const menu of [this.run, this.other]) {
+      const there = new Set([...menu.options].map((option) => option.value));
+      menu.append(...runs.filter((run) => !there.has(run)).map((run) => el("option", { value: run }, run)));
+    }
+    return runs;
   }
 
   fail(text) {
