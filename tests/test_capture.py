@@ -119,6 +119,7 @@ def test_flows_lead_from_each_push_to_its_update(tmp_path: Path) -> None:
     ]
     for flow in flows.values():
         assert [e["ph"] for e in flow] == ["s", "t", "t", "f"]
+        assert [e.get("bp") for e in flow] == [None, None, None, "e"], "the last binds to the span around it"
         assert [e["ts"] for e in flow] == sorted(e["ts"] for e in flow)
     (late,) = [e for e in events if e.get("cat") == "aggregate"]
     assert late["name"] == "aggregate a, b [0]"

@@ -66,15 +66,12 @@ function collectLane(view, place, batches, labels) {
   const { lane, rowHeight } = place;
   const scale = view.pixelsPerNs;
   const [left, right] = [view.left, view.right];
-  let from = 0;
-  for (let row = 0; row < lane.rows.length; row++) {
-    const to = lane.rows[row];
+  const stride = Math.max(Math.floor(0.7 / rowHeight), 1); // of rows that share a line of pixels one is drawn
+  for (let row = 0; row < lane.rows.length; row += stride) {
+    const [from, to] = [row ? lane.rows[row - 1] : 0, lane.rows[row]];
     const y = place.y + row * rowHeight;
-    const tall = Math.max(rowHeight - (rowHeight > 3 ? 1 : 0), 0.7);
-    if (y > view.height || y + tall < 0) {
-      from = to;
-      continue;
-    }
+    const tall = Math.max(stride * rowHeight - (rowHeight > 3 ? 1 : 0), 0.7);
+    if (y > view.height || y + tall < 0) continue;
     let at = firstAfter(trace, lane.packed, from, to, left);
     while (at < to) {
       const span = lane.packed[at];
@@ -86,7 +83,6 @@ function collectLane(view, place, batches, labels) {
       if (wide > LABEL_PIXELS && rowHeight >= 10 && labels.length < MAX_LABELS) labels.push(span, x, y, wide, tall);
       at = wide < 1 ? firstAfter(trace, lane.packed, at + 1, to, left + (Math.floor(x) + 1) / scale) : at + 1;
     }
-    from = to;
   }
 }
 
@@ -143,15 +139,16 @@ function drawHighlighted(context, view) {
   context.fillRect(0, AXIS, view.width, view.height - AXIS);
   context.globalAlpha = 1;
   const batches = view.palette.colors.map(() => []);
-  let before = new Map();
-  for (const span of view.highlighted) {
-    const rect = view.rectOf(span);
-    if (!rect.shown || rect.collapsed) continue;
-    // Of spans that share a pixel one is enough.
-    const pixel = Math.floor(rect.x);
-    if (rect.width < 1 && before.get(rect.y) === pixel) continue;
-    before.set(rect.y, pixel);
-    batches[view.palette.of(span)].push(rect.x, rect.y, Math.max(rect.width, 1.5), Math.max(rect.height, 2));
+  if (view.highlightedLanes) {
+    for (const place of view.visibleLanes()) {
+      if (!place.header) collectLane(view, { ...place, lane: view.highlightedLanes.get(place.lane) }, batches, []);
+    }
+  } else {
+    for (const span of view.highlighted) {
+      const rect = view.rectOf(span);
+      if (!rect.shown || rect.collapsed) continue;
+      batches[view.palette.of(span)].push(rect.x, rect.y, Math.max(rect.width, 1.5), Math.max(rect.height, 2));
+    }
   }
   fill(context, view, batches);
 }

@@ -279,13 +279,15 @@ export class Timeline {
 
   #highlight() {
     const { trace, marked } = this;
+    this.highlighted = this.highlightedLanes = null;
     if (this.followed.length > 1) this.highlighted = this.followed;
     else if (marked?.size) {
       const wanted = new Uint8Array(trace.buckets.length);
       for (const bucket of marked) wanted[bucket] = 1;
-      this.highlighted = Int32Array.from({ length: trace.count }, (_, span) => span)
-        .filter((span) => trace.bucket[span] >= 0 && wanted[trace.bucket[span]]);
-    } else this.highlighted = null;
+      const chosen = (span) => trace.bucket[span] >= 0 && wanted[trace.bucket[span]] === 1;
+      this.highlighted = Int32Array.from({ length: trace.count }, (_, span) => span).filter(chosen);
+      this.highlightedLanes = new Map(trace.lanes.map((lane) => [lane, part(lane, chosen)]));
+    }
   }
 
   reveal(span) {
@@ -349,6 +351,18 @@ export class Timeline {
     const room = Math.max(end - begin, 1000) / 2;
     this.options.viewport.show(begin - room, end + room);
   }
+}
+
+/** The rows of a lane with only some of its spans. */
+function part(lane, chosen) {
+  const ends = [];
+  const packed = [];
+  let at = 0;
+  for (const end of lane.rows) {
+    for (; at < end; at++) if (chosen(lane.packed[at])) packed.push(lane.packed[at]);
+    ends.push(packed.length);
+  }
+  return { packed, rows: ends };
 }
 
 function laneHeight(rows, expanded) {
