@@ -96,7 +96,7 @@ export class Trace {
 
   /** The steps of the lowest rank that has any: number, begin, end. */
   #steps() {
-    const lane = this.lanes.find((one) => one.name === "steps");
+    const lane = this.lanes.find((one) => this.kindOf(one.spans[0]) === "step");
     return lane ? [...lane.spans].map((span) => ({ step: this.step[span], begin: this.begin[span], end: this.end[span] })) : [];
   }
 }
