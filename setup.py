@@ -22,7 +22,8 @@ NO_CPU_WHEEL = (
 EXAMPLES = ["scikit-learn>=1.4"]
 TEST = [*EXAMPLES, "hypothesis>=6.100", "psutil>=5.9", "pytest>=8.2", "pytest-timeout>=2.3"]
 METRICS = ["prometheus-client>=0.20"]
-STATUS = ["rich>=13"]
+CONSOLE = ["rich>=13"]
+TENSORBOARD = ["tensorboard>=2.18"]
 
 setup(
     name="tfps",
@@ -33,27 +34,37 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["tfps", "tfps.*"]),
-    package_data={"tfps": ["py.typed"], "tfps.protos": ["*.pyi"]},
+    package_data={"tfps": ["py.typed"], "tfps.protos": ["*.pyi"], "tfps.tensorboard": ["static/*"]},
     install_requires=["grpcio>=1.60", "protobuf>=3.20.3", "numpy>=1.26"],
     extras_require={
         "tensorflow": [f"tensorflow{TENSORFLOW}", KERAS],
         "cpu": [f"tensorflow-cpu{TENSORFLOW}; {HAS_CPU_WHEEL}", f"tensorflow{TENSORFLOW}; {NO_CPU_WHEEL}", KERAS],
         "metrics": METRICS,
-        "status": STATUS,
         "examples": EXAMPLES,
+        "console": CONSOLE,
+        "tensorboard": TENSORBOARD,
         "test": TEST,
         "dev": [
             *TEST,
             *METRICS,
-            *STATUS,
+            *CONSOLE,
+            *TENSORBOARD,
             "matplotlib>=3.10",
             "mypy>=1.13",
             "ruff>=0.9",
+            "selenium>=4.15",
             "types-protobuf>=5",
             "types-psutil>=5.9",
         ],
     },
-    entry_points={"console_scripts": ["tfps_pserver=tfps.cli:main", "tfps_launch=tfps.launch:main"]},
+    entry_points={
+        "console_scripts": [
+            "tfps_pserver=tfps.cli:main",
+            "tfps_launch=tfps.launch:main",
+            "tfps_trace=tfps.trace_cli:main",
+        ],
+        "tensorboard_plugins": ["tfps=tfps.tensorboard.plugin:ParameterServersPlugin"],
+    },
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",

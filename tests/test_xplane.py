@@ -1,0 +1,74 @@
+"""The file for the Profile tab, and that TensorFlow's own profile of the same window is in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
+from test_capture import BUCKETS, PROCESSES, chain
+
+from tfps.capture import Capture, Span
+from tfps.errors import TfpsError
+from tfps.xplane import profile_path, write_xplane
+
+CAPTURE = Capture(PROCESSES, BUCKETS, tuple(chain()), settings={"profile_offset_ns": 7})
+
+
+def load(path: Path) -> xplane_pb2.XSpace:
+    return xplane_pb2.XSpace.FromString(path.read_bytes())
+
+
+def test_every_process_is_a_plane_and_every_span_an_event(tmp_path: Path) -> None:
+    path = profile_path(tmp_path, "run")
+    assert path == tmp_path / "plugins" / "profile" / "run" / "tfps.xplane.pb"
+    write_xplane(CAPTURE, path)
+    space = load(path)
+    assert [plane.name for plane in space.planes] == [
+        "/device:CUSTOM:worker0", "/device:CUSTOM:worker1", "/device:CUSTOM:pserver0",
+    ]  # fmt: skip
+    found = []
+    for number, plane in enumerate(space.planes):
+        stats = {key: made.name for key, made in plane.stat_metadata.items()}
+        for line in plane.lines:
+            until = 0
+            for event in line.events:
+                assert event.offset_ps >= until, "events of a line do not overlap"
+                until = event.offset_ps + event.duration_ps
+                begin, took = line.timestamp_ns + event.offset_ps // 1000, event.duration_ps // 1000
+                known = {stats[stat.metadata_id]: stat.int64_value for stat in event.stats}
+                name = plane.event_metadata[event.metadata_id].name
+                found.append((number, name, begin, begin + took, known.get("step"), known.get("slice", -1)))
+    expected = [
+        (one.process, f"{one.kind} {CAPTURE.variable_name(one)}", one.begin_ns, one.end_ns, one.step, one.slice)
+        for one in CAPTURE.spans
+    ]
+    assert sorted(found) == sorted(expected)
+
+
+def test_the_profile_of_tensorflow_is_taken_in_and_its_clock_moved(tmp_path: Path) -> None:
+    tf.profiler.experimental.start(str(tmp_path))
+    tf.linalg.matmul(tf.ones((50, 50)), tf.ones((50, 50))).numpy()
+    tf.profiler.experimental.stop()
+    (file,) = tmp_path.glob("plugins/profile/*/*.xplane.pb")
+    before = load(file)
+    path = file.parent / "tfps.xplane.pb"
+    write_xplane(CAPTURE, path)
+    assert [one.name for one in path.parent.glob("*.xplane.pb")] == ["tfps.xplane.pb"]
+    after = load(path)
+    count = len(before.planes)
+    assert [plane.name for plane in after.planes[:count]] == [plane.name for plane in before.planes]
+    assert len(after.planes) == count + len(PROCESSES)
+    assert len({plane.id for plane in after.planes[count:]}) == len(PROCESSES)
+    for old, new in zip(before.planes, after.planes, strict=False):
+        assert [line.timestamp_ns for line in new.lines] == [line.timestamp_ns + 7 for line in old.lines]
+        assert [len(line.events) for line in new.lines] == [len(line.events) for line in old.lines]
+
+
+def test_a_capture_without_spans_and_a_foreign_file(tmp_path: Path) -> None:
+    write_xplane(Capture(PROCESSES, BUCKETS, ()), tmp_path / "tfps.xplane.pb")
+    assert len(load(tmp_path / "tfps.xplane.pb").planes) == 3
+    (tmp_path / "other.xplane.pb").write_bytes(b"no message")
+    with pytest.raises(TfpsError, match=r"other\.xplane\.pb' must be an XSpace"):
+        write_xplane(Capture(PROCESSES, BUCKETS, (Span("step", 0, "steps", 0, 1),)), tmp_path / "tfps.xplane.pb")

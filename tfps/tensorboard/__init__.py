@@ -1,0 +1,1 @@
+"""The "Parameter servers" tab of TensorBoard: needs the extra tfps[tensorboard]."""
