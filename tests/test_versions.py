@@ -6,7 +6,7 @@ import importlib
 import importlib.metadata
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 import tensorflow as tf
@@ -21,10 +21,18 @@ SUPPORTED = r"TensorFlow 2\.18 to 2\.21 with Keras 3 \(3\.8 or newer\)"
 
 
 @pytest.fixture
-def again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next import of tfps.strategy checks everything once more, with what the test has changed."""
+def again() -> Iterator[None]:
+    """Imports of tfps check everything once more, with what the test has changed; after it all is as before."""
+    modules = {name: module for name, module in sys.modules.items() if name.startswith("tfps.")}
+    attributes = dict(vars(tfps))
+    for name in modules:
+        del sys.modules[name]
+    yield
     for name in [name for name in sys.modules if name.startswith("tfps.")]:
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]
+    sys.modules.update(modules)
+    vars(tfps).clear()
+    vars(tfps).update(attributes)
 
 
 def import_strategy() -> None:
@@ -67,7 +75,7 @@ def test_these_versions_are_supported() -> None:
 def test_an_old_tensorflow_is_refused_when_the_strategy_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tf, "__version__", "2.17.1")
     with pytest.raises(ImportError, match=rf"{SUPPORTED}, got TensorFlow 2\.17\.1"):
-        _ = importlib.reload(tfps).Strategy
+        _ = tfps.Strategy
 
 
 @pytest.mark.usefixtures("again")
