@@ -127,7 +127,7 @@ def show(watcher: Watcher, interval_s: float) -> None:
         from rich.live import Live
     except ImportError as error:
         raise ConfigError(
-            "--status needs the package rich, which is not installed: pip install 'tfps[console]' (--json needs nothing)"
+            "--status needs the package rich, which is missing: pip install 'tfps[console]' (--json needs nothing)"
         ) from error
     console = Console()
     if not console.is_terminal:

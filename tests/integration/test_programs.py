@@ -5,7 +5,9 @@ What the programs do is in the modules named here. One job runs all programs of 
 
 from __future__ import annotations
 
+import functools
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +101,7 @@ def check(name: str, results: Results) -> None:
 
 
 QUICK = [(module, name) for module, (quick, _) in PROGRAMS.items() for name in quick]
-LONG = [(module, name) for module, (_, long) in PROGRAMS.items() for name in long]
+LONG = [pytest.param(module, name, id=name) for module, (_, long) in PROGRAMS.items() for name in long]
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +110,14 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return run(LONG, tmp_path_factory.mktemp("long"))
+def long(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
+    """The results of a module's long programs, in one job."""
+
+    @functools.cache
+    def results(module: str) -> Results:
+        return run([(module, name) for name in PROGRAMS[module][1]], tmp_path_factory.mktemp(module))
+
+    return results
 
 
 @pytest.mark.parametrize("name", [name for _, name in QUICK])
@@ -118,9 +126,11 @@ def test_two_workers_do_what_plain_keras_does(name: str, quick: Results) -> None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for _, name in LONG])
-def test_two_workers_do_what_plain_keras_does_in_more_programs(name: str, long: Results) -> None:
-    check(name, long)
+@pytest.mark.parametrize(("module", "name"), LONG)
+def test_two_workers_do_what_plain_keras_does_in_more_programs(
+    module: str, name: str, long: Callable[[str], Results]
+) -> None:
+    check(name, long(module))
 
 
 def test_accumulated_gradients_are_sent_when_they_are_applied_only(quick: Results) -> None:
