@@ -32,6 +32,7 @@ PROGRAMS: dict[str, tuple[training.Build, Callable[[], Any], dict[str, Any]]] = 
     "sparse": (training.embedding_sparse, Adam, {}),
     "eager": (training.mlp, Adam, {"run_eagerly": True}),
 }
+OVER_GRPC = ("adam", "accumulation", "sparse")
 
 
 def watch_who_sends(strategy: tfps.Strategy) -> dict[str, set[int]]:
@@ -109,7 +110,7 @@ def main(*pservers: str) -> None:
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     programs: dict[str, Callable[[list[str], list[str]], list[np.ndarray]]] = {
-        **{name: functools.partial(trained, name) for name in PROGRAMS},
+        **{name: functools.partial(trained, name) for name in (OVER_GRPC if pservers else PROGRAMS)},
         "custom loop": custom_loop,
     }
     for name, run in programs.items():
