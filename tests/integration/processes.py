@@ -49,18 +49,18 @@ def started(
             process.communicate()
 
 
-def finish(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+def finish(processes: Sequence[subprocess.Popen[str]], timeout_s: float = TIMEOUT_S) -> list[tuple[int, str]]:
     """Exit code and output of each process."""
     results: list[tuple[int, str]] = []
     for process in processes:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
+        output, _ = process.communicate(timeout=timeout_s)
         results.append((process.returncode, output))
     return results
 
 
-def outputs(processes: Sequence[subprocess.Popen[str]]) -> list[Any]:
+def outputs(processes: Sequence[subprocess.Popen[str]], timeout_s: float = TIMEOUT_S) -> list[Any]:
     """The outputs of processes that must all end well."""
-    results = finish(processes)
+    results = finish(processes, timeout_s)
     for rank, (code, output) in enumerate(results):
         assert code == 0, f"worker {rank} ended with {code}:\n{output}"
     return [output for _, output in results]

@@ -17,6 +17,7 @@ import pytest
 
 from tfps.server import ParameterServer
 
+TIMEOUT_S = 550.0  # of one job with many programs, on a busy machine; half a minute is usual
 pytestmark = pytest.mark.timeout(600)
 
 # The first of each pair belongs to the quick suite, the second is long.
@@ -72,7 +73,7 @@ def run(names: list[tuple[str, str]], folder: Path) -> Results:
     try:
         addresses = [server.address for server in servers]
         with processes.started("program.py", addresses, 2, [arguments] * 2, **sizes) as running:
-            processes.outputs([*running, alone])
+            processes.outputs([*running, alone], TIMEOUT_S)
     finally:
         alone.kill()
         alone.communicate()
