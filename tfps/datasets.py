@@ -241,7 +241,7 @@ def distribute_dataset(
         "input_workers": _input_workers(extended, options),
         "strategy": extended._container_strategy(),
         "dataset": dataset,
-        "num_replicas_in_sync": extended._num_replicas_in_sync,
+        "num_replicas_in_sync": context.num_replicas_in_sync,
         "input_context": context,
         "options": options,
     }

@@ -22,6 +22,7 @@ from tfps.exchange import Exchange
 from tfps.extended import Extended
 from tfps.logs import agree_on_logs
 from tfps.loss_scaling import agree_on_finite
+from tfps.predictions import predict_everything
 from tfps.report import Report
 from tfps.runtime import Runtime
 from tfps.saving import share_files
@@ -74,6 +75,7 @@ class Strategy(tf.distribute.Strategy):
         super().__init__(Extended(self, devices, self._runtime, self.config.bucket_bytes, self.config.staging_depth))
         agree_on_finite(Strategy)
         agree_on_logs(Strategy)
+        predict_everything(Strategy)
         share_files(Strategy)
 
     @property
