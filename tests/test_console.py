@@ -80,7 +80,7 @@ def test_without_rich_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setitem(sys.modules, "rich.console", None)
     watcher = Watcher("127.0.0.1:1")
-    with contextlib.closing(watcher), pytest.raises(ConfigError, match=r"pip install 'tfps\[status\]'"):
+    with contextlib.closing(watcher), pytest.raises(ConfigError, match=r"pip install 'tfps\[console\]'"):
         show(watcher, 1.0)
 
 

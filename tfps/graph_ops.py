@@ -150,14 +150,15 @@ def pass_gate(gate: Gate, variable: tf.Tensor, after: Sequence[tf.Tensor]) -> No
         tf_private.set_read_only_inputs(_pass_function()(gate.handle, variable), [])
 
 
-def write_after(variable: tf.Tensor, after: Sequence[tf.Tensor]) -> None:
-    """Orders every later write of the resource `variable` in the current graph behind the tensors `after`.
+def write_after(variable: Any, after: Sequence[tf.Tensor]) -> None:
+    """Orders every later write of `variable` (a component) in the current graph behind the tensors `after`.
 
     A step whose input ends must not count itself: what it writes need not depend on its input (`iterations`, a seed).
     """
     with tf.device(None), tf.control_dependencies(after):
-        # A read: automatic control dependencies order writes behind it, and it is pruned where none follows.
-        tf.raw_ops.VarIsInitializedOp(resource=variable)
+        # Automatic control dependencies order writes behind a read, but not other reads, and it is pruned where no write
+        # follows. (VarIsInitializedOp would count as a write: sends that keep the learning rate would then queue up.)
+        tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
 
 @functools.cache

@@ -139,7 +139,7 @@ class GatedVariable(values.MirroredVariable):
         after = extended.note_access(self, graph)
         if not self.gates:
             if after:
-                write_after(self._values[replica].handle, after)
+                write_after(self._values[replica], after)
             return
         if graph in self._passed[replica]:
             return

@@ -75,7 +75,9 @@ def accumulation(job: Job) -> dict[str, Any]:
     pushes = 0
     if job.strategy:
         model.get_weights()
-        pushes = sum(event.kind == "applied" for event in job.strategy.recorder.stop())
+        specs = dict(job.strategy._runtime._buckets.values())
+        applied = [event for event in job.strategy.recorder.stop() if event.kind == "applied"]
+        pushes = sum(not specs[event.bucket].occasional for event in applied)
         pushes //= job.strategy.update_buckets()
     return {**weights(model), **history(fit), "own pushes": pushes}
 
