@@ -156,8 +156,8 @@ def write_after(variable: Any, after: Sequence[tf.Tensor]) -> None:
     A step whose input ends must not count itself: what it writes need not depend on its input (`iterations`, a seed).
     """
     with tf.device(None), tf.control_dependencies(after):
-        # Automatic control dependencies order writes behind a read, but not other reads, and it is pruned where no write
-        # follows. (VarIsInitializedOp would count as a write: sends that keep the learning rate would then queue up.)
+        # Automatic control dependencies order writes behind a read, but not other reads, and it is pruned where no
+        # write follows. VarIsInitializedOp would count as a write: sends that keep the learning rate would queue up.
         tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
 

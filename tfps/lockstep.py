@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
@@ -93,7 +93,7 @@ class Line:
 
 
 class Lockstep:
-    """All iterators of one strategy with several workers."""
+    """All iterators of the strategies of one runtime with several workers."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -112,6 +112,13 @@ class Lockstep:
         self._eager = _Request(self, None)
         runtime.adopt(self._eager, None)
         runtime.exchange.add_failure_listener(self._failed)
+
+    @staticmethod
+    def of(runtime: Runtime) -> Lockstep:
+        """The one of `runtime`: strategies that share it announce their batches in one order."""
+        if runtime.lockstep is None:
+            runtime.lockstep = Lockstep(runtime)
+        return cast(Lockstep, runtime.lockstep)
 
     def line(self, number: int, batches: int | None, answer: Callable[[int | None, str], None]) -> Line:
         """Begins a line; `answer(key, error)` is called once per request, on any thread."""

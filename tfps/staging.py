@@ -132,7 +132,7 @@ class Staging:
     def __init__(self, runtime: Runtime, devices: Sequence[str], depth: int) -> None:
         self.devices, self.depth = tuple(devices), depth
         self.closed = False
-        self.lockstep = Lockstep(runtime) if runtime.exchange.workers > 1 else None
+        self.lockstep = Lockstep.of(runtime) if runtime.exchange.workers > 1 else None
         self.keys = itertools.count()
         self.number = next(_numbers)
         _stagings[self.number] = self

@@ -70,7 +70,7 @@ class Page {
     try {
       const runs = await this.list();
       if (!runs.length) {
-        this.fail("There is no capture yet. Record one with tfps.callbacks.Trace(log_dir) or TFPS_TRACE=log_dir:10-20.");
+        this.fail("There is no capture here: no plugins/tfps/*.trace.json.gz in any folder below the log directory.");
         return;
       }
       await this.show(runs[0], NONE);
