@@ -10,7 +10,7 @@ import pytest
 from tfps.server import ParameterServer
 
 
-@pytest.fixture(params=["embedded", "grpc"])
+@pytest.fixture(params=[pytest.param("embedded", marks=pytest.mark.long), "grpc"])
 def pservers(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     running = [ParameterServer("127.0.0.1", 0, workers=1) for _ in range(2)] if request.param == "grpc" else []
     yield [server.address for server in running]

@@ -40,7 +40,10 @@ def train(addresses: list[str], workers: int, where: Path, **environment: str) -
     return [dict(np.load(file)) for file in files]
 
 
-@pytest.mark.parametrize(("workers", "devices"), [pytest.param(2, 1, marks=pytest.mark.long), (3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("workers", "devices"),
+    [pytest.param(2, 1, marks=pytest.mark.long), pytest.param(3, 1, marks=pytest.mark.long), (2, 2)],
+)
 def test_workers_end_bitwise_equal_and_close_to_one_process_on_the_global_batch(
     workers: int, devices: int, servers: list[str], alone: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
@@ -57,7 +60,7 @@ def test_workers_end_bitwise_equal_and_close_to_one_process_on_the_global_batch(
         assert difference < (1e-3 if name.startswith("adafactor") else 1e-5), f"{name}: {difference}"
 
 
-@pytest.mark.parametrize("workers", [3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_two_deterministic_runs_are_bitwise_equal(workers: int, servers: list[str], tmp_path: Path) -> None:
     runs = []
     for number in range(2):
