@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -17,21 +16,9 @@ import training
 
 import tfps
 from tfps.callbacks import scalars
-from tfps.server import ParameterServer
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 STEPS = 10  # of an epoch
-
-
-@pytest.fixture
-def remote() -> Iterator[tfps.Strategy]:
-    servers = [ParameterServer("127.0.0.1", 0, workers=1) for _ in range(2)]
-    config = tfps.Config(slice_bytes=1024, window_bytes=2048)
-    strategy = tfps.Strategy([server.address for server in servers], config=config)
-    yield strategy
-    strategy.close()
-    for server in servers:
-        server.stop()
 
 
 def written(log_dir: Path) -> dict[int, dict[str, float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,10 @@ import training
 import tfps
 from tfps import tf_private
 from tfps.picture import Picture, Read, Sent
-from tfps.server import ParameterServer
 
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz' dot is not installed")
 # The variables of training.mlp in forward order, without what Keras numbers per process.
 FORWARD = ["dense/kernel", "dense/bias", "dense_1/kernel", "dense_1/bias", "dense_2/kernel", "dense_2/bias"]
-
-
-@pytest.fixture
-def remote() -> Iterator[tfps.Strategy]:
-    servers = [ParameterServer("127.0.0.1", 0, workers=1) for _ in range(2)]
-    strategy = tfps.Strategy([s.address for s in servers], config=tfps.Config(slice_bytes=1024, window_bytes=2048))
-    yield strategy
-    strategy.close()
-    for server in servers:
-        server.stop()
 
 
 def drawn(strategy: tfps.Strategy, optimizer: Callable[[], Any], build: training.Build = training.mlp) -> Picture:

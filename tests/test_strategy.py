@@ -21,7 +21,6 @@ import training
 
 import tfps
 from tfps import runtime
-from tfps.server import ParameterServer
 
 
 @pytest.fixture
@@ -29,18 +28,6 @@ def strategy() -> Iterator[tfps.Strategy]:
     strategy = tfps.Strategy()
     yield strategy
     strategy.close()
-
-
-@pytest.fixture
-def remote() -> Iterator[tfps.Strategy]:
-    """One worker over gRPC, two pservers, many small slices."""
-    servers = [ParameterServer("127.0.0.1", 0, workers=1) for _ in range(2)]
-    config = tfps.Config(slice_bytes=1024, window_bytes=2048)
-    strategy = tfps.Strategy([server.address for server in servers], config=config)
-    yield strategy
-    strategy.close()
-    for server in servers:
-        server.stop()
 
 
 def compiled(strategy: tfps.Strategy, optimizer: Any = "adam", **options: Any) -> tuple[keras.Model, Any, Any]:

@@ -66,14 +66,7 @@ class Reductions:
         order = [axis, *(each for each in range(rank) if each != axis)]
         turned = tf.transpose(local, order) if axis else local
         data, shape = graph_ops.to_raw(turned), graph_ops.to_raw(tf.shape(turned, tf.int64))
-        spec = BucketSpec(
-            name=f"gather {local.dtype.name} with {rank} dimensions along {axis}",
-            kind="gather",
-            nbytes=0,
-            dtype="uint8",
-            priority=0,
-            occasional=True,
-        )
+        spec = _gather_spec(f"gather {local.dtype.name} with {rank} dimensions along {axis}")
         if tf.executing_eagerly():
             (bucket,) = self._runtime.buckets([(("eager", spec), spec)])
             reply = self._runtime.exchange_now(bucket, pack_sparse(shape.numpy(), data.numpy()))
@@ -156,21 +149,18 @@ def _axis(axis: Any, value: tf.Tensor) -> int:
     return int(number)
 
 
+def _gather_spec(name: str) -> BucketSpec:
+    return BucketSpec(name=name, kind="gather", nbytes=0, dtype="uint8", priority=0, occasional=True)
+
+
 def _spec(value: Any) -> BucketSpec:
     """How `value` is exchanged: sparse ones, and shapes that are not known, by gathering."""
     if isinstance(value, tf.IndexedSlices):
-        return BucketSpec(
-            name=f"IndexedSlices {value.values.dtype.name}",
-            kind="gather",
-            nbytes=0,
-            dtype="uint8",
-            priority=0,
-            occasional=True,
-        )
+        return _gather_spec(f"IndexedSlices {value.values.dtype.name}")
     dtype = graph_ops.wire_dtype(value.dtype)
     name = f"tensor {value.shape} {value.dtype.name}"
     if not value.shape.is_fully_defined():
-        return BucketSpec(name=name, kind="gather", nbytes=0, dtype="uint8", priority=0, occasional=True)
+        return _gather_spec(name)
     return BucketSpec(
         name=name,
         kind="sum",

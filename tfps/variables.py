@@ -19,9 +19,24 @@ from tfps.errors import UnsupportedError
 from tfps.graph_ops import HOST, Gate, pass_gate, write_after
 from tfps.tf_private import ResourceVariable, distribute_lib, in_xla, ops, outer_graphs, values, values_util
 
-_tracing = (
-    threading.local()
-)  # .deferral: the deferred update that this thread traces, if any; .updating: see `updating`
+
+class _Tracing(threading.local):
+    """What this thread traces just now: a deferred update, an update that every replica makes alike."""
+
+    deferral: Deferral | None = None
+    updating = False
+
+    @contextlib.contextmanager
+    def set(self, name: str, value: Any) -> Iterator[None]:
+        before = getattr(self, name)
+        setattr(self, name, value)
+        try:
+            yield
+        finally:
+            setattr(self, name, before)
+
+
+_tracing = _Tracing()
 
 
 class Deferral:
@@ -73,26 +88,14 @@ class Deferral:
         return self.kept[id(what)][0].read_value()
 
 
-@contextlib.contextmanager
-def deferring(deferral: Deferral | None) -> Iterator[None]:
+def deferring(deferral: Deferral | None) -> contextlib.AbstractContextManager[None]:
     """This thread traces `deferral` (or, with None, is back in the program)."""
-    before = getattr(_tracing, "deferral", None)
-    _tracing.deferral = deferral
-    try:
-        yield
-    finally:
-        _tracing.deferral = before
+    return _tracing.set("deferral", deferral)
 
 
-@contextlib.contextmanager
-def updating() -> Iterator[None]:
+def updating() -> contextlib.AbstractContextManager[None]:
     """This thread is in an update that every replica makes alike: what it writes stays equal by itself."""
-    before = getattr(_tracing, "updating", False)
-    _tracing.updating = True
-    try:
-        yield
-    finally:
-        _tracing.updating = before
+    return _tracing.set("updating", True)
 
 
 class GatedVariable(values.MirroredVariable):
@@ -128,7 +131,7 @@ class GatedVariable(values.MirroredVariable):
 
     def _access(self, replica: int) -> None:
         """Waits for this replica's component (eagerly), or orders what follows in the graph behind its gate."""
-        if getattr(_tracing, "deferral", None) is not None:
+        if _tracing.deferral is not None:
             return
         extended = self._distribute_strategy.extended
         if tf.executing_eagerly():
@@ -163,7 +166,7 @@ class GatedVariable(values.MirroredVariable):
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
         extended = self._distribute_strategy.extended
-        alike = getattr(_tracing, "deferral", None) is not None or getattr(_tracing, "updating", False)
+        alike = _tracing.deferral is not None or _tracing.updating
         if self.local and not alike:
             extended.note_local_write(self)
             return update_fn(self._get_on_device_or_primary(), value, **kwargs)
@@ -197,7 +200,7 @@ class GatedVariable(values.MirroredVariable):
 
     def _kept(self) -> tf.Tensor | None:
         """Inside a deferred update that does not own this variable: its value as of the send."""
-        deferral: Deferral | None = getattr(_tracing, "deferral", None)
+        deferral = _tracing.deferral
         if deferral is None or deferral.owns(self):
             return None
         return deferral.keep_variable(self)

@@ -1,4 +1,4 @@
-"""Finds Python interpreters by their version, for the environments that tools make."""
+"""Finds Python interpreters by their version, and runs what installs into the environments that tools make."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 
@@ -32,3 +32,32 @@ def version_of(python: Path) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return found.stdout.strip() if found.returncode == 0 else None
+
+
+class CommandError(Exception):
+    """A command has failed; the text names it and ends with what it said last."""
+
+
+def run(command: Sequence[str], variables: Mapping[str, str], timeout_s: float, *, nice: bool = False) -> None:
+    """Runs `command` silently with more variables in its environment; with `nice`, behind everything else.
+
+    Raises:
+        CommandError: it failed, or took longer than `timeout_s`.
+    """
+    before = ["nice", "-n", "19"] if nice and shutil.which("nice") else []
+    try:
+        done = subprocess.run(
+            [*before, *command],
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        raise CommandError(f"{' '.join(command)} must end within {timeout_s:.0f} s") from None
+    if done.returncode != 0:
+        last = "\n".join(done.stdout.splitlines()[-15:])
+        raise CommandError(f"{' '.join(command)} ended with {done.returncode}, and said last\n{last}")

@@ -117,23 +117,10 @@ def install(pair: Pair) -> None:
 
 
 def _run(command: Sequence[str]) -> None:
-    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=PIP_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise MatrixError(f"{' '.join(command)} must end within {PIP_S:.0f} s") from None
-    if done.returncode != 0:
-        last = "\n".join(done.stdout.splitlines()[-15:])
-        raise MatrixError(f"{' '.join(command)} ended with {done.returncode}, and said last\n{last}")
+        interpreters.run(command, {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}, PIP_S)
+    except interpreters.CommandError as error:
+        raise MatrixError(str(error)) from None
 
 
 def run(pair: Pair, options: Sequence[str]) -> str:

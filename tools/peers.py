@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -162,25 +161,10 @@ def install(wanted: Environment, python: Path | None = None) -> None:
 
 
 def _run(command: Sequence[str], variables: Mapping[str, str], wanted: Environment) -> None:
-    nice = ["nice", "-n", "19"] if shutil.which("nice") else []
     try:
-        done = subprocess.run(
-            [*nice, *command],
-            env={**os.environ, **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=PIP_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise PeerError(f"peer '{wanted.name}': {' '.join(command)} must end within {PIP_S:.0f} s") from None
-    if done.returncode != 0:
-        last = "\n".join(done.stdout.splitlines()[-15:])
-        raise PeerError(
-            f"peer '{wanted.name}': {' '.join(command)} ended with {done.returncode}, and said last\n{last}"
-        )
+        interpreters.run(command, variables, PIP_S, nice=True)
+    except interpreters.CommandError as error:
+        raise PeerError(f"peer '{wanted.name}': {error}") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
