@@ -54,10 +54,7 @@ PROGRAMS = {
     ),
 }
 # Each in a job of its own: where one does not work it may take the others with it.
-WAITING = {
-    "programs_input.files_uneven": "ranks with fewer batches than others end the job",
-    "programs_training.batch_normalization": "moving statistics are each rank's own",
-}
+BY_THEMSELVES = ["programs_input.files_uneven", "programs_training.batch_normalization"]
 # Half types round each rank's gradients by themselves.
 TOLERANCE = {"loss_scaling": 5e-3, "mixed_bfloat16": 3e-2}
 Results = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]  # of plain Keras and of each rank
@@ -152,10 +149,7 @@ def test_a_backup_of_rank_0_restores_every_rank(quick: Results) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "program",
-    [pytest.param(name, marks=pytest.mark.xfail(strict=False, reason=reason)) for name, reason in WAITING.items()],
-)
+@pytest.mark.parametrize("program", BY_THEMSELVES)
 def test_two_workers_do_what_is_to_be_expected(program: str, tmp_path: Path) -> None:
     module, name = program.split(".")
     check(name, run([(module, name)], tmp_path))
