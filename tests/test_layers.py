@@ -16,7 +16,10 @@ MAX_LINES = 450
 # A module imports from layers above its own in this list, and from its own as long as no circle arises.
 LAYERS = (
     "version errors config memory terminal supervisor progress",
-    "slicing placement aggregate exchange layout tuning report sparse picture intervals capture trace capture_file summary",
+    (
+        "slicing placement aggregate exchange layout tuning report sparse picture intervals capture trace "
+        "capture_file summary"
+    ),
     "protos frames send_queue stream membership control rounds status",
     "patience tuner worker server job embedded metrics console",
     (
