@@ -17,8 +17,9 @@ from jobs import DEADLINE_S, Cluster, push, summed, together
 from tfps.config import Config
 from tfps.errors import ProtocolError, TfpsError
 from tfps.exchange import BucketSpec
-from tfps.layout import Layout, cut_anew
+from tfps.layout import Cutting, Layout, cut_anew
 from tfps.protos import tfps_pb2 as pb
+from tfps.rounds import Bucket
 from tfps.send_queue import Throughput
 from tfps.trace import Recorder
 from tfps.tuner import Tuner, measure
@@ -183,11 +184,16 @@ def test_what_small_slices_could_not_show_is_seen_at_a_second_look(
     raw = cluster.raw(cluster.pserver(1).address)
     tuner = Tuner(Config(), [raw.pserver], [link], lambda *chosen: sizes.append(chosen))  # type: ignore[list-item]
     tuner.probe()
+    trained, announced = Bucket(SPECS[0], Cutting([], [])), Bucket(SPECS[2], Cutting([], []))
     for steps in range(1, 20):
+        trained.steps, trained.started_s = steps, 0.1 * steps
+        announced.steps, announced.started_s = 3 * steps, 0.0  # a round that runs ahead says nothing of the step
         rate = rates[0] if not sizes or steps <= tuner._steps_then else rates[1]
         link.throughput = Throughput(link.throughput.nbytes + int(0.1 * rate), link.throughput.seconds + 0.1)
-        tuner.look([types.SimpleNamespace(steps=steps)])  # type: ignore[list-item]
+        tuner.look([announced, trained])
     assert tuner.done
+    assert tuner._measured is not None
+    assert tuner._measured.step_s == pytest.approx(0.1)
     first = Config().first_slice_bytes
     found = ["largest" if s == MAX_SLICE_BYTES else "larger" if s > first else "smaller" for s, _ in sizes]
     assert found == changes

@@ -41,6 +41,7 @@ class Bucket:
     cutting: Cutting  # of the current push
     lock: threading.Lock = field(default_factory=threading.Lock)  # guards all below
     steps: int = 0
+    started_s: float = 0.0  # when the last of them began
     current: Push | None = None
     waiting: deque[Push] = field(default_factory=deque)
     next: dict[int, Cutting] = field(default_factory=dict)  # by the first step that is cut so
@@ -53,6 +54,7 @@ class Bucket:
         self.cutting = self.next.pop(self.steps, self.cutting)
         self.current = push = self.waiting.popleft()
         push.step, push.started_s = self.steps, time.monotonic()
+        self.started_s = push.started_s
         self.steps += 1
         return push
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from tfps.config import Config
 from tfps.control import Pserver
 from tfps.errors import TfpsError
+from tfps.layout import tunable
 from tfps.protos import tfps_pb2 as pb
 from tfps.rounds import Bucket
 from tfps.send_queue import SendQueue, Throughput
@@ -22,7 +23,7 @@ _PROBES = 5
 _PROBE_TIMEOUT_S = 5.0
 _STEPS, _BUSY_S = 2, 0.1  # the least that a measurement needs
 _GIVE_UP_STEPS = 50  # by then the network would have been busy if it mattered
-_MIN_MESSAGE_S, _MAX_MESSAGE_S = 30e-6, 2e-3
+_MIN_MESSAGE_S, _MAX_MESSAGE_S = 100e-6, 2e-3  # Python and gRPC on both ends take about 0.15 ms at best
 
 
 class Tuner:
@@ -65,8 +66,12 @@ class Tuner:
 
     def look(self, buckets: Sequence[Bucket]) -> None:
         """Tunes if enough has been measured."""
-        steps = max((bucket.steps for bucket in buckets), default=0)
-        now_s = time.monotonic()
+        # Of what is trained: announcements of batches and the like run ahead, and have rounds of their own.
+        leader = max((b for b in buckets if tunable(b.spec)), key=lambda bucket: bucket.steps, default=None)
+        if leader is None:
+            return
+        with leader.lock:
+            steps, now_s = leader.steps, leader.started_s
         if self.done or not self._round_trip_s or steps <= self._steps_then:
             return
         busy = [queue.throughput for queue in self._queues]
