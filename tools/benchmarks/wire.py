@@ -2,8 +2,10 @@
 
 Beside it, in the same run and interleaved: 2 clients that echo the same bytes in equal slices off one process through
 raw sockets, which is what loopback and Python give at best. GB/s per worker are bytes pushed per worker and second; CPU
-s/GB are of all processes together, per byte pushed by all workers. A further row is gRPC alone: the same echo over bare
-bidirectional streams, the floor for anything built on it.
+s/GB are of all processes together, per byte pushed by all workers. Two further rows are gRPC alone: the same echo over
+bare bidirectional streams; and the same with the three passes over memory that a sum needs however it is organised: a
+client copies a gradient into its message and the answer out of it, and the server adds every second message to another.
+That is the floor for anything built on gRPC for Python.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ ECHO_BYTES, ECHO_WINDOW = 2**20, 4  # messages of the echoes, and how many are o
 WARMUP_STEPS = 15  # in which tfps tunes itself
 WORKERS = 2
 ANSWER_S = 300.0
+ROWS = {"raw": "raw", "grpc": "bare gRPC", "floor": "gRPC + sums", "p1": "1 pserver", "p2": "2 pservers"}
 
 
 def run(quick: bool) -> Outcome:
@@ -45,6 +48,7 @@ def run(quick: bool) -> Outcome:
         for name, role, servers in (
             ("raw", "raw", 1),
             ("bare gRPC", "grpc", 1),
+            ("gRPC + sums", "grpc-sum", 1),
             ("1 pserver", "work", 1),
             ("2 pservers", "work", 2),
         ):
@@ -52,7 +56,7 @@ def run(quick: bool) -> Outcome:
             runs.append(result)
             print(f"{name:12} {result['gb_per_s']:16.3f} {result['cpu_s_per_gb']:9.2f}", flush=True)
     headline = {}
-    for key, what in (("raw", "raw"), ("grpc", "bare gRPC"), ("p1", "1 pserver"), ("p2", "2 pservers")):
+    for key, what in ROWS.items():
         of_kind = [r for r in runs if r["what"] == what]
         headline[f"{key}_gb_per_s"] = median(of_kind, "gb_per_s")
         headline[f"{key}_cpu_s_per_gb"] = median(of_kind, "cpu_s_per_gb")
@@ -60,7 +64,7 @@ def run(quick: bool) -> Outcome:
 
 
 def measure(role: str, server_count: int, steps: int) -> dict[str, Any]:
-    """One run in fresh processes; `role` is what the workers do: "work" with pservers, "raw" or "grpc" with an echo."""
+    """One run in fresh processes; `role` is what the workers do: "work" with pservers, the others with an echo."""
     with contextlib.ExitStack() as stack:
         command = [sys.executable, "-u", str(pathlib.Path(__file__))]
         if role == "work":
@@ -164,7 +168,7 @@ def _raw(address: str, steps: int) -> None:
     _timed(step, steps)
 
 
-def _grpc(address: str, steps: int) -> None:
+def _grpc(address: str, steps: int, sums: bool) -> None:
     import grpc
 
     from tfps.control import CHANNEL_OPTIONS
@@ -172,27 +176,49 @@ def _grpc(address: str, steps: int) -> None:
 
     tune_malloc()
     window = threading.Semaphore(ECHO_WINDOW)
-    slices = [bytes(min(ECHO_BYTES, STEP_BYTES - start)) for start in range(0, STEP_BYTES, ECHO_BYTES)]
-    todo: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    starts = range(0, STEP_BYTES, ECHO_BYTES)
+    if sums:
+        gradient, result = memoryview(bytearray(STEP_BYTES)), np.empty(STEP_BYTES, np.uint8)
+        slices: list[Any] = [gradient[start : start + ECHO_BYTES] for start in starts]
+    else:
+        slices = [bytes(min(ECHO_BYTES, STEP_BYTES - start)) for start in starts]
+    todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def messages() -> Iterator[bytes]:
         while True:
             window.acquire()
-            yield todo.get()
+            piece = todo.get()
+            yield b"".join((piece,)) if sums else piece
 
     echoes = grpc.insecure_channel(address, CHANNEL_OPTIONS).stream_stream("/echo/Echo")(messages())
 
     def step() -> None:
         for piece in slices:
             todo.put(piece)
-        for _ in slices:
-            next(echoes)
+        for start in starts:
+            answer = next(echoes)
             window.release()
+            if sums:
+                result[start : start + ECHO_BYTES] = np.frombuffer(answer, np.uint8)
 
     _timed(step, steps)
 
 
-def _grpc_echo() -> None:
+def _with_sums(messages: Iterator[bytes], _: Any) -> Iterator[bytes]:
+    """Echoes; two workers' messages make one sum, so every second one is added to what was there."""
+    from tfps.frames import HEADER_BYTES, Blank, Header, Kind
+
+    for number, message in enumerate(messages):
+        if number % 2:
+            blank = Blank(len(message) - HEADER_BYTES)
+            part = np.frombuffer(message, np.float32, offset=HEADER_BYTES)
+            np.add(part, part, out=blank.payload.view(np.float32))
+            yield blank.finish(Header(Kind.REPLY))
+        else:
+            yield message
+
+
+def _grpc_echo(sums: bool) -> None:
     import grpc
 
     from tfps.control import SERVER_OPTIONS
@@ -200,7 +226,7 @@ def _grpc_echo() -> None:
 
     tune_malloc()
     server = grpc.server(ThreadPoolExecutor(8), options=SERVER_OPTIONS)
-    echo = grpc.stream_stream_rpc_method_handler(lambda messages, _: messages)
+    echo = grpc.stream_stream_rpc_method_handler(_with_sums if sums else lambda messages, _: messages)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("echo", {"Echo": echo}),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -232,7 +258,9 @@ def _fill(connection: socket.socket, buffer: memoryview) -> None:
 
 def _main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("role", choices=["work", "raw", "grpc", "raw-echo", "grpc-echo"])
+    parser.add_argument(
+        "role", choices=["work", *(f"{kind}{end}" for kind in ("raw", "grpc", "grpc-sum") for end in ("", "-echo"))]
+    )
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("addresses", nargs="*")
     options = parser.parse_args()
@@ -240,10 +268,10 @@ def _main() -> None:
         _work(options.addresses, options.steps)
     elif options.role == "raw":
         _raw(options.addresses[0], options.steps)
-    elif options.role == "grpc":
-        _grpc(options.addresses[0], options.steps)
-    elif options.role == "grpc-echo":
-        _grpc_echo()
+    elif options.role in ("grpc", "grpc-sum"):
+        _grpc(options.addresses[0], options.steps, sums=options.role == "grpc-sum")
+    elif options.role in ("grpc-echo", "grpc-sum-echo"):
+        _grpc_echo(sums=options.role == "grpc-sum-echo")
     else:
         _raw_echo()
 
