@@ -1,5 +1,7 @@
 """Predicts the time of a training step: `tools/simulate.py --profile vgg19 --workers 4 --pservers 4 --rate-gbit 10`.
 
+A profile is a model's name, a file of `Strategy.report().save_profile`, or a trace (`<run>.trace.json.gz`) that
+`tfps.callbacks.Trace` recorded: what would this training cost with more workers, or on another network?
 Without --policy all are compared. `--sweep-rate 1,2,5,10` prints a row per bandwidth. "of bound" is the lower bound
 (docs/lower_bound.md) divided by the predicted time: 100 % is as short as a step can be.
 """
@@ -17,8 +19,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import model_profiles
+import recorded_profiles
 from simulation import POLICIES, Cluster, Policy, Result, Settings, chrome_trace, lower_bound, simulate, to_json
 
+from tfps import capture_file
 from tfps.errors import ConfigError
 
 
@@ -43,7 +47,8 @@ def run(options: argparse.Namespace) -> list[tuple[model_profiles.Profile, Clust
     Raises:
         ConfigError: a value is out of range, or a trace of several runs was asked for.
     """
-    profile = model_profiles.load(options.profile).scaled(options.scale)
+    recorded = options.profile.endswith(capture_file.SUFFIX)
+    profile = (recorded_profiles if recorded else model_profiles).load(options.profile).scaled(options.scale)
     base = Cluster(**{field.name: getattr(options, field.name) for field in fields(Cluster)})
     rates = [base.rate_gbit] if options.sweep_rate is None else options.sweep_rate
     policies: list[Policy] = options.policy or list(POLICIES)
@@ -93,7 +98,9 @@ def make_parser() -> argparse.ArgumentParser:
         parser.add_argument(flag, type=read, default=default, metavar="N", help=shown)
 
     known = ", ".join(model_profiles.names())
-    parser.add_argument("--profile", required=True, metavar="NAME|FILE", help=f"{known}, or a JSON file")
+    parser.add_argument(
+        "--profile", required=True, metavar="NAME|FILE", help=f"{known}, a JSON file, or a recorded trace"
+    )
     parser.add_argument("--scale", type=float, default=1.0, metavar="N", help="divide all bytes by this")
     parser.add_argument("--workers", type=int, default=4, metavar="N")
     parser.add_argument("--pservers", type=int, default=4, metavar="N")
