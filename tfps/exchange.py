@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tfps.capture import Bucket, Capture, Setting
 from tfps.errors import ClosedError, ConfigError, ProtocolError, TfpsError
 
 Payload = bytes | bytearray | memoryview | NDArray[Any]  # C-contiguous; collections.abc.Buffer needs Python 3.12
@@ -108,7 +109,15 @@ FailureListener = Callable[[TfpsError], None]
 
 
 class Exchange(Protocol):
-    """Sums and gathers buckets over all workers of a job."""
+    """Sums and gathers buckets over all workers of a job.
+
+    Attributes:
+        on_trace: called with True when this worker's recorder has been started for a capture, and with False when it is
+            about to be stopped: what it adds then still counts. On any thread, on all ranks; it must be short and must
+            not raise.
+    """
+
+    on_trace: Callable[[bool], None] | None
 
     @property
     def rank(self) -> int:
@@ -167,6 +176,32 @@ class Exchange(Protocol):
 
         Raises:
             ProtocolError: there is no such bucket, or the payload has not its size.
+        """
+
+    def start_trace(self) -> None:
+        """Begins to record a capture on all workers and pservers. For rank 0 only.
+
+        Returns when all pservers record; each of the other workers begins when it hears of it, a moment later.
+
+        Raises:
+            UnsupportedError: this is another rank.
+            TfpsError: one is being recorded, or the exchange has failed or was closed.
+        """
+
+    def stop_trace(
+        self, buckets: Sequence[Bucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
+    ) -> Capture:
+        """Ends it everywhere and collects what was recorded, which takes half a minute at most. For rank 0 only.
+
+        What a worker has not handed in by then is left out, which is logged. Offsets of clocks are measured here.
+
+        Args:
+            buckets: by id, as people shall see them; those of higher ids are described as they were declared.
+            settings: beside the policy and the sizes of slices and windows.
+
+        Raises:
+            UnsupportedError: this is another rank.
+            TfpsError: none is being recorded, or the exchange has failed meanwhile.
         """
 
     def add_failure_listener(self, listener: FailureListener) -> None:
