@@ -45,7 +45,7 @@ def test_spans_come_back_as_they_were_recorded() -> None:
     recorder.span("step", 1, 2)
     recorder.sent(UNKNOWN, 1, 2, 3, 4, 5, 6, 7, 8)
     recorder.arrived(1, 2, 3, 2**32 - 1, 7, 8)
-    expected = [RecordedSpan(kind, -(2**60), 2**60, *fields.values(), 7) for kind in KINDS]
+    expected = [RecordedSpan(kind, -(2**60), 2**60, **fields, pserver=7) for kind in KINDS]
     assert recorder.spans() == [*expected, RecordedSpan("step", 1, 2)]
     *_, sent, arrived = np.frombuffer(recorder.records(), RECORD).tolist()
     assert sent == (SENT, UNKNOWN, 1, 2, 3, 4, -1, 5, 6, 7, 8)
