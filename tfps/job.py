@@ -154,7 +154,6 @@ class Job:
             end = self._ends.pop(rank, None)
             self._changed.notify_all()
         self._queues[rank].close()
-        self.recording.gone(rank)
         if end is not None:
             end()
         if lost:

@@ -362,12 +362,7 @@ class Worker:
         specs = [bucket.spec for bucket in list(self._buckets)]
         sizes = {"slice_bytes": self.slice_bytes, "window_bytes": self.window_bytes}
         about = {"policy": self.config.policy, **sizes, **settings}
-        try:
-            return self._tracer.stop(named(buckets, specs), name, steps, about)
-        except TfpsError as error:
-            if self._state.failure is None:
-                raise
-            raise self._state.failure from error
+        return self._tracer.stop(named(buckets, specs), name, steps, about)
 
     # Pushing
 
