@@ -22,65 +22,58 @@ from tfps.server import ParameterServer
 from tfps.trace import Recorder
 from tfps.worker import Worker
 
-SIZES = {32 * 1024: 8 * 2**20, 2**20: 64 * 2**20}  # of slices -> of a step
+SIZES = {32 * 1024: 4 * 2**20, 2**20: 32 * 2**20}  # of slices -> of a step
 BUCKETS = 8
-STEPS = 4  # between two changes
 
 
 class _Job:
     def __init__(self, stack: contextlib.ExitStack, slice_bytes: int, step_bytes: int) -> None:
         config = Config(slice_bytes=slice_bytes, window_bytes=4 * slice_bytes)
         addresses = []
-        for _ in range(2):
-            server = ParameterServer("127.0.0.1", 0, workers=2)
+        self._recorders = [Recorder() for _ in range(4)]
+        for recorder in self._recorders[2:]:
+            server = ParameterServer("127.0.0.1", 0, workers=2, recorder=recorder)
             stack.callback(server.stop)
             addresses.append(server.address)
-        self.recorders = [Recorder(), Recorder()]
         with ThreadPoolExecutor(2) as pool:
-            make = lambda rank: Worker(addresses, rank=rank, config=config, recorder=self.recorders[rank])  # noqa: E731
-            self.workers = list(pool.map(make, range(2)))
+            make = lambda rank: Worker(addresses, rank=rank, config=config, recorder=self._recorders[rank])  # noqa: E731
+            self._workers = list(pool.map(make, range(2)))
             specs = [BucketSpec(f"b{i}", "sum", step_bytes // BUCKETS, "float32", i) for i in range(BUCKETS)]
-            (self._buckets, _) = pool.map(lambda worker: worker.declare(specs), self.workers)
-        for worker in self.workers:
+            (self._buckets, _) = pool.map(lambda worker: worker.declare(specs), self._workers)
+        for worker in self._workers:
             stack.callback(worker.close)
         self._payload = np.ones(step_bytes // BUCKETS // 4, np.float32)
 
-    def step(self) -> None:
+    def step(self, recorded: bool) -> tuple[float, float]:
+        """One step, seconds and CPU seconds."""
+        for recorder in self._recorders:
+            if recorded:
+                recorder.start(events=False)
+            else:
+                recorder.stop()
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
         left = threading.Semaphore(0)
-        for worker in self.workers:
+        for worker in self._workers:
             for bucket in reversed(self._buckets):  # as backward makes them
                 worker.push(bucket, self._payload, lambda _: left.release())
         for _ in range(2 * BUCKETS):
             left.acquire()
-
-    def steps(self, recorded: bool) -> tuple[float, float]:
-        """Seconds and CPU seconds per step."""
-        if recorded:
-            self.workers[0].start_trace()
-            while not all(recorder.enabled for recorder in self.recorders):
-                time.sleep(0.001)
-        wall_s, cpu_s = time.perf_counter(), time.process_time()
-        for _ in range(STEPS):
-            self.step()
-        found = (time.perf_counter() - wall_s) / STEPS, (time.process_time() - cpu_s) / STEPS
-        if recorded:
-            self.workers[0].stop_trace([], "bench", (), {})
-        return found
+        return time.perf_counter() - wall_s, time.process_time() - cpu_s
 
 
 def run(quick: bool) -> Outcome:
     """Ratios with recording on to off, for small slices and for large ones."""
-    pairs = 20 if quick else 60
+    pairs = 100 if quick else 400
     runs: list[dict[str, Any]] = []
     headline: dict[str, float] = {}
     for slice_bytes, step_bytes in SIZES.items():
         with contextlib.ExitStack() as stack:
             job = _Job(stack, slice_bytes, step_bytes)
-            job.steps(False)
-            job.steps(True)
+            for _ in range(5):
+                job.step(True)
             own: list[dict[str, Any]] = []
             for number in range(pairs):
-                found = {recorded: job.steps(recorded) for recorded in ((False, True), (True, False))[number % 2]}
+                found = {recorded: job.step(recorded) for recorded in ((False, True), (True, False))[number % 2]}
                 own.append(
                     {
                         "slice_bytes": slice_bytes,
