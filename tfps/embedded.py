@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from tfps.assembly import Recorded, assemble, named
+from tfps.capture import Bucket, Capture, Process, Setting
 from tfps.config import Config
 from tfps.errors import TfpsError
 from tfps.exchange import (
@@ -19,6 +22,8 @@ from tfps.exchange import (
     as_bytes,
     check_payload,
 )
+from tfps.trace import Recorder
+from tfps.tracer import NOT_RUNNING, RUNNING, Switch
 
 
 class EmbeddedExchange:
@@ -28,8 +33,10 @@ class EmbeddedExchange:
     workers = 1
     slice_bytes = window_bytes = 0
 
-    def __init__(self, config: Config | None = None) -> None:
+    def __init__(self, config: Config | None = None, recorder: Recorder | None = None) -> None:
         self.config = config or Config()
+        self._recorder = recorder or Recorder()
+        self._switch = Switch(self._recorder)
         self._specs: list[BucketSpec] = []
         self._state = FailureState()
 
@@ -63,6 +70,20 @@ class EmbeddedExchange:
         else:
             on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload))
 
+    def start_trace(self) -> None:
+        if (end := self._state.end) is not None:
+            raise end
+        if not self._switch.on():
+            raise TfpsError(RUNNING)
+
+    def stop_trace(
+        self, buckets: Sequence[Bucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
+    ) -> Capture:
+        if not self._switch.off():
+            raise TfpsError(NOT_RUNNING)
+        recorded = Recorded(Process("worker", 0, socket.gethostname()), self._recorder.records())
+        return assemble([recorded], named(buckets, self._specs), name, steps, settings)
+
     def add_failure_listener(self, listener: FailureListener) -> None:
         self._state.add_listener(listener)
 
@@ -70,4 +91,5 @@ class EmbeddedExchange:
         self._state.fail(error)
 
     def close(self) -> None:
+        self._switch.off()
         self._state.close()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tfps.capture import Bucket, Capture, Setting
 from tfps.errors import ClosedError, ConfigError, ProtocolError, TfpsError
 
 Payload = bytes | bytearray | memoryview | NDArray[Any]  # C-contiguous; collections.abc.Buffer needs Python 3.12
@@ -167,6 +168,32 @@ class Exchange(Protocol):
 
         Raises:
             ProtocolError: there is no such bucket, or the payload has not its size.
+        """
+
+    def start_trace(self) -> None:
+        """Begins to record a capture on all workers and pservers, in their recorders. For rank 0 only.
+
+        Returns when all pservers record; each of the other workers begins when it hears of it, a moment later.
+
+        Raises:
+            UnsupportedError: this is another rank.
+            TfpsError: one is being recorded, or the exchange has failed or was closed.
+        """
+
+    def stop_trace(
+        self, buckets: Sequence[Bucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
+    ) -> Capture:
+        """Ends it everywhere and collects what was recorded, which takes half a minute at most. For rank 0 only.
+
+        What a worker has not handed in by then is left out, which is logged. Offsets of clocks are measured here.
+
+        Args:
+            buckets: by id, as people shall see them; those of higher ids are described as they were declared.
+            settings: beside the policy and the sizes of slices and windows.
+
+        Raises:
+            UnsupportedError: this is another rank.
+            TfpsError: none is being recorded, or the exchange has failed meanwhile.
         """
 
     def add_failure_listener(self, listener: FailureListener) -> None:

@@ -232,6 +232,6 @@ def _devices(devices: Sequence[str] | None) -> Sequence[str]:
 
 def _exchange(cluster: Cluster, config: Config, recorder: Recorder) -> Exchange:
     if not cluster.pservers:
-        return EmbeddedExchange(config)
+        return EmbeddedExchange(config, recorder)
     options: dict[str, Any] = {"rank": cluster.rank, "workers": cluster.workers, "job": cluster.job}
     return Worker(cluster.pservers, **options, config=config, recorder=recorder)
