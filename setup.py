@@ -20,10 +20,20 @@ NO_CPU_WHEEL = (
     '(sys_platform != "win32" or platform_machine != "AMD64")'
 )
 EXAMPLES = ["scikit-learn>=1.4"]
-TEST = [*EXAMPLES, "hypothesis>=6.100", "psutil>=5.9", "pytest>=8.2", "pytest-timeout>=2.3"]
 METRICS = ["prometheus-client>=0.20"]
 CONSOLE = ["rich>=13"]
 TENSORBOARD = ["tensorboard>=2.18"]
+TEST = [
+    *EXAMPLES,
+    *METRICS,
+    *CONSOLE,
+    *TENSORBOARD,
+    "hypothesis>=6.100",
+    "psutil>=5.9",
+    "pytest>=8.2",
+    "pytest-timeout>=2.3",
+    "selenium>=4.15",
+]
 
 setup(
     name="tfps",
@@ -46,13 +56,9 @@ setup(
         "test": TEST,
         "dev": [
             *TEST,
-            *METRICS,
-            *CONSOLE,
-            *TENSORBOARD,
             "matplotlib>=3.10",
             "mypy>=1.13",
             "ruff>=0.9",
-            "selenium>=4.15",
             "types-protobuf>=5",
             "types-psutil>=5.9",
         ],
