@@ -20,6 +20,7 @@ from tfps.tf_private import (
     DistributedDataset,
     DistributedDatasetsFromFunction,
     distribute_utils,
+    of_any_size,
     values,
 )
 
@@ -189,15 +190,18 @@ class _Staged:
     def __iter__(self: Any) -> Any:
         if self.staging.closed or not tf.executing_eagerly():
             return super().__iter__()  # type: ignore[misc]
-        spec = StagedIteratorSpec(self.staging.number, self.sources[0].element_spec, self.on_devices)
-        stage = self.staging.stage(self.sources[0].element_spec, on_devices=self.on_devices)
         pads = self._enable_get_next_as_optional
+        element_spec = self.sources[0].element_spec
+        if pads and len(self.staging.devices) > 1:  # some replicas may get a batch of no examples at the end
+            element_spec = of_any_size(element_spec)
+        spec = StagedIteratorSpec(self.staging.number, element_spec, self.on_devices)
+        stage = self.staging.stage(element_spec, on_devices=self.on_devices)
         known = [int(source.cardinality()) for source in self.sources]
         batches = None
         if min(known) >= 0:
             each = known if len(known) == stage.replicas else [known[0] / stage.replicas]
             batches = math.ceil(max(each)) if pads else math.floor(min(each))
-        feed = Feed(self.staging, stage, self.sources, self.sources[0].element_spec, pads, batches)
+        feed = Feed(self.staging, stage, self.sources, element_spec, pads, batches)
         with tf.device(HOST):
             return StagedIterator(spec, feed.tokens.queue_ref, tf.constant(feed.number, tf.int64), feed)
 
