@@ -24,7 +24,7 @@ LAYERS = (
     "patience tuner worker server job embedded metrics console",
     (
         "tf_private graph_ops variables deferred reductions initial_values transfers runtime combined cluster "
-        "generators lockstep staging datasets graph_view extended logs loss_scaling saving predictions strategy "
+        "generators lockstep staging loops datasets graph_view extended logs loss_scaling saving predictions strategy "
         "callbacks xplane"
     ),
     "__init__ cli launch trace_cli tensorboard plugin",

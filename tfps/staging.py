@@ -170,6 +170,11 @@ class Staging:
             areas = list(self._areas.values())
         return sum(area.size() for area in areas)
 
+    def no_batch(self) -> tf.Tensor:
+        """An op that fails as the end of data does; an int64 scalar."""
+        with tf.device(HOST):
+            return tf.raw_ops.QueueDequeueV2(handle=self.ended.queue_ref, component_types=[tf.int64])[0]
+
     def started(self, feed: Feed) -> bool:
         """`feed` begins to fill; False if nothing may be staged any more."""
         with self._lock:
@@ -213,6 +218,7 @@ class Feed:
         element_spec: of one replica's batch.
         pads: replicas for which nothing is left at the end get an empty batch; else what the others have is dropped.
         batches: steps that the data is good for; None: unknown or without end.
+        meets: with several workers, they go together at the first batch that eager code takes.
     """
 
     def __init__(
@@ -223,6 +229,7 @@ class Feed:
         element_spec: Any,
         pads: bool,
         batches: int | None,
+        meets: bool,
     ) -> None:
         self._staging, self._stage, self._datasets = staging, stage, list(datasets)
         self._element_spec, self._pads = element_spec, pads
@@ -239,7 +246,7 @@ class Feed:
             self._room = tf.queue.FIFOQueue(10**6, [tf.bool], [[]], name="tfps_room") if together else None
         self._line = None
         if staging.lockstep is not None:
-            self._line = staging.lockstep.line(self.number, batches, self._answer)
+            self._line = staging.lockstep.line(self.number, batches, self._answer, meets=meets)
             for _ in range(staging.depth):
                 self._make_room()
 
