@@ -62,7 +62,7 @@ class Extended(mirrored_strategy.MirroredExtended):
         self.shards = True  # of each dataset this worker reads its part
         if runtime.exchange.workers > 1:
             staging_depth = max(staging_depth, 1)  # else workers could not agree on where the data ends
-        self._staging = Staging(runtime, self._devices, staging_depth) if staging_depth else None
+        self.staging = Staging(runtime, self._devices, staging_depth) if staging_depth else None
         self._reductions = Reductions(runtime)
         self._initial_values = InitialValues(runtime)
         self.combiner = Combiner(runtime, len(self._devices))
@@ -124,11 +124,11 @@ class Extended(mirrored_strategy.MirroredExtended):
             count, first = len(self._devices), self._get_replica_id_in_sync_group(0)
             split = generators.own_rows(dataset, self._num_replicas_in_sync, first, count)
             return self._distribute_datasets_from_function(lambda _: split, options)
-        return datasets.distribute_dataset(self, self._staging, dataset, self._make_input_context(), options)
+        return datasets.distribute_dataset(self, self.staging, dataset, self._make_input_context(), options)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> Any:
         context = self._make_input_context()
-        return datasets.distribute_datasets_from_function(self, self._staging, dataset_fn, context, options)
+        return datasets.distribute_datasets_from_function(self, self.staging, dataset_fn, context, options)
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
         contexts = [

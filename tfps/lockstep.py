@@ -88,6 +88,14 @@ class Line:
             self.answer = _nobody
         return left
 
+    def close(self) -> None:
+        """Whoever waits is told that the strategy is closed; others hear what they may wait for."""
+        with self._lockstep.changes(self):
+            self.gone = True
+            while self.waiting:
+                self.waiting.popleft()
+                self.answer(None, CLOSED)
+
     def code(self, position: int) -> int | None:
         """What to announce of `position`; None: not known yet."""
         if position < self.known:
@@ -125,6 +133,7 @@ class Lockstep:
         """The one of `runtime`: strategies that share it announce their batches in one order."""
         if runtime.lockstep is None:
             runtime.lockstep = Lockstep(runtime)
+            runtime.before_close(runtime.lockstep.close)
         return cast(Lockstep, runtime.lockstep)
 
     def line(

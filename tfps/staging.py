@@ -137,13 +137,12 @@ class Staging:
         self.number = next(_numbers)
         _stagings[self.number] = self
         self._areas: dict[tuple[int, tuple[tf.DType, ...], bool], Area] = {}
-        self._lock = threading.Lock()  # guards the next two; never taken by a finalizer
+        self._lock = threading.RLock()  # guards the next two; the garbage collector may close this at any place
         self._running: set[Feed] = set()
         with tf.init_scope(), tf.device(HOST):
             # Whoever takes from it gets the OutOfRangeError that the end of data is.
             self.ended = tf.queue.FIFOQueue(1, [tf.int64], [[]], name="tfps_ended")
             self.ended.close()
-        runtime.before_close(self.close)
 
     @staticmethod
     def of(number: int) -> Staging:
@@ -194,14 +193,15 @@ class Staging:
                     area.clear()
 
     def close(self) -> None:
-        """Ends all threads, except one that is inside the user's code: it ends when that returns."""
+        """Ends all threads, except one that is inside the user's code: it ends when that returns.
+
+        Called when the strategy is closed, maybe before the runtime that it shares with others.
+        """
         with self._lock:
             self.closed = True
             running = list(self._running)
-        if self.lockstep is not None:
-            self.lockstep.close()
         for feed in running:
-            feed.stop()
+            feed.close()
         for feed in running:
             feed.join(_JOIN_S)
 
@@ -270,6 +270,12 @@ class Feed:
             self.tokens.close(cancel_pending_enqueues=True)
             if self._room is not None:
                 self._room.close(cancel_pending_enqueues=True)
+
+    def close(self) -> None:
+        """As `stop`; who waits for a batch is told that the strategy is closed."""
+        if self._line is not None:
+            self._line.close()
+        self.stop()
 
     def join(self, timeout_s: float) -> None:
         with self._lock:

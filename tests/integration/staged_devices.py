@@ -81,7 +81,7 @@ def main() -> None:
         if not any(thread.name.startswith("tfps-stage") for thread in threading.enumerate()):
             break
         tick.wait(0.01)
-    assert strategy.extended._staging.staged() == 0
+    assert strategy.extended.staging.staged() == 0
     strategy.close()
     print("staged")
 
