@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -348,12 +351,63 @@ def test_when_nobody_reads_any_more_all_end(write_script: WriteScript, start: Ca
     assert not running.survivors()
 
 
+def two_free_ports() -> int:
+    """The first of two neighbours that nobody listens on."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as one:
+            port: int = one.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError), socket.create_server(("127.0.0.1", port + 1)):
+                return port
+
+
+def test_each_pserver_serves_its_metrics_on_a_port_that_is_known(write_script: WriteScript) -> None:
+    port = two_free_ports()
+    script = write_script(
+        """
+        from urllib.request import urlopen
+        for port in sys.argv[1:]:
+            text = urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+            print("members", "tfps_workers 1.0" in text)
+        """
+    )
+    result = launch("--pservers", 2, "--metrics-port", port, script, port, port + 1)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("[worker 0] members True") == 2
+    for index in (0, 1):
+        assert f"[pserver {index}] tfps_pserver: metrics at http://127.0.0.1:{port + index}/metrics" in result.stderr
+    free = launch("--metrics-port", 0, write_script("pass"))
+    assert free.returncode == 0
+    assert re.search(r"metrics at http://127.0.0.1:[1-9]\d*/metrics", free.stderr)
+
+
+def test_metrics_without_their_package_are_a_clear_error(write_script: WriteScript, tmp_path: Path) -> None:
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without" / "prometheus_client.py").write_text("raise ImportError")
+    path = f"{tmp_path / 'without'}{os.pathsep}{ROOT}"
+    result = launch("--metrics-port", 0, write_script("print('never')"), PYTHONPATH=path)
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(
+        "tfps_launch: pserver 0 did not start, it ended with exit code 1: tfps_pserver: metrics need"
+    )
+    assert "pip install 'tfps[metrics]'" in last
+    assert "never" not in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["missing.py"], "script not found: missing.py"),
         (["-m", "no_such_module_at_all.sub"], "module not found: no_such_module_at_all.sub"),
         (["--workers", "0", "x.py"], "--workers must be at least 1, got 0"),
+        (
+            ["--metrics-port", "-1", "x.py"],
+            "--metrics-port must be from 0 to 65535 with 1 pservers, which take",
+        ),
+        (
+            ["--pservers", "3", "--metrics-port", "65534", "x.py"],
+            "--metrics-port must be from 0 to 65533 with 3 pservers",
+        ),
         (["--pservers", "-1", "x.py"], "--pservers must be at least 1, got -1"),
         (["--grace", "nan", "x.py"], "--grace must be a number of seconds, 0 or more, got nan"),
         (["--workers", "two", "x.py"], "invalid int value: 'two'"),

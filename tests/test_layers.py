@@ -15,7 +15,7 @@ MAX_LINES = 450
 
 # A module imports from layers above its own in this list, and from its own as long as no circle arises.
 LAYERS = (
-    "version errors config memory terminal supervisor progress",
+    "version errors config memory terminal supervisor progress threads",
     (
         "slicing placement aggregate exchange layout tuning report sparse picture intervals capture trace "
         "capture_file summary assembly"
@@ -24,7 +24,7 @@ LAYERS = (
     "patience tuner tracer worker server job embedded metrics console",
     (
         "tf_private graph_ops variables deferred reductions initial_values transfers runtime combined cluster "
-        "generators lockstep staging datasets graph_view extended logs loss_scaling saving predictions strategy "
+        "generators lockstep staging loops datasets graph_view extended logs loss_scaling saving predictions strategy "
         "callbacks xplane"
     ),
     "__init__ cli launch trace_cli tensorboard plugin",

@@ -104,22 +104,38 @@ def test_the_next_batch_is_agreed_on_while_the_step_before_waits_for_its_gradien
     train.step(iterator)
     assert other.wait_held()
     # Step 2 cannot finish, as rank 1 holds its gradients back; the batch of step 3 is granted all the same.
-    line = next(iter(strategy.extended._staging.lockstep._lines.values()))
+    line = next(iter(strategy.extended.staging.lockstep._lines.values()))
     wait_until(lambda: line.agreed == 3)
     assert other.release() > 0
 
 
-def test_evaluation_and_prediction_ask_nobody(pair: Pair) -> None:
+def test_evaluation_and_prediction_in_graphs_ask_nobody(pair: Pair) -> None:
     strategy, other = pair
     train = Training(strategy, batches=5)
     train.model.fit(train.distributed, verbose=0)
-    wait_until(lambda: other.announced == 6)  # that there is no sixth batch, too
+    # Keras' look at the first batch, five batches, and that there is no sixth one.
+    wait_until(lambda: other.announced == 7)
     other.batches = 0
     assert len(train.model.predict(train.distributed, verbose=0)) == 80
     count = tf.function(lambda iterator: strategy.run(lambda batch: tf.shape(batch[0])[0], args=(iterator.get_next(),)))
     iterator = iter(train.distributed)
     assert sum(int(count(iterator)) for _ in range(5)) == 80
-    assert other.announced == 6
+    total = tf.function(lambda: train.distributed.reduce(0, lambda seen, batch: seen + tf.shape(batch[0])[0]))
+    assert int(total()) == 80
+    assert other.announced == 7
+
+
+def test_a_loop_that_takes_batches_eagerly_meets_the_others_at_its_first_one(pair: Pair) -> None:
+    strategy, other = pair
+    train = Training(strategy, batches=5)
+    assert len(list(train.distributed)) == 5
+    assert other.announced == 1
+    other.batches = 1
+    assert len(list(train.distributed)) == 5
+    assert other.announced == 2
+    other.batches = 0
+    assert not list(train.distributed)
+    assert other.announced == 3
 
 
 def test_a_failure_reaches_a_step_that_waits_for_its_batch(pair: Pair) -> None:

@@ -243,3 +243,40 @@ def test_stopping_ends_a_waiting_join(cluster: Cluster) -> None:
     member = cluster.raw(server.address).open()
     error, _ = attempt(member.declare, server.stop)
     assert isinstance(error, PserverLostError)  # "was stopped", or that the call broke, if it came too late
+
+
+ENDS_WITHOUT_STOP = """
+import sys
+from tfps.exchange import BucketSpec
+from tfps.server import ParameterServer
+from tfps.worker import Worker
+
+server = ParameterServer("127.0.0.1", 0, workers=1)
+worker = Worker([server.address])
+(bucket,) = worker.declare([BucketSpec("b", "sum", 8, "float32", 0)])
+worker.push(bucket, bytes(8), lambda reply: None)
+if sys.argv[1] == "raise":
+    raise RuntimeError("the script failed")
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("raise", 1), ("return", 0)])
+def test_a_process_that_has_not_stopped_its_pserver_ends_all_the_same(end: str, code: int) -> None:
+    with jobs.python("-c", ENDS_WITHOUT_STOP, end) as process:
+        _, log = process.communicate(timeout=jobs.DEADLINE_S)
+    assert process.returncode == code
+    assert ("RuntimeError: the script failed" in log) == (end == "raise")
+
+
+def test_workers_of_a_process_that_ended_without_a_stop_are_told(cluster: Cluster) -> None:
+    program = ENDS_WITHOUT_STOP.replace(
+        "worker = Worker([server.address])", "print(server.address, flush=True); input()"
+    )
+    program = program[: program.index("(bucket,)")] + program[program.index("if sys") :]
+    with jobs.python("-c", program, "raise") as process:
+        assert process.stdout is not None
+        worker = cluster.worker([process.stdout.readline().strip()])
+        failed = jobs.Failed(worker)
+        process.communicate("\n", timeout=jobs.DEADLINE_S)
+        assert isinstance(failed.wait(), PserverLostError)
+    assert process.returncode == 1

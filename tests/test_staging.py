@@ -20,6 +20,7 @@ import training
 
 import tfps
 from tfps.datasets import StagedDataset, StagedDatasetFromFunction
+from tfps.server import ParameterServer
 
 DEADLINE_S = 30.0
 
@@ -47,7 +48,7 @@ def fillers() -> list[str]:
 
 def nothing_left(strategy: tfps.Strategy) -> bool:
     gc.collect()
-    return not fillers() and strategy.extended._staging.staged() == 0
+    return not fillers() and strategy.extended.staging.staged() == 0
 
 
 class Source:
@@ -154,7 +155,7 @@ def test_batches_are_made_while_a_step_computes_and_no_further_ahead_than_the_de
         assert int(batch) == taken - 1
         # "Computing": it does not go on before the next two batches lie ready.
         ahead = min(2, 9 - taken)
-        wait_until(functools.partial(lambda ahead: strategy.extended._staging.staged() == ahead, ahead))
+        wait_until(functools.partial(lambda ahead: strategy.extended.staging.staged() == ahead, ahead))
         lead.append(source.made - taken)
     assert lead == [2, 2, 2, 2, 2, 2, 2, 1, 0]
 
@@ -188,7 +189,7 @@ def test_an_iterator_that_is_dropped_leaves_nothing_behind(strategy: tfps.Strate
     iterator = iter(distributed)
     next(iterator)
     gone = weakref.ref(iterator)
-    wait_until(lambda: strategy.extended._staging.staged() == 2)
+    wait_until(lambda: strategy.extended.staging.staged() == 2)
     assert len(fillers()) == 1
     gc.disable()
     try:
@@ -203,10 +204,10 @@ def test_an_iterator_that_is_dropped_takes_out_its_own_batches_only(strategy: tf
     distributed = strategy.experimental_distribute_dataset(Source(9).dataset)
     dropped, kept = iter(distributed), iter(distributed)
     assert (int(next(dropped)), int(next(kept))) == (0, 0)
-    wait_until(lambda: strategy.extended._staging.staged() == 4)
+    wait_until(lambda: strategy.extended.staging.staged() == 4)
     del dropped
     wait_until(lambda: len(fillers()) == 1)
-    assert strategy.extended._staging.staged() == 2
+    assert strategy.extended.staging.staged() == 2
     assert [int(number) for number in kept] == list(range(1, 9))
 
 
@@ -214,12 +215,48 @@ def test_close_ends_iterators_that_are_still_in_use() -> None:
     strategy = tfps.Strategy()
     iterator = iter(strategy.experimental_distribute_dataset(Source(100).dataset))
     next(iterator)
-    staging = strategy.extended._staging
+    staging = strategy.extended.staging
     strategy.close()
     assert not fillers()
     assert staging.staged() == 0
     again = strategy.experimental_distribute_dataset(tf.data.Dataset.range(3))  # unstaged, for prediction
     assert [int(number) for number in again] == [0, 1, 2]
+
+
+def test_a_strategy_that_is_closed_early_ends_its_input_and_not_that_of_others() -> None:
+    server = ParameterServer("127.0.0.1", 0, workers=1)
+    early, late = tfps.Strategy([server.address]), tfps.Strategy([server.address])
+    iterators = [iter(each.experimental_distribute_dataset(Source(100).dataset)) for each in (early, late)]
+    assert [int(next(iterator)) for iterator in iterators] == [0, 0]
+    wait_until(lambda: late.extended.staging.staged() == 2)
+    staging = early.extended.staging
+    assert len(fillers()) == 2
+    early.close()
+    assert len(fillers()) == 1
+    assert staging.staged() == 0
+    assert [int(next(iterators[1])) for _ in range(2)] == [1, 2]
+    gone = weakref.ref(staging)
+    iterators.pop(0)
+    del early, staging
+    gc.collect()
+    assert gone() is None
+    late.close()
+    assert not fillers()
+    server.stop()
+
+
+def test_a_strategy_that_is_dropped_ends_its_input() -> None:
+    server = ParameterServer("127.0.0.1", 0, workers=1)
+    dropped, kept = tfps.Strategy([server.address]), tfps.Strategy([server.address])
+    iterator = iter(dropped.experimental_distribute_dataset(Source(100).dataset))
+    assert int(next(iterator)) == 0
+    gone = weakref.ref(dropped)
+    del dropped
+    gc.collect()
+    assert gone() is None
+    assert not fillers()
+    kept.close()
+    server.stop()
 
 
 def test_a_new_epoch_and_a_new_fit_need_no_new_trace(strategy: tfps.Strategy) -> None:

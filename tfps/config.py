@@ -36,7 +36,8 @@ class Config:
         placement: which pserver owns a slice: `"balanced"` by bytes, `"round_robin"` or `"hash"` of its name.
         deterministic: sum in rank order, so that runs repeat bitwise; costs pserver memory (one slice per worker).
         staging_depth: input batches that lie ready on each device while it computes: 0, or at least 2 (one is copied
-            while the other waits). 0 leaves input to TensorFlow; then every worker needs the same number of batches.
+            while the other waits). 0 leaves input to TensorFlow; with several workers, which have to agree on where
+            the data ends, one batch lies ready all the same.
         connect_timeout_s: seconds to wait for pservers to answer and for all workers to join.
         step_timeout_s: seconds that one exchange may take before the step fails and the missing ranks are named.
 

@@ -14,12 +14,14 @@ import tensorflow as tf
 
 from tfps.errors import UnsupportedError
 from tfps.graph_ops import HOST
+from tfps.loops import Loop, LoopIterator
 from tfps.staging import END, TOKEN, Feed, Staging
 from tfps.tf_private import (
     CompositeTensor,
     DistributedDataset,
     DistributedDatasetsFromFunction,
     distribute_utils,
+    of_any_size,
     values,
 )
 
@@ -124,13 +126,7 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):  # typ
             if int(key) == END:
                 raise tf.errors.OutOfRangeError(None, None, "End of sequence")
             return self._spec.take(key)
-        ended = self._spec.staging.ended.queue_ref
-
-        def no_batch() -> tf.Tensor:
-            with tf.device(HOST):
-                return tf.raw_ops.QueueDequeueV2(handle=ended, component_types=[tf.int64])[0]
-
-        key = tf.cond(tf.equal(key, END), no_batch, lambda: tf.identity(key))
+        key = tf.cond(tf.equal(key, END), self._spec.staging.no_batch, lambda: tf.identity(key))
         key.set_shape([])
         return self._spec.take(key)
 
@@ -188,16 +184,22 @@ class _Staged:
 
     def __iter__(self: Any) -> Any:
         if self.staging.closed or not tf.executing_eagerly():
-            return super().__iter__()  # type: ignore[misc]
-        spec = StagedIteratorSpec(self.staging.number, self.sources[0].element_spec, self.on_devices)
-        stage = self.staging.stage(self.sources[0].element_spec, on_devices=self.on_devices)
+            iterator = super().__iter__()  # type: ignore[misc]
+            lockstep = None if self.staging.closed else self.staging.lockstep
+            return iterator if lockstep is None else LoopIterator(iterator, self.staging, Loop(lockstep))
         pads = self._enable_get_next_as_optional
+        element_spec = self.sources[0].element_spec
+        if pads and len(self.staging.devices) > 1:  # some replicas may get a batch of no examples at the end
+            element_spec = of_any_size(element_spec)
+        spec = StagedIteratorSpec(self.staging.number, element_spec, self.on_devices)
+        stage = self.staging.stage(element_spec, on_devices=self.on_devices)
         known = [int(source.cardinality()) for source in self.sources]
         batches = None
         if min(known) >= 0:
             each = known if len(known) == stage.replicas else [known[0] / stage.replicas]
             batches = math.ceil(max(each)) if pads else math.floor(min(each))
-        feed = Feed(self.staging, stage, self.sources, self.sources[0].element_spec, pads, batches)
+        meets = self._strategy.extended.shards  # else this worker goes through it for itself
+        feed = Feed(self.staging, stage, self.sources, element_spec, pads, batches, meets)
         with tf.device(HOST):
             return StagedIterator(spec, feed.tokens.queue_ref, tf.constant(feed.number, tf.int64), feed)
 

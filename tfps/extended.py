@@ -59,8 +59,10 @@ class Extended(mirrored_strategy.MirroredExtended):
     ) -> None:
         self._runtime = runtime  # before the base class, which asks for the number of replicas
         super().__init__(strategy, devices=list(devices))
-        self._shards = True  # of each dataset this worker reads its part
-        self._staging = Staging(runtime, self._devices, staging_depth) if staging_depth else None
+        self.shards = True  # of each dataset this worker reads its part
+        if runtime.exchange.workers > 1:
+            staging_depth = max(staging_depth, 1)  # else workers could not agree on where the data ends
+        self.staging = Staging(runtime, self._devices, staging_depth) if staging_depth else None
         self._reductions = Reductions(runtime)
         self._initial_values = InitialValues(runtime)
         self.combiner = Combiner(runtime, len(self._devices))
@@ -101,15 +103,15 @@ class Extended(mirrored_strategy.MirroredExtended):
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Datasets that are distributed meanwhile go to this worker's replicas as a whole."""
-        before, self._shards = self._shards, False
+        """Datasets that are distributed meanwhile go to this worker's replicas whole, iterators wait for nobody."""
+        before, self.shards = self.shards, False
         try:
             yield
         finally:
-            self._shards = before
+            self.shards = before
 
     def _make_input_context(self) -> tf.distribute.InputContext:
-        if not self._shards:
+        if not self.shards:
             return tf.distribute.InputContext(num_replicas_in_sync=len(self._devices))
         return tf.distribute.InputContext(
             num_input_pipelines=self._runtime.exchange.workers,
@@ -118,15 +120,15 @@ class Extended(mirrored_strategy.MirroredExtended):
         )
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-        if self._shards and self._runtime.exchange.workers > 1 and generators.of_whole_job(dataset):
+        if self.shards and self._runtime.exchange.workers > 1 and generators.of_whole_job(dataset):
             count, first = len(self._devices), self._get_replica_id_in_sync_group(0)
             split = generators.own_rows(dataset, self._num_replicas_in_sync, first, count)
             return self._distribute_datasets_from_function(lambda _: split, options)
-        return datasets.distribute_dataset(self, self._staging, dataset, self._make_input_context(), options)
+        return datasets.distribute_dataset(self, self.staging, dataset, self._make_input_context(), options)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> Any:
         context = self._make_input_context()
-        return datasets.distribute_datasets_from_function(self, self._staging, dataset_fn, context, options)
+        return datasets.distribute_datasets_from_function(self, self.staging, dataset_fn, context, options)
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
         contexts = [

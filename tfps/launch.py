@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tfps.supervisor import Command, Process, Supervisor
 
 START_S = 60.0  # a pserver needs less than a second; a machine that is busy or has slow disks may need more
+_PORTS = 65536
 _WORKER_COLOURS = (32, 36, 34, 33)
 _PSERVER_COLOUR = 35
 _READY = re.compile(r"tfps_pserver ready at (?P<address>\S+:\d+) workers=\d+")
@@ -29,7 +30,10 @@ _READY = re.compile(r"tfps_pserver ready at (?P<address>\S+:\d+) workers=\d+")
 
 @dataclass(frozen=True)
 class Plan:
-    """What to start: `script` with its arguments (a module if `is_module`), and on how many processes."""
+    """What to start: `script` with its arguments (a module if `is_module`), and on how many processes.
+
+    `metrics_port`: of pserver 0, the next ones have the next ports; 0: free ones; None: no metrics.
+    """
 
     script: str
     args: tuple[str, ...] = ()
@@ -38,11 +42,17 @@ class Plan:
     pservers: int = 1
     grace_s: float = 5.0
     log: str | None = None
+    metrics_port: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("workers", "pservers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        if self.metrics_port and not 0 < self.metrics_port <= _PORTS - self.pservers:
+            raise ConfigError(
+                f"--metrics-port must be from 0 to {_PORTS - self.pservers} with {self.pservers} pservers, which take "
+                f"one port each, got {self.metrics_port}"
+            )
         if not (math.isfinite(self.grace_s) and self.grace_s >= 0):
             raise ConfigError(f"--grace must be a number of seconds, 0 or more, got {self.grace_s}")
 
@@ -57,6 +67,13 @@ def parse(argv: Sequence[str]) -> Plan:
     )
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes that run the script (default 1)")
     parser.add_argument("--pservers", type=int, default=1, metavar="N", help="pserver processes (default 1)")
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="PORT",
+        help="pserver 0 serves Prometheus metrics and /healthz on this port of 127.0.0.1, pserver 1 on the next, ...; "
+        "0 picks free ones (default: do not)",
+    )
     parser.add_argument("--log", metavar="FILE", help="also write all output to this file, without colours")
     parser.add_argument(
         "--grace",
@@ -81,6 +98,7 @@ def parse(argv: Sequence[str]) -> Plan:
             pservers=options.pservers,
             grace_s=options.grace,
             log=options.log,
+            metrics_port=options.metrics_port,
         )
     except ConfigError as error:
         parser.error(str(error))
@@ -125,11 +143,13 @@ def worker_command(plan: Plan, rank: int, pservers: Sequence[str], job: str, env
 
 
 def pserver_command(plan: Plan, index: int, job: str, environment: Mapping[str, str]) -> Command:
-    """The command of one pserver on a free port."""
+    """The command of one pserver on a free port; its metrics have a port that the user can know."""
     from tfps.supervisor import Command
 
     argv = [sys.executable, "-m", "tfps.cli", "--host", "127.0.0.1", "--port", "0"]
     argv += ["--workers", str(plan.workers), "--job", job]
+    if plan.metrics_port is not None:
+        argv += ["--metrics-port", str(plan.metrics_port and plan.metrics_port + index)]
     return Command(f"pserver {index}", argv, _inherited(environment), _PSERVER_COLOUR)
 
 

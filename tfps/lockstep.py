@@ -27,7 +27,7 @@ from tfps.transfers import Transfer
 
 logger = logging.getLogger("tfps")
 _NONE, _UNKNOWN, _FAILED = 0, -1, -2  # what a rank says instead of how many batches are left, this one included
-_CLOSED = "tfps: the strategy is closed"
+CLOSED = "tfps: the strategy is closed"
 
 
 @dataclass(eq=False)
@@ -42,12 +42,19 @@ class _Verdict:
 class Line:
     """One iterator's batches as the ranks go through them. Any thread may set `gone`; the rest is `Lockstep`'s."""
 
-    def __init__(self, lockstep: Lockstep, batches: int | None, answer: Callable[[int | None, str], None]) -> None:
+    def __init__(
+        self,
+        lockstep: Lockstep,
+        batches: int | None,
+        answer: Callable[[int | None, str], None],
+        meets: bool,
+        foresees: bool,
+    ) -> None:
         self._lockstep, self.batches, self.answer = lockstep, batches, answer
+        self.meets, self.foresees = meets, foresees
         self.gone = False
         self.place: int | None = None  # among the iterators that are gone through together: the same on all ranks
         self.asked = self.known = self.owed = 0  # positions that were asked for, that exist, that may be announced
-        self.first: int | None = None  # the first position that is announced
         self.agreed = 0  # positions before this one exist on all ranks, as far as they were announced
         self.stops = False  # not on all ranks: the position `agreed`
         self.end: int | None = None  # the first position that does not exist, for which `error` says why
@@ -81,6 +88,14 @@ class Line:
             self.answer = _nobody
         return left
 
+    def close(self) -> None:
+        """Whoever waits is told that the strategy is closed; others hear what they may wait for."""
+        with self._lockstep.changes(self):
+            self.gone = True
+            while self.waiting:
+                self.waiting.popleft()
+                self.answer(None, CLOSED)
+
     def code(self, position: int) -> int | None:
         """What to announce of `position`; None: not known yet."""
         if position < self.known:
@@ -96,7 +111,7 @@ class Lockstep:
     """All iterators of the strategies of one runtime with several workers."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+        self.runtime = runtime
         self._workers, self._rank = runtime.exchange.workers, runtime.exchange.rank
         # Guards all below and every Line. Reentrant: a push that fails calls `_failed`.
         self._lock = threading.RLock()
@@ -106,10 +121,10 @@ class Lockstep:
         self._failure = ""
         self._warned = False
         with tf.init_scope(), tf.device(graph_ops.HOST):
-            self._order = tf.queue.FIFOQueue(1, [tf.bool], [[]], name="tfps_order")  # a resource to order requests by
+            self.order = tf.queue.FIFOQueue(1, [tf.bool], [[]], name="tfps_order")  # a resource to order requests by
         self.spec = BucketSpec("batches", "sum", 2 * 8 * self._workers, "int64", priority=0, occasional=True)
         runtime.declare_later("batches", self.spec)
-        self._eager = _Request(self, None)
+        self._eager = Request(self, None)
         runtime.adopt(self._eager, None)
         runtime.exchange.add_failure_listener(self._failed)
 
@@ -118,11 +133,28 @@ class Lockstep:
         """The one of `runtime`: strategies that share it announce their batches in one order."""
         if runtime.lockstep is None:
             runtime.lockstep = Lockstep(runtime)
+            runtime.before_close(runtime.lockstep.close)
         return cast(Lockstep, runtime.lockstep)
 
-    def line(self, number: int, batches: int | None, answer: Callable[[int | None, str], None]) -> Line:
-        """Begins a line; `answer(key, error)` is called once per request, on any thread."""
-        line = Line(self, batches, answer)
+    def line(
+        self,
+        number: int,
+        batches: int | None,
+        answer: Callable[[int | None, str], None],
+        *,
+        meets: bool = False,
+        foresees: bool = True,
+    ) -> Line:
+        """Begins a line.
+
+        Args:
+            number: its own; -1 or less: of a loop inside a function.
+            batches: how many there are; None: unknown.
+            answer: called with (key, error) once per request, on any thread.
+            meets: the ranks go together at the first batch that eager code takes.
+            foresees: whether there is a next batch is known before it is asked for.
+        """
+        line = Line(self, batches, answer, meets, foresees)
         with self._lock:
             self._lines[number] = line
         return line
@@ -134,44 +166,51 @@ class Lockstep:
     def request_in_graph(self, number: tf.Tensor) -> tf.Operation:
         """The op that asks for the next batch of the line with `number`."""
         graph = ops.get_default_graph()
-        request = _Request(self, outer_graphs(graph)[-1])
-        self._runtime.adopt(request, graph)
-        return graph_ops.request(self._runtime.queue, self._order.queue_ref, request.id, number)
+        request = Request(self, outer_graphs(graph)[-1])
+        self.runtime.adopt(request, graph)
+        return request.send(number)
 
     def request_eagerly(self, number: int) -> None:
         """Asks for the next batch of the line with `number`.
 
         Raises:
             ClosedError: the strategy was closed.
+            TfpsError: another rank did not come to its first batch.
         """
+        with self._lock:
+            line = self._lines.get(number)
+            meets = line is not None and line.meets and not line.asked
+        if meets:
+            self.runtime.buckets([("batches", self.spec)])
         try:
-            graph_ops.request(self._runtime.queue, self._order.queue_ref, self._eager.id, tf.constant(number, tf.int64))
+            self._eager.send(tf.constant(number, tf.int64))
         except tf.errors.CancelledError:
-            raise ClosedError(f"{_CLOSED}, a batch was asked for") from None
+            raise ClosedError(f"{CLOSED}, a batch was asked for") from None
 
-    def request(self, number: int, trains: bool) -> None:
+    def request(self, number: int, trains: bool, eager: bool) -> None:
         """Somebody waits for the next batch of line `number`. Called by the pump thread.
 
         Ranks go together where the graph that asks exchanges something, and where something has been exchanged since
         the last request: then a training loop takes its batches outside of the graph. Evaluation and prediction
-        exchange nothing between batches, and use all of them.
+        exchange nothing between batches, and use all of them. What an eager loop is for is not known at its first
+        batch; there ranks go together too, as one that has none could not follow the others into training.
         """
         with self._lock:
             line = self._lines.get(number)
             if line is None or line.gone:
                 return
             position, line.asked = line.asked, line.asked + 1
-            exchanges = self._runtime.exchanges
+            exchanges = self.runtime.exchanges
             trains = trains or line.mark not in (None, exchanges)
             line.mark = exchanges
-            together = trains or position < line.owed
-            if trains and not line.over:
+            meets = eager and line.meets and position == 0
+            together = trains or meets or position < line.owed
+            if (trains or meets) and not line.over:
                 if line.place is None:
                     line.place = next(self._places)
-                    line.first = line.agreed = position
-                start = max(line.owed, position)
-                self._owed.extend((line, each) for each in range(start, position + 2))
-                line.owed = position + 2
+                    line.agreed = position
+                start, line.owed = max(line.owed, position), position + 1 + (trains and line.foresees)
+                self._owed.extend((line, each) for each in range(start, line.owed))
             line.waiting.append((position, together))
             self._advance(line)
 
@@ -181,7 +220,7 @@ class Lockstep:
             for line in list(self._lines.values()):
                 line.gone = True
             self._push_owed()
-            self._fail(_CLOSED)
+            self._fail(CLOSED)
 
     def decide(self, line: Line, position: int, said: np.ndarray[Any, Any]) -> None:
         """Takes what the ranks have said of `position`: int64 [2, workers], codes and places."""
@@ -194,7 +233,7 @@ class Lockstep:
                 + " and ".join(f"rank {rank} at {_where(places[rank])}" for rank in sorted((self._rank, other)))
                 + "; every worker must run the same program"
             )
-            self._runtime.exchange.fail(error)
+            self.runtime.exchange.fail(error)
             return
         with self._lock:
             verdict = line.verdicts[position] = self._verdict(line, position, codes)
@@ -262,9 +301,9 @@ class Lockstep:
             self._owed.popleft()
             said = np.zeros([2, self._workers], np.int64)
             said[:, self._rank] = code, ((line.place + 1) << 32) + position
-            # Something has been exchanged, so this bucket has been declared: no wait.
-            (bucket,) = self._runtime.buckets([("batches", self.spec)])
-            self._runtime.push(_Announcement(self, line, position, bucket, self.spec), said)
+            # Whoever is here has traced an exchange or met the others, so this bucket has been declared: no wait.
+            (bucket,) = self.runtime.buckets([("batches", self.spec)])
+            self.runtime.push(_Announcement(self, line, position, bucket, self.spec), said)
 
     def _warn(self, warning: str) -> None:
         if warning and not self._warned:
@@ -297,25 +336,34 @@ class _Changes:
             self._lock.release()
 
 
-class _Request(Transfer):
+class Request(Transfer):
     """Messages that ask for a batch, from one graph (None: from eager code); their ticket is the line's number."""
 
     exchanges = False
 
     def __init__(self, lockstep: Lockstep, root: tf.Graph | None) -> None:
         super().__init__(-1, lockstep.spec)
-        self._lockstep = lockstep
+        self.lockstep = lockstep
         self._root = None if root is None else weakref.ref(root)
         self._trains: bool | None = None if root is not None else False
 
+    def send(self, ticket: tf.Tensor) -> tf.Operation:
+        """The op that sends a message; messages of one graph keep their order."""
+        lockstep = self.lockstep
+        return graph_ops.request(lockstep.runtime.queue, lockstep.order.queue_ref, self.id, ticket)
+
     def collect(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
-        if self._trains is None:  # the graph is complete now
+        self.lockstep.request(int(ticket), self.trains(), self._root is None)
+
+    def trains(self) -> bool:
+        """Whether the graph exchanges something; it is complete when this is called."""
+        if self._trains is None:
             root = self._root() if self._root is not None else None
             self._trains = root is not None and any(has_function(root, name) for name in graph_ops.exchange_functions())
-        self._lockstep.request(int(ticket), self._trains)
+        return self._trains
 
     def fail(self, error: TfpsError) -> None:
-        self._lockstep._failed(error)
+        self.lockstep._failed(error)
 
 
 class _Announcement(Transfer):

@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -38,6 +37,7 @@ from tfps.protos import tfps_pb2 as pb
 from tfps.send_queue import SendQueue
 from tfps.status import ErrorCounts, PserverStatus, status_message
 from tfps.stream import outgoing, receive
+from tfps.threads import DaemonPool
 from tfps.trace import Recorder
 from tfps.version import __version__
 
@@ -74,7 +74,7 @@ class ParameterServer:
         self._stopped = False
         # A worker holds two threads with its streams and may hold one with a call; twice, as a new job's workers may
         # come before the threads of the last one's streams have ended.
-        self._pool = ThreadPoolExecutor(6 * workers + 8, thread_name_prefix="tfps-server")
+        self._pool = DaemonPool(6 * workers + 8, "tfps-server")
         self._server = grpc.server(self._pool, options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((self._handlers(),))
         where = f"[{host}]" if ":" in host else host

@@ -137,13 +137,12 @@ class Staging:
         self.number = next(_numbers)
         _stagings[self.number] = self
         self._areas: dict[tuple[int, tuple[tf.DType, ...], bool], Area] = {}
-        self._lock = threading.Lock()  # guards the next two; never taken by a finalizer
+        self._lock = threading.RLock()  # guards the next two; the garbage collector may close this at any place
         self._running: set[Feed] = set()
         with tf.init_scope(), tf.device(HOST):
             # Whoever takes from it gets the OutOfRangeError that the end of data is.
             self.ended = tf.queue.FIFOQueue(1, [tf.int64], [[]], name="tfps_ended")
             self.ended.close()
-        runtime.before_close(self.close)
 
     @staticmethod
     def of(number: int) -> Staging:
@@ -170,6 +169,11 @@ class Staging:
             areas = list(self._areas.values())
         return sum(area.size() for area in areas)
 
+    def no_batch(self) -> tf.Tensor:
+        """An op that fails as the end of data does; an int64 scalar."""
+        with tf.device(HOST):
+            return tf.raw_ops.QueueDequeueV2(handle=self.ended.queue_ref, component_types=[tf.int64])[0]
+
     def started(self, feed: Feed) -> bool:
         """`feed` begins to fill; False if nothing may be staged any more."""
         with self._lock:
@@ -189,14 +193,15 @@ class Staging:
                     area.clear()
 
     def close(self) -> None:
-        """Ends all threads, except one that is inside the user's code: it ends when that returns."""
+        """Ends all threads, except one that is inside the user's code: it ends when that returns.
+
+        Called when the strategy is closed, maybe before the runtime that it shares with others.
+        """
         with self._lock:
             self.closed = True
             running = list(self._running)
-        if self.lockstep is not None:
-            self.lockstep.close()
         for feed in running:
-            feed.stop()
+            feed.close()
         for feed in running:
             feed.join(_JOIN_S)
 
@@ -213,6 +218,7 @@ class Feed:
         element_spec: of one replica's batch.
         pads: replicas for which nothing is left at the end get an empty batch; else what the others have is dropped.
         batches: steps that the data is good for; None: unknown or without end.
+        meets: with several workers, they go together at the first batch that eager code takes.
     """
 
     def __init__(
@@ -223,6 +229,7 @@ class Feed:
         element_spec: Any,
         pads: bool,
         batches: int | None,
+        meets: bool,
     ) -> None:
         self._staging, self._stage, self._datasets = staging, stage, list(datasets)
         self._element_spec, self._pads = element_spec, pads
@@ -239,7 +246,7 @@ class Feed:
             self._room = tf.queue.FIFOQueue(10**6, [tf.bool], [[]], name="tfps_room") if together else None
         self._line = None
         if staging.lockstep is not None:
-            self._line = staging.lockstep.line(self.number, batches, self._answer)
+            self._line = staging.lockstep.line(self.number, batches, self._answer, meets=meets)
             for _ in range(staging.depth):
                 self._make_room()
 
@@ -263,6 +270,12 @@ class Feed:
             self.tokens.close(cancel_pending_enqueues=True)
             if self._room is not None:
                 self._room.close(cancel_pending_enqueues=True)
+
+    def close(self) -> None:
+        """As `stop`; who waits for a batch is told that the strategy is closed."""
+        if self._line is not None:
+            self._line.close()
+        self.stop()
 
     def join(self, timeout_s: float) -> None:
         with self._lock:

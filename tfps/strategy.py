@@ -9,7 +9,7 @@ import pathlib
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -71,8 +71,11 @@ class Strategy(tf.distribute.Strategy):
         self._connection = _connect(cluster, self.config)
         self._pservers = cluster.pservers
         self._runtime = self._connection.runtime
-        self._at_end = weakref.finalize(self, _close_at_end, self._connection)
+        self._ends: list[Callable[[], None]] = []  # what this strategy has beside the connection, which others may use
+        self._at_end = weakref.finalize(self, _close_at_end, self._connection, self._ends)
         super().__init__(Extended(self, devices, self._runtime, self.config.bucket_bytes, self.config.staging_depth))
+        if self.extended.staging is not None:
+            self._ends.append(self.extended.staging.close)
         agree_on_finite(Strategy)
         agree_on_logs(Strategy)
         predict_everything(Strategy)
@@ -149,7 +152,7 @@ class Strategy(tf.distribute.Strategy):
         Strategies of one process that have the same pservers share the connection, which ends with the last of them.
         """
         if self._at_end.detach():
-            _disconnect(self._connection, drain=True)
+            _disconnect(self._connection, self._ends, drain=True)
 
 
 def _show_messages() -> None:
@@ -202,8 +205,10 @@ def _connect(cluster: Cluster, config: Config) -> _Connection:
     return connection
 
 
-def _disconnect(connection: _Connection, *, drain: bool) -> None:
+def _disconnect(connection: _Connection, ends: Sequence[Callable[[], None]], *, drain: bool) -> None:
     """One user less; the last one closes."""
+    for end in ends:
+        end()
     with _connecting:
         connection.users -= 1
         if connection.users:
@@ -213,13 +218,14 @@ def _disconnect(connection: _Connection, *, drain: bool) -> None:
     connection.runtime.close(drain=drain)
 
 
-def _close_at_end(connection: _Connection) -> None:
+def _close_at_end(connection: _Connection, ends: Sequence[Callable[[], None]]) -> None:
     # sys.last_type is set when the interpreter ends because of an exception: then nobody should wait for this worker.
     drain = not hasattr(sys, "last_type")
     if threading.current_thread() is threading.main_thread():
-        _disconnect(connection, drain=drain)
+        _disconnect(connection, ends, drain=drain)
     else:  # the garbage collector runs on any thread, also on one that brings the replies that close waits for
-        threading.Thread(target=_disconnect, args=(connection,), kwargs={"drain": drain}, name="tfps-close").start()
+        arguments = {"connection": connection, "ends": ends, "drain": drain}
+        threading.Thread(target=_disconnect, kwargs=arguments, name="tfps-close").start()
 
 
 def _devices(devices: Sequence[str] | None) -> Sequence[str]:

@@ -126,6 +126,18 @@ def dummy_batch(element_spec: Any) -> Any:
     return input_lib._dummy_tensor_fn(element_spec)
 
 
+def of_any_size(element_spec: Any) -> Any:
+    """The spec of batches of `element_spec` that may also have another number of examples."""
+
+    def rebatched(spec: Any) -> Any:
+        try:
+            return spec._unbatch()._batch(None)
+        except (AttributeError, ValueError):  # no batch: None, scalars
+            return spec
+
+    return tf.nest.map_structure(rebatched, element_spec)
+
+
 def has_function(graph: tf.Graph, name: str) -> bool:
     """Whether `graph` calls the function `name`, itself or in a function that it calls."""
     return bool(graph._is_function(name))

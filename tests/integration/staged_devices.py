@@ -44,6 +44,19 @@ def main() -> None:
     each = strategy.distribute_datasets_from_function(lambda context: static, per_device)
     assert [values(strategy, batch) for batch in each] == [[[n, n + 1]] * 2 for n in (0, 2, 4)]
 
+    # A batch of no examples is one also where TensorFlow knows the size of others: lengths differ, labels do not.
+    padded = tf.data.Dataset.range(6).map(lambda n: (tf.range(n), n)).padded_batch(2, ([None], []), drop_remainder=True)
+
+    def count(numbers: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        return tf.stack([tf.shape(numbers)[0], tf.shape(labels)[0]])
+
+    def counts(iterator: Any) -> Any:
+        return strategy.run(count, args=next(iterator))
+
+    for step in (counts, tf.function(counts, autograph=False)):
+        iterator = iter(strategy.distribute_datasets_from_function(lambda context: padded))
+        assert [values(strategy, step(iterator)) for _ in range(2)] == [[[2, 2], [2, 2]], [[2, 2], [0, 0]]]
+
     # Strings cannot lie on every device: they pass through the host.
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]
     def following(iterator: Any) -> Any:
@@ -68,7 +81,7 @@ def main() -> None:
         if not any(thread.name.startswith("tfps-stage") for thread in threading.enumerate()):
             break
         tick.wait(0.01)
-    assert strategy.extended._staging.staged() == 0
+    assert strategy.extended.staging.staged() == 0
     strategy.close()
     print("staged")
 

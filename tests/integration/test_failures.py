@@ -45,7 +45,7 @@ def test_a_worker_that_ends_earlier_is_named_to_the_others(server: ParameterServ
         (code, output), (early, _) = processes.finish(running)
     assert early == 0
     assert code == 1
-    assert re.search(r"rank 1 \(.*\) left before step (8|9) of", output), output
+    assert re.search(r"rank 1 \(.*\) left before step (8|9|10) of", output), output
 
 
 def test_workers_that_end_right_after_the_same_step_do_not_fail_each_other(server: ParameterServer) -> None:
@@ -71,3 +71,9 @@ def test_models_that_differ_are_told_apart_by_the_first_variable(server: Paramet
             assert "kernel" in output
             assert "(64, 32)" in output
             assert "(64, 48)" in output
+
+
+def test_a_script_that_fails_ends_although_it_has_neither_closed_its_strategy_nor_stopped_its_pserver() -> None:
+    ((code, output),) = processes.finish([processes.start("unstopped.py", environment={})])
+    assert code == 1
+    assert "RuntimeError: the script failed" in output

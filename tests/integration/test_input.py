@@ -25,11 +25,18 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads(Path(file).read_text()) for file in files]
 
 
-@pytest.mark.parametrize("program", ["fit", "not counted", "accumulation", "several steps", "eager", "empty", "loop"])
+PROGRAMS = [
+    *("fit", "not counted", "accumulation", "several steps", "eager", "empty", "loop", "without any", "in function"),
+    *("unstaged", "unstaged loop"),
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_all_workers_end_each_epoch_at_the_same_step_with_equal_weights(
     uneven: list[dict[str, Any]], program: str
 ) -> None:
-    expected = {"several steps": [1, 1, 1], "eager": [3, 3], "empty": [0, 0], "loop": [2, 2]}
+    expected = {"several steps": [1, 1, 1], "eager": [3, 3], "empty": [0, 0], "loop": [2, 2], "without any": [0, 0, 0]}
+    expected |= {"in function": [3, 3, 3, 3], "unstaged loop": [2, 2]}
     one, two = (results[program] for results in uneven)
     assert one["trained"] == two["trained"] == expected.get(program, [3, 3, 3])
     assert one["weights"] == two["weights"]
@@ -38,12 +45,15 @@ def test_all_workers_end_each_epoch_at_the_same_step_with_equal_weights(
         assert one["iterations"] == two["iterations"] == (4 if program == "accumulation" else steps)
 
 
-@pytest.mark.parametrize("program", ["fit", "not counted", "accumulation", "several steps", "eager", "empty", "loop"])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_one_warning_names_the_rank_whose_data_ended_and_what_is_dropped(
     uneven: list[dict[str, Any]], program: str
 ) -> None:
-    ended = {"empty": "rank 1 ended after 0", "loop": "rank 0 ended after 2"}.get(program, "rank 1 ended after 3")
-    dropped = {"empty": "rank 0 at least 1", "not counted": "rank 0 at least 1", "loop": "rank 1 2"}
+    ended = {"loop": "rank 0 ended after 2", "unstaged loop": "rank 0 ended after 2"}.get(
+        program, f"rank 1 ended after {0 if program in ('empty', 'without any') else 3}"
+    )
+    dropped = {"loop": "rank 1 2", "unstaged loop": "rank 1 2"}
+    dropped |= dict.fromkeys(["empty", "not counted", "without any", "in function"], "rank 0 at least 1")
     for results in uneven:
         warnings = results[program]["warnings"]
         assert len(warnings) <= 1
@@ -56,6 +66,8 @@ def test_one_warning_names_the_rank_whose_data_ended_and_what_is_dropped(
 
 def test_validation_and_prediction_use_all_batches_of_each_worker(uneven: list[dict[str, Any]]) -> None:
     assert [results["fit"]["evaluated"] for results in uneven] == [[5, 5, 5], [3, 3, 3]]
+    for program in ("without any", "in function"):
+        assert [results[program]["seen"] for results in uneven] == [80, 48]
     assert [results["not counted"]["predicted"] for results in uneven] == [80, 48]
 
 

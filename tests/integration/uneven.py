@@ -125,6 +125,64 @@ def loop(strategy: tfps.Strategy) -> dict[str, Any]:
     return {"trained": trained, "weights": [weight.tobytes().hex() for weight in model.get_weights()]}
 
 
+def without_any(strategy: tfps.Strategy) -> dict[str, Any]:
+    """One rank has no batch at all, and batches are taken outside of the step's function."""
+    model, trained = model_of(strategy), []
+    step = tf.function(lambda batch: strategy.run(model.train_step, args=(batch,)), autograph=False)
+    data = shard(strategy, PARTIAL[strategy.rank], counted=False)
+    for _ in range(2):
+        trained.append(0)
+        for batch in data:
+            step(batch)
+            trained[-1] += 1
+        iterator = iter(data)
+        while next(iterator, None) is not None:
+            trained[-1] += 1
+    try:
+        model.fit(data, verbose=0)
+        trained.append(1)
+    except StopIteration:  # Keras' way to say that there is no first batch
+        trained.append(0)
+    seen = sum(len(labels) for _, labels in shard(strategy, BATCHES[strategy.rank]))  # a loop that does not train
+    model.run_eagerly = True
+    for _ in range(2 - strategy.rank):  # the second time, rank 0 alone
+        model.predict(training.digits(16)[0], verbose=0)
+    return {"trained": trained, "seen": seen, "weights": [weight.tobytes().hex() for weight in model.get_weights()]}
+
+
+def in_function(strategy: tfps.Strategy) -> dict[str, Any]:
+    """Whole epochs inside of a function: of a loop over the dataset, and of an iterator that the function makes."""
+    model, trained = model_of(strategy), []
+    data = shard(strategy, BATCHES[strategy.rank], counted=False)
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def over_dataset() -> tf.Tensor:
+        steps = tf.constant(0)
+        for batch in data:
+            strategy.run(model.train_step, args=(batch,))
+            steps += 1
+        return steps
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def over_iterator() -> tf.Tensor:
+        iterator = iter(data)
+        for _ in tf.range(3):
+            strategy.run(model.train_step, args=(next(iterator),))
+        return tf.constant(3)
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def evaluation() -> tf.Tensor:  # uses everything: it does not train
+        seen = tf.constant(0)
+        for images, _ in data:
+            seen += strategy.run(lambda images: tf.shape(images)[0], args=(images,))
+        return seen
+
+    for epoch in (over_dataset, over_dataset, over_iterator, over_dataset):
+        trained.append(int(epoch()))
+    weights = [weight.tobytes().hex() for weight in model.get_weights()]
+    return {"trained": trained, "seen": int(evaluation()), "weights": weights}
+
+
 def failing(strategy: tfps.Strategy) -> dict[str, Any]:
     """The input pipeline of rank 1 fails."""
 
@@ -154,6 +212,10 @@ PROGRAMS: dict[str, Callable[[tfps.Strategy], dict[str, Any]]] = {
     "eager": lambda strategy: fitted(strategy, run_eagerly=True, epochs=2),
     "empty": empty,
     "loop": loop,
+    "without any": without_any,
+    "in function": in_function,
+    "unstaged": fitted,
+    "unstaged loop": loop,
     "failing": failing,
 }
 
@@ -163,7 +225,7 @@ def main(out: str, *names: str) -> None:
     results: dict[str, Any] = {}
     for name in names or PROGRAMS:
         program = PROGRAMS[name]
-        strategy = tfps.Strategy()
+        strategy = tfps.Strategy(config=tfps.Config(staging_depth=0) if name.startswith("unstaged") else None)
         logging.getLogger("tfps").addHandler(warnings)
         warnings.said = []
         result = results[name] = program(strategy)

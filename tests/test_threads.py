@@ -1,0 +1,47 @@
+"""A pool of daemon threads: what it runs, on how many threads, and that nothing waits for them."""
+
+from __future__ import annotations
+
+import threading
+
+import jobs
+import pytest
+
+from tfps.threads import DaemonPool
+
+
+def test_calls_return_what_they_return_and_raise_what_they_raise() -> None:
+    pool = DaemonPool(2, "pool")
+    assert pool.submit(divmod, 7, 2).result(jobs.DEADLINE_S) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        pool.submit(divmod, 7, 0).result(jobs.DEADLINE_S)
+    pool.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        pool.submit(print)
+
+
+def test_threads_are_daemons_used_again_and_no_more_than_the_limit() -> None:
+    pool, go_on = DaemonPool(2, "pool"), threading.Event()
+    first = pool.submit(threading.current_thread)
+    assert first.result(jobs.DEADLINE_S).daemon
+    names = {thread.name for thread in threading.enumerate()}
+    assert "pool_0" in names
+    waiting = [pool.submit(go_on.wait, jobs.DEADLINE_S) for _ in range(4)]
+    jobs.poll(lambda: sum(future.running() for future in waiting) == 2)
+    assert {thread.name for thread in threading.enumerate()} - names <= {"pool_1"}
+    assert waiting[3].cancel()
+    go_on.set()
+    assert all(future.result(jobs.DEADLINE_S) for future in waiting[:3])
+    pool.shutdown()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("pool_")]
+
+
+def test_a_process_ends_although_a_thread_waits_for_ever() -> None:
+    program = (
+        "import threading; from tfps.threads import DaemonPool\n"
+        "DaemonPool(1, 'pool').submit(threading.Event().wait)\n"
+        "raise SystemExit(3)"
+    )
+    with jobs.python("-c", program) as process:
+        process.communicate(timeout=jobs.DEADLINE_S)
+    assert process.returncode == 3

@@ -1,0 +1,114 @@
+"""Loops over a dataset inside a function: several workers agree on each batch that such a loop takes.
+
+Each run of the function makes an iterator of its own, which no thread on the host could follow: TensorFlow's iterator
+reads, and the ranks decide whether a batch is used.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import tensorflow as tf
+
+from tfps.graph_ops import HOST
+from tfps.lockstep import CLOSED, Line, Lockstep, Request
+from tfps.staging import Staging
+from tfps.tf_private import ops, outer_graphs
+
+_BEGINS = 2  # what a loop says, beside whether it has a batch
+_numbers = itertools.count(-1, -1)  # beside those of feeds
+
+
+class Loop(Request):
+    """A loop over a dataset inside a function: TensorFlow's iterator reads, the ranks decide whether a batch is used.
+
+    Each run of the function is a line of its own. Its batches are not known ahead, so the ranks agree on each when it
+    is there: a round trip per batch that trains.
+    """
+
+    def __init__(self, lockstep: Lockstep) -> None:
+        graph = ops.get_default_graph()
+        super().__init__(lockstep, outer_graphs(graph)[-1])
+        lockstep.runtime.adopt(self, graph)
+        self._line: Line | None = None  # of this run; pump thread only
+        with tf.init_scope(), tf.device(HOST):
+            self._answers = tf.queue.FIFOQueue(1000, [tf.bool, tf.string], [[], []], name="tfps_loop")
+
+    def begin(self) -> None:
+        """Adds the op that begins a run."""
+        self.send(tf.constant(_BEGINS, tf.int64))
+
+    def may_use(self, has_batch: tf.Tensor) -> tf.Tensor:
+        """Whether all ranks have a next batch, where this one says whether it has. A bool scalar."""
+        asked = self.send(tf.cast(has_batch, tf.int64))
+        with tf.control_dependencies([asked]), tf.device(HOST):
+            used, error = tf.raw_ops.QueueDequeueV2(
+                handle=self._answers.queue_ref, component_types=self._answers.dtypes
+            )
+            with tf.control_dependencies([tf.debugging.Assert(tf.equal(error, ""), [error])]):
+                used = tf.identity(used)
+        used.set_shape([])
+        return used
+
+    def collect(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
+        said, line = int(ticket), self._line
+        if said == _BEGINS or line is None:
+            self._begin()
+            return
+        if line.gone:
+            self._answer(None, CLOSED)
+            return
+        if said:
+            line.exists(line.asked)
+            line.staged(line.asked, line.asked)
+        else:
+            line.ended("")
+        self.lockstep.request(self._number, self.trains(), eager=False)
+
+    def _begin(self) -> None:
+        if self._line is not None:
+            self._line.leave()
+        with tf.device(HOST):
+            while int(self._answers.size()):  # to a run that was stopped
+                self._answers.dequeue()
+        self._number = next(_numbers)
+        self._line = self.lockstep.line(self._number, None, self._answer, foresees=False)
+
+    def _answer(self, key: int | None, error: str) -> None:
+        with tf.init_scope(), tf.device(HOST):
+            self._answers.enqueue([key is not None, error])
+
+
+class LoopIterator:
+    """TensorFlow's iterator inside a function, where several workers agree on each batch.
+
+    It is made anew by each run of the function, which a thread that stages could not follow.
+    """
+
+    def __init__(self, iterator: Any, staging: Staging, loop: Loop) -> None:
+        self._iterator, self._staging, self._loop = iterator, staging, loop
+        loop.begin()
+
+    def __iter__(self) -> LoopIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return self.get_next()
+
+    def get_next_as_optional(self) -> tf.experimental.Optional:
+        """The next batch; nothing at the end of the data, here or (where the function trains) on another worker."""
+        batch = self._iterator.get_next_as_optional()
+        used = self._loop.may_use(batch.has_value())
+        return tf.cond(used, lambda: batch, lambda: tf.experimental.Optional.empty(batch.element_spec))
+
+    def get_next(self) -> Any:
+        """The next batch.
+
+        Raises:
+            tf.errors.OutOfRangeError: the data has ended.
+        """
+        batch = self.get_next_as_optional()
+        go_on = tf.cond(batch.has_value(), lambda: tf.constant(0, tf.int64), self._staging.no_batch)
+        with tf.control_dependencies([go_on]):
+            return batch.get_value()

@@ -1,0 +1,73 @@
+"""A pool of threads that a process which ends does not wait for."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+class DaemonPool(Executor):
+    """As `ThreadPoolExecutor`, but of daemon threads.
+
+    Python joins the threads of a ThreadPoolExecutor at its end, before anybody could tell them to end: one that waits
+    for a peer would keep the process alive for ever.
+
+    Args:
+        limit: threads at most; what comes then waits.
+        name: of the threads, before a number.
+    """
+
+    def __init__(self, limit: int, name: str) -> None:
+        self._limit, self._name = limit, name
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._lock = threading.Lock()  # guards the next two
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def submit(self, fn: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
+        """Calls `fn` on one of the threads.
+
+        Raises:
+            RuntimeError: the pool was shut down.
+        """
+        future: Future[_T] = Future()
+
+        def call() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the pool was shut down")
+            self._work.put(call)
+            if not self._idle.acquire(blocking=False) and len(self._threads) < self._limit:
+                name = f"{self._name}_{len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
+                self._threads[-1].start()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Takes nothing more; threads end when what was submitted is done."""
+        with self._lock:
+            self._closed = True
+            threads = list(self._threads)
+        self._work.put(None)
+        for thread in threads if wait else ():
+            thread.join()
+
+    def _run(self) -> None:
+        while (call := self._work.get()) is not None:
+            call()
+            del call  # what it holds must not live until the next one
+            self._idle.release()
+        self._work.put(None)  # for the next thread
