@@ -145,6 +145,19 @@ def test_what_limits_is_said_in_words(spans: list[tuple[Kind, int, int]], limit:
     assert make([span("step", 0, 1000, step=1), *(span(*one) for one in spans)]).limit == limit
 
 
+def test_a_worker_whose_link_keeps_the_others_waiting_is_named() -> None:
+    spans = [
+        span(kind, *times, process=rank) for rank in (0, 1) for kind, *times in (("step", 0, 1000), ("gate", 0, 500))
+    ]
+    spans = [one._replace(step=1) for one in spans]
+    spans += [
+        span("wire", 0, 200, process=0, bucket=0, slice=0),
+        span("aggregate", 200, 450, process=2, bucket=0, slice=0, rank=1),
+        span("wire", 0, 450, process=1, bucket=0, slice=0),
+    ]
+    assert make(spans, workers=2).limit.endswith("worker 1 has the slowest way, and the others wait for it")
+
+
 def test_a_pserver_whose_link_stands_out_is_named() -> None:
     spans = [span("step", 0, 1000, step=1), span("gate", 0, 500, bucket=0)]
     spans += [span("wire", 0, 450, bucket=0, slice=0), span("wire", 0, 100, bucket=0, slice=1, pserver=1)]

@@ -353,12 +353,17 @@ class _Summarizer:
             return f"input: workers wait for batches in {_part(totals.input_ns, totals.duration_ns)} of a step"
         causes: Counter[str] = Counter()
         links: Counter[int] = Counter()
+        waiting: Counter[int] = Counter()  # for the network, by rank
         for rank in self._ranks:
+            before = causes[_NETWORK]
             self._explain(rank, causes, links)
+            waiting[rank] = causes[_NETWORK] - before
         cause, ns = causes.most_common(1)[0]
         said = f"{cause}, in {_part(ns, sum(causes.values()))} of the exposed wait"
         if cause == _NETWORK and (busiest := _busiest(links)) is not None:
             said += f", most of it to and from pserver {busiest}"
+        if cause == _NETWORK and (slowest := _busiest(waiting)) is not None:
+            said += f"; worker {slowest} has the slowest way, and the others wait for it"
         if totals.messages and totals.inversions > _SHOWN_INVERSIONS * totals.messages:
             said += f"; {_part(totals.inversions, totals.messages)} of the messages were sent before more urgent ones"
         return said
@@ -414,7 +419,7 @@ def _variable(buckets: tuple[Bucket, ...], bucket: int, variable: int) -> str:
 
 
 def _busiest(links: Counter[int]) -> int | None:
-    """The pserver that stands out, if one does."""
+    """The pserver, or worker, that stands out, if one does."""
     if len(links) < 2:
         return None
     (busiest, ns), *others = links.most_common()

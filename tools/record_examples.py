@@ -1,0 +1,59 @@
+"""Records the traces of docs/finding_what_is_slow.md: `tools/record_examples.py LOG_DIR`; needs root.
+
+Two workers and two pservers, each on a host of its own, train a VGG-19 whose layers sleep as long as an accelerator
+computes, with a sixteenth of its bytes. What is recorded, as runs of LOG_DIR:
+
+* `fifo` and `priority`: the same job under both policies, 312 Mbit/s per host (5 Gbit/s for the whole model);
+* `slow_host`: as `priority`, but worker 1's host has a third of the others' bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from benchmarks.peers import BYTES_DIVISOR, LAB_HOSTS, vgg19
+from netlab import Netlab
+from peer_runs import Place, measure
+
+from tfps import capture_file
+
+RATE_MBIT = 5000 / BYTES_DIVISOR
+WARMUP_STEPS, FIRST, LAST = 10, 11, 13  # sizes of slices have tuned themselves by then
+SLOW_HOST = 1  # of worker 1
+
+
+def main() -> None:
+    """Records what is missing in LOG_DIR."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("log_dir", type=pathlib.Path, metavar="LOG_DIR")
+    log_dir = parser.parse_args().log_dir.resolve()
+    even = [RATE_MBIT] * LAB_HOSTS
+    uneven = [rate / 3 if host == SLOW_HOST else rate for host, rate in enumerate(even)]
+    record(log_dir, "fifo", even, {"TFPS_POLICY": "fifo"})
+    record(log_dir, "priority", even, {})
+    record(log_dir, "slow_host", uneven, {})
+
+
+def record(log_dir: pathlib.Path, run: str, rates_mbit: list[float], settings: Mapping[str, str]) -> None:
+    """One run, unless it is there."""
+    path = capture_file.chrome_path(log_dir, run)
+    if path.exists():
+        return
+    with Netlab(LAB_HOSTS, rates_mbit) as lab, tempfile.TemporaryDirectory() as folder:
+        trace = {"TFPS_TRACE": f"{folder}:{FIRST}-{LAST}"}
+        result = measure("tfps", Place(lab.hosts), vgg19(WARMUP_STEPS, LAST - FIRST + 4), {**trace, **settings})
+        (made,) = capture_file.chrome_path(folder, "any").parent.glob(f"*{capture_file.SUFFIX}")
+        capture_file.write_chrome(replace(capture_file.read(made), name=run), path)
+    print(f"{run}: {result['step_s']:.3f} s/step, {path}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
