@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from tfps.capture import Bucket, Capture, Process, Setting, Span, lane_of
 from tfps.config import Config
 from tfps.errors import TfpsError
 from tfps.exchange import (
@@ -19,6 +21,7 @@ from tfps.exchange import (
     as_bytes,
     check_payload,
 )
+from tfps.trace import Recorder
 
 
 class EmbeddedExchange:
@@ -28,8 +31,10 @@ class EmbeddedExchange:
     workers = 1
     slice_bytes = window_bytes = 0
 
-    def __init__(self, config: Config | None = None) -> None:
+    def __init__(self, config: Config | None = None, recorder: Recorder | None = None) -> None:
         self.config = config or Config()
+        self._recorder = recorder or Recorder()
+        self._tracing = False
         self._specs: list[BucketSpec] = []
         self._state = FailureState()
 
@@ -62,6 +67,26 @@ class EmbeddedExchange:
             on_reply(Reply(parts=[b"" if payload is None else payload]))
         else:
             on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload))
+
+    def start_trace(self) -> None:
+        if self._tracing:
+            raise TfpsError("a capture is being recorded already: end it first")
+        self._tracing = True
+        self._recorder.start()
+
+    def stop_trace(
+        self, buckets: Sequence[Bucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
+    ) -> Capture:
+        if not self._tracing:
+            raise TfpsError("no capture is being recorded")
+        self._tracing = False
+        self._recorder.stop()
+        spans = [
+            Span(one.kind, 0, lane_of(one.kind, rank=one.rank, pserver=one.pserver), *one[1:])
+            for one in self._recorder.spans()
+        ]
+        process = Process("worker", 0, socket.gethostname())
+        return Capture((process,), tuple(buckets), tuple(spans), tuple(steps), settings, name)
 
     def add_failure_listener(self, listener: FailureListener) -> None:
         self._state.add_listener(listener)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tfps.capture import Bucket, Capture, Setting
 from tfps.errors import ClosedError, ConfigError, ProtocolError, TfpsError
 
 Payload = bytes | bytearray | memoryview | NDArray[Any]  # C-contiguous; collections.abc.Buffer needs Python 3.12
@@ -167,6 +168,22 @@ class Exchange(Protocol):
 
         Raises:
             ProtocolError: there is no such bucket, or the payload has not its size.
+        """
+
+    def start_trace(self) -> None:
+        """Begins to record on all workers and pservers. Rank 0 only.
+
+        Raises:
+            TfpsError: it is being recorded already.
+        """
+
+    def stop_trace(
+        self, buckets: Sequence[Bucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
+    ) -> Capture:
+        """Ends it and collects what all have recorded. Rank 0 only.
+
+        Raises:
+            TfpsError: nothing is being recorded.
         """
 
     def add_failure_listener(self, listener: FailureListener) -> None:

@@ -308,7 +308,7 @@ class _Request(Transfer):
         self._root = None if root is None else weakref.ref(root)
         self._trains: bool | None = None if root is not None else False
 
-    def collect(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
+    def collect(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor) -> None:
         if self._trains is None:  # the graph is complete now
             root = self._root() if self._root is not None else None
             self._trains = root is not None and any(has_function(root, name) for name in graph_ops.exchange_functions())
