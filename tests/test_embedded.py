@@ -5,10 +5,14 @@ from __future__ import annotations
 import threading
 
 import numpy as np
+import pytest
 from jobs import push
 
+from tfps.capture import Bucket, Span
 from tfps.embedded import EmbeddedExchange
+from tfps.errors import TfpsError
 from tfps.exchange import BucketSpec
+from tfps.trace import Recorder
 
 
 def test_the_payload_itself_comes_back_untouched() -> None:
@@ -31,3 +35,26 @@ def test_it_starts_no_threads() -> None:
     (bucket,) = exchange.declare([BucketSpec("s", "sum", 8, "float32", 0)])
     push(exchange, bucket, bytes(8)).wait()
     assert threading.active_count() == before
+
+
+def test_a_capture_has_what_was_recorded_in_the_process() -> None:
+    recorder, switched = Recorder(), list[bool]()
+    exchange = EmbeddedExchange(recorder=recorder)
+    exchange.declare([BucketSpec("a, b", "sum", 8, "float32", 0)])
+    exchange.on_trace = switched.append
+    for _ in range(2):
+        with pytest.raises(TfpsError, match="no capture is being recorded"):
+            exchange.stop_trace([], "run", (), {})
+        exchange.start_trace()
+        with pytest.raises(TfpsError, match="a capture is being recorded already"):
+            exchange.start_trace()
+        recorder.span("update", 5, 7, step=3, bucket=0)
+        capture = exchange.stop_trace([], "run", (3,), {"model": "small"})
+        recorder.span("update", 5, 7, step=3, bucket=0)
+        assert capture.spans == (Span("update", 0, "updates", 5, 7, 3, 0, rank=0),)
+        assert capture.buckets == (Bucket("a, b", ("a", "b"), 0, 8),)
+        assert [process.name for process in capture.processes] == ["worker 0"]
+    assert switched == [True, False] * 2
+    exchange.start_trace()
+    exchange.close()
+    assert not recorder.enabled

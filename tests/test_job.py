@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tfps.control import PULL, PUSH
 from tfps.errors import ConnectError, WorkerLostError
-from tfps.job import Job, first_difference
-from tfps.membership import Applicant
+from tfps.job import Job
+from tfps.membership import Applicant, first_difference
 from tfps.status import ErrorCounts
 from tfps.trace import Recorder
 

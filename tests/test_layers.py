@@ -18,14 +18,14 @@ LAYERS = (
     "version errors config memory terminal supervisor progress",
     (
         "slicing placement aggregate exchange layout tuning report sparse picture intervals capture trace "
-        "capture_file summary"
+        "capture_file summary assembly"
     ),
-    "protos frames send_queue stream membership control rounds status",
-    "patience tuner worker server job embedded metrics console",
+    "protos frames send_queue stream membership control rounds status recording shard",
+    "patience tuner tracer worker server job embedded metrics console",
     (
         "tf_private graph_ops moments variables deferred reductions initial_values transfers step_spans runtime "
         "combined cluster generators lockstep staging datasets graph_view extended logs loss_scaling saving "
-        "predictions xplane tracing strategy callbacks"
+        "predictions xplane trace_run strategy callbacks"
     ),
     "__init__ cli launch trace_cli tensorboard plugin",
 )

@@ -117,7 +117,7 @@ def test_the_late_rank_has_the_wait_and_a_gather_counts_it_once(cluster: Cluster
     members[1].send(frames.encode(Header(Kind.PUSH, LAST, 0, 0, 1), bytes(10)))
     jobs.poll(lambda: server.status().job.open_slices == 1)
     slice_ = server._job._buckets[0].slices[0]
-    slice_.first_s -= late_s  # as if it had come so much earlier
+    slice_.first_ns -= int(late_s * 1e9)  # as if it had come so much earlier
     members[0].send(frames.encode(Header(Kind.PUSH, 0, 0, 0, 1), bytes(1024)))
     members[0].send(frames.encode(Header(Kind.PUSH, LAST, 0, 1, 1), bytes(3)))
     assert members[0].read()[0].kind == Kind.REPLY

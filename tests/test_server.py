@@ -158,7 +158,7 @@ def test_a_stream_of_a_stranger_is_refused_alone(cluster: Cluster, token: str | 
 def test_other_protocol_versions_refuse_each_other_by_name(cluster: Cluster) -> None:
     address = cluster.pserver(1).address
     with pytest.raises(
-        ConnectError, match=f"pserver {address}: the pserver speaks protocol version 2, the worker versi"
+        ConnectError, match=f"pserver {address}: the pserver speaks protocol version 3, the worker versi"
     ):
         cluster.raw(address, protocol_version=1)
 

@@ -14,7 +14,7 @@ from tfps.config import check_steps
 from tfps.errors import ConfigError, TfpsError
 from tfps.report import Report
 from tfps.strategy import Strategy
-from tfps.tracing import Recording
+from tfps.trace_run import TraceRun
 
 logger = logging.getLogger("tfps")
 
@@ -117,7 +117,7 @@ class Trace(keras.callbacks.Callback):
         super().__init__()
         self._log_dir, self._name = log_dir, name
         self._first, self._last = check_steps("steps of tfps.callbacks.Trace", steps)
-        self._recording: Recording | None = None
+        self._run: TraceRun | None = None
         self._begun = 0  # the batch at which recording began
         self._batch = self._before = self._ended = 0  # of the current execution; in earlier epochs; so far
         self._active = self._recorded = False
@@ -125,7 +125,7 @@ class Trace(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         self._active = _strategy_of(self).rank == 0
         self._batch = self._before = self._ended = 0
-        self._recording, self._recorded = None, False
+        self._run, self._recorded = None, False
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._before = self._ended
@@ -135,8 +135,7 @@ class Trace(keras.callbacks.Callback):
         begin = self._before + batch
         if self._active and begin + self._per_execution > self._first:
             self._active, self._begun = False, begin
-            strategy = _strategy_of(self)
-            self._recording = Recording(strategy._runtime, strategy.config, self._log_dir, self._name)
+            self._run = TraceRun(_strategy_of(self)._runtime, self._log_dir, self._name)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # Some versions of Keras say the first and some the last batch of an execution.
@@ -155,18 +154,18 @@ class Trace(keras.callbacks.Callback):
                 self._ended,
             )
         self._stop()
-        if self._recording is not None:
-            self._try(self._recording.write_profile)
+        if self._run is not None:
+            self._try(self._run.write_profile)
 
     @property
     def _per_execution(self) -> int:
         return int(getattr(self.model, "steps_per_execution", 1))
 
     def _stop(self) -> None:
-        if self._recording is not None and not self._recorded:
+        if self._run is not None and not self._recorded:
             self._recorded = True
-            recording = self._recording
-            self._try(lambda: recording.stop(self._chosen))
+            run = self._run
+            self._try(lambda: run.stop(self._chosen))
 
     def _chosen(self, steps: Sequence[int]) -> Sequence[int]:
         """The `steps` of the batches that were asked for: an execution may have more of them."""

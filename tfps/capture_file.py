@@ -195,7 +195,8 @@ def _chains(
     step, bucket, index = key
     if index < 0:
         return
-    shared = [position for position in flows[key] if spans[position].kind == "aggregate"]
+    both = *flows[key], *flows.get((step, bucket, NONE), ())  # the pieces of a gather are aggregated together
+    shared = [position for position in both if spans[position].kind == "aggregate"]
     updates = {spans[position].rank: position for position in flows.get((step, bucket, NONE), ())}
     own: dict[int, list[int]] = {}
     for position in flows[key]:

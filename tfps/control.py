@@ -13,7 +13,7 @@ from tfps.frames import error_code, error_from
 from tfps.layout import Layout
 from tfps.protos import tfps_pb2 as pb
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 SERVICE = "tfps.v1.ParameterServer"
 PUSH, PULL = "Push", "Pull"  # the streams, one per direction
 TOKEN_KEY, RANK_KEY = "tfps-token", "tfps-rank"  # their metadata
@@ -55,6 +55,10 @@ _TYPES: dict[str, tuple[Any, Any]] = {
     "Declare": (pb.DeclareRequest, pb.DeclareReply),
     "Waiting": (pb.WaitingRequest, pb.WaitingReply),
     "Tune": (pb.TuneRequest, pb.TuneReply),
+    "Trace": (pb.TraceRequest, pb.TraceReply),
+    "Clock": (pb.ClockRequest, pb.ClockReply),
+    "Upload": (pb.UploadRequest, pb.UploadReply),
+    "Collect": (pb.CollectRequest, pb.CollectReply),
     "Status": (pb.StatusRequest, pb.StatusReply),
     "Leave": (pb.LeaveRequest, pb.LeaveReply),
 }

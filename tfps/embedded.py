@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from tfps.capture import Bucket, Capture, Process, Setting, Span, lane_of
+from tfps.assembly import Recorded, assemble, named
+from tfps.capture import Bucket, Capture, Process, Setting
 from tfps.config import Config
 from tfps.errors import TfpsError
 from tfps.exchange import (
@@ -22,6 +23,7 @@ from tfps.exchange import (
     check_payload,
 )
 from tfps.trace import Recorder
+from tfps.tracer import NOT_RUNNING, RUNNING, Switch
 
 
 class EmbeddedExchange:
@@ -33,8 +35,9 @@ class EmbeddedExchange:
 
     def __init__(self, config: Config | None = None, recorder: Recorder | None = None) -> None:
         self.config = config or Config()
+        self.on_trace: Callable[[bool], None] | None = None
         self._recorder = recorder or Recorder()
-        self._tracing = False
+        self._switch = Switch(self._recorder, lambda on: self.on_trace and self.on_trace(on))
         self._specs: list[BucketSpec] = []
         self._state = FailureState()
 
@@ -69,24 +72,18 @@ class EmbeddedExchange:
             on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload))
 
     def start_trace(self) -> None:
-        if self._tracing:
-            raise TfpsError("a capture is being recorded already: end it first")
-        self._tracing = True
-        self._recorder.start()
+        if (end := self._state.end) is not None:
+            raise end
+        if not self._switch.on():
+            raise TfpsError(RUNNING)
 
     def stop_trace(
         self, buckets: Sequence[Bucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
     ) -> Capture:
-        if not self._tracing:
-            raise TfpsError("no capture is being recorded")
-        self._tracing = False
-        self._recorder.stop()
-        spans = [
-            Span(one.kind, 0, lane_of(one.kind, rank=one.rank, pserver=one.pserver), *one[1:])
-            for one in self._recorder.spans()
-        ]
-        process = Process("worker", 0, socket.gethostname())
-        return Capture((process,), tuple(buckets), tuple(spans), tuple(steps), settings, name)
+        if not self._switch.off():
+            raise TfpsError(NOT_RUNNING)
+        recorded = Recorded(Process("worker", 0, socket.gethostname()), self._recorder.records())
+        return assemble([recorded], named(buckets, self._specs), name, steps, settings)
 
     def add_failure_listener(self, listener: FailureListener) -> None:
         self._state.add_listener(listener)
@@ -95,4 +92,5 @@ class EmbeddedExchange:
         self._state.fail(error)
 
     def close(self) -> None:
+        self._switch.off()
         self._state.close()

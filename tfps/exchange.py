@@ -109,7 +109,15 @@ FailureListener = Callable[[TfpsError], None]
 
 
 class Exchange(Protocol):
-    """Sums and gathers buckets over all workers of a job."""
+    """Sums and gathers buckets over all workers of a job.
+
+    Attributes:
+        on_trace: called with True when this worker's recorder has been started for a capture, and with False when it is
+            about to be stopped: what it adds then still counts. On any thread, on all ranks; it must be short and must
+            not raise.
+    """
+
+    on_trace: Callable[[bool], None] | None
 
     @property
     def rank(self) -> int:
@@ -171,19 +179,29 @@ class Exchange(Protocol):
         """
 
     def start_trace(self) -> None:
-        """Begins to record on all workers and pservers. Rank 0 only.
+        """Begins to record a capture on all workers and pservers. For rank 0 only.
+
+        Returns when all pservers record; each of the other workers begins when it hears of it, a moment later.
 
         Raises:
-            TfpsError: it is being recorded already.
+            UnsupportedError: this is another rank.
+            TfpsError: one is being recorded, or the exchange has failed or was closed.
         """
 
     def stop_trace(
         self, buckets: Sequence[Bucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
     ) -> Capture:
-        """Ends it and collects what all have recorded. Rank 0 only.
+        """Ends it everywhere and collects what was recorded, which takes half a minute at most. For rank 0 only.
+
+        What a worker has not handed in by then is left out, which is logged. Offsets of clocks are measured here.
+
+        Args:
+            buckets: by id, as people shall see them; those of higher ids are described as they were declared.
+            settings: beside the policy and the sizes of slices and windows.
 
         Raises:
-            TfpsError: nothing is being recorded.
+            UnsupportedError: this is another rank.
+            TfpsError: none is being recorded, or the exchange has failed meanwhile.
         """
 
     def add_failure_listener(self, listener: FailureListener) -> None:

@@ -32,10 +32,15 @@ class Kind(enum.IntEnum):
     ACK = 3
     ERROR = 4
     LAYOUT = 5
+    TRACE = 6
 
 
 class Header(NamedTuple):
-    """What precedes the payload. Of an ACK only `received` counts, of an ERROR `index` (a code), of a LAYOUT none."""
+    """What precedes the payload.
+
+    Of an ACK only `received` counts, of an ERROR `index` (a code), of a LAYOUT none; of a TRACE `step` (the number of
+    the capture) and `index` (1 begins, 0 ends).
+    """
 
     kind: int
     flags: int = 0

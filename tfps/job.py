@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
 
 from tfps import frames
 from tfps.aggregate import GatherRound, SumRound
@@ -24,31 +21,16 @@ from tfps.errors import (
     WorkerLostError,
 )
 from tfps.exchange import BucketSpec, parse_dtype
-from tfps.frames import EMPTY, LAST, Blank, Header, Kind
+from tfps.frames import LAST, Blank, Header, Kind
 from tfps.layout import Cutting, Layout, cut_anew, cut_sum
-from tfps.membership import Applicant, Member, Membership, State
+from tfps.membership import Applicant, Member, Membership, State, first_difference
 from tfps.placement import Placer
+from tfps.recording import Recording
 from tfps.send_queue import Outgoing, SendQueue
+from tfps.shard import OwnedSlice
 from tfps.slicing import Slice, cut
 from tfps.status import ErrorCounts, JobStatus, job_status
 from tfps.trace import Recorder
-
-
-class _Slice:
-    """A round and the lock that guards it. A gather has one, of the whole bucket."""
-
-    __slots__ = ("blank", "first_s", "lock", "round")
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.first_s = 0.0  # when the first rank pushed it in this round
-        self.round: SumRound | GatherRound
-        self.blank: Blank | None = None  # the reply, if the sum is being written into it
-
-    def allocate(self, nbytes: int) -> NDArray[np.uint8]:
-        """Where to write the sum: into the reply itself, which saves a copy."""
-        self.blank = Blank(nbytes)
-        return self.blank.payload
 
 
 @dataclass(slots=True)
@@ -59,8 +41,8 @@ class _Bucket:
     """
 
     spec: BucketSpec
-    slices: dict[int, _Slice] = field(default_factory=dict)
-    next: dict[int, dict[int, _Slice]] = field(default_factory=dict)  # by the first step; guarded by Job._changed
+    slices: dict[int, OwnedSlice] = field(default_factory=dict)
+    next: dict[int, dict[int, OwnedSlice]] = field(default_factory=dict)  # by the first step; guarded by Job._changed
 
 
 @dataclass(slots=True)
@@ -80,6 +62,7 @@ class Job:
 
     def __init__(self, workers: int, name: str, recorder: Recorder, errors: ErrorCounts) -> None:
         self._recorder, self._errors = recorder, errors
+        self.recording = Recording(recorder)
         self._changed = threading.Condition()  # guards all below; notified when a waiting declare may go on
         self._membership = Membership(workers, name)
         self._config = Config()
@@ -135,6 +118,7 @@ class Job:
                     piggyback=False,
                     recorder=self._recorder,
                     name=f"rank {member.rank}",
+                    rank=member.rank,
                 )
             return member.rank
 
@@ -183,6 +167,8 @@ class Job:
                 return
             member.state = State.GONE
             self._changed.notify_all()
+            if ended := self.recording.gone(rank):
+                self._announce(Header(Kind.TRACE, step=ended))
         self._queues[rank].close()
         if failure is not None:
             self.fail(failure)
@@ -204,6 +190,7 @@ class Job:
             self._errors.add("job", error)
             self._buckets = []
             self._changed.notify_all()
+        self.recording.fail(error)
         for queue in list(self._queues.values()):
             queue.fail(error)
 
@@ -295,10 +282,31 @@ class Job:
             found = cut_anew(specs, layout, self._pservers, self._config.placement)
             for number, cutting in found.items():
                 self._buckets[number].next[cutting.step] = self._slices_of(specs[number], cutting)
-            frame = frames.encode(Header(Kind.LAYOUT), layout_message(layout).SerializeToString())
+            self._announce(Header(Kind.LAYOUT), layout_message(layout).SerializeToString())
             for queue in self._queues.values():
-                queue.put_urgent(frame)
                 queue.set_window(layout.window_bytes)
+
+    def trace(self, number: int, on: bool) -> None:
+        """Begins or ends the recording of a capture, and tells all workers.
+
+        Raises:
+            ClosedError: there is no such capture to end.
+            TfpsError: the job has failed.
+        """
+        with self._changed:
+            self._raise_failure()
+            if on:
+                others = set(range(1, self._membership.workers)) - set(self._membership.gone())
+                self.recording.start(number, () if self._index else others)
+            else:
+                self.recording.stop(number, self._index)
+            self._announce(Header(Kind.TRACE, index=int(on), step=number))
+
+    def _announce(self, header: Header, payload: bytes = b"") -> None:
+        """A frame outside the windows, to all workers."""
+        frame = frames.encode(header, payload)
+        for queue in self._queues.values():
+            queue.put_urgent(frame)
 
     def _cut_anew(self, bucket: _Bucket, step: int) -> None:
         """Changes to the next cutting, if `step` is cut so. All of the last step is over then, on all pservers."""
@@ -306,12 +314,12 @@ class Job:
             for first in sorted(first for first in bucket.next if first <= step):
                 bucket.slices = bucket.next.pop(first)
 
-    def _slices_of(self, spec: BucketSpec, cutting: Cutting) -> dict[int, _Slice]:
+    def _slices_of(self, spec: BucketSpec, cutting: Cutting) -> dict[int, OwnedSlice]:
         """What this pserver owns of a sum."""
         owned = {}
         for index, (piece, owner) in enumerate(zip(cutting.slices, cutting.owners, strict=True)):
             if owner == self._index:
-                owned[index] = item = _Slice()
+                owned[index] = item = OwnedSlice(self._recorder)
                 label = f"slice {index} of bucket '{spec.name}'"
                 dtype, deterministic = parse_dtype(spec.dtype), self._config.deterministic
                 workers = self._membership.workers
@@ -325,7 +333,7 @@ class Job:
             bucket = _Bucket(spec)
             if spec.kind == "gather":
                 if self._placer.place_gather(spec.name) == self._index:
-                    bucket.slices[0] = item = _Slice()
+                    bucket.slices[0] = item = OwnedSlice(self._recorder)
                     item.round = GatherRound(f"bucket '{spec.name}'", workers, slice_bytes)
             else:
                 bucket.slices = self._slices_of(spec, cut_sum(spec, slice_bytes, self._placer))
@@ -353,26 +361,14 @@ class Job:
         item = bucket.slices.get(0 if gather else header.index)
         if item is None:
             raise ProtocolError(f"bucket '{bucket.spec.name}' has no slice {header.index} on this pserver")
-        if self._recorder.enabled:
-            self._recorder.record("push", rank=rank, bucket=header.bucket, index=header.index, step=header.step)
-        result = blank = None
-        now_s = time.monotonic()
-        with item.lock:
-            if not item.round.started:
-                item.first_s = now_s
-            _add(item.round, rank, header, payload)
-            wait_s = now_s - item.first_s if rank in item.round.arrived else 0.0
-            step, missing = item.round.step, item.round.missing()
-            if not missing:
-                result = item.round.finish()
-                blank, item.blank = item.blank, None
+        taken = item.take(rank, header, payload)
         member = self._membership.members[rank]
         member.step = max(member.step, header.step)
-        member.wait_s += wait_s  # its stream's thread alone writes both
-        if result is not None:
-            self._reply(header, result, gather, blank)
-        elif gone := [r for r in self._membership.gone() if r in missing]:
-            self._fail_left(self._membership.members[gone[0]], step, bucket.spec.name)
+        member.wait_s += taken.wait_ns / 1e9  # its stream's thread alone writes both
+        if taken.result is not None:
+            self._reply(header, taken.result, gather, taken.blank)
+        elif gone := [r for r in self._membership.gone() if r in taken.missing]:
+            self._fail_left(self._membership.members[gone[0]], taken.step, bucket.spec.name)
 
     def missing(self, bucket: int) -> list[str]:
         """The ranks for whose push of any slice of `bucket` others wait."""
@@ -417,28 +413,3 @@ class Job:
             items.append(Outgoing(header, piece.nbytes, frame=frame))
         for queue in list(self._queues.values()):
             queue.put(items)
-
-
-def _add(round_: SumRound | GatherRound, rank: int, header: Header, payload: memoryview) -> None:
-    """Adds a push to its round."""
-    if isinstance(round_, GatherRound):
-        round_.add(rank, header.step, header.index, payload, bool(header.flags & LAST))
-        return
-    expected = 0 if header.flags & EMPTY else round_.nbytes
-    if len(payload) != expected or header.flags & LAST:
-        raise ProtocolError(
-            f"payload of {round_.label} must have {expected} bytes and no LAST flag, got {len(payload)} bytes and "
-            f"flags {header.flags}"
-        )
-    part = None if header.flags & EMPTY else np.frombuffer(payload, np.uint8).view(round_.dtype)
-    round_.add(rank, header.step, part)
-
-
-def first_difference(lines: Mapping[int, Sequence[str]], describe: Callable[[int], str]) -> str | None:
-    """What differs first between the ranks' declarations, and what each rank has; None if they are equal."""
-    for number in range(max(map(len, lines.values()), default=0)):
-        found = {rank: own[number] if number < len(own) else "nothing" for rank, own in sorted(lines.items())}
-        if len(set(found.values())) > 1:
-            each = "; ".join(f"{describe(rank)} has {text}" for rank, text in found.items())
-            return f"the workers do not train the same, line {number + 1} of what they declare differs: {each}"
-    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tfps.errors import ConnectError, MismatchError
@@ -167,3 +167,13 @@ class Membership:
                 "give every worker a rank of its own, and every job pservers of its own"
             )
         return new.rank
+
+
+def first_difference(lines: Mapping[int, Sequence[str]], describe: Callable[[int], str]) -> str | None:
+    """What differs first between the ranks' declarations, and what each rank has; None if they are equal."""
+    for number in range(max(map(len, lines.values()), default=0)):
+        found = {rank: own[number] if number < len(own) else "nothing" for rank, own in sorted(lines.items())}
+        if len(set(found.values())) > 1:
+            each = "; ".join(f"{describe(rank)} has {text}" for rank, text in found.items())
+            return f"the workers do not train the same, line {number + 1} of what they declare differs: {each}"
+    return None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from tfps.control import Pserver
-from tfps.errors import PserverLostError, TfpsError
+from tfps.errors import PserverLostError, TfpsError, WaitTimeoutError
 from tfps.protos import tfps_pb2 as pb
 from tfps.rounds import Bucket, Push
 from tfps.status import status_of
@@ -93,6 +93,18 @@ class Blame:
             except TfpsError as error:
                 answers.append(Answer(pserver.address, error=error))
         return answers
+
+    def timeout(self, number: int, bucket: Bucket, push: Push, limit_s: float) -> TfpsError:
+        """The error of a push that has waited for `limit_s`, with the ranks it waits for."""
+        what = f"bucket '{bucket.spec.name}' step {push.step}: no result within {limit_s:.3g} s"
+        blame = [
+            str(answer.error)
+            if answer.error is not None
+            else f"pserver {answer.pserver} waits for "
+            f"{', '.join(answer.missing) or 'nobody: its replies do not arrive'}"
+            for answer in self.pushing(number, bucket, push)
+        ]
+        return WaitTimeoutError(f"{what}; {'; '.join(blame)}")
 
     def look(self, buckets: Sequence[Bucket]) -> None:
         """Says whom the oldest push waits for, if it is too old and the same ones have not been named just now."""

@@ -297,7 +297,7 @@ class Runtime:
         payload: Any = memoryview(data)
         if transfer.spec.kind == "gather":
             payload = pack_sparse(memoryview(indices), payload)
-        if self.recorder.enabled:
+        if self.recorder.with_events:
             self.recorder.record("gradient", bucket=transfer.bucket, nbytes=len(payload))
 
         if isinstance(transfer, DeferredUpdate):
@@ -361,8 +361,9 @@ class Runtime:
         if isinstance(transfer, DeferredUpdate):
             history = self._history.setdefault(transfer.bucket, deque(maxlen=_HISTORY_STEPS))
             history.append(Round(transfer.ready_s, time.monotonic()))
-        if self.recorder.enabled:
+        if self.recorder.with_events:
             self.recorder.record("applied", bucket=transfer.bucket)
+        if self.recorder.enabled:
             self.spans.updated(begin, transfer, sent[-1])
 
     def _report(self, error: TfpsError) -> None:

@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from tfps.capture import NONE
 from tfps.config import Policy
 from tfps.errors import ProtocolError, TfpsError
 from tfps.frames import Header
-from tfps.trace import Recorder
+from tfps.trace import UNKNOWN, Recorder
 
 
 class Outgoing(NamedTuple):
@@ -58,10 +59,19 @@ class SendQueue:
     Args:
         piggyback: outgoing data frames carry the receipt for what came in. Where they cannot (a reply's bytes are
             shared by all ranks) or none is going out, a receipt of its own is due whenever half a window has come in.
+        rank, pserver: the other end of the stream; one of them.
     """
 
     def __init__(
-        self, window_bytes: int, policy: Policy, *, piggyback: bool, recorder: Recorder, name: str = ""
+        self,
+        window_bytes: int,
+        policy: Policy,
+        *,
+        piggyback: bool,
+        recorder: Recorder,
+        name: str = "",
+        rank: int = NONE,
+        pserver: int = NONE,
     ) -> None:
         self._window_bytes = window_bytes
         self._receipt_bytes = max(window_bytes // 2, 1)
@@ -74,8 +84,9 @@ class SendQueue:
         self._piggyback = piggyback
         self._recorder = recorder
         self._name = name
+        self._rank, self._pserver = rank, pserver
         self._changed = threading.Condition()  # guards all below; notified when `take` may have something to give
-        self._heap: list[tuple[int, int, Outgoing]] = []
+        self._heap: list[tuple[int, int, Outgoing, int]] = []  # last: when it was put, if recorded
         self._arrivals = itertools.count()
         self._sent = 0
         self._acked = 0
@@ -87,12 +98,13 @@ class SendQueue:
 
     def put(self, items: Iterable[Outgoing]) -> None:
         """Adds frames; those of equal priority keep their order. Ignored after `close` and `fail`."""
+        put_ns = self._recorder.clock() if self._recorder.enabled else UNKNOWN
         with self._changed:
             if self._closed or self._failure is not None:
                 return
             for item in items:
                 priority = item.header.priority if self._by_priority else 0
-                heapq.heappush(self._heap, (priority, next(self._arrivals), item))
+                heapq.heappush(self._heap, (priority, next(self._arrivals), item, put_ns))
             if self._heap and self._sent - self._acked < self._window_bytes:
                 self._changed.notify()
 
@@ -154,13 +166,14 @@ class SendQueue:
                     self._receipted = self._received
                     return None, self._received
                 if may_send:
-                    item = heapq.heappop(self._heap)[2]
+                    _, _, item, put_ns = heapq.heappop(self._heap)
                     self._backlog = self._backlog and bool(self._heap)
                     self._sent += item.nbytes
                     self._sent_slices += 1
                     if self._piggyback:
                         self._receipted = self._received
-                    self._record("send", item)
+                    if self._recorder.enabled:
+                        self._record(item, put_ns)
                     return item, self._received
                 self._changed.wait()
 
@@ -179,7 +192,7 @@ class SendQueue:
                 raise ProtocolError(f"acknowledged bytes must be at most the {self._sent} sent, got {total}")
             self._measure(total)
             self._acked = total
-            if self._recorder.enabled:
+            if self._recorder.with_events:
                 self._recorder.record("acked", stream=self._name, in_flight=self._sent - self._acked)
             if self._heap and self._sent - self._acked < self._window_bytes:
                 self._changed.notify()
@@ -216,16 +229,18 @@ class SendQueue:
             self._heap.clear()
             self._changed.notify_all()
 
-    def _record(self, kind: str, item: Outgoing) -> None:
-        if self._recorder.enabled:
-            _, _, bucket, index, priority, step, _ = item.header
-            self._recorder.record(
-                kind,
+    def _record(self, item: Outgoing, put_ns: int) -> None:
+        _, _, bucket, index, priority, step, _ = item.header
+        recorder, nbytes = self._recorder, item.nbytes
+        recorder.sent(put_ns, recorder.clock(), step, bucket, index, priority, nbytes, self._rank, self._pserver)
+        if recorder.with_events:
+            recorder.record(
+                "send",
                 stream=self._name,
                 bucket=bucket,
                 index=index,
                 priority=priority,
                 step=step,
-                nbytes=item.nbytes,
+                nbytes=nbytes,
                 in_flight=self._sent - self._acked,
             )

@@ -134,6 +134,10 @@ class ParameterServer:
             "Declare": self._declare,
             "Waiting": self._waiting,
             "Tune": self._tune,
+            "Trace": self._trace,
+            "Clock": self._clock,
+            "Upload": self._upload,
+            "Collect": self._collect,
             "Status": self._status,
             "Leave": self._leave,
         }
@@ -207,6 +211,35 @@ class ParameterServer:
         reply = pb.TuneReply()
         try:
             self._job_of(request.token).tune(layout_of(request.layout))
+        except TfpsError as error:
+            reply.failure.CopyFrom(failure_of(error))
+        return reply
+
+    def _trace(self, request: Any, context: grpc.ServicerContext) -> Any:
+        reply = pb.TraceReply()
+        try:
+            self._job_of(request.token).trace(request.number, request.on)
+        except TfpsError as error:
+            reply.failure.CopyFrom(failure_of(error))
+        return reply
+
+    def _clock(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return pb.ClockReply(time_ns=self._recorder.clock())
+
+    def _upload(self, request: Any, context: grpc.ServicerContext) -> Any:
+        reply = pb.UploadReply()
+        try:
+            self._job_of(request.token).recording.upload(request.number, request.rank, request.records)
+        except TfpsError as error:
+            reply.failure.CopyFrom(failure_of(error))
+        return reply
+
+    def _collect(self, request: Any, context: grpc.ServicerContext) -> Any:
+        reply = pb.CollectReply()
+        try:
+            part = self._job_of(request.token).recording.collect(request.number, request.timeout_s)
+            if part is not None:
+                reply.records.CopyFrom(part)
         except TfpsError as error:
             reply.failure.CopyFrom(failure_of(error))
         return reply

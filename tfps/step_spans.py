@@ -57,7 +57,7 @@ class StepSpans:
 
     def now(self) -> int:
         """Nanoseconds of the recorder's clock."""
-        return time.monotonic_ns()
+        return self.recorder.clock()
 
     def wall_offset_ns(self) -> int:
         """The wall clock minus the recorder's, as of a moment ago."""

@@ -28,7 +28,7 @@ from tfps.report import Report
 from tfps.runtime import Runtime
 from tfps.saving import share_files
 from tfps.trace import Recorder
-from tfps.tracing import Recording, record_unattended
+from tfps.trace_run import TraceRun, record_unattended
 from tfps.worker import Worker
 
 _collective_key_bases = itertools.count(1_000, 1_000)
@@ -74,7 +74,7 @@ class Strategy(tf.distribute.Strategy):
         self._connection = _connect(cluster, self.config)
         self._pservers = cluster.pservers
         self._runtime = self._connection.runtime
-        record_unattended(self._runtime, self.config, request)
+        record_unattended(self._runtime, request)
         self._at_end = weakref.finalize(self, _close_at_end, self._connection)
         super().__init__(Extended(self, devices, self._runtime, self.config.bucket_bytes, self.config.staging_depth))
         agree_on_finite(Strategy)
@@ -162,12 +162,12 @@ class Strategy(tf.distribute.Strategy):
         if self.rank != 0:
             yield
             return
-        recording = Recording(self._runtime, self.config, log_dir, name)
+        run = TraceRun(self._runtime, log_dir, name)
         try:
             yield
         finally:
-            recording.stop()
-            recording.write_profile()
+            run.stop()
+            run.write_profile()
 
     @property
     def recorder(self) -> Recorder:

@@ -40,11 +40,11 @@ def receive(
     data: Kind,
     queue: SendQueue,
     on_data: OnData,
-    on_layout: Callable[[memoryview], None] | None = None,
+    on_notice: OnData | None = None,
 ) -> TfpsError | None:
     """Hands all data frames that come in to `on_data` and keeps the receipts of both directions, to the stream's end.
 
-    `on_layout` gets the payload of LAYOUT frames, which only workers get.
+    `on_notice` gets LAYOUT and TRACE frames, which only workers get.
 
     Returns:
         The error that the other end sent, if it did.
@@ -62,8 +62,8 @@ def receive(
             on_data(header, payload)
         elif header.kind == Kind.ACK:
             queue.acked(header.received)
-        elif header.kind == Kind.LAYOUT and on_layout is not None:
-            on_layout(payload)
+        elif header.kind in (Kind.LAYOUT, Kind.TRACE) and on_notice is not None:
+            on_notice(header, payload)
         elif header.kind == Kind.ERROR:
             return frames.decode_error(header, payload)
         else:
@@ -79,7 +79,7 @@ class WorkerStream:
 
     Args:
         on_data: called with every reply on the receiver thread.
-        on_layout: called with every layout there.
+        on_notice: called with every LAYOUT and TRACE there.
         on_end: called once on the receiver thread if the streams end other than by `close`; told is True if the pserver
             said why.
         when: `at step 17`, for messages.
@@ -91,14 +91,14 @@ class WorkerStream:
         index: int,
         queue: SendQueue,
         on_data: OnData,
-        on_layout: Callable[[memoryview], None],
+        on_notice: OnData,
         on_end: Callable[[TfpsError, bool], None],
         when: Callable[[], str],
     ) -> None:
         self._pserver = pserver
         self._queue = queue
         self._on_data = on_data
-        self._on_layout = on_layout
+        self._on_notice = on_notice
         self._on_end = on_end
         self._when = when
         self._closed = False
@@ -131,7 +131,7 @@ class WorkerStream:
                 Kind.REPLY,
                 self._queue,
                 self._on_data,
-                self._on_layout,
+                self._on_notice,
             )
             told = failure is not None
             error: TfpsError = failure or PserverLostError(f"pserver {address}: ended the stream {self._when()}")

@@ -9,10 +9,13 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from tfps import capture
+from tfps.assembly import named
+from tfps.capture import NONE, Capture, Setting
 from tfps.config import Config, check_address
 from tfps.control import PROTOCOL_VERSION, Pserver, failure_of, layout_message, layout_of, settings_of
 from tfps.errors import (
@@ -43,6 +46,7 @@ from tfps.rounds import Bucket, Push
 from tfps.send_queue import Outgoing, SendQueue
 from tfps.stream import WorkerStream
 from tfps.trace import Recorder
+from tfps.tracer import Tracer
 from tfps.tuner import Tuner
 
 _LEAVE_TIMEOUT_S = 2.0
@@ -108,12 +112,15 @@ class Worker:
                 piggyback=True,
                 recorder=self._recorder,
                 name=f"pserver {address}",
+                pserver=index,
             )
-            for address in addresses
+            for index, address in enumerate(addresses)
         ]
         self._streams = [self._stream(index) for index in range(len(addresses))]
         self._cpu_s: list[float] = []  # of each pserver when the first buckets were declared
         self._blame = Blame(self._pservers)
+        self.on_trace: Callable[[bool], None] | None = None
+        self._tracer = Tracer(self._recorder, self._pservers, lambda on: self.on_trace and self.on_trace(on))
         self._tuner = Tuner(config, self._pservers, self._queues, self.tune)
         self._watch = threading.Thread(target=self._watch_deadlines, name="tfps-watch", daemon=True)
         try:
@@ -139,7 +146,7 @@ class Worker:
             index,
             self._queues[index],
             on_data=lambda header, payload: self._take_reply(index, header, payload),
-            on_layout=lambda payload: self._take_layout(index, payload),
+            on_notice=lambda header, payload: self._take_notice(index, header, payload),
             on_end=self._fail,
             when=lambda: f"at step {self._step}",
         )
@@ -166,6 +173,7 @@ class Worker:
             self.workers = request.workers = reply.workers
             self._token = request.token = reply.token
         self._blame.token, self._blame.rank = self._token, self.rank
+        self._tracer.token, self._tracer.rank, self._tracer.workers = self._token, self.rank, self.workers
         self._declare_everywhere([], [], max(deadline - time.monotonic(), 0.1))
 
     def close(self) -> None:
@@ -175,6 +183,7 @@ class Worker:
         self._wake.set()
         if self._watch.is_alive() and threading.current_thread() is not self._watch:
             self._watch.join()  # it may still be telling the pservers of a failure
+        self._tracer.close(failed=self._state.failure is not None)
         self._leave()
         for stream in self._streams:
             stream.close()
@@ -299,8 +308,11 @@ class Worker:
                 bucket.hold_at = None
                 self._start_next(number, bucket)
 
-    def _take_layout(self, pserver: int, payload: memoryview) -> None:
-        """Every pserver sends it; the first one counts for the buckets, each for its own window."""
+    def _take_notice(self, pserver: int, header: Header, payload: memoryview) -> None:
+        """Every pserver sends a layout; the first one counts for the buckets, each for its own window."""
+        if header.kind == Kind.TRACE:
+            self._tracer.take(header)
+            return
         layout = layout_of(pb.Layout.FromString(bytes(payload)))
         self._cut_anew(layout)
         self._queues[pserver].set_window(layout.window_bytes)
@@ -338,6 +350,20 @@ class Worker:
     def _status(self, pserver: Pserver) -> Any:
         return pserver.call("Status", pb.StatusRequest(token=self._token), _STATUS_TIMEOUT_S)
 
+    # Captures
+
+    def start_trace(self) -> None:
+        self._check_open()
+        self._tracer.start()
+
+    def stop_trace(
+        self, buckets: Sequence[capture.Bucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
+    ) -> Capture:
+        specs = [bucket.spec for bucket in list(self._buckets)]
+        sizes = {"slice_bytes": self.slice_bytes, "window_bytes": self.window_bytes}
+        about = {"policy": self.config.policy, **sizes, **settings}
+        return self._tracer.stop(named(buckets, specs), name, steps, about)
+
     # Pushing
 
     def push(self, bucket: int, payload: Payload | None, on_reply: OnReply) -> None:
@@ -359,8 +385,6 @@ class Worker:
         if (push := bucket.start_next()) is None:
             return
         self._step = max(self._step, push.step)
-        if self._recorder.enabled:
-            self._recorder.record("push", bucket=number, step=push.step, priority=bucket.spec.priority)
         shards: list[list[Outgoing]] = [[] for _ in self._queues]
         for index, piece, flags in bucket.pieces(push.payload, self.config.first_slice_bytes):
             header = Header(Kind.PUSH, flags, number, index, bucket.spec.priority, push.step)
@@ -378,8 +402,8 @@ class Worker:
             raise ProtocolError(f"bucket must be one of the {len(self._buckets)} declared ones, got {header.bucket}")
         bucket = self._buckets[header.bucket]
         if self._recorder.enabled:
-            bucket_index = {"bucket": header.bucket, "index": header.index}
-            self._recorder.record("reply", **bucket_index, step=header.step, nbytes=len(payload))
+            now_ns = self._recorder.clock()
+            self._recorder.arrived(now_ns, header.step, header.bucket, header.index, NONE, pserver)
         with bucket.lock:
             push = bucket.current
             if push is None:
@@ -396,8 +420,6 @@ class Worker:
                 return  # a failure has replied to it meanwhile
             bucket.current = None
             self._start_next(header.bucket, bucket)
-        if self._recorder.enabled:
-            self._recorder.record("pulled", bucket=header.bucket, step=header.step)
         push.on_reply(reply)
 
     # Deadlines
@@ -413,21 +435,9 @@ class Worker:
                 with bucket.lock:
                     push = bucket.current
                 if push is not None and time.monotonic() - push.started_s > limit_s:
-                    self.fail(self._timeout(number, bucket, push))
+                    self.fail(self._blame.timeout(number, bucket, push, limit_s))
                     break
         if self._state.failure is not None:
             self._leave()
             for queue in self._queues:
                 queue.close()
-
-    def _timeout(self, number: int, bucket: Bucket, push: Push) -> TfpsError:
-        """The error of a push that has waited too long, with the ranks it waits for."""
-        what = f"bucket '{bucket.spec.name}' step {push.step}: no result within {self.config.step_timeout_s:.3g} s"
-        blame = [
-            str(answer.error)
-            if answer.error is not None
-            else f"pserver {answer.pserver} waits for "
-            f"{', '.join(answer.missing) or 'nobody: its replies do not arrive'}"
-            for answer in self._blame.pushing(number, bucket, push)
-        ]
-        return WaitTimeoutError(f"{what}; {'; '.join(blame)}")

@@ -21,6 +21,40 @@ class Bucket(_message.Message):
     priority: int
     def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., nbytes: _Optional[int] = ..., dtype: _Optional[str] = ..., priority: _Optional[int] = ..., occasional: bool = ...) -> None: ...
 
+class ClockReply(_message.Message):
+    __slots__ = ["failure", "time_ns"]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    TIME_NS_FIELD_NUMBER: _ClassVar[int]
+    failure: Failure
+    time_ns: int
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., time_ns: _Optional[int] = ...) -> None: ...
+
+class ClockRequest(_message.Message):
+    __slots__ = ["token"]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    def __init__(self, token: _Optional[str] = ...) -> None: ...
+
+class CollectReply(_message.Message):
+    __slots__ = ["failure", "records"]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    failure: Failure
+    records: Records
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., records: _Optional[_Union[Records, _Mapping]] = ...) -> None: ...
+
+class CollectRequest(_message.Message):
+    __slots__ = ["number", "rank", "timeout_s", "token"]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    rank: int
+    timeout_s: float
+    token: str
+    def __init__(self, token: _Optional[str] = ..., rank: _Optional[int] = ..., number: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
 class DeclareReply(_message.Message):
     __slots__ = ["failure"]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +193,26 @@ class MemberStatus(_message.Message):
     window_bytes: int
     def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., step: _Optional[int] = ..., received_bytes: _Optional[int] = ..., received_slices: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., sent_slices: _Optional[int] = ..., queued_slices: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., wait_s: _Optional[float] = ..., awaited_slices: _Optional[int] = ...) -> None: ...
 
+class Records(_message.Message):
+    __slots__ = ["clock_error_ns", "clock_offset_ns", "full", "host", "last", "number", "pserver", "records"]
+    CLOCK_ERROR_NS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_OFFSET_NS_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PSERVER_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    clock_error_ns: int
+    clock_offset_ns: int
+    full: bool
+    host: str
+    last: bool
+    number: int
+    pserver: bool
+    records: bytes
+    def __init__(self, pserver: bool = ..., number: _Optional[int] = ..., host: _Optional[str] = ..., clock_offset_ns: _Optional[int] = ..., clock_error_ns: _Optional[int] = ..., records: _Optional[bytes] = ..., full: bool = ..., last: bool = ...) -> None: ...
+
 class Settings(_message.Message):
     __slots__ = ["deterministic", "placement", "policy", "slice_bytes", "window_bytes"]
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
@@ -217,6 +271,24 @@ class StatusRequest(_message.Message):
     token: str
     def __init__(self, token: _Optional[str] = ..., details: bool = ...) -> None: ...
 
+class TraceReply(_message.Message):
+    __slots__ = ["failure"]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    failure: Failure
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class TraceRequest(_message.Message):
+    __slots__ = ["number", "on", "rank", "token"]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ON_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    on: bool
+    rank: int
+    token: str
+    def __init__(self, token: _Optional[str] = ..., rank: _Optional[int] = ..., number: _Optional[int] = ..., on: bool = ...) -> None: ...
+
 class TuneReply(_message.Message):
     __slots__ = ["failure"]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
@@ -232,6 +304,24 @@ class TuneRequest(_message.Message):
     rank: int
     token: str
     def __init__(self, token: _Optional[str] = ..., rank: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ...) -> None: ...
+
+class UploadReply(_message.Message):
+    __slots__ = ["failure"]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    failure: Failure
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class UploadRequest(_message.Message):
+    __slots__ = ["number", "rank", "records", "token"]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    rank: int
+    records: Records
+    token: str
+    def __init__(self, token: _Optional[str] = ..., rank: _Optional[int] = ..., number: _Optional[int] = ..., records: _Optional[_Union[Records, _Mapping]] = ...) -> None: ...
 
 class WaitingReply(_message.Message):
     __slots__ = ["failure", "missing"]

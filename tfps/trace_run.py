@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfps.capture import Capture, Setting
 from tfps.capture_file import chrome_path, write_chrome
-from tfps.config import Config, TraceRequest
+from tfps.config import TraceRequest
 from tfps.errors import ConfigError, TfpsError
 from tfps.runtime import Runtime
 from tfps.version import __version__
@@ -24,7 +24,7 @@ _SETTLE_S = 10.0  # for the updates of the last step
 _END_S = 60.0  # for a capture that is written when the strategy is closed
 
 
-class Recording:
+class TraceRun:
     """One capture that is being recorded. Rank 0 only.
 
     Args:
@@ -36,10 +36,10 @@ class Recording:
         TfpsError: a capture is being recorded already.
     """
 
-    def __init__(self, runtime: Runtime, config: Config, log_dir: str | Path, name: str | None = None) -> None:
+    def __init__(self, runtime: Runtime, log_dir: str | Path, name: str | None = None) -> None:
         if name is not None and not re.fullmatch(r"[^/\\\0.][^/\\\0]*", name):
             raise ConfigError(f"name of a trace must be a file name, as it is that of its run, got {name!r}")
-        self._runtime, self._config = runtime, config
+        self._runtime = runtime
         self._log_dir = Path(log_dir)
         self._name = name or time.strftime("%Y-%m-%d_%H-%M-%S")
         runtime.exchange.start_trace()
@@ -63,9 +63,6 @@ class Recording:
         spans, exchange = self._runtime.spans, self._runtime.exchange
         steps = [number for number, begin_ns in list(spans.steps) if begin_ns >= self._begin_ns]
         settings: dict[str, Setting] = {
-            "policy": self._config.policy,
-            "slice_bytes": exchange.slice_bytes,
-            "window_bytes": exchange.window_bytes,
             "workers": exchange.workers,
             "wall_offset_ns": spans.wall_offset_ns(),
             "tfps": __version__,
@@ -124,20 +121,20 @@ def _listed(steps: Sequence[int]) -> str:
 _requests: set[TraceRequest] = set()  # that a strategy of this process has taken
 
 
-def record_unattended(runtime: Runtime, config: Config, request: TraceRequest | None) -> None:
+def record_unattended(runtime: Runtime, request: TraceRequest | None) -> None:
     """Records what `TFPS_TRACE` asks for, of the first strategy of this process. Rank 0 only; nothing on others."""
     if request is None or request in _requests:
         return
     _requests.add(request)
     if runtime.exchange.rank == 0:
-        _Unattended(runtime, config, request)
+        _Unattended(runtime, request)
 
 
 class _Unattended:
     """Records some training steps of a program that knows nothing of it; on a thread of its own, "tfps-trace"."""
 
-    def __init__(self, runtime: Runtime, config: Config, request: TraceRequest) -> None:
-        self._runtime, self._config, self._request = runtime, config, request
+    def __init__(self, runtime: Runtime, request: TraceRequest) -> None:
+        self._runtime, self._request = runtime, request
         self._begin, self._end = threading.Event(), threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="tfps-trace", daemon=True)
@@ -170,10 +167,10 @@ class _Unattended:
             )
             return
         try:
-            recording = Recording(self._runtime, self._config, self._request.log_dir)
+            run = TraceRun(self._runtime, self._request.log_dir)
             self._end.wait()
             wanted = range(self._request.first, self._request.last + 1)
-            recording.stop(lambda steps: [step for step in steps if step in wanted] or steps, settle=self._closing)
-            recording.write_profile()
+            run.stop(lambda steps: [step for step in steps if step in wanted] or steps, settle=self._closing)
+            run.write_profile()
         except (TfpsError, OSError) as error:
             logger.warning("tfps: TFPS_TRACE has recorded nothing: %s", error)
