@@ -361,6 +361,7 @@ class Runtime:
         if isinstance(transfer, DeferredUpdate):
             history = self._history.setdefault(transfer.bucket, deque(maxlen=_HISTORY_STEPS))
             history.append(Round(transfer.ready_s, time.monotonic()))
+        self.spans.done[transfer.bucket] = sent[-1], self.spans.now()
         if self.recorder.with_events:
             self.recorder.record("applied", bucket=transfer.bucket)
         if self.recorder.enabled:

@@ -19,7 +19,7 @@ from tfps.exchange import BucketSpec
 from tfps.trace import Recorder
 from tfps.transfers import DeferredUpdate, Transfer
 
-_WAITED_NS = 20_000  # a gate that opens within this was open: the two notes are ops that take their turn
+_WAITED_NS = 20_000  # less is the turns that ops take
 _STEPS_OPEN = 8  # steps of which some sends may have come and others not
 _COMPARE_NS = 1_000_000_000  # between two comparisons of the clocks
 
@@ -48,6 +48,7 @@ class StepSpans:
         self.recorder, self.rank = recorder, rank
         self.steps: deque[tuple[int, int]] = deque(maxlen=100_000)  # those that were recorded: number, begin_ns
         self.reduced = False  # something was reduced outside of a graph
+        self.done: dict[int, tuple[int, int]] = {}  # by bucket: its last update's step and end; apply thread writes
         self._offset_ns = 0  # wall clock minus the recorder's
         self._compared_ns = -_COMPARE_NS
         self._steps: dict[int, _Step] = {}  # by ticket; pump thread only
@@ -78,9 +79,14 @@ class StepSpans:
         spec = transfer.spec
         self.ready(ready, transfer.bucket, spec, step, nbytes)
         begin, forward, wanted, opened = (self._ns(float(each)) for each in times[1:]) if len(times) > 1 else [0] * 4
-        if wanted and opened - wanted > _WAITED_NS:
+        if wanted and opened - wanted > _WAITED_NS and not self._was_done(transfer.bucket, step - 1, wanted):
             self.waited(wanted, opened, transfer.bucket, spec, step - 1, transfer.read)
         self._add(transfer, step, ticket, ready, begin, forward)
+
+    def _was_done(self, bucket: int, step: int, at_ns: int) -> bool:
+        """Whether an update had ended: then its gates were open, and the time between notes is that of busy threads."""
+        done, end_ns = self.done.get(bucket, (step, 0))
+        return done == step and end_ns <= at_ns
 
     def _add(self, transfer: DeferredUpdate, number: int, ticket: int, ready: int, begin: int, forward: int) -> None:
         if ticket not in self._steps:
@@ -127,7 +133,7 @@ class StepSpans:
 
     def updated(self, begin_ns: int, transfer: Transfer, step: int) -> None:
         """An update has ended, or a pull has its result."""
-        now = self.now()
+        now = self.done.get(transfer.bucket, (step, 0))[1]
         if isinstance(transfer, DeferredUpdate):
             span = {"step": step, "bucket": transfer.bucket, "priority": transfer.spec.priority, "rank": self.rank}
             self.recorder.span("update", begin_ns, now, **span)

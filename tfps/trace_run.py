@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from tfps.capture import Capture, Setting
+from tfps.capture import Capture, Process, Setting
 from tfps.capture_file import chrome_path, write_chrome
 from tfps.config import TraceRequest
 from tfps.errors import ConfigError, TfpsError
@@ -105,11 +105,15 @@ class TraceRun:
             'servers", `tfps_trace` in the terminal, https://ui.perfetto.dev as well',
             _listed(capture.steps),
             len(capture.spans),
-            f"{len(capture.workers)} workers and {len(capture.pservers)} pservers",
+            " and ".join(_counted(own) for own in (capture.workers, capture.pservers) if own),
             clocks,
             path,
             self._log_dir,
         )
+
+
+def _counted(processes: Sequence[Process]) -> str:
+    return f"{len(processes)} {processes[0].role}{'s' if len(processes) > 1 else ''}"
 
 
 def _listed(steps: Sequence[int]) -> str:
@@ -131,22 +135,27 @@ def record_unattended(runtime: Runtime, request: TraceRequest | None) -> None:
 
 
 class _Unattended:
-    """Records some training steps of a program that knows nothing of it; on a thread of its own, "tfps-trace"."""
+    """Records some training steps of a program that knows nothing of it; ends on a thread of its own, "tfps-trace"."""
 
     def __init__(self, runtime: Runtime, request: TraceRequest) -> None:
         self._runtime, self._request = runtime, request
-        self._begin, self._end = threading.Event(), threading.Event()
+        self._run: TraceRun | None = None
+        self._end = threading.Event()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="tfps-trace", daemon=True)
-        self._heard(0)
+        self._thread = threading.Thread(target=self._finish, name="tfps-trace", daemon=True)
         runtime.on_step = self._heard
         runtime.before_close(self._close)
+        self._heard(0)
         self._thread.start()
 
     def _heard(self, sent: int) -> None:
-        """So many steps have been sent; the next one is being computed already. Pump thread."""
-        if sent >= self._request.first - 1:
-            self._begin.set()
+        """So many steps have been sent; the next one is being computed already. Pump thread, which has to be in time."""
+        if self._run is None and sent >= self._request.first - 1:
+            try:
+                self._run = TraceRun(self._runtime, self._request.log_dir)
+            except TfpsError as error:
+                self._runtime.on_step = None
+                self._warn(error)
         if sent >= self._request.last + 2:  # whose reads have waited for the updates of the last one
             self._runtime.on_step = None
             self._end.set()
@@ -154,23 +163,23 @@ class _Unattended:
     def _close(self) -> None:
         self._closing = True
         self._end.set()
-        self._begin.set()
         self._thread.join(_END_S)
 
-    def _run(self) -> None:
-        self._begin.wait()
+    def _finish(self) -> None:
+        self._end.wait()
         if self._closing:
-            logger.warning(
-                "tfps: TFPS_TRACE asks for the steps from %d on, but there were only %d",
-                self._request.first,
-                self._runtime.steps,
-            )
+            self._runtime.settle(_SETTLE_S)
+        if self._run is None:
+            there = self._runtime.steps
+            first = self._request.first
+            logger.warning("tfps: TFPS_TRACE asks for the steps from %d on, but there were only %d", first, there)
             return
+        wanted = range(self._request.first, self._request.last + 1)
         try:
-            run = TraceRun(self._runtime, self._request.log_dir)
-            self._end.wait()
-            wanted = range(self._request.first, self._request.last + 1)
-            run.stop(lambda steps: [step for step in steps if step in wanted] or steps, settle=self._closing)
-            run.write_profile()
+            self._run.stop(lambda steps: [step for step in steps if step in wanted], settle=False)
+            self._run.write_profile()
         except (TfpsError, OSError) as error:
-            logger.warning("tfps: TFPS_TRACE has recorded nothing: %s", error)
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        logger.warning("tfps: TFPS_TRACE has recorded nothing: %s", error)
