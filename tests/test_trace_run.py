@@ -190,7 +190,7 @@ def test_a_gate_is_seen_where_a_reply_was_late_and_nowhere_else(
             trainer.join(jobs.DEADLINE_S)
         capture = captured(tmp_path)
         assert capture.steps == (1, 2)
-        gates = by_kind(capture)["gate"]
+        gates = [one for one in by_kind(capture)["gate"] if capture.buckets[one.bucket].variables]
         assert {gate.step for gate in gates} == {1}, "the first step found its variables updated"
         (gate,) = [gate for gate in gates if capture.buckets[gate.bucket].name == late.name]
         assert gate.begin_ns < released_ns < gate.end_ns

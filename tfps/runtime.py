@@ -304,9 +304,10 @@ class Runtime:
             transfer.ready_s = time.monotonic()
             if self._rounds.skipped(number, transfer):
                 raise TfpsError(_stopped(self.exchange.rank, transfer.spec.name))
+        done = self.spans.done.get(transfer.bucket)
         step = self.push(transfer, payload, ticket, data)
         if self.recorder.enabled:
-            self.spans.sent(transfer, step, number, len(payload))
+            self.spans.sent(transfer, step, number, len(payload), done)
         if isinstance(transfer, DeferredUpdate) and transfer.whole:
             self.steps += 1
             if self.on_step is not None:

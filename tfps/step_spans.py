@@ -70,8 +70,8 @@ class StepSpans:
             self._offset_ns, self._compared_ns = min(found)[1], self.now()
         return self._offset_ns
 
-    def sent(self, transfer: Transfer, step: int, ticket: int, nbytes: int) -> None:
-        """A message of `transfer` goes out, in round `step` of its bucket."""
+    def sent(self, transfer: Transfer, step: int, ticket: int, nbytes: int, done: tuple[int, int] | None) -> None:
+        """A message of `transfer` went out, in round `step` of its bucket; `done` is what `done` said of it before."""
         if not isinstance(transfer, DeferredUpdate):
             return
         times = transfer.times[0].numpy()
@@ -79,14 +79,11 @@ class StepSpans:
         spec = transfer.spec
         self.ready(ready, transfer.bucket, spec, step, nbytes)
         begin, forward, wanted, opened = (self._ns(float(each)) for each in times[1:]) if len(times) > 1 else [0] * 4
-        if wanted and opened - wanted > _WAITED_NS and not self._was_done(transfer.bucket, step - 1, wanted):
+        # Notes are ops that take their turn: they may be late, never early. Its gates were open when an update ended.
+        opened = min(opened, ready, done[1]) if done is not None and done[0] == step - 1 else min(opened, ready)
+        if wanted and opened - wanted > _WAITED_NS:
             self.waited(wanted, opened, transfer.bucket, spec, step - 1, transfer.read)
         self._add(transfer, step, ticket, ready, begin, forward)
-
-    def _was_done(self, bucket: int, step: int, at_ns: int) -> bool:
-        """Whether an update had ended: then its gates were open, and the time between notes is that of busy threads."""
-        done, end_ns = self.done.get(bucket, (step, 0))
-        return done == step and end_ns <= at_ns
 
     def _add(self, transfer: DeferredUpdate, number: int, ticket: int, ready: int, begin: int, forward: int) -> None:
         if ticket not in self._steps:
@@ -107,9 +104,9 @@ class StepSpans:
     def _record(self, step: _Step) -> None:
         """A step is complete: its spans, which begin where the one before ended at the earliest."""
         asked, self._asked_ns = max(step.asked_ns, self._until_ns), max(self._asked_ns, self._until_ns)
-        begin = max(step.begin_ns or asked, self._until_ns)
-        end = max(step.last_ns, begin)
-        forward = min(max(step.forward_ns or step.first_ns, begin), end)
+        forward = min(step.forward_ns or step.first_ns, step.first_ns)
+        begin = max(min(step.begin_ns or asked, forward), self._until_ns)
+        forward, end = max(forward, begin), max(step.last_ns, begin)
         span, of = self.recorder.span, {"step": step.number, "rank": self.rank}
         if begin - asked > _WAITED_NS:
             span("input", asked, begin, **of)

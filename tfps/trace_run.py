@@ -149,7 +149,7 @@ class _Unattended:
         self._thread.start()
 
     def _heard(self, sent: int) -> None:
-        """So many steps have been sent; the next one is being computed already. Pump thread, which has to be in time."""
+        """So many steps have been sent; the next one is being computed already. Pump thread: in time."""
         if self._run is None and sent >= self._request.first - 1:
             try:
                 self._run = TraceRun(self._runtime, self._request.log_dir)
