@@ -49,8 +49,9 @@ def write_xplane(capture: Capture, path: str | Path, profiles: Sequence[Path] = 
     offset = capture.settings.get("wall_offset_ns")
     for file in profiles:
         part = _load(file)
-        if offset is not None:
-            _shift(part, _began_ns(part) - int(offset))
+        began_ns = _began_ns(part)
+        if offset is not None and began_ns:
+            _shift(part, began_ns - int(offset))
         space.MergeFrom(part)
     lanes = by_lane(capture.spans)
     for number, process in enumerate(capture.processes):

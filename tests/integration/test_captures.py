@@ -37,7 +37,7 @@ def test_rank_0_writes_what_all_workers_and_pservers_did(tmp_path: Path) -> None
         assert [process.name for process in capture.processes] == ["worker 0", "worker 1", "pserver 0", "pserver 1"]
         assert max(process.clock_error_ns for process in capture.processes) < 50_000_000
         assert len(capture.steps) == 5
-        found = Counter((span.kind, span.process) for span in capture.spans if span.step in capture.steps)
+        found = Counter((str(span.kind), span.process) for span in capture.spans if span.step in capture.steps)
         for worker in (0, 1):
             for kind in ("step", "forward", "backward"):
                 assert found[kind, worker] == 5, (kind, worker)
