@@ -186,7 +186,7 @@ class Emitter:
             if replica == 0:
                 transfer.read, transfer.whole = noted.variable, noted.whole
             carries = index % self._replicas == replica
-            self._send(bucket, trace, transfer, ticket, noted.times, graph, replica, carries=carries)
+            self._send(bucket, trace, transfer, ticket, graph, replica, carries, noted.times)
             bucket.clear()  # the update's function holds this list: without this the graph would keep itself alive
             trace.deferral.release()
         moments.done()
@@ -244,10 +244,10 @@ class Emitter:
         trace: Traced,
         transfer: DeferredUpdate,
         ticket: tf.Tensor,
-        times: tuple[Any, ...],
         graph: tf.Graph,
         replica: int,
         carries: bool,
+        times: tuple[Any, ...],
     ) -> None:
         gradients = [item.reduced.gradient for item in bucket]
         data, indices = tf.constant([], tf.uint8), None
