@@ -74,11 +74,13 @@ class StepSpans:
         """A message of `transfer` went out, in round `step` of its bucket; `done` is what `done` said of it before."""
         if not isinstance(transfer, DeferredUpdate):
             return
-        times = transfer.times[0].numpy()
-        ready = max(self._ns(float(each[0])) for each in transfer.times)
+        first, *others = [
+            each.numpy().tolist() for each in transfer.times
+        ]  # no ops of TensorFlow: they cost more
+        ready = self._ns(max(first[0], *(each[0] for each in others)) if others else first[0])
         spec = transfer.spec
         self.ready(ready, transfer.bucket, spec, step, nbytes)
-        begin, forward, wanted, opened = (self._ns(float(each)) for each in times[1:]) if len(times) > 1 else [0] * 4
+        begin, forward, wanted, opened = map(self._ns, first[1:]) if len(first) > 1 else (0, 0, 0, 0)
         # Notes are ops that take their turn: they may be late, never early. Its gates were open when an update ended.
         opened = min(opened, ready, done[1]) if done is not None and done[0] == step - 1 else min(opened, ready)
         if wanted and opened - wanted > _WAITED_NS:
@@ -135,7 +137,7 @@ class StepSpans:
             span = {"step": step, "bucket": transfer.bucket, "priority": transfer.spec.priority, "rank": self.rank}
             self.recorder.span("update", begin_ns, now, **span)
         elif transfer.times:
-            ready = self._ns(float(transfer.times[0][0]))
+            ready = self._ns(transfer.times[0].numpy().item(0))
             self.waited(ready, now, transfer.bucket, transfer.spec, step)
 
     def input(self, begin_ns: int) -> None:
@@ -147,7 +149,7 @@ class StepSpans:
     def staged(self, begin_ns: int, batches: Any) -> None:
         """Batches have been copied to the devices."""
         leaves = [each for each in tf.nest.flatten(batches, expand_composites=True) if tf.is_tensor(each)]
-        nbytes = sum(each.dtype.size * int(tf.size(each)) for each in leaves if each.dtype.is_numpy_compatible)
+        nbytes = sum(each.dtype.size * (each.shape.num_elements() or 0) for each in leaves)
         self.recorder.span("staging", begin_ns, self.now(), nbytes=nbytes, rank=self.rank)
 
     @contextlib.contextmanager
