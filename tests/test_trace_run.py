@@ -303,6 +303,16 @@ def test_what_cannot_be_recorded_says_why(tmp_path: Path, caplog: pytest.LogCapt
     blocked.write_text("no directory")
     model.fit(x, y, batch_size=32, verbose=0, callbacks=[tfps.callbacks.Trace(blocked, steps=(0, 2))])
     assert "the trace could not be written: " in caplog.text, "which does not end the training"
+
+    class Interrupts(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, y, verbose=0, callbacks=[tfps.callbacks.Trace(tmp_path / "lost", steps=(0, 5)), Interrupts()])
+    model.fit(x, y, verbose=0, callbacks=[tfps.callbacks.Trace(tmp_path / "after", steps=(0, 2))])
+    assert len(captured(tmp_path / "after").steps) == 3
+    assert not (tmp_path / "lost").exists()
     strategy.close()
     for steps in ((3, 2), (-1, 2), 5, (1, 2, 3), (0.0, 1)):
         with pytest.raises(tfps.ConfigError, match=r"steps of tfps.callbacks.Trace must be the first and the last"):

@@ -123,7 +123,11 @@ class Trace(keras.callbacks.Callback):
         self._active = self._recorded = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._active = _strategy_of(self).rank == 0
+        strategy = _strategy_of(self)
+        self._active = strategy.rank == 0
+        left = strategy._runtime.trace_run
+        if left is not None and left.of_fit:  # of a `fit` that an exception has ended
+            left.abandon()
         self._batch = self._before = self._ended = 0
         self._run, self._recorded = None, False
 
@@ -135,7 +139,7 @@ class Trace(keras.callbacks.Callback):
         begin = self._before + batch
         if self._active and begin + self._per_execution > self._first:
             self._active, self._begun = False, begin
-            self._run = TraceRun(_strategy_of(self)._runtime, self._log_dir, self._name)
+            self._run = TraceRun(_strategy_of(self)._runtime, self._log_dir, self._name, of_fit=True)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # Some versions of Keras say the first and some the last batch of an execution.

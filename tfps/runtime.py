@@ -68,6 +68,7 @@ class Runtime:
         self._rounds = Rounds()
         self._history: dict[int, deque[Round]] = {}  # of the last steps of updates, by bucket; apply thread writes
         self.lockstep: Any = None  # see lockstep.py
+        self.trace_run: Any = None  # what is being recorded; see trace_run.py
         self._messages_seen = 0  # pump thread writes, watch thread reads
         self._exchanged = 0  # of them, those that lead to an exchange; pump thread only
         self._exchanged_now = 0  # by `exchange_now`

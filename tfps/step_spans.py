@@ -51,7 +51,7 @@ class StepSpans:
         self.done: dict[int, tuple[int, int]] = {}  # by bucket: its last update's step and end; apply thread writes
         self._offset_ns = 0  # wall clock minus the recorder's
         self._compared_ns = -_COMPARE_NS
-        self._steps: dict[int, _Step] = {}  # by ticket; pump thread only
+        self._open: dict[int, _Step] = {}  # by ticket; pump thread only
         self._until_ns = 0  # the end of the last step
         self._asked_ns = 0  # when the program asked first for a batch, outside of a graph
         self._eager_steps = 0
@@ -74,9 +74,7 @@ class StepSpans:
         """A message of `transfer` went out, in round `step` of its bucket; `done` is what `done` said of it before."""
         if not isinstance(transfer, DeferredUpdate):
             return
-        first, *others = [
-            each.numpy().tolist() for each in transfer.times
-        ]  # no ops of TensorFlow: they cost more
+        first, *others = [each.numpy().tolist() for each in transfer.times]  # no ops of TensorFlow: they cost more
         ready = self._ns(max(first[0], *(each[0] for each in others)) if others else first[0])
         spec = transfer.spec
         self.ready(ready, transfer.bucket, spec, step, nbytes)
@@ -88,18 +86,18 @@ class StepSpans:
         self._add(transfer, step, ticket, ready, begin, forward)
 
     def _add(self, transfer: DeferredUpdate, number: int, ticket: int, ready: int, begin: int, forward: int) -> None:
-        if ticket not in self._steps:
-            while len(self._steps) >= _STEPS_OPEN:  # recording began in the middle of it, or it was stopped
-                del self._steps[next(iter(self._steps))]
+        if ticket not in self._open:
+            while len(self._open) >= _STEPS_OPEN:  # recording began in the middle of it, or it was stopped
+                del self._open[next(iter(self._open))]
             asked = self._ns(float(np.int64(ticket).view(np.float64)))
-            self._steps[ticket] = _Step(asked, len(transfer.group.transfers), first_ns=ready)
-        step = self._steps[ticket]
+            self._open[ticket] = _Step(asked, len(transfer.group.transfers), first_ns=ready)
+        step = self._open[ticket]
         step.missing -= 1
         step.first_ns, step.last_ns = min(step.first_ns, ready), max(step.last_ns, ready)
         if transfer.whole:
             step.whole, step.number, step.begin_ns, step.forward_ns = True, number, begin, forward
         if not step.missing:
-            del self._steps[ticket]
+            del self._open[ticket]
             if step.whole:
                 self._record(step)
 

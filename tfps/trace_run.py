@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import threading
@@ -30,19 +31,21 @@ class TraceRun:
     Args:
         log_dir: the directory that `tensorboard --logdir` gets.
         name: of the run; None: the time.
+        of_fit: begun by a callback, which does not hear of it when an exception ends `fit`.
 
     Raises:
         ConfigError: `name` is no file name.
         TfpsError: a capture is being recorded already.
     """
 
-    def __init__(self, runtime: Runtime, log_dir: str | Path, name: str | None = None) -> None:
+    def __init__(self, runtime: Runtime, log_dir: str | Path, name: str | None = None, *, of_fit: bool = False) -> None:
         if name is not None and not re.fullmatch(r"[^/\\\0.][^/\\\0]*", name):
             raise ConfigError(f"name of a trace must be a file name, as it is that of its run, got {name!r}")
-        self._runtime = runtime
+        self._runtime, self.of_fit = runtime, of_fit
         self._log_dir = Path(log_dir)
         self._name = name or time.strftime("%Y-%m-%d_%H-%M-%S")
         runtime.exchange.start_trace()
+        runtime.trace_run = self
         self._begin_ns = runtime.spans.now()
         self._begin_s = time.time()
         self._capture: Capture | None = None
@@ -58,6 +61,7 @@ class TraceRun:
             TfpsError: nothing could be collected.
             OSError: the file cannot be written.
         """
+        self._runtime.trace_run = None
         if settle:
             self._runtime.settle(_SETTLE_S)
         spans, exchange = self._runtime.spans, self._runtime.exchange
@@ -74,6 +78,12 @@ class TraceRun:
         path = chrome_path(self._log_dir, run)
         write_chrome(self._capture, path)
         self._say(path)
+
+    def abandon(self) -> None:
+        """Ends it without writing anything."""
+        self._runtime.trace_run = None
+        with contextlib.suppress(TfpsError):
+            self._runtime.exchange.stop_trace([], self._name, [], {})
 
     def write_profile(self) -> None:
         """Writes the file for the Profile tab, with what TensorFlow profiled in the same directory meanwhile.
@@ -143,9 +153,9 @@ class _Unattended:
         self._end = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._finish, name="tfps-trace", daemon=True)
-        runtime.on_step = self._heard
         runtime.before_close(self._close)
         self._heard(0)
+        runtime.on_step = self._heard
         self._thread.start()
 
     def _heard(self, sent: int) -> None:
