@@ -169,7 +169,8 @@ class Trace(keras.callbacks.Callback):
         if self._run is not None and not self._recorded:
             self._recorded = True
             run = self._run
-            self._try(lambda: run.stop(self._chosen))
+            if not self._try(lambda: run.stop(self._chosen)):
+                self._run = None
 
     def _chosen(self, steps: Sequence[int]) -> Sequence[int]:
         """The `steps` of the batches that were asked for: an execution may have more of them."""
@@ -177,11 +178,13 @@ class Trace(keras.callbacks.Callback):
             return steps
         return [step for at, step in enumerate(steps, self._begun) if self._first <= at <= self._last]
 
-    def _try(self, what: Callable[[], None]) -> None:
+    def _try(self, what: Callable[[], None]) -> bool:
         try:
             what()
+            return True
         except (TfpsError, OSError) as error:  # no reason to end the training
             logger.warning("tfps: the trace could not be written: %s", error)
+            return False
 
 
 def _strategy_of(callback: keras.callbacks.Callback) -> Strategy:

@@ -56,6 +56,10 @@ class StepSpans:
         self._asked_ns = 0  # when the program asked first for a batch, outside of a graph
         self._eager_steps = 0
 
+    def switched(self, on: bool) -> None:
+        """Recording begins or ends: what was noted before counts no more."""
+        self._asked_ns = 0
+
     def now(self) -> int:
         """Nanoseconds of the recorder's clock."""
         return self.recorder.clock()
