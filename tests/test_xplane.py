@@ -15,7 +15,7 @@ from tfps.errors import TfpsError
 from tfps.xplane import overlapping_profiles, profile_path, write_xplane
 
 OFFSET_NS = 10**15  # of the wall clock to the capture's
-CAPTURE = Capture(PROCESSES, BUCKETS, tuple(chain()), settings={"wall_offset_ns": OFFSET_NS})
+CAPTURE = Capture(PROCESSES, BUCKETS, tuple(chain()))
 
 
 def load(path: Path) -> xplane_pb2.XSpace:
@@ -59,7 +59,7 @@ def test_the_profile_of_tensorflow_is_taken_in_and_its_clock_moved(tmp_path: Pat
     assert overlapping_profiles(tmp_path, time.time() + 1) == []
     before = load(file)
     path = profile_path(tmp_path, "run")
-    write_xplane(CAPTURE, path, [file])
+    write_xplane(CAPTURE, path, [file], OFFSET_NS)
     assert overlapping_profiles(tmp_path, before_s) == [file], "what TensorFlow has written stays, ours is no profile"
     after = load(path)
     count = len(before.planes)

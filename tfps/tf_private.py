@@ -111,6 +111,7 @@ try:
         values.MirroredVariable: ("_get_replica", "handle", "value", "read_value", "_dense_var_to_tensor", "values"),
         input_lib.DistributedDataset: ("__iter__", "element_spec"),
         input_lib.DistributedDatasetsFromFunction: ("__iter__", "element_spec"),
+        control_flow_v2_func_graphs: ("CondBranchFuncGraph",),
         distribute_utils: ("create_mirrored_variable", "VARIABLE_CLASS_MAPPING", "VARIABLE_POLICY_MAPPING", "regroup"),
     }.items():
         for _name in _names:

@@ -68,7 +68,6 @@ class TraceRun:
         steps = [number for number, begin_ns in list(spans.steps) if begin_ns >= self._begin_ns]
         settings: dict[str, Setting] = {
             "workers": exchange.workers,
-            "wall_offset_ns": spans.wall_offset_ns(),
             "tfps": __version__,
             "tensorflow": tf.__version__,
         }
@@ -94,7 +93,8 @@ class TraceRun:
         """
         if self._capture is not None:
             profiles = overlapping_profiles(self._log_dir, self._begin_s)
-            write_xplane(self._capture, profile_path(self._log_dir, self._capture.name), profiles)
+            path = profile_path(self._log_dir, self._capture.name)
+            write_xplane(self._capture, path, profiles, self._runtime.spans.wall_offset_ns())
 
     def _free_name(self) -> str:
         """The run's name, numbered if there is such a run: TensorBoard would go on to show what it knows of that."""

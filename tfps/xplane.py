@@ -33,12 +33,14 @@ def overlapping_profiles(log_dir: str | Path, since_s: float) -> list[Path]:
     return sorted(file for file in found if file.name != FILE and file.stat().st_mtime >= since_s)
 
 
-def write_xplane(capture: Capture, path: str | Path, profiles: Sequence[Path] = ()) -> None:
+def write_xplane(
+    capture: Capture, path: str | Path, profiles: Sequence[Path] = (), wall_offset_ns: int | None = None
+) -> None:
     """Writes one file with a plane per process, and all of `profiles`, files of TensorFlow's profiler, before them.
 
     Lines are rows of lanes, since events of one line must not overlap. Lines of the profiler count from the begin of
-    its profile, which it says in the wall clock; they are moved to the capture's clock where that is known
-    (`capture.settings["wall_offset_ns"]`, the wall clock minus the capture's).
+    its profile, which it says in the wall clock; they are moved to the capture's clock where the difference is known
+    (`wall_offset_ns`, the wall clock minus the capture's).
 
     Raises:
         TfpsError: one of `profiles` is no XSpace.
@@ -46,12 +48,11 @@ def write_xplane(capture: Capture, path: str | Path, profiles: Sequence[Path] = 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     space = xplane_pb2.XSpace()
-    offset = capture.settings.get("wall_offset_ns")
     for file in profiles:
         part = _load(file)
         began_ns = _began_ns(part)
-        if offset is not None and began_ns:
-            _shift(part, began_ns - int(offset))
+        if wall_offset_ns is not None and began_ns:
+            _shift(part, began_ns - wall_offset_ns)
         space.MergeFrom(part)
     lanes = by_lane(capture.spans)
     for number, process in enumerate(capture.processes):
