@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -35,9 +35,8 @@ class EmbeddedExchange:
 
     def __init__(self, config: Config | None = None, recorder: Recorder | None = None) -> None:
         self.config = config or Config()
-        self.on_trace: Callable[[bool], None] | None = None
         self._recorder = recorder or Recorder()
-        self._switch = Switch(self._recorder, lambda on: self.on_trace and self.on_trace(on))
+        self._switch = Switch(self._recorder)
         self._specs: list[BucketSpec] = []
         self._state = FailureState()
 

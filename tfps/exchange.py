@@ -109,15 +109,7 @@ FailureListener = Callable[[TfpsError], None]
 
 
 class Exchange(Protocol):
-    """Sums and gathers buckets over all workers of a job.
-
-    Attributes:
-        on_trace: called with True when this worker's recorder has been started for a capture, and with False when it is
-            about to be stopped: what it adds then still counts. On any thread, on all ranks; it must be short and must
-            not raise.
-    """
-
-    on_trace: Callable[[bool], None] | None
+    """Sums and gathers buckets over all workers of a job."""
 
     @property
     def rank(self) -> int:
@@ -179,7 +171,7 @@ class Exchange(Protocol):
         """
 
     def start_trace(self) -> None:
-        """Begins to record a capture on all workers and pservers. For rank 0 only.
+        """Begins to record a capture on all workers and pservers, in their recorders. For rank 0 only.
 
         Returns when all pservers record; each of the other workers begins when it hears of it, a moment later.
 

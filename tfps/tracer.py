@@ -26,10 +26,10 @@ _ROUND_TRIPS = 20
 
 
 class Switch:
-    """Whether a capture is recorded in this process; any thread. `listener` is `Exchange.on_trace`."""
+    """Whether a capture is recorded in this process; any thread."""
 
-    def __init__(self, recorder: Recorder, listener: Callable[[bool], object]) -> None:
-        self._recorder, self._listener = recorder, listener
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._lock = threading.Lock()  # guards _on
         self._on = False
 
@@ -39,9 +39,8 @@ class Switch:
             if self._on:
                 return False
             self._on = True
-        self._recorder.start(events=False)
-        self._listener(True)
-        return True
+            self._recorder.start(events=False)
+            return True
 
     def off(self) -> bool:
         """Ends; False if it has."""
@@ -49,9 +48,8 @@ class Switch:
             if not self._on:
                 return False
             self._on = False
-        self._listener(False)
-        self._recorder.stop()
-        return True
+            self._recorder.stop()
+            return True
 
 
 class Tracer:
@@ -60,9 +58,9 @@ class Tracer:
     `token` and `rank` are those of the worker, once it has joined.
     """
 
-    def __init__(self, recorder: Recorder, pservers: Sequence[Pserver], listener: Callable[[bool], object]) -> None:
+    def __init__(self, recorder: Recorder, pservers: Sequence[Pserver]) -> None:
         self.token, self.rank, self.workers = "", -1, 0
-        self._switch = Switch(recorder, listener)
+        self._switch = Switch(recorder)
         self._recorder, self._pservers = recorder, pservers
         self._lock = threading.Lock()  # guards all below
         self._number = 0  # of the latest capture
@@ -72,7 +70,8 @@ class Tracer:
 
     def start(self) -> None:
         """See `Exchange.start_trace`."""
-        if not self._mine() or not self._switch.on():
+        self._check_rank()
+        if not self._switch.on():
             raise TfpsError(RUNNING)
         self._number += 1
         try:
@@ -86,7 +85,8 @@ class Tracer:
         self, buckets: Sequence[Bucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
     ) -> Capture:
         """See `Exchange.stop_trace`; `buckets` are all that there are."""
-        if not self._mine() or not self._switch.off():
+        self._check_rank()
+        if not self._switch.off():
             raise TfpsError(NOT_RUNNING)
         deadline_s = time.monotonic() + COLLECT_TIMEOUT_S
         for pserver in self._pservers:
@@ -96,10 +96,9 @@ class Tracer:
         self._warn(parts)
         return assemble(self._recorded(parts, clocks), buckets, name, steps, settings)
 
-    def _mine(self) -> bool:
+    def _check_rank(self) -> None:
         if self.rank != 0:
             raise UnsupportedError(f"captures are begun and ended by rank 0, for all workers; this is rank {self.rank}")
-        return True
 
     def _trace(self, pserver: Pserver, on: bool) -> None:
         request = pb.TraceRequest(token=self.token, rank=self.rank, number=self._number, on=on)

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -119,8 +119,7 @@ class Worker:
         self._streams = [self._stream(index) for index in range(len(addresses))]
         self._cpu_s: list[float] = []  # of each pserver when the first buckets were declared
         self._blame = Blame(self._pservers)
-        self.on_trace: Callable[[bool], None] | None = None
-        self._tracer = Tracer(self._recorder, self._pservers, lambda on: self.on_trace and self.on_trace(on))
+        self._tracer = Tracer(self._recorder, self._pservers)
         self._tuner = Tuner(config, self._pservers, self._queues, self.tune)
         self._watch = threading.Thread(target=self._watch_deadlines, name="tfps-watch", daemon=True)
         try:
