@@ -49,7 +49,6 @@ class Runtime:
     def __init__(self, exchange: Exchange, recorder: Recorder, wait_s: float) -> None:
         self.exchange, self.recorder, self.wait_s = exchange, recorder, wait_s
         self.spans = StepSpans(recorder, exchange.rank)
-        exchange.on_trace = self.spans.switched
         with tf.init_scope(), tf.device(HOST):
             self._messages = tf.queue.FIFOQueue(1_000_000, MESSAGE, name="tfps_send")
         self._transfers: dict[int, Transfer] = {}

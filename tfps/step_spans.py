@@ -56,10 +56,6 @@ class StepSpans:
         self._asked_ns = 0  # when the program asked first for a batch, outside of a graph
         self._eager_steps = 0
 
-    def switched(self, on: bool) -> None:
-        """Recording begins or ends: what was noted before counts no more."""
-        self._asked_ns = 0
-
     def now(self) -> int:
         """Nanoseconds of the recorder's clock."""
         return self.recorder.clock()
@@ -107,16 +103,14 @@ class StepSpans:
 
     def _record(self, step: _Step) -> None:
         """A step is complete: its spans, which begin where the one before ended at the earliest."""
-        asked, self._asked_ns = max(step.asked_ns, self._until_ns), max(self._asked_ns, self._until_ns)
+        asked = max(step.asked_ns, self._until_ns)
         forward = min(step.forward_ns or step.first_ns, step.first_ns)
         begin = max(min(step.begin_ns or asked, forward), self._until_ns)
         forward, end = max(forward, begin), max(step.last_ns, begin)
         span, of = self.recorder.span, {"step": step.number, "rank": self.rank}
         if begin - asked > _WAITED_NS:
             span("input", asked, begin, **of)
-        asked = min(asked, self._asked_ns, begin) if self._asked_ns > self._until_ns else min(asked, begin)
-        self._asked_ns = 0
-        self._step(step.number, asked, end)
+        self._step(step.number, min(self._asked(begin), asked), end)
         span("forward", begin, forward, **of)
         span("backward", forward, end, **of)
         self._until_ns = end
@@ -162,11 +156,16 @@ class StepSpans:
         if not self.reduced or not self.recorder.enabled:
             return
         end, begin = self.now(), max(begin, self._until_ns)
-        asked, self._asked_ns = self._asked_ns, 0
-        self._step(self._eager_steps, min(asked, begin) if asked > self._until_ns else begin, end)
+        self._step(self._eager_steps, self._asked(begin), end)
         self.recorder.span("forward", begin, end, step=self._eager_steps, rank=self.rank)
         self._eager_steps += 1
         self._until_ns = end
+
+    def _asked(self, begin_ns: int) -> int:
+        """When the program asked for the batch of the step that begins, where that was outside of a graph."""
+        asked, self._asked_ns = self._asked_ns, 0
+        known = asked > max(self._until_ns, self.recorder.started_ns)
+        return min(asked, begin_ns) if known else begin_ns
 
     def _step(self, number: int, begin_ns: int, end_ns: int) -> None:
         self.recorder.span("step", begin_ns, end_ns, step=number, rank=self.rank)
