@@ -197,7 +197,8 @@ class Runtime:
             raise replies[0].error
         if self.recorder.enabled:
             spec = dict(self._buckets.values())[bucket]
-            self.spans.ready(begin, bucket, spec, step, memoryview(payload).nbytes)
+            nbytes = 0 if payload is None else memoryview(payload).nbytes
+            self.spans.ready(begin, bucket, spec, step, nbytes)
             self.spans.waited(begin, self.spans.now(), bucket, spec, step)
         return replies[0]
 
