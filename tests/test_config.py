@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import tfps
-from tfps.config import Launch, check_address
+from tfps.config import Launch, TraceRequest, check_address
 
 
 @pytest.mark.parametrize(
@@ -82,3 +82,20 @@ def test_contradictions_of_the_launchers_variables_are_refused(environment: dict
 def test_an_address_must_be_host_and_port(address: Any) -> None:
     with pytest.raises(tfps.ConfigError, match="'host:port'"):
         check_address(address)
+
+
+def test_a_trace_is_asked_for_with_a_directory_and_two_steps() -> None:
+    assert TraceRequest.from_environment({}) is None
+    asked = TraceRequest.from_environment({"TFPS_TRACE": "gs://bucket:80/logs:10-20"})
+    assert asked == TraceRequest("gs://bucket:80/logs", 10, 20)
+
+
+@pytest.mark.parametrize("text", ["logs", "logs:10", ":1-2", "logs:a-b", "logs:-1-2", "10-20"])
+def test_a_malformed_request_for_a_trace_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(tfps.ConfigError, match="TFPS_TRACE must be DIRECTORY:FIRST-LAST such as logs:10-20, got "):
+        TraceRequest.from_environment({"TFPS_TRACE": text})
+
+
+def test_a_trace_ends_after_its_beginning() -> None:
+    with pytest.raises(tfps.ConfigError, match=r"TFPS_TRACE must be the first and the last, .* got \(20, 10\)"):
+        TraceRequest.from_environment({"TFPS_TRACE": "logs:20-10"})

@@ -81,7 +81,7 @@ def test_a_pull_sends_only_if_its_result_is_used(used: bool) -> None:
     results = tf.queue.FIFOQueue(10, graph_ops.PULLED)
 
     def answer() -> None:
-        _, ticket, _, indices = messages.dequeue()
+        _, ticket, _, indices, _ = messages.dequeue()
         results.enqueue(["", ticket, np.array([7], np.uint8), indices])
 
     if used:

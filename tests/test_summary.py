@@ -146,10 +146,8 @@ def test_what_limits_is_said_in_words(spans: list[tuple[Kind, int, int]], limit:
 
 
 def test_a_worker_whose_link_keeps_the_others_waiting_is_named() -> None:
-    spans = [
-        span(kind, *times, process=rank) for rank in (0, 1) for kind, *times in (("step", 0, 1000), ("gate", 0, 500))
-    ]
-    spans = [one._replace(step=1) for one in spans]
+    spans = [span("step", 0, 1000, process=rank, step=1) for rank in (0, 1)]
+    spans += [span("gate", 0, 500, process=rank) for rank in (0, 1)]
     spans += [
         span("wire", 0, 200, process=0, bucket=0, slice=0),
         span("aggregate", 200, 450, process=2, bucket=0, slice=0, rank=1),

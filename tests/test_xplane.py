@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from test_capture import BUCKETS, PROCESSES, chain
 
 from tfps.capture import Capture, Span
 from tfps.errors import TfpsError
-from tfps.xplane import profile_path, write_xplane
+from tfps.xplane import overlapping_profiles, profile_path, write_xplane
 
-CAPTURE = Capture(PROCESSES, BUCKETS, tuple(chain()), settings={"profile_offset_ns": 7})
+OFFSET_NS = 10**15  # of the wall clock to the capture's
+CAPTURE = Capture(PROCESSES, BUCKETS, tuple(chain()))
 
 
 def load(path: Path) -> xplane_pb2.XSpace:
@@ -48,27 +50,35 @@ def test_every_process_is_a_plane_and_every_span_an_event(tmp_path: Path) -> Non
 
 
 def test_the_profile_of_tensorflow_is_taken_in_and_its_clock_moved(tmp_path: Path) -> None:
-    tf.profiler.experimental.start(str(tmp_path))
+    before_s = time.time()
+    tf.profiler.experimental.start(str(tmp_path / "train"))
     tf.linalg.matmul(tf.ones((50, 50)), tf.ones((50, 50))).numpy()
     tf.profiler.experimental.stop()
-    (file,) = tmp_path.glob("plugins/profile/*/*.xplane.pb")
+    (file,) = overlapping_profiles(tmp_path, before_s)
+    assert overlapping_profiles(tmp_path / "train", before_s) == [file]
+    assert overlapping_profiles(tmp_path, time.time() + 1) == []
     before = load(file)
-    path = file.parent / "tfps.xplane.pb"
-    write_xplane(CAPTURE, path)
-    assert [one.name for one in path.parent.glob("*.xplane.pb")] == ["tfps.xplane.pb"]
+    path = profile_path(tmp_path, "run")
+    write_xplane(CAPTURE, path, [file], OFFSET_NS)
+    assert overlapping_profiles(tmp_path, before_s) == [file], "what TensorFlow has written stays, ours is no profile"
     after = load(path)
     count = len(before.planes)
     assert [plane.name for plane in after.planes[:count]] == [plane.name for plane in before.planes]
     assert len(after.planes) == count + len(PROCESSES)
     assert len({plane.id for plane in after.planes[count:]}) == len(PROCESSES)
+    lines = 0
     for old, new in zip(before.planes, after.planes, strict=False):
-        assert [line.timestamp_ns for line in new.lines] == [line.timestamp_ns + 7 for line in old.lines]
         assert [len(line.events) for line in new.lines] == [len(line.events) for line in old.lines]
+        for line in new.lines:
+            lines += 1
+            assert 0 <= line.timestamp_ns + OFFSET_NS - before_s * 1e9 < 60e9, "the profile was taken just now"
+    assert lines
 
 
 def test_a_capture_without_spans_and_a_foreign_file(tmp_path: Path) -> None:
     write_xplane(Capture(PROCESSES, BUCKETS, ()), tmp_path / "tfps.xplane.pb")
     assert len(load(tmp_path / "tfps.xplane.pb").planes) == 3
-    (tmp_path / "other.xplane.pb").write_bytes(b"no message")
+    damaged = tmp_path / "other.xplane.pb"
+    damaged.write_bytes(b"no message")
     with pytest.raises(TfpsError, match=r"other\.xplane\.pb' must be an XSpace"):
-        write_xplane(Capture(PROCESSES, BUCKETS, (Span("step", 0, "steps", 0, 1),)), tmp_path / "tfps.xplane.pb")
+        write_xplane(Capture(PROCESSES, BUCKETS, (Span("step", 0, "steps", 0, 1),)), tmp_path / "a.pb", [damaged])

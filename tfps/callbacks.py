@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import pathlib
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import keras
 import tensorflow as tf
 
+from tfps.config import check_steps
 from tfps.errors import ConfigError, TfpsError
 from tfps.report import Report
 from tfps.strategy import Strategy
+from tfps.trace_run import TraceRun
+
+logger = logging.getLogger("tfps")
 
 
 class Metrics(keras.callbacks.Callback):
@@ -38,13 +44,7 @@ class Metrics(keras.callbacks.Callback):
         self._writer: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        strategy = self.model.distribute_strategy
-        if not isinstance(strategy, Strategy):
-            raise ConfigError(
-                "tfps.callbacks.Metrics needs a model that was built in `with strategy.scope():` of a tfps.Strategy, "
-                f"got one under {type(strategy).__name__}"
-            )
-        if strategy.rank == 0:
+        if _strategy_of(self).rank == 0:
             self._writer = tf.summary.create_file_writer(str(self._directory))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -93,3 +93,110 @@ def scalars(report: Report) -> dict[str, float]:
     if report.slice_bytes:
         found |= {"slice_bytes": float(report.slice_bytes), "window_bytes": float(report.window_bytes)}
     return found
+
+
+class Trace(keras.callbacks.Callback):
+    """Records some steps of `fit` on all workers and pservers, for TensorBoard's tabs "Parameter servers" and Profile.
+
+    Written at the end of the last step (for the Profile tab at the end of `fit`, together with the profile of
+    TensorFlow that the callback TensorBoard has taken meanwhile in the same directory); docs/traceview.md. Rank 0
+    records, whatever the other ranks do; on them the callback does nothing. Training waits meanwhile.
+
+    Args:
+        log_dir: the directory that `tensorboard --logdir` gets.
+        steps: the first and the last batch, both included, counted from 0 from the beginning of `fit`, over all epochs.
+        name: of the run; default: the time.
+
+    Raises:
+        ConfigError: `steps` are no such pair, `name` is no file name; in `fit`, the model was not built under a
+            `tfps.Strategy`.
+        TfpsError: in `fit`, a capture is being recorded already.
+    """
+
+    def __init__(self, log_dir: str | pathlib.Path, steps: tuple[int, int] = (10, 20), name: str | None = None) -> None:
+        super().__init__()
+        self._log_dir, self._name = log_dir, name
+        self._first, self._last = check_steps("steps of tfps.callbacks.Trace", steps)
+        self._run: TraceRun | None = None
+        self._begun = 0  # the batch at which recording began
+        self._batch = self._before = self._ended = 0  # of the current execution; in earlier epochs; so far
+        self._active = self._recorded = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        strategy = _strategy_of(self)
+        self._active = strategy.rank == 0
+        left = strategy._runtime.trace_run
+        if left is not None and left.of_fit:  # of a `fit` that an exception has ended
+            left.abandon()
+        self._batch = self._before = self._ended = 0
+        self._run, self._recorded = None, False
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._before = self._ended
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._batch = batch
+        begin = self._before + batch
+        if self._active and begin + self._per_execution > self._first:
+            self._active, self._begun = False, begin
+            self._run = TraceRun(_strategy_of(self)._runtime, self._log_dir, self._name, of_fit=True)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        # Some versions of Keras say the first and some the last batch of an execution.
+        count = max(batch - self._batch + 1, self._per_execution)
+        if (steps := self.params.get("steps")) is not None:
+            count = min(count, max(steps - self._batch, 1))
+        self._ended = self._before + self._batch + count
+        if self._ended > self._last:
+            self._stop()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._active:
+            logger.warning(
+                "tfps: nothing was recorded: Trace asks for the batches from %d on, but fit had only %d",
+                self._first,
+                self._ended,
+            )
+        self._stop()
+        if self._run is not None:
+            self._try(self._run.write_profile)
+
+    @property
+    def _per_execution(self) -> int:
+        return int(getattr(self.model, "steps_per_execution", 1))
+
+    def _stop(self) -> None:
+        if self._run is not None and not self._recorded:
+            self._recorded = True
+            run = self._run
+            if not self._try(lambda: run.stop(self._chosen)):
+                self._run = None
+
+    def _chosen(self, steps: Sequence[int]) -> Sequence[int]:
+        """The `steps` of the batches that were asked for: an execution may have more of them."""
+        if len(steps) != self._ended - self._begun:  # accumulated, or skipped because of the loss scale
+            return steps
+        return [step for at, step in enumerate(steps, self._begun) if self._first <= at <= self._last]
+
+    def _try(self, what: Callable[[], None]) -> bool:
+        try:
+            what()
+            return True
+        except (TfpsError, OSError) as error:  # no reason to end the training
+            logger.warning("tfps: the trace could not be written: %s", error)
+            return False
+
+
+def _strategy_of(callback: keras.callbacks.Callback) -> Strategy:
+    """The strategy of the callback's model.
+
+    Raises:
+        ConfigError: it is not tfps's.
+    """
+    strategy = callback.model.distribute_strategy
+    if not isinstance(strategy, Strategy):
+        raise ConfigError(
+            f"tfps.callbacks.{type(callback).__name__} needs a model that was built in `with strategy.scope():` of a "
+            f"tfps.Strategy, got one under {type(strategy).__name__}"
+        )
+    return strategy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -159,6 +160,52 @@ class Launch:
         if rank is not None and workers is not None and rank >= workers:
             raise ConfigError(f"environment variable TFPS_RANK must be below TFPS_WORKERS={workers}, got {rank}")
         return cls(pservers, rank, workers, environment.get("TFPS_JOB", ""))
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """The capture that `TFPS_TRACE` asks an unchanged program for.
+
+    Args:
+        log_dir: the directory that `tensorboard --logdir` gets.
+        first, last: training steps, both included, counted from 0.
+    """
+
+    log_dir: str
+    first: int
+    last: int
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> TraceRequest | None:
+        """Reads `TFPS_TRACE=DIRECTORY:FIRST-LAST`; None where it is not set.
+
+        Raises:
+            ConfigError: it is malformed.
+        """
+        text = (os.environ if environment is None else environment).get("TFPS_TRACE", "")
+        if not text:
+            return None
+        found = re.fullmatch(r"(.+):(\d+)-(\d+)", text)
+        if found is None:
+            raise ConfigError(
+                f"environment variable TFPS_TRACE must be DIRECTORY:FIRST-LAST such as logs:10-20, got {text!r}"
+            )
+        return cls(found[1], *check_steps("environment variable TFPS_TRACE", (int(found[2]), int(found[3]))))
+
+
+def check_steps(what: str, steps: Any) -> tuple[int, int]:
+    """Returns `steps` if they are a first and a last step.
+
+    Raises:
+        ConfigError: they are not; the message begins with `what`.
+    """
+    numbers = list(steps) if isinstance(steps, (tuple, list)) else []
+    whole = len(numbers) == 2 and all(isinstance(each, int) and not isinstance(each, bool) for each in numbers)
+    if not whole or not 0 <= numbers[0] <= numbers[1]:
+        raise ConfigError(
+            f"{what} must be the first and the last, both included and counted from 0, such as (10, 20), got {steps!r}"
+        )
+    return numbers[0], numbers[1]
 
 
 def check_address(address: str) -> str:

@@ -161,9 +161,13 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):  # typ
                 if self._feed is None:
                     raise UnsupportedError("an iterator that a tf.function returns cannot be used outside of it")
                 self._feed.start()
+                spans = self._spec.staging.spans
+                begin = spans.now()
                 if lockstep is not None:
                     lockstep.request_eagerly(self._feed.number)
                 key, text = tf.raw_ops.QueueDequeueV2(handle=self._tokens, component_types=TOKEN)
+                if spans.recorder.enabled:
+                    spans.input(begin)
                 if text.numpy():
                     raise tf.errors.InvalidArgumentError(None, None, text.numpy().decode())
                 return key

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from tfps import graph_ops
 from tfps.exchange import BucketKind, BucketSpec
+from tfps.moments import Moments, Passages
 from tfps.runtime import Runtime
 from tfps.slicing import bucket_limit
 from tfps.tf_private import distribute_lib, ops, outer_graphs
@@ -79,6 +80,7 @@ class GraphState:
     reduced: dict[int, Reduced] = field(default_factory=dict)  # by id of the result
     noted: dict[int, list[Noted]] = field(default_factory=dict)  # by replica
     inputs: list[tf.Tensor] = field(default_factory=list)  # what the replica function got
+    passages: Passages = field(default_factory=Passages)
     reductions: int = 0  # all_reduce calls so far, of the outermost graph only
 
 
@@ -129,7 +131,14 @@ class Emitter:
         self._groups.clear()
         self._emissions.clear()
 
-    def emit(self, state: GraphState, graph: tf.Graph, replica: int, order: dict[str, int]) -> None:
+    def emit(
+        self,
+        state: GraphState,
+        graph: tf.Graph,
+        replica: int,
+        order: dict[str, int],
+        states: Callable[[tf.Graph], GraphState],
+    ) -> None:
         """Emits all noted updates of `replica`."""
         buckets = fuse(state.noted.pop(replica, []), order, self._slice_bytes, self._first_bytes)
         keys, specs = [], []
@@ -156,6 +165,8 @@ class Emitter:
         group = self._groups.setdefault((self._emissions[replica], len(wanted)), Group())
         self._emissions[replica] += 1
         ticket = graph_ops.ticket() if replica == 0 else tf.constant(0, tf.int64)
+        moments = Moments(graph, lambda graph: states(graph).passages, lambda graph: states(graph).inputs, replica)
+        most_urgent = min((spec.priority for _, spec in wanted), default=0)  # the last to be sent
         for index, (bucket, key, spec, trace) in enumerate(zip(buckets, keys, specs, traced, strict=True)):
             if trace is None:
                 self._update_in_graph(bucket, replica)
@@ -170,9 +181,15 @@ class Emitter:
             transfer.functions.append(trace.function)
             transfer.kept = trace.deferral.kept_names()
             transfer.gates += [item.variable.gates[replica] for item in bucket]
-            self._send(bucket, trace, transfer, ticket, graph, replica, carries=index % self._replicas == replica)
+            ids_of = [item.variable._unique_id for item in bucket]
+            noted = moments.of_bucket(ids_of, whole=spec.priority == most_urgent)
+            if replica == 0:
+                transfer.read, transfer.whole = noted.variable, noted.whole
+            carries = index % self._replicas == replica
+            self._send(bucket, trace, transfer, ticket, graph, replica, carries, noted.times)
             bucket.clear()  # the update's function holds this list: without this the graph would keep itself alive
             trace.deferral.release()
+        moments.done()
 
     def _trace(self, bucket: list[Noted], graph: tf.Graph, replica: int) -> Traced | None:
         """The update of `bucket` as a function of the reduced bytes, None if it cannot run later."""
@@ -230,6 +247,7 @@ class Emitter:
         graph: tf.Graph,
         replica: int,
         carries: bool,
+        times: tuple[Any, ...],
     ) -> None:
         gradients = [item.reduced.gradient for item in bucket]
         data, indices = tf.constant([], tf.uint8), None
@@ -246,7 +264,7 @@ class Emitter:
         with tf.control_dependencies([closed]):
             kept = [holder.assign(tensor).op for holder, tensor, _ in trace.deferral.kept.values()]
         with tf.control_dependencies([closed.op, *kept]):
-            graph_ops.send(self._runtime.queue, transfer.id, ticket, data, indices)
+            graph_ops.send(self._runtime.queue, transfer.id, ticket, data, indices, times)
         for item in bucket:
             for variable in item.variable.with_slots():
                 variable.forget_passes(replica, graph)

@@ -16,6 +16,7 @@ from tfps.deferred import Emitter, GraphState, Noted, Reduced, Reduction, find_r
 from tfps.errors import ConfigError, TfpsError, UnsupportedError
 from tfps.graph_view import picture
 from tfps.initial_values import InitialValues
+from tfps.moments import Passage
 from tfps.picture import Picture
 from tfps.reductions import Reductions, as_tensor, divide, identity, sum_locally
 from tfps.runtime import Runtime
@@ -240,7 +241,8 @@ class Extended(mirrored_strategy.MirroredExtended):
             return self._lifted[fn](*args, **kwargs)
         self._initial_values.agree()
         if tf.executing_eagerly():
-            result = super()._call_for_each_replica(fn, args, kwargs)
+            with self._runtime.spans.eager_step():
+                result = super()._call_for_each_replica(fn, args, kwargs)
         else:
             graph = ops.get_default_graph()
             if in_xla(graph):
@@ -288,7 +290,7 @@ class Extended(mirrored_strategy.MirroredExtended):
                 self._emit(state, graph, replica)
 
     def _emit(self, state: GraphState, graph: tf.Graph, replica: int) -> None:
-        self._emitter.emit(state, graph, replica, self._state(outer_graphs(graph)[-1]).first_use)
+        self._emitter.emit(state, graph, replica, self._state(outer_graphs(graph)[-1]).first_use, self._state)
 
     def _state_of(self, graph: tf.Graph) -> GraphState | None:
         return getattr(graph, self._state_name, None)
@@ -319,6 +321,11 @@ class Extended(mirrored_strategy.MirroredExtended):
             first_use.setdefault(variable._unique_id, len(first_use))
         state = self._state_of(graph)
         return state.inputs if state is not None else []
+
+    def note_passage(self, variable: GatedVariable, replica: int, graph: tf.Graph, passed: tf.Operation) -> None:
+        """The gate of `variable` has been passed in `graph` by the op `passed`."""
+        passages = self._state(graph).passages.by_variable
+        passages.setdefault((variable._unique_id, replica), Passage(passed, passed.inputs[1]))
 
     # Reductions and updates in replica context.
 

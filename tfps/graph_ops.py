@@ -20,10 +20,12 @@ from tfps.errors import UnsupportedError
 HOST = "/device:CPU:0"
 _RESOURCE = tf.TensorSpec([], tf.resource)
 _BYTES = tf.TensorSpec([None], tf.uint8)
-# What a send hands to the host: transfer id, ticket, data, indices of a sparse gradient.
-MESSAGE = [tf.int64, tf.int64, tf.uint8, tf.uint8]
+_TIMES = tf.TensorSpec([None], tf.float64)
+# What a send hands to the host: transfer id, ticket, data, indices of a sparse gradient, times (see `send`).
+MESSAGE = [tf.int64, tf.int64, tf.uint8, tf.uint8, tf.float64]
 # What the host hands to a pull: error text or "", the ticket of the message, data, indices.
 PULLED = [tf.string, tf.int64, tf.uint8, tf.uint8]
+PASS, CLOSE, SEND, PULL = "tfps_pass_gate", "tfps_close_gates", "tfps_send", "tfps_pull"  # functions below
 _OTHER_STEP = (
     "tfps: the reply to another step came back. Either an earlier step was stopped while it waited for a reduction "
     "(restore a checkpoint under a new strategy), or a tf.while_loop reduces in several iterations at once (give it "
@@ -140,14 +142,18 @@ def _pass_function() -> Any:
     return tfps_pass_gate.get_concrete_function()
 
 
-def pass_gate(gate: Gate, variable: tf.Tensor, after: Sequence[tf.Tensor]) -> None:
+def pass_gate(gate: Gate, variable: tf.Tensor, after: Sequence[tf.Tensor]) -> tf.Operation:
     """Orders every later use of the resource `variable` in the current graph behind the opening of `gate`.
+
+    Returns the op that passes it, whose second input is the variable.
 
     `after`: what the step computes with. A step that ends before it has its input (the end of the data is such an
     end) must not be stopped while it holds a token.
     """
     with tf.device(HOST), tf.control_dependencies(after):
-        tf_private.set_read_only_inputs(_pass_function()(gate.handle, variable), [])
+        passed = _pass_function()(gate.handle, variable)
+        tf_private.set_read_only_inputs(passed, [])
+    return passed.op
 
 
 def write_after(variable: Any, after: Sequence[tf.Tensor]) -> None:
@@ -225,10 +231,10 @@ def ticket() -> tf.Tensor:
     A *stateless* call, because automatic control dependencies would order a stateful one with every `py_function`.
     """
     with tf.device(HOST):
-        return _call_stateless(_ticket_function(), [])[0]
+        return call_stateless(_ticket_function(), [])[0]
 
 
-def _call_stateless(function: Any, arguments: list[tf.Tensor]) -> list[tf.Tensor]:
+def call_stateless(function: Any, arguments: list[tf.Tensor]) -> list[tf.Tensor]:
     """Calls the concrete `function` by an op that TensorFlow takes for stateless, whatever is in it."""
     graph = tf_private.ops.get_default_graph()
     function.add_to_graph(graph)
@@ -242,9 +248,11 @@ def _call_stateless(function: Any, arguments: list[tf.Tensor]) -> list[tf.Tensor
 def _send_function() -> Any:
     number = tf.TensorSpec([], tf.int64)
 
-    @tf.function(autograph=False, input_signature=[_RESOURCE, number, number, _BYTES, _BYTES])
-    def tfps_send(queue: Any, exchange: Any, ticket: Any, data: Any, indices: Any) -> tf.Tensor:
-        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[exchange, ticket, data, indices])
+    @tf.function(autograph=False, input_signature=[_RESOURCE, number, number, _BYTES, _BYTES, _TIMES])
+    def tfps_send(queue: Any, exchange: Any, ticket: Any, data: Any, indices: Any, times: Any) -> tf.Tensor:
+        with tf.control_dependencies([data, indices]):
+            times = tf.concat([tf.reshape(tf.timestamp(), [1]), times], 0)
+        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[exchange, ticket, data, indices, times])
         with tf.control_dependencies([sent]):
             return tf.constant(True)
 
@@ -252,13 +260,22 @@ def _send_function() -> Any:
 
 
 def send(
-    queue: tf.Tensor, exchange: int, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor | None = None
+    queue: tf.Tensor,
+    exchange: int,
+    ticket: tf.Tensor,
+    data: tf.Tensor,
+    indices: tf.Tensor | None = None,
+    times: Sequence[Any] = (),
 ) -> tf.Operation:
-    """Hands `data` (flat uint8, from any device) to the host; waits for nothing but its inputs."""
+    """Hands `data` (flat uint8, from any device) to the host; waits for nothing but its inputs.
+
+    `times`, seconds, go with it (see moments.py), behind the time when the data was there.
+    """
     with tf.device(HOST):
         if indices is None:
             indices = tf.constant([], tf.uint8)
-        sent = _send_function()(queue, tf.constant(exchange, tf.int64), ticket, data, indices)
+        noted = tf.stack([tf.cast(each, tf.float64) for each in times]) if times else tf.constant([], tf.float64)
+        sent = _send_function()(queue, tf.constant(exchange, tf.int64), ticket, data, indices, noted)
         tf_private.set_read_only_inputs(sent, [0])
     return sent.op
 
@@ -268,8 +285,10 @@ def _pull_function() -> Any:
     @tf.function(autograph=False, input_signature=[_RESOURCE, _RESOURCE, tf.TensorSpec([], tf.int64), _BYTES, _BYTES])
     def tfps_pull(queue: Any, results: Any, exchange: Any, data: Any, indices: Any) -> tuple[tf.Tensor, tf.Tensor]:
         # A step that TensorFlow stops here leaves its reply behind: the next one must not take it for its own.
-        ticket = tf.bitcast(tf.timestamp(), tf.int64)
-        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[exchange, ticket, data, indices])
+        with tf.control_dependencies([data, indices]):
+            now = tf.timestamp()
+        ticket, times = tf.bitcast(now, tf.int64), tf.reshape(now, [1])
+        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[exchange, ticket, data, indices, times])
         with tf.control_dependencies([sent]):
             error, echoed, *pulled = tf.raw_ops.QueueDequeueV2(handle=results, component_types=PULLED)
         with tf.control_dependencies([tf.debugging.Assert(tf.equal(error, ""), [error])]):
@@ -287,11 +306,24 @@ def pull(queue: tf.Tensor, results: tf.Tensor, exchange: int, data: tf.Tensor, i
     """
     with tf.device(HOST):
         arguments = [queue, results, tf.constant(exchange, tf.int64), data, indices]
-        pulled = _call_stateless(_pull_function(), arguments)
+        pulled = call_stateless(_pull_function(), arguments)
         tf_private.set_read_only_inputs(pulled[0], [0, 1])
         for tensor in pulled:
             tensor.set_shape([None])
     return pulled
+
+
+def is_gate_op(op: tf.Operation) -> bool:
+    """Whether `op` passes or closes a gate."""
+    return called(op) in (PASS, CLOSE)
+
+
+def called(op: tf.Operation) -> str:
+    """The name that the function which `op` calls was written with; empty for other ops."""
+    if op.type not in ("PartitionedCall", "StatefulPartitionedCall"):
+        return ""
+    name: str = op.get_attr("f").name
+    return name.removeprefix("__inference_").rpartition("_")[0]
 
 
 def exchange_functions() -> list[str]:
@@ -305,8 +337,8 @@ def _request_function() -> Any:
 
     @tf.function(autograph=False, input_signature=[_RESOURCE, _RESOURCE, number, number])
     def tfps_request(queue: Any, order: Any, transfer: Any, number: Any) -> tf.Tensor:
-        nothing = tf.constant([], tf.uint8)
-        asked = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, number, nothing, nothing])
+        nothing, times = tf.constant([], tf.uint8), tf.constant([], tf.float64)
+        asked = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, number, nothing, nothing, times])
         with tf.control_dependencies([asked]):
             return tf.constant(True)
 

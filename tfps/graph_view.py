@@ -8,13 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfps.graph_ops import Gate
+from tfps.graph_ops import CLOSE, PASS, PULL, SEND, Gate, called
 from tfps.picture import Picture, Read, Sent
 from tfps.runtime import Runtime
 from tfps.tf_private import outer_graphs
 from tfps.transfers import DeferredUpdate, Transfer
-
-_PASS, _CLOSE, _SEND, _PULL = "tfps_pass_gate", "tfps_close_gates", "tfps_send", "tfps_pull"
 
 
 def picture(graph: tf.Graph, runtime: Runtime) -> Picture:
@@ -32,7 +30,7 @@ def picture(graph: tf.Graph, runtime: Runtime) -> Picture:
                 others = tuple(sorted(after - {key}))
                 before = sent.get(key)
                 sent[key] = _sent(key, transfer, others, runtime) if before is None else before.also_after(others)
-            elif _called(op) == _PASS and (gate := gates.get(id(_outermost(op.inputs[0])))) is not None:
+            elif called(op) == PASS and (gate := gates.get(id(_outermost(op.inputs[0])))) is not None:
                 read = Read(f"{gate.name} {op.name}", _short(gate.name), tuple(sorted(after)))
                 known = any(
                     other.variable == read.variable and (not after or other.after == read.after) for other in reads
@@ -49,9 +47,9 @@ def picture(graph: tf.Graph, runtime: Runtime) -> Picture:
 
 def _key(op: Any, closed_for: dict[str, str]) -> str:
     """Which transfer `op` belongs to: a send, a pull, or the close before a send; empty for others."""
-    kind = _called(op)
-    if kind in (_SEND, _PULL):
-        return f"transfer {tf.get_static_value(op.inputs[1 if kind == _SEND else 2])}"
+    kind = called(op)
+    if kind in (SEND, PULL):
+        return f"transfer {tf.get_static_value(op.inputs[1 if kind == SEND else 2])}"
     return closed_for.get(op.name, "")
 
 
@@ -59,7 +57,7 @@ def _closed_for(graph: tf.Graph, gates: dict[int, Gate], runtime: Runtime) -> di
     """Name of every close -> key of the send that follows it."""
     sends: dict[Gate, list[str]] = {}  # that close a gate, in order
     for op in graph.get_operations():
-        if _called(op) == _SEND:
+        if called(op) == SEND:
             key = _key(op, {})
             transfer = runtime.transfer(int(key.split()[1]))
             for gate in transfer.gates if isinstance(transfer, DeferredUpdate) else ():
@@ -67,7 +65,7 @@ def _closed_for(graph: tf.Graph, gates: dict[int, Gate], runtime: Runtime) -> di
                 keys += [] if key in keys else [key]
     found = {}
     for op in graph.get_operations():
-        closed = gates.get(id(_outermost(op.inputs[0]))) if _called(op) == _CLOSE else None
+        closed = gates.get(id(_outermost(op.inputs[0]))) if called(op) == CLOSE else None
         if closed is not None and closed in sends:
             found[op.name] = sends[closed].pop(0) if len(sends[closed]) > 1 else sends[closed][0]
     return found
@@ -110,14 +108,6 @@ def _walk(graph: tf.Graph, key_of: Callable[[Any], str]) -> Iterator[tuple[Any, 
 
 def _before(op: Any) -> list[Any]:
     return [*(each.op for each in op.inputs), *op.control_inputs]
-
-
-def _called(op: Any) -> str:
-    """The name that the function which `op` calls was written with; empty for other ops."""
-    if op.type not in ("PartitionedCall", "StatefulPartitionedCall"):
-        return ""
-    name: str = op.get_attr("f").name
-    return name.removeprefix("__inference_").rpartition("_")[0]
 
 
 def _outermost(tensor: Any) -> Any:

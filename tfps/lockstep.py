@@ -352,7 +352,7 @@ class Request(Transfer):
         lockstep = self.lockstep
         return graph_ops.request(lockstep.runtime.queue, lockstep.order.queue_ref, self.id, ticket)
 
-    def collect(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
+    def collect(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor) -> None:
         self.lockstep.request(int(ticket), self.trains(), self._root is None)
 
     def trains(self) -> bool:

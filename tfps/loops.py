@@ -51,7 +51,7 @@ class Loop(Request):
         used.set_shape([])
         return used
 
-    def collect(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
+    def collect(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor) -> None:
         said, line = int(ticket), self._line
         if said == _BEGINS or line is None:
             self._begin()

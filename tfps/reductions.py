@@ -37,6 +37,8 @@ class Reductions:
             TfpsError: eagerly, the exchange failed.
             UnsupportedError: a dtype cannot be summed.
         """
+        if tf.executing_eagerly():
+            self._runtime.spans.reduced = True
         if self._runtime.alone:
             return [identity(value) for value in values]
         if tf.executing_eagerly():

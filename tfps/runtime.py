@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfps import tf_private
+from tfps.capture import Bucket
 from tfps.embedded import EmbeddedExchange
 from tfps.errors import TfpsError, WaitTimeoutError
 from tfps.exchange import BucketSpec, Exchange, Reply
@@ -28,11 +29,13 @@ from tfps.graph_ops import HOST, MESSAGE, Gate, tensor_of
 from tfps.patience import PATIENCE_S
 from tfps.report import History, Report, Round, make_report
 from tfps.sparse import pack_sparse, unpack_sparse
+from tfps.step_spans import StepSpans
 from tfps.trace import Recorder
 from tfps.transfers import DeferredUpdate, Rounds, Transfer
 
 logger = logging.getLogger("tfps")
 _NO_BYTES = np.empty(0, np.uint8)
+_NO_TIMES = np.empty(0, np.float64)
 _DRAINED = -1  # in place of a transfer's id: everything before it has been started
 _HISTORY_STEPS = 16
 _TICK_S = 0.2
@@ -45,6 +48,7 @@ class Runtime:
 
     def __init__(self, exchange: Exchange, recorder: Recorder, wait_s: float) -> None:
         self.exchange, self.recorder, self.wait_s = exchange, recorder, wait_s
+        self.spans = StepSpans(recorder, exchange.rank)
         with tf.init_scope(), tf.device(HOST):
             self._messages = tf.queue.FIFOQueue(1_000_000, MESSAGE, name="tfps_send")
         self._transfers: dict[int, Transfer] = {}
@@ -53,12 +57,18 @@ class Runtime:
         self._buckets: dict[Any, tuple[int, BucketSpec]] = {}
         self._ready: list[tuple[int, int, Transfer, Any, Reply]] = []
         self._arrivals = itertools.count()
-        self._has_ready = threading.Condition()  # truth: _ready, _closed, _under_way or _pumped_all has changed
-        self._closing = self._closed = self._pumped_all = False
+        self._has_ready = threading.Condition()  # truth: _ready, _closed, _under_way or _mark has changed
+        self._closing = self._closed = False
+        self._marks = itertools.count(1)
+        self._mark = 0  # the last of them that the pump thread has come to; guarded by _has_ready
+        self._pushed: Counter[int] = Counter()  # rounds of each bucket; guarded by _has_ready
+        self.steps = 0  # training steps that have been sent; pump thread writes
+        self.on_step: Callable[[int], None] | None = None  # hears of each of them, on the pump thread; must be short
         self._gates: weakref.WeakSet[Gate] = weakref.WeakSet()
         self._rounds = Rounds()
         self._history: dict[int, deque[Round]] = {}  # of the last steps of updates, by bucket; apply thread writes
         self.lockstep: Any = None  # see lockstep.py
+        self.trace_run: Any = None  # what is being recorded; see trace_run.py
         self._messages_seen = 0  # pump thread writes, watch thread reads
         self._exchanged = 0  # of them, those that lead to an exchange; pump thread only
         self._exchanged_now = 0  # by `exchange_now`
@@ -92,11 +102,12 @@ class Runtime:
             MismatchError: the ranks do not agree.
             WaitTimeoutError: a rank did not come.
         """
-        new = [(key, spec) for key, spec in wanted if key not in self._buckets]
-        if new:
-            new, self._later = [*self._later, *new], []
-            ids = self.exchange.declare([spec for _, spec in new], details)
-            self._buckets.update({key: (bucket, spec) for (key, spec), bucket in zip(new, ids, strict=True)})
+        if any(key not in self._buckets for key, _ in wanted):
+            # What is declared later may be among what is wanted now.
+            every, self._later = dict([*self._later, *wanted]), []
+            new = {key: spec for key, spec in every.items() if key not in self._buckets}
+            ids = self.exchange.declare(list(new.values()), details)
+            self._buckets.update({key: (bucket, new[key]) for key, bucket in zip(new, ids, strict=True)})
         return [self._buckets[key][0] for key, _ in wanted]
 
     def declare_later(self, key: Any, spec: BucketSpec) -> None:
@@ -120,6 +131,16 @@ class Runtime:
             for bucket, rounds in list(self._history.items())
         ]
         return make_report(histories, self.exchange.links(), self.exchange.slice_bytes, self.exchange.window_bytes)
+
+    def known_buckets(self) -> list[Bucket]:
+        """All buckets by id, as a capture names them."""
+        known = {bucket: (key, spec) for key, (bucket, spec) in list(self._buckets.items())}
+        found = []
+        for bucket in range(max(known, default=-1) + 1):
+            key, spec = known[bucket]
+            variables = tuple(spec.name.split(", ")) if key[0] == "update" else ()
+            found.append(Bucket(spec.name, variables, spec.priority, spec.nbytes))
+        return found
 
     def adopt(self, transfer: Transfer, graph: tf.Graph | None) -> None:
         """Gives `transfer` an id; it is forgotten when `graph` and all graphs around it are gone (None: never)."""
@@ -162,6 +183,10 @@ class Runtime:
             done.set()
 
         self._exchanged_now += 1
+        begin = self.spans.now()
+        with self._has_ready:
+            step = self._pushed[bucket]
+            self._pushed[bucket] += 1
         self.exchange.push(bucket, payload, on_reply)
         deadline_s = time.monotonic() + self.wait_s * 2  # the exchange itself fails earlier and says why
         while not done.wait(_TICK_S if tick else self.wait_s * 2) and time.monotonic() < deadline_s:
@@ -171,6 +196,11 @@ class Runtime:
             raise WaitTimeoutError(f"no reply for bucket {bucket} within {self.wait_s * 2:.0f} s")
         if replies[0].error is not None:
             raise replies[0].error
+        if self.recorder.enabled:
+            spec = dict(self._buckets.values())[bucket]
+            nbytes = 0 if payload is None else memoryview(payload).nbytes
+            self.spans.ready(begin, bucket, spec, step, nbytes)
+            self.spans.waited(begin, self.spans.now(), bucket, spec, step)
         return replies[0]
 
     def before_close(self, callback: Callable[[], None]) -> None:
@@ -207,35 +237,43 @@ class Runtime:
 
     def _drain(self) -> None:
         """Waits until everything that was sent has been applied, or nothing can be any more."""
+        if not self.settle(PATIENCE_S):
+            logger.warning("tfps: leaves when the other workers have finished their last step")
+            self.settle(self.wait_s)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until everything that has been sent so far has been applied, or nothing can be; whether it was in time.
+
+        Meanwhile nothing must be sent.
+        """
+        mark = next(self._marks)
         with tf.init_scope(), tf.device(HOST):
-            self._messages.enqueue([np.int64(_DRAINED), np.int64(0), _NO_BYTES, _NO_BYTES])
+            self._messages.enqueue([np.int64(_DRAINED), np.int64(mark), _NO_BYTES, _NO_BYTES, _NO_TIMES])
 
         def done() -> bool:
-            return self.exchange.failure is not None or (self._pumped_all and self._under_way == 0)
+            return self.exchange.failure is not None or (self._mark >= mark and self._under_way == 0)
 
         with self._has_ready:
-            if not self._has_ready.wait_for(done, PATIENCE_S):
-                logger.warning("tfps: leaves when the other workers have finished their last step")
-                self._has_ready.wait_for(done, self.wait_s)
+            return self._has_ready.wait_for(done, timeout_s)
 
     def _pump(self) -> None:
         dequeue = tf.raw_ops.QueueDequeueV2
         while True:
             try:
                 with tf.device(HOST):
-                    identity, ticket, data, indices = dequeue(handle=self.queue, component_types=MESSAGE)
+                    identity, ticket, data, indices, times = dequeue(handle=self.queue, component_types=MESSAGE)
             except (tf.errors.OutOfRangeError, tf.errors.CancelledError):  # closed
                 return
             if int(identity) == _DRAINED:
                 with self._has_ready:
-                    self._pumped_all = True
+                    self._mark = int(ticket)
                     self._has_ready.notify_all()
                 continue
             self._messages_seen += 1
             transfer = self._transfers[int(identity)]
             self._exchanged += transfer.exchanges
             try:
-                self._start(transfer, ticket, data, indices)
+                self._start(transfer, ticket, data, indices, times)
             except Exception as error:  # without this thread nothing would move any more
                 self._break(transfer, error)
             del transfer
@@ -252,40 +290,55 @@ class Runtime:
         self.exchange.fail(error)
         transfer.fail(error)
 
-    def _start(self, transfer: Transfer, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
-        collected = transfer.collect(ticket, data, indices)
+    def _start(
+        self, transfer: Transfer, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
+    ) -> None:
+        collected = transfer.collect(ticket, data, indices, times)
         if collected is None:
             return
         number, data, indices = collected
         payload: Any = memoryview(data)
         if transfer.spec.kind == "gather":
             payload = pack_sparse(memoryview(indices), payload)
-        if self.recorder.enabled:
+        if self.recorder.with_events:
             self.recorder.record("gradient", bucket=transfer.bucket, nbytes=len(payload))
 
         if isinstance(transfer, DeferredUpdate):
             transfer.ready_s = time.monotonic()
             if self._rounds.skipped(number, transfer):
                 raise TfpsError(_stopped(self.exchange.rank, transfer.spec.name))
-        self.push(transfer, payload, ticket, data)
+        done = self.spans.done.get(transfer.bucket)
+        step = self.push(transfer, payload, ticket, data)
+        if self.recorder.enabled:
+            self.spans.sent(transfer, step, number, len(payload), done)
+        if isinstance(transfer, DeferredUpdate) and transfer.whole:
+            self.steps += 1
+            if self.on_step is not None:
+                self.on_step(self.steps)
 
-    def push(self, transfer: Transfer, payload: Any, ticket: Any = 0, data: Any = None) -> None:
-        """Pushes `payload` (`data`, as a tensor); the apply thread will call `transfer.finish` or `fail`."""
+    def push(self, transfer: Transfer, payload: Any, ticket: Any = 0, data: Any = None) -> int:
+        """Pushes `payload` (`data`, as a tensor); the apply thread will call `transfer.finish` or `fail`.
+
+        Returns the round of the bucket.
+        """
 
         def on_reply(reply: Reply) -> None:
             with self._has_ready:
-                item = (transfer.spec.priority, next(self._arrivals), transfer, (payload, ticket, data), reply)
+                item = (transfer.spec.priority, next(self._arrivals), transfer, (payload, ticket, data, step), reply)
                 heapq.heappush(self._ready, item)
                 self._has_ready.notify_all()  # close may wait beside the apply thread
 
         with self._has_ready:
             self._under_way += 1
+            step = self._pushed[transfer.bucket]
+            self._pushed[transfer.bucket] += 1
         try:
             self.exchange.push(transfer.bucket, payload, on_reply)
         except TfpsError:
             with self._has_ready:
                 self._under_way -= 1
             raise
+        return step
 
     def _apply(self) -> None:
         while True:
@@ -304,6 +357,7 @@ class Runtime:
         if reply.error is not None:
             transfer.fail(reply.error)
             return
+        begin = self.spans.now()
         try:
             transfer.finish(*_tensors(transfer.spec, sent, reply))
         except Exception as error:  # its readers must not wait for ever, nor the other workers
@@ -311,8 +365,11 @@ class Runtime:
         if isinstance(transfer, DeferredUpdate):
             history = self._history.setdefault(transfer.bucket, deque(maxlen=_HISTORY_STEPS))
             history.append(Round(transfer.ready_s, time.monotonic()))
-        if self.recorder.enabled:
+        self.spans.done[transfer.bucket] = sent[-1], self.spans.now()
+        if self.recorder.with_events:
             self.recorder.record("applied", bucket=transfer.bucket)
+        if self.recorder.enabled:
+            self.spans.updated(begin, transfer, sent[-1])
 
     def _report(self, error: TfpsError) -> None:
         self._wake_watch.set()
@@ -350,7 +407,7 @@ class Runtime:
 
 def _tensors(spec: BucketSpec, sent: Any, reply: Reply) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Ticket, data and indices of `reply` as flat uint8 tensors, without a copy where possible."""
-    payload, ticket, data = sent
+    payload, ticket, data, _ = sent
     if spec.kind == "sum":
         # The embedded exchange hands back the very buffer that was pushed: then the tensor is already here.
         return ticket, (data if reply.sum is payload else tensor_of(reply.sum)), tf.constant(_NO_BYTES)

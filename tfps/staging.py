@@ -131,6 +131,7 @@ class Staging:
 
     def __init__(self, runtime: Runtime, devices: Sequence[str], depth: int) -> None:
         self.devices, self.depth = tuple(devices), depth
+        self.spans = runtime.spans
         self.closed = False
         self.lockstep = Lockstep.of(runtime) if runtime.exchange.workers > 1 else None
         self.keys = itertools.count()
@@ -292,7 +293,10 @@ class Feed:
                         self._line.exists(position)
                     self._wait_for_room()
                     staged = next(self._staging.keys)
+                    begin = self._staging.spans.now()
                     self._stage.put(staged, batches)
+                    if self._staging.spans.recorder.enabled:
+                        self._staging.spans.staged(begin, batches)
                     key = staged  # not before: what is only half there cannot be taken out
                     self._offer(position, key)
                     key = END

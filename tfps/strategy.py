@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import logging
@@ -9,13 +10,13 @@ import pathlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfps.cluster import Cluster, resolve
-from tfps.config import Config
+from tfps.config import Config, TraceRequest
 from tfps.embedded import EmbeddedExchange
 from tfps.errors import ConfigError
 from tfps.exchange import Exchange
@@ -27,6 +28,7 @@ from tfps.report import Report
 from tfps.runtime import Runtime
 from tfps.saving import share_files
 from tfps.trace import Recorder
+from tfps.trace_run import TraceRun, record_unattended
 from tfps.worker import Worker
 
 _collective_key_bases = itertools.count(1_000, 1_000)
@@ -64,6 +66,7 @@ class Strategy(tf.distribute.Strategy):
         if config is not None and not isinstance(config, Config):
             raise ConfigError(f"config must be a tfps.Config, got {config!r}")
         self.config = Config.from_environment() if config is None else config
+        request = TraceRequest.from_environment()
         cluster = resolve(pservers)
         self._collective_key_base = next(_collective_key_bases)  # two strategies' local reductions must not meet
         _show_messages()
@@ -72,6 +75,7 @@ class Strategy(tf.distribute.Strategy):
         self._pservers = cluster.pservers
         self._runtime = self._connection.runtime
         self._ends: list[Callable[[], None]] = []  # what this strategy has beside the connection, which others may use
+        record_unattended(self._runtime, request)
         self._at_end = weakref.finalize(self, _close_at_end, self._connection, self._ends)
         super().__init__(Extended(self, devices, self._runtime, self.config.bucket_bytes, self.config.staging_depth))
         if self.extended.staging is not None:
@@ -140,6 +144,33 @@ class Strategy(tf.distribute.Strategy):
             TfpsError: no training step has been traced yet.
         """
         pathlib.Path(path).write_text(self.extended.picture(function).dot(), encoding="utf-8")
+
+    @contextlib.contextmanager
+    def trace(self, log_dir: str | pathlib.Path, name: str | None = None) -> Iterator[None]:
+        """Records what happens in the block to every slice on all workers and pservers: `with strategy.trace("logs"):`.
+
+        Written at the end, for TensorBoard's tabs "Parameter servers" and Profile, `tfps_trace` and Perfetto
+        (docs/traceview.md). Rank 0 records, whatever the other ranks do; on them this does nothing. A profile of
+        TensorFlow's that was taken in the same directory within the block is joined in the Profile tab.
+
+        Args:
+            log_dir: the directory that `tensorboard --logdir` gets.
+            name: of the run; default: the time.
+
+        Raises:
+            ConfigError: `name` is no file name.
+            TfpsError: a capture is being recorded already, or nothing could be collected.
+            OSError: the files cannot be written.
+        """
+        if self.rank != 0:
+            yield
+            return
+        run = TraceRun(self._runtime, log_dir, name)
+        try:
+            yield
+        finally:
+            run.stop()
+            run.write_profile()
 
     @property
     def recorder(self) -> Recorder:

@@ -83,7 +83,10 @@ try:
     from tensorflow.python.framework import ops  # the graph under construction, init_scope that leaves it
     from tensorflow.python.framework.composite_tensor import CompositeTensor  # what an iterator as an argument must be
     from tensorflow.python.framework.func_graph import FuncGraph  # whose outer graphs can be followed
-    from tensorflow.python.ops import control_flow_util  # whether XLA compiles a graph: queues do not exist there
+    from tensorflow.python.ops import (
+        control_flow_util,  # whether XLA compiles a graph: queues do not exist there
+        control_flow_v2_func_graphs,  # which graphs are branches of a tf.cond
+    )
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # a variable outside of any strategy
 
     # Strategies without merge_call decide so by this method; all names below must exist for the overrides to take
@@ -108,6 +111,7 @@ try:
         values.MirroredVariable: ("_get_replica", "handle", "value", "read_value", "_dense_var_to_tensor", "values"),
         input_lib.DistributedDataset: ("__iter__", "element_spec"),
         input_lib.DistributedDatasetsFromFunction: ("__iter__", "element_spec"),
+        control_flow_v2_func_graphs: ("CondBranchFuncGraph",),
         distribute_utils: ("create_mirrored_variable", "VARIABLE_CLASS_MAPPING", "VARIABLE_POLICY_MAPPING", "regroup"),
     }.items():
         for _name in _names:
@@ -187,3 +191,10 @@ def outer_graphs(graph: tf.Graph) -> list[tf.Graph]:
         chain.append(graph)
         graph = graph.outer_graph
     return chain
+
+
+def branch_free(graph: tf.Graph) -> tf.Graph:
+    """`graph`, or the one around it of which it is a branch of a tf.cond."""
+    while isinstance(graph, control_flow_v2_func_graphs.CondBranchFuncGraph):
+        graph = graph.outer_graph
+    return graph

@@ -87,6 +87,7 @@ class Recorder:
     ) -> None:
         self.enabled = False
         self.with_events = False
+        self.started_ns = 0  # the last time
         self.clock = clock
         self._events: deque[Event] = deque(maxlen=capacity)
         # Bytes and not tuples: quickly made, nothing for the garbage collector, ready to be sent.
@@ -98,6 +99,7 @@ class Recorder:
         with self._lock:
             self._events.clear()
             self._spans.clear()
+            self.started_ns = self.clock()
             self.enabled, self.with_events = True, events
 
     def stop(self) -> list[Event]:

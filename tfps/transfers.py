@@ -35,16 +35,21 @@ class Transfer:
         self._arrived = 0  # this and the next two: pump thread only
         self._ticket = 0
         self._carried: tuple[tf.Tensor, tf.Tensor] | None = None
+        self.times: list[tf.Tensor] = []  # of the messages of the round, the first replica's in front
 
     def collect(
-        self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor
+        self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
     ) -> tuple[int, tf.Tensor, tf.Tensor] | None:
         """What to push once all messages of the round are here, else None. Called by the pump thread.
 
         With several local replicas one message carries the sum over them, the others only say that their replica has
         closed its gates: the update may not start before. The first replica's has the ticket, the others have 0.
         """
-        self._ticket = int(ticket) or self._ticket
+        first = int(ticket)
+        self._ticket = first or self._ticket
+        if not self._arrived:
+            self.times = []
+        self.times.insert(0 if first else len(self.times), times)
         if self._carried is None or data.shape[0] or indices.shape[0]:
             self._carried = data, indices
         self._arrived += 1
@@ -102,6 +107,8 @@ class DeferredUpdate(Transfer):
         group.transfers.add(self)
         self.ready_s = 0.0  # when the last gradient came
         self.kept: tuple[str, ...] = ()  # names of what the update reads as of the send
+        self.read = -1  # the variable whose read is noted (see moments.py)
+        self.whole = False  # whether its messages say when the forward pass was
         self.functions: list[Callable[[tf.Tensor, tf.Tensor], Any]] = []  # one per local replica
         self.gates: list[Gate] = []
 

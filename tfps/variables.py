@@ -152,7 +152,9 @@ class GatedVariable(values.MirroredVariable):
                 "wait for it; use jit_compile=False"
             )
         self._passed[replica].add(graph)
-        pass_gate(self.gates[replica], self._values[replica].handle, after)
+        passed = pass_gate(self.gates[replica], self._values[replica].handle, after)
+        if self.owner is None:
+            extended.note_passage(self, replica, graph, passed)
 
     @property
     def local(self) -> bool:

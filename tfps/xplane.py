@@ -6,7 +6,7 @@ devices are shown as timelines, hence `/device:CUSTOM:worker0`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +26,33 @@ def profile_path(log_dir: str | Path, run: str) -> Path:
     return Path(log_dir) / "plugins" / "profile" / run / FILE
 
 
-def write_xplane(capture: Capture, path: str | Path) -> None:
-    """Writes one file with a plane per process. TensorFlow's own files in that folder are taken in and removed.
+def overlapping_profiles(log_dir: str | Path, since_s: float) -> list[Path]:
+    """What TensorFlow's profiler has written in `log_dir` (or a folder of it) since `since_s`, of the wall clock."""
+    folder = Path(log_dir)
+    found = [*folder.glob("plugins/profile/*/*.xplane.pb"), *folder.glob("*/plugins/profile/*/*.xplane.pb")]
+    return sorted(file for file in found if file.name != FILE and file.stat().st_mtime >= since_s)
 
-    Lines are rows of lanes, since events of one line must not overlap. A line's events count from the earliest span:
-    for what TensorFlow recorded beside it the lines of both must count from the same moment, so its lines are moved to
-    the capture's clock if `capture.settings` has `profile_offset_ns` (rank 0's clock minus the profiler's).
+
+def write_xplane(
+    capture: Capture, path: str | Path, profiles: Sequence[Path] = (), wall_offset_ns: int | None = None
+) -> None:
+    """Writes one file with a plane per process, and all of `profiles`, files of TensorFlow's profiler, before them.
+
+    Lines are rows of lanes, since events of one line must not overlap. Lines of the profiler count from the begin of
+    its profile, which it says in the wall clock; they are moved to the capture's clock where the difference is known
+    (`wall_offset_ns`, the wall clock minus the capture's).
 
     Raises:
-        TfpsError: another file of the folder is no XSpace.
+        TfpsError: one of `profiles` is no XSpace.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    others = sorted(file for file in path.parent.glob("*.xplane.pb") if file != path)
     space = xplane_pb2.XSpace()
-    offset = capture.settings.get("profile_offset_ns", 0)
-    for file in others:
+    for file in profiles:
         part = _load(file)
-        _shift(part, int(offset or 0))
+        began_ns = _began_ns(part)
+        if wall_offset_ns is not None and began_ns:
+            _shift(part, began_ns - wall_offset_ns)
         space.MergeFrom(part)
     lanes = by_lane(capture.spans)
     for number, process in enumerate(capture.processes):
@@ -56,8 +65,6 @@ def write_xplane(capture: Capture, path: str | Path) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(space.SerializeToString())
     partial.replace(path)
-    for file in others:
-        file.unlink()
 
 
 def _load(file: Path) -> Any:
@@ -65,6 +72,15 @@ def _load(file: Path) -> Any:
         return xplane_pb2.XSpace.FromString(file.read_bytes())
     except DecodeError as error:
         raise TfpsError(f"'{file}' must be an XSpace of TensorFlow's profiler: {error}") from error
+
+
+def _began_ns(space: Any) -> int:
+    """When the profile began, by the wall clock; 0 where it does not say."""
+    for plane in space.planes:
+        for stat in plane.stats:
+            if plane.stat_metadata[stat.metadata_id].name == "profile_start_time":
+                return int(stat.uint64_value or stat.int64_value)
+    return 0
 
 
 def _shift(space: Any, offset_ns: int) -> None:

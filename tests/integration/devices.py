@@ -41,10 +41,12 @@ def watch_who_sends(strategy: tfps.Strategy) -> dict[str, set[int]]:
     send = emitter._send
     carriers: dict[str, set[int]] = {}
 
-    def watched(bucket: Any, trace: Any, transfer: Any, ticket: Any, graph: Any, replica: int, carries: bool) -> None:
+    def watched(
+        bucket: Any, trace: Any, transfer: Any, ticket: Any, graph: Any, replica: int, carries: bool, times: Any
+    ) -> None:
         if carries:
             carriers.setdefault(transfer.spec.name, set()).add(replica)
-        send(bucket, trace, transfer, ticket, graph, replica, carries)
+        send(bucket, trace, transfer, ticket, graph, replica, carries, times)
 
     emitter._send = watched
     return carriers

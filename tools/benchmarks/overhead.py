@@ -1,5 +1,7 @@
 """Step time under `tfps.Strategy()` (embedded, no wire) relative to plain Keras, in one process, interleaved.
 
+Also with a capture being recorded, relative to the same program without (`..._recording_ratio`).
+
 `small`: 160 small variables, where what each variable and bucket costs is all there is; `resnet50`: ResNet-50 on
     96x96 images, batch 8.
 """
@@ -53,16 +55,21 @@ class Subject:
         self.batch = len(x)
         self.run()
 
-    def run(self) -> dict[str, float]:
+    def run(self, recorded: bool = False) -> dict[str, float]:
         """Seconds and CPU seconds per step, updates included."""
+        if recorded and self.strategy:
+            self.strategy.recorder.start(events=False)
         before, cpu = time.perf_counter(), _cpu()
         self.model.fit(self.x, self.y, batch_size=self.batch, shuffle=False, verbose=0)
         for weight in self.model.trainable_weights[-1:] + self.model.trainable_weights[:1]:
             weight.numpy()  # the last updates may still be under way
-        return {
+        figures = {
             "step_s": (time.perf_counter() - before) / self.steps,
             "cpu_s": (_cpu() - cpu) / self.steps,
         }
+        if recorded and self.strategy:
+            self.strategy.recorder.stop()
+        return figures
 
 
 def _cpu() -> float:
@@ -78,13 +85,18 @@ def run(quick: bool) -> common.Outcome:
         strategy = tfps.Strategy()
         subjects = {"plain": Subject(build, None), "tfps": Subject(build, strategy)}
         of_model: list[dict[str, Any]] = []
-        for _ in range(pairs):
+        for number in range(pairs):
             pair = {name: subject.run() for name, subject in subjects.items()}
+            # In turns, and not right behind plain Keras, which has filled the caches with its own.
+            for recorded in (True, False) if number % 2 else (False, True):
+                pair["recorded" if recorded else "unrecorded"] = subjects["tfps"].run(recorded=recorded)
             of_model.append(
                 {
                     "model": build.__name__,
                     **{f"{name}_{key}": value for name, figures in pair.items() for key, value in figures.items()},
                     "ratio": pair["tfps"]["step_s"] / pair["plain"]["step_s"],
+                    "recording_ratio": pair["recorded"]["step_s"] / pair["unrecorded"]["step_s"],
+                    "recording_cpu_ratio": pair["recorded"]["cpu_s"] / pair["unrecorded"]["cpu_s"],
                     "extra_cpu_s": pair["tfps"]["cpu_s"] - pair["plain"]["cpu_s"],
                 }
             )
@@ -93,6 +105,8 @@ def run(quick: bool) -> common.Outcome:
         extra = common.median(of_model, "extra_cpu_s") * 1e3
         headline |= {
             f"{build.__name__}_ratio": common.median(of_model, "ratio"),
+            f"{build.__name__}_recording_ratio": common.median(of_model, "recording_ratio"),
+            f"{build.__name__}_recording_cpu_ratio": common.median(of_model, "recording_cpu_ratio"),
             f"{build.__name__}_plain_ms": common.median(of_model, "plain_step_s") * 1e3,
             f"{build.__name__}_tfps_ms": common.median(of_model, "tfps_step_s") * 1e3,
             f"{build.__name__}_variables": variables,
