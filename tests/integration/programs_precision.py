@@ -28,7 +28,7 @@ def loss_scaling(job: Job) -> dict[str, Any]:
         **weights(model),
         **history(fit),
         "scales": scales,
-        "iterations": int(model.optimizer.iterations.numpy()),
+        "iterations": int(model.optimizer.inner_optimizer.iterations.numpy()),
         "scaling": [int(model.optimizer.step_counter.numpy()), float(model.optimizer.dynamic_scale.numpy())],
     }
 

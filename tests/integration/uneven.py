@@ -20,8 +20,6 @@ import tfps
 
 BATCHES = {0: 5, 1: 3}  # by rank
 PARTIAL = {0: 2, 1: 0}
-# Keras 3.8 does not know `distribute_datasets_from_function` as data of `fit`.
-FITS_FUNCTIONS = not keras.__version__.startswith("3.8.")
 FITTED = ("fit", "not counted", "accumulation", "several steps", "eager", "unstaged", "failing")
 
 
@@ -227,7 +225,7 @@ def main(out: str, *names: str) -> None:
     warnings = Warnings()
     results: dict[str, Any] = {}
     for name in names or PROGRAMS:
-        if name in FITTED and not FITS_FUNCTIONS:
+        if name in FITTED and training.KERAS_3_8:
             continue
         program = PROGRAMS[name]
         strategy = tfps.Strategy(config=tfps.Config(staging_depth=0) if name.startswith("unstaged") else None)
