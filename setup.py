@@ -32,6 +32,7 @@ TEST = [
     "psutil>=5.9",
     "pytest>=8.2",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.5",
     "selenium>=4.15",
 ]
 

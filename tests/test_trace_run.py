@@ -157,9 +157,9 @@ def test_a_custom_loop_is_recorded_with_the_wait_for_its_batches(tmp_path: Path)
     kinds = by_kind(capture)
     for step in capture.steps:
         check_step(capture, step)
-    first, taken = by_kind(capture, 5)["step"][0], kinds["input"][0]
-    assert first.begin_ns == taken.begin_ns, "the step begins when the program asks for its batch"
-    assert len([one for one in kinds["input"] if one.step == -1]) == 6  # and of the one that does not exist
+    asked = [one for one in kinds["input"] if one.step == -1]
+    assert len(asked) == 6, "one for each step and one for the batch that does not exist"
+    assert by_kind(capture, 5)["step"][0].begin_ns == asked[0].begin_ns, "the step begins when its batch is asked for"
     with strategy.trace(tmp_path, name="loop"):
         train(batch)
     assert (tmp_path / "plugins" / "tfps" / "loop-2.trace.json.gz").exists(), "no capture is written over"

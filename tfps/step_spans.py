@@ -163,9 +163,12 @@ class StepSpans:
 
     def _asked(self, begin_ns: int) -> int:
         """When the program asked for the batch of the step that begins, where that was outside of a graph."""
-        asked, self._asked_ns = self._asked_ns, 0
+        asked = self._asked_ns
+        if asked > begin_ns:
+            return begin_ns  # it asked for a later one: messages of this one were taken late
+        self._asked_ns = 0
         known = asked > max(self._until_ns, self.recorder.started_ns)
-        return min(asked, begin_ns) if known else begin_ns
+        return asked if known else begin_ns
 
     def _step(self, number: int, begin_ns: int, end_ns: int) -> None:
         self.recorder.span("step", begin_ns, end_ns, step=number, rank=self.rank)

@@ -146,7 +146,8 @@ def run(pair: Pair, options: Sequence[str]) -> str:
     ignored = [f"--ignore=tests/test_{name}.py" for name in NOT_CORE]
     began_s = time.monotonic()
     patient = ["-o", f"timeout={TEST_S}"]  # this may take long, and others may work on the machine meanwhile
-    command = [str(pair.interpreter), "-m", "pytest", "-p", "no:cacheprovider", *patient, *ignored, *options]
+    two = ["-n", "2", "--dist", "loadfile"]  # as tools/test.sh
+    command = [str(pair.interpreter), "-m", "pytest", "-p", "no:cacheprovider", *two, *patient, *ignored, *options]
     code = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL).returncode
     return f"{'passed' if code == 0 else f'failed ({code})'} in {time.monotonic() - began_s:.0f} s: {described}"
 

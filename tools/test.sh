@@ -26,4 +26,5 @@ done
 echo "ruff check";  .venv/bin/python -m ruff check .
 echo "ruff format"; .venv/bin/python -m ruff format --check .
 echo "mypy";        .venv/bin/python -m mypy
-echo "pytest";      .venv/bin/python -m pytest ${arguments[@]+"${arguments[@]}"} </dev/null
+# Two at a time: most tests wait for something for a while. All of a file on one of them, as many share what is slow to make.
+echo "pytest";      .venv/bin/python -m pytest -n 2 --dist loadfile ${arguments[@]+"${arguments[@]}"} </dev/null
