@@ -20,7 +20,7 @@ import tfps
 
 BATCHES = {0: 5, 1: 3}  # by rank
 PARTIAL = {0: 2, 1: 0}
-FITTED = ("fit", "not counted", "accumulation", "several steps", "eager", "unstaged", "failing")
+FITTED = ("fit", "without any", "not counted", "accumulation", "several steps", "eager", "unstaged", "failing")
 
 
 class Steps(keras.callbacks.Callback):  # type: ignore[misc]
