@@ -28,8 +28,6 @@ def main(log_dir: str) -> None:
         model.fit(x, y, batch_size=32, epochs=1, verbose=0, callbacks=[trace])
     with strategy.trace(f"{log_dir}/block"):
         model.fit(x, y, batch_size=32, epochs=1, verbose=0)
-    report = strategy.report()
-    print(f"rank {strategy.rank} exposed {report.exposed_wait_s:.6f}")
     strategy.close()
 
 
