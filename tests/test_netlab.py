@@ -80,6 +80,12 @@ def traces(namespace: str) -> list[Path]:
     ]
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine may be busy with other tests: rates measured here are low, and it has many attempts."""
+    monkeypatch.setattr(netlab, "ATTEMPTS", 20)
+
+
 @contextlib.contextmanager
 def watched(pid: int) -> Iterator[select.poll]:
     """A poll that has an event when the process has ended."""
@@ -131,32 +137,32 @@ def test_traffic_within_a_host_is_not_shaped() -> None:
 
 @needs_labs
 def test_the_probe_finds_the_rates_also_after_a_change() -> None:
-    with Netlab(hosts=2, rate_mbit=1000) as lab:
+    with Netlab(hosts=2, rate_mbit=50) as lab:
         found = lab.probe()
         assert [(one.host, one.direction, one.wanted_mbit) for one in found] == [
-            ("host0", "tx", 1000),
-            ("host1", "tx", 1000),
-            ("host0", "rx", 1000),
-            ("host1", "rx", 1000),
+            ("host0", "tx", 50),
+            ("host1", "tx", 50),
+            ("host0", "rx", 50),
+            ("host1", "rx", 50),
         ]
-        assert all(abs(one.payload_mbit / 956.4 - 1) <= netlab.TOLERANCE for one in found)
-        lab.set_rate(100)
-        assert all(abs(one.payload_mbit / 95.64 - 1) <= netlab.TOLERANCE for one in lab.probe())
+        assert all(abs(one.payload_mbit / 47.82 - 1) <= netlab.TOLERANCE for one in found)
+        lab.set_rate(20)
+        assert all(abs(one.payload_mbit / 19.128 - 1) <= netlab.TOLERANCE for one in lab.probe())
 
 
 @needs_labs
 def test_each_host_and_direction_has_its_rate() -> None:
-    with Netlab(hosts=2, rate_mbit=[50, Rate(tx_mbit=100, rx_mbit=20)]) as lab:
+    with Netlab(hosts=2, rate_mbit=[30, Rate(tx_mbit=60, rx_mbit=20)]) as lab:
         found = {(one.host, one.direction): one.measured_mbit for one in lab.probe(together=False)}
-        wanted = {("host0", "tx"): 50, ("host0", "rx"): 50, ("host1", "tx"): 100, ("host1", "rx"): 20}
+        wanted = {("host0", "tx"): 30, ("host0", "rx"): 30, ("host1", "tx"): 60, ("host1", "rx"): 20}
         assert found == pytest.approx(wanted, rel=netlab.TOLERANCE)
 
 
 @needs_labs
 def test_between_two_hosts_the_slower_direction_counts() -> None:
-    with Netlab(hosts=2, rate_mbit=[Rate(tx_mbit=200, rx_mbit=40), Rate(tx_mbit=200, rx_mbit=80)]) as lab:
+    with Netlab(hosts=2, rate_mbit=[Rate(tx_mbit=100, rx_mbit=20), Rate(tx_mbit=100, rx_mbit=40)]) as lab:
         first, second = lab.hosts
-        for sender, receiver, rate_mbit in ((first, second, 80), (second, first, 40)):
+        for sender, receiver, rate_mbit in ((first, second, 40), (second, first, 20)):
             queue_bytes = rate_mbit * 1e6 / 8 * netlab.QUEUE_S
             flow = netlab_probe.Flow("", sender.popen, receiver.popen, receiver.address, rate_mbit, queue_bytes)
             for _ in range(netlab.ATTEMPTS):
@@ -202,8 +208,8 @@ def test_the_probe_refuses_a_host_that_gets_no_connection() -> None:
 
 @needs_labs
 def test_two_labs_do_not_disturb_each_other() -> None:
-    with Netlab(hosts=1, rate_mbit=100) as second:
-        with Netlab(hosts=1, rate_mbit=300) as first:
+    with Netlab(hosts=1, rate_mbit=20) as second:
+        with Netlab(hosts=1, rate_mbit=50) as first:
             assert first.hosts[0].address != second.hosts[0].address
             jobs.together(first.probe, second.probe)
         assert not traces(first.hosts[0].namespace)
@@ -303,12 +309,12 @@ def test_the_program_ends_with_the_exit_code_of_the_first_failure() -> None:
 
 @needs_labs
 def test_the_program_probes() -> None:
-    with jobs.python(str(TOOLS / "netlab.py"), "probe", "--hosts=1", "--rate-mbit=20:80") as program:
+    with jobs.python(str(TOOLS / "netlab.py"), "probe", "--hosts=1", "--rate-mbit=10:20") as program:
         said, errors = program.communicate(timeout=jobs.DEADLINE_S)
     assert (program.returncode, errors) == (0, "")
     assert [line.partition(", measured")[0] for line in said.splitlines()] == [
-        "host0 tx: wanted 20 Mbit/s",
-        "host0 rx: wanted 80 Mbit/s",
+        "host0 tx: wanted 10 Mbit/s",
+        "host0 rx: wanted 20 Mbit/s",
     ]
 
 
