@@ -71,7 +71,7 @@ def chain(step: int = 3, begin_ns: int = 1000) -> list[Span]:
     return [*found, Span("aggregate", 2, "aggregate", begin_ns + 1001, begin_ns + 6001, **{**sliced, "rank": 1})]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(capture=captures)
 def test_a_file_keeps_everything(capture: Capture, tmp_path: Path) -> None:
     path = chrome_path(tmp_path, "some run")
@@ -81,14 +81,22 @@ def test_a_file_keeps_everything(capture: Capture, tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(capture=captures)
 def test_events_are_what_chrome_and_perfetto_read(capture: Capture, tmp_path: Path) -> None:
     write_chrome(capture, tmp_path / "t.gz")
     events = events_of(tmp_path / "t.gz")
     named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
-    assert {(event["pid"], event["tid"]) for event in events if event["ph"] in "Xib"} <= named
-    assert sum(event["ph"] in "Xib" for event in events) == len(capture.spans)
+    assert {(event["pid"], event["tid"]) for event in events if event["ph"] in "Xi"} <= named
+    queued = [span for span in capture.spans if span.kind in ("queued", "reply_queued")]
+    assert sum(event["ph"] in "Xi" for event in events) == len(capture.spans) - len(queued)
+    waiting: dict[tuple[int, str], list[int]] = {}
+    for event in events:
+        if event["ph"] == "C":
+            waiting.setdefault((event["pid"], event["name"]), []).append(event["args"]["slices"])
+    assert sum(map(len, waiting.values())) == 2 * len(queued)
+    for counts in waiting.values():
+        assert min(counts) == counts[-1] == 0 < counts[0]
     until: dict[tuple[int, int], float] = {}
     for event in events:  # complete events of one thread do not overlap
         if event["ph"] == "X" and event["dur"] > 0:
@@ -131,6 +139,8 @@ def test_flows_lead_from_each_push_to_its_update(tmp_path: Path, index: int) -> 
         "step": 3, "bucket": 1, "slice": 0, "priority": 1, "nbytes": 400, "rank": 1, "pserver": 0, "key": "1/0",
     }  # fmt: skip
     assert (late["ts"], late["dur"]) == (1.001, 5.0)
+    waits = {e["cat"]: e["args"].get("queued_us") for e in events if e["ph"] == "X"}
+    assert (waits["wire"], waits["reply_wire"], waits["update"]) == (0.1, 0.1, None)
 
 
 def test_a_file_that_is_no_capture_is_named_with_the_reason(tmp_path: Path) -> None:

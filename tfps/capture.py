@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from tfps.errors import TfpsError
 
@@ -238,8 +238,14 @@ def rows(spans: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def by_lane(spans: Sequence[Span]) -> dict[tuple[int, str], list[int]]:
-    """(process, lane) -> positions of its spans, in the order of first appearance."""
+    """(process, lane) -> positions of its spans; lanes in the order of their first kind, and of the other end."""
     found: dict[tuple[int, str], list[int]] = {}
     for position, span in enumerate(spans):
         found.setdefault((span.process, span.lane), []).append(position)
-    return found
+
+    def place(key: tuple[int, str]) -> tuple[Any, ...]:
+        process, lane = key
+        of = {(spans[member].kind, spans[member].pserver, spans[member].rank) for member in found[key]}
+        return process, min((KINDS.index(kind), *other_end) for kind, *other_end in of), lane
+
+    return {key: found[key] for key in sorted(found, key=place)}

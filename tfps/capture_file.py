@@ -6,14 +6,15 @@ Reading needs only that line: columns of numbers, exact to the nanosecond. See d
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
-from tfps.capture import KINDS, NONE, Bucket, Capture, Process, Span, by_lane, rows
+from tfps.capture import KINDS, NONE, Bucket, Capture, Kind, Process, Span, by_lane, rows
 from tfps.errors import TfpsError
 
 FORMAT = 1
@@ -23,7 +24,7 @@ _START = b'[{"name":"tfps","ph":"M","pid":0,"tid":0,"args":'
 _END = b"},\n"
 # Written as they are; the others are coded: begin as differences, kind and (process, lane) as positions in lists.
 _PLAIN = ("step", "bucket", "slice", "variable", "priority", "nbytes", "rank", "pserver")
-_QUEUES = ("queued", "reply_queued")
+_QUEUES: Mapping[Kind, Kind] = {"queued": "wire", "reply_queued": "reply_wire"}  # and what follows
 _FLOW = ("wire", "aggregate", "reply_wire", "update")
 _dump = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -144,31 +145,35 @@ def from_columns(content: dict[str, Any]) -> Capture:
 
 
 def _events(capture: Capture) -> Iterator[str]:
-    """Chrome's events as JSON: names, complete events (queues: asynchronous ones, which overlap by nature), flows."""
+    """Chrome's events as JSON: names, complete events, flows, and how many wait in queues: too many to show each."""
     spans = capture.spans
     origin = spans[0].begin_ns if spans else 0
     threads: dict[int, int] = {}
+    waited: dict[Any, int] = {}
     flows: dict[tuple[int, int, int], list[int]] = {}
     for position, process in enumerate(capture.processes):
         yield _named("process_name", position, 0, {"name": f"{process.name} {process.host}".rstrip()})
         yield _named("process_sort_index", position, 0, {"sort_index": position})
     first = 1
     for (process_number, lane), members in by_lane(spans).items():
+        queued = [spans[member] for member in members if spans[member].kind in _QUEUES]
+        waited |= {_message(span, _QUEUES[span.kind]): span.duration_ns for span in queued}
+        yield from _counter(process_number, lane, queued, origin)
         # One thread per row: complete events of one thread may nest but not overlap.
-        placed = rows(
-            (spans[member].begin_ns, max(spans[member].end_ns, spans[member].begin_ns + 1)) for member in members
-        )
-        queued = spans[members[0]].kind in _QUEUES
-        count = 1 if queued else max(placed) + 1
+        shown = [member for member in members if spans[member].kind not in _QUEUES]
+        placed = rows((spans[each].begin_ns, max(spans[each].end_ns, spans[each].begin_ns + 1)) for each in shown)
+        count = max(placed, default=-1) + 1
         for row in range(count):
             name = lane if row == 0 else f"{lane} ({row + 1})"
             yield _named("thread_name", process_number, first + row, {"name": name})
             yield _named("thread_sort_index", process_number, first + row, {"sort_index": first + row})
-        for member, row in zip(members, placed, strict=True):
-            threads[member] = first if queued else first + row
+        for member, row in zip(shown, placed, strict=True):
+            threads[member] = first + row
         first += count
     for position, span in enumerate(spans):
-        yield from _span_events(capture, span, position, threads[position], origin)
+        if span.kind in _QUEUES:
+            continue
+        yield _span_event(capture, span, threads[position], origin, waited.get(_message(span, span.kind)))
         if span.kind in _FLOW and span.bucket >= 0:
             flows.setdefault((span.step, span.bucket, span.slice), []).append(position)
     number = 0
@@ -208,25 +213,34 @@ def _chains(
             yield sorted(whole, key=lambda position: _FLOW.index(spans[position].kind))
 
 
-def _span_events(capture: Capture, span: Span, position: int, thread: int, origin: int) -> Iterator[str]:
+def _span_event(capture: Capture, span: Span, thread: int, origin: int, queued_ns: int | None) -> str:
     title = f"{span.kind} {capture.variable_name(span)}".rstrip() + (f" [{span.slice}]" if span.slice >= 0 else "")
     known = dict(zip(Span._fields[5:], span[5:], strict=True))
     arguments: dict[str, Any] = {name: value for name, value in known.items() if value != NONE}
     if span.bucket >= 0:
         arguments["key"] = span.key
-    common = (
-        f'"name":{_dump(title)},"cat":"{span.kind}","pid":{span.process},"tid":{thread},'
-        f'"ts":{_us(span.begin_ns - origin)}'
+    if queued_ns is not None:
+        arguments["queued_us"] = queued_ns / 1e3
+    phase = '"ph":"i","s":"t"' if span.kind == "ready" else f'"ph":"X","dur":{_us(span.duration_ns)}'
+    return (
+        f'{{{phase},"name":{_dump(title)},"cat":"{span.kind}","pid":{span.process},"tid":{thread},'
+        f'"ts":{_us(span.begin_ns - origin)},"args":{_dump(arguments)}}}'
     )
-    described = f'"args":{_dump(arguments)}'
-    if span.kind in _QUEUES:
-        yield f'{{"ph":"b","id":{position},{common},{described}}}'
-        end = common[: common.rindex(":") + 1] + _us(span.end_ns - origin)
-        yield f'{{"ph":"e","id":{position},{end}}}'
-    elif span.kind == "ready":
-        yield f'{{"ph":"i","s":"t",{common},{described}}}'
-    else:
-        yield f'{{"ph":"X",{common},"dur":{_us(span.duration_ns)},{described}}}'
+
+
+def _message(span: Span, kind: Kind) -> tuple[Any, ...]:
+    """What a span on the wire and the one in the queue before it have in common."""
+    return kind, span.process, span.step, span.bucket, span.slice, span.rank, span.pserver
+
+
+def _counter(process: int, lane: str, queued: Sequence[Span], origin: int) -> Iterator[str]:
+    """How many wait, at each change."""
+    changes = [(span.begin_ns, 1) for span in queued] + [(span.end_ns, -1) for span in queued]
+    changes.sort(key=lambda change: (change[0], -change[1]))
+    waiting = itertools.accumulate(change for _, change in changes)
+    for (at_ns, _), count in zip(changes, waiting, strict=True):
+        time = _us(at_ns - origin)
+        yield f'{{"ph":"C","name":{_dump(lane)},"pid":{process},"ts":{time},"args":{{"slices":{count}}}}}'
 
 
 def _named(what: str, process: int, thread: int, arguments: dict[str, Any]) -> str:
