@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
@@ -13,6 +14,16 @@ if TYPE_CHECKING:
 
 # TensorFlow reads this when it is imported, here and in the processes that tests start: only warnings and errors.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+
+# The same examples each time, so that a failure is due to a change; new ones with `tools/test.sh --long`. No limits of
+# time: machines are busy.
+_COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("same", derandomize=True, **_COMMON)
+hypothesis.settings.register_profile("new", **_COMMON)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("same" if config.getoption("markexpr") == "not long" else "new")
 
 
 @pytest.fixture

@@ -171,7 +171,7 @@ def test_several_declarations_add_up(ranks: list[Exchange]) -> None:
         assert set(summed(pending.wait()).tolist()) == {len(ranks)}
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_mix_of_buckets_and_orders_is_right(ranks: list[Exchange], data: Any) -> None:
     sizes = data.draw(st.lists(st.integers(0, 1500).map(lambda items: items * 4), min_size=1, max_size=5))

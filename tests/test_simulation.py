@@ -167,7 +167,7 @@ slices = st.sampled_from([128 * 1024, 1024 * 1024])
     slices_in_window=st.sampled_from([1, 4, 100]),
     fuse=st.booleans(),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_no_policy_beats_the_lower_bound(
     found: list[tuple[float, float, int]],
     hosts: Cluster,
@@ -185,7 +185,7 @@ def test_no_policy_beats_the_lower_bound(
 
 @modes
 @given(found=profiles, hosts=clusters, slice_bytes=slices)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_priority_is_no_worse_than_overlap_but_for_a_slice(
     found: list[tuple[float, float, int]], hosts: Cluster, slice_bytes: int, mode: str
 ) -> None:

@@ -134,7 +134,8 @@ def _aligned(processes: Sequence[Process], pushes: _Messages, replies: _Messages
         for pserver in found:
             low, high = _bounds(pushes, replies, worker.number, pserver.number)
             bounds.append((low + pserver.clock_offset_ns, high + pserver.clock_offset_ns))
-        one = _within(worker, worker.clock_offset_ns + found[0].clock_offset_ns, bounds)
+        # Each of these is relative to a pserver, whose own offset may be wrong by `most`, in either direction.
+        one = _within(worker, worker.clock_offset_ns + found[0].clock_offset_ns, bounds, slack_ns=2 * most)
         moved.append(replace(one, clock_error_ns=one.clock_error_ns + most))
     return [*moved, *found]
 
@@ -148,8 +149,8 @@ def _bounds(pushes: _Messages, replies: _Messages, rank: int, pserver: int) -> t
     return low, high
 
 
-def _within(process: Process, measured_ns: int, bounds: Sequence[tuple[int, int]]) -> Process:
-    """With the middle of what its measured offset and the bounds leave.
+def _within(process: Process, measured_ns: int, bounds: Sequence[tuple[int, int]], slack_ns: int = 0) -> Process:
+    """With the middle of what its measured offset and the bounds leave; they may miss each other by `slack_ns`.
 
     If they leave nothing, a clock has drifted since: then what is left by the bounds counts, which are from the time
     of the capture itself, and if that is nothing, too, what was measured.
@@ -158,8 +159,9 @@ def _within(process: Process, measured_ns: int, bounds: Sequence[tuple[int, int]
     low, high = max(low for low, _ in bounds), min(high for _, high in bounds)
     around = max(low, measured_ns - error_ns), min(high, measured_ns + error_ns)
     for least, most in (around, (low, high), (measured_ns - error_ns, measured_ns + error_ns)):
-        if least <= most:
-            return replace(process, clock_offset_ns=(least + most) // 2, clock_error_ns=(most - least + 1) // 2)
+        if least <= most + slack_ns:
+            left_ns = max(most - least, 0)
+            return replace(process, clock_offset_ns=(least + most) // 2, clock_error_ns=(left_ns + 1) // 2)
     return process  # never: an error is not negative
 
 
