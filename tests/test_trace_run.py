@@ -29,6 +29,7 @@ from tfps import trace_run
 from tfps.capture import Capture, Span
 from tfps.capture_file import read
 from tfps.intervals import clip, total, union
+from tfps.step_spans import StepSpans
 from tfps.summary import summarize
 
 
@@ -240,6 +241,26 @@ def test_an_unchanged_program_is_recorded_by_the_environment(monkeypatch: pytest
     for step in capture.steps:
         check_step(capture, step)
     assert list(tmp_path.glob("plugins/profile/*/tfps.xplane.pb"))
+
+
+def test_a_capture_asked_for_by_the_environment_has_updates_that_are_noted_late(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TFPS_TRACE", f"{tmp_path}:3-5")
+    strategy = tfps.Strategy()
+    runtime, noted = strategy._runtime, StepSpans.updated
+
+    def late(spans: StepSpans, begin_ns: int, transfer: Any, step: int) -> None:
+        if step == 5:  # its gates are open, so that step 6 can be sent
+            jobs.poll(lambda: runtime.steps == 7)
+            threading.Event().wait(0.2)  # nothing should happen
+        noted(spans, begin_ns, transfer, step)
+
+    monkeypatch.setattr(StepSpans, "updated", late)
+    model, x, y = compiled(strategy)
+    model.fit(x, y, batch_size=32, epochs=1, verbose=0)
+    strategy.close()
+    check_step(captured(tmp_path), 5)
 
 
 def test_an_environment_that_asks_for_more_than_there_is_gets_what_there_is(

@@ -166,7 +166,9 @@ class _Unattended:
             except TfpsError as error:
                 self._runtime.on_step = None
                 self._warn(error)
-        if sent >= self._request.last + 2:  # whose reads have waited for the updates of the last one
+        # Updates are done one after the other: those of the last step wanted have been noted when one of the next step
+        # begins, and for that one the step that has now been sent has waited.
+        if sent >= self._request.last + 3:
             self._runtime.on_step = None
             self._end.set()
 
