@@ -11,7 +11,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
 import model_profiles
-import recorded_profiles
 import simulation
 from simulate import main
 from synthetic_captures import synthetic_capture
@@ -35,7 +34,7 @@ def capture(model: model_profiles.Profile) -> Capture:
 
 
 def test_what_was_captured_is_found_again(model: model_profiles.Profile, capture: Capture) -> None:
-    found = recorded_profiles.from_capture(capture)
+    found = model_profiles.from_capture(capture)
     assert found.nbytes == model.nbytes
     assert found.compute_s == pytest.approx(model.compute_s, rel=0.05)
     assert sum(layer.backward_s for layer in found.layers) == pytest.approx(
@@ -45,13 +44,13 @@ def test_what_was_captured_is_found_again(model: model_profiles.Profile, capture
 
 
 def test_a_simulation_of_it_takes_as_long_as_that_of_the_model(model: model_profiles.Profile, capture: Capture) -> None:
-    again = simulation.simulate(recorded_profiles.from_capture(capture), CLUSTER, replace(SETTINGS, fuse=False))
+    again = simulation.simulate(model_profiles.from_capture(capture), CLUSTER, replace(SETTINGS, fuse=False))
     assert again.step_s == pytest.approx(simulation.simulate(model, CLUSTER, SETTINGS).step_s, rel=0.05)
 
 
 def test_waiting_for_parameters_is_no_computing(model: model_profiles.Profile) -> None:
     slow = synthetic_capture(model, replace(CLUSTER, rate_gbit=0.5), SETTINGS)
-    assert recorded_profiles.from_capture(slow).compute_s == pytest.approx(model.compute_s, rel=0.05)
+    assert model_profiles.from_capture(slow).compute_s == pytest.approx(model.compute_s, rel=0.05)
 
 
 def test_the_simulator_reads_the_file_of_a_trace(
@@ -68,10 +67,10 @@ def test_what_is_no_trace_is_refused_by_name(content: bytes, tmp_path: Path) -> 
     path = tmp_path / "damaged.trace.json.gz"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"damaged\.trace\.json\.gz"):
-        recorded_profiles.load(path)
+        model_profiles.load(path)
 
 
 def test_a_capture_without_a_whole_step_is_refused(capture: Capture) -> None:
     empty = replace(capture, spans=tuple(span for span in capture.spans if span.kind != "backward"))
     with pytest.raises(ConfigError, match="forward and a backward pass"):
-        recorded_profiles.from_capture(empty)
+        model_profiles.from_capture(empty)

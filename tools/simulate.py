@@ -19,10 +19,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import model_profiles
-import recorded_profiles
 from simulation import POLICIES, Cluster, Policy, Result, Settings, chrome_trace, lower_bound, simulate, to_json
 
-from tfps import capture_file
 from tfps.errors import ConfigError
 
 
@@ -47,8 +45,7 @@ def run(options: argparse.Namespace) -> list[tuple[model_profiles.Profile, Clust
     Raises:
         ConfigError: a value is out of range, or a trace of several runs was asked for.
     """
-    recorded = options.profile.endswith(capture_file.SUFFIX)
-    profile = (recorded_profiles if recorded else model_profiles).load(options.profile).scaled(options.scale)
+    profile = model_profiles.load(options.profile).scaled(options.scale)
     base = Cluster(**{field.name: getattr(options, field.name) for field in fields(Cluster)})
     rates = [base.rate_gbit] if options.sweep_rate is None else options.sweep_rate
     policies: list[Policy] = options.policy or list(POLICIES)
