@@ -168,7 +168,7 @@ class RawWorker:
             "pservers": 1,
             "settings": settings_of(config),
         }
-        self.joined = self.pserver.join(pb.JoinRequest(**{**fields, **join}), DEADLINE_S)
+        self.joined = self.pserver.join(pb.JoinRequest(**{**fields, **join}), DEADLINE_S, DEADLINE_S)
         self.rank: int = self.joined.rank
         self.token: str = self.joined.token
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()

@@ -10,10 +10,12 @@ from typing import Any
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import companion
+import jobs
 import keras
 import pytest
 import tensorflow as tf
 import training
+from keras_versions import NOT_IN_KERAS_3_8
 
 import tfps
 from tfps.errors import ClosedError
@@ -21,9 +23,6 @@ from tfps.exchange import BucketSpec
 
 CONFIG = tfps.Config(slice_bytes=4096, window_bytes=16384, step_timeout_s=companion.DEADLINE_S)
 Pair = tuple[tfps.Strategy, companion.Companion]
-
-
-NOT_IN_KERAS_3_8 = pytest.mark.skipif(training.KERAS_3_8, reason="fit takes no distribute_datasets_from_function yet")
 
 
 @pytest.fixture
@@ -56,16 +55,6 @@ class Training:
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         return thread
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Polls, with a deadline."""
-    tick = threading.Event()
-    for _ in range(int(companion.DEADLINE_S * 100)):
-        if condition():
-            return
-        tick.wait(0.01)
-    raise TimeoutError("it did not happen")
 
 
 def batches_only(spec: BucketSpec) -> bool:
@@ -109,7 +98,7 @@ def test_the_next_batch_is_agreed_on_while_the_step_before_waits_for_its_gradien
     assert other.wait_held()
     # Step 2 cannot finish, as rank 1 holds its gradients back; the batch of step 3 is granted all the same.
     line = next(iter(strategy.extended.staging.lockstep._lines.values()))
-    wait_until(lambda: line.agreed == 3)
+    jobs.poll(lambda: line.agreed == 3)
     assert other.release() > 0
 
 
@@ -119,7 +108,7 @@ def test_evaluation_and_prediction_in_graphs_ask_nobody(pair: Pair) -> None:
     train = Training(strategy, batches=5)
     train.model.fit(train.distributed, verbose=0)
     # Keras' look at the first batch, five batches, and that there is no sixth one.
-    wait_until(lambda: other.announced == 7)
+    jobs.poll(lambda: other.announced == 7)
     other.batches = 0
     assert len(train.model.predict(train.distributed, verbose=0)) == 80
     count = tf.function(lambda iterator: strategy.run(lambda batch: tf.shape(batch[0])[0], args=(iterator.get_next(),)))

@@ -7,11 +7,12 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import jobs
 import keras
 import numpy as np
 import pytest
@@ -22,24 +23,12 @@ import tfps
 from tfps.datasets import StagedDataset, StagedDatasetFromFunction
 from tfps.server import ParameterServer
 
-DEADLINE_S = 30.0
-
 
 @pytest.fixture
 def strategy() -> Iterator[tfps.Strategy]:
     strategy = tfps.Strategy()
     yield strategy
     strategy.close()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Polls, with a deadline."""
-    tick = threading.Event()
-    for _ in range(int(DEADLINE_S * 100)):
-        if condition():
-            return
-        tick.wait(0.01)
-    raise TimeoutError("it did not happen")
 
 
 def fillers() -> list[str]:
@@ -155,7 +144,7 @@ def test_batches_are_made_while_a_step_computes_and_no_further_ahead_than_the_de
         assert int(batch) == taken - 1
         # "Computing": it does not go on before the next two batches lie ready.
         ahead = min(2, 9 - taken)
-        wait_until(functools.partial(lambda ahead: strategy.extended.staging.staged() == ahead, ahead))
+        jobs.poll(functools.partial(lambda ahead: strategy.extended.staging.staged() == ahead, ahead))
         lead.append(source.made - taken)
     assert lead == [2, 2, 2, 2, 2, 2, 2, 1, 0]
 
@@ -177,7 +166,7 @@ def test_an_error_of_the_pipeline_is_raised_at_its_step_after_the_batches_before
         with pytest.raises((tf.errors.OutOfRangeError, StopIteration)):
             get(iterator)
     del iterator
-    wait_until(lambda: nothing_left(strategy))
+    jobs.poll(lambda: nothing_left(strategy))
 
 
 def test_an_iterator_that_is_dropped_leaves_nothing_behind(strategy: tfps.Strategy) -> None:
@@ -185,11 +174,11 @@ def test_an_iterator_that_is_dropped_leaves_nothing_behind(strategy: tfps.Strate
     for number in distributed:
         if int(number) == 3:
             break
-    wait_until(lambda: nothing_left(strategy))
+    jobs.poll(lambda: nothing_left(strategy))
     iterator = iter(distributed)
     next(iterator)
     gone = weakref.ref(iterator)
-    wait_until(lambda: strategy.extended.staging.staged() == 2)
+    jobs.poll(lambda: strategy.extended.staging.staged() == 2)
     assert len(fillers()) == 1
     gc.disable()
     try:
@@ -197,16 +186,16 @@ def test_an_iterator_that_is_dropped_leaves_nothing_behind(strategy: tfps.Strate
         assert gone() is None  # without the garbage collector: there is no cycle
     finally:
         gc.enable()
-    wait_until(lambda: nothing_left(strategy))
+    jobs.poll(lambda: nothing_left(strategy))
 
 
 def test_an_iterator_that_is_dropped_takes_out_its_own_batches_only(strategy: tfps.Strategy) -> None:
     distributed = strategy.experimental_distribute_dataset(Source(9).dataset)
     dropped, kept = iter(distributed), iter(distributed)
     assert (int(next(dropped)), int(next(kept))) == (0, 0)
-    wait_until(lambda: strategy.extended.staging.staged() == 4)
+    jobs.poll(lambda: strategy.extended.staging.staged() == 4)
     del dropped
-    wait_until(lambda: len(fillers()) == 1)
+    jobs.poll(lambda: len(fillers()) == 1)
     assert strategy.extended.staging.staged() == 2
     assert [int(number) for number in kept] == list(range(1, 9))
 
@@ -228,7 +217,7 @@ def test_a_strategy_that_is_closed_early_ends_its_input_and_not_that_of_others()
     early, late = tfps.Strategy([server.address]), tfps.Strategy([server.address])
     iterators = [iter(each.experimental_distribute_dataset(Source(100).dataset)) for each in (early, late)]
     assert [int(next(iterator)) for iterator in iterators] == [0, 0]
-    wait_until(lambda: late.extended.staging.staged() == 2)
+    jobs.poll(lambda: late.extended.staging.staged() == 2)
     staging = early.extended.staging
     assert len(fillers()) == 2
     early.close()
@@ -279,7 +268,7 @@ def test_a_new_epoch_and_a_new_fit_need_no_new_trace(strategy: tfps.Strategy) ->
     for _ in range(2):
         model.fit(data, epochs=3, validation_data=data, verbose=0)
     assert traces == ["train", "test"]
-    wait_until(lambda: nothing_left(strategy))
+    jobs.poll(lambda: nothing_left(strategy))
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 4])

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import training
+from keras_versions import KERAS_3_8
 
 import tfps
 from tfps import runtime
@@ -80,7 +81,7 @@ def test_over_grpc_eager_steps_end_bitwise_equal_to_plain_keras(remote: tfps.Str
 def test_updates_are_deferred(
     strategy: tfps.Strategy, caplog: pytest.LogCaptureFixture, name: str, build: training.Build
 ) -> None:
-    if not hasattr(keras.optimizers, name) or (name == "Ftrl" and training.KERAS_3_8):
+    if not hasattr(keras.optimizers, name) or (name == "Ftrl" and KERAS_3_8):
         pytest.skip("this Keras does not have it, or not with slots of the variables")
     with caplog.at_level(logging.WARNING, "tfps"):
         training.train(strategy, getattr(keras.optimizers, name), build, epochs=1)

@@ -223,7 +223,7 @@ def captures(draw: st.DrawFn) -> Capture:
     return Capture(roles, BUCKETS, tuple(spans))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(captures())
 def test_rules_that_hold_for_every_capture(capture: Capture) -> None:
     summary = summarize(capture)
@@ -247,7 +247,7 @@ def test_rules_that_hold_for_every_capture(capture: Capture) -> None:
     json.dumps(summary.to_json(), allow_nan=False)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(captures(), st.integers(-(10**12), 10**12))
 def test_only_differences_of_times_matter(capture: Capture, shift: int) -> None:
     moved = [one._replace(begin_ns=one.begin_ns + shift, end_ns=one.end_ns + shift) for one in capture.spans]

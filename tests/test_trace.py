@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tfps.capture import KINDS
-from tfps.trace import ARRIVED, RECORD, SENT, UNKNOWN, RecordedSpan, Recorder
+from tfps.capture import KINDS, NONE, Kind, Span
+from tfps.trace import ARRIVED, RECORD, SENT, UNKNOWN, Recorder
 
 
 def test_nothing_is_recorded_before_the_start_or_after_the_end() -> None:
@@ -36,6 +36,11 @@ def test_an_unknown_field_is_named() -> None:
         _ = recorder.events()[0].rank
 
 
+def own(kind: Kind, begin_ns: int, end_ns: int, **fields: int) -> Span:
+    """As the process knows it in which it happened."""
+    return Span(kind, NONE, "", begin_ns, end_ns, **fields)
+
+
 def test_spans_come_back_as_they_were_recorded() -> None:
     recorder = Recorder()
     recorder.start()
@@ -45,8 +50,8 @@ def test_spans_come_back_as_they_were_recorded() -> None:
     recorder.span("step", 1, 2)
     recorder.sent(UNKNOWN, 1, 2, 3, 4, 5, 6, 7, 8)
     recorder.arrived(1, 2, 3, 2**32 - 1, 7, 8)
-    expected = [RecordedSpan(kind, -(2**60), 2**60, **fields, pserver=7) for kind in KINDS]
-    assert recorder.spans() == [*expected, RecordedSpan("step", 1, 2)]
+    expected = [own(kind, -(2**60), 2**60, **fields, pserver=7) for kind in KINDS]
+    assert recorder.spans() == [*expected, own("step", 1, 2)]
     *_, sent, arrived = np.frombuffer(recorder.records(), RECORD).tolist()
     assert sent == (SENT, UNKNOWN, 1, 2, 3, 4, -1, 5, 6, 7, 8)
     assert arrived == (ARRIVED, 1, 1, 2, 3, 2**32 - 1, -1, -1, -1, 7, 8)
@@ -62,7 +67,7 @@ def test_spans_alone_can_be_recorded_and_only_while_it_is_on() -> None:
     recorder.span("step", 3, 4)
     recorder.sent(1, 1, 2, 3, 4, 5, 6, 7, 8)
     recorder.arrived(1, 2, 3, 4, 7, 8)
-    assert recorder.spans() == [RecordedSpan("step", 17, 18)]
+    assert recorder.spans() == [own("step", 17, 18)]
     recorder.start()
     assert recorder.spans() == []
 

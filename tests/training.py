@@ -11,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
-KERAS_3_8 = keras.__version__.startswith("3.8.")  # whose fit does not take distribute_datasets_from_function
 Build = Callable[[], tuple[keras.Model, Any, Any]]  # model, inputs, targets
 
 

@@ -74,6 +74,11 @@ def request_type(name: str) -> Any:
     return _TYPES[name][0]
 
 
+def reply_type(name: str) -> Any:
+    """The protobuf class of the replies to a control call."""
+    return _TYPES[name][1]
+
+
 def settings_of(config: Config) -> Any:
     """The part of the configuration on which all workers must agree, as a message."""
     return pb.Settings(
@@ -143,8 +148,13 @@ class Pserver:
             for name, (request, reply) in _TYPES.items()
         }
 
-    def join(self, request: Any, timeout_s: float) -> Any:
+    def join(self, request: Any, timeout_s: float, limit_s: float) -> Any:
         """Calls Join, waiting for the pserver to come up.
+
+        Args:
+            request: who joins.
+            timeout_s: what is left of `limit_s`.
+            limit_s: what the user has set, which the error says.
 
         Raises:
             ConnectError: nobody answers within `timeout_s`, it is not a pserver, or it refuses this worker.
@@ -156,7 +166,7 @@ class Pserver:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise ConnectError(f"pserver {self.address}: what answers there is not a tfps pserver") from error
             raise ConnectError(
-                f"pserver {self.address}: no answer within {timeout_s:.3g} s ({error.code().name}: {error.details()}); "
+                f"pserver {self.address}: no answer within {limit_s:.3g} s ({error.code().name}: {error.details()}); "
                 "is tfps_pserver running there, and is the address right?"
             ) from error
         if reply.protocol_version != PROTOCOL_VERSION:

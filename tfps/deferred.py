@@ -24,7 +24,7 @@ from tfps.exchange import BucketKind, BucketSpec
 from tfps.moments import Moments, Passages
 from tfps.runtime import Runtime
 from tfps.slicing import bucket_limit
-from tfps.tf_private import distribute_lib, ops, outer_graphs
+from tfps.tf_private import distribute_lib, flat_call, ops, outer_graphs
 from tfps.transfers import DeferredUpdate, Group
 from tfps.variables import Deferral, GatedVariable, deferring
 
@@ -178,7 +178,7 @@ class Emitter:
                 self._transfers[occurrence] = DeferredUpdate(number, spec, self._replicas, group)
                 self._runtime.adopt(self._transfers[occurrence], graph)
             transfer = self._transfers[occurrence]
-            transfer.functions.append(trace.function)
+            transfer.functions.append(flat_call(trace.function))
             transfer.kept = trace.deferral.kept_names()
             transfer.gates += [item.variable.gates[replica] for item in bucket]
             ids_of = [item.variable._unique_id for item in bucket]

@@ -150,14 +150,15 @@ class Job:
         with self._changed:
             member = self._membership.members[rank]
             lost = member.state is not State.GONE
+        self._queues[rank].close()
+        if lost:  # before it counts as gone: a push that comes in between would say that it has left
+            self.fail(WorkerLostError(f"{member} died at step {member.step}: its connection ended without a leave"))
+        with self._changed:
             member.state = State.GONE
             end = self._ends.pop(rank, None)
             self._changed.notify_all()
-        self._queues[rank].close()
         if end is not None:
             end()
-        if lost:
-            self.fail(WorkerLostError(f"{member} died at step {member.step}: its connection ended without a leave"))
 
     def leave(self, rank: int, failure: TfpsError | None) -> None:
         """`rank` leaves; the job fails if it does so because of a failure or if others wait for it."""
@@ -165,14 +166,14 @@ class Job:
             member = self._membership.members.get(rank)
             if member is None or member.state is State.GONE:
                 return
+        if failure is not None:
+            self.fail(failure)  # first, as above
+        with self._changed:
             member.state = State.GONE
             self._changed.notify_all()
             if ended := self.recording.gone(rank):
                 self._announce(Header(Kind.TRACE, step=ended))
         self._queues[rank].close()
-        if failure is not None:
-            self.fail(failure)
-            return
         for bucket in self._buckets:
             for item in bucket.slices.values():
                 with item.lock:

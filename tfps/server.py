@@ -24,6 +24,7 @@ from tfps.control import (
     config_of,
     failure_of,
     layout_of,
+    reply_type,
     request_type,
     version_text,
 )
@@ -117,14 +118,17 @@ class ParameterServer:
 
     def _handlers(self) -> Any:
         def unary(call: Callable[[Any, grpc.ServicerContext], Any], name: str) -> Any:
-            def counted(request: Any, context: grpc.ServicerContext) -> Any:
-                reply = call(request, context)
+            def answered(request: Any, context: grpc.ServicerContext) -> Any:
+                try:
+                    reply = call(request, context)
+                except TfpsError as error:
+                    reply = reply_type(name)(failure=failure_of(error))
                 if name != "Leave" and reply.HasField("failure"):
                     self._errors.add(name, error_from(reply.failure.code, reply.failure.text))
                 return reply
 
             return grpc.unary_unary_rpc_method_handler(
-                counted,
+                answered,
                 request_deserializer=request_type(name).FromString,
                 response_serializer=lambda reply: reply.SerializeToString(),
             )
@@ -184,65 +188,38 @@ class ParameterServer:
                 reply.rank = self._job.join(applicant, config)
                 self._jobs += first
                 reply.workers, reply.token = self.workers, self._job.token
-        except TfpsError as error:
+        except TfpsError as error:  # here, as a refusal must name the protocol version, too
             reply.failure.CopyFrom(failure_of(error))
         return reply
 
     def _declare(self, request: Any, context: grpc.ServicerContext) -> Any:
-        reply = pb.DeclareReply()
-        try:
-            specs = [BucketSpec(b.name, b.kind, b.nbytes, b.dtype, b.priority, b.occasional) for b in request.buckets]
-            job = self._job_of(request.token)
-            job.declare(request.rank, request.number, request.details, specs, request.timeout_s)
-        except TfpsError as error:
-            reply.failure.CopyFrom(failure_of(error))
-        return reply
+        specs = [BucketSpec(b.name, b.kind, b.nbytes, b.dtype, b.priority, b.occasional) for b in request.buckets]
+        job = self._job_of(request.token)
+        job.declare(request.rank, request.number, request.details, specs, request.timeout_s)
+        return pb.DeclareReply()
 
     def _waiting(self, request: Any, context: grpc.ServicerContext) -> Any:
-        reply = pb.WaitingReply()
-        try:
-            job = self._job_of(request.token)
-            reply.missing.extend(job.undeclared() if request.declaration else job.missing(request.bucket))
-        except TfpsError as error:
-            reply.failure.CopyFrom(failure_of(error))
-        return reply
+        job = self._job_of(request.token)
+        return pb.WaitingReply(missing=job.undeclared() if request.declaration else job.missing(request.bucket))
 
     def _tune(self, request: Any, context: grpc.ServicerContext) -> Any:
-        reply = pb.TuneReply()
-        try:
-            self._job_of(request.token).tune(layout_of(request.layout))
-        except TfpsError as error:
-            reply.failure.CopyFrom(failure_of(error))
-        return reply
+        self._job_of(request.token).tune(layout_of(request.layout))
+        return pb.TuneReply()
 
     def _trace(self, request: Any, context: grpc.ServicerContext) -> Any:
-        reply = pb.TraceReply()
-        try:
-            self._job_of(request.token).trace(request.number, request.on)
-        except TfpsError as error:
-            reply.failure.CopyFrom(failure_of(error))
-        return reply
+        self._job_of(request.token).trace(request.number, request.on)
+        return pb.TraceReply()
 
     def _clock(self, request: Any, context: grpc.ServicerContext) -> Any:
         return pb.ClockReply(time_ns=self._recorder.clock())
 
     def _upload(self, request: Any, context: grpc.ServicerContext) -> Any:
-        reply = pb.UploadReply()
-        try:
-            self._job_of(request.token).recording.upload(request.number, request.rank, request.records)
-        except TfpsError as error:
-            reply.failure.CopyFrom(failure_of(error))
-        return reply
+        self._job_of(request.token).recording.upload(request.number, request.rank, request.records)
+        return pb.UploadReply()
 
     def _collect(self, request: Any, context: grpc.ServicerContext) -> Any:
-        reply = pb.CollectReply()
-        try:
-            part = self._job_of(request.token).recording.collect(request.number, request.timeout_s)
-            if part is not None:
-                reply.records.CopyFrom(part)
-        except TfpsError as error:
-            reply.failure.CopyFrom(failure_of(error))
-        return reply
+        part = self._job_of(request.token).recording.collect(request.number, request.timeout_s)
+        return pb.CollectReply(records=part)
 
     def _status(self, request: Any, context: grpc.ServicerContext) -> Any:
         return status_message(self.status()) if request.details else pb.StatusReply(cpu_s=time.process_time())

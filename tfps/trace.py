@@ -8,11 +8,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from tfps.capture import KINDS, NONE, Kind
+from tfps.capture import KINDS, NONE, Kind, Span
 
 # A span as bytes: what a process keeps, and what it sends to whoever collects a capture.
 RECORD = np.dtype(
@@ -50,22 +50,6 @@ class Event:
             return self.fields[name]
         except KeyError:
             raise AttributeError(f"event {self.kind!r} has no field {name!r}, only {sorted(self.fields)}") from None
-
-
-class RecordedSpan(NamedTuple):
-    """A `tfps.capture.Span` as the process it happened in knows it: times are of its recorder's clock."""
-
-    kind: Kind
-    begin_ns: int
-    end_ns: int
-    step: int = NONE
-    bucket: int = NONE
-    slice: int = NONE
-    variable: int = NONE
-    priority: int = NONE
-    nbytes: int = NONE
-    rank: int = NONE
-    pserver: int = NONE
 
 
 class Recorder:
@@ -164,11 +148,14 @@ class Recorder:
         """Whether the first spans may have had to go."""
         return len(self._spans) == self._spans.maxlen
 
-    def spans(self) -> list[RecordedSpan]:
-        """The spans so far, in the order in which they ended up here; without what `sent` and `arrived` have added."""
+    def spans(self) -> list[Span]:
+        """The spans so far, in the order in which they ended up here; without what `sent` and `arrived` have added.
+
+        Times are of this recorder's clock; process and lane are not known here.
+        """
         records = np.frombuffer(self.records(), RECORD)
         found = records[records["kind"] < len(KINDS)]
-        return [RecordedSpan(KINDS[code], *rest) for code, *rest in found.tolist()]
+        return [Span(KINDS[code], NONE, "", *rest) for code, *rest in found.tolist()]
 
     def events(self) -> list[Event]:
         """The events so far, oldest first."""

@@ -91,7 +91,9 @@ class Rounds:
                 break
             if any(each.bucket == transfer.bucket for each in missing):
                 return True
-        missing = self._missing.setdefault(ticket, set(transfer.group.transfers))
+        if ticket not in self._missing:
+            self._missing[ticket] = set(transfer.group.transfers)
+        missing = self._missing[ticket]
         missing.discard(transfer)
         if not missing:
             del self._missing[ticket]
@@ -130,9 +132,7 @@ class Pull(Transfer):
             self.results = tf.queue.FIFOQueue(16, PULLED, name="tfps_pulled")
 
     def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
-        with tf.device(HOST):
-            self.results.enqueue(["", ticket, data, indices])
+        self.results.enqueue(["", ticket, data, indices])
 
     def fail(self, error: TfpsError) -> None:
-        with tf.device(HOST):
-            self.results.enqueue([str(error), np.int64(0), _NO_BYTES, _NO_BYTES])
+        self.results.enqueue([str(error), np.int64(0), _NO_BYTES, _NO_BYTES])

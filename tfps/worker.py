@@ -166,7 +166,7 @@ class Worker:
         for index, pserver in enumerate(self._pservers):
             request.pserver_index = index
             with saying(partial(self._blame.joining, pserver)):
-                reply = pserver.join(request, max(deadline - time.monotonic(), 0.1))
+                reply = pserver.join(request, max(deadline - time.monotonic(), 0.1), self.config.connect_timeout_s)
             self._streams[index].start(reply.token, reply.rank)
             self.rank = request.rank = reply.rank
             self.workers = request.workers = reply.workers

@@ -6,7 +6,6 @@ What the programs do is in the modules named here. One job runs all programs of 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import processes
 import pytest
+from keras_versions import NOT_IN_KERAS_3_8
 
 from tfps.server import ParameterServer
 
@@ -100,9 +100,6 @@ def check(name: str, results: Results) -> None:
 
 
 QUICK = [(module, name) for module, (quick, _) in PROGRAMS.items() for name in quick]
-NOT_IN_KERAS_3_8 = pytest.mark.skipif(
-    importlib.metadata.version("keras").startswith("3.8."), reason="fit takes no distribute_datasets_from_function yet"
-)
 LONG = [
     pytest.param(module, name, id=name, marks=[NOT_IN_KERAS_3_8] if name == "from_function" else [])
     for module, (_, long) in PROGRAMS.items()

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 import training
+from keras_versions import KERAS_3_8
 
 import tfps
 
@@ -225,7 +226,7 @@ def main(out: str, *names: str) -> None:
     warnings = Warnings()
     results: dict[str, Any] = {}
     for name in names or PROGRAMS:
-        if name in FITTED and training.KERAS_3_8:
+        if name in FITTED and KERAS_3_8:
             continue
         program = PROGRAMS[name]
         strategy = tfps.Strategy(config=tfps.Config(staging_depth=0) if name.startswith("unstaged") else None)
