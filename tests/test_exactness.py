@@ -124,11 +124,10 @@ def test_several_steps_per_execution_end_bitwise_equal_to_plain_keras(
 
 def test_without_staging_several_steps_end_as_under_tensorflows_strategies_which_forget_the_size_of_a_batch() -> None:
     # TensorFlow's distributed iterator has batches of unknown size in `get_next_as_optional`, which is what the loop
-    # over steps takes. Grappler then cannot fold the divisions of batch normalization by that size into constants.
+    # over steps takes. Grappler then cannot fold the divisions of batch normalization by that size into constants. It
+    # depends on the processor whether that shows: on some plain Keras ends with other bits, on others with the same.
     unstaged = tfps.Strategy(config=tfps.Config(staging_depth=0))
     one_device = tf.distribute.OneDeviceStrategy("CPU:0")
-    expected = several_steps(None, training.batch_normalization)
-    assert several_steps(unstaged, training.batch_normalization) != expected
     for build in (training.mlp, training.batch_normalization):
         assert several_steps(unstaged, build) == several_steps(one_device, build)
     tf.config.optimizer.set_experimental_options({"constant_folding": False})
