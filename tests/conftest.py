@@ -27,11 +27,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def remote() -> Iterator[tfps.Strategy]:
-    """One worker over gRPC, two pservers, many small slices."""
+def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[tfps.Strategy]:
+    """One worker over gRPC, two pservers, one of them through shared memory, many small slices."""
+    import jobs
+
     import tfps  # here: most tests need no TensorFlow
     from tfps.server import ParameterServer
 
+    jobs.use("both", monkeypatch)
     servers = [ParameterServer("127.0.0.1", 0, workers=1) for _ in range(2)]
     config = tfps.Config(slice_bytes=1024, window_bytes=2048)
     strategy = tfps.Strategy([server.address for server in servers], config=config)

@@ -12,12 +12,13 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
-from tfps import frames
+from tfps import frames, server
 from tfps.config import Config
 from tfps.control import PROTOCOL_VERSION, PULL, PUSH, RANK_KEY, TOKEN_KEY, Pserver, method, settings_of
 from tfps.exchange import Exchange, Payload, Reply
@@ -28,6 +29,7 @@ from tfps.worker import Worker
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 30.0  # how long a test waits for what must happen; never reached if all is well
+Transport = Literal["sockets", "shared memory", "both"]
 CONFIG = Config(slice_bytes=1024, window_bytes=4096, connect_timeout_s=DEADLINE_S, step_timeout_s=DEADLINE_S)
 
 
@@ -152,6 +154,15 @@ class Cluster(contextlib.ExitStack):
         raw = RawWorker(address, rank, **options)
         self.callback(raw.close)
         return raw
+
+
+def use(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What slices pass through from now on, to pservers in this process; "both": sockets to the first of them."""
+    attached = server._attached
+    if transport != "shared memory":
+        monkeypatch.setattr(
+            server, "_attached", lambda join: attached(join) if transport == "both" and join.pserver_index else None
+        )
 
 
 class RawWorker:

@@ -22,12 +22,20 @@ SIZES = (4, 1024, 1028, 10_000, 0)  # one item, one slice, a bit more, many slic
 
 
 @pytest.fixture(
-    params=[(0, 1), (1, 1), (1, 2), (2, 3), (3, 2)],
-    ids=lambda p: f"{p[1]} workers over {p[0]} pservers" if p[0] else "embedded",
+    params=[
+        (0, 1, "embedded"),
+        (1, 1, "sockets"),
+        (1, 2, "shared memory"),
+        (2, 3, "both"),
+        (3, 2, "sockets"),
+        (2, 2, "shared memory"),
+    ],
+    ids=lambda p: f"{p[1]} workers over {p[0]} pservers, {p[2]}" if p[0] else "embedded",
 )
-def ranks(request: pytest.FixtureRequest) -> Iterator[list[Exchange]]:
+def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exchange]]:
     """All ranks of a job."""
-    pservers, workers = request.param
+    pservers, workers, transport = request.param
+    jobs.use(transport, monkeypatch)
     with jobs.Cluster() as cluster:
         if pservers:
             yield list(cluster.workers(cluster.pservers(pservers, workers), workers))

@@ -15,7 +15,7 @@ MAX_LINES = 450
 
 # A module imports from layers above its own in this list, and from its own as long as no circle arises.
 LAYERS = (
-    "version errors config memory terminal supervisor progress threads",
+    "version errors config memory shared_memory terminal supervisor progress threads",
     (
         "slicing placement aggregate exchange layout tuning report sparse picture intervals capture trace "
         "capture_file summary assembly"

@@ -47,7 +47,7 @@ def test_receiving_counts_data_and_takes_receipts() -> None:
     got: list[tuple[Header, bytes]] = []
     data = frames.encode(Header(Kind.REPLY, received=10), bytes(60))
     ack = frames.encode(Header(Kind.ACK, received=80))
-    assert receive([data, ack], Kind.REPLY, sends, lambda h, p: got.append((h, bytes(p)))) is None
+    assert receive([data, ack], Kind.REPLY, sends, lambda h, p, _: got.append((h, bytes(p)))) is None
     assert got == [(Header(Kind.REPLY, received=10), bytes(60))]
     assert frames.decode(next(sending))[0] == Header(Kind.ACK, received=60)
     with pytest.raises(ProtocolError, match="must not decrease from 80, got 79"):

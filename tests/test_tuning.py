@@ -21,6 +21,7 @@ from tfps.layout import Cutting, Layout, cut_anew
 from tfps.protos import tfps_pb2 as pb
 from tfps.rounds import Bucket
 from tfps.send_queue import Throughput
+from tfps.shared_memory import Sharing
 from tfps.trace import Recorder
 from tfps.tuner import Tuner, measure
 from tfps.tuning import MAX_SLICE_BYTES, MIN_SLICE_BYTES, Measured, choose
@@ -182,7 +183,8 @@ def test_what_small_slices_could_not_show_is_seen_at_a_second_look(
     monkeypatch.setattr("tfps.tuner._MIN_MESSAGE_S", 1e-4)
     link, sizes = types.SimpleNamespace(throughput=Throughput()), list[tuple[int, int]]()
     raw = cluster.raw(cluster.pserver(1).address)
-    tuner = Tuner(Config(), [raw.pserver], [link], lambda *chosen: sizes.append(chosen))  # type: ignore[list-item]
+    queues: Any = [link]
+    tuner = Tuner(Config(), [raw.pserver], queues, Sharing(wanted=False), lambda *chosen: sizes.append(chosen))
     tuner.probe()
     trained, announced = Bucket(SPECS[0], Cutting([], [])), Bucket(SPECS[2], Cutting([], []))
     for steps in range(1, 20):

@@ -12,7 +12,7 @@ from typing import Any
 import jobs
 import numpy as np
 import pytest
-from jobs import Cluster, attempt, push, summed, together
+from jobs import Cluster, attempt, push, summed, together, use
 
 from tfps.config import Config
 from tfps.errors import (
@@ -32,8 +32,9 @@ from tfps.worker import Worker
 SHORT = Config(slice_bytes=1024, window_bytes=4096, connect_timeout_s=1.5, step_timeout_s=1.0)
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
+@pytest.fixture(params=["sockets", "shared memory"])
+def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    use(request.param, monkeypatch)
     with Cluster() as cluster:
         yield cluster
 

@@ -39,6 +39,8 @@ class Config:
         staging_depth: input batches that lie ready on each device while it computes: 0, or at least 2 (one is copied
             while the other waits). 0 leaves input to TensorFlow; with several workers, which have to agree on where
             the data ends, one batch lies ready all the same.
+        shared_memory: slices to and from pservers on the same host (Linux) pass through memory that both map. False
+            sends them through sockets like all others, to measure those. Workers may differ in it.
         connect_timeout_s: seconds to wait for pservers to answer and for all workers to join.
         step_timeout_s: seconds that one exchange may take before the step fails and the missing ranks are named.
 
@@ -52,6 +54,7 @@ class Config:
     placement: Placement = "balanced"
     deterministic: bool = False
     staging_depth: int = 2
+    shared_memory: bool = True
     connect_timeout_s: float = 60.0
     step_timeout_s: float = 600.0
 
@@ -70,8 +73,9 @@ class Config:
             value = getattr(self, name)
             if value not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-        if not isinstance(self.deterministic, bool):
-            raise ConfigError(f"deterministic must be True or False, got {self.deterministic!r}")
+        for name in ("deterministic", "shared_memory"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         depth = self.staging_depth
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0 or depth == 1:
             raise ConfigError(f"staging_depth must be 0 (off) or a whole number from 2, got {depth!r}")

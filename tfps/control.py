@@ -12,6 +12,7 @@ from tfps.errors import ConnectError, ProtocolError, PserverLostError, TfpsError
 from tfps.frames import error_code, error_from
 from tfps.layout import Layout
 from tfps.protos import tfps_pb2 as pb
+from tfps.shared_memory import Offer
 
 PROTOCOL_VERSION = 3
 SERVICE = "tfps.v1.ParameterServer"
@@ -88,6 +89,11 @@ def settings_of(config: Config) -> Any:
         placement=config.placement,
         deterministic=config.deterministic,
     )
+
+
+def memory_message(offer: Offer | None) -> Any:
+    """A worker's memory as a message; None if it has none to share."""
+    return None if offer is None else pb.SharedMemory(host=offer.host, fd=offer.fd, secret=offer.secret)
 
 
 def config_of(settings: Any) -> Config:

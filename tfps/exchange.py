@@ -81,11 +81,13 @@ class Link:
     Args:
         bytes_per_s: payload while something was waiting to be sent; 0: nothing ever waited.
         cpu_s_per_step: of the pserver's process, for all workers; None: unknown.
+        shared_memory: instead of a network.
     """
 
     pserver: str
     bytes_per_s: float
     cpu_s_per_step: float | None = None
+    shared_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tfps import errors
 from tfps.config import MAX_SLICE_BYTES
 from tfps.errors import ProtocolError, TfpsError
+from tfps.shared_memory import Place
 
 _LAYOUT = struct.Struct("<BBHIIIQQ")  # kind, flags, reserved, bucket, index, priority, step, received
 HEADER_BYTES = _LAYOUT.size
@@ -21,7 +22,9 @@ _MAX_ERROR_BYTES = 64 * 1024
 
 EMPTY = 1  # flag of a push: this rank contributes nothing
 LAST = 2  # flag of a gather: no more pieces of this step follow
-_ALL_FLAGS = EMPTY | LAST
+SHARED = 4  # flag of a slice: the payload is in the worker's memory, the frame says where
+_ALL_FLAGS = EMPTY | LAST | SHARED
+_PLACE = struct.Struct("<QQ")
 
 
 class Kind(enum.IntEnum):
@@ -69,6 +72,24 @@ def encode(header: Header, payload: bytes | memoryview = b"") -> bytes:
     """One message: header and payload, copied once."""
     kind, flags, bucket, index, priority, step, received = header
     return b"".join((_LAYOUT.pack(kind, flags, 0, bucket, index, priority, step, received), payload))
+
+
+def encode_shared(header: Header, place: Place) -> bytes:
+    """One message of a slice whose payload has been written to `place`."""
+    return encode(header._replace(flags=header.flags | SHARED), _PLACE.pack(*place))
+
+
+def decode_place(header: Header, payload: memoryview) -> Place | None:
+    """Where the slice of a frame is, if it is not in its payload.
+
+    Raises:
+        ProtocolError: the payload is no place.
+    """
+    if not header.flags & SHARED:
+        return None
+    if len(payload) != _PLACE.size:
+        raise ProtocolError(f"the place of a shared slice must have {_PLACE.size} bytes, got {len(payload)}")
+    return Place(*_PLACE.unpack(payload))
 
 
 class Blank:

@@ -21,13 +21,14 @@ from tfps.errors import (
     WorkerLostError,
 )
 from tfps.exchange import BucketSpec, parse_dtype
-from tfps.frames import LAST, Blank, Header, Kind
+from tfps.frames import EMPTY, LAST, Header, Kind
 from tfps.layout import Cutting, Layout, cut_anew, cut_sum
 from tfps.membership import Applicant, Member, Membership, State, first_difference
 from tfps.placement import Placer
 from tfps.recording import Recording
 from tfps.send_queue import Outgoing, SendQueue
-from tfps.shard import OwnedSlice
+from tfps.shard import OwnedSlice, Taken, Target
+from tfps.shared_memory import Attached, Place
 from tfps.slicing import Slice, cut
 from tfps.status import ErrorCounts, JobStatus, job_status
 from tfps.trace import Recorder
@@ -97,8 +98,8 @@ class Job:
             self._changed.wait_for(lambda: self._failure is not None or not self._membership.ending, timeout_s)
             return self._failure is not None or self._membership.over
 
-    def join(self, applicant: Applicant, config: Config) -> int:
-        """Makes a worker a member and returns its rank.
+    def join(self, applicant: Applicant, config: Config, memory: Attached | None = None) -> Member:
+        """Makes a worker, which shares `memory`, a member.
 
         Raises:
             ConnectError, MismatchError: see `Membership.join`.
@@ -112,6 +113,7 @@ class Job:
                 self._placer = Placer(applicant.pservers, config.placement)
                 self._index = applicant.pserver_index
             if member.state is State.JOINED:
+                member.memory = memory
                 self._queues[member.rank] = SendQueue(
                     config.first_window_bytes,
                     config.policy,
@@ -120,7 +122,7 @@ class Job:
                     name=f"rank {member.rank}",
                     rank=member.rank,
                 )
-            return member.rank
+            return member
 
     def open_stream(self, rank: int, stream: str, end: Callable[[], object] | None = None) -> SendQueue:
         """The queue of `rank`, whose `stream`, "Push" or "Pull", begins now. With both it takes part.
@@ -154,7 +156,7 @@ class Job:
         if lost:  # before it counts as gone: a push that comes in between would say that it has left
             self.fail(WorkerLostError(f"{member} died at step {member.step}: its connection ended without a leave"))
         with self._changed:
-            member.state = State.GONE
+            member.go()
             end = self._ends.pop(rank, None)
             self._changed.notify_all()
         if end is not None:
@@ -169,7 +171,7 @@ class Job:
         if failure is not None:
             self.fail(failure)  # first, as above
         with self._changed:
-            member.state = State.GONE
+            member.go()
             self._changed.notify_all()
             if ended := self.recording.gone(rank):
                 self._announce(Header(Kind.TRACE, step=ended))
@@ -342,8 +344,11 @@ class Job:
 
     # Rounds
 
-    def push(self, rank: int, header: Header, payload: memoryview) -> None:
+    def push(self, rank: int, header: Header, payload: memoryview, place: Place | None = None) -> None:
         """Takes a PUSH of `rank`, and replies to all if it is the last of its round. Keeps `payload` by reference.
+
+        Args:
+            place: where the slice is in the rank's memory, if it is not in `payload`.
 
         Raises:
             ProtocolError: the frame fits no declared slice, or not the step of it.
@@ -362,12 +367,17 @@ class Job:
         item = bucket.slices.get(0 if gather else header.index)
         if item is None:
             raise ProtocolError(f"bucket '{bucket.spec.name}' has no slice {header.index} on this pserver")
-        taken = item.take(rank, header, payload)
-        member = self._membership.members[rank]
+        member, target = self._membership.members[rank], None
+        if place is not None:
+            if gather or member.memory is None:
+                raise ProtocolError(f"bucket '{bucket.spec.name}' must come in frames, got {place} in shared memory")
+            target = Target(place, member.memory.view(place))
+            payload = payload[:0] if header.flags & EMPTY else target.memory.data
+        taken = item.take(rank, header, payload, target)
         member.step = max(member.step, header.step)
         member.wait_s += taken.wait_ns / 1e9  # its stream's thread alone writes both
         if taken.result is not None:
-            self._reply(header, taken.result, gather, taken.blank)
+            self._reply(header, taken.result, gather, taken)
         elif gone := [r for r in self._membership.gone() if r in taken.missing]:
             self._fail_left(self._membership.members[gone[0]], taken.step, bucket.spec.name)
 
@@ -399,7 +409,7 @@ class Job:
             rounds = [item.round for bucket in self._buckets for item in bucket.slices.values()]
             return job_status(self._membership, self._failure, len(self._buckets), rounds, loads)
 
-    def _reply(self, push: Header, result: memoryview, gather: bool, blank: Blank | None) -> None:
+    def _reply(self, push: Header, result: memoryview, gather: bool, taken: Taken) -> None:
         limit = self._config.first_slice_bytes
         pieces = cut(len(result), limit) if gather else [Slice(0, len(result))]
         items = []
@@ -407,10 +417,14 @@ class Job:
             flags = LAST if gather and index == len(pieces) - 1 else 0
             header = Header(Kind.REPLY, flags, push.bucket, index if gather else push.index, push.priority, push.step)
             # Encoded once: all ranks get the same bytes object.
-            if blank is not None:
-                frame = blank.finish(header)
+            if taken.blank is not None:
+                frame = taken.blank.finish(header)
             else:
                 frame = frames.encode(header, result[piece.offset : piece.offset + piece.nbytes])
             items.append(Outgoing(header, piece.nbytes, frame=frame))
-        for queue in list(self._queues.values()):
-            queue.put(items)
+        for rank, queue in list(self._queues.items()):
+            if (target := taken.targets.get(rank)) is None:
+                queue.put(items)
+            else:
+                (item,), content = items, memoryview(frame)[frames.HEADER_BYTES :]
+                queue.put([item._replace(payload=content, frame=None, place=target.place, memory=target.memory)])

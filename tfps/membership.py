@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tfps.errors import ConnectError, MismatchError
+from tfps.shared_memory import Attached
 
 STREAM_GRACE_S = 30.0  # a member that has opened no stream by then died between the calls
 
@@ -48,11 +49,16 @@ class Member:
     joined_s: float
     state: State = State.JOINED
     streams: set[str] = field(default_factory=set)  # those that it has opened: "Push", "Pull"
+    memory: Attached | None = None  # that it shares with this pserver
     step: int = 0  # the highest that it has pushed
     wait_s: float = 0.0  # sum over slices of how long after the first rank's push its own came
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.applicant})"
+
+    def go(self) -> None:
+        """It has left or died: nothing of it is kept."""
+        self.state, self.memory = State.GONE, None
 
 
 class Membership:

@@ -132,7 +132,7 @@ def make_report(
         Layer(history.name, factor * seconds, seconds, history.nbytes)
         for history, seconds in zip(buckets, backward, strict=True)
     )
-    bytes_per_s = sum(link.bytes_per_s for link in links)
+    bytes_per_s = _rate(links)
     limit = _limit(step_s, exposed_s, sum(h.nbytes for h in buckets), links)
     model = _Model(layers, step_s - exposed_s, bytes_per_s)
     calibration = step_s / model.step_s(1.0)
@@ -196,21 +196,37 @@ def _covered(step: Sequence[Round]) -> float:
     return total_s
 
 
+def _busy(links: Sequence[Link]) -> list[Link]:
+    """Those that something waited for; ways through shared memory only if there are no others."""
+    busy = [link for link in links if link.bytes_per_s]
+    return [link for link in busy if not link.shared_memory] or busy
+
+
+def _rate(links: Sequence[Link]) -> float:
+    """Bytes per second to all pservers together, of which each gets as many, in the time that the network takes."""
+    busy = _busy(links)
+    rate = sum(link.bytes_per_s for link in busy)
+    if busy and not busy[0].shared_memory:
+        rate *= len(links) / sum(not link.shared_memory for link in links)
+    return rate
+
+
 def _limit(step_s: float, exposed_s: float, nbytes: int, links: Sequence[Link]) -> str:
     if exposed_s < _NEGLIGIBLE * step_s:
         return "computation"
     cpu_s, busiest = max(((link.cpu_s_per_step or 0.0, link.pserver) for link in links), default=(0.0, ""))
     if cpu_s > 0.8 * step_s:
         return f"pserver {busiest}: its CPU ({cpu_s / step_s:.0%} of one core)"
-    busy = [link for link in links if link.bytes_per_s]
-    rate = sum(link.bytes_per_s for link in busy)
+    busy, rate = _busy(links), _rate(links)
     # Where this worker's gradients leave much faster than a step lasts, it is not the network that it waits for.
     if not busy or nbytes / rate < 0.3 * step_s:
         return "other workers, which come later to each step than this one"
     slowest = min(busy, key=lambda link: link.bytes_per_s)
     if len(busy) > 1 and slowest.bytes_per_s < 0.6 * statistics.median(link.bytes_per_s for link in busy):
         return f"pserver {slowest.pserver}: its link ({slowest.bytes_per_s * 8e-6:.0f} Mbit/s)"
-    return f"this worker's link ({rate * 8e-6:.0f} Mbit/s to all pservers)"
+    if busy[0].shared_memory:
+        return f"this host's memory and processors ({rate * 1e-6:.0f} MB/s to all pservers)"
+    return f"this worker's link ({sum(link.bytes_per_s for link in busy) * 8e-6:.0f} Mbit/s to all pservers)"
 
 
 class Timed(Protocol):

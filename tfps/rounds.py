@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,9 +14,11 @@ from numpy.typing import NDArray
 from tfps.aggregate import split_gathered
 from tfps.errors import ProtocolError
 from tfps.exchange import BucketSpec, OnReply, Reply
-from tfps.frames import EMPTY, LAST, Header
+from tfps.frames import EMPTY, LAST, Header, Kind
 from tfps.layout import Cutting
 from tfps.memory import aligned_empty
+from tfps.send_queue import Outgoing
+from tfps.shared_memory import Place, Region, Sharing
 from tfps.slicing import Slice, cut
 
 
@@ -27,6 +30,7 @@ class Push:
     on_reply: OnReply
     step: int = 0
     started_s: float = 0.0
+    region: Region | None = None  # where slices of pservers on this host come and go, and all of the result is
     buffer: NDArray[np.uint8] | None = None  # a sum's result
     arrived: set[int] = field(default_factory=set)  # slices of a sum
     copied: int = 0
@@ -67,30 +71,61 @@ class Bucket:
         last = len(pieces) - 1
         return [(index, piece, empty | (LAST if index == last else 0)) for index, piece in enumerate(pieces)]
 
-    def take(self, pserver: int, push: Push, header: Header, payload: memoryview, workers: int) -> Reply | None:
+    def frames(self, number: int, push: Push, piece_bytes: int, memory: Sharing) -> Iterator[tuple[int, Outgoing]]:
+        """What to send for `push` of this bucket, which has this `number`, and to which pserver."""
+        owners = self.cutting.owners
+        if self.spec.kind == "sum" and not memory.pservers.isdisjoint(owners):
+            push.region = memory.allocate(self.spec.nbytes)
+        for index, piece, flags in self.pieces(push.payload, piece_bytes):
+            header = Header(Kind.PUSH, flags, number, index, self.spec.priority, push.step)
+            end = piece.offset + piece.nbytes
+            payload = None if push.payload is None else push.payload[piece.offset : end]
+            owner = owners[index if self.spec.kind == "sum" else 0]
+            item = Outgoing(header, 0 if payload is None else piece.nbytes, payload)
+            if push.region is not None and owner in memory.pservers:
+                item = item._replace(
+                    place=push.region.place(piece.offset, piece.nbytes), memory=push.region.array[piece.offset : end]
+                )
+            yield owner, item
+
+    def take(
+        self, pserver: int, push: Push, header: Header, payload: memoryview, place: Place | None, workers: int
+    ) -> Reply | None:
         """Takes one frame of the reply to `push`; the reply when it is complete.
+
+        Args:
+            place: where the slice is, if it is not in the payload.
 
         Raises:
             ProtocolError: the frame is none of the reply, or was here before.
         """
         if self.spec.kind == "sum":
-            return self._take_slice(pserver, push, header.index, payload)
+            return self._take_slice(pserver, push, header.index, payload, place)
+        if place is not None:
+            raise ProtocolError(f"a piece of bucket '{self.spec.name}' must be in its frame, got a place")
         return self._take_piece(pserver, push, header, payload, workers)
 
-    def _take_slice(self, pserver: int, push: Push, index: int, payload: memoryview) -> Reply | None:
+    def _take_slice(
+        self, pserver: int, push: Push, index: int, payload: memoryview, place: Place | None
+    ) -> Reply | None:
         name, slices = self.spec.name, self.cutting.slices
         if not 0 <= index < len(slices) or self.cutting.owners[index] != pserver:
             raise ProtocolError(f"bucket '{name}' has no slice {index} on this pserver")
         where = slices[index]
-        if len(payload) != where.nbytes:
+        if place is not None:
+            expected = None if push.region is None else push.region.place(where.offset, where.nbytes)
+            if place != expected:
+                raise ProtocolError(f"slice {index} of bucket '{name}' must be at {expected}, got {place}")
+        elif len(payload) != where.nbytes:
             raise ProtocolError(f"slice {index} of bucket '{name}' must have {where.nbytes} bytes, got {len(payload)}")
         with self.lock:
             if index in push.arrived:
                 raise ProtocolError(f"slice {index} of bucket '{name}' must be replied to once, got it twice")
             push.arrived.add(index)
             if push.buffer is None:
-                push.buffer = aligned_empty(self.spec.nbytes)
-        np.copyto(push.buffer[where.offset : where.offset + where.nbytes], np.frombuffer(payload, np.uint8))
+                push.buffer = aligned_empty(self.spec.nbytes) if push.region is None else push.region.array
+        if place is None:
+            np.copyto(push.buffer[where.offset : where.offset + where.nbytes], np.frombuffer(payload, np.uint8))
         with self.lock:
             push.copied += 1
             return Reply(sum=push.buffer) if push.copied == len(slices) else None

@@ -10,20 +10,29 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tfps.capture import NONE
 from tfps.config import Policy
 from tfps.errors import ProtocolError, TfpsError
 from tfps.frames import Header
+from tfps.shared_memory import Place
 from tfps.trace import UNKNOWN, Recorder
 
 
 class Outgoing(NamedTuple):
-    """A frame to be sent: header and `payload`, or everything already encoded in `frame`. `nbytes` is the payload's."""
+    """A frame to be sent: header and `payload`, or everything already encoded in `frame`. `nbytes` is the payload's.
+
+    If `place` is given the payload does not go into the frame but into `memory`, which is there.
+    """
 
     header: Header
     nbytes: int
     payload: memoryview | None = None
     frame: bytes | None = None
+    place: Place | None = None
+    memory: NDArray[np.uint8] | None = None
 
 
 class Throughput(NamedTuple):
@@ -47,6 +56,8 @@ class Load(NamedTuple):
     queued_slices: int
     in_flight_bytes: int
     window_bytes: int
+    busy_bytes: int  # received by the other end while there was something to carry all the time,
+    busy_s: float  # which was so long
 
 
 class SendQueue:
@@ -57,8 +68,9 @@ class SendQueue:
     of payload bytes since the stream began. One sender takes; any thread may call anything else.
 
     Args:
-        piggyback: outgoing data frames carry the receipt for what came in. Where they cannot (a reply's bytes are
-            shared by all ranks) or none is going out, a receipt of its own is due whenever half a window has come in.
+        piggyback: outgoing data frames carry the receipt for what came in. Where they cannot (a reply's bytes are the
+            same for all ranks, unless they are in shared memory) or none is going out, a receipt of its own is due
+            whenever half a window has come in.
         rank, pserver: the other end of the stream; one of them.
     """
 
@@ -140,6 +152,8 @@ class SendQueue:
                 len(self._heap),
                 self._sent - self._acked,
                 self._window_bytes,
+                self._busy.nbytes,
+                self._busy.seconds,
             )
 
     def take(self) -> tuple[Outgoing | bytes | None, int] | None:
@@ -161,8 +175,9 @@ class SendQueue:
                 if self._urgent:
                     return self._urgent.popleft(), 0
                 may_send = bool(self._heap) and self._sent - self._acked < self._window_bytes
+                carries = may_send and (self._piggyback or self._heap[0][2].place is not None)
                 receipt_due = self._received - self._receipted >= self._receipt_bytes
-                if receipt_due and not (may_send and self._piggyback):
+                if receipt_due and not carries:
                     self._receipted = self._received
                     return None, self._received
                 if may_send:
@@ -170,7 +185,7 @@ class SendQueue:
                     self._backlog = self._backlog and bool(self._heap)
                     self._sent += item.nbytes
                     self._sent_slices += 1
-                    if self._piggyback:
+                    if carries:
                         self._receipted = self._received
                     if self._recorder.enabled:
                         self._record(item, put_ns)

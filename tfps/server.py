@@ -36,6 +36,7 @@ from tfps.membership import Applicant
 from tfps.memory import resident_bytes, tune_malloc
 from tfps.protos import tfps_pb2 as pb
 from tfps.send_queue import SendQueue
+from tfps.shared_memory import Attached, Offer
 from tfps.status import ErrorCounts, PserverStatus, status_message
 from tfps.stream import outgoing, receive
 from tfps.threads import DaemonPool
@@ -185,7 +186,8 @@ class ParameterServer:
                 if self._job.over:
                     self._job = Job(self.workers, self._job_name, self._recorder, self._errors)
                 first = not self._job.token
-                reply.rank = self._job.join(applicant, config)
+                member = self._job.join(applicant, config, _attached(request))
+                reply.rank, reply.shared_memory = member.rank, member.memory is not None
                 self._jobs += first
                 reply.workers, reply.token = self.workers, self._job.token
         except TfpsError as error:  # here, as a refusal must name the protocol version, too
@@ -247,7 +249,7 @@ class ParameterServer:
             self._errors.add("Push", error)
             return frames.encode_error(error)  # refused alone: the job goes on
         try:
-            receive(messages, Kind.PUSH, queue, lambda header, payload: job.push(rank, header, payload))
+            receive(messages, Kind.PUSH, queue, functools.partial(job.push, rank))
         except ProtocolError as error:
             job.fail(ProtocolError(f"rank {rank}: {error}"))
         except Exception:
@@ -269,6 +271,17 @@ class ParameterServer:
             yield from outgoing(queue)
         except TfpsError as error:
             yield frames.encode_error(error)
+
+
+def _attached(request: Any) -> Attached | None:
+    """The memory of the worker that joins, if it offers some and it can be had; sockets are always there."""
+    if not request.HasField("memory"):
+        return None
+    memory = request.memory
+    try:
+        return Attached(Offer(memory.host, request.pid, memory.fd, memory.secret))
+    except OSError:
+        return None
 
 
 def _rank_of(metadata: dict[str, Any]) -> int:

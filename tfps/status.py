@@ -34,6 +34,9 @@ class MemberStatus:
     window_bytes: int
     wait_s: float
     awaited_slices: int
+    shared_memory: bool = False
+    busy_bytes: int = 0
+    busy_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,7 @@ def job_status(
                 step=member.step,
                 wait_s=member.wait_s,
                 awaited_slices=sum(member.rank not in ranks for ranks in arrived),
+                shared_memory=member.memory is not None,
                 **loads[member.rank]._asdict(),
             )
             for member in members

@@ -6,14 +6,17 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 
 import grpc
+import numpy as np
 
 from tfps import frames
 from tfps.control import PULL, PUSH, RANK_KEY, TOKEN_KEY, Pserver, lost, method
 from tfps.errors import ProtocolError, PserverLostError, TfpsError
-from tfps.frames import Header, Kind
+from tfps.frames import EMPTY, Header, Kind
 from tfps.send_queue import SendQueue
+from tfps.shared_memory import Place
 
-OnData = Callable[[Header, memoryview], None]
+OnData = Callable[[Header, memoryview, Place | None], None]  # without the payload, if there is a place where it is
+OnNotice = Callable[[Header, memoryview], None]
 
 
 def outgoing(queue: SendQueue) -> Iterator[bytes]:
@@ -28,6 +31,10 @@ def outgoing(queue: SendQueue) -> Iterator[bytes]:
             yield frames.encode(Header(Kind.ACK, received=received))
         elif isinstance(item, bytes):
             yield item
+        elif item.place is not None:
+            if item.payload is not None and item.memory is not None:
+                np.copyto(item.memory, np.frombuffer(item.payload, np.uint8))
+            yield frames.encode_shared(item.header._replace(received=received), item.place)
         elif item.frame is not None:
             yield item.frame
         else:
@@ -40,7 +47,7 @@ def receive(
     data: Kind,
     queue: SendQueue,
     on_data: OnData,
-    on_notice: OnData | None = None,
+    on_notice: OnNotice | None = None,
 ) -> TfpsError | None:
     """Hands all data frames that come in to `on_data` and keeps the receipts of both directions, to the stream's end.
 
@@ -57,9 +64,12 @@ def receive(
         header, payload = frames.decode(message)
         del message
         if header.kind == data:
-            queue.received(len(payload))
+            if (place := frames.decode_place(header, payload)) is None:
+                queue.received(len(payload))
+            else:
+                queue.received(0 if header.flags & EMPTY else place.nbytes)
             queue.acked(header.received)
-            on_data(header, payload)
+            on_data(header, payload, place)
         elif header.kind == Kind.ACK:
             queue.acked(header.received)
         elif header.kind in (Kind.LAYOUT, Kind.TRACE) and on_notice is not None:
@@ -91,7 +101,7 @@ class WorkerStream:
         index: int,
         queue: SendQueue,
         on_data: OnData,
-        on_notice: OnData,
+        on_notice: OnNotice,
         on_end: Callable[[TfpsError, bool], None],
         when: Callable[[], str],
     ) -> None:

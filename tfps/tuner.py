@@ -15,7 +15,9 @@ from tfps.layout import tunable
 from tfps.protos import tfps_pb2 as pb
 from tfps.rounds import Bucket
 from tfps.send_queue import SendQueue, Throughput
-from tfps.tuning import MAX_SLICE_BYTES, Measured, choose, limited_by_handling
+from tfps.shared_memory import Sharing
+from tfps.status import MemberStatus, status_of
+from tfps.tuning import MAX_SHARED_SLICE_BYTES, MAX_SLICE_BYTES, Measured, choose, limited_by_handling
 
 logger = logging.getLogger("tfps")
 
@@ -32,7 +34,11 @@ class Tuner:
     If that makes slices larger it looks a second time: where the processors were the limit and not the network, what
     was measured with small slices is too little, and slices become as large as they may be.
 
+    What passes through shared memory is measured only where there is nothing else. If all of rank 0 does, but not all
+    of the others, it asks the pservers how fast those receive.
+
     Args:
+        memory: who has this worker's.
         tune: what to do with slice and window bytes.
     """
 
@@ -41,20 +47,31 @@ class Tuner:
         config: Config,
         pservers: Sequence[Pserver],
         queues: Sequence[SendQueue],
+        memory: Sharing,
         tune: Callable[[int, int], None],
     ) -> None:
         self._config, self._pservers, self._queues, self._tune = config, pservers, queues, tune
+        self._memory = memory
+        self._ask = False  # pservers, what the network carries
+        self._most = MAX_SLICE_BYTES
         self.done = config.slice_bytes != "auto" and config.window_bytes != "auto"
         self._round_trip_s = self._network_s = 0.0
         self._first: tuple[float, int] | None = None  # when a step had first been made, and how many then
-        self._busy_then = [Throughput()] * len(queues)
+        self._busy_then: Sequence[Throughput] = ()
         self._measured: Measured | None = None  # at the first look
         self._steps_then = 0  # the second look is after this step
 
     def probe(self) -> None:
-        """Measures the round trips, before anything else is under way. The slowest pserver counts."""
+        """Measures the round trips, before anything else is under way. The slowest pserver counts.
+
+        Raises:
+            PserverLostError: a pserver did not answer.
+        """
         if self.done or self._round_trip_s:
             return
+        if len(self._memory.pservers) == len(self._pservers):
+            self._ask = any(not member.shared_memory for members in self._members() for member in members)
+            self._most = MAX_SLICE_BYTES if self._ask else MAX_SHARED_SLICE_BYTES
         request = pb.StatusRequest()
 
         def call(pserver: Pserver) -> None:
@@ -74,14 +91,14 @@ class Tuner:
             steps, now_s = leader.steps, leader.started_s
         if self.done or not self._round_trip_s or steps <= self._steps_then:
             return
-        busy = [queue.throughput for queue in self._queues]
+        busy = self._busy()
         if self._first is None:
             self._first = now_s, steps
             if self._measured is not None:
                 self._busy_then = busy
         if steps < self._first[1] + _STEPS:
             return
-        busy = [now.since(then) for now, then in zip(busy, self._busy_then, strict=True)]
+        busy = [now.since(then) for now, then in zip(busy, self._busy_then or [Throughput()] * len(busy), strict=True)]
         if max(one.seconds for one in busy) < _BUSY_S:
             if steps >= self._first[1] + _GIVE_UP_STEPS:
                 self.done = True
@@ -90,14 +107,29 @@ class Tuner:
         step_s = (now_s - self._first[0]) / (steps - self._first[1])
         measured = measure(busy, self._round_trip_s, self._network_s, step_s)
         if self._measured is None:
-            slice_bytes = self._change(measured, *choose(measured))
+            slice_bytes = self._change(measured, *choose(measured, most_slice_bytes=self._most))
             self.done = self._config.slice_bytes != "auto" or slice_bytes <= self._config.first_slice_bytes
             # The change is two steps ahead for whoever is at this one, and others may be one further.
             self._measured, self._first, self._steps_then = measured, None, steps + 3
             return
         self.done = True
         if limited_by_handling(self._measured, measured):
-            self._change(measured, *choose(measured, MAX_SLICE_BYTES))
+            self._change(measured, *choose(measured, self._most, self._most))
+
+    def _busy(self) -> list[Throughput]:
+        if self._ask:
+            found = []
+            for members in self._members():
+                far = [Throughput(m.busy_bytes, m.busy_s) for m in members if not m.shared_memory]
+                found.append(max(far, key=lambda one: one.seconds, default=Throughput()))
+            return found
+        far = [queue.throughput for index, queue in enumerate(self._queues) if index not in self._memory.pservers]
+        return far or [queue.throughput for queue in self._queues]
+
+    def _members(self) -> list[Sequence[MemberStatus]]:
+        """All workers, as each pserver sees them."""
+        request = pb.StatusRequest(details=True)
+        return [status_of(pserver.call("Status", request, _PROBE_TIMEOUT_S)).job.members for pserver in self._pservers]
 
     def _change(self, measured: Measured, slice_bytes: int, window_bytes: int) -> int:
         """Changes what is "auto"; the size of slices from now on."""

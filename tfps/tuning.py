@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 _KIB = 1024
 MIN_SLICE_BYTES, MAX_SLICE_BYTES = 32 * _KIB, 1024 * _KIB
+MAX_SHARED_SLICE_BYTES = 4096 * _KIB  # without sockets: what is left is what a message costs
 MAX_WINDOW_BYTES = 64 * 1024 * _KIB
 _OVERHEAD = 20  # a slice takes at least so many times as long on the wire as it costs to handle it
 _FASTER = 1.25  # so many times faster with larger slices: the processors are the limit, not the network
@@ -32,7 +33,9 @@ class Measured:
     pservers: int
 
 
-def choose(measured: Measured, least_slice_bytes: int = MIN_SLICE_BYTES) -> tuple[int, int]:
+def choose(
+    measured: Measured, least_slice_bytes: int = MIN_SLICE_BYTES, most_slice_bytes: int = MAX_SLICE_BYTES
+) -> tuple[int, int]:
     """Slice and window size in bytes.
 
     Slices are as large as an urgent one can wait for without being noticed in the step, but never so small that their
@@ -41,7 +44,7 @@ def choose(measured: Measured, least_slice_bytes: int = MIN_SLICE_BYTES) -> tupl
     """
     unnoticed = _DELAY * measured.step_s * measured.bytes_per_s / measured.pservers
     slice_bytes = max(_OVERHEAD * measured.message_s * measured.bytes_per_s, unnoticed)
-    slice_bytes = _rounded(min(max(slice_bytes, least_slice_bytes), MAX_SLICE_BYTES))
+    slice_bytes = _rounded(min(max(slice_bytes, least_slice_bytes), most_slice_bytes))
     window_bytes = 2 * (slice_bytes + measured.bytes_per_s * measured.round_trip_s / measured.pservers)
     return slice_bytes, _rounded(min(window_bytes, MAX_WINDOW_BYTES))
 

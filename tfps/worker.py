@@ -17,7 +17,7 @@ from tfps import capture
 from tfps.assembly import named
 from tfps.capture import NONE, Capture, Setting
 from tfps.config import Config, check_address
-from tfps.control import PROTOCOL_VERSION, Pserver, failure_of, layout_message, layout_of, settings_of
+from tfps.control import PROTOCOL_VERSION, Pserver, failure_of, layout_message, layout_of, memory_message, settings_of
 from tfps.errors import (
     ConfigError,
     ProtocolError,
@@ -44,6 +44,7 @@ from tfps.placement import Placer
 from tfps.protos import tfps_pb2 as pb
 from tfps.rounds import Bucket, Push
 from tfps.send_queue import Outgoing, SendQueue
+from tfps.shared_memory import Place, Sharing
 from tfps.stream import WorkerStream
 from tfps.trace import Recorder
 from tfps.tracer import Tracer
@@ -99,6 +100,7 @@ class Worker:
         self._declarations = 0
         self._placer = Placer(len(addresses), config.placement)
         self._token = ""
+        self._memory = Sharing(config.shared_memory)
         self._step = 0  # for messages
         self._farewell: TfpsError | None = None  # what the pservers are told why this worker failed
         self._leaving = threading.Lock()  # guards _left
@@ -120,7 +122,7 @@ class Worker:
         self._cpu_s: list[float] = []  # of each pserver when the first buckets were declared
         self._blame = Blame(self._pservers)
         self._tracer = Tracer(self._recorder, self._pservers)
-        self._tuner = Tuner(config, self._pservers, self._queues, self.tune)
+        self._tuner = Tuner(config, self._pservers, self._queues, self._memory, self.tune)
         self._watch = threading.Thread(target=self._watch_deadlines, name="tfps-watch", daemon=True)
         try:
             self._join(job)
@@ -144,8 +146,8 @@ class Worker:
             self._pservers[index],
             index,
             self._queues[index],
-            on_data=lambda header, payload: self._take_reply(index, header, payload),
-            on_notice=lambda header, payload: self._take_notice(index, header, payload),
+            on_data=partial(self._take_reply, index),
+            on_notice=partial(self._take_notice, index),
             on_end=self._fail,
             when=lambda: f"at step {self._step}",
         )
@@ -162,12 +164,15 @@ class Worker:
             pid=os.getpid(),
             pservers=len(self._pservers),
             settings=settings_of(self.config),
+            memory=memory_message(self._memory.offer),
         )
         for index, pserver in enumerate(self._pservers):
             request.pserver_index = index
             with saying(partial(self._blame.joining, pserver)):
                 reply = pserver.join(request, max(deadline - time.monotonic(), 0.1), self.config.connect_timeout_s)
             self._streams[index].start(reply.token, reply.rank)
+            if reply.shared_memory:
+                self._memory.pservers.add(index)
             self.rank = request.rank = reply.rank
             self.workers = request.workers = reply.workers
             self._token = request.token = reply.token
@@ -188,6 +193,7 @@ class Worker:
             stream.close()
         for pserver in self._pservers:
             pserver.close()
+        self._memory.close()
 
     def _leave(self) -> None:
         """Tells every pserver, once; one that cannot be reached any more will notice by itself."""
@@ -343,7 +349,7 @@ class Worker:
             cpu_s = None
             if steps and self._cpu_s:
                 cpu_s = (self._status(pserver).cpu_s - self._cpu_s[index]) / steps
-            found.append(Link(pserver.address, rate, cpu_s))
+            found.append(Link(pserver.address, rate, cpu_s, index in self._memory.pservers))
         return found
 
     def _status(self, pserver: Pserver) -> Any:
@@ -385,18 +391,15 @@ class Worker:
             return
         self._step = max(self._step, push.step)
         shards: list[list[Outgoing]] = [[] for _ in self._queues]
-        for index, piece, flags in bucket.pieces(push.payload, self.config.first_slice_bytes):
-            header = Header(Kind.PUSH, flags, number, index, bucket.spec.priority, push.step)
-            payload = None if push.payload is None else push.payload[piece.offset : piece.offset + piece.nbytes]
-            owner = bucket.cutting.owners[index if bucket.spec.kind == "sum" else 0]
-            shards[owner].append(Outgoing(header, 0 if payload is None else piece.nbytes, payload))
+        for owner, item in bucket.frames(number, push, self.config.first_slice_bytes, self._memory):
+            shards[owner].append(item)
         for queue, items in zip(self._queues, shards, strict=True):
             if items:
                 queue.put(items)
 
     # Replies; on the receiver threads
 
-    def _take_reply(self, pserver: int, header: Header, payload: memoryview) -> None:
+    def _take_reply(self, pserver: int, header: Header, payload: memoryview, place: Place | None) -> None:
         if not 0 <= header.bucket < len(self._buckets):
             raise ProtocolError(f"bucket must be one of the {len(self._buckets)} declared ones, got {header.bucket}")
         bucket = self._buckets[header.bucket]
@@ -411,7 +414,7 @@ class Worker:
                 raise ProtocolError(f"a reply of bucket '{bucket.spec.name}' must follow a push, got one without")
             if header.step != push.step:
                 raise ProtocolError(f"step of bucket '{bucket.spec.name}' must be {push.step}, got {header.step}")
-        reply = bucket.take(pserver, push, header, payload, self.workers)
+        reply = bucket.take(pserver, push, header, payload, place, self.workers)
         if reply is None:
             return
         with bucket.lock:

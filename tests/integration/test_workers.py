@@ -63,9 +63,9 @@ def test_workers_end_bitwise_equal_and_close_to_one_process_on_the_global_batch(
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_two_deterministic_runs_are_bitwise_equal(workers: int, servers: list[str], tmp_path: Path) -> None:
     runs = []
-    for number in range(2):
-        where = tmp_path / str(number)
+    for shared in ("0", "1"):  # whatever slices pass through
+        where = tmp_path / shared
         where.mkdir()
-        runs.append(train(servers, workers, where, TFPS_DETERMINISTIC="1")[0])
+        runs.append(train(servers, workers, where, TFPS_DETERMINISTIC="1", TFPS_SHARED_MEMORY=shared)[0])
     for name in runs[0]:
         assert runs[0][name].tobytes() == runs[1][name].tobytes(), name

@@ -96,23 +96,26 @@ class Failure(_message.Message):
     def __init__(self, code: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ["failure", "protocol_version", "rank", "token", "workers"]
+    __slots__ = ["failure", "protocol_version", "rank", "shared_memory", "token", "workers"]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     failure: Failure
     protocol_version: int
     rank: int
+    shared_memory: bool
     token: str
     workers: int
-    def __init__(self, protocol_version: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., token: _Optional[str] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., token: _Optional[str] = ..., shared_memory: bool = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ["host", "job", "pid", "protocol_version", "pserver_index", "pservers", "rank", "settings", "token", "uid", "workers"]
+    __slots__ = ["host", "job", "memory", "pid", "protocol_version", "pserver_index", "pservers", "rank", "settings", "token", "uid", "workers"]
     HOST_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     PSERVERS_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +127,7 @@ class JoinRequest(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     host: str
     job: str
+    memory: SharedMemory
     pid: int
     protocol_version: int
     pserver_index: int
@@ -133,7 +137,7 @@ class JoinRequest(_message.Message):
     token: str
     uid: str
     workers: int
-    def __init__(self, protocol_version: _Optional[int] = ..., job: _Optional[str] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., uid: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., pserver_index: _Optional[int] = ..., pservers: _Optional[int] = ..., token: _Optional[str] = ..., settings: _Optional[_Union[Settings, _Mapping]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., job: _Optional[str] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., uid: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., pserver_index: _Optional[int] = ..., pservers: _Optional[int] = ..., token: _Optional[str] = ..., settings: _Optional[_Union[Settings, _Mapping]] = ..., memory: _Optional[_Union[SharedMemory, _Mapping]] = ...) -> None: ...
 
 class Layout(_message.Message):
     __slots__ = ["buckets", "slice_bytes", "steps", "window_bytes"]
@@ -162,8 +166,10 @@ class LeaveRequest(_message.Message):
     def __init__(self, token: _Optional[str] = ..., rank: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ["awaited_slices", "host", "in_flight_bytes", "pid", "queued_slices", "rank", "received_bytes", "received_slices", "sent_bytes", "sent_slices", "state", "step", "wait_s", "window_bytes"]
+    __slots__ = ["awaited_slices", "busy_bytes", "busy_s", "host", "in_flight_bytes", "pid", "queued_slices", "rank", "received_bytes", "received_slices", "sent_bytes", "sent_slices", "shared_memory", "state", "step", "wait_s", "window_bytes"]
     AWAITED_SLICES_FIELD_NUMBER: _ClassVar[int]
+    BUSY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -173,11 +179,14 @@ class MemberStatus(_message.Message):
     RECEIVED_SLICES_FIELD_NUMBER: _ClassVar[int]
     SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     SENT_SLICES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
     WINDOW_BYTES_FIELD_NUMBER: _ClassVar[int]
     awaited_slices: int
+    busy_bytes: int
+    busy_s: float
     host: str
     in_flight_bytes: int
     pid: int
@@ -187,11 +196,12 @@ class MemberStatus(_message.Message):
     received_slices: int
     sent_bytes: int
     sent_slices: int
+    shared_memory: bool
     state: str
     step: int
     wait_s: float
     window_bytes: int
-    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., step: _Optional[int] = ..., received_bytes: _Optional[int] = ..., received_slices: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., sent_slices: _Optional[int] = ..., queued_slices: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., wait_s: _Optional[float] = ..., awaited_slices: _Optional[int] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., step: _Optional[int] = ..., received_bytes: _Optional[int] = ..., received_slices: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., sent_slices: _Optional[int] = ..., queued_slices: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., wait_s: _Optional[float] = ..., awaited_slices: _Optional[int] = ..., shared_memory: bool = ..., busy_bytes: _Optional[int] = ..., busy_s: _Optional[float] = ...) -> None: ...
 
 class Records(_message.Message):
     __slots__ = ["clock_error_ns", "clock_offset_ns", "full", "host", "last", "number", "pserver", "records"]
@@ -226,6 +236,16 @@ class Settings(_message.Message):
     slice_bytes: int
     window_bytes: int
     def __init__(self, slice_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., placement: _Optional[str] = ..., deterministic: bool = ...) -> None: ...
+
+class SharedMemory(_message.Message):
+    __slots__ = ["fd", "host", "secret"]
+    FD_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    fd: int
+    host: str
+    secret: bytes
+    def __init__(self, host: _Optional[str] = ..., fd: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ["buckets", "cpu_s", "errors", "failure", "job", "jobs", "members", "memory_bytes", "open_slices", "reason", "shard_bytes", "slices", "state", "uptime_s", "version", "workers"]

@@ -1,0 +1,176 @@
+"""Memory that a worker shares with the pservers on its host, so that slices need not pass through sockets.
+
+The worker owns it, as a memfd of Linux: no name that could be left behind, no limit of a container's /dev/shm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import pathlib
+import secrets
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfps.errors import ProtocolError
+
+_SECRET_BYTES = 16
+_CHUNK_BYTES = 2**28  # of addresses; memory is only taken for regions
+
+
+class Place(NamedTuple):
+    """Where a slice is in its worker's memory, in bytes."""
+
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What another process needs to find the memory; see SharedMemory in tfps.proto."""
+
+    host: str
+    pid: int
+    fd: int
+    secret: bytes
+
+
+class Region(NamedTuple):
+    """Part of an arena. It is free again when nothing refers to `array` any more."""
+
+    offset: int
+    array: NDArray[np.uint8]  # writable, page-aligned
+
+    def place(self, offset: int, nbytes: int) -> Place:
+        """Of a part of it."""
+        return Place(self.offset + offset, nbytes)
+
+
+def host() -> str:
+    """Who has the same is on this host, and reached without a network; empty where the system does not say.
+
+    Network namespaces count as hosts: that is what they are made for.
+    """
+    try:
+        kernel = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{kernel}/{pathlib.Path('/proc/self/ns/net').stat().st_ino}"
+    except OSError:
+        return ""
+
+
+class Arena:
+    """A worker's memory, from which regions are allocated; any thread.
+
+    Raises:
+        OSError: this system has no such memory, or no more.
+    """
+
+    def __init__(self) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise OSError("memfd_create is for Linux")
+        secret = secrets.token_bytes(_SECRET_BYTES)
+        self._fd = os.memfd_create("tfps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        os.pwrite(self._fd, secret, 0)
+        self._end = mmap.PAGESIZE  # of what regions have taken
+        os.ftruncate(self._fd, self._end)
+        # Whoever has mapped it must not be hit by a signal because this process made it shorter.
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        self.offer = Offer(host(), os.getpid(), self._fd, secret)
+        self._lock = threading.Lock()  # guards what follows, but for _free, which collected arrays add to anywhere
+        self._chunk: mmap.mmap | None = None
+        self._chunk_begin = self._chunk_end = self._end
+        self._free: dict[int, deque[tuple[int, mmap.mmap, int]]] = {}
+
+    def allocate(self, nbytes: int) -> Region | None:
+        """A region, uninitialised; None if the system has no more memory."""
+        size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._lock:
+            free = self._free.setdefault(size, deque())
+            try:
+                offset, chunk, begin = free.popleft() if free else self._new(size)
+            except OSError:
+                return None
+        array: NDArray[np.uint8] = np.frombuffer(chunk, np.uint8, nbytes, offset - begin)
+        weakref.finalize(array, free.append, (offset, chunk, begin)).atexit = False
+        return Region(offset, array)
+
+    def close(self) -> None:
+        """Nobody finds the memory any more. Regions stay as long as somebody uses them."""
+        with self._lock:
+            self._close()
+            self._fd = -1  # the number may be another file's now
+
+    def _new(self, size: int) -> tuple[int, mmap.mmap, int]:
+        if self._chunk is None or self._end + size > self._chunk_end:
+            begin, length = self._end, max(_CHUNK_BYTES, size)
+            os.ftruncate(self._fd, begin + length)
+            self._chunk = mmap.mmap(self._fd, length, offset=begin)
+            self._chunk_begin, self._chunk_end = begin, begin + length
+        os.posix_fallocate(self._fd, self._end, size)  # else a lack of memory would show as a signal, later
+        offset, self._end = self._end, self._end + size
+        return offset, self._chunk, self._chunk_begin
+
+
+class Sharing:
+    """A worker's side: its arena, if it has one and shall share it, and who has mapped it."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.pservers: set[int] = set()
+        self._arena: Arena | None = None
+        if wanted and host():
+            with contextlib.suppress(OSError):  # then everything goes through sockets
+                self._arena = Arena()
+
+    @property
+    def offer(self) -> Offer | None:
+        return None if self._arena is None else self._arena.offer
+
+    def allocate(self, nbytes: int) -> Region | None:
+        """A region; None if there is no memory, or no more."""
+        return None if self._arena is None else self._arena.allocate(nbytes)
+
+    def close(self) -> None:
+        if self._arena is not None:
+            self._arena.close()
+
+
+class Attached:
+    """A worker's arena, on a pserver. Views are for the thread of one stream.
+
+    Raises:
+        OSError: it cannot be reached from here, or is not what it should be.
+    """
+
+    def __init__(self, offer: Offer) -> None:
+        if not offer.host or offer.host != host():
+            raise OSError("the worker is on another host")
+        self._fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._fd)
+        # Where processes are numbered differently, or the offer is wrong, this is some other file.
+        if not fcntl.fcntl(self._fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise OSError("the memory is not sealed")
+        if len(offer.secret) != _SECRET_BYTES or os.pread(self._fd, _SECRET_BYTES, 0) != offer.secret:
+            raise OSError("the memory has another secret")
+        self._map = mmap.mmap(self._fd, 0)
+
+    def view(self, place: Place) -> NDArray[np.uint8]:
+        """The bytes there, writable.
+
+        Raises:
+            ProtocolError: they are not all within the arena.
+        """
+        end = place.offset + place.nbytes
+        if end > len(self._map) and end <= os.fstat(self._fd).st_size:
+            self._map = mmap.mmap(self._fd, 0)  # it has grown
+        if end > len(self._map):
+            raise ProtocolError(f"a place in shared memory must end within its {len(self._map)} bytes, got {place}")
+        return np.frombuffer(self._map, np.uint8, place.nbytes, place.offset)
