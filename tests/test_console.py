@@ -38,7 +38,7 @@ def look(*members: MemberStatus, state: str = "running", reason: str = "") -> Lo
 
 
 NOW = MemberStatus(0, "host", 7, "streaming", 30, 5000, 50, 3000, 20, 2, 3000, 4096, 1.2, 0)
-SLOW = MemberStatus(1, "other", 8, "streaming", 28, 4000, 40, 3000, 20, 0, 0, 4096, 9.0, 3)
+SLOW = MemberStatus(1, "other", 8, "streaming", 28, 4000, 40, 3000, 20, 0, 0, 4096, 9.0, 3, shared_memory=True)
 
 
 def test_rates_are_differences_per_second() -> None:
@@ -62,7 +62,7 @@ def test_the_table_shows_members_rates_who_is_behind_and_errors() -> None:
     assert "pserver host:1, tfps 1.0, up 0:01:42, 50% of a core, 1 MiB of memory" in text
     assert "job 'digits' running: 2 of 2 workers, 3 buckets, here 5 slices with 2 KiB, 1 of them wait" in text
     assert re.search(r"0 +host:7 +streaming +30 +10.0 +0 +0.0 +0.0 +2 +3 KiB +5.0 ms +0", text)
-    assert re.search(r"1 +other:8 +streaming +28 +0.0 +2 +0.0 +0.0 +0 +0 B +0.0 ms +3", text)
+    assert re.search(r"1 +other:8 +streaming, shared memory +28 +0.0 +2 +0.0 +0.0 +0 +0 B +0.0 ms +3", text)
     assert "errors since the start: Join: 2 ConnectError" in text
 
 

@@ -157,7 +157,7 @@ def table(look: Look) -> Any:
         found.add_row(
             str(member.rank),
             f"{member.host}:{member.pid}",
-            member.state,
+            f"{member.state}{', shared memory' if member.shared_memory else ''}",
             str(member.step),
             f"{rate.steps_per_s:.1f}",
             str(behind),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import pathlib
 
 import numpy as np
 from numpy.typing import NDArray
 
+_RESIDENT = ("RssAnon", "RssFile")  # but not RssShmem, workers' memory that a pserver has mapped
 ALIGNMENT = 64  # bytes; what TensorFlow asks of a buffer that it does not copy
 
 # glibc's malloc.h. Larger mmap thresholds are refused.
@@ -43,8 +43,10 @@ def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
 
 
 def resident_bytes() -> int:
-    """How much memory this process holds now; 0 where the kernel does not say."""
+    """How much memory this process holds now, without what others share with it; 0 where the kernel does not say."""
     try:
-        return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
+        lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    except OSError:
         return 0
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if name in _RESIDENT}
+    return sum(kib.values()) * 1024

@@ -204,7 +204,7 @@ def scale(runs: Runs) -> Section:
     hosts = [run for run in runs if run["what"] == "hosts"]
     if hosts:
         _hosts(section, hosts)
-    growth = [run for run in runs if run["what"] in ("variables", "bytes")]
+    growth = [run for run in runs if run["what"] not in ("hosts", "idle")]
     if growth:
         _growth(section, growth)
     return section
@@ -294,7 +294,7 @@ def _growth(section: Section, runs: Runs) -> None:
     keys = dict.fromkeys((run["what"], run["variables"], run["megabytes"]) for run in runs)
     rows = [
         [
-            f"{key[1]} variables, {key[2]} MB",
+            f"{key[1]} variables, {key[2]} MB{', shared memory' if key[0] == 'shared memory' else ''}",
             *row([run for run in runs if (run["what"], run["variables"], run["megabytes"]) == key]),
         ]
         for key in keys

@@ -58,6 +58,7 @@ class Task:
     split_parameters: int = 1_000_000
     warmup_steps: int = 2
     steps: int = 6
+    shared_memory: bool = True
 
     @property
     def settings(self) -> Settings:
@@ -82,10 +83,11 @@ class Task:
     @property
     def config(self) -> Config:
         """Policies with barriers know neither slices nor windows nor priorities."""
+        common: dict[str, Any] = {"step_timeout_s": 120, "shared_memory": self.shared_memory}
         if self.settings.barriers:
-            return Config(MAX_SLICE_BYTES, UNLIMITED, "fifo", "round_robin", step_timeout_s=120)
+            return Config(MAX_SLICE_BYTES, UNLIMITED, "fifo", "round_robin", **common)
         policy: Any = "priority" if self.policy == "priority" else "fifo"
-        return Config(self.slice_bytes, self.window_bytes, policy, step_timeout_s=120)
+        return Config(self.slice_bytes, self.window_bytes, policy, **common)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -156,7 +158,7 @@ class Emulation:
             "worker_cpu_s": sum(answer["cpu_s"] for answer in answers) / total / task.workers,
             "pserver_cpu_s": cpu_s / total / task.pservers,
             "worker_peak_bytes": max(answer["peak_bytes"] for answer in answers),
-            "pserver_peak_bytes": max(_peak_bytes(process.pid) for process in self._processes[hold]),
+            "pserver_peak_bytes": max(_own_peak_bytes(process.pid) for process in self._processes[hold]),
         }
 
 
@@ -167,12 +169,17 @@ def _start(host: Host, command: list[str]) -> contextlib.AbstractContextManager[
     )
 
 
-def _peak_bytes(pid: int | str = "self") -> int:
+def _peak_bytes(pid: int | str = "self", field: str = "VmHWM") -> int:
     """The most memory that the process has had resident."""
     for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no VmHWM of process {pid}")
+    raise RuntimeError(f"no {field} of process {pid}")
+
+
+def _own_peak_bytes(pid: int) -> int:
+    """Of a pserver, without the workers' memory that it has mapped, which never becomes less."""
+    return _peak_bytes(pid) - _peak_bytes(pid, "RssShmem")
 
 
 # The worker

@@ -3,7 +3,8 @@
 The work: an MLP of 12.61 million float32 parameters (50.4 MB: three dense layers of 2048 on 2048 inputs, one of 10),
 batch 4 per worker, SGD, random data that never changes. Beside it, for those that can, VGG-19 as on the accelerator of
 the P3 paper, whose layers sleep instead of computing, with a sixteenth of its bytes: on loopback, on hosts with
-1 Gbit/s (what 16 Gbit/s are to the whole VGG-19), and with 5 and more Gbit/s divided by 16, too.
+1 Gbit/s (what 16 Gbit/s are to the whole VGG-19), and with 5 and more Gbit/s divided by 16, too. Servers have hosts of
+their own, but in the case with 2 hosts: there each is beside a worker, and all peers have the same machines.
 
 What is run, with its own defaults everywhere:
 
@@ -56,12 +57,14 @@ class Case:
     Args:
         key: in names of figures.
         rate_mbit: of every host; None: loopback.
+        colocated: servers are on the workers' hosts, so that everybody has the same two of them; else on their own.
     """
 
     key: str
     what: str
     work: Work
     rate_mbit: float | None = None
+    colocated: bool = False
 
 
 def cases(quick: bool) -> list[Case]:
@@ -71,6 +74,7 @@ def cases(quick: bool) -> list[Case]:
     found = [
         Case("lo", "MLP, loopback", mlp),
         Case("1g", "MLP, 1 Gbit/s", on_wire, MLP_MBIT),
+        Case("1g_2hosts", "MLP, 1 Gbit/s, 2 hosts", on_wire, MLP_MBIT, colocated=True),
     ]
     sleeping = vgg19(warmup_steps=2, steps=3 if quick else 10)
     found.append(Case("vgg19_lo", "sleeping VGG-19, loopback", sleeping))
@@ -119,7 +123,8 @@ def measure_case(case: Case, names: tuple[str, ...] = tuple(PEERS)) -> Iterator[
     try:
         with Netlab(LAB_HOSTS, case.rate_mbit) as lab:
             lab.probe(together=False)
-            yield from _measure_at(Place(lab.hosts), able, case.work)
+            workers, servers, last = lab.hosts[:2], lab.hosts[2:4], lab.hosts[4]
+            yield from _measure_at(Place((*workers, *(workers if case.colocated else servers), last)), able, case.work)
     except NetlabError as error:
         for name in able:
             yield {"peer": name, "left_out": f"no hosts: {error}"}
@@ -128,7 +133,7 @@ def measure_case(case: Case, names: tuple[str, ...] = tuple(PEERS)) -> Iterator[
 def reason_to_leave_out(name: str, case: Case) -> str | None:
     """Why a peer cannot do a case; "" if there is nothing to say about it, None if it can."""
     peer = PEERS[name]
-    if name == "alone" and case.key in ("1g", "vgg19_1g"):
+    if name == "alone" and case.key in ("1g", "1g_2hosts", "vgg19_1g"):
         return ""  # as on loopback
     if case.work.layers and peer.sleeps is not True:
         return str(peer.sleeps)

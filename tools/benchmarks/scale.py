@@ -7,11 +7,12 @@ whose link then carries 2 (N - 1) / N bytes per byte of parameters: 1 with 2 wor
 pservers have hosts of their own, and every link carries 1 byte per byte whatever N is. `of_2` is a worker's throughput
 relative to that of one of 2 workers, `allowed` the same of the lower bounds (docs/lower_bound.md).
 
-Variables and bytes: 2 workers and 1 pserver on one host without a limit of rate, nothing computed. Variables are fused
-up to 64 KiB only, not up to a slice as tfps does it, so that many variables are many buckets. Peak memory is
-compared with what it may be: a pserver's with 1.5 times its shard and one window per worker; a worker's with its
-buffers (the gradients, which the caller holds, and one window per direction) and 1.25 times the gradients on top; both
-besides what the process has when it has exchanged next to nothing.
+Variables and bytes: 2 workers and 1 pserver on one host without a limit of rate, nothing computed, through sockets as
+to other hosts; bytes also through shared memory. Variables are fused up to 64 KiB only, not up to a slice as tfps does
+it, so that many variables are many buckets. Peak memory is compared with what it may be: a pserver's with 1.5 times its
+shard and one window per worker; a worker's with its buffers (the gradients, which the caller holds, and one window per
+direction) and 1.25 times the gradients on top; both besides what the process has when it has exchanged next to nothing.
+What is shared counts as the worker's, who owns it.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ def run(quick: bool) -> Outcome:
         runs += measure_hosts(lab, quick)
         some = len(VARIABLES) - 1 if quick else 1  # the first and the last
         cases = [("variables", number, VARIABLES_MB) for number in VARIABLES[::some]]
-        cases += [("bytes", MEGABYTES_VARIABLES, megabytes) for megabytes in MEGABYTES[::some]]
+        cases += [
+            (what, MEGABYTES_VARIABLES, each) for what in ("bytes", "shared memory") for each in MEGABYTES[::some]
+        ]
         idle = measure_growth(lab, "idle", 1, 0.004)
         for _ in range(1 if quick else 3):
             for what, variables, megabytes in cases:
@@ -192,6 +195,7 @@ def measure_growth(
         GROWTH_WINDOW_BYTES,
         warmup_steps=2,
         steps=GROWTH_STEPS,
+        shared_memory=what == "shared memory",
     )
     with Emulation([lab.hosts[0]] * GROWTH_WORKERS, GROWTH_WORKERS, 1) as emulation:  # over the host's own loopback
         found = emulation.run(task)
@@ -207,7 +211,7 @@ def measure_growth(
         "worker_of_aim": worker_bytes / (2.25 * profile.nbytes + 2 * GROWTH_WINDOW_BYTES),
     }
     print(
-        f"{variables:5} variables, {megabytes:5} MB: {found['step_s']:.3f} s/step, CPU ms/step of a worker "
+        f"{variables:5} variables, {megabytes:5} MB ({what}): {found['step_s']:.3f} s/step, CPU ms/step of a worker "
         f"{found['worker_cpu_s'] * 1e3:.0f}, of the pserver {found['pserver_cpu_s'] * 1e3:.0f}; peak MB over idle: "
         f"worker {worker_bytes / MB:.0f}, pserver {pserver_bytes / MB:.0f}; of the aim: "
         f"worker {found['worker_of_aim']:.2f}, pserver {found['pserver_of_aim']:.2f}",
@@ -244,6 +248,7 @@ def headline(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     for key, what, field, unit in (
         ("cpu_ms_per_bucket", "variables", "buckets", 1e3),
         ("cpu_s_per_gb", "bytes", "megabytes", 1e3),
+        ("shared_memory_cpu_s_per_gb", "shared memory", "megabytes", 1e3),
     ):
         same = [r for r in growth if r["what"] == what]
         low, high = (pick(r[field] for r in same) for pick in (min, max))

@@ -1,4 +1,7 @@
-"""Push-pull of 50 MB per step between 2 workers and 1 or 2 pservers on loopback, without TensorFlow.
+"""Push-pull of 50 MB per step between 2 workers and 1 or 2 pservers on one host, without TensorFlow.
+
+As it is by default, through shared memory, and through sockets on loopback (`TFPS_SHARED_MEMORY=0`), as to another
+host with an unlimited network.
 
 Beside it, in the same run and interleaved: 2 clients that echo the same bytes in equal slices off one process through
 raw sockets, which is what loopback and Python give at best. GB/s per worker are bytes pushed per worker and second; CPU
@@ -23,7 +26,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import children
 import numpy as np
@@ -36,35 +39,49 @@ ECHO_BYTES, ECHO_WINDOW = 2**20, 4  # messages of the echoes, and how many are o
 WARMUP_STEPS = 15  # in which tfps tunes itself
 WORKERS = 2
 ANSWER_S = 300.0
-ROWS = {"raw": "raw", "grpc": "bare gRPC", "floor": "gRPC + sums", "p1": "1 pserver", "p2": "2 pservers"}
+
+
+class Row(NamedTuple):
+    """What is measured; `key` is in the names of figures."""
+
+    key: str
+    name: str
+    role: str
+    servers: int = 1
+    shared_memory: bool = True
+
+
+ROWS = (
+    Row("raw", "raw", "raw"),
+    Row("grpc", "bare gRPC", "grpc"),
+    Row("floor", "gRPC + sums", "grpc-sum"),
+    Row("p1", "1 pserver", "work"),
+    Row("p2", "2 pservers", "work", servers=2),
+    Row("p1_sockets", "1 pserver, sockets", "work", shared_memory=False),
+    Row("p2_sockets", "2 pservers, sockets", "work", servers=2, shared_memory=False),
+)
 
 
 def run(quick: bool) -> Outcome:
-    """Interleaves raw sockets, bare gRPC, 1 pserver and 2 pservers; medians over the rounds."""
+    """Interleaves all rows; medians over the rounds."""
     rounds, steps = (3, 20) if quick else (7, 40)
     runs: list[dict[str, Any]] = []
-    print(f"{'':12} {'GB/s per worker':>16} {'CPU s/GB':>9}")
+    print(f"{'':20} {'GB/s per worker':>16} {'CPU s/GB':>9}")
     for number in range(rounds):
-        for name, role, servers in (
-            ("raw", "raw", 1),
-            ("bare gRPC", "grpc", 1),
-            ("gRPC + sums", "grpc-sum", 1),
-            ("1 pserver", "work", 1),
-            ("2 pservers", "work", 2),
-        ):
-            result = measure(role, servers, steps) | {"round": number, "what": name}
+        for row in ROWS:
+            result = measure(row.role, row.servers, steps, row.shared_memory) | {"round": number, "what": row.name}
             runs.append(result)
-            print(f"{name:12} {result['gb_per_s']:16.3f} {result['cpu_s_per_gb']:9.2f}", flush=True)
+            print(f"{row.name:20} {result['gb_per_s']:16.3f} {result['cpu_s_per_gb']:9.2f}", flush=True)
     headline = {}
-    for key, what in ROWS.items():
-        of_kind = [r for r in runs if r["what"] == what]
+    for key, of_kind in ((row.key, [r for r in runs if r["what"] == row.name]) for row in ROWS):
         headline[f"{key}_gb_per_s"] = median(of_kind, "gb_per_s")
         headline[f"{key}_cpu_s_per_gb"] = median(of_kind, "cpu_s_per_gb")
     return Outcome(headline, runs)
 
 
-def measure(role: str, server_count: int, steps: int) -> dict[str, Any]:
+def measure(role: str, server_count: int, steps: int, shared_memory: bool = True) -> dict[str, Any]:
     """One run in fresh processes; `role` is what the workers do: "work" with pservers, the others with an echo."""
+    os.environ["TFPS_SHARED_MEMORY"] = str(int(shared_memory))
     with contextlib.ExitStack() as stack:
         command = [sys.executable, "-u", str(pathlib.Path(__file__))]
         if role == "work":
