@@ -97,6 +97,20 @@ def test_regions_overlap_only_when_nobody_refers_to_the_first_any_more() -> None
     assert again.offset == offset
 
 
+def test_what_is_free_gives_its_memory_back_for_something_of_another_size() -> None:
+    arena = Arena()
+    for pages in range(100, 120):  # one model after the other
+        region = arena.allocate(4096 * pages)
+        assert region is not None
+        region.array[:] = pages
+        assert os.fstat(arena.offer.fd).st_blocks * 512 <= 4096 * (2 * 120 + 1)
+        del region
+    again = arena.allocate(4096 * 100)
+    assert again is not None
+    again.array[:] = 1
+    np.testing.assert_array_equal(Attached(arena.offer).view(again.place(0, 4096)), np.ones(4096, np.uint8))
+
+
 @pytest.mark.parametrize("place", [Place(2**40, 4), Place(0, 2**40), Place(2**64 - 1, 1), Place(2**63, 2**63)])
 def test_places_beyond_the_end_are_refused(place: Place) -> None:
     arena = Arena()

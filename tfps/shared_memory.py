@@ -54,6 +54,16 @@ class Region(NamedTuple):
         return Place(self.offset + offset, nbytes)
 
 
+@dataclass(slots=True)
+class _Pages:
+    """Part of an arena, in use or free. What is free gives its memory back when something of another size is needed."""
+
+    offset: int
+    chunk: mmap.mmap
+    chunk_begin: int
+    backed: bool = False  # by memory
+
+
 def host() -> str:
     """Who has the same is on this host, and reached without a network; empty where the system does not say.
 
@@ -85,10 +95,10 @@ class Arena:
         # Whoever has mapped it must not be hit by a signal because this process made it shorter.
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self.offer = Offer(host(), os.getpid(), self._fd, secret)
-        self._lock = threading.Lock()  # guards what follows, but for _free, which collected arrays add to anywhere
+        self._lock = threading.Lock()  # guards what follows, but for deques, to which collected arrays add anywhere
         self._chunk: mmap.mmap | None = None
         self._chunk_begin = self._chunk_end = self._end
-        self._free: dict[int, deque[tuple[int, mmap.mmap, int]]] = {}
+        self._free: dict[int, deque[_Pages]] = {}  # by size
 
     def allocate(self, nbytes: int) -> Region | None:
         """A region, uninitialised; None if the system has no more memory."""
@@ -96,12 +106,19 @@ class Arena:
         with self._lock:
             free = self._free.setdefault(size, deque())
             try:
-                offset, chunk, begin = free.popleft() if free else self._new(size)
+                pages = free.popleft() if free else self._new(size)
             except OSError:
                 return None
-        array: NDArray[np.uint8] = np.frombuffer(chunk, np.uint8, nbytes, offset - begin)
-        weakref.finalize(array, free.append, (offset, chunk, begin)).atexit = False
-        return Region(offset, array)
+            try:
+                if not pages.backed:
+                    os.posix_fallocate(self._fd, pages.offset, size)  # else a lack of memory would show as a signal
+            except OSError:
+                free.append(pages)
+                return None
+            pages.backed = True
+        array: NDArray[np.uint8] = np.frombuffer(pages.chunk, np.uint8, nbytes, pages.offset - pages.chunk_begin)
+        weakref.finalize(array, free.append, pages).atexit = False
+        return Region(pages.offset, array)
 
     def close(self) -> None:
         """Nobody finds the memory any more. Regions stay as long as somebody uses them."""
@@ -109,15 +126,21 @@ class Arena:
             self._close()
             self._fd = -1  # the number may be another file's now
 
-    def _new(self, size: int) -> tuple[int, mmap.mmap, int]:
+    def _new(self, size: int) -> _Pages:
+        for other, free in self._free.items():  # another model's, perhaps
+            for _ in range(len(free)):
+                pages = free.popleft()
+                if pages.backed:
+                    pages.chunk.madvise(mmap.MADV_REMOVE, pages.offset - pages.chunk_begin, other)
+                    pages.backed = False
+                free.append(pages)
         if self._chunk is None or self._end + size > self._chunk_end:
             begin, length = self._end, max(_CHUNK_BYTES, size)
             os.ftruncate(self._fd, begin + length)
             self._chunk = mmap.mmap(self._fd, length, offset=begin)
             self._chunk_begin, self._chunk_end = begin, begin + length
-        os.posix_fallocate(self._fd, self._end, size)  # else a lack of memory would show as a signal, later
         offset, self._end = self._end, self._end + size
-        return offset, self._chunk, self._chunk_begin
+        return _Pages(offset, self._chunk, self._chunk_begin)
 
 
 class Sharing:
@@ -153,7 +176,7 @@ class Attached:
     def __init__(self, offer: Offer) -> None:
         if not offer.host or offer.host != host():
             raise OSError("the worker is on another host")
-        self._fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR | os.O_CLOEXEC)
+        self._fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         weakref.finalize(self, os.close, self._fd)
         # Where processes are numbered differently, or the offer is wrong, this is some other file.
         if not fcntl.fcntl(self._fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
