@@ -6,6 +6,8 @@ import contextlib
 import functools
 import os
 import queue
+import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -154,6 +156,16 @@ class Cluster(contextlib.ExitStack):
         raw = RawWorker(address, rank, **options)
         self.callback(raw.close)
         return raw
+
+
+def unused_ports(count: int) -> int:
+    """The first of so many neighbours that nobody listens on, nor will: the system gives out others by itself."""
+    while True:
+        port = 20_000 + secrets.randbelow(10_000)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for each in range(port, port + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", each)))
+            return port
 
 
 def use(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -15,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
+import jobs
 import psutil
 import pytest
 
@@ -352,17 +351,8 @@ def test_when_nobody_reads_any_more_all_end(write_script: WriteScript, start: Ca
     assert not running.survivors()
 
 
-def two_free_ports() -> int:
-    """The first of two neighbours that nobody listens on."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as one:
-            port: int = one.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError), socket.create_server(("127.0.0.1", port + 1)):
-                return port
-
-
 def test_each_pserver_serves_its_metrics_on_a_port_that_is_known(write_script: WriteScript) -> None:
-    port = two_free_ports()
+    port = jobs.unused_ports(2)
     script = write_script(
         """
         from urllib.request import urlopen

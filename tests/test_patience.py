@@ -49,8 +49,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
 
 
 def test_a_pserver_that_does_not_answer_is_named(cluster: Cluster, said: list[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = jobs.unused_ports(1)
     with pytest.raises(ConnectError):
         cluster.worker([f"127.0.0.1:{port}"], config=Config(connect_timeout_s=1.5))
     assert said == [f"tfps: waits for pserver 127.0.0.1:{port}, which does not answer; is tfps_pserver running there?"]

@@ -167,8 +167,7 @@ def test_ranks_follow_the_order_of_joining(cluster: Cluster) -> None:
 
 
 def test_pservers_may_start_later_than_workers(cluster: Cluster) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as placeholder:
-        port = placeholder.getsockname()[1]
+    port = jobs.unused_ports(1)
     started = threading.Event()
 
     def join() -> Worker:
@@ -187,13 +186,8 @@ def test_pservers_may_start_later_than_workers(cluster: Cluster) -> None:
     assert worker.workers == 1
 
 
-def unused_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"127.0.0.1:{listener.getsockname()[1]}"
-
-
 def test_no_pserver_at_an_address_is_named_within_the_timeout(cluster: Cluster) -> None:
-    address = unused_address()
+    address = f"127.0.0.1:{jobs.unused_ports(1)}"
     start = time.monotonic()
     with pytest.raises(
         ConnectError, match=rf"pserver {address}: no answer within 1.5 s .*is tfps_pserver running there"
@@ -203,7 +197,7 @@ def test_no_pserver_at_an_address_is_named_within_the_timeout(cluster: Cluster) 
 
 
 def test_one_of_two_pservers_unreachable_is_named_and_the_other_is_free_again(cluster: Cluster) -> None:
-    good, bad = cluster.pserver(1).address, unused_address()
+    good, bad = cluster.pserver(1).address, f"127.0.0.1:{jobs.unused_ports(1)}"
     with pytest.raises(ConnectError, match=f"pserver {bad}: no answer"):
         cluster.worker([good, bad], config=SHORT)
     cluster.worker([good])
