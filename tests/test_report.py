@@ -99,6 +99,21 @@ def test_waiting_on_an_idle_link_is_waiting_for_other_workers() -> None:
     assert found.limit.startswith("other workers")
 
 
+def test_of_two_ways_the_network_counts_and_not_shared_memory() -> None:
+    links = [Link("a:1", 10e6), Link("b:1", 5e9, shared_memory=True)]
+    found = make_report(history(LAYERS, 20e6), links)
+    assert found.bytes_per_s == pytest.approx(20e6)  # in the time that the network takes, as much stays on the host
+    assert found.limit == "this worker's link (80 Mbit/s to all pservers)"
+    assert found.with_twice_the_bandwidth_s < found.step_s
+
+
+def test_without_a_network_the_host_is_the_limit() -> None:
+    links = [Link(f"{name}:1", 10e6, shared_memory=True) for name in "ab"]
+    found = make_report(history(LAYERS, 20e6), links)
+    assert found.bytes_per_s == pytest.approx(20e6)
+    assert found.limit == "this host's memory and processors (20 MB/s to all pservers)"
+
+
 def test_too_few_steps_are_refused() -> None:
     with pytest.raises(tfps.TfpsError, match="at least 4 training steps after the first ones, got 3"):
         make_report(history(LAYERS, 1e9, steps=3), [])

@@ -6,13 +6,14 @@ import functools
 import threading
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import DEADLINE_S, Cluster, push, summed, together
+from jobs import DEADLINE_S, Cluster, poll, push, summed, together, use
 
 from tfps.config import Config
 from tfps.errors import ProtocolError, TfpsError
@@ -24,7 +25,7 @@ from tfps.send_queue import Throughput
 from tfps.shared_memory import Sharing
 from tfps.trace import Recorder
 from tfps.tuner import Tuner, measure
-from tfps.tuning import MAX_SLICE_BYTES, MIN_SLICE_BYTES, Measured, choose
+from tfps.tuning import MAX_SHARED_SLICE_BYTES, MAX_SLICE_BYTES, MIN_SLICE_BYTES, Measured, choose
 from tfps.worker import Worker
 
 CONFIG = Config(slice_bytes=1024, window_bytes=4096, step_timeout_s=DEADLINE_S, connect_timeout_s=DEADLINE_S)
@@ -277,3 +278,50 @@ def test_a_layout_places_by_balance_over_the_listed_buckets() -> None:
     assert found[0].step == 7
     assert [piece.nbytes for piece in found[0].slices] == [2000] * 10
     assert list(found[0].owners) == [0, 1] * 5
+
+
+# What is measured where slices pass through shared memory
+
+AUTO = Config(step_timeout_s=DEADLINE_S, connect_timeout_s=DEADLINE_S)
+
+
+def sharing(cluster: Cluster, *shared: bool, pservers: int = 1) -> list[Worker]:
+    """Workers that share their memory or not, which have exchanged more than windows hold, several times."""
+    addresses = cluster.pservers(pservers, len(shared))
+    configs = [replace(AUTO, shared_memory=each) for each in shared]
+    members = together(
+        *(functools.partial(cluster.worker, addresses, rank, config=config) for rank, config in enumerate(configs))
+    )
+    spec = BucketSpec("large", "sum", 8_000_000, "float32", 0)
+    together(*(functools.partial(worker.declare, [spec]) for worker in members))
+    for _ in range(3):
+        for pending in [push(worker, 0, bytes(spec.nbytes)) for worker in members]:
+            pending.wait()
+    return members
+
+
+def test_slices_may_be_larger_where_all_share_memory(cluster: Cluster) -> None:
+    members = sharing(cluster, True, True)
+    tuner = members[0]._tuner
+    assert (tuner._ask, tuner._most) == (False, MAX_SHARED_SLICE_BYTES)
+    poll(lambda: tuner._busy() == [members[0]._queues[0].throughput])  # the last receipts may still come
+
+
+def test_rank_0_on_the_host_of_all_pservers_asks_how_fast_others_receive(cluster: Cluster) -> None:
+    tuner = sharing(cluster, True, False, True, pservers=2)[0]._tuner
+    assert (tuner._ask, tuner._most) == (True, MAX_SLICE_BYTES)
+
+    def told() -> list[Throughput]:
+        return [Throughput(m.busy_bytes, m.busy_s) for members in tuner._members() for m in members if m.rank == 1]
+
+    poll(lambda: tuner._busy() == told())  # the last receipts may still come
+    assert all(each.nbytes > 0 and each.seconds > 0 for each in told())
+
+
+def test_only_the_network_is_measured_where_there_is_one(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    use("both", monkeypatch)  # sockets to the first pserver
+    members = sharing(cluster, True, True, pservers=2)
+    tuner = members[0]._tuner
+    assert members[0]._memory.pservers == {1}
+    assert (tuner._ask, tuner._most) == (False, MAX_SLICE_BYTES)
+    poll(lambda: tuner._busy() == [members[0]._queues[0].throughput])  # the last receipts may still come
