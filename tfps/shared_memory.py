@@ -100,6 +100,12 @@ class Arena:
         self._chunk_begin = self._chunk_end = self._end
         self._free: dict[int, deque[_Pages]] = {}  # by size
 
+    @property
+    def nbytes(self) -> int:
+        """How much memory it holds; 0 once closed."""
+        with self._lock:
+            return 0 if self._fd < 0 else os.fstat(self._fd).st_blocks * 512
+
     def allocate(self, nbytes: int) -> Region | None:
         """A region, uninitialised; None if the system has no more memory."""
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -156,6 +162,11 @@ class Sharing:
     @property
     def offer(self) -> Offer | None:
         return None if self._arena is None else self._arena.offer
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory it holds."""
+        return 0 if self._arena is None else self._arena.nbytes
 
     def allocate(self, nbytes: int) -> Region | None:
         """A region; None if there is no memory, or no more."""

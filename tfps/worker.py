@@ -136,6 +136,11 @@ class Worker:
     def failure(self) -> TfpsError | None:
         return self._state.failure
 
+    @property
+    def shared_bytes(self) -> int:
+        """How much memory it shares with pservers on its host."""
+        return self._memory.nbytes
+
     def add_failure_listener(self, listener: FailureListener) -> None:
         self._state.add_listener(listener)
 

@@ -157,8 +157,9 @@ class Emulation:
             "window_bytes": answers[0]["window_bytes"],
             "worker_cpu_s": sum(answer["cpu_s"] for answer in answers) / total / task.workers,
             "pserver_cpu_s": cpu_s / total / task.pservers,
+            "shared_bytes": sum(answer["shared_bytes"] for answer in answers),
             "worker_peak_bytes": max(answer["peak_bytes"] for answer in answers),
-            "pserver_peak_bytes": max(_own_peak_bytes(process.pid) for process in self._processes[hold]),
+            "pserver_peak_bytes": max(_peak_bytes(process.pid) for process in self._processes[hold]),
         }
 
 
@@ -169,17 +170,12 @@ def _start(host: Host, command: list[str]) -> contextlib.AbstractContextManager[
     )
 
 
-def _peak_bytes(pid: int | str = "self", field: str = "VmHWM") -> int:
-    """The most memory that the process has had resident."""
+def _peak_bytes(pid: int | str = "self") -> int:
+    """The most memory that the process has had resident, what others share with it included."""
     for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
+        if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {field} of process {pid}")
-
-
-def _own_peak_bytes(pid: int) -> int:
-    """Of a pserver, without the workers' memory that it has mapped, which never becomes less."""
-    return _peak_bytes(pid) - _peak_bytes(pid, "RssShmem")
+    raise RuntimeError(f"no VmHWM of process {pid}")
 
 
 # The worker
@@ -282,7 +278,8 @@ def _work(order: dict[str, Any]) -> dict[str, Any]:
     worker = Worker(order["pservers"], rank=order["rank"], workers=task.workers, config=task.config)
     try:
         found = Trainer(worker, task).train()
-        sizes = {"slice_bytes": worker.slice_bytes, "window_bytes": worker.window_bytes}
+        names = ("slice_bytes", "window_bytes", "shared_bytes")
+        sizes = {name: getattr(worker, name) for name in names}
     finally:
         worker.close()
     return {**found, **sizes, "cpu_s": time.process_time() - cpu_s, "peak_bytes": _peak_bytes()}

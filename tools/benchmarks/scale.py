@@ -202,6 +202,7 @@ def measure_growth(
     found |= {"what": what, "variables": variables, "megabytes": megabytes, "buckets": len(task.plan.layers)}
     if idle is None:
         return found
+    found["pserver_peak_bytes"] -= found["shared_bytes"]
     pserver_bytes = found["pserver_peak_bytes"] - idle["pserver_peak_bytes"]
     worker_bytes = found["worker_peak_bytes"] - idle["worker_peak_bytes"]
     found |= {
