@@ -81,8 +81,8 @@ def test_list_says_what_is_not_installed(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_peer_that_is_not_installed_is_left_out_by_name() -> None:
-    case = benchmark.Case("lo", "tiny, loopback", TINY)
-    found = list(benchmark.measure_case(case, ("horovod", "mxnet-p3")))
+    case = benchmark.Case("lo", "tiny, loopback", TINY, peers=("horovod", "mxnet-p3"))
+    found = list(benchmark.measure_case(case))
     assert found == [
         {"peer": "horovod", "left_out": "not installed: tools/peers.py install horovod"},
         {"peer": "mxnet-p3", "left_out": "not installed: tools/peers.py install mxnet"},
@@ -124,8 +124,8 @@ def test_a_role_that_fails_is_named_with_its_last_lines(monkeypatch: pytest.Monk
         return [session.start("worker 0", 0, "peer_workers.no_such_module")]
 
     monkeypatch.setitem(peer_runs.PEERS, "tfps", Peer("tfps", "", start))
-    case = benchmark.Case("lo", "tiny, loopback", TINY)
-    (found,) = benchmark.measure_case(case, ("tfps",))
+    case = benchmark.Case("lo", "tiny, loopback", TINY, peers=("tfps",))
+    (found,) = benchmark.measure_case(case)
     assert "worker 0 ended with exit code 1 while waiting for the end of 1 warm-up steps" in found["failed"]
     assert "No module named peer_workers.no_such_module" in found["failed"]
     assert benchmark.headline([{"case": "lo", **found}]) == {}
