@@ -118,9 +118,9 @@ def test_a_pserver_with_metrics_starts_fast_and_is_seen_by_curl_json_table_and_l
             (1, 4000, 0),
         ]
         assert {"received_bytes_per_s", "sent_bytes_per_s", "steps_per_s", "late_s"} <= set(found["job"]["members"][0])
-        once = _status(address, COLUMNS="200")
+        once = _status(address, COLUMNS="80")
         assert f"pserver {address}" in once
-        assert re.search(r"^ *1  \S+:\d+ +streaming", once, re.M)
+        assert re.search(r"^ *1  \S+:\d+ +streaming, shared memory +0", once, re.M)
         _live(address)
         workers[0].close()
         process.send_signal(signal.SIGTERM)

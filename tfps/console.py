@@ -131,6 +131,7 @@ def show(watcher: Watcher, interval_s: float) -> None:
         ) from error
     console = Console()
     if not console.is_terminal:
+        console.width = max(console.width, _WHOLE_WIDTH)  # a file or a pipe has room
         if (look := watcher.look(interval_s)) is not None:
             console.print(table(look))
         return
@@ -139,6 +140,7 @@ def show(watcher: Watcher, interval_s: float) -> None:
             live.update(table(look), refresh=True)
 
 
+_WHOLE_WIDTH = 160
 _COLUMNS = "rank", "process", "state", "step", "steps/s", "behind", "in MB/s", "out MB/s", "queued", "in flight"
 
 
