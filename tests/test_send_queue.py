@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import jobs
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from tfps.config import Policy
 from tfps.errors import ClosedError, ProtocolError
 from tfps.frames import Header, Kind
 from tfps.send_queue import Outgoing, SendQueue
-from tfps.shared_memory import Place
+from tfps.shared_memory import Place, Target
 from tfps.trace import Recorder
 
 
@@ -132,13 +133,13 @@ def test_replies_carry_no_receipts() -> None:
 def test_replies_in_shared_memory_carry_receipts() -> None:
     sends = queue(window=100, piggyback=False)
     sends.received(60)
-    sends.put([item(0)._replace(place=Place(0, 10))])
+    sends.put([item(0)._replace(target=Target(Place(0, 10), np.empty(10, np.uint8)))])
     shared, receipt = sends.take() or (None, 0)
     assert isinstance(shared, Outgoing)
     assert receipt == 60
     sends.received(40)  # 40 since then: not due
     sends.put([item(0)])
-    assert taken(sends).place is None
+    assert taken(sends).target is None
 
 
 def test_a_receipt_is_due_while_the_window_is_full() -> None:

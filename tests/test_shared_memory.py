@@ -227,7 +227,7 @@ def test_a_system_without_such_memory_is_no_error(cluster: jobs.Cluster, monkeyp
 
 
 def test_another_network_namespace_is_another_host(cluster: jobs.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    hosts = iter(["worker's", "worker's", "pserver's"])
+    hosts = iter(["worker's", "pserver's"])
     monkeypatch.setattr(shared_memory, "host", lambda: next(hosts))
     server = cluster.pserver(1)
     exchange(job(cluster, server, 1), 1)

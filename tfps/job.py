@@ -27,8 +27,8 @@ from tfps.membership import Applicant, Member, Membership, State, first_differen
 from tfps.placement import Placer
 from tfps.recording import Recording
 from tfps.send_queue import Outgoing, SendQueue
-from tfps.shard import OwnedSlice, Taken, Target
-from tfps.shared_memory import Attached, Place
+from tfps.shard import OwnedSlice, Taken
+from tfps.shared_memory import Attached, Place, Target
 from tfps.slicing import Slice, cut
 from tfps.status import ErrorCounts, JobStatus, job_status
 from tfps.trace import Recorder
@@ -426,5 +426,5 @@ class Job:
             if (target := taken.targets.get(rank)) is None:
                 queue.put(items)
             else:
-                (item,), content = items, memoryview(frame)[frames.HEADER_BYTES :]
-                queue.put([item._replace(payload=content, frame=None, place=target.place, memory=target.memory)])
+                content = memoryview(frame)[frames.HEADER_BYTES :]  # a sum has one piece
+                queue.put([Outgoing(header, len(content), content, target=target)])

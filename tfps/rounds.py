@@ -78,15 +78,12 @@ class Bucket:
             push.region = memory.allocate(self.spec.nbytes)
         for index, piece, flags in self.pieces(push.payload, piece_bytes):
             header = Header(Kind.PUSH, flags, number, index, self.spec.priority, push.step)
-            end = piece.offset + piece.nbytes
-            payload = None if push.payload is None else push.payload[piece.offset : end]
+            payload = None if push.payload is None else push.payload[piece.offset : piece.offset + piece.nbytes]
             owner = owners[index if self.spec.kind == "sum" else 0]
-            item = Outgoing(header, 0 if payload is None else piece.nbytes, payload)
+            target = None
             if push.region is not None and owner in memory.pservers:
-                item = item._replace(
-                    place=push.region.place(piece.offset, piece.nbytes), memory=push.region.array[piece.offset : end]
-                )
-            yield owner, item
+                target = push.region.target(piece.offset, piece.nbytes)
+            yield owner, Outgoing(header, 0 if payload is None else piece.nbytes, payload, target=target)
 
     def take(
         self, pserver: int, push: Push, header: Header, payload: memoryview, place: Place | None, workers: int

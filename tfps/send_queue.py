@@ -10,29 +10,25 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from tfps.capture import NONE
 from tfps.config import Policy
 from tfps.errors import ProtocolError, TfpsError
 from tfps.frames import Header
-from tfps.shared_memory import Place
+from tfps.shared_memory import Target
 from tfps.trace import UNKNOWN, Recorder
 
 
 class Outgoing(NamedTuple):
     """A frame to be sent: header and `payload`, or everything already encoded in `frame`. `nbytes` is the payload's.
 
-    If `place` is given the payload does not go into the frame but into `memory`, which is there.
+    If `target` is given the payload does not go into the frame but there.
     """
 
     header: Header
     nbytes: int
     payload: memoryview | None = None
     frame: bytes | None = None
-    place: Place | None = None
-    memory: NDArray[np.uint8] | None = None
+    target: Target | None = None
 
 
 class Throughput(NamedTuple):
@@ -175,7 +171,7 @@ class SendQueue:
                 if self._urgent:
                     return self._urgent.popleft(), 0
                 may_send = bool(self._heap) and self._sent - self._acked < self._window_bytes
-                carries = may_send and (self._piggyback or self._heap[0][2].place is not None)
+                carries = may_send and (self._piggyback or self._heap[0][2].target is not None)
                 receipt_due = self._received - self._receipted >= self._receipt_bytes
                 if receipt_due and not carries:
                     self._receipted = self._received

@@ -12,15 +12,8 @@ from tfps.aggregate import GatherRound, SumRound
 from tfps.capture import NONE
 from tfps.errors import ProtocolError
 from tfps.frames import EMPTY, LAST, Blank, Header
-from tfps.shared_memory import Place
+from tfps.shared_memory import Target
 from tfps.trace import Recorder
-
-
-class Target(NamedTuple):
-    """Where a rank on this host wants the sum, in the memory that it shares."""
-
-    place: Place
-    memory: NDArray[np.uint8]
 
 
 class Taken(NamedTuple):

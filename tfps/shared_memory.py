@@ -43,6 +43,13 @@ class Offer:
     secret: bytes
 
 
+class Target(NamedTuple):
+    """The place of a slice and the bytes there: what a push has to be written to, and then its sum."""
+
+    place: Place
+    memory: NDArray[np.uint8]
+
+
 class Region(NamedTuple):
     """Part of an arena. It is free again when nothing refers to `array` any more."""
 
@@ -52,6 +59,10 @@ class Region(NamedTuple):
     def place(self, offset: int, nbytes: int) -> Place:
         """Of a part of it."""
         return Place(self.offset + offset, nbytes)
+
+    def target(self, offset: int, nbytes: int) -> Target:
+        """A part of it."""
+        return Target(self.place(offset, nbytes), self.array[offset : offset + nbytes])
 
 
 @dataclass(slots=True)
@@ -155,7 +166,7 @@ class Sharing:
     def __init__(self, wanted: bool) -> None:
         self.pservers: set[int] = set()
         self._arena: Arena | None = None
-        if wanted and host():
+        if wanted:
             with contextlib.suppress(OSError):  # then everything goes through sockets
                 self._arena = Arena()
 

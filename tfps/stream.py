@@ -31,10 +31,10 @@ def outgoing(queue: SendQueue) -> Iterator[bytes]:
             yield frames.encode(Header(Kind.ACK, received=received))
         elif isinstance(item, bytes):
             yield item
-        elif item.place is not None:
-            if item.payload is not None and item.memory is not None:
-                np.copyto(item.memory, np.frombuffer(item.payload, np.uint8))
-            yield frames.encode_shared(item.header._replace(received=received), item.place)
+        elif item.target is not None:
+            if item.payload is not None:
+                np.copyto(item.target.memory, np.frombuffer(item.payload, np.uint8))
+            yield frames.encode_shared(item.header._replace(received=received), item.target.place)
         elif item.frame is not None:
             yield item.frame
         else:

@@ -204,7 +204,7 @@ def scale(runs: Runs) -> Section:
     hosts = [run for run in runs if run["what"] == "hosts"]
     if hosts:
         _hosts(section, hosts)
-    growth = [run for run in runs if run["what"] not in ("hosts", "idle")]
+    growth = [run for run in runs if run["what"] != "hosts"]
     if growth:
         _growth(section, growth)
     return section

@@ -81,7 +81,6 @@ def run(quick: bool) -> Outcome:
 
 def measure(role: str, server_count: int, steps: int, shared_memory: bool = True) -> dict[str, Any]:
     """One run in fresh processes; `role` is what the workers do: "work" with pservers, the others with an echo."""
-    os.environ["TFPS_SHARED_MEMORY"] = str(int(shared_memory))
     with contextlib.ExitStack() as stack:
         command = [sys.executable, "-u", str(pathlib.Path(__file__))]
         if role == "work":
@@ -91,7 +90,9 @@ def measure(role: str, server_count: int, steps: int, shared_memory: bool = True
         servers = [stack.enter_context(_start(serve)) for _ in range(server_count)]
         addresses = [_line(server).split()[3] for server in servers]
         work = [*command, role, *addresses, "--steps", str(steps)]
-        workers = [stack.enter_context(_start(work)) for _ in range(WORKERS)]
+        workers = [
+            stack.enter_context(_start(work, TFPS_SHARED_MEMORY=str(int(shared_memory)))) for _ in range(WORKERS)
+        ]
         for worker in workers:
             _line(worker)  # ready: connected and warm
         before = [children.cpu_s(server.pid) for server in servers]
@@ -110,9 +111,9 @@ def measure(role: str, server_count: int, steps: int, shared_memory: bool = True
     }
 
 
-def _start(command: list[str]) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+def _start(command: list[str], **more: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     root = pathlib.Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tools'}"}
+    environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tools'}", **more}
     return children.ended(
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     )
