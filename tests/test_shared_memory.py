@@ -164,11 +164,12 @@ def test_memory_is_used_again_step_after_step(cluster: jobs.Cluster) -> None:
     assert [each.shared_memory for each in server.status().job.members] == [True, True]
     exchange(members, 1)
     arenas: list[Any] = [worker._memory._arena for worker in members]
-    before = [arena._end for arena in arenas]
-    assert min(before) > SPECS[0].nbytes
+    step_nbytes = min(arena._end for arena in arenas)
+    assert step_nbytes > SPECS[0].nbytes
     for step in range(20):
         exchange(members, step)
-    assert [arena._end for arena in arenas] == before
+    # Not as much as after one step: what a thread still holds of one is not free for the next.
+    assert max(arena._end for arena in arenas) <= 3 * step_nbytes
 
 
 def test_a_result_that_is_kept_stays_what_it_was(cluster: jobs.Cluster) -> None:
