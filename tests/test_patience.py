@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import signal
@@ -16,10 +17,9 @@ import pytest
 from jobs import Cluster
 
 from tfps import patience
-from tfps.config import Config
-from tfps.errors import ConnectError
 from tfps.exchange import BucketSpec
 from tfps.patience import saying
+from tfps.server import ParameterServer
 
 ME = f"{socket.gethostname()}:{os.getpid()}"
 SPEC = BucketSpec("dense/kernel, dense/bias", "sum", 4000, "float32", 0)
@@ -50,8 +50,13 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
 
 def test_a_pserver_that_does_not_answer_is_named(cluster: Cluster, said: list[str]) -> None:
     port = jobs.unused_ports(1)
-    with pytest.raises(ConnectError):
-        cluster.worker([f"127.0.0.1:{port}"], config=Config(connect_timeout_s=1.5))
+
+    def serve() -> None:
+        jobs.poll(lambda: bool(said))
+        server = ParameterServer("127.0.0.1", port, workers=1)
+        cluster.callback(server.stop, 0.2)
+
+    jobs.together(lambda: cluster.worker([f"127.0.0.1:{port}"]), serve)
     assert said == [f"tfps: waits for pserver 127.0.0.1:{port}, which does not answer; is tfps_pserver running there?"]
 
 
@@ -128,27 +133,33 @@ def test_the_same_rank_is_not_named_again_at_the_next_step(cluster: Cluster, sai
     address = cluster.pserver(2).address
     workers = cluster.workers([address], 2)
     jobs.together(*(functools.partial(worker.declare, [SPEC]) for worker in workers))
-    looks = 0
+    blame, rank_1 = workers[0]._blame, f"tfps: waits for rank 1 ({ME})"
     for _ in range(2):
         pending = jobs.push(workers[0], 0, ONES)
-        asked_s = workers[0]._blame._asked_s
-        jobs.poll(lambda asked_s=asked_s: workers[0]._blame._asked_s != asked_s)  # type: ignore[misc]
-        looks += 1
+        for _ in range(2):  # when the second look begins the first has said what it had to say
+            asked_s = blame._asked_s
+            jobs.poll(lambda asked_s=asked_s: blame._asked_s != asked_s)  # type: ignore[misc]
+        jobs.poll(lambda: any(line.startswith(f"{rank_1}; ") for line in said))
         jobs.push(workers[1], 0, ONES).wait()
         pending.wait()
-    assert looks == 2
-    assert len([line for line in said if line.startswith(f"tfps: waits for rank 1 ({ME}); ")]) == 1
+    # Once, or again after something else: on a busy machine slices may be on their way for long enough to be named.
+    named = [line.partition("; ")[0] for line in said if " s so far, " in line]
+    assert all(one != rank_1 or next_one != rank_1 for one, next_one in itertools.pairwise(named))
 
 
-def test_a_quick_block_says_nothing_and_a_failing_question_breaks_nothing(cluster: Cluster, said: list[str]) -> None:
+def test_a_quick_block_says_nothing_and_a_failing_question_breaks_nothing(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = threading.Event()
 
     def whom() -> str:
         asked.set()
         raise RuntimeError("no idea")
 
+    monkeypatch.setattr(patience, "PATIENCE_S", jobs.DEADLINE_S)  # longer than any machine takes for nothing
     with saying(lambda: "nobody"):
         pass
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.01)
     with saying(whom):
         assert asked.wait(jobs.DEADLINE_S)
     assert said == []

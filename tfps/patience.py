@@ -23,15 +23,19 @@ _ASK_TIMEOUT_S = 5.0
 
 @contextlib.contextmanager
 def saying(whom: Callable[[], str]) -> Iterator[None]:
-    """Logs `tfps: waits for <whom>` if the block takes too long; `whom` is called on a thread, "" says nothing."""
+    """Logs `tfps: waits for <whom>` once if the block takes too long.
+
+    `whom` is called on a thread, again and again as long as it says "".
+    """
     over = threading.Event()
 
     def say() -> None:
-        if over.wait(PATIENCE_S):
-            return
-        with contextlib.suppress(Exception):  # a line less is no reason to fail
-            if (text := whom()) and not over.is_set():
-                logger.warning("tfps: waits for %s", text)
+        said = False
+        while not said and not over.wait(PATIENCE_S):
+            with contextlib.suppress(Exception):  # a line less is no reason to fail
+                if (text := whom()) and not over.is_set():
+                    logger.warning("tfps: waits for %s", text)
+                    said = True
 
     thread = threading.Thread(target=say, name="tfps-patience", daemon=True)
     thread.start()
