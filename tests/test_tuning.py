@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import DEADLINE_S, Cluster, poll, push, summed, together, use
 
-from tfps.config import Config
+from tfps.config import FIRST_WINDOW_BYTES, Config
 from tfps.errors import ProtocolError, TfpsError
 from tfps.exchange import BucketSpec
 from tfps.layout import Cutting, Layout, cut_anew
@@ -282,7 +282,8 @@ def test_a_layout_places_by_balance_over_the_listed_buckets() -> None:
 
 # What is measured where slices pass through shared memory
 
-AUTO = Config(step_timeout_s=DEADLINE_S, connect_timeout_s=DEADLINE_S)
+# Windows stay as small as they are at first, so that replies have to wait.
+AUTO = Config(window_bytes=FIRST_WINDOW_BYTES, step_timeout_s=DEADLINE_S, connect_timeout_s=DEADLINE_S)
 
 
 def sharing(cluster: Cluster, *shared: bool, pservers: int = 1) -> list[Worker]:
@@ -308,12 +309,20 @@ def test_slices_may_be_larger_where_all_share_memory(cluster: Cluster) -> None:
 
 
 def test_rank_0_on_the_host_of_all_pservers_asks_how_fast_others_receive(cluster: Cluster) -> None:
-    tuner = sharing(cluster, True, False, True, pservers=2)[0]._tuner
+    members = sharing(cluster, True, False, True, pservers=2)
+    tuner = members[0]._tuner
     assert (tuner._ask, tuner._most) == (True, MAX_SLICE_BYTES)
 
     def told() -> list[Throughput]:
         return [Throughput(m.busy_bytes, m.busy_s) for members in tuner._members() for m in members if m.rank == 1]
 
+    # How fast they are received is measured while replies wait to be sent: rank 1 takes none before all are there.
+    own, other = push(members[1], 0, bytes(8_000_000)), push(members[2], 0, bytes(8_000_000))
+    poll(lambda: not any(queue.load.queued_slices for queue in members[1]._queues))  # it will take no receipts either
+    with members[1]._buckets[0].lock:
+        for each in [other, push(members[0], 0, bytes(8_000_000))]:
+            each.wait()
+    own.wait()
     poll(lambda: tuner._busy() == told())  # the last receipts may still come
     assert all(each.nbytes > 0 and each.seconds > 0 for each in told())
 

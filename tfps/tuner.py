@@ -112,9 +112,9 @@ class Tuner:
             # The change is two steps ahead for whoever is at this one, and others may be one further.
             self._measured, self._first, self._steps_then = measured, None, steps + 3
             return
-        self.done = True
         if limited_by_handling(self._measured, measured):
             self._change(measured, *choose(measured, self._most, self._most))
+        self.done = True
 
     def _busy(self) -> list[Throughput]:
         if self._ask:
