@@ -128,13 +128,22 @@ def test_a_stream_that_breaks_fails_the_job_and_ends_the_other(cluster: Cluster,
             next(members[1].pulling)
 
 
-def test_a_worker_with_one_stream_is_waited_for_by_name(cluster: Cluster) -> None:
-    address = cluster.pserver(2).address
-    whole, half = cluster.raw(address, 0).open(), cluster.raw(address, 1).open_pull()
-    calls = [functools.partial(member.declare, timeout_s=0.3) for member in (whole, half)]
-    for error in attempt(*calls):
-        assert isinstance(error, WaitTimeoutError)
-        assert re.search(r"not joined within 0.3 s: rank 1 \(rawhost:\d+\)$", str(error))
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_worker_with_one_stream_is_waited_for_by_name(cluster: Cluster, last: int) -> None:
+    server = cluster.pserver(2)
+    members = [cluster.raw(server.address, 0).open(), cluster.raw(server.address, 1).open_pull()]
+    jobs.poll(lambda: server.status().job.members[0].state == "streaming")
+
+    def declare_last() -> None:
+        jobs.poll(lambda: bool(server._job._declarations))  # else the other would be missing, too
+        try:
+            members[last].declare(timeout_s=0.3)
+        finally:
+            members[1 - last].leave()  # ends its wait
+
+    error, _ = attempt(declare_last, members[1 - last].declare)
+    assert isinstance(error, WaitTimeoutError)
+    assert re.search(r"not joined within 0.3 s: rank 1 \(rawhost:\d+\)$", str(error))
 
 
 @pytest.mark.parametrize(
