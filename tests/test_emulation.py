@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -47,8 +48,9 @@ def test_no_policy_beats_the_lower_bound(emulation: Emulation, policy: Policy) -
 def test_a_barrier_after_backward_waits_for_the_whole_exchange(emulation: Emulation) -> None:
     found = emulation.run(task("barrier"))
     wire_s = PROFILE.nbytes * 8 / (RATE_MBIT * 1e6)  # of 2 workers on 2 hosts each sends half and gets half twice
-    assert found["wait_s"] > 0.8 * wire_s
-    assert found["step_s"] == pytest.approx(PROFILE.compute_s + found["wait_s"], rel=0.2)
+    # What comes while a worker is kept from running has not been waited for: that may spoil a step, hardly all.
+    assert max(found["steps_s"]) > PROFILE.compute_s + 0.8 * wire_s
+    assert fmean(found["steps_s"]) == pytest.approx(PROFILE.compute_s + found["wait_s"])
 
 
 def test_a_task_survives_its_way_to_another_process() -> None:

@@ -245,7 +245,7 @@ def test_other_workers_may_say_what_they_saw_after_a_failure(write_script: Write
         sys.exit("rank 0 saw rank 1 go")
         """
     )
-    result = launch("--workers", 2, script, tmp_path / "peer")
+    result = launch("--workers", 2, "--grace", END_S, script, tmp_path / "peer")
     assert result.returncode in (1, 7)  # which of the two ended first is a race; both speak
     assert "[worker 0] rank 0 saw rank 1 go" in result.stderr
 

@@ -131,8 +131,8 @@ def test_traffic_within_a_host_is_not_shaped() -> None:
         (host,) = lab.hosts
         for address in ("127.0.0.1", host.address):
             flow = netlab_probe.Flow("within", host.popen, host.popen, address, rate_mbit=1000, queue_bytes=1e6)
-            (payload_mbit,) = netlab_probe.measure([flow], window_s=0.2)
-            assert payload_mbit > 100
+            # At its best: a machine that is busy may let nothing through for a while.
+            assert any(netlab_probe.measure([flow], window_s=0.2)[0] > 100 for _ in range(netlab.ATTEMPTS))
 
 
 @needs_labs
@@ -177,6 +177,7 @@ def test_between_two_hosts_the_slower_direction_counts() -> None:
 @pytest.mark.parametrize("direction", ["tx", "rx"])
 def test_the_probe_refuses_a_host_that_has_lost_its_shaping(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(netlab, "ATTEMPTS", 2)
+    monkeypatch.setattr(netlab, "TOLERANCE", 1.0)  # a busy machine makes the other host slower, but none much faster
     with Netlab(hosts=2, rate_mbit=50) as lab:
         namespace, device = lab.hosts[1].namespace, "eth0"
         if direction == "rx":
@@ -308,11 +309,9 @@ def test_the_program_ends_with_the_exit_code_of_the_first_failure() -> None:
 
 
 @needs_labs
-def test_the_program_probes() -> None:
-    with jobs.python(str(TOOLS / "netlab.py"), "probe", "--hosts=1", "--rate-mbit=10:20") as program:
-        said, errors = program.communicate(timeout=jobs.DEADLINE_S)
-    assert (program.returncode, errors) == (0, "")
-    assert [line.partition(", measured")[0] for line in said.splitlines()] == [
+def test_the_program_probes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert netlab.main(["probe", "--hosts=1", "--rate-mbit=10:20"]) == 0  # in this process, where `patience` holds
+    assert [line.partition(", measured")[0] for line in capsys.readouterr().out.splitlines()] == [
         "host0 tx: wanted 10 Mbit/s",
         "host0 rx: wanted 20 Mbit/s",
     ]

@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
+import children
 import peer_runs
 import peers
 from benchmarks import peers as benchmark
@@ -111,12 +112,23 @@ def test_the_mlp_has_12_61_million_parameters() -> None:
     assert {case.work.items for case in benchmark.cases(quick=False) if not case.work.layers} == {12_609_546}
 
 
-def test_tfps_is_measured_on_loopback() -> None:
+def test_tfps_is_measured_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[float] = []
+
+    def cpu_s(pid: int) -> float:
+        read.append(children.cpu_s(pid))
+        return read[-1]
+
+    monkeypatch.setattr(peer_runs, "cpu_s", cpu_s)
     found = measure("tfps", Place(), TINY)
     assert len(found["periods_s"]) == TINY.steps
     assert 0 < found["step_s"] < 10
     assert 0 < found["mean_s"] < 10
-    assert found["cpu_s"] > 0
+    roles = TINY.workers + TINY.servers
+    assert len(read) == 2 * roles
+    assert all(each > 0 for each in read)
+    # Nothing, where the first look came so late that all steps were over.
+    assert found["cpu_s"] == pytest.approx((sum(read[roles:]) - sum(read[:roles])) / TINY.steps)
 
 
 def test_a_role_that_fails_is_named_with_its_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:

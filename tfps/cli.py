@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import queue
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 
 from tfps.errors import TfpsError
@@ -54,13 +54,13 @@ def _at_signals(call: Callable[[], None]) -> None:
 def _serve(options: argparse.Namespace) -> int:
     tune_malloc(one_arena=True)
     logging.basicConfig(level=logging.INFO, format="tfps_pserver: %(message)s", stream=sys.stderr)
-    stop = threading.Event()
-    _at_signals(stop.set)
+    stop = queue.SimpleQueue[None]()  # no Event: set by a signal while `wait` has its lock, it would wait for that
+    _at_signals(lambda: stop.put(None))
     server = ParameterServer(options.host, options.port, workers=options.workers, job=options.job)
     try:
         with_metrics = None if options.metrics_port is None else _metrics(server, options.host, options.metrics_port)
         print(f"tfps_pserver ready at {server.address} workers={options.workers}", flush=True)
-        stop.wait()
+        stop.get()
     finally:
         server.stop()
     if with_metrics is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import threading
+import queue
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,10 +92,10 @@ class Watcher:
     def __init__(self, address: str) -> None:
         self._pserver = Pserver(check_address(address))
         self._last: PserverStatus | None = None
-        self._stop = threading.Event()
+        self._stop = queue.SimpleQueue[None]()  # no Event: a signal may come while `wait` has its lock
 
     def stop(self) -> None:
-        self._stop.set()
+        self._stop.put(None)
 
     def look(self, interval_s: float) -> Look | None:
         """Waits and looks; the first time looks before, too. None once stopped.
@@ -103,7 +104,9 @@ class Watcher:
             PserverLostError: nobody answers.
         """
         before = self._last or self._ask()
-        if self._stop.wait(interval_s):
+        with contextlib.suppress(queue.Empty):
+            self._stop.get(timeout=interval_s)
+            self.stop()  # it stays so
             return None
         self._last = self._ask()
         return Look(self._pserver.address, before, self._last)

@@ -293,6 +293,8 @@ class Supervisor:
                     for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
                         self._read(key.data)
             for output in list(process.outputs):
+                self._read(output)  # what is there already: we may have been kept from reading it in time
+            for output in list(process.outputs):
                 self._close(output)
 
     def _resize(self) -> None:
