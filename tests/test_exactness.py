@@ -71,7 +71,7 @@ def as_written() -> Iterator[None]:
 
 
 def with_options() -> Iterator[Any]:
-    """Every optimizer with all options; what two optimizers with all of them and all with most of them leave is long."""
+    """Every optimizer with all options; but for two optimizers and the options that join others it is long."""
     for name in OPTIMIZERS:
         for options in OPTIONS:
             quick = name in ("SGD", "Adam") or options == "accumulation_clipped"
