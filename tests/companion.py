@@ -59,9 +59,11 @@ class Companion:
 
         def push_both(bucket: int, payload: Any, on_reply: Any) -> None:
             push(bucket, payload, on_reply)
-            if self.holds(self.specs[bucket]):
-                with self._lock:
+            with self._lock:  # `release` finds what is held, or holds nothing any more
+                held = self.holds(self.specs[bucket])
+                if held:
                     self._held.append(bucket)
+            if held:
                 self._has_held.set()
             elif self.specs[bucket].name == "batches":
                 self._worker.push(bucket, self.of_batches(np.frombuffer(payload, np.int64).reshape(2, 2)), _ignore)
@@ -76,8 +78,8 @@ class Companion:
 
     def release(self) -> int:
         """Contributes to the held buckets and holds none any more; returns how many were held."""
-        self.holds = lambda spec: False
         with self._lock:
+            self.holds = lambda spec: False
             held, self._held = self._held, []
         for bucket in held:
             self._worker.push(bucket, None, _ignore)
