@@ -21,7 +21,7 @@ from tfps.exchange import BucketSpec, Reply
 from tfps.server import ParameterServer
 from tfps.worker import Worker
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class Companion:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 
@@ -16,6 +17,7 @@ import tensorflow as tf
 
 import tfps
 from tfps import initial_values, patience, progress
+from tfps.exchange import BucketSpec
 
 MB = 10**6
 
@@ -23,7 +25,7 @@ MB = 10**6
 def test_rank_0_says_how_far_its_values_are_and_whom_it_waits_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(progress, "_LINE_AFTER_S", 0.3)
+    monkeypatch.setattr(progress, "_LINE_AFTER_S", math.inf)
     monkeypatch.setattr(patience, "PATIENCE_S", 0.3)
     monkeypatch.setattr(initial_values, "_BATCH_BYTES", MB)
     config = tfps.Config(slice_bytes=2**16, window_bytes=2**18, connect_timeout_s=jobs.DEADLINE_S)
@@ -34,10 +36,21 @@ def test_rank_0_says_how_far_its_values_are_and_whom_it_waits_for(
     ):
         with strategy.scope():
             variables = [tf.Variable(rows * factor) for factor in (1, 2, 3)]  # 1 MB each: a batch
-        other.holds = lambda spec: spec.name == "initial values" and [s.name for s in other.specs].count(spec.name) == 2
+
+        def holds(spec: BucketSpec) -> bool:
+            second = spec.name == "initial values" and [s.name for s in other.specs].count(spec.name) == 2
+            if second:
+                monkeypatch.setattr(progress, "_LINE_AFTER_S", 0.3)  # however long the first has taken
+            return second
+
+        def waits() -> bool:
+            lines = [record.getMessage() for record in caplog.records]
+            return any(line.startswith("tfps: waits for rank 1 (") and "of initial values" in line for line in lines)
+
+        other.holds = holds
         running = threading.Thread(target=lambda: strategy.run(lambda: None))
         running.start()
-        jobs.poll(lambda: "MB" in caplog.text and "waits for" in caplog.text)
+        jobs.poll(lambda: "MB" in caplog.text and waits())
         assert other.wait_held()
         other.release()
         running.join(jobs.DEADLINE_S)
@@ -47,4 +60,3 @@ def test_rank_0_says_how_far_its_values_are_and_whom_it_waits_for(
         assert [spec.name for spec in other.specs if spec.name != "batches"] == ["initial values"] * 3
     lines = [record.getMessage() for record in caplog.records]
     assert [line.partition(", about")[0] for line in lines if "MB" in line] == ["tfps: initial values: 1 of 3 MB"]
-    assert any(line.startswith("tfps: waits for rank 1 (") and "of initial values" in line for line in lines)

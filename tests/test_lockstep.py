@@ -136,6 +136,7 @@ def test_a_failure_reaches_a_step_that_waits_for_its_batch(pair: Pair) -> None:
     strategy, other = pair
     train = Training(strategy)
     train.step(iter(train.distributed))
+    jobs.poll(lambda: other.announced == 2)  # also the batch after it, when that has been read
     other.holds = batches_only
     thread = train.in_background(iter(train.distributed))
     assert other.wait_held()
@@ -151,6 +152,7 @@ def test_closing_wakes_a_step_that_waits_for_its_batch(pair: Pair) -> None:
     strategy, other = pair
     train = Training(strategy)
     train.step(iter(train.distributed))
+    jobs.poll(lambda: other.announced == 2)  # also the batch after it, when that has been read
     other.holds = batches_only
     later = iter(train.distributed)
     thread = train.in_background(iter(train.distributed))
@@ -167,6 +169,7 @@ def test_workers_that_take_batches_in_another_order_are_refused(pair: Pair) -> N
     strategy, other = pair
     train = Training(strategy)
     train.step(iter(train.distributed))
+    jobs.poll(lambda: other.announced == 2)  # also the batch after it, when that has been read
 
     def elsewhere(said: Any) -> Any:
         own = said[:, ::-1].copy()

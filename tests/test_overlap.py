@@ -102,6 +102,7 @@ def test_the_next_forward_pass_runs_before_the_last_reply_of_the_step(monkeypatc
     with companion.strategy_with_companion(monkeypatch, CONFIG) as (strategy, other):
         model = build(strategy)
         fit(model, 1)
+        model.get_weights()  # its updates are done: none is held
         last = max(other.specs, key=lambda spec: spec.priority)
         assert last.priority == LAYERS - 1
         other.holds = lambda spec: spec is last
@@ -111,6 +112,7 @@ def test_the_next_forward_pass_runs_before_the_last_reply_of_the_step(monkeypatc
         # Two steps have two forward passes of layer 3; the second one runs although layer 4 has not come back.
         ahead = wait_until(lambda: [e.layer for e in kinds(strategy, "forward")].count(LAYERS - 2) == 2)
         behind = [event.layer for event in kinds(strategy, "forward")].count(LAYERS - 1)
+        assert other.wait_held()
         released = other.release()
         trainer.join(companion.DEADLINE_S)
         assert ahead
@@ -149,6 +151,7 @@ def test_a_thread_on_which_the_strategy_is_collected_does_not_wait_for_replies(m
     with companion.strategy_with_companion(monkeypatch, CONFIG) as (strategy, other):
         model = build(strategy)
         fit(model, 1)
+        model.get_weights()  # its updates are done: none is held
         last = max(other.specs, key=lambda spec: spec.priority)
         other.holds = lambda spec: spec is last
         fit(model, 1)
@@ -196,6 +199,7 @@ def test_small_neighbours_share_a_bucket_and_large_variables_are_sliced(monkeypa
         model.fit(data, data[:, :4], batch_size=8, verbose=0)
         updates = [spec for spec in other.specs if "kernel" in spec.name]
         assert [len(spec.name.split(", ")) for spec in updates] == [1, 7]  # the large kernel, all that follows
+        model.get_weights()  # nothing of the first step leaves any more
         strategy.recorder.start()
         model.fit(data, data[:, :4], batch_size=8, verbose=0)
         model.get_weights()

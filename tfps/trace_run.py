@@ -159,8 +159,11 @@ class _Unattended:
         self._thread.start()
 
     def _heard(self, sent: int) -> None:
-        """So many steps have been sent; the next one is being computed already. Pump thread: in time."""
-        if self._run is None and sent >= self._request.first - 1:
+        """So many steps have been sent. The next one may have been computed meanwhile, and the one after it have begun.
+
+        That one waits for what is sent on this, the pump thread: a third one is recorded from its begin.
+        """
+        if self._run is None and sent >= self._request.first - 2:
             try:
                 self._run = TraceRun(self._runtime, self._request.log_dir)
             except TfpsError as error:
@@ -181,12 +184,13 @@ class _Unattended:
         self._end.wait()
         if self._closing:
             self._runtime.settle(_SETTLE_S)
-        if self._run is None:
-            there = self._runtime.steps
-            first = self._request.first
+        there, first = self._runtime.steps, self._request.first
+        if self._run is None or there <= first:
+            if self._run is not None:
+                self._run.abandon()
             logger.warning("tfps: TFPS_TRACE asks for the steps from %d on, but there were only %d", first, there)
             return
-        wanted = range(self._request.first, self._request.last + 1)
+        wanted = range(first, self._request.last + 1)
         try:
             self._run.stop(lambda steps: [step for step in steps if step in wanted], settle=False)
             self._run.write_profile()

@@ -74,7 +74,7 @@ def accumulation(job: Job) -> dict[str, Any]:
     fit = model.fit(*data(), epochs=2, **OPTIONS)
     pushes = 0
     if job.strategy:
-        model.get_weights()
+        assert job.strategy._runtime.settle(60.0)  # variables can be read a moment before an update is noted
         specs = dict(job.strategy._runtime._buckets.values())
         applied = [event for event in job.strategy.recorder.stop() if event.kind == "applied"]
         pushes = sum(not specs[event.bucket].occasional for event in applied)

@@ -35,15 +35,17 @@ def test_rank_0_writes_what_all_workers_and_pservers_did(tmp_path: Path) -> None
         assert [process.name for process in capture.processes] == ["worker 0", "worker 1", "pserver 0", "pserver 1"]
         assert max(process.clock_error_ns for process in capture.processes) < 50_000_000
         assert len(capture.steps) == 5
-        found = Counter((str(span.kind), span.process) for span in capture.spans if span.step in capture.steps)
-        for worker in (0, 1):
-            for kind in ("step", "forward", "backward"):
-                assert found[kind, worker] == 5, (kind, worker)
-            for kind in ("ready", "queued", "wire", "update"):
-                assert found[kind, worker] >= 5, (kind, worker)
-        for pserver in (2, 3):
-            for kind in ("aggregate", "reply_queued", "reply_wire"):
-                assert found[kind, pserver] >= 5, (kind, pserver)
+        # Rank 1 hears of the begin and of the end a moment later: it may be in the first and in the last step already.
+        for steps, workers in ((capture.steps, (0,)), (capture.steps[1:-1], (0, 1))):
+            found = Counter((str(span.kind), span.process) for span in capture.spans if span.step in steps)
+            for worker in workers:
+                for kind in ("step", "forward", "backward"):
+                    assert found[kind, worker] == len(steps), (kind, worker)
+                for kind in ("ready", "queued", "wire", "update"):
+                    assert found[kind, worker] >= len(steps), (kind, worker)
+            for pserver in (2, 3):
+                for kind in ("aggregate", "reply_queued", "reply_wire"):
+                    assert found[kind, pserver] >= len(steps), (kind, pserver)
         _check_chains(capture)
     # The steps of the second `fit` go on counting where those of the first ended.
     ends = [captured(tmp_path / name).steps for name in ("first", "second", "block")]
@@ -58,7 +60,7 @@ def _check_chains(capture: Capture) -> None:
     error = 2 * max(process.clock_error_ns for process in capture.processes) + 1_000_000
     for step in capture.steps:
         spans = [span for span in capture.spans if span.step == step and span.bucket >= 0]
-        for worker in (0, 1):
+        for worker in (0, 1) if step in capture.steps[1:-1] else (0,):
             updates = {span.bucket: span for span in spans if span.kind == "update" and span.process == worker}
             ready = {span.bucket: span for span in spans if span.kind == "ready" and span.process == worker}
             for bucket, update in updates.items():
