@@ -43,7 +43,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with os.fdopen(theirs, "w") as stream, monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", stream)
         yield result
-    thread.join(10)
+    thread.join()
     os.close(ours)
     result.append(b"".join(drawn).decode())
 
