@@ -159,20 +159,28 @@ def check_gathers(capture: Capture, steps: range) -> None:
 
 
 @pytest.mark.parametrize("shifts", [{}, {"w0": 4.0, "w1": -7.5, "p0": 3600.0, "p1": -0.02}])
-def test_clocks_that_are_apart_are_aligned_to_less_than_they_differ(cluster: Cluster, shifts: dict[str, float]) -> None:
+def test_clocks_that_are_seconds_apart_are_aligned_to_less_than_a_millisecond(
+    cluster: Cluster, shifts: dict[str, float]
+) -> None:
     workers, recorders = started(cluster, shifts)
-    begin(workers, recorders)
-    measured = end(workers)  # by round trips alone
-    begin(workers, recorders)
-    steps(workers, 5)
-    bounded = end(workers)
-    check_chains(bounded, range(5))
-    for capture in (measured, bounded):
+
+    def capture(count: int) -> Capture:
+        begin(workers, recorders)
+        steps(workers, count)
+        capture = end(workers)
         for process in capture.processes:
             name = f"{process.role[0]}{process.number}"
             wrong_ns = process.clock_offset_ns - round((shifts.get("w0", 0.0) - shifts.get(name, 0.0)) * 1e9)
-            assert abs(wrong_ns) <= process.clock_error_ns < 20e6, f"{name} is {wrong_ns} ns off"
+            assert abs(wrong_ns) <= process.clock_error_ns, f"{name} is {wrong_ns} ns off"
         assert capture.processes[0].clock_error_ns == 0
+        return capture
+
+    check_chains(capture(5), range(5))
+    # By round trips alone. A busy machine may have no quick one for a while, which the bound says.
+    errors_ns = [max(process.clock_error_ns for process in capture(0).processes)]
+    while errors_ns[-1] >= 1e6 and len(errors_ns) < 50:
+        errors_ns.append(max(process.clock_error_ns for process in capture(0).processes))
+    assert errors_ns[-1] < 1e6, errors_ns
 
 
 def test_the_summary_works_on_what_was_recorded(cluster: Cluster) -> None:
