@@ -105,7 +105,7 @@ def test_in_flight_bytes_never_exceed_window_plus_one_slice_in_either_direction(
 
 def test_windows_full_of_different_slices_do_not_deadlock(cluster: Cluster) -> None:
     # If a slice were in flight until its sum comes, rank 0's window would be full of bucket 0 and rank 1's of bucket 1.
-    config = Config(slice_bytes=1024, window_bytes=1024, policy="fifo", step_timeout_s=10)
+    config = Config(slice_bytes=1024, window_bytes=1024, policy="fifo", step_timeout_s=jobs.DEADLINE_S)
     workers = job(cluster, 2, bucket(20 * 1024), bucket(20 * 1024), config=config)
     pushes = [push(workers[0], b, bytes(20 * 1024)) for b in (0, 1)]
     pushes += [push(workers[1], b, bytes(20 * 1024)) for b in (1, 0)]
@@ -410,7 +410,7 @@ def test_a_stopped_pserver_is_named(cluster: Cluster) -> None:
     workers = cluster.workers([server.address for server in servers], 2)
     declare(workers, bucket(5000))
     waiting = push(workers[0], 0, bytes(5000))
-    servers[1].stop(jobs.DEADLINE_S)  # streams end by themselves, but perhaps not within a default's two seconds
+    servers[1].stop(jobs.DEADLINE_S)  # streams end by themselves, but perhaps not within the default
     error = waiting.error()
     assert isinstance(error, PserverLostError)
     assert str(error) == f"pserver {servers[1].address} was stopped"

@@ -50,7 +50,7 @@ from tfps.trace import Recorder
 from tfps.tracer import Tracer
 from tfps.tuner import Tuner
 
-_LEAVE_TIMEOUT_S = 2.0
+_LEAVE_TIMEOUT_S = 5.0
 _TUNE_TIMEOUT_S = 30.0
 _STATUS_TIMEOUT_S = 10.0
 _LEAST_BUSY_S = 0.02  # for a throughput that means something
