@@ -70,15 +70,15 @@ def as_written() -> Iterator[None]:
     tf.config.optimizer.set_experimental_options({"arithmetic_optimization": True})
 
 
-def with_options() -> Iterator[Any]:
-    """Every optimizer with all options; but for two optimizers and the options that join others it is long."""
-    for name in OPTIMIZERS:
-        for options in OPTIONS:
-            quick = name in ("SGD", "Adam") or options == "accumulation_clipped"
-            yield pytest.param(name, options, marks=() if quick else pytest.mark.long)
+QUICK = ("SGD", "Adam")  # with all options; others only with those that join several, what remains is long
+COMBINATIONS = [
+    pytest.param(name, options, marks=() if name in QUICK or options == "accumulation_clipped" else pytest.mark.long)
+    for name in OPTIMIZERS
+    for options in OPTIONS
+]
 
 
-@pytest.mark.parametrize(("name", "options"), with_options())
+@pytest.mark.parametrize(("name", "options"), COMBINATIONS)
 def test_optimizer_options_end_bitwise_equal_to_plain_keras(
     request: pytest.FixtureRequest, strategy: tfps.Strategy, name: str, options: str
 ) -> None:
