@@ -15,13 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jobs import DEADLINE_S
 
 import tfps
 from tfps.exchange import BucketSpec, Reply
 from tfps.server import ParameterServer
 from tfps.worker import Worker
-
-DEADLINE_S = 60.0
 
 
 class Companion:

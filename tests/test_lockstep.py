@@ -21,7 +21,7 @@ import tfps
 from tfps.errors import ClosedError
 from tfps.exchange import BucketSpec
 
-CONFIG = tfps.Config(slice_bytes=4096, window_bytes=16384, step_timeout_s=companion.DEADLINE_S)
+CONFIG = tfps.Config(slice_bytes=4096, window_bytes=16384, step_timeout_s=jobs.DEADLINE_S)
 Pair = tuple[tfps.Strategy, companion.Companion]
 
 
@@ -142,7 +142,7 @@ def test_a_failure_reaches_a_step_that_waits_for_its_batch(pair: Pair) -> None:
     assert other.wait_held()
     assert thread.is_alive()
     other._worker.fail(tfps.TfpsError("rank 1 has had enough"))
-    thread.join(companion.DEADLINE_S)
+    thread.join(jobs.DEADLINE_S)
     assert "rank 1 has had enough" in str(train.outcome[0])
     with pytest.raises(tf.errors.InvalidArgumentError, match="rank 1 has had enough"):
         train.step(iter(train.distributed))
@@ -158,7 +158,7 @@ def test_closing_wakes_a_step_that_waits_for_its_batch(pair: Pair) -> None:
     thread = train.in_background(iter(train.distributed))
     assert other.wait_held()
     strategy._runtime.close(drain=False)
-    thread.join(companion.DEADLINE_S)
+    thread.join(jobs.DEADLINE_S)
     assert "the strategy is closed" in str(train.outcome[0])
     with pytest.raises(ClosedError, match="the strategy is closed, a batch was asked for"):
         next(later)

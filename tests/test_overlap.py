@@ -9,6 +9,7 @@ from typing import Any
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import companion
+import jobs
 import keras
 import numpy as np
 import pytest
@@ -76,7 +77,7 @@ def kinds(strategy: tfps.Strategy, kind: str) -> list[Any]:
 def wait_until(truth: Any) -> bool:
     """Polls `truth` until a deadline; whether it came true."""
     poll = threading.Event()
-    for _ in range(int(companion.DEADLINE_S * 200)):
+    for _ in range(int(jobs.DEADLINE_S * 200)):
         if truth():
             return True
         poll.wait(0.005)
@@ -114,7 +115,7 @@ def test_the_next_forward_pass_runs_before_the_last_reply_of_the_step(monkeypatc
         behind = [event.layer for event in kinds(strategy, "forward")].count(LAYERS - 1)
         assert other.wait_held()
         released = other.release()
-        trainer.join(companion.DEADLINE_S)
+        trainer.join(jobs.DEADLINE_S)
         assert ahead
         assert (behind, released) == (1, 1), "layer 4 itself must wait for its own reply"
         assert not trainer.is_alive()
@@ -142,7 +143,7 @@ def test_nothing_stale_is_read_while_a_reply_is_out(monkeypatch: pytest.MonkeyPa
         assert [reader.is_alive() for reader in readers] == [True] * 3
         assert other.release() == 1
         for reader in readers:
-            reader.join(companion.DEADLINE_S)
+            reader.join(jobs.DEADLINE_S)
         assert len(read) == LAYERS
         assert all((new != old).any() for new, old in zip(read, before, strict=True))
 
@@ -159,7 +160,7 @@ def test_a_thread_on_which_the_strategy_is_collected_does_not_wait_for_replies(m
         # The garbage collector may choose the thread that has to bring the reply.
         collecting = threading.Thread(target=strategy._at_end, daemon=True)
         collecting.start()
-        collecting.join(companion.DEADLINE_S)
+        collecting.join(jobs.DEADLINE_S)
         assert not collecting.is_alive()
         assert other.release() == 1
         assert wait_until(lambda: strategy._runtime._closed)

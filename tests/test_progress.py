@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
+import jobs
 import pytest
 
 from tfps import progress
@@ -43,7 +44,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with os.fdopen(theirs, "w") as stream, monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", stream)
         yield result
-    thread.join()
+    thread.join(jobs.DEADLINE_S)
     os.close(ours)
     result.append(b"".join(drawn).decode())
 

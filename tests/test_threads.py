@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 
 import jobs
 import pytest
 
-from tfps.threads import DaemonPool
+from tfps.threads import DaemonPool, Flag
 
 
 def test_calls_return_what_they_return_and_raise_what_they_raise() -> None:
@@ -38,10 +39,33 @@ def test_threads_are_daemons_used_again_and_no_more_than_the_limit() -> None:
 
 def test_a_process_ends_although_a_thread_waits_for_ever() -> None:
     program = (
-        "import threading; from tfps.threads import DaemonPool\n"
+        "import threading; from tfps.threads import DaemonPool, Flag\n"
         "DaemonPool(1, 'pool').submit(threading.Event().wait)\n"
         "raise SystemExit(3)"
     )
     with jobs.python("-c", program) as process:
         process.communicate(timeout=jobs.DEADLINE_S)
     assert process.returncode == 3
+
+
+def test_a_flag_stays_set_and_wakes_who_waits() -> None:
+    flag = Flag()
+    assert not flag.wait(0)
+    setter = threading.Timer(0.01, flag.set)
+    setter.start()
+    assert flag.wait(jobs.DEADLINE_S)
+    assert flag.wait(0)
+    assert flag.wait()
+
+
+def test_a_flag_may_be_set_by_a_signal_at_any_place_of_wait() -> None:
+    flags = [Flag()]
+    before = signal.signal(signal.SIGALRM, lambda *_: flags[-1].set())
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+    try:
+        for _ in range(500):
+            flags.append(Flag())
+            assert flags[-1].wait(jobs.DEADLINE_S)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

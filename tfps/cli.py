@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import queue
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from collections.abc import Callable, Sequence
 from tfps.errors import TfpsError
 from tfps.memory import tune_malloc
 from tfps.server import ParameterServer
+from tfps.threads import Flag
 
 _INTERVAL_S = 1.0  # between two looks at a pserver
 
@@ -54,13 +54,13 @@ def _at_signals(call: Callable[[], None]) -> None:
 def _serve(options: argparse.Namespace) -> int:
     tune_malloc(one_arena=True)
     logging.basicConfig(level=logging.INFO, format="tfps_pserver: %(message)s", stream=sys.stderr)
-    stop = queue.SimpleQueue[None]()  # no Event: set by a signal while `wait` has its lock, it would wait for that
-    _at_signals(lambda: stop.put(None))
+    stop = Flag()
+    _at_signals(stop.set)
     server = ParameterServer(options.host, options.port, workers=options.workers, job=options.job)
     try:
         with_metrics = None if options.metrics_port is None else _metrics(server, options.host, options.metrics_port)
         print(f"tfps_pserver ready at {server.address} workers={options.workers}", flush=True)
-        stop.get()
+        stop.wait()
     finally:
         server.stop()
     if with_metrics is not None:

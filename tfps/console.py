@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import queue
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +12,7 @@ from tfps.control import Pserver
 from tfps.errors import ConfigError
 from tfps.protos import tfps_pb2 as pb
 from tfps.status import MemberStatus, PserverStatus, status_of
+from tfps.threads import Flag
 
 _TIMEOUT_S = 10.0
 
@@ -92,10 +91,10 @@ class Watcher:
     def __init__(self, address: str) -> None:
         self._pserver = Pserver(check_address(address))
         self._last: PserverStatus | None = None
-        self._stop = queue.SimpleQueue[None]()  # no Event: a signal may come while `wait` has its lock
+        self._stop = Flag()
 
     def stop(self) -> None:
-        self._stop.put(None)
+        self._stop.set()
 
     def look(self, interval_s: float) -> Look | None:
         """Waits and looks; the first time looks before, too. None once stopped.
@@ -104,9 +103,7 @@ class Watcher:
             PserverLostError: nobody answers.
         """
         before = self._last or self._ask()
-        with contextlib.suppress(queue.Empty):
-            self._stop.get(timeout=interval_s)
-            self.stop()  # it stays so
+        if self._stop.wait(interval_s):
             return None
         self._last = self._ask()
         return Look(self._pserver.address, before, self._last)

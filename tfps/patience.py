@@ -30,12 +30,11 @@ def saying(whom: Callable[[], str]) -> Iterator[None]:
     over = threading.Event()
 
     def say() -> None:
-        said = False
-        while not said and not over.wait(PATIENCE_S):
+        while not over.wait(PATIENCE_S):
             with contextlib.suppress(Exception):  # a line less is no reason to fail
                 if (text := whom()) and not over.is_set():
                     logger.warning("tfps: waits for %s", text)
-                    said = True
+                    return
 
     thread = threading.Thread(target=say, name="tfps-patience", daemon=True)
     thread.start()

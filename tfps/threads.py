@@ -1,7 +1,8 @@
-"""A pool of threads that a process which ends does not wait for."""
+"""Threads that a process which ends does not wait for, and what a handler of signals may tell a thread by."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -9,6 +10,27 @@ from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+
+
+class Flag:
+    """As `threading.Event`, but may be set by a handler of signals.
+
+    An Event set while `wait`, on the same thread, has its lock would wait for that for ever.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = queue.SimpleQueue[None]()  # its `put` may be called anywhere
+
+    def set(self) -> None:
+        self._tokens.put(None)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until it is set, or so long; whether it is."""
+        with contextlib.suppress(queue.Empty):
+            self._tokens.get(timeout=timeout_s)
+            self.set()  # it stays so
+            return True
+        return False
 
 
 class DaemonPool(Executor):
