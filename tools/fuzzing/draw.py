@@ -1,0 +1,244 @@
+"""Draws cases with hypothesis: only programs that plain Keras accepts, and nothing that is named in KNOWN."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from hypothesis import strategies as st
+
+from fuzzing.cases import (
+    Action,
+    Assign,
+    Case,
+    Evaluate,
+    Fit,
+    Loop,
+    Network,
+    OnBatch,
+    Optimizer,
+    Place,
+    Predict,
+    Recompile,
+    Resume,
+    Save,
+    features,
+)
+from fuzzing.layers import EMBEDDINGS, IMAGES, SEQUENCES, VECTORS
+from fuzzing.source import CLIPPING, LOSSES, OPTIMIZERS, SCHEDULES
+
+_METRICS = {
+    "regression": ["mae", "RootMeanSquaredError", "R2Score", "CosineSimilarity"],
+    "binary": ["BinaryAccuracy", "AUC", "Precision", "F1Score"],
+    "classes": ["accuracy", "TopK", "SparseCategoricalCrossentropy", "MeanIoU"],
+}
+_OF_ROWS = {"R2Score", "F1Score", "MeanIoU"}  # metrics that take one output per row
+
+
+class Drawing:
+    """Draws values, none of which is in `without`."""
+
+    def __init__(self, draw: Any, without: Collection[str]) -> None:
+        self._draw, self._without = draw, frozenset(without)
+
+    def one(self, values: Iterable[Any]) -> Any:
+        return self._draw(st.sampled_from([value for value in values if value not in self._without]))
+
+    def rarely(self, feature: str, of: int = 4) -> bool:
+        """True once in `of` times."""
+        return feature not in self._without and bool(self._draw(st.integers(0, of - 1)) == of - 1)
+
+    def some(self, values: Iterable[str], most: int) -> tuple[str, ...]:
+        allowed = [value for value in values if value not in self._without]
+        if not allowed:
+            return ()
+        return tuple(self._draw(st.lists(st.sampled_from(allowed), max_size=most, unique=True)))
+
+    def number(self, least: int, most: int) -> int:
+        return int(self._draw(st.integers(least, most)))
+
+
+@st.composite
+def cases(draw: Any, workers: tuple[int, ...] = (1, 2, 3), without: Collection[str] = ()) -> Case:
+    """A case for some of these numbers of workers, none of whose features is in `without`."""
+    d = Drawing(draw, without)
+    place = _place(d, workers)
+    network = _network(d)
+    optimizer = _optimizer(d)
+    step = "Keras' train_step"
+    if network.style == "functional" and not network.second_output and d.rarely("own step", 5):
+        step = d.one(["own metrics", "guide"] if network.task == "regression" else ["Keras' train_step", "guide"])
+    batch, rows, validation_rows = _sizes(d, place.workers * place.devices)
+    case = Case(
+        seed=d.number(1, 99),
+        place=place,
+        network=network,
+        optimizer=optimizer,
+        loss=d.one(loss for task, loss in LOSSES if task == network.task),
+        reduction=d.one(["sum_over_batch_size", "sum"]) if d.rarely("reduction") else "sum_over_batch_size",
+        metrics=_metrics(d, network, 3),
+        weighted_metrics=_metrics(d, network, 1),
+        steps_per_execution=d.number(2, 4) if place.devices == 1 and d.rarely("steps_per_execution", 6) else 1,
+        eager=d.rarely("eager", 10),
+        step=step,
+        rows=rows,
+        batch=batch,
+        validation_rows=validation_rows,
+    )
+    actions: list[Action] = [_first(d, case)]
+    actions += [_action(d, case) for _ in range(d.number(0, 3))]
+    case = Case(**{**vars(case), "actions": tuple(actions)})
+    if case.steps_per_execution > 1 and case.eager:
+        case = Case(**{**vars(case), "eager": False})
+    return case
+
+
+def usable(case: Case, without: Collection[str]) -> bool:
+    """Whether no feature of `case`, and no "a + b" of several, is in `without`."""
+    found = features(case)
+    return not any(set(known.split(" + ")) <= found for known in without)
+
+
+def _place(d: Drawing, workers: tuple[int, ...]) -> Place:
+    count = d.one(workers)
+    devices = 2 if d.rarely("several devices", 4) else 1
+    pservers = d.number(1, 2) if count > 1 or d.rarely("gRPC", 2) else 0
+    return Place(
+        workers=count,
+        devices=devices,
+        pservers=pservers,
+        slices=d.one(["auto", "small slices"]),
+        staging=d.one([2, 0, 3]) if d.rarely("staging") else 2,
+        deterministic=d.rarely("deterministic"),
+        sockets=bool(pservers) and d.rarely("sockets"),
+        own_folders=count > 1 and d.rarely("own_folders"),
+        own_initial_values=count > 1 and d.rarely("own_initial_values"),
+    )
+
+
+def _sizes(d: Drawing, replicas: int) -> tuple[int, int, int]:
+    """Batch size, rows, rows of the validation data."""
+    if d.rarely("rows that do not divide", 2):
+        batch = d.number(1 if not d.rarely("small batches") else max(replicas, 1), 9)
+        return batch, d.number(batch, 30), d.number(1, 20)
+    batch = replicas * d.number(1, max(12 // replicas, 1))
+    last = replicas * d.number(0, 2) if d.rarely("smaller last batch", 3) else 0
+    return batch, batch * d.number(1, 4) + last, batch * d.number(1, 2)
+
+
+def _network(d: Drawing) -> Network:
+    kind = d.one(["features", "words", "sequence", "image"])
+    layers: list[str] = []
+    if kind == "words":
+        layers.append(d.one(EMBEDDINGS))
+    if kind in ("words", "sequence"):
+        masked = "Embedding masked" in layers
+        flat = "GlobalAveragePooling1D", "GlobalMaxPooling1D", "last LSTM"
+        layers += d.some([name for name in SEQUENCES if name not in flat], 2)
+        per_step = d.rarely("per_step", 4)
+        if not per_step:
+            layers.append(d.one(flat if not masked else ("GlobalAveragePooling1D", "last LSTM")))
+    else:
+        per_step = False
+        if kind == "image":
+            layers += d.some([name for name in IMAGES if name != "GlobalAveragePooling2D"], 2)
+            layers.append("GlobalAveragePooling2D")
+    if not per_step:
+        layers += d.some(VECTORS, 3)
+    return Network(
+        input=kind,
+        layers=tuple(layers),
+        task=d.one(["regression", "binary", "classes"]),
+        second_input=not per_step and d.rarely("second_input", 6),
+        second_output=not per_step and d.rarely("second_output", 6),
+        per_step=per_step,
+        style="subclassed" if d.rarely("subclassed", 8) else "functional",
+    )
+
+
+def _optimizer(d: Drawing) -> Optimizer:
+    name = d.one(["SGD", "Adam"]) if d.rarely("common optimizer", 2) else d.one(OPTIMIZERS)
+    return Optimizer(
+        name=name,
+        momentum=name in ("SGD", "RMSprop") and d.rarely("momentum", 2),
+        clipping=d.one(CLIPPING) if d.rarely("clipping") else "no clipping",
+        ema=d.number(2, 4) if d.rarely("ema", 5) else 0,
+        weight_decay=d.rarely("weight_decay"),
+        accumulation=d.number(2, 3) if d.rarely("accumulation", 5) else 1,
+        schedule=d.one(SCHEDULES) if d.rarely("schedule") else "constant",
+        loss_scaling=d.rarely("loss_scaling", 8),
+    )
+
+
+def _metrics(d: Drawing, network: Network, most: int) -> tuple[str, ...]:
+    return d.some([m for m in _METRICS[network.task] if not (network.per_step and m in _OF_ROWS)], most)
+
+
+def _first(d: Drawing, case: Case) -> Action:
+    """Something that trains."""
+    kinds = ["Fit", "Fit", "Fit"]
+    if not case.network.second_output:
+        kinds.append("Loop")
+    whole = case.batch % case.place.workers == 0 and case.batch <= case.rows
+    if case.place.devices == 1 and whole:
+        kinds.append("OnBatch")
+    if not any(layer in case.network.layers for layer in ("Dropout", "GaussianNoise")):
+        kinds.append("Resume")
+    kind = d.one(kinds)
+    if kind == "Loop":
+        how = ["step in a function", "epoch in a function", "eager steps", "steps that reduce nothing"]
+        return Loop(d.number(1, 2), d.one(how))
+    if kind == "OnBatch":
+        return OnBatch(d.number(1, 3))
+    return Resume(d.number(1, 2)) if kind == "Resume" else _fit(d, case)
+
+
+def _action(d: Drawing, case: Case) -> Action:
+    kind = d.one(["train", "Evaluate", "Predict", "Save", "Recompile", "Assign"])
+    if kind == "Evaluate":
+        return Evaluate(d.one(["arrays", "tf.data", "PyDataset"]), not case.network.per_step and d.rarely("weighted"))
+    if kind == "Predict":
+        return Predict(d.one(["arrays", "tf.data"]))
+    if kind == "Save":
+        ways = ["model.keras", "weights", "weights into a new model"]
+        return Save(d.one(ways[1:] if case.network.style == "subclassed" else ways))
+    if kind == "Recompile":
+        return Recompile(d.number(0, 2), d.one(["in the scope", "outside"]))
+    if kind == "Assign":
+        return Assign(d.one(["weights", "learning rate"] if case.optimizer.schedule == "constant" else ["weights"]))
+    return _first(d, case)
+
+
+def _fit(d: Drawing, case: Case) -> Fit:
+    kind = d.one(["arrays", "tensors", "tf.data", "tf.data shuffled", "PyDataset", "generator"])
+    if d.rarely("tf.data, number of batches unknown", 10):
+        kind = "tf.data, number of batches unknown"
+    arrays = kind in ("arrays", "tensors")
+    batches = -(-case.rows // case.batch)
+    weightings = ["no", "no"] if case.network.per_step else ["no", "no", "sample_weight"]
+    plain = case.network.task == "classes" and not case.network.second_output and not case.network.per_step
+    if plain and kind in ("arrays", "tf.data"):
+        weightings.append("class_weight")
+    validations = ["no validation", "validation_data", "validation_data of tf.data"]
+    if not case.network.per_step:
+        validations.append("weighted validation_data")
+    if kind == "arrays" and case.rows >= 8 and not case.network.second_output and not case.network.second_input:
+        validations.append("validation_split")
+    validation = d.one(validations)
+    steps = d.number(0, batches) if d.rarely("steps") and validation != "validation_split" else 0
+    callbacks = ["EarlyStopping", "ModelCheckpoint", "ModelCheckpoint best", "checkpoint every 2 batches"]
+    callbacks += ["BackupAndRestore", "TerminateOnNaN"]
+    if case.optimizer.schedule == "constant":
+        callbacks += ["ReduceLROnPlateau", "LearningRateScheduler"]
+    if case.optimizer.ema:
+        callbacks.append("SwapEMAWeights")
+    return Fit(
+        epochs=d.number(1, 3),
+        input=kind,
+        shuffle=arrays and d.rarely("shuffle", 2),
+        weighted=d.one(weightings),
+        validation=validation,
+        steps=batches if kind == "generator" else steps,
+        callbacks=tuple(c for c in d.some(callbacks, 2) if c != "ModelCheckpoint" or case.network.style != "subclassed"),
+        interrupted=d.number(1, 3) if d.rarely("interrupted", 10) else 0,
+    )

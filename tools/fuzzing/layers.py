@@ -1,0 +1,74 @@
+"""Layers of random models by the rank of what goes in: lines of a program, and the rank of what comes out.
+
+In the lines `h` is what goes in and what comes out, NUMBER that of the layer.
+"""
+
+from __future__ import annotations
+
+Table = dict[str, tuple[str, int]]
+
+VECTORS: Table = {
+    "Dense": ('h = keras.layers.Dense(5, activation="tanh")(h)', 1),
+    "Dense relu": ('h = keras.layers.Dense(6, activation="relu")(h)', 1),
+    "LayerNormalization": ("h = keras.layers.LayerNormalization(epsilon=0.1)(h)", 1),
+    "shared Dense": (
+        'h = keras.layers.Dense(4, activation="tanh")(h)\n'
+        'shared = keras.layers.Dense(4, activation="tanh")\n'
+        "h = shared(shared(h))",
+        1,
+    ),
+    "residual": ('h = keras.layers.Add()([h, keras.layers.Dense(h.shape[-1], activation="tanh")(h)])', 1),
+    "regularizers": (
+        'h = keras.layers.Dense(5, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.05), '
+        "bias_regularizer=keras.regularizers.L1(0.02))(h)",
+        1,
+    ),
+    "constraints": (
+        'h = keras.layers.Dense(5, activation="tanh", kernel_constraint=keras.constraints.MaxNorm(0.8), '
+        'bias_constraint="non_neg")(h)',
+        1,
+    ),
+    "AddLoss": ("h = AddLoss()(h)", 1),
+    "activity regularizer": (
+        'h = keras.layers.Dense(5, activation="tanh", activity_regularizer=keras.regularizers.L2(0.1))(h)',
+        1,
+    ),
+    "not trainable": ('h = keras.layers.Dense(4, activation="tanh", trainable=False)(h)', 1),
+    "BatchNormalization": ("h = keras.layers.BatchNormalization(momentum=0.8, epsilon=0.1)(h)", 1),
+    "Dropout": ("h = keras.layers.Dropout(0.3, seed=NUMBER)(h)", 1),
+    "GaussianNoise": ("h = keras.layers.GaussianNoise(0.1, seed=NUMBER)(h)", 1),
+    "inner model": (
+        "inner = keras.Input((h.shape[-1],))\n"
+        'h = keras.Model(inner, keras.layers.Dense(4, activation="tanh")(inner))(h)',
+        1,
+    ),
+}
+IMAGES: Table = {
+    "Conv2D": ('h = keras.layers.Conv2D(3, 3, padding="same", activation="tanh")(h)', 3),
+    "DepthwiseConv2D": ('h = keras.layers.DepthwiseConv2D(3, padding="same", activation="tanh")(h)', 3),
+    "SeparableConv2D": ('h = keras.layers.SeparableConv2D(4, 3, padding="same", activation="tanh")(h)', 3),
+    "MaxPooling2D": ('h = keras.layers.MaxPooling2D(2, padding="same")(h)', 3),
+    "BatchNormalization": ("h = keras.layers.BatchNormalization(momentum=0.8, epsilon=0.1)(h)", 3),
+    "GroupNormalization": ("h = keras.layers.GroupNormalization(1, epsilon=0.1)(h)", 3),
+    "GlobalAveragePooling2D": ("h = keras.layers.GlobalAveragePooling2D()(h)", 1),
+}
+EMBEDDINGS: Table = {
+    "Embedding": ("h = keras.layers.Embedding(12, 4)(h)", 2),
+    "Embedding masked": ("h = keras.layers.Embedding(12, 4, mask_zero=True)(h)", 2),
+    "Embedding regularized": ('h = keras.layers.Embedding(12, 4, embeddings_regularizer="l2")(h)', 2),
+}
+SEQUENCES: Table = {
+    "LSTM": ("h = keras.layers.LSTM(4, return_sequences=True)(h)", 2),
+    "GRU": ("h = keras.layers.GRU(3, return_sequences=True)(h)", 2),
+    "Bidirectional": ("h = keras.layers.Bidirectional(keras.layers.SimpleRNN(2, return_sequences=True))(h)", 2),
+    "MultiHeadAttention": (
+        "h = keras.layers.Add()([h, keras.layers.MultiHeadAttention(2, 3)(h, h)])",
+        2,
+    ),
+    "Conv1D": ('h = keras.layers.Conv1D(4, 2, padding="same", activation="tanh")(h)', 2),
+    "LayerNormalization": ("h = keras.layers.LayerNormalization(epsilon=0.1)(h)", 2),
+    "TimeDistributed": ('h = keras.layers.TimeDistributed(keras.layers.Dense(4, activation="tanh"))(h)', 2),
+    "GlobalAveragePooling1D": ("h = keras.layers.GlobalAveragePooling1D()(h)", 1),
+    "GlobalMaxPooling1D": ("h = keras.layers.GlobalMaxPooling1D()(h)", 1),
+    "last LSTM": ("h = keras.layers.LSTM(4)(h)", 1),
+}

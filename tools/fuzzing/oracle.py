@@ -1,0 +1,253 @@
+"""What a case must end with: the one table of what is compared with what, and why.
+
+Ranks are always compared with each other, bit for bit. RULES says what is compared beside that: with plain Keras in one
+process, with MirroredStrategy in one process (which has the same replicas), or with nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fuzzing.cases import Case
+
+Found = Mapping[str, Any]
+PLAIN, MIRRORED, NOTHING = "plain", "mirrored", "nothing"
+
+# Of the largest item of all results of a kind: float32 has 6e-8; sums of a few dozen terms and a dozen steps, without
+# optimizers that divide by next to nothing (`source.py`), have been seen to stay below a tenth of this.
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Rule:
+    """
+    Args:
+        reference: what is compared with, where `when` holds.
+        bitwise: None: does not matter.
+        without: results by the first word of their names that are not compared with the reference.
+        why: a sentence.
+    """
+
+    name: str
+    when: Callable[[Case], bool]
+    why: str
+    reference: str = PLAIN
+    bitwise: bool = True
+    without: tuple[str, ...] = ()
+
+
+def _several(case: Case) -> bool:
+    return case.replicas > 1
+
+
+def _uses(case: Case, *layers: str) -> bool:
+    return any(layer in case.network.layers for layer in layers)
+
+
+def _clips(case: Case) -> bool:
+    return case.optimizer.clipping != "no clipping"
+
+
+def _in_branch(case: Case) -> bool:
+    return case.optimizer.accumulation > 1 or case.optimizer.loss_scaling
+
+
+_SIGNS = ("Lion", "Muon", "Adafactor")
+_OF_THE_MODEL = ("evaluated", "predictions", "files", "seen", "history", "epochs")
+
+RULES = (
+    Rule("several replicas", _several, "gradients are added in another order", bitwise=False),
+    Rule(
+        "scale times rate",
+        lambda case: (
+            case.optimizer.clipping == "global_clipnorm"
+            or case.optimizer.accumulation > 1
+            or case.optimizer.loss_scaling
+            or case.optimizer.clipping == "clipnorm"
+        ),
+        "TensorFlow's arithmetic optimizer joins (gradient * scale) * rate within one graph (docs/design.md)",
+        bitwise=False,
+    ),
+    Rule(
+        "noise",
+        lambda case: _several(case) and _uses(case, "Dropout", "GaussianNoise"),
+        "noise is each replica's own",
+        NOTHING,
+    ),
+    Rule(
+        "signs",
+        lambda case: _several(case) and case.optimizer.name in _SIGNS,
+        "the optimizer normalises gradients however small: what is rounded decides the direction of an update",
+        NOTHING,
+    ),
+    Rule(
+        "batch statistics",
+        lambda case: _several(case) and _uses(case, "BatchNormalization"),
+        "each replica normalises by its own rows; MirroredStrategy's moving statistics are the first replica's",
+        MIRRORED,
+        without=_OF_THE_MODEL,
+    ),
+    Rule(
+        "clipping",
+        lambda case: _several(case) and _clips(case),
+        "each replica's gradient is clipped before the sum",
+        MIRRORED,
+    ),
+    Rule(
+        "clipping in a branch",
+        lambda case: _several(case) and (_clips(case) or _uses(case, "BatchNormalization")) and _in_branch(case),
+        "MirroredStrategy cannot accumulate gradients or scale losses",
+        NOTHING,
+    ),
+    Rule(
+        "generators",
+        lambda case: case.replicas > 1 and any(fit.input == "generator" for fit in case.fits),
+        "Keras takes some batches before it trains, ranks not equally many",
+        NOTHING,
+    ),
+    Rule(
+        "number of batches unknown",
+        lambda case: any(fit.input == "tf.data, number of batches unknown" for fit in case.fits),
+        "plain Keras counts the step that finds no batch in `iterations`, which Adam, schedules and EMA see",
+        NOTHING,
+    ),
+    Rule(
+        "loss of one's own step",
+        lambda case: _several(case) and case.step != "Keras' train_step",
+        "Keras divides a loss by the number of replicas: what such a step notes is that part, under every strategy",
+        without=("history", "seen", "evaluated"),
+    ),
+    Rule(
+        "accumulators",
+        lambda case: _several(case) and case.optimizer.accumulation > 1,
+        "an accumulator is each replica's own, and a file has rank 0's",
+        without=("files",),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What RULES say of a case."""
+
+    reference: str
+    bitwise: bool
+    without: frozenset[str]
+    rules: tuple[str, ...]
+
+    @staticmethod
+    def of(case: Case) -> Judgement:
+        rules = [rule for rule in RULES if rule.when(case)]
+        references = {rule.reference for rule in rules}
+        reference = next((r for r in (NOTHING, MIRRORED) if r in references), PLAIN)
+        if reference == MIRRORED and case.place.own_initial_values:
+            reference = NOTHING
+        without = frozenset().union(*(rule.without for rule in rules))
+        return Judgement(reference, all(rule.bitwise for rule in rules), without, tuple(rule.name for rule in rules))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """`kind` says what is wrong in a few words, the same for the same fault; `details` is for people."""
+
+    kind: str
+    details: str
+
+
+def between_ranks(ranks: Sequence[Found]) -> Difference | None:
+    """What differs between ranks."""
+    for rank, other in enumerate(ranks[1:], 1):
+        if ranks[0].keys() != other.keys():
+            names = sorted(ranks[0].keys() ^ other.keys())
+            return Difference("ranks have other results", f"only one of rank 0 and {rank} has {names[:5]}")
+        for name, value in ranks[0].items():
+            if _is_own(name):
+                continue
+            if _bytes(value) != _bytes(other[name]):
+                return Difference(
+                    f"ranks differ in {_kind(name)}", f"{name}: rank 0 has {_shown(value)}, {rank} {_shown(other[name])}"
+                )
+    return None
+
+
+def with_reference(found: Found, expected: Found, judgement: Judgement) -> tuple[Difference | None, float]:
+    """What differs from the reference, and the largest difference over what is tolerated."""
+    largest = 0.0
+    sizes = _sizes(expected)
+    first: Difference | None = None
+    for name in sorted(found.keys() | expected.keys(), key=_in_order):
+        if _kind(name) in judgement.without or _is_own(name):
+            continue
+        if name not in found or name not in expected:
+            who = "tfps" if name in found else judgement.reference
+            return first or Difference(f"only {who} has {_kind(name)}", name), largest
+        value, other = found[name], expected[name]
+        if _bytes(value) == _bytes(other):
+            continue
+        differs = _difference(value, other, sizes[_kind(name)])
+        largest = max(largest, differs / TOLERANCE)
+        if first is None and (judgement.bitwise or not differs < TOLERANCE):
+            first = Difference(
+                f"other {_kind(name)} than {judgement.reference}",
+                f"{name}: {_shown(value)}, {judgement.reference} {_shown(other)}: differs by {differs:.3g}",
+            )
+    return first, largest
+
+
+def finite(found: Found) -> Difference | None:
+    """Whether all numbers are finite."""
+    for name, value in found.items():
+        if np.asarray(value).dtype.kind == "f" and not np.isfinite(value).all():
+            return Difference(f"{_kind(name)} not finite", f"{name}: {_shown(value)}")
+    return None
+
+
+def _is_own(name: str) -> bool:
+    """Whether it belongs to one replica: accumulators of gradients."""
+    return "accumulat" in name and "gradient" in name
+
+
+def _kind(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def _in_order(name: str) -> tuple[int, str]:
+    """By action, so that the first difference is the earliest."""
+    number = name.split("/")[1] if "/" in name else ""
+    return (int(number) if number.isdigit() else -1, name)
+
+
+def _sizes(found: Found) -> dict[str, float]:
+    """Largest number of each kind of results."""
+    sizes: dict[str, float] = {}
+    for name, value in found.items():
+        array = np.asarray(value)
+        if array.dtype.kind == "f" and array.size and np.isfinite(array).all():
+            sizes[_kind(name)] = max(sizes.get(_kind(name), 0.0), float(np.abs(array).max()))
+        else:
+            sizes.setdefault(_kind(name), 0.0)
+    return sizes
+
+
+def _difference(value: Any, other: Any, size: float) -> float:
+    """Relative to `size`; infinite where they cannot be compared."""
+    one, two = np.asarray(value), np.asarray(other)
+    if one.shape != two.shape or one.dtype.kind != "f" or two.dtype.kind != "f":
+        return 0.0 if one.shape == two.shape and np.array_equal(one, two) else float("inf")
+    with np.errstate(invalid="ignore"):
+        differs = np.abs(one.astype(np.float64) - two).max(initial=0.0) / max(size, 1e-6)
+    return float(differs) if np.isfinite(differs) else float("inf")
+
+
+def _bytes(value: Any) -> tuple[Any, ...]:
+    array = np.asarray(value)
+    return (array.shape, array.tobytes())
+
+
+def _shown(value: Any) -> str:
+    array = np.asarray(value)
+    return f"{array.reshape(-1)[:4]} {array.shape}" if array.size > 4 else f"{array}"

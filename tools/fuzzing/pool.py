@@ -1,0 +1,177 @@
+"""Warm processes that run one generated program after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pathlib
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+DEVICES = 4  # logical CPUs of each process: for the replicas of MirroredStrategy, too
+START_S = 120.0  # to start a process on a busy machine
+CASES = 150  # after which processes are renewed: TensorFlow keeps graphs
+
+
+@dataclass(frozen=True)
+class Task:
+    """A program for one process.
+
+    Args:
+        program: its text.
+        function: the one that makes its strategy: "strategy" or "reference".
+        folder: for its files.
+        environment: what is added to the process' environment meanwhile.
+    """
+
+    program: str
+    function: str
+    folder: str
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a program has found, or the error that it ended with (its last line first)."""
+
+    found: Mapping[str, Any] | None
+    error: str = ""
+
+
+def _serve(connection: Connection, log: str) -> None:
+    """One process of the pool."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    faulthandler.register(signal.SIGUSR1, sys.stderr)  # where it hangs
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * DEVICES)
+    connection.send("ready")
+    with contextlib.suppress(EOFError):
+        while True:
+            connection.send(_run(connection.recv()))
+
+
+def _run(task: Task) -> Outcome:
+    import keras
+
+    saved = dict(os.environ)
+    os.environ.update(task.environment)
+    keras.backend.clear_session()
+    strategy = None
+    try:
+        namespace: dict[str, Any] = {"__name__": "generated"}
+        exec(compile(task.program, "<program>", "exec"), namespace)
+        strategy = namespace[task.function]()
+        return Outcome(dict(namespace["main"](strategy, task.folder)))
+    except BaseException as error:  # KeyboardInterrupt too: programs raise it
+        return Outcome(None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+    finally:
+        if hasattr(strategy, "close"):
+            with contextlib.suppress(Exception):
+                strategy.close()
+        os.environ.clear()
+        os.environ.update(saved)
+
+
+class Pool:
+    """Processes 0 to `count` - 1, started when they are needed first. Used by one thread."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.renewed = -1
+        self._folder = tempfile.TemporaryDirectory(prefix="tfps-fuzzing-")
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+        self._cases = 0
+
+    def __enter__(self) -> Pool:  # noqa: PYI034  # typing.Self is younger than Python 3.10
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        self._folder.cleanup()
+
+    def end(self) -> None:
+        """Kills the processes; the next case starts new ones."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+
+    def log(self, process: int) -> str:
+        """The end of what a process has printed."""
+        with contextlib.suppress(OSError):
+            return self._log(process).read_text(errors="replace")[-12000:]
+        return ""
+
+    def run(self, tasks: Mapping[int, Task], timeout_s: float) -> dict[int, Outcome]:
+        """Runs each task on the process with its number, all at the same time.
+
+        A process that has not answered by the deadline has an Outcome with an error, and all are renewed.
+        """
+        if not self._processes or self._cases >= CASES:
+            self._start()
+        self._cases += 1
+        for number, task in tasks.items():
+            self._connections[number].send(task)
+        outcomes = self._answers(tasks, timeout_s)
+        if len(outcomes) < len(tasks):
+            late = tasks.keys() - outcomes.keys()
+            for number in late:
+                if self._processes[number].is_alive():
+                    os.kill(self._processes[number].pid, signal.SIGUSR1)
+            time.sleep(1.0)  # until they have said where they are
+            for number in late:
+                how = "hangs" if self._processes[number].is_alive() else "died"
+                outcomes[number] = Outcome(None, f"{how}: no answer within {timeout_s:.0f} s\n{self.log(number)}")
+            self.end()
+        return outcomes
+
+    def _answers(self, numbers: Any, timeout_s: float) -> dict[int, Any]:
+        """By process; those that answer in time."""
+        deadline = time.monotonic() + timeout_s
+        waiting = {self._connections[number]: number for number in numbers}
+        answers: dict[int, Any] = {}
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for connection in wait(list(waiting), left):
+                number = waiting.pop(connection)  # type: ignore[call-overload]
+                try:
+                    answers[number] = connection.recv()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    return answers
+        return answers
+
+    def _log(self, process: int) -> pathlib.Path:
+        return pathlib.Path(self._folder.name) / f"log.{process}"
+
+    def _start(self) -> None:
+        self.end()
+        self.renewed += 1
+        self._cases = 0
+        context = multiprocessing.get_context("spawn")
+        for number in range(self.count):
+            ours, theirs = context.Pipe()
+            self._log(number).unlink(missing_ok=True)
+            process: Any = context.Process(target=_serve, args=(theirs, str(self._log(number))), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+        if len(self._answers(range(self.count), START_S)) < self.count:
+            raise RuntimeError(f"processes must start within {START_S:.0f} s; the first says: {self.log(0)}")

@@ -1,0 +1,87 @@
+"""Runs a case under tfps and beside it what it is compared with, and says what differs."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fuzzing import oracle
+from fuzzing.cases import Case
+from fuzzing.oracle import MIRRORED, NOTHING, Difference, Judgement
+from fuzzing.pool import Outcome, Pool, Task
+from fuzzing.source import program
+
+from tfps.server import ParameterServer
+
+TIMEOUT_S = 150.0  # of a case, on a busy machine; some seconds are usual
+
+
+@dataclass(frozen=True)
+class Result:
+    """
+    Args:
+        difference: None: all is well.
+        refused: plain Keras and tfps alike end with an error: the case says nothing.
+        largest: difference from the reference over what is tolerated.
+    """
+
+    case: Case
+    text: str
+    difference: Difference | None = None
+    refused: str = ""
+    largest: float = 0.0
+    rules: tuple[str, ...] = ()
+
+
+def run(case: Case, pool: Pool, change: Callable[[str, int], str] = lambda text, rank: text) -> Result:
+    """Runs `case`. `change` may put a fault into the program of a rank, given its text."""
+    judgement = Judgement.of(case)
+    mirrored = judgement.reference == MIRRORED
+    text = program(case, MIRRORED if mirrored else "plain")
+    with contextlib.ExitStack() as stack:
+        folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tfps-fuzzing-")))
+        addresses = []
+        for _ in range(case.place.pservers):
+            server = ParameterServer("127.0.0.1", 0, workers=case.place.workers)
+            stack.callback(server.stop, 0.2)
+            addresses.append(server.address)
+        tasks = {0: Task(text, "reference", _made(folder / "reference"), {})}
+        for rank in range(case.place.workers):
+            own = folder / (f"rank{rank}" if case.place.own_folders else "shared")
+            environment = {"TFPS_RANK": str(rank), "TFPS_WORKERS": str(case.place.workers)} if addresses else {}
+            if addresses:
+                environment["TFPS_PSERVERS"] = ",".join(addresses)
+            tasks[rank + 1] = Task(change(text, rank), "strategy", _made(own), environment)
+        outcomes = pool.run(tasks, TIMEOUT_S)
+    ranks = [outcomes[rank + 1] for rank in range(case.place.workers)]
+    return _judged(case, text, judgement, outcomes[0], ranks)
+
+
+def _made(folder: pathlib.Path) -> str:
+    folder.mkdir(exist_ok=True)
+    return str(folder)
+
+
+def _judged(case: Case, text: str, judgement: Judgement, reference: Outcome, ranks: list[Outcome]) -> Result:
+    errors = [outcome.error for outcome in ranks if outcome.found is None]
+    if errors and reference.found is None:
+        return Result(case, text, refused=reference.error)
+    if errors:
+        said = "\n".join(f"rank {rank}: {each.error[-2500:] or 'ends well'}" for rank, each in enumerate(ranks))
+        # The first to fail is not known: prefer what is not the echo of another rank's end.
+        kinds = sorted(error.partition("\n")[0].partition(":")[0] for error in errors)
+        return Result(case, text, Difference(f"error {kinds[0]}", said), rules=judgement.rules)
+    if reference.found is None:
+        difference = Difference(f"only {judgement.reference} fails", reference.error[-2500:])
+        return Result(case, text, difference, rules=judgement.rules)
+    found = [outcome.found for outcome in ranks if outcome.found is not None]
+    difference: Difference | None = oracle.between_ranks(found)
+    largest = 0.0
+    if difference is None and oracle.finite(reference.found) is None:
+        difference = oracle.finite(found[0])
+    if difference is None and judgement.reference != NOTHING:
+        difference, largest = oracle.with_reference(found[0], reference.found, judgement)
+    return Result(case, text, difference, largest=largest, rules=judgement.rules)

@@ -1,0 +1,155 @@
+"""Draws cases until the time is over, shrinks those that fail, and counts what has been covered."""
+
+from __future__ import annotations
+
+import pathlib
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import hypothesis
+from fuzzing import runner
+from fuzzing.cases import Case, features
+from fuzzing.draw import cases, usable
+from fuzzing.pool import Pool
+from fuzzing.runner import Result
+
+Change = Callable[[str, int], str]
+_EXAMPLES = 1_000_000  # time ends a session
+
+
+def unchanged(text: str, rank: int) -> str:
+    return text
+
+
+@dataclass
+class Session:
+    """
+    Args:
+        minutes: after which no new case begins; a failure that was found before is still shrunk for `shrink_s`.
+        most_cases: as `minutes`, and repeatable.
+        without: features that are not drawn.
+        folder: programs that fail are written there.
+        change: puts a fault into the program of a rank (`runner.run`).
+        say: takes lines of progress.
+    """
+
+    minutes: float
+    seed: int = 1
+    workers: tuple[int, ...] = (1, 2, 3)
+    most_cases: int = _EXAMPLES
+    without: Collection[str] = ()
+    folder: pathlib.Path | None = None
+    shrink_s: float = 240.0
+    change: Change = unchanged
+    say: Callable[[str], None] = print
+    ran: Counter[str] = field(default_factory=Counter)  # by how they ended
+    covered: Counter[str] = field(default_factory=Counter)
+    rules: Counter[str] = field(default_factory=Counter)
+    largest: float = 0.0
+    failures: list[Result] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Runs cases until the time is over."""
+        self._start = time.monotonic()
+        # One process for what is compared with, beside the workers.
+        with Pool(1 + max(self.workers)) as pool:
+            for turn in range(_EXAMPLES):
+                if self._is_over() or not self._search(pool, turn):
+                    return
+
+    def _is_over(self) -> bool:
+        return time.monotonic() - self._start > self.minutes * 60 or sum(self.ran.values()) >= self.most_cases
+
+    def _search(self, pool: Pool, turn: int) -> bool:
+        """Looks for one failure and shrinks it; False if the time was over before."""
+        smallest: Result | None = None
+        until = float("inf")
+
+        def fails(case: Case) -> bool:
+            nonlocal smallest, until
+            if not usable(case, self.without):
+                return False
+            if smallest is None and (self._is_over() or self._is_known(case)):
+                return False
+            if time.monotonic() > until:
+                return False
+            result = runner.run(case, pool, self.change)
+            if smallest is None:
+                self._count(result)
+            if result.difference is None:
+                return False
+            if smallest is not None and result.difference.kind != smallest.difference.kind:  # type: ignore[union-attr]
+                return False
+            if smallest is None:
+                until = time.monotonic() + self.shrink_s
+                self.say(f"FAILS {result.difference.kind}: {case!r}\n{result.difference.details[:600]}")
+            smallest = result
+            return True
+
+        settings = hypothesis.settings(
+            max_examples=_EXAMPLES,
+            database=None,
+            deadline=None,
+            phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
+        try:
+            hypothesis.find(
+                cases(self.workers, frozenset(self.without)),
+                lambda case: fails(case) if smallest or not self._is_over() else self._stop(),
+                settings=settings,
+                random=random.Random(self.seed * 1000 + turn),
+            )
+        except (_OverError, hypothesis.errors.NoSuchExample, hypothesis.errors.Flaky):
+            pass
+        if smallest is not None:
+            self._keep(smallest)
+        return smallest is not None
+
+    def _stop(self) -> bool:
+        raise _OverError
+
+    def _is_known(self, case: Case) -> bool:
+        """Whether it has all features of a failure that this session has found."""
+        return any(features(failure.case) <= features(case) for failure in self.failures)
+
+    def _count(self, result: Result) -> None:
+        how = "failed" if result.difference else "refused" if result.refused else "passed"
+        self.ran[how] += 1
+        self.covered.update(features(result.case))
+        self.rules.update(result.rules)
+        if how == "passed":
+            self.largest = max(self.largest, result.largest)
+        if how == "refused":
+            self.say(f"refused by plain Keras, too: {result.refused.partition(chr(10))[0]}: {result.case!r}")
+        number = sum(self.ran.values())
+        if number % 10 == 0:
+            self.say(f"{number} cases, {number / (time.monotonic() - self._start) * 60:.1f} per minute, {dict(self.ran)}")
+
+    def _keep(self, result: Result) -> None:
+        self.failures.append(result)
+        difference = result.difference
+        self.say(f"SHRUNK to {sorted(features(result.case))}: {difference and difference.kind}")
+        self.say(f"{result.case!r}\n{difference and difference.details[:2000]}")
+        if self.folder is not None:
+            path = self.folder / f"failure{len(self.failures)}_seed{self.seed}.py"
+            path.write_text(result.text, encoding="utf-8")
+            self.say(f"program: {path}")
+
+    def summary(self) -> str:
+        """What was run, covered and found."""
+        count = sum(self.ran.values())
+        lines = [f"{count} cases: {dict(self.ran)}", f"largest difference: {self.largest:.3g} of what is tolerated"]
+        lines.append("rules: " + ", ".join(f"{name} {times}" for name, times in self.rules.most_common()))
+        lines.append("features: " + ", ".join(f"{name} {times}" for name, times in self.covered.most_common()))
+        for number, failure in enumerate(self.failures, 1):
+            kind = failure.difference.kind if failure.difference else ""
+            lines.append(f"failure {number}: {kind}: {', '.join(sorted(features(failure.case)))}")
+        return "\n".join(lines)
+
+
+class _OverError(Exception):
+    """The time is over."""
