@@ -232,6 +232,8 @@ def _fit(d: Drawing, case: Case) -> Fit:
         callbacks += ["ReduceLROnPlateau", "LearningRateScheduler"]
     if case.optimizer.ema:
         callbacks.append("SwapEMAWeights")
+    if case.network.style == "subclassed":
+        callbacks.remove("ModelCheckpoint")
     return Fit(
         epochs=d.number(1, 3),
         input=kind,
@@ -239,6 +241,6 @@ def _fit(d: Drawing, case: Case) -> Fit:
         weighted=d.one(weightings),
         validation=validation,
         steps=batches if kind == "generator" else steps,
-        callbacks=tuple(c for c in d.some(callbacks, 2) if c != "ModelCheckpoint" or case.network.style != "subclassed"),
+        callbacks=d.some(callbacks, 2),
         interrupted=d.number(1, 3) if d.rarely("interrupted", 10) else 0,
     )

@@ -10,7 +10,7 @@ KNOWN: dict[str, str] = {
     "guide": "a train_step that returns the nested results of compiled metrics",
     "outside": "compile() after fit outside of the scope",
     "interrupted": "Ctrl-C within fit, then the same call again",
-    "eager + accumulation": "a step that exchanges nothing, its batch taken eagerly, then one that does: all ranks hang",
+    "eager + accumulation": "all ranks hang at a step that exchanges, after one that did not",
     "Loop + accumulation": "the same in a loop of one's own",
     "masked loss": "a mask divides each replica's loss by its own number of valid steps",
 }

@@ -12,20 +12,16 @@ VECTORS: Table = {
     "Dense relu": ('h = keras.layers.Dense(6, activation="relu")(h)', 1),
     "LayerNormalization": ("h = keras.layers.LayerNormalization(epsilon=0.1)(h)", 1),
     "shared Dense": (
-        'h = keras.layers.Dense(4, activation="tanh")(h)\n'
-        'shared = keras.layers.Dense(4, activation="tanh")\n'
-        "h = shared(shared(h))",
+        'shared = keras.layers.Dense(h.shape[-1], activation="tanh")\nh = shared(shared(h))',
         1,
     ),
     "residual": ('h = keras.layers.Add()([h, keras.layers.Dense(h.shape[-1], activation="tanh")(h)])', 1),
     "regularizers": (
-        'h = keras.layers.Dense(5, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.05), '
-        "bias_regularizer=keras.regularizers.L1(0.02))(h)",
+        'h = keras.layers.Dense(5, kernel_regularizer=keras.regularizers.L2(0.05), bias_regularizer="l1")(h)',
         1,
     ),
     "constraints": (
-        'h = keras.layers.Dense(5, activation="tanh", kernel_constraint=keras.constraints.MaxNorm(0.8), '
-        'bias_constraint="non_neg")(h)',
+        'h = keras.layers.Dense(5, kernel_constraint=keras.constraints.MaxNorm(0.8), bias_constraint="non_neg")(h)',
         1,
     ),
     "AddLoss": ("h = AddLoss()(h)", 1),
@@ -38,8 +34,7 @@ VECTORS: Table = {
     "Dropout": ("h = keras.layers.Dropout(0.3, seed=NUMBER)(h)", 1),
     "GaussianNoise": ("h = keras.layers.GaussianNoise(0.1, seed=NUMBER)(h)", 1),
     "inner model": (
-        "inner = keras.Input((h.shape[-1],))\n"
-        'h = keras.Model(inner, keras.layers.Dense(4, activation="tanh")(inner))(h)',
+        'inner = keras.Input((h.shape[-1],))\nh = keras.Model(inner, keras.layers.Dense(4, "tanh")(inner))(h)',
         1,
     ),
 }

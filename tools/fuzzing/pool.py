@@ -12,13 +12,16 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from children import cpu_s
+
 DEVICES = 4  # logical CPUs of each process: for the replicas of MirroredStrategy, too
-START_S = 120.0  # to start a process on a busy machine
+IDLE_S, BUSY_S = 90.0, 2.0  # processes hang if all that have not answered took no more processor time meanwhile
+TIMEOUT_S = 900.0  # of a case, however busy
 CASES = 150  # after which processes are renewed: TensorFlow keeps graphs
 
 
@@ -120,41 +123,50 @@ class Pool:
             return self._log(process).read_text(errors="replace")[-12000:]
         return ""
 
-    def run(self, tasks: Mapping[int, Task], timeout_s: float) -> dict[int, Outcome]:
+    def run(self, tasks: Mapping[int, Task]) -> dict[int, Outcome]:
         """Runs each task on the process with its number, all at the same time.
 
-        A process that has not answered by the deadline has an Outcome with an error, and all are renewed.
+        A process that died or hangs has an Outcome with an error, and all are renewed.
         """
         if not self._processes or self._cases >= CASES:
             self._start()
         self._cases += 1
         for number, task in tasks.items():
             self._connections[number].send(task)
-        outcomes = self._answers(tasks, timeout_s)
-        if len(outcomes) < len(tasks):
-            late = tasks.keys() - outcomes.keys()
-            for number in late:
-                if self._processes[number].is_alive():
-                    os.kill(self._processes[number].pid, signal.SIGUSR1)
+        outcomes: dict[int, Outcome] = self._answers(tasks)
+        late = tasks.keys() - outcomes.keys()
+        if late:
+            alive = [number for number in late if self._processes[number].is_alive()]
+            for number in alive:
+                os.kill(self._processes[number].pid, signal.SIGUSR1)
             time.sleep(1.0)  # until they have said where they are
             for number in late:
-                how = "hangs" if self._processes[number].is_alive() else "died"
-                outcomes[number] = Outcome(None, f"{how}: no answer within {timeout_s:.0f} s\n{self.log(number)}")
+                how = "hangs" if number in alive else "died"
+                outcomes[number] = Outcome(None, f"{how}: no answer\n{self.log(number)}")
             self.end()
         return outcomes
 
-    def _answers(self, numbers: Any, timeout_s: float) -> dict[int, Any]:
-        """By process; those that answer in time."""
-        deadline = time.monotonic() + timeout_s
+    def _answers(self, numbers: Iterable[int]) -> dict[int, Any]:
+        """What the processes answer, by their numbers: until all have, one has died, or all others just wait.
+
+        Machines are busy: a process that hangs is told from one that is slow by the processor time that it takes.
+        """
         waiting = {self._connections[number]: number for number in numbers}
         answers: dict[int, Any] = {}
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for connection in wait(list(waiting), left):
+        used, since, deadline = 0.0, time.monotonic(), time.monotonic() + TIMEOUT_S
+        while waiting and time.monotonic() < deadline:
+            for connection in wait(list(waiting), 5.0):
                 number = waiting.pop(connection)  # type: ignore[call-overload]
                 try:
                     answers[number] = connection.recv()  # type: ignore[union-attr]
                 except (EOFError, OSError):
                     return answers
+                since = time.monotonic()
+            now = sum(_cpu_s(self._processes[number].pid) for number in waiting.values())
+            if now - used > BUSY_S:
+                used, since = now, time.monotonic()
+            if time.monotonic() - since > IDLE_S:
+                return answers
         return answers
 
     def _log(self, process: int) -> pathlib.Path:
@@ -173,5 +185,12 @@ class Pool:
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
-        if len(self._answers(range(self.count), START_S)) < self.count:
-            raise RuntimeError(f"processes must start within {START_S:.0f} s; the first says: {self.log(0)}")
+        if len(self._answers(range(self.count))) < self.count:
+            raise RuntimeError(f"a process of the pool did not start; the first says: {self.log(0)}")
+
+
+def _cpu_s(pid: int) -> float:
+    try:
+        return cpu_s(pid)
+    except OSError:
+        return 0.0

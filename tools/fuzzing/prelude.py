@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-IMPORTS = '''from __future__ import annotations
+IMPORTS = """from __future__ import annotations
 
 import contextlib
 import itertools
 import os
 import pathlib
+import re
 import zipfile
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -18,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfps
-'''
+"""
 
 HELPERS = '''
 
@@ -53,7 +54,9 @@ class Job:
             if path.suffix == ".keras":
                 own = self.folder / f"own{self.rank}"
                 with zipfile.ZipFile(path) as archive:
-                    self.found[f"files/{name}/{path.name}/config"] = archive.read("config.json").decode()
+                    # Numbers of shared objects are addresses.
+                    config = re.sub(r'"shared_object_id": \\d+', "", archive.read("config.json").decode())
+                    self.found[f"files/{name}/{path.name}/config"] = config
                     archive.extract("model.weights.h5", own)
                 self.note_h5(f"files/{name}/{path.name}", own / "model.weights.h5")
             else:
@@ -277,7 +280,7 @@ class Stop(keras.callbacks.Callback):
             raise RuntimeError("stopped on purpose")
 '''
 
-MAIN = '''
+MAIN = """
 
 if __name__ == "__main__":
     import sys
@@ -306,4 +309,4 @@ if __name__ == "__main__":
         if text not in ("bitwise", "equal") or "-v" in sys.argv:
             print(f"rank {rank}: {name}: {text}; {value.reshape(-1)[:3]}", flush=True)
     print(f"rank {rank}: {len(found)} results", flush=True)
-'''
+"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import random
 import time
@@ -10,11 +11,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import hypothesis
+
 from fuzzing import runner
 from fuzzing.cases import Case, features
 from fuzzing.draw import cases, usable
 from fuzzing.pool import Pool
 from fuzzing.runner import Result
+from fuzzing.simplify import simplified
+from fuzzing.source import program
 
 Change = Callable[[str, int], str]
 _EXAMPLES = 1_000_000  # time ends a session
@@ -54,67 +58,68 @@ class Session:
     def run(self) -> None:
         """Runs cases until the time is over."""
         self._start = time.monotonic()
-        # One process for what is compared with, beside the workers.
-        with Pool(1 + max(self.workers)) as pool:
-            for turn in range(_EXAMPLES):
-                if self._is_over() or not self._search(pool, turn):
-                    return
-
-    def _is_over(self) -> bool:
-        return time.monotonic() - self._start > self.minutes * 60 or sum(self.ran.values()) >= self.most_cases
-
-    def _search(self, pool: Pool, turn: int) -> bool:
-        """Looks for one failure and shrinks it; False if the time was over before."""
-        smallest: Result | None = None
-        until = float("inf")
-
-        def fails(case: Case) -> bool:
-            nonlocal smallest, until
-            if not usable(case, self.without):
-                return False
-            if smallest is None and (self._is_over() or self._is_known(case)):
-                return False
-            if time.monotonic() > until:
-                return False
-            result = runner.run(case, pool, self.change)
-            if smallest is None:
-                self._count(result)
-            if result.difference is None:
-                return False
-            if smallest is not None and result.difference.kind != smallest.difference.kind:  # type: ignore[union-attr]
-                return False
-            if smallest is None:
-                until = time.monotonic() + self.shrink_s
-                self.say(f"FAILS {result.difference.kind}: {case!r}\n{result.difference.details[:600]}")
-            smallest = result
-            return True
-
         settings = hypothesis.settings(
             max_examples=_EXAMPLES,
             database=None,
             deadline=None,
-            phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+            phases=(hypothesis.Phase.generate,),
             suppress_health_check=list(hypothesis.HealthCheck),
         )
-        try:
+        # One process for what is compared with, beside the workers.
+        with Pool(1 + max(self.workers)) as pool, contextlib.suppress(_OverError):
             hypothesis.find(
                 cases(self.workers, frozenset(self.without)),
-                lambda case: fails(case) if smallest or not self._is_over() else self._stop(),
+                lambda case: self._try(case, pool),
                 settings=settings,
-                random=random.Random(self.seed * 1000 + turn),
+                random=random.Random(self.seed),
             )
-        except (_OverError, hypothesis.errors.NoSuchExample, hypothesis.errors.Flaky):
-            pass
-        if smallest is not None:
-            self._keep(smallest)
-        return smallest is not None
 
-    def _stop(self) -> bool:
-        raise _OverError
+    def _is_over(self) -> bool:
+        return time.monotonic() - self._start > self.minutes * 60 or sum(self.ran.values()) >= self.most_cases
 
-    def _is_known(self, case: Case) -> bool:
-        """Whether it has all features of a failure that this session has found."""
-        return any(features(failure.case) <= features(case) for failure in self.failures)
+    def _try(self, case: Case, pool: Pool) -> bool:
+        """Runs a case, and shrinks it where it fails. False: hypothesis goes on."""
+        if self._is_over():
+            raise _OverError
+        if not usable(case, self.without):
+            return False
+        result = runner.run(case, pool, self.change)
+        self._count(result)
+        if result.difference is None:
+            return False
+        if self._is_known(result):
+            self.ran["failed as others did"] += 1
+            return False
+        self.say(f"FAILS {result.difference.kind}: {case!r}\n{result.difference.details[:600]}")
+        self._keep(self._shrunk(result, pool))
+        return False
+
+    def _shrunk(self, result: Result, pool: Pool) -> Result:
+        until, smallest, kind = time.monotonic() + self.shrink_s, result, _kind(result)
+
+        def fails(case: Case) -> bool:
+            nonlocal smallest
+            try:
+                program(case)
+            except KeyError:  # a layer that does not fit the one before
+                return False
+            if not usable(case, self.without):
+                return False
+            tried = runner.run(case, pool, self.change)
+            if _kind(tried) != kind:
+                return False
+            smallest = tried
+            return True
+
+        simplified(result.case, fails, lambda: time.monotonic() > until)
+        return smallest
+
+    def _is_known(self, result: Result) -> bool:
+        """Whether it has all features of a failure of its kind that this session has found."""
+        return any(
+            features(failure.case) <= features(result.case) and _kind(failure) == _kind(result)
+            for failure in self.failures
+        )
 
     def _count(self, result: Result) -> None:
         how = "failed" if result.difference else "refused" if result.refused else "passed"
@@ -127,7 +132,8 @@ class Session:
             self.say(f"refused by plain Keras, too: {result.refused.partition(chr(10))[0]}: {result.case!r}")
         number = sum(self.ran.values())
         if number % 10 == 0:
-            self.say(f"{number} cases, {number / (time.monotonic() - self._start) * 60:.1f} per minute, {dict(self.ran)}")
+            pace = number / (time.monotonic() - self._start) * 60
+            self.say(f"{number} cases, {pace:.1f} per minute, {dict(self.ran)}")
 
     def _keep(self, result: Result) -> None:
         self.failures.append(result)
@@ -149,6 +155,10 @@ class Session:
             kind = failure.difference.kind if failure.difference else ""
             lines.append(f"failure {number}: {kind}: {', '.join(sorted(features(failure.case)))}")
         return "\n".join(lines)
+
+
+def _kind(result: Result) -> str:
+    return result.difference.kind if result.difference else ""
 
 
 class _OverError(Exception):

@@ -19,7 +19,6 @@ from fuzzing.cases import (
     Recompile,
     Resume,
     Save,
-    batch_sizes,
 )
 from fuzzing.layers import EMBEDDINGS, IMAGES, SEQUENCES, VECTORS
 
@@ -74,7 +73,9 @@ METRICS = {
     "MeanIoU": "keras.metrics.MeanIoU(num_classes=4, sparse_y_pred=False)",
 }
 CALLBACKS = {
-    "EarlyStopping": 'keras.callbacks.EarlyStopping("{monitor}", min_delta=0.003, patience=1, restore_best_weights=True)',
+    "EarlyStopping": (
+        'keras.callbacks.EarlyStopping("{monitor}", min_delta=0.003, patience=1, restore_best_weights=True)'
+    ),
     "ReduceLROnPlateau": (
         'keras.callbacks.ReduceLROnPlateau("{monitor}", min_delta=0.003, patience=0, factor=0.5, min_lr=0.001)'
     ),
@@ -85,7 +86,8 @@ CALLBACKS = {
         "save_best_only=True, save_weights_only=True)"
     ),
     "checkpoint every 2 batches": (
-        'keras.callbacks.ModelCheckpoint(job.path("{number}-batch{{batch}}.weights.h5"), save_freq=2, save_weights_only=True)'
+        'keras.callbacks.ModelCheckpoint(job.path("{number}-batch{{batch}}.weights.h5"), save_freq=2, '
+        "save_weights_only=True)"
     ),
     "BackupAndRestore": 'keras.callbacks.BackupAndRestore(job.path("backup{number}"))',
     "SwapEMAWeights": "keras.callbacks.SwapEMAWeights()",
@@ -149,7 +151,7 @@ def _data(case: Case) -> str:
         {
             "regression": f'    y = random.normal(size=(rows{steps}, 2)).astype("float32")',
             "binary": f'    y = random.integers(0, 2, (rows{steps}, 1)).astype("float32")',
-            "classes": f"    y = random.integers(0, 4, (rows{steps}))" if steps else "    y = random.integers(0, 4, rows)",
+            "classes": f"    y = random.integers(0, 4, (rows{steps or ','}))",
         }[network.task]
     )
     if network.second_output:
@@ -420,7 +422,7 @@ def _resume(case: Case, action: Resume, number: int) -> Iterator[str]:
 
 def _strategies(case: Case, reference: str) -> str:
     place = case.place
-    settings = ["step_timeout_s=60.0", "connect_timeout_s=60.0"]
+    settings = ["step_timeout_s=300.0", "connect_timeout_s=300.0"]
     if place.slices == "small slices":
         settings.append("slice_bytes=64, window_bytes=128")
     if place.staging != 2:
