@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import numpy as np
 import pytest
 
@@ -17,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
 from fuzzing import oracle
 from fuzzing.cases import Case, Evaluate, Fit, Network, Optimizer, Place, Save, features
-from fuzzing.draw import cases, usable
+from fuzzing.draw import draw, usable
 from fuzzing.known import KNOWN
 from fuzzing.oracle import MIRRORED, NOTHING, PLAIN, RULES, Judgement
 from fuzzing.session import Session
@@ -29,18 +28,7 @@ FOUND: dict[str, Any] = {"weights/0/0": np.array([1.0, -2.0], np.float32), "file
 
 
 def drawn(count: int, without: tuple[str, ...] = ()) -> list[Case]:
-    found: list[Case] = []
-
-    def take(case: Case) -> bool:
-        found.append(case)
-        return False
-
-    settings = hypothesis.settings(
-        max_examples=count, database=None, suppress_health_check=list(hypothesis.HealthCheck)
-    )
-    with pytest.raises(hypothesis.errors.NoSuchExample):
-        hypothesis.find(cases(without=without), take, settings=settings, random=random.Random(1))
-    return found
+    return [draw(f"1 {number}", without=without) for number in range(count)]
 
 
 def test_every_case_that_is_drawn_is_a_program() -> None:
@@ -49,7 +37,7 @@ def test_every_case_that_is_drawn_is_a_program() -> None:
 
 
 def test_cases_have_every_rule_and_every_feature_that_is_known_to_fail() -> None:
-    found = drawn(1500)
+    found = drawn(2000)
     assert [rule.name for rule in RULES if not any(rule.when(case) for case in found)] == []
     assert [name for name in KNOWN if all(usable(case, [name]) for case in found)] == []
 

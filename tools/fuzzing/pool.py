@@ -74,7 +74,7 @@ def _run(task: Task) -> Outcome:
     saved = dict(os.environ)
     os.environ.update(task.environment)
     keras.backend.clear_session()
-    strategy = None
+    strategy: Any = None
     try:
         namespace: dict[str, Any] = {"__name__": "generated"}
         exec(compile(task.program, "<program>", "exec"), namespace)
@@ -151,17 +151,18 @@ class Pool:
 
         Machines are busy: a process that hangs is told from one that is slow by the processor time that it takes.
         """
-        waiting = {self._connections[number]: number for number in numbers}
+        waiting: dict[Any, int] = {self._connections[number]: number for number in numbers}
         answers: dict[int, Any] = {}
         used, since, deadline = 0.0, time.monotonic(), time.monotonic() + TIMEOUT_S
         while waiting and time.monotonic() < deadline:
-            for connection in wait(list(waiting), 5.0):
-                number = waiting.pop(connection)  # type: ignore[call-overload]
+            ready: Any = wait(list(waiting), 5.0)
+            for connection in ready:
+                number = waiting.pop(connection)
                 try:
-                    answers[number] = connection.recv()  # type: ignore[union-attr]
+                    answers[number] = connection.recv()
                 except (EOFError, OSError):
                     return answers
-                since = time.monotonic()
+                used, since = 0.0, time.monotonic()
             now = sum(_cpu_s(self._processes[number].pid) for number in waiting.values())
             if now - used > BUSY_S:
                 used, since = now, time.monotonic()

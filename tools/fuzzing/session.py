@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import pathlib
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-import hypothesis
-
 from fuzzing import runner
 from fuzzing.cases import Case, features
-from fuzzing.draw import cases, usable
+from fuzzing.draw import draw, usable
 from fuzzing.pool import Pool
 from fuzzing.runner import Result
 from fuzzing.simplify import simplified
 from fuzzing.source import program
 
 Change = Callable[[str, int], str]
-_EXAMPLES = 1_000_000  # time ends a session
 
 
 def unchanged(text: str, rank: int) -> str:
@@ -43,7 +39,7 @@ class Session:
     minutes: float
     seed: int = 1
     workers: tuple[int, ...] = (1, 2, 3)
-    most_cases: int = _EXAMPLES
+    most_cases: int = 1_000_000
     without: Collection[str] = ()
     folder: pathlib.Path | None = None
     shrink_s: float = 240.0
@@ -58,41 +54,27 @@ class Session:
     def run(self) -> None:
         """Runs cases until the time is over."""
         self._start = time.monotonic()
-        settings = hypothesis.settings(
-            max_examples=_EXAMPLES,
-            database=None,
-            deadline=None,
-            phases=(hypothesis.Phase.generate,),
-            suppress_health_check=list(hypothesis.HealthCheck),
-        )
         # One process for what is compared with, beside the workers.
-        with Pool(1 + max(self.workers)) as pool, contextlib.suppress(_OverError):
-            hypothesis.find(
-                cases(self.workers, frozenset(self.without)),
-                lambda case: self._try(case, pool),
-                settings=settings,
-                random=random.Random(self.seed),
-            )
+        with Pool(1 + max(self.workers)) as pool:
+            for number in itertools.count():
+                if self._is_over():
+                    return
+                self._try(draw(f"{self.seed} {number}", self.workers, self.without), pool)
 
     def _is_over(self) -> bool:
         return time.monotonic() - self._start > self.minutes * 60 or sum(self.ran.values()) >= self.most_cases
 
-    def _try(self, case: Case, pool: Pool) -> bool:
-        """Runs a case, and shrinks it where it fails. False: hypothesis goes on."""
-        if self._is_over():
-            raise _OverError
-        if not usable(case, self.without):
-            return False
+    def _try(self, case: Case, pool: Pool) -> None:
+        """Runs a case, and shrinks it where it fails."""
         result = runner.run(case, pool, self.change)
         self._count(result)
         if result.difference is None:
-            return False
+            return
         if self._is_known(result):
             self.ran["failed as others did"] += 1
-            return False
+            return
         self.say(f"FAILS {result.difference.kind}: {case!r}\n{result.difference.details[:600]}")
         self._keep(self._shrunk(result, pool))
-        return False
 
     def _shrunk(self, result: Result, pool: Pool) -> Result:
         until, smallest, kind = time.monotonic() + self.shrink_s, result, _kind(result)
@@ -130,10 +112,9 @@ class Session:
             self.largest = max(self.largest, result.largest)
         if how == "refused":
             self.say(f"refused by plain Keras, too: {result.refused.partition(chr(10))[0]}: {result.case!r}")
-        number = sum(self.ran.values())
-        if number % 10 == 0:
-            pace = number / (time.monotonic() - self._start) * 60
-            self.say(f"{number} cases, {pace:.1f} per minute, {dict(self.ran)}")
+        seconds = time.monotonic() - self._start
+        names = ", ".join(sorted(features(result.case)))
+        self.say(f"{seconds:5.0f} s {sum(self.ran.values()):4} {how} ({result.largest:.2g}): {names}")
 
     def _keep(self, result: Result) -> None:
         self.failures.append(result)
@@ -159,7 +140,3 @@ class Session:
 
 def _kind(result: Result) -> str:
     return result.difference.kind if result.difference else ""
-
-
-class _OverError(Exception):
-    """The time is over."""

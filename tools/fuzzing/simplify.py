@@ -1,7 +1,7 @@
 """Shrinks a case that fails: puts back one choice after the other to the simplest, the largest first.
 
-Hypothesis shrinks by hundreds of attempts, which take a moment where a test does; here each trains a model in several
-processes, and the choices that a case consists of are known.
+Hypothesis shrinks by hundreds of attempts. Here each trains models in several processes, and what a case consists of is
+known.
 """
 
 from __future__ import annotations
