@@ -64,7 +64,7 @@ class Companion:
             if held:
                 self._has_held.set()
             elif self.specs[bucket].name == "batches":
-                self._worker.push(bucket, self.of_batches(np.frombuffer(payload, np.int64).reshape(2, 2)), _ignore)
+                self._worker.push(bucket, self.of_batches(np.frombuffer(payload, np.int64).reshape(3, 2)), _ignore)
             else:
                 self._worker.push(bucket, None, _ignore)
 

@@ -165,7 +165,7 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):  # typ
                 begin = spans.now()
                 if lockstep is not None:
                     lockstep.request_eagerly(self._feed.number)
-                key, text = tf.raw_ops.QueueDequeueV2(handle=self._tokens, component_types=TOKEN)
+                key, text, _ = tf.raw_ops.QueueDequeueV2(handle=self._tokens, component_types=TOKEN)
                 if spans.recorder.enabled:
                     spans.input(begin)
                 if text.numpy():
@@ -173,8 +173,11 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):  # typ
                 return key
             asked = [] if lockstep is None else [lockstep.request_in_graph(self._number)]
             with tf.control_dependencies(asked):
-                key, text = tf.raw_ops.QueueDequeueV2(handle=self._tokens, component_types=TOKEN)
+                key, text, rows = tf.raw_ops.QueueDequeueV2(handle=self._tokens, component_types=TOKEN)
             key.set_shape([])
+            last_batch = self._spec.staging.last_batch
+            rows.set_shape([1 + last_batch.replicas])
+            last_batch.note(self, rows)
             with tf.control_dependencies([tf.debugging.Assert(tf.equal(text, ""), [text])]):
                 return tf.identity(key)
 

@@ -34,9 +34,13 @@ _FIRST_BUCKET_BYTES = 64 * 1024
 
 @dataclass(eq=False)
 class Reduction:
-    """One `all_reduce` call of one replica: how many of its results have become noted updates."""
+    """One `all_reduce` call of one replica: how many of its results have become noted updates.
+
+    `has_rows`: bool scalar, whether the replica contributes at all; None: for certain.
+    """
 
     size: int
+    has_rows: tf.Tensor | None = None
     # By id of the graph: each branch of a tf.cond counts by itself.
     noted: Counter[int] = field(default_factory=Counter)
 
@@ -71,6 +75,11 @@ class Noted:
     def nbytes(self) -> int:
         return int(math.prod(self.variable.shape)) * int(self.dtype.size)
 
+    @property
+    def kind(self) -> tuple[tf.DType, bool]:
+        """Those of one kind may share a bucket: the dtype, and whether a replica without rows contributes."""
+        return self.dtype, self.reduced.reduction.has_rows is None
+
 
 @dataclass(eq=False)
 class GraphState:
@@ -85,23 +94,23 @@ class GraphState:
 
 
 def fuse(noted: Iterable[Noted], order: dict[str, int], slice_bytes: int, first_bytes: int) -> list[list[Noted]]:
-    """Buckets of `noted` in forward order: neighbours of one dtype up to `bucket_limit`, sparse ones alone."""
+    """Buckets of `noted` in forward order: neighbours of one kind up to `bucket_limit`, sparse ones alone."""
     buckets: list[list[Noted]] = []
-    filled: dict[tf.DType, int] = {}  # bytes in the open bucket of a dtype, which is the last one of that dtype
-    last: dict[tf.DType, list[Noted]] = {}
+    filled: dict[Any, int] = {}  # bytes in the open bucket of a kind, which is the last one of that kind
+    last: dict[Any, list[Noted]] = {}
     before = 0
     for item in sorted(noted, key=lambda item: order.get(item.variable._unique_id, len(order))):
         if item.sparse:
             buckets.append([item])
             continue
-        limit = bucket_limit(before - filled.get(item.dtype, 0), slice_bytes, first_bytes)
+        limit = bucket_limit(before - filled.get(item.kind, 0), slice_bytes, first_bytes)
         before += item.nbytes
-        if item.dtype in last and filled[item.dtype] + item.nbytes <= limit:
-            last[item.dtype].append(item)
-            filled[item.dtype] += item.nbytes
+        if item.kind in last and filled[item.kind] + item.nbytes <= limit:
+            last[item.kind].append(item)
+            filled[item.kind] += item.nbytes
         else:
             buckets.append([item])
-            last[item.dtype], filled[item.dtype] = buckets[-1], item.nbytes
+            last[item.kind], filled[item.kind] = buckets[-1], item.nbytes
     return buckets
 
 
@@ -257,6 +266,10 @@ class Emitter:
         elif carries:
             flat = [tf.reshape(tf.cast(gradient, bucket[0].dtype), [-1]) for gradient in gradients]
             data = graph_ops.to_bytes(flat[0] if len(flat) == 1 else tf.concat(flat, 0))
+        if carries and (has_rows := bucket[0].reduced.reduction.has_rows) is not None:
+            # No data contributes nothing. A part from the front shares the memory of the whole: this copies nothing.
+            data = data[: tf.where(has_rows, tf.size(data), 0)]
+            indices = None if indices is None else indices[: tf.where(has_rows, tf.size(indices), 0)]
         gates = [item.variable.gates[replica] for item in bucket]
         after = tf.nest.flatten(gradients, expand_composites=True)
         after = [graph_ops.check_open(self._runtime.queue, after)]

@@ -20,6 +20,7 @@ from tfps.moments import Passage
 from tfps.picture import Picture
 from tfps.reductions import Reductions, as_tensor, divide, identity, sum_locally
 from tfps.runtime import Runtime
+from tfps.shares import LastBatch, Share, rows_of, share_of_gradients, sharing
 from tfps.staging import Staging
 from tfps.tf_private import (
     METRICS_ARE_MIRRORED,
@@ -63,7 +64,8 @@ class Extended(mirrored_strategy.MirroredExtended):
         self.shards = True  # of each dataset this worker reads its part
         if runtime.exchange.workers > 1:
             staging_depth = max(staging_depth, 1)  # else workers could not agree on where the data ends
-        self.staging = Staging(runtime, self._devices, staging_depth) if staging_depth else None
+        self.last_batch = LastBatch(len(self._devices))
+        self.staging = Staging(runtime, self._devices, staging_depth, self.last_batch) if staging_depth else None
         self._reductions = Reductions(runtime)
         self._initial_values = InitialValues(runtime)
         self.combiner = Combiner(runtime, len(self._devices))
@@ -240,6 +242,7 @@ class Extended(mirrored_strategy.MirroredExtended):
                 self._lifted[fn] = fn._clone(python_function=in_replicas)
             return self._lifted[fn](*args, **kwargs)
         self._initial_values.agree()
+        fn = self._in_share(fn)
         if tf.executing_eagerly():
             with self._runtime.spans.eager_step():
                 result = super()._call_for_each_replica(fn, args, kwargs)
@@ -263,6 +266,26 @@ class Extended(mirrored_strategy.MirroredExtended):
             self._finish(graph)
         self._initial_values.agree()
         return result
+
+    def _in_share(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn`, called by each replica, which knows how many rows of the batch its arguments have."""
+        if self._num_replicas_in_sync == 1:
+            return fn
+
+        def with_share(*args: Any, **kwargs: Any) -> Any:
+            rows = rows_of((args, kwargs))
+            if rows is None:
+                return fn(*args, **kwargs)
+            noted = None if tf.executing_eagerly() else self.last_batch.of_graph()
+            replica = distribute_lib.get_replica_context()._replica_id
+            last = None if noted is None else (noted[0], noted[1 + replica])
+            with sharing(Share(rows, self._num_replicas_in_sync, last, self._sum_over_replicas)):
+                return fn(*args, **kwargs)
+
+        return with_share
+
+    def _sum_over_replicas(self, value: tf.Tensor) -> tf.Tensor:
+        return self._replica_ctx_all_reduce(SUM, [value])[0]
 
     def _finish(self, graph: tf.Graph) -> None:
         """Emits what is still noted at the end of a replica function."""
@@ -330,23 +353,28 @@ class Extended(mirrored_strategy.MirroredExtended):
     # Reductions and updates in replica context.
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        flat = tf.nest.flatten(value)
+        flat, share = tf.nest.flatten(value), share_of_gradients()
         if len(self._devices) > 1 and tf.executing_eagerly():
+            if share is not None:
+                value = tf.nest.pack_sequence_as(value, [share.only_if_rows(each) for each in flat])
             # Replica functions run one after the other in eager mode: only merge_call brings them together.
             return super(mirrored_strategy.MirroredExtended, self)._replica_ctx_all_reduce(reduce_op, value, options)
-        local = flat
+        local = own = flat
+        if share is not None:
+            own = [share.only_if_rows(each) for each in flat]
         if len(self._devices) > 1:
-            local = tf.nest.flatten(super()._replica_ctx_all_reduce(SUM, flat, options))
+            local = own = tf.nest.flatten(super()._replica_ctx_all_reduce(SUM, own, options))
+            share = None
         replica = distribute_lib.get_replica_context()._replica_id
         if tf.executing_eagerly():
-            summed = self._reductions.sum_all(local, ())
+            summed = self._reductions.sum_all(own, ())
         else:
             graph = ops.get_default_graph()
             root = self._state(outer_graphs(graph)[-1])
             root.reductions += 1
-            summed = self._reductions.sum_all(local, (root.reductions, replica))
+            summed = self._reductions.sum_all(own, (root.reductions, replica))
             if reduce_op == SUM:
-                reduction = Reduction(len(flat))
+                reduction = Reduction(len(flat), None if share is None else share.has_rows)
                 for gradient, result in zip(local, summed, strict=True):
                     self._state(graph).reduced[id(result)] = Reduced(gradient, result, reduction)
         if reduce_op == MEAN:

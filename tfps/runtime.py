@@ -299,8 +299,10 @@ class Runtime:
         payload: Any = memoryview(data)
         if transfer.spec.kind == "gather":
             payload = pack_sparse(memoryview(indices), payload)
+        elif transfer.spec.nbytes and not data.shape[0]:  # of a replica without rows, which contributes nothing
+            payload = data = None
         if self.recorder.with_events:
-            self.recorder.record("gradient", bucket=transfer.bucket, nbytes=len(payload))
+            self.recorder.record("gradient", bucket=transfer.bucket, nbytes=_size(payload))
 
         if isinstance(transfer, DeferredUpdate):
             transfer.ready_s = time.monotonic()
@@ -309,7 +311,7 @@ class Runtime:
         done = self.spans.done.get(transfer.bucket)
         step = self.push(transfer, payload, ticket, data)
         if self.recorder.enabled:
-            self.spans.sent(transfer, step, number, len(payload), done)
+            self.spans.sent(transfer, step, number, _size(payload), done)
         if isinstance(transfer, DeferredUpdate) and transfer.whole:
             self.steps += 1
             if self.on_step is not None:
@@ -411,6 +413,10 @@ class Runtime:
                 if gate.closed:
                     gate.open(str(failure))
             threading.Event().wait(_WATCH_S)
+
+
+def _size(payload: Any) -> int:
+    return 0 if payload is None else len(payload)
 
 
 def _on_host(work: Callable[[], None]) -> None:

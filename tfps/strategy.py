@@ -29,6 +29,7 @@ from tfps.runtime import Runtime
 from tfps.saving import share_files
 from tfps.trace import Recorder
 from tfps.trace_run import TraceRun, record_unattended
+from tfps.weighing import weigh_by_rows
 from tfps.worker import Worker
 
 _collective_key_bases = itertools.count(1_000, 1_000)
@@ -84,6 +85,7 @@ class Strategy(tf.distribute.Strategy):
         agree_on_logs(Strategy)
         predict_everything(Strategy)
         share_files(Strategy)
+        weigh_by_rows()
 
     @property
     def rank(self) -> int:

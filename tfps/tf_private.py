@@ -80,6 +80,7 @@ try:
         values,  # MirroredVariable, DistributedValues
         values_util,  # current replica id as a number
     )
+    from tensorflow.python.eager import record  # whether a gradient tape follows what is computed now
     from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction  # see flat_call
     from tensorflow.python.framework import ops  # the graph under construction, init_scope that leaves it
     from tensorflow.python.framework.composite_tensor import CompositeTensor  # what an iterator as an argument must be
@@ -113,7 +114,8 @@ try:
         input_lib.DistributedDataset: ("__iter__", "element_spec"),
         input_lib.DistributedDatasetsFromFunction: ("__iter__", "element_spec"),
         ConcreteFunction: ("_call_flat",),
-        control_flow_v2_func_graphs: ("CondBranchFuncGraph",),
+        control_flow_v2_func_graphs: ("CondBranchFuncGraph", "ControlFlowFuncGraph"),
+        record: ("could_possibly_record",),
         distribute_utils: ("create_mirrored_variable", "VARIABLE_CLASS_MAPPING", "VARIABLE_POLICY_MAPPING", "regroup"),
     }.items():
         for _name in _names:
@@ -215,3 +217,15 @@ def branch_free(graph: tf.Graph) -> tf.Graph:
     while isinstance(graph, control_flow_v2_func_graphs.CondBranchFuncGraph):
         graph = graph.outer_graph
     return graph
+
+
+def control_flow_free(graph: tf.Graph) -> tf.Graph:
+    """`graph`, or the one around it of which it is a branch of a tf.cond or a part of a tf.while_loop."""
+    while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
+        graph = graph.outer_graph
+    return graph
+
+
+def is_differentiated() -> bool:
+    """Whether a gradient tape of this thread may follow what is computed now: whether it is for training."""
+    return bool(record.could_possibly_record())
