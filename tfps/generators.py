@@ -50,7 +50,7 @@ def _part(replica: int, replicas: int, batch: tuple[Any, ...]) -> Any:
         rows = _leading(value)
         if rows is None:
             return value
-        start, end = rows * replica // replicas, rows * (replica + 1) // replicas
+        start, end = (-(-rows * part // replicas) for part in (replica, replica + 1))  # the first ones have more
         if isinstance(value, tf.SparseTensor):
             shape = tf.cast(value.dense_shape, tf.int64)
             begin = tf.concat([[tf.cast(start, tf.int64)], tf.zeros_like(shape[1:])], 0)

@@ -24,7 +24,10 @@ try:
             "apply_mask",
         ),
         TFOptimizer: ("_all_reduce_sum_gradients", "_backend_increment_gradient_accumulators"),
-        keras.Model: ("compute_loss",),
+        keras.Model: (
+            "compute_loss",
+            "_maybe_symbolic_build",  # makes one batch of all replicas' to build a model by its shapes
+        ),
         keras.metrics.Mean: ("update_state",),
     }
     for _owner, _names in _NEEDED.items():

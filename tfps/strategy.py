@@ -85,7 +85,7 @@ class Strategy(tf.distribute.Strategy):
         agree_on_logs(Strategy)
         predict_everything(Strategy)
         share_files(Strategy)
-        weigh_by_rows()
+        weigh_by_rows(Strategy)
 
     @property
     def rank(self) -> int:

@@ -24,12 +24,13 @@ _WHOLE = "_tfps_whole"  # marks a loss that is this replica's own mean, although
 
 
 @functools.cache
-def weigh_by_rows() -> None:
+def weigh_by_rows(strategy_class: type[tf.distribute.Strategy]) -> None:
     """Makes Keras weigh replicas, in replica functions of strategies of tfps; done once per process."""
     _weigh_losses()
     _track_whole_losses()
     _weigh_tracked_scalars()
     _leave_out_empty_replicas()
+    _build_by_first_replica(strategy_class)
 
 
 def _weigh_losses() -> None:
@@ -162,6 +163,24 @@ def _leave_out_empty_replicas() -> None:
 
     TFOptimizer._all_reduce_sum_gradients = all_reduce_sum_gradients
     TFOptimizer._backend_increment_gradient_accumulators = increment_gradient_accumulators
+
+
+def _build_by_first_replica(strategy_class: type[tf.distribute.Strategy]) -> None:
+    """Keras builds a model by the mean of the replicas' first batches, which there is not where their sizes differ."""
+    original = keras.Model._maybe_symbolic_build
+
+    @functools.wraps(original)
+    def maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+        if iterator is not None and isinstance(self.distribute_strategy, strategy_class):
+            _, _, batches = next(iter(iterator))
+            batch = next(batches)
+            data_batch = keras.tree.map_structure(
+                lambda value: value.values[0] if isinstance(value, tf.distribute.DistributedValues) else value, batch
+            )
+            iterator = None
+        original(self, iterator, data_batch)
+
+    keras.Model._maybe_symbolic_build = maybe_symbolic_build
 
 
 @functools.cache
