@@ -93,10 +93,10 @@ def test_only_the_tensorflow_layer_imports_tensorflow(path: Path) -> None:
 
 
 @by_source
-def test_only_tf_private_imports_private_tensorflow(path: Path) -> None:
-    if path.stem != "tf_private":
-        private = ("tensorflow.python", "tensorflow.core", "keras.src")
-        assert not [f"line {line}: {name}" for line, name in imported(path) if name.startswith(private)]
+def test_private_names_of_tensorflow_and_of_keras_are_imported_in_one_module_each(path: Path) -> None:
+    private = {"tf_private": ("tensorflow.python", "tensorflow.core"), "keras_private": ("keras.src",)}
+    others = tuple(prefix for owner, prefixes in private.items() if owner != path.stem for prefix in prefixes)
+    assert not [f"line {line}: {name}" for line, name in imported(path) if name.startswith(others)]
 
 
 @by_source

@@ -20,7 +20,7 @@ from tfps.moments import Passage
 from tfps.picture import Picture
 from tfps.reductions import Reductions, as_tensor, divide, identity, sum_locally
 from tfps.runtime import Runtime
-from tfps.shares import LastBatch, Share, rows_of, share_of_gradients, sharing
+from tfps.shares import LastBatch, share_of_gradients, with_share
 from tfps.staging import Staging
 from tfps.tf_private import (
     METRICS_ARE_MIRRORED,
@@ -242,7 +242,8 @@ class Extended(mirrored_strategy.MirroredExtended):
                 self._lifted[fn] = fn._clone(python_function=in_replicas)
             return self._lifted[fn](*args, **kwargs)
         self._initial_values.agree()
-        fn = self._in_share(fn)
+        if self._num_replicas_in_sync > 1:
+            fn = with_share(fn, self._num_replicas_in_sync, self.last_batch, self._sum_over_replicas)
         if tf.executing_eagerly():
             with self._runtime.spans.eager_step():
                 result = super()._call_for_each_replica(fn, args, kwargs)
@@ -266,23 +267,6 @@ class Extended(mirrored_strategy.MirroredExtended):
             self._finish(graph)
         self._initial_values.agree()
         return result
-
-    def _in_share(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn`, called by each replica, which knows how many rows of the batch its arguments have."""
-        if self._num_replicas_in_sync == 1:
-            return fn
-
-        def with_share(*args: Any, **kwargs: Any) -> Any:
-            rows = rows_of((args, kwargs))
-            if rows is None:
-                return fn(*args, **kwargs)
-            noted = None if tf.executing_eagerly() else self.last_batch.of_graph()
-            replica = distribute_lib.get_replica_context()._replica_id
-            last = None if noted is None else (noted[0], noted[1 + replica])
-            with sharing(Share(rows, self._num_replicas_in_sync, last, self._sum_over_replicas)):
-                return fn(*args, **kwargs)
-
-        return with_share
 
     def _sum_over_replicas(self, value: tf.Tensor) -> tf.Tensor:
         return self._replica_ctx_all_reduce(SUM, [value])[0]

@@ -43,7 +43,7 @@ class Loop(Request):
 
     def may_use(self, has_batch: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Whether all ranks have a next batch, and its rows on all of them, where this one says what it has."""
-        asked = self.send(tf.where(has_batch, rows, _NONE))
+        asked = self.send(tf.where(has_batch, rows, tf.constant(_NONE, tf.int64)))
         with tf.control_dependencies([asked]), tf.device(HOST):
             used, error, total = tf.raw_ops.QueueDequeueV2(
                 handle=self._answers.queue_ref, component_types=self._answers.dtypes
@@ -108,7 +108,8 @@ class LoopIterator:
             lambda: self._rows(batch.get_value(), replicas),
             lambda: tf.constant([UNKNOWN] * replicas, tf.int64),
         )
-        total = tf.where(tf.reduce_any(rows < 0), UNKNOWN, tf.reduce_sum(rows))
+        unknown = tf.constant(UNKNOWN, tf.int64)
+        total = tf.where(tf.reduce_any(rows < 0), unknown, tf.reduce_sum(rows))
         used, total = self._loop.may_use(batch.has_value(), total)
         self._staging.last_batch.note(self, tf.concat([[total], rows], 0))
         return tf.cond(used, lambda: batch, lambda: tf.experimental.Optional.empty(batch.element_spec))

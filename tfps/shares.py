@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfps.graph_ops import HOST
-from tfps.tf_private import ResourceVariable, control_flow_free, is_differentiated, ops, outer_graphs
+from tfps.tf_private import ResourceVariable, control_flow_free, distribute_lib, is_differentiated, ops, outer_graphs
 
 UNKNOWN = -1  # in place of a number of rows
 
@@ -112,7 +112,7 @@ class Share:
         self._total: tf.Tensor | None = None
         self._weights: list[tf.Tensor] = []  # what replaces the share by rows
         if last is not None:  # batches that do not come from the iterator are taken to be divided evenly
-            self._total = tf.where(tf.equal(last[1], rows), last[0], UNKNOWN)
+            self._total = tf.where(tf.equal(last[1], rows), last[0], tf.constant(UNKNOWN, tf.int64))
 
     @property
     def may_be_empty(self) -> bool:
@@ -197,14 +197,25 @@ class _Current(threading.local):
 _current = _Current()
 
 
-@contextlib.contextmanager
-def sharing(share: Share) -> Iterator[None]:
-    """This thread traces or runs the replica that has `share`."""
-    before, _current.share = _current.share, share
-    try:
-        yield
-    finally:
-        _current.share = before
+def with_share(
+    function: Callable[..., Any], replicas: int, last_batch: LastBatch, sum_rows: Callable[[tf.Tensor], tf.Tensor]
+) -> Callable[..., Any]:
+    """`function`, called by each replica, while which its share is the current one; see `Share`."""
+
+    def shared(*args: Any, **kwargs: Any) -> Any:
+        rows = rows_of((args, kwargs))
+        if rows is None:
+            return function(*args, **kwargs)
+        noted = None if tf.executing_eagerly() else last_batch.of_graph()
+        replica = distribute_lib.get_replica_context()._replica_id
+        last = None if noted is None else (noted[0], noted[1 + replica])
+        before, _current.share = _current.share, Share(rows, replicas, last, sum_rows)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _current.share = before
+
+    return shared
 
 
 def current_share() -> Share | None:

@@ -59,10 +59,13 @@ def _weigh_losses() -> None:
         reduction: str = "sum_over_batch_size",
         dtype: Any = None,
     ) -> Any:
-        def reduced() -> Any:
-            return reduce_values(values, sample_weight, mask, reduction, dtype)
-
         share = current_share()
+
+        def reduced() -> Any:
+            loss = reduce_values(values, sample_weight, mask, reduction, dtype)
+            # Keras does not sum up what it knows to be empty.
+            return loss if share is None or loss.shape != (0,) or reduction in (None, "none") else tf.reduce_sum(loss)
+
         weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
         if share is None or not (weighs or (mask is not None and reduction not in (None, "none", "sum"))):
             return reduced()
@@ -112,8 +115,6 @@ def _track_whole_losses() -> None:
         # A program that overrides it may add terms of its own to what this returns.
         if share is None or loss is None or type(self).compute_loss is not compute_loss:
             return loss
-        if loss.shape.rank != 0:  # of no rows, where this is known beforehand
-            loss = tf.reduce_sum(loss)
 
         @tf.custom_gradient
         def whole(loss: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
@@ -174,13 +175,20 @@ def _build_by_first_replica(strategy_class: type[tf.distribute.Strategy]) -> Non
         if iterator is not None and isinstance(self.distribute_strategy, strategy_class):
             _, _, batches = next(iter(iterator))
             batch = next(batches)
-            data_batch = keras.tree.map_structure(
-                lambda value: value.values[0] if isinstance(value, tf.distribute.DistributedValues) else value, batch
-            )
+            data_batch = keras.tree.map_structure(_example, batch)
             iterator = None
         original(self, iterator, data_batch)
 
     keras.Model._maybe_symbolic_build = maybe_symbolic_build
+
+
+def _example(value: Any) -> Any:
+    """The first replica's part of `value`, with a row at least: Keras takes losses of no rows for vectors."""
+    if isinstance(value, tf.distribute.DistributedValues):
+        value = value.values[0]
+    if isinstance(value, tf.Tensor) and value.shape.rank and value.shape[0] == 0:
+        return tf.zeros([1, *value.shape[1:]], value.dtype)
+    return value
 
 
 @functools.cache
