@@ -208,7 +208,7 @@ class Emitter:
         )
 
         @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.uint8)] * 2)
-        def tfps_update(data: tf.Tensor, indices: tf.Tensor) -> None:
+        def tfps_update(data: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
             flat = graph_ops.from_bytes(data, bucket[0].dtype)
             sizes = [int(math.prod(item.variable.shape)) for item in bucket]
             pieces = [flat] if len(bucket) == 1 else tf.split(flat, sizes)
@@ -221,6 +221,8 @@ class Emitter:
                     item.function(component, gradient, *arguments)
                 with tf.control_dependencies(ops.get_default_graph().get_operations()[before:]):
                     graph_ops.open_gate(item.variable.gates[replica])
+            # With a result, as the functions of plain Keras have one: without, TensorFlow folds fewer constants.
+            return tf.constant(True)
 
         try:
             with deferring(deferral), ops.init_scope():
