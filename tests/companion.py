@@ -49,9 +49,9 @@ class Companion:
         """Does from now on what `exchange`, rank 0's, does."""
         declare, push = exchange.declare, exchange.push
 
-        def declare_both(specs: Sequence[BucketSpec], details: Sequence[str] = ()) -> list[int]:
+        def declare_both(specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: Any = None) -> list[int]:
             mine = self._declare_thread.submit(self._worker.declare, specs, details)
-            ids = declare(specs, details)
+            ids = declare(specs, details, stop)
             assert mine.result(DEADLINE_S) == ids
             self.specs.extend(specs)
             return ids

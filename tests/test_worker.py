@@ -290,7 +290,7 @@ def test_a_variable_that_only_one_rank_has_is_named(cluster: Cluster) -> None:
 def test_a_rank_that_does_not_declare_is_named(cluster: Cluster) -> None:
     first, second = job(cluster, 2)
     first.config = SHORT  # only now: to join and to declare nothing it had time
-    with pytest.raises(WaitTimeoutError, match=r"not declared its variables within 1 s: rank 1 \("):
+    with pytest.raises(WaitTimeoutError, match=r"after 1 s not declared its variables: rank 1 \("):
         first.declare([bucket(8)])
     assert isinstance(jobs.Failed(second).wait(), WaitTimeoutError)
 

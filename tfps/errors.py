@@ -31,6 +31,10 @@ class WorkerLostError(TfpsError):
     """Another worker died or left while this one still needs it; the message names its rank."""
 
 
+class InterruptError(TfpsError):
+    """A worker was interrupted (Ctrl-C) in the middle of something that all ranks do together; the message names it."""
+
+
 class PserverLostError(TfpsError):
     """A pserver that served this worker stopped or cannot be reached any more."""
 

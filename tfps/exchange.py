@@ -142,14 +142,19 @@ class Exchange(Protocol):
     def links(self) -> list[Link]:
         """What was measured of the ways to the pservers; empty if there are none."""
 
-    def declare(self, specs: Sequence[BucketSpec], details: Sequence[str] = ()) -> list[int]:
+    def declare(
+        self, specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: threading.Event | None = None
+    ) -> list[int]:
         """Blocks until every rank has declared the same, then returns the buckets' ids (for `push`).
 
         Args:
             specs: the buckets; a job may declare several times, every rank in the same order.
             details: free lines that must agree as well (`"variable dense/kernel (64, 10) float32"`); compared first.
+            stop: set by another thread, it ends the wait within a second. Then nothing has been declared, on any rank,
+                unless all ranks have come by then: then it returns as ever.
 
         Raises:
+            InterruptError: the wait was ended by `stop`.
             MismatchError: names the first line that differs and what each rank has.
             WaitTimeoutError: names the ranks that did not come within `config.step_timeout_s`.
             TfpsError: the exchange failed meanwhile or was closed.

@@ -238,7 +238,7 @@ class Lockstep:
             error = MismatchError(
                 "the workers must take batches in the same order, got "
                 + " and ".join(f"rank {rank} at {_where(places[rank])}" for rank in sorted((self._rank, other)))
-                + "; every worker must run the same program"
+                + "; every worker must run the same program (and after Ctrl-C at different steps a new strategy)"
             )
             self.runtime.exchange.fail(error)
             return

@@ -21,11 +21,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfps import tf_private
-from tfps.capture import Bucket
+from tfps.buckets import Buckets
 from tfps.embedded import EmbeddedExchange
 from tfps.errors import TfpsError, WaitTimeoutError
 from tfps.exchange import BucketSpec, Exchange, Reply
 from tfps.graph_ops import HOST, MESSAGE, Gate, tensor_of
+from tfps.interrupts import indivisible, wait
 from tfps.patience import PATIENCE_S
 from tfps.report import History, Report, Round, make_report
 from tfps.sparse import pack_sparse, unpack_sparse
@@ -55,7 +56,7 @@ class Runtime:
         self._transfers: dict[int, Transfer] = {}
         self._retired: list[int] = []
         self._ids = itertools.count()
-        self._buckets: dict[Any, tuple[int, BucketSpec]] = {}
+        self.declared = Buckets(exchange)
         self._ready: list[tuple[int, int, Transfer, Any, Reply]] = []
         self._arrivals = itertools.count()
         self._has_ready = threading.Condition()  # truth: _ready, _closed, _under_way or _mark has changed
@@ -73,7 +74,6 @@ class Runtime:
         self._messages_seen = 0  # pump thread writes, watch thread reads
         self._exchanged = 0  # of them, those that lead to an exchange; pump thread only
         self._exchanged_now = 0  # by `exchange_now`
-        self._later: list[tuple[Any, BucketSpec]] = []  # to declare with the next buckets
         self._before_close: list[Callable[[], None]] = []
         self._under_way = 0  # messages whose transfer has not finished; guarded by _has_ready
         self._wake_watch = threading.Event()  # set at failure and close
@@ -99,21 +99,17 @@ class Runtime:
     def buckets(self, wanted: Sequence[tuple[Any, BucketSpec]], details: Sequence[str] = ()) -> list[int]:
         """Bucket ids of `wanted`, pairs of a key and what to declare where the key is new.
 
+        It may be interrupted (Ctrl-C) and called again: what has been declared by then is known.
+
         Raises:
             MismatchError: the ranks do not agree.
             WaitTimeoutError: a rank did not come.
         """
-        if any(key not in self._buckets for key, _ in wanted):
-            # What is declared later may be among what is wanted now.
-            every, self._later = dict([*self._later, *wanted]), []
-            new = {key: spec for key, spec in every.items() if key not in self._buckets}
-            ids = self.exchange.declare(list(new.values()), details)
-            self._buckets.update({key: (bucket, new[key]) for key, bucket in zip(new, ids, strict=True)})
-        return [self._buckets[key][0] for key, _ in wanted]
+        return self.declared.ids(wanted, details)
 
     def declare_later(self, key: Any, spec: BucketSpec) -> None:
         """Declares a bucket together with the next new ones, so that it costs no wait of its own."""
-        self._later.append((key, spec))
+        self.declared.later(key, spec)
 
     @property
     def exchanges(self) -> int:
@@ -126,22 +122,11 @@ class Runtime:
 
     def report(self) -> Report:
         """See `Strategy.report`."""
-        specs = dict(self._buckets.values())
-        histories = [
-            History(specs[bucket].name, specs[bucket].priority, specs[bucket].nbytes, tuple(rounds))
-            for bucket, rounds in list(self._history.items())
-        ]
+        histories = []
+        for bucket, rounds in list(self._history.items()):
+            spec = self.declared.spec(bucket)
+            histories.append(History(spec.name, spec.priority, spec.nbytes, tuple(rounds)))
         return make_report(histories, self.exchange.links(), self.exchange.slice_bytes, self.exchange.window_bytes)
-
-    def known_buckets(self) -> list[Bucket]:
-        """All buckets by id, as a capture names them."""
-        known = {bucket: (key, spec) for key, (bucket, spec) in list(self._buckets.items())}
-        found = []
-        for bucket in range(max(known, default=-1) + 1):
-            key, spec = known[bucket]
-            variables = tuple(spec.name.split(", ")) if key[0] == "update" else ()
-            found.append(Bucket(spec.name, variables, spec.priority, spec.nbytes))
-        return found
 
     def adopt(self, transfer: Transfer, graph: tf.Graph | None) -> None:
         """Gives `transfer` an id; it is forgotten when `graph` and all graphs around it are gone (None: never)."""
@@ -176,6 +161,10 @@ class Runtime:
         Raises:
             TfpsError: what made the exchange fail.
         """
+        with indivisible(self.exchange, self.declared.spec(bucket).name):
+            return self._exchange_now(bucket, payload, tick)
+
+    def _exchange_now(self, bucket: int, payload: Any, tick: Callable[[float], None] | None) -> Reply:
         done = threading.Event()
         replies: list[Reply] = []
 
@@ -190,7 +179,7 @@ class Runtime:
             self._pushed[bucket] += 1
         self.exchange.push(bucket, payload, on_reply)
         deadline_s = time.monotonic() + self.wait_s * 2  # the exchange itself fails earlier and says why
-        while not done.wait(_TICK_S if tick else self.wait_s * 2) and time.monotonic() < deadline_s:
+        while not wait(done, _TICK_S if tick else self.wait_s * 2) and time.monotonic() < deadline_s:
             if tick is not None:
                 tick(self.exchange.progress(bucket))
         if not replies:
@@ -198,7 +187,7 @@ class Runtime:
         if replies[0].error is not None:
             raise replies[0].error
         if self.recorder.enabled:
-            spec = dict(self._buckets.values())[bucket]
+            spec = self.declared.spec(bucket)
             nbytes = 0 if payload is None else memoryview(payload).nbytes
             self.spans.ready(begin, bucket, spec, step, nbytes)
             self.spans.waited(begin, self.spans.now(), bucket, spec, step)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -159,6 +160,16 @@ def flat_call(function: ConcreteFunction) -> Callable[..., None]:
         function._call_flat(list(arguments), captured)
 
     return call
+
+
+def stopped() -> bool:
+    """Whether this thread runs a replica function for another one that has been interrupted (Ctrl-C) meanwhile.
+
+    tf.distribute runs replica functions on threads of its own, which Ctrl-C does not reach; who called them waits for
+    their end.
+    """
+    coordinator = getattr(threading.current_thread(), "coord", None)
+    return coordinator is not None and bool(coordinator.should_stop())
 
 
 def has_function(graph: tf.Graph, name: str) -> bool:
