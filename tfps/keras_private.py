@@ -1,0 +1,54 @@
+"""Every private name of Keras that tfps uses, checked here only, each with its reason.
+
+Raises:
+    ImportError: one of these names is gone; the message says which versions are supported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfps.tf_private import SUPPORTED
+
+
+def _class_that_defines(cls: type, name: str) -> Any:
+    """The class among `cls` and its bases that defines `name`."""
+    for each in cls.__mro__:
+        if name in vars(each):
+            return each
+    raise _missing(cls, name)
+
+
+def _missing(owner: Any, name: str) -> ImportError:
+    return ImportError(f"tfps supports {SUPPORTED}; Keras {keras.__version__} does not fit: {owner} has no {name}")
+
+
+def needs(owner: Any, *names: str) -> None:
+    """Checks that `owner` has `names`.
+
+    Raises:
+        ImportError: it has not.
+    """
+    for name in names:
+        if not hasattr(owner, name):
+            raise _missing(owner, name)
+
+
+# Defines `compile`. Replaced there and not in `keras.Model`: `compile_from_config` asks whether a model's `compile` is
+# still this class's, and calls none that is not.
+Trainer = _class_that_defines(keras.Model, "compile")
+
+# Gives a Keras variable a tf.Variable, as when it is created: for those that were created outside of the scope.
+needs(keras.Variable, "_initialize")
+
+
+def adopt_optimizer(optimizer: Any, strategy: Any) -> None:
+    """Makes `optimizer` create its slots under `strategy`, as if it had been created in that scope.
+
+    Raises:
+        ImportError: this Keras keeps the strategy elsewhere.
+    """
+    needs(optimizer, "_distribution_strategy")
+    optimizer._distribution_strategy = strategy
