@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfps.cluster import Cluster, resolve
+from tfps.compiling import compile_in_scope
 from tfps.config import Config, TraceRequest
 from tfps.embedded import EmbeddedExchange
 from tfps.errors import ConfigError
@@ -81,6 +82,7 @@ class Strategy(tf.distribute.Strategy):
         super().__init__(Extended(self, devices, self._runtime, self.config.bucket_bytes, self.config.staging_depth))
         if self.extended.staging is not None:
             self._ends.append(self.extended.staging.close)
+        compile_in_scope(Strategy)
         agree_on_finite(Strategy)
         agree_on_logs(Strategy)
         predict_everything(Strategy)

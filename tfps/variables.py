@@ -89,6 +89,17 @@ class Deferral:
         return self.kept[id(what)][0].read_value()
 
 
+def current_replica(strategy: tf.distribute.Strategy) -> int | None:
+    """The local replica of `strategy` that this code runs in: of a replica function or of an update; None outside.
+
+    Outside of all scopes TensorFlow says that it is in replica 0, of its default strategy.
+    """
+    context = distribute_lib.get_replica_context()
+    if context is None:
+        return distribute_lib.get_update_replica_id()
+    return context._replica_id if context.strategy is strategy else None
+
+
 def deferring(deferral: Deferral | None) -> contextlib.AbstractContextManager[None]:
     """This thread traces `deferral` (or, with None, is back in the program)."""
     return _tracing.set("deferral", deferral)
@@ -214,10 +225,16 @@ class GatedVariable(values.MirroredVariable):
 
     def _refresh(self) -> None:
         """Before a read outside a step: combines what replicas have written, on all ranks."""
-        if self.local and values_util.get_current_replica_id_as_int() is None:
+        if self.local and current_replica(self._distribute_strategy) is None:
             with tf.init_scope():
                 if tf.executing_eagerly():
                     self._distribute_strategy.extended.combiner.refresh()
+
+    def _get(self) -> Any:
+        if values_util.is_saving_non_distributed():
+            return super()._get()
+        replica = current_replica(self._distribute_strategy)
+        return self._get_cross_replica() if replica is None else self._get_replica(replica)
 
     def _get_cross_replica(self) -> tf.Tensor:
         self._refresh()
@@ -241,7 +258,8 @@ class GatedVariable(values.MirroredVariable):
     @property
     def handle(self) -> tf.Tensor:
         replica = values_util.get_current_replica_id_as_int()
-        if replica is not None:
+        if replica is not None:  # outside of all scopes the first one's, as TensorFlow gives it
+            self._refresh()
             self._access(replica)
         return super().handle
 

@@ -250,6 +250,21 @@ def compile_again(job: Job) -> dict[str, Any]:
     return {**weights(first, second), **history(*fits)}
 
 
+def fine_tuning(job: Job) -> dict[str, Any]:
+    """Frozen, compiled outside of the scope with an optimizer and metrics made there, unfrozen, compiled again."""
+    model = job.compiled()
+    x, y = data()
+    options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "validation_data": (x, y), "verbose": 0}
+    fits = [model.fit(x, y, **options)]
+    for trainable, optimizer in ((False, "adam"), (True, keras.optimizers.SGD(0.1, momentum=0.9)), (False, "rmsprop")):
+        model.layers[0].trainable = trainable
+        top = keras.metrics.SparseTopKCategoricalAccuracy(3, name="top")
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss, metrics=["accuracy", top])
+        fits.append(model.fit(x, y, **options))
+    return {**weights(model), **history(*fits)}
+
+
 def train_on_batch(job: Job) -> dict[str, Any]:
     """Batches given by hand are this worker's own: each rank passes its half."""
     model = job.compiled("sgd")

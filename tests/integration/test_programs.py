@@ -31,6 +31,7 @@ PROGRAMS = {
             "loop_epoch_function",
             "gradients_none",
             "compile_again",
+            "fine_tuning",
             "train_on_batch",
             "two_strategies",
         ],
