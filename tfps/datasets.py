@@ -175,9 +175,8 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):  # typ
             with tf.control_dependencies(asked):
                 key, text, rows = tf.raw_ops.QueueDequeueV2(handle=self._tokens, component_types=TOKEN)
             key.set_shape([])
-            last_batch = self._spec.staging.last_batch
-            rows.set_shape([1 + last_batch.replicas])
-            last_batch.note(self, rows)
+            if (last_batch := self._spec.staging.last_batch) is not None:
+                last_batch.note(self, rows)
             with tf.control_dependencies([tf.debugging.Assert(tf.equal(text, ""), [text])]):
                 return tf.identity(key)
 

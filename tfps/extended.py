@@ -64,7 +64,7 @@ class Extended(mirrored_strategy.MirroredExtended):
         self.shards = True  # of each dataset this worker reads its part
         if runtime.exchange.workers > 1:
             staging_depth = max(staging_depth, 1)  # else workers could not agree on where the data ends
-        self.last_batch = LastBatch(len(self._devices))
+        self.last_batch = LastBatch(len(self._devices)) if self._num_replicas_in_sync > 1 else None
         self.staging = Staging(runtime, self._devices, staging_depth, self.last_batch) if staging_depth else None
         self._reductions = Reductions(runtime)
         self._initial_values = InitialValues(runtime)
@@ -242,7 +242,7 @@ class Extended(mirrored_strategy.MirroredExtended):
                 self._lifted[fn] = fn._clone(python_function=in_replicas)
             return self._lifted[fn](*args, **kwargs)
         self._initial_values.agree()
-        if self._num_replicas_in_sync > 1:
+        if self.last_batch is not None:
             fn = with_share(fn, self._num_replicas_in_sync, self.last_batch, self._sum_over_replicas)
         if tf.executing_eagerly():
             with self._runtime.spans.eager_step():

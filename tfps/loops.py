@@ -102,7 +102,7 @@ class LoopIterator:
     def get_next_as_optional(self) -> tf.experimental.Optional:
         """The next batch; nothing at the end of the data, here or (where the function trains) on another worker."""
         batch = self._iterator.get_next_as_optional()
-        replicas = self._staging.last_batch.replicas
+        replicas = len(self._staging.devices)
         rows = tf.cond(
             batch.has_value(),
             lambda: self._rows(batch.get_value(), replicas),
@@ -111,7 +111,8 @@ class LoopIterator:
         unknown = tf.constant(UNKNOWN, tf.int64)
         total = tf.where(tf.reduce_any(rows < 0), unknown, tf.reduce_sum(rows))
         used, total = self._loop.may_use(batch.has_value(), total)
-        self._staging.last_batch.note(self, tf.concat([[total], rows], 0))
+        if (last_batch := self._staging.last_batch) is not None:
+            last_batch.note(self, tf.concat([[total], rows], 0))
         return tf.cond(used, lambda: batch, lambda: tf.experimental.Optional.empty(batch.element_spec))
 
     @staticmethod

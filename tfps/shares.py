@@ -66,6 +66,7 @@ class LastBatch:
             taken = weakref.WeakSet()
             setattr(graph, self._name, taken)
         taken.add(iterator)
+        rows = tf.ensure_shape(rows, [1 + self.replicas])
         with tf.device(HOST):
             # Not `where`: a graph that evaluates on another thread must not write what it has read.
             tf.cond(rows[0] >= 0, lambda: self._rows.assign(rows, read_value=False), tf.no_op)

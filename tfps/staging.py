@@ -130,9 +130,10 @@ class Staging:
     Args:
         devices: of the local replicas.
         depth: batches that may lie ready per iterator and device.
+        last_batch: where graphs note the rows of the batches that they take; None: there is one replica in all.
     """
 
-    def __init__(self, runtime: Runtime, devices: Sequence[str], depth: int, last_batch: LastBatch) -> None:
+    def __init__(self, runtime: Runtime, devices: Sequence[str], depth: int, last_batch: LastBatch | None) -> None:
         self.devices, self.depth, self.last_batch = tuple(devices), depth, last_batch
         self.spans = runtime.spans
         self.closed = False
@@ -294,7 +295,7 @@ class Feed:
         try:
             try:
                 for position, batches in enumerate(self._read()):
-                    rows = _rows(batches)
+                    rows = _rows(batches) if self._staging.last_batch else self._unknown[1:]
                     if self._line is not None:
                         self._line.exists(position, _sum(rows))
                     self._wait_for_room()

@@ -9,11 +9,11 @@ import numpy as np
 import tensorflow as tf
 from program import Job, data, history, sharded, weights
 
-L = keras.layers
+L: Any = keras.layers
 SGD = keras.optimizers.SGD
 
 
-class Added(L.Layer):  # type: ignore[misc]
+class Added(L.Layer):
     """Adds a mean over rows to the loss, which is NaN of no rows."""
 
     def call(self, inputs: Any) -> Any:
@@ -70,7 +70,7 @@ def tf_data(job: Job) -> dict[str, Any]:
     return {**weights(model), **history(fit), "evaluated": model.evaluate(dataset, verbose=0)}
 
 
-class Batches(keras.utils.PyDataset):  # type: ignore[misc]
+class Batches(keras.utils.PyDataset):
     """Batches of 5, 5, and 1 rows."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ def by_sample_weights(job: Job) -> dict[str, Any]:
     return ends
 
 
-class Guide(keras.Model):  # type: ignore[misc]
+class Guide(keras.Model):
     """The steps of Keras' guide, which track what compute_loss returns."""
 
     def train_step(self, data: Any) -> Any:
@@ -216,7 +216,7 @@ def normalized(job: Job) -> dict[str, Any]:
     return {"finite": finite} | {f"ranks {name}": value for name, value in ends.items()}
 
 
-class Scaled(L.Layer):  # type: ignore[misc]
+class Scaled(L.Layer):
     """Divides by a moving mean of its inputs, which does not show in them."""
 
     def build(self, shape: Any) -> None:
