@@ -90,7 +90,7 @@ class GraphState:
     noted: dict[int, list[Noted]] = field(default_factory=dict)  # by replica
     inputs: list[tf.Tensor] = field(default_factory=list)  # what the replica function got
     passages: Passages = field(default_factory=Passages)
-    reductions: int = 0  # all_reduce calls so far, of the outermost graph only
+    reductions: Counter[Any] = field(default_factory=Counter)  # so far, by replica; of the outermost graph only
 
 
 def fuse(noted: Iterable[Noted], order: dict[str, int], slice_bytes: int, first_bytes: int) -> list[list[Noted]]:

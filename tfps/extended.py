@@ -355,8 +355,8 @@ class Extended(mirrored_strategy.MirroredExtended):
         else:
             graph = ops.get_default_graph()
             root = self._state(outer_graphs(graph)[-1])
-            root.reductions += 1
-            summed = self._reductions.sum_all(own, (root.reductions, replica))
+            root.reductions[replica] += 1
+            summed = self._reductions.sum_all(own, (root.reductions[replica], replica))
             if reduce_op == SUM:
                 reduction = Reduction(len(flat), None if share is None else share.has_rows)
                 for gradient, result in zip(local, summed, strict=True):
@@ -428,8 +428,8 @@ class Extended(mirrored_strategy.MirroredExtended):
         if tf.executing_eagerly():
             return ()
         root = self._state(outer_graphs(ops.get_default_graph())[-1])
-        root.reductions += 1
-        return (root.reductions, "cross-replica")
+        root.reductions["cross-replica"] += 1
+        return (root.reductions["cross-replica"], "cross-replica")
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
         return [self._reduce_to(reduce_op, value, to, options) for value, to in value_destination_pairs]

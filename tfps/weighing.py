@@ -63,8 +63,11 @@ def _weigh_losses() -> None:
 
         def reduced() -> Any:
             loss = reduce_values(values, sample_weight, mask, reduction, dtype)
-            # Keras does not sum up what it knows to be empty.
-            return loss if share is None or loss.shape != (0,) or reduction in (None, "none") else tf.reduce_sum(loss)
+            if share is None or loss.shape != (0,) or reduction in (None, "none"):
+                return loss
+            # What it knows to be empty Keras leaves as it is; but other replicas wait for this one to be weighed.
+            loss = tf.reduce_sum(loss)
+            return loss if reduction == "sum" else scale_loss(loss)
 
         weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
         if share is None or not (weighs or (mask is not None and reduction not in (None, "none", "sum"))):
