@@ -23,9 +23,9 @@ LAYERS = (
     "protos frames send_queue stream membership control rounds status recording shard",
     "patience tuner tracer worker server job embedded metrics console",
     (
-        "tf_private graph_ops moments variables deferred reductions initial_values transfers step_spans runtime "
-        "combined cluster generators lockstep staging loops datasets graph_view extended logs loss_scaling saving "
-        "predictions xplane trace_run strategy callbacks"
+        "tf_private graph_ops moments variables invariants deferred reductions initial_values transfers step_spans "
+        "runtime combined cluster generators lockstep staging loops datasets graph_view extended logs loss_scaling "
+        "saving predictions xplane trace_run strategy callbacks"
     ),
     "__init__ cli launch trace_cli tensorboard plugin",
 )
