@@ -23,6 +23,8 @@ from tfps.config import Launch, TraceRequest, check_address
         ("deterministic", 1, "deterministic must be True or False, got 1"),
         ("staging_depth", 1, "staging_depth must be 0 .* or a whole number from 2, got 1"),
         ("staging_depth", True, "staging_depth must be 0 .* or a whole number from 2, got True"),
+        ("check_every", -1, "check_every must be 0 .never. or a positive number of steps, got -1"),
+        ("check_every", True, "check_every must be 0 .never. or a positive number of steps, got True"),
         ("connect_timeout_s", 0, "connect_timeout_s must be a positive number of seconds, got 0"),
         ("step_timeout_s", float("inf"), "step_timeout_s must be a positive number of seconds, got inf"),
         ("step_timeout_s", float("nan"), "step_timeout_s must be a positive number of seconds, got nan"),

@@ -41,6 +41,8 @@ class Config:
             the data ends, one batch lies ready all the same.
         shared_memory: slices to and from pservers on the same host (Linux) pass through memory that both map. False
             sends them through sockets like all others, to measure those. Workers may differ in it.
+        check_every: how often workers compare what must be equal on all of them, in steps: each weight every so many
+            steps; learning rate and step counter of each step, all of them together as often. 0: never.
         connect_timeout_s: seconds to wait for pservers to answer and for all workers to join.
         step_timeout_s: seconds that one exchange may take before the step fails and the missing ranks are named.
 
@@ -55,6 +57,7 @@ class Config:
     deterministic: bool = False
     staging_depth: int = 2
     shared_memory: bool = True
+    check_every: int = 100
     connect_timeout_s: float = 60.0
     step_timeout_s: float = 600.0
 
@@ -79,6 +82,9 @@ class Config:
         depth = self.staging_depth
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0 or depth == 1:
             raise ConfigError(f"staging_depth must be 0 (off) or a whole number from 2, got {depth!r}")
+        every = self.check_every
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise ConfigError(f"check_every must be 0 (never) or a positive number of steps, got {every!r}")
         for name in ("connect_timeout_s", "step_timeout_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):

@@ -19,8 +19,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfps import graph_ops
+from tfps import graph_ops, invariants
 from tfps.exchange import BucketKind, BucketSpec
+from tfps.invariants import Invariants
 from tfps.moments import Moments, Passages
 from tfps.runtime import Runtime
 from tfps.slicing import bucket_limit
@@ -117,8 +118,15 @@ def fuse(noted: Iterable[Noted], order: dict[str, int], slice_bytes: int, first_
 class Emitter:
     """Turns noted updates into ops of the graph under construction. Used by the threads that trace."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, runtime: Runtime, replicas: int, slice_bytes: int) -> None:
-        self._strategy, self._runtime = strategy, runtime
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        runtime: Runtime,
+        replicas: int,
+        slice_bytes: int,
+        compared: Invariants | None,
+    ) -> None:
+        self._strategy, self._runtime, self._compared = strategy, runtime, compared
         self._replicas, self._slice_bytes = replicas, slice_bytes
         # Without a network there is nothing to expose, and the fewer buckets the better.
         self._first_bytes = slice_bytes if runtime.alone else _FIRST_BUCKET_BYTES
@@ -189,6 +197,8 @@ class Emitter:
             transfer = self._transfers[occurrence]
             transfer.functions.append(flat_call(trace.function))
             transfer.kept = trace.deferral.kept_names()
+            transfer.invariants, transfer.leads = self._compared, spec.priority == most_urgent
+            transfer.labels = _labels(bucket, trace.deferral)
             transfer.gates += [item.variable.gates[replica] for item in bucket]
             ids_of = [item.variable._unique_id for item in bucket]
             noted = moments.of_bucket(ids_of, whole=spec.priority == most_urgent)
@@ -207,22 +217,34 @@ class Emitter:
             self._strategy, self._strategy.extended._get_replica_id_in_sync_group(replica)
         )
 
-        @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.uint8)] * 2)
-        def tfps_update(data: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
+        signature = [tf.TensorSpec([None], tf.uint8)] * 2
+        if self._compared is not None:
+            signature = [*signature, tf.TensorSpec([], tf.bool)]
+
+        @tf.function(autograph=False, input_signature=signature)
+        def tfps_update(data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor) -> tf.Tensor:
             flat = graph_ops.from_bytes(data, bucket[0].dtype)
             sizes = [int(math.prod(item.variable.shape)) for item in bucket]
             pieces = [flat] if len(bucket) == 1 else tf.split(flat, sizes)
-            for item, piece in zip(bucket, pieces, strict=True):
-                component = item.variable._values[replica]
+            components = [item.variable._values[replica] for item in bucket]
+            written: list[list[tf.Operation]] = []
+            for item, component, piece in zip(bucket, components, pieces, strict=True):
                 before = len(ops.get_default_graph().get_operations())
                 with tf.device(component.device), context:
                     gradient = _gradient(item, piece, indices)
                     arguments = [deferral.keep_tensor(a) if tf.is_tensor(a) else a for a in item.arguments]
                     item.function(component, gradient, *arguments)
-                with tf.control_dependencies(ops.get_default_graph().get_operations()[before:]):
-                    graph_ops.open_gate(item.variable.gates[replica])
+                written.append(ops.get_default_graph().get_operations()[before:])
             # With a result, as the functions of plain Keras have one: without, TensorFlow folds fewer constants.
-            return tf.constant(True)
+            result = tf.constant(True)
+            if weigh:
+                kept = [holder.read_value() for holder, _, what in _digestible(deferral)]
+                with tf.device(components[0].device):
+                    result = invariants.digest(components, kept, *weigh)
+            for item, operations in zip(bucket, written, strict=True):
+                with tf.control_dependencies([*operations, *([result] if weigh else [])]):
+                    graph_ops.open_gate(item.variable.gates[replica])
+            return result
 
         try:
             with deferring(deferral), ops.init_scope():
@@ -294,6 +316,25 @@ class Traced:
     handles: list[tf.Tensor]
 
 
+def _digestible(deferral: Deferral) -> list[tuple[Any, tf.Tensor, Any]]:
+    """What `deferral` keeps, as far as it has bits."""
+    return [each for each in deferral.kept.values() if tf.as_dtype(each[1].dtype) != tf.string]
+
+
+def _labels(bucket: list[Noted], deferral: Deferral) -> tuple[tuple[str, ...], tuple[bool | None, ...]]:
+    """Names of the values in a digest of the update of `bucket`, and which of them are floating numbers."""
+    named = {}
+    for item in bucket:
+        named.update(invariants.names_of(item.function, item.arguments))
+    kept = _digestible(deferral)
+    labels = [named.get(id(what), str(what.name).removesuffix(":0")) for _, _, what in kept]
+    floating = [invariants.floating(tensor) for _, tensor, _ in kept]
+    if len(kept) > invariants.KEPT:
+        last = invariants.KEPT - 1
+        labels, floating = [*labels[:last], "one of " + ", ".join(labels[last:])], [*floating[:last], None]
+    return tuple(labels), tuple(floating)
+
+
 def _gradient(item: Noted, piece: tf.Tensor, indices: tf.Tensor) -> Any:
     """The reduced gradient of `item` in the shape and dtype that the optimizer was called with."""
     sent = item.reduced.gradient
@@ -327,6 +368,15 @@ def _own_handles(function: Any, deferral: Deferral, replica: int) -> list[tf.Ten
                 f"it uses {container.name if container else 'a resource'}, which is no slot of the variable"
             )
     return used or [variable._values[replica].handle for variable in deferral.variables]
+
+
+def deferrable(variable: Any, gradient: Any) -> bool:
+    """Whether an update of `variable` with `gradient` can run behind the step."""
+    if not isinstance(variable, GatedVariable) or not variable.gates or variable.owner is not None:
+        return False
+    if isinstance(gradient, tf.IndexedSlices):
+        return bool(gradient.values.shape[1:].is_compatible_with(variable.shape[1:]))
+    return bool(gradient.shape.is_compatible_with(variable.shape))
 
 
 def find_reduced(states: Callable[[tf.Graph], GraphState | None], tensor: Any) -> Reduced | None:

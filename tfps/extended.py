@@ -12,10 +12,11 @@ import tensorflow as tf
 
 from tfps import datasets, generators
 from tfps.combined import Combiner
-from tfps.deferred import Emitter, GraphState, Noted, Reduced, Reduction, find_reduced
+from tfps.deferred import Emitter, GraphState, Noted, Reduced, Reduction, deferrable, find_reduced
 from tfps.errors import ConfigError, TfpsError, UnsupportedError
 from tfps.graph_view import picture
 from tfps.initial_values import InitialValues
+from tfps.invariants import Invariants
 from tfps.moments import Passage
 from tfps.picture import Picture
 from tfps.reductions import Reductions, as_tensor, divide, identity, sum_locally
@@ -58,6 +59,7 @@ class Extended(mirrored_strategy.MirroredExtended):
         runtime: Runtime,
         slice_bytes: int,
         staging_depth: int,
+        check_every: int,
     ) -> None:
         self._runtime = runtime  # before the base class, which asks for the number of replicas
         super().__init__(strategy, devices=list(devices))
@@ -69,7 +71,8 @@ class Extended(mirrored_strategy.MirroredExtended):
         self._reductions = Reductions(runtime)
         self._initial_values = InitialValues(runtime)
         self.combiner = Combiner(runtime, len(self._devices))
-        self._emitter = Emitter(strategy, runtime, len(self._devices), slice_bytes)
+        self._invariants = Invariants.of(runtime, check_every)
+        self._emitter = Emitter(strategy, runtime, len(self._devices), slice_bytes, self._invariants)
         self._state_name = f"_tfps_state_{next(_numbers)}"
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
         self._touched: list[weakref.ref[tf.Graph]] = []  # graphs that got a state since the last replica function ended
@@ -373,9 +376,12 @@ class Extended(mirrored_strategy.MirroredExtended):
                 "model inside `with strategy.scope():`"
             )
         reduced = find_reduced(self._state_of, args[0]) if args and not kwargs else None
-        if reduced is None or not _deferrable(variable, reduced.gradient):
+        if reduced is None or not deferrable(variable, reduced.gradient):
             with updating():
-                return super()._replica_ctx_update(variable, fn, args, kwargs or {}, group)
+                result = super()._replica_ctx_update(variable, fn, args, kwargs or {}, group)
+            if self._invariants is not None and tf.executing_eagerly():
+                self._invariants.note_eager(variable, fn, args[1:])
+            return result
         graph, replica = ops.get_default_graph(), distribute_lib.get_replica_context()._replica_id
         state = self._state(graph)
         if any(noted.variable is variable for noted in state.noted.get(replica, ())):
@@ -441,15 +447,6 @@ class Extended(mirrored_strategy.MirroredExtended):
                 [as_tensor(each) for each in components], axis, self._cross_replica_key()
             )
         return self._to(gathered, destinations)
-
-
-def _deferrable(variable: Any, gradient: Any) -> bool:
-    """Whether an update of `variable` with `gradient` can run behind the step."""
-    if not isinstance(variable, GatedVariable) or not variable.gates or variable.owner is not None:
-        return False
-    if isinstance(gradient, tf.IndexedSlices):
-        return bool(gradient.values.shape[1:].is_compatible_with(variable.shape[1:]))
-    return bool(gradient.shape.is_compatible_with(variable.shape))
 
 
 def _container(component: Any) -> Any:

@@ -70,6 +70,7 @@ class Runtime:
         self._rounds = Rounds()
         self._history: dict[int, deque[Round]] = {}  # of the last steps of updates, by bucket; apply thread writes
         self.lockstep: Any = None  # see lockstep.py
+        self.invariants: Any = None  # see invariants.py
         self.trace_run: Any = None  # what is being recorded; see trace_run.py
         self._messages_seen = 0  # pump thread writes, watch thread reads
         self._exchanged = 0  # of them, those that lead to an exchange; pump thread only
@@ -348,6 +349,7 @@ class Runtime:
             transfer.fail(reply.error)
             return
         begin = self.spans.now()
+        transfer.round = sent[-1]
         try:
             transfer.finish(*self._tensors(transfer.spec, sent, reply))
         except Exception as error:  # its readers must not wait for ever, nor the other workers

@@ -79,7 +79,10 @@ class Strategy(tf.distribute.Strategy):
         self._ends: list[Callable[[], None]] = []  # what this strategy has beside the connection, which others may use
         record_unattended(self._runtime, request)
         self._at_end = weakref.finalize(self, _close_at_end, self._connection, self._ends)
-        super().__init__(Extended(self, devices, self._runtime, self.config.bucket_bytes, self.config.staging_depth))
+        settings = self.config
+        super().__init__(
+            Extended(self, devices, self._runtime, settings.bucket_bytes, settings.staging_depth, settings.check_every)
+        )
         if self.extended.staging is not None:
             self._ends.append(self.extended.staging.close)
         compile_in_scope(Strategy)

@@ -147,8 +147,8 @@ def of_any_size(element_spec: Any) -> Any:
     return tf.nest.map_structure(rebatched, element_spec)
 
 
-def flat_call(function: ConcreteFunction) -> Callable[..., None]:
-    """A caller of `function` (without results) with tensors as its signature has them.
+def flat_call(function: ConcreteFunction) -> Callable[..., Any]:
+    """A caller of `function` with tensors as its signature has them.
 
     It takes 0.07 ms instead of 0.16 ms: arguments are not matched with the signature. The op StatefulPartitionedCall
     would take 0.02 ms, but all its eager calls share one rendezvous: an error of one ends another that uses
@@ -156,8 +156,8 @@ def flat_call(function: ConcreteFunction) -> Callable[..., None]:
     """
     captured = function.captured_inputs
 
-    def call(*arguments: tf.Tensor) -> None:
-        function._call_flat(list(arguments), captured)
+    def call(*arguments: tf.Tensor) -> Any:
+        return function._call_flat(list(arguments), captured)
 
     return call
 
