@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from tfps.errors import TfpsError
+from tfps.errors import MismatchError, WaitTimeoutError
 from tfps.exchange import BucketSpec
 from tfps.graph_ops import HOST
 from tfps.interrupts import indivisible
@@ -186,7 +186,7 @@ class Combiner:
         try:
             with _mentioned(what):
                 yield
-        except TfpsError as error:
+        except (WaitTimeoutError, MismatchError) as error:  # which a rank that reads alone brings about
             raise type(error)(f"{what}. {error}") from error
 
 
