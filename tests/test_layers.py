@@ -23,7 +23,7 @@ LAYERS = (
     "protos frames send_queue stream membership control rounds status recording shard",
     "patience declaring tuner tracer worker server job embedded metrics console",
     (
-        "tf_private interrupts buckets graph_ops moments variables deferred reductions initial_values transfers "
+        "names tf_private interrupts buckets graph_ops moments variables deferred reductions initial_values transfers "
         "step_spans runtime combined cluster generators lockstep staging loops datasets graph_view extended logs "
         "loss_scaling saving predictions xplane trace_run strategy callbacks"
     ),
