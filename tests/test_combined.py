@@ -197,3 +197,21 @@ def test_graphs_that_are_gone_are_forgotten(strategy: tfps.Strategy) -> None:
     strategy.combine()
     assert len(strategy.extended.combiner._graphs) == 0
     del moving
+
+
+def test_what_was_written_is_combined_although_this_rank_has_dropped_it(
+    strategy: tfps.Strategy, pushes: list[int]
+) -> None:
+    def written() -> Any:
+        moving, total = made(strategy)
+        both = lambda: (moving.assign([4.0]), total.assign_add(3.0))  # noqa: E731
+        tf.function(lambda: strategy.run(both), autograph=False)()
+        return total
+
+    total = written()
+    gc.collect()  # the graph and the other variable, which another rank may still hold
+    pushes.clear()
+    assert total.numpy() == 3.0
+    assert len(pushes) == 1
+    bucket = strategy._runtime.declared.spec(pushes[0])
+    assert (bucket.name, bucket.nbytes) == ("values of moving and 1 more variables", 16)

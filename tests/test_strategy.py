@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from keras_versions import KERAS_3_8
 
 import tfps
 from tfps import runtime
+from tfps import strategy as strategies
+from tfps.errors import ClosedError
 
 
 @pytest.fixture
@@ -309,7 +312,7 @@ def test_after_close_training_raises_and_the_weights_stay_readable() -> None:
     strategy.close()
     strategy.close()
     for _ in range(2):
-        with pytest.raises(tf.errors.InvalidArgumentError, match="the strategy is closed"):
+        with pytest.raises(ClosedError, match=r"^the strategy is closed$"):
             model.fit(x, y, verbose=0)
     for before, after in zip(weights, model.get_weights(), strict=True):
         np.testing.assert_array_equal(before, after)
@@ -397,3 +400,10 @@ def test_a_trace_that_failed_does_not_disturb_the_next(strategy: tfps.Strategy) 
     strategy.run(tf.function(lambda: in_replica(False), autograph=False))
     np.testing.assert_array_equal(variable.numpy(), [0.0])
     assert kept.value.args == ("a mistake",)
+
+
+def test_a_session_that_has_shown_an_error_still_finishes_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "last_type", ValueError, raising=False)
+    assert strategies._ended_by_exception()  # a script
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert not strategies._ended_by_exception()

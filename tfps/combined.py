@@ -22,10 +22,11 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from tfps.errors import TfpsError
+from tfps.errors import MismatchError, WaitTimeoutError
 from tfps.exchange import BucketSpec
 from tfps.graph_ops import HOST
 from tfps.interrupts import indivisible
+from tfps.names import common_name, own_name
 from tfps.runtime import Runtime
 from tfps.tf_private import ResourceVariable, ops, outer_graphs
 
@@ -127,7 +128,7 @@ class Combiner:
                     for part in parts:
                         part.bucket = self._declared(part)
                 # Whoever comes here again has not written anything since: the others would wait for it, or it for them.
-                with indivisible(self._runtime.exchange, f"values of {_label(written[0])} and others"):
+                with indivisible(self._runtime.exchange, f"values of {own_name(written[0])} and others"):
                     for part in parts:
                         self._combine(part)
                     for writes, count in runs:
@@ -164,14 +165,17 @@ class Combiner:
     def _declared(self, part: _Part) -> int:
         first, *more = part.variables
         spec = BucketSpec(
-            name=f"values of {_label(first)} and {len(more)} more variables",
+            name=f"values of {own_name(first)} and {len(more)} more variables",
+            alike=f"values of {common_name(first)} and {len(more)} more variables",
             kind="sum",
             nbytes=sum(map(_elements, part.variables)) * part.dtype.itemsize,
             dtype=part.dtype.name,
             priority=0,
             occasional=True,
         )
-        details = [f"variable '{_label(v)}' {tuple(v.shape)} {v.dtype.name} to be combined" for v in part.variables]
+        details = [
+            f"variable '{common_name(v)}' {tuple(v.shape)} {v.dtype.name} to be combined" for v in part.variables
+        ]
         key = ("combined", spec, tuple(variable._unique_id for variable in part.variables))
         return self._runtime.buckets([(key, spec)], details)[0]
 
@@ -179,14 +183,14 @@ class Combiner:
     def _saying(self, first: Any) -> Iterator[None]:
         """What is done in the block is said if it takes long or fails."""
         what = (
-            f"rank {self._runtime.exchange.rank}: variables that every replica writes for itself ({_label(first)} and "
-            "others) were read after training steps, which combines them over all workers, so that every rank has to "
-            "read them; to read or save on one rank only, call strategy.combine() on every rank before"
+            f"rank {self._runtime.exchange.rank}: variables that every replica writes for itself ({own_name(first)} "
+            "and others) were read after training steps, which combines them over all workers, so that every rank has "
+            "to read them; to read or save on one rank only, call strategy.combine() on every rank before"
         )
         try:
             with _mentioned(what):
                 yield
-        except TfpsError as error:
+        except (WaitTimeoutError, MismatchError) as error:  # which a rank that reads alone brings about
             raise type(error)(f"{what}. {error}") from error
 
 
@@ -205,10 +209,6 @@ def _of(variables: list[Any], wide: type[np.number[Any]]) -> list[Any]:
 
 def _elements(variable: Any) -> int:
     return int(np.prod(variable.shape, dtype=np.int64))
-
-
-def _label(variable: Any) -> str:
-    return str(variable.name).removesuffix(":0")
 
 
 @contextlib.contextmanager

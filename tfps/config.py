@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -201,6 +202,22 @@ class TraceRequest:
                 f"environment variable TFPS_TRACE must be DIRECTORY:FIRST-LAST such as logs:10-20, got {text!r}"
             )
         return cls(found[1], *check_steps("environment variable TFPS_TRACE", (int(found[2]), int(found[3]))))
+
+
+_OTHERS = ("PSERVERS", "RANK", "WORKERS", "JOB", "TRACE", "PEERS_HOME", "PEER_WORK")  # the last two: of tools/
+# What Kubernetes tells every container of a service that is called "tfps" or "tfps-...".
+_OF_A_SERVICE = re.compile(r"TFPS_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP)(_\w+)?)?)")
+
+
+def unknown_variables(environment: Mapping[str, str] | None = None) -> list[str]:
+    """A line for each variable `TFPS_...` that nobody reads, such as a setting with a wrong letter."""
+    known = [f"TFPS_{name}" for name in (*(field.name.upper() for field in dataclasses.fields(Config)), *_OTHERS)]
+    lines = []
+    for name in sorted(os.environ if environment is None else environment):
+        if name.startswith("TFPS_") and name not in known and not _OF_A_SERVICE.fullmatch(name):
+            (nearest,) = difflib.get_close_matches(name, known, 1, 0.0)
+            lines.append(f"the environment variable {name} is none of tfps and is not used; is it {nearest}?")
+    return lines
 
 
 def check_steps(what: str, steps: Any) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfps.errors import UnsupportedError
+from tfps.errors import UnsupportedError, from_text
 from tfps.graph_ops import HOST
 from tfps.loops import Loop, LoopIterator
 from tfps.staging import END, TOKEN, Feed, Staging
@@ -169,7 +169,8 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):  # typ
                 if spans.recorder.enabled:
                     spans.input(begin)
                 if text.numpy():
-                    raise tf.errors.InvalidArgumentError(None, None, text.numpy().decode())
+                    words = text.numpy().decode()
+                    raise from_text(words) or tf.errors.InvalidArgumentError(None, None, words)
                 return key
             asked = [] if lockstep is None else [lockstep.request_in_graph(self._number)]
             with tf.control_dependencies(asked):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Sequence
@@ -48,7 +47,14 @@ class Declarations:
             number=self._number,
             details=details,
             buckets=[
-                pb.Bucket(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)})
+                pb.Bucket(
+                    name=spec.common_name,
+                    kind=spec.kind,
+                    nbytes=spec.nbytes,
+                    dtype=spec.dtype,
+                    priority=spec.priority,
+                    occasional=spec.occasional,
+                )
                 for spec in specs
             ],
         )

@@ -23,6 +23,7 @@ from tfps import graph_ops, invariants
 from tfps.exchange import BucketKind, BucketSpec
 from tfps.invariants import Invariants
 from tfps.moments import Moments, Passages
+from tfps.names import common_name, own_name
 from tfps.runtime import Runtime
 from tfps.slicing import bucket_limit
 from tfps.tf_private import distribute_lib, flat_call, ops, outer_graphs
@@ -160,11 +161,12 @@ class Emitter:
         buckets = fuse(state.noted.pop(replica, []), order, self._slice_bytes, self._first_bytes)
         keys, specs = [], []
         for bucket in buckets:
-            names = [item.variable.name.removesuffix(":0") for item in bucket]
+            variables = [item.variable for item in bucket]
             kind: BucketKind = "gather" if bucket[0].sparse else "sum"
             specs.append(
                 BucketSpec(
-                    name=", ".join(names),
+                    name=", ".join(map(own_name, variables)),
+                    alike=", ".join(map(common_name, variables)),
                     kind=kind,
                     nbytes=0 if bucket[0].sparse else sum(item.nbytes for item in bucket),
                     dtype="uint8" if bucket[0].sparse else bucket[0].dtype.name,

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfps import datasets, generators
 from tfps.combined import Combiner
 from tfps.deferred import Emitter, GraphState, Noted, Reduced, Reduction, deferrable, find_reduced
-from tfps.errors import ConfigError, TfpsError, UnsupportedError
+from tfps.errors import ConfigError, TfpsError, UnsupportedError, from_text
 from tfps.graph_view import picture
 from tfps.initial_values import InitialValues
 from tfps.invariants import Invariants
@@ -214,7 +214,7 @@ class Extended(mirrored_strategy.MirroredExtended):
             TfpsError: why the variable did not arrive.
         """
         if token:
-            raise self._runtime.exchange.failure or TfpsError(token)
+            raise self._runtime.exchange.failure or from_text(token) or TfpsError(token)
 
     def picture(self, function: str | None) -> Picture:
         """Of the traced function of this name, or of the last one that was traced.

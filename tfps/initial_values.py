@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfps.exchange import BucketSpec
 from tfps.interrupts import indivisible
+from tfps.names import common_name
 from tfps.progress import Progress
 from tfps.runtime import Runtime
 from tfps.variables import OnReadVariable
@@ -69,7 +70,7 @@ class InitialValues:
             self._gather(others)
 
     def _declared(self, variables: list[Any], spec: BucketSpec) -> int:
-        details = [f"variable '{_name(v)}' {v.shape} {v.dtype.name}" for v in variables]
+        details = [f"variable '{common_name(v)}' {v.shape} {v.dtype.name}" for v in variables]
         key = (_WHAT, tuple(variable._unique_id for variable in variables))
         return self._runtime.buckets([(key, spec)], details)[0]
 
@@ -134,10 +135,6 @@ def _batches(variables: list[Any]) -> Iterator[list[Any]]:
 
 def _has_fixed_size(variable: Any) -> bool:
     return bool(variable.dtype != tf.string and variable.shape.is_fully_defined())
-
-
-def _name(variable: Any) -> str:
-    return str(variable.name).removesuffix(":0")
 
 
 def _on_read(variable: Any) -> bool:

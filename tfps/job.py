@@ -336,7 +336,7 @@ class Job:
         for spec in specs:
             bucket = _Bucket(spec)
             if spec.kind == "gather":
-                if self._placer.place_gather(spec.name) == self._index:
+                if self._placer.place_gather(spec.common_name) == self._index:
                     bucket.slices[0] = item = OwnedSlice(self._recorder)
                     item.round = GatherRound(f"bucket '{spec.name}'", workers, slice_bytes)
             else:

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfps import graph_ops
-from tfps.errors import ClosedError, MismatchError, TfpsError
+from tfps.errors import ClosedError, MismatchError, TfpsError, to_text
 from tfps.exchange import BucketSpec
 from tfps.runtime import Runtime
 from tfps.shares import UNKNOWN
@@ -28,7 +28,7 @@ from tfps.transfers import Transfer
 
 logger = logging.getLogger("tfps")
 _NONE, _UNKNOWN, _FAILED = 0, -1, -2  # what a rank says instead of how many batches are left, this one included
-CLOSED = "tfps: the strategy is closed"
+CLOSED = graph_ops.CLOSED
 
 
 Answer = Callable[[int | None, str, int], None]  # the key of a batch, or None and why; rows on all ranks together
@@ -192,7 +192,7 @@ class Lockstep:
         try:
             self._eager.send(tf.constant(number, tf.int64))
         except tf.errors.CancelledError:
-            raise ClosedError(f"{CLOSED}, a batch was asked for") from None
+            raise ClosedError("the strategy is closed, a batch was asked for") from None
 
     def request(self, number: int, trains: bool, eager: bool) -> None:
         """Somebody waits for the next batch of line `number`. Called by the pump thread.
@@ -321,7 +321,7 @@ class Lockstep:
 
     def _failed(self, error: TfpsError) -> None:
         with self._lock:
-            self._fail(str(error))
+            self._fail(to_text(error))
 
     def _fail(self, error: str) -> None:
         self._failure = self._failure or error

@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfps import tf_private
 from tfps.buckets import Buckets
 from tfps.embedded import EmbeddedExchange
-from tfps.errors import TfpsError, WaitTimeoutError
+from tfps.errors import ClosedError, TfpsError, WaitTimeoutError, to_text
 from tfps.exchange import BucketSpec, Exchange, Reply
 from tfps.graph_ops import HOST, MESSAGE, Gate, tensor_of
 from tfps.interrupts import indivisible, wait
@@ -224,7 +224,7 @@ class Runtime:
             thread.join()
         for gate in list(self._gates):
             if gate.closed:
-                gate.open("tfps: the strategy was closed before the gradient had come back")
+                gate.open(to_text(ClosedError("the strategy was closed before the gradient had come back")))
 
     def _drain(self) -> None:
         """Waits until everything that was sent has been applied, or nothing can be any more."""
@@ -402,7 +402,7 @@ class Runtime:
                 self.exchange.fail(failure)
             for gate in list(self._gates):
                 if gate.closed:
-                    gate.open(str(failure))
+                    gate.open(to_text(failure))
             threading.Event().wait(_WATCH_S)
 
 

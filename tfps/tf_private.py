@@ -8,6 +8,7 @@ Raises:
 # ruff: noqa: F401
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import threading
@@ -83,6 +84,7 @@ try:
     )
     from tensorflow.python.eager import record  # whether a gradient tape follows what is computed now
     from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction  # see flat_call
+    from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function  # see translate_errors
     from tensorflow.python.framework import ops  # the graph under construction, init_scope that leaves it
     from tensorflow.python.framework.composite_tensor import CompositeTensor  # what an iterator as an argument must be
     from tensorflow.python.framework.func_graph import FuncGraph  # whose outer graphs can be followed
@@ -114,7 +116,8 @@ try:
         values.MirroredVariable: ("_get_replica", "handle", "value", "read_value", "_dense_var_to_tensor", "values"),
         input_lib.DistributedDataset: ("__iter__", "element_spec"),
         input_lib.DistributedDatasetsFromFunction: ("__iter__", "element_spec"),
-        ConcreteFunction: ("_call_flat",),
+        ConcreteFunction: ("_call_flat", "__call__"),
+        Function: ("__call__",),
         control_flow_v2_func_graphs: ("CondBranchFuncGraph", "ControlFlowFuncGraph"),
         record: ("could_possibly_record",),
         distribute_utils: ("create_mirrored_variable", "VARIABLE_CLASS_MAPPING", "VARIABLE_POLICY_MAPPING", "regroup"),
@@ -160,6 +163,30 @@ def flat_call(function: ConcreteFunction) -> Callable[..., Any]:
         return function._call_flat(list(arguments), captured)
 
     return call
+
+
+@functools.cache
+def translate_errors(translated: Callable[[str], Exception | None]) -> None:
+    """Makes functions raise what `translated` makes of the message of a graph's error, where it makes something of it.
+
+    TensorFlow's class of an error follows from a code, of which there are none to spare: what an op of tfps raises is
+    InvalidArgumentError with a text. Every call of a tf.function passes here, Keras' own included; once per process.
+    """
+
+    def translating(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(self: Any, *arguments: Any, **named: Any) -> Any:
+            try:
+                return original(self, *arguments, **named)
+            except tf.errors.InvalidArgumentError as error:
+                if (better := translated(error.message)) is None:
+                    raise
+            raise better
+
+        return call
+
+    for owner in (Function, ConcreteFunction):
+        owner.__call__ = translating(owner.__call__)
 
 
 def stopped() -> bool:

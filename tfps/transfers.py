@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfps.errors import TfpsError
+from tfps.errors import TfpsError, to_text
 from tfps.exchange import BucketSpec
 from tfps.graph_ops import HOST, PULLED, Gate
 
@@ -128,7 +128,7 @@ class DeferredUpdate(Transfer):
 
     def fail(self, error: TfpsError) -> None:
         for gate in self.gates:
-            gate.open(str(error))
+            gate.open(to_text(error))
 
 
 class Pull(Transfer):
@@ -143,4 +143,4 @@ class Pull(Transfer):
         self.results.enqueue(["", ticket, data, indices])
 
     def fail(self, error: TfpsError) -> None:
-        self.results.enqueue([str(error), np.int64(0), _NO_BYTES, _NO_BYTES])
+        self.results.enqueue([to_text(error), np.int64(0), _NO_BYTES, _NO_BYTES])

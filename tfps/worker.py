@@ -268,7 +268,7 @@ class Worker:
 
     def _new_bucket(self, spec: BucketSpec) -> Bucket:
         if spec.kind == "gather":
-            return Bucket(spec, Cutting([], [self._placer.place_gather(spec.name)]))
+            return Bucket(spec, Cutting([], [self._placer.place_gather(spec.common_name)]))
         return Bucket(spec, cut_sum(spec, self.config.first_slice_bytes, self._placer))
 
     # Tuning

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from typing import Any
 
 import keras
@@ -291,6 +292,50 @@ def two_strategies(job: Job) -> dict[str, Any]:
         other.close()
     fits.append(first.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0))
     return {**weights(first, second), **history(*fits)}
+
+
+def helper_models(job: Job) -> dict[str, Any]:
+    """Rank 0 builds models for itself before, and still holds one that the others have dropped before any training."""
+
+    class Scaled(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.factor = self.add_weight(shape=(shape[-1],), initializer="ones")  # without a name of its own
+
+        def call(self, inputs: Any) -> Any:
+            return inputs * self.factor
+
+    def build() -> Any:
+        hidden = [keras.layers.Dense(16, activation="tanh"), Scaled(), keras.layers.Dense(16, name="hidden_2")]
+        return keras.Sequential(
+            [keras.Input((64,)), *hidden, keras.layers.LayerNormalization(), keras.layers.Dense(10)]
+        )
+
+    if job.rank == 0:
+        for _ in range(2):
+            helper = build()
+            helper.compile(keras.optimizers.Adam(), "mse")
+            helper.optimizer.build(helper.trainable_variables)
+    dead = [job.compiled(build=build)]
+    if job.rank != 0:
+        dead.clear()
+        gc.collect()
+    model = job.compiled(build=build)
+    x, y = data()
+    fit = model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    return {**weights(model), **history(fit)}
+
+
+def strings(job: Job) -> dict[str, Any]:
+    """Variables of strings, of other lengths on each rank; one whose number of strings differs; one of numbers."""
+    words = ["", "a" * (job.rank + 1), "\u00e4\0", "b" * 3000]
+    with job.scope():
+        fixed = tf.Variable(words)
+        free = tf.Variable(words * (2 - job.rank), shape=tf.TensorShape([None]))
+        numbers = tf.Variable(tf.range(3 + job.rank), shape=tf.TensorShape(None))
+    job.tf_strategy.run(lambda: None)
+    texts = {"fixed": fixed.numpy(), "free": free.numpy()}
+    ends = {name: np.frombuffer(b"|".join(text), np.uint8).astype(np.int64) for name, text in texts.items()}
+    return {**ends, "numbers": numbers.numpy()}
 
 
 def batch_normalization(job: Job) -> dict[str, Any]:

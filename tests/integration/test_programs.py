@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(600)
 # The first of each pair belongs to the quick suite, the second is long.
 PROGRAMS = {
     "programs_training": (
-        ["loop_function", "own_logs", "gan", "shared_variables"],
+        ["loop_function", "own_logs", "gan", "shared_variables", "helper_models", "strings"],
         [
             "own_train_step",
             "loop_eager",
