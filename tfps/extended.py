@@ -332,7 +332,9 @@ class Extended(mirrored_strategy.MirroredExtended):
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         flat = tf.nest.flatten(value)
         if len(self._devices) > 1 and tf.executing_eagerly():
-            # Replica functions run one after the other in eager mode: only merge_call brings them together.
+            # Replica functions run one after the other in eager mode: only merge_call brings them together. What all
+            # of them have as one object would come as one value there; each replica contributes it, as in graphs.
+            value = tf.nest.map_structure(identity, value)
             return super(mirrored_strategy.MirroredExtended, self)._replica_ctx_all_reduce(reduce_op, value, options)
         local = flat
         if len(self._devices) > 1:
@@ -386,21 +388,26 @@ class Extended(mirrored_strategy.MirroredExtended):
                 return value
             raise ValueError(f"a sum over replicas needs one value per replica, got {value!r}, which all share")
         flat = tf.nest.flatten(value)
-        replicas = self._num_replicas_in_sync
-        local = []
+        local, counts = [], []  # sums over local replicas, and of how many values over all workers
         for each in flat:
+            if each is None and reduce_op == MEAN:
+                continue  # stays what it is, as in MirroredStrategy
             if isinstance(each, values.DistributedValues):
                 local.append(sum_locally(each.values))
-            elif len(self._devices) == 1 or reduce_op == MEAN:
-                replicas = self._runtime.exchange.workers  # all local replicas have it
+                counts.append(self._num_replicas_in_sync)
+            elif len(self._devices) == 1 or reduce_op == MEAN:  # all local replicas have it
                 local.append(as_tensor(each))
+                counts.append(self._runtime.exchange.workers)
             else:
                 raise ValueError(f"a sum over replicas needs one value per replica, got {each!r}")
         with tf.device(None):
             summed = self._reductions.sum_all(local, self._cross_replica_key())
         if reduce_op == MEAN:
-            summed = [divide(each, replicas) for each in summed]
-        return tf.nest.pack_sequence_as(value, [self._to(each, destinations) for each in summed])
+            summed = [divide(each, count) for each, count in zip(summed, counts, strict=True)]
+        reduced = iter(summed)
+        return tf.nest.pack_sequence_as(
+            value, [each if each is None else self._to(next(reduced), destinations) for each in flat]
+        )
 
     def _to(self, value: Any, destinations: Any) -> Any:
         """`value` on every local device where `destinations` has several, as `update` and `all_reduce` want it."""
