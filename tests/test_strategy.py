@@ -8,10 +8,12 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import companion
 import jobs
 import keras
 import numpy as np
@@ -397,3 +399,13 @@ def test_a_trace_that_failed_does_not_disturb_the_next(strategy: tfps.Strategy) 
     strategy.run(tf.function(lambda: in_replica(False), autograph=False))
     np.testing.assert_array_equal(variable.numpy(), [0.0])
     assert kept.value.args == ("a mistake",)
+
+
+def test_predicting_in_one_thread_leaves_the_datasets_of_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with companion.strategy_with_companion(monkeypatch, tfps.Config(step_timeout_s=30)) as (strategy, _):
+        data = tf.data.Dataset.range(4).batch(2)
+        with ThreadPoolExecutor(1) as other, strategy.extended.unsharded():
+            mine = strategy.experimental_distribute_dataset(data)
+            theirs = other.submit(strategy.experimental_distribute_dataset, data).result(jobs.DEADLINE_S)
+        assert [batch.shape for batch in mine.sources[0]] == [2, 2]
+        assert [batch.shape for batch in theirs.sources[0]] == [1, 1]

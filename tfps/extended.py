@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ from tfps.tf_private import (
     outer_graphs,
     values,
 )
-from tfps.variables import GatedVariable, OnReadVariable, updating
+from tfps.variables import GatedVariable, OnReadVariable, container_of, deferrable, updating
 
 _numbers = itertools.count()
 _FLOATING = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
@@ -41,6 +42,12 @@ _VARIABLE_CLASSES = {
     tf.VariableSynchronization.ON_READ: OnReadVariable,
 }
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
+
+
+class _Sharding(threading.local):
+    """Whether datasets are divided between workers: not those of a `predict`, while other threads may train."""
+
+    on = True
 
 
 class Extended(mirrored_strategy.MirroredExtended):
@@ -60,7 +67,7 @@ class Extended(mirrored_strategy.MirroredExtended):
     ) -> None:
         self._runtime = runtime  # before the base class, which asks for the number of replicas
         super().__init__(strategy, devices=list(devices))
-        self.shards = True  # of each dataset this worker reads its part
+        self._sharding = _Sharding()
         if runtime.exchange.workers > 1:
             staging_depth = max(staging_depth, 1)  # else workers could not agree on where the data ends
         self.staging = Staging(runtime, self._devices, staging_depth) if staging_depth else None
@@ -102,14 +109,19 @@ class Extended(mirrored_strategy.MirroredExtended):
 
     # Datasets: each worker reads its shard, as under MultiWorkerMirroredStrategy.
 
+    @property
+    def shards(self) -> bool:
+        """Whether of a dataset that this thread distributes now this worker reads its part."""
+        return self._sharding.on
+
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Datasets that are distributed meanwhile go to this worker's replicas whole, iterators wait for nobody."""
-        before, self.shards = self.shards, False
+        """Datasets that this thread distributes now go to this worker's replicas whole, iterators wait for nobody."""
+        before, self._sharding.on = self._sharding.on, False
         try:
             yield
         finally:
-            self.shards = before
+            self._sharding.on = before
 
     def _make_input_context(self) -> tf.distribute.InputContext:
         if not self.shards:
@@ -356,14 +368,14 @@ class Extended(mirrored_strategy.MirroredExtended):
         return tf.nest.pack_sequence_as(value, summed)
 
     def _replica_ctx_update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        variable = var if isinstance(var, values.DistributedVariable) else _container(var)
+        variable = var if isinstance(var, values.DistributedVariable) else container_of(var)
         if variable is None or variable._distribute_strategy is not self._container_strategy():
             raise UnsupportedError(
                 f"variable {getattr(var, 'name', var)!r} was not created under this strategy; build and compile the "
                 "model inside `with strategy.scope():`"
             )
         reduced = find_reduced(self._state_of, args[0]) if args and not kwargs else None
-        if reduced is None or not _deferrable(variable, reduced.gradient):
+        if reduced is None or not deferrable(variable, reduced.gradient):
             with updating():
                 return super()._replica_ctx_update(variable, fn, args, kwargs or {}, group)
         graph, replica = ops.get_default_graph(), distribute_lib.get_replica_context()._replica_id
@@ -436,21 +448,3 @@ class Extended(mirrored_strategy.MirroredExtended):
                 [as_tensor(each) for each in components], axis, self._cross_replica_key()
             )
         return self._to(gathered, destinations)
-
-
-def _deferrable(variable: Any, gradient: Any) -> bool:
-    """Whether an update of `variable` with `gradient` can run behind the step."""
-    if not isinstance(variable, GatedVariable) or not variable.gates or variable.owner is not None:
-        return False
-    if isinstance(gradient, tf.IndexedSlices):
-        return bool(gradient.values.shape[1:].is_compatible_with(variable.shape[1:]))
-    return bool(gradient.shape.is_compatible_with(variable.shape))
-
-
-def _container(component: Any) -> Any:
-    """The distributed variable that `component` belongs to, None if it belongs to none."""
-    for holder in (component, getattr(component, "handle", None)):
-        reference = getattr(holder, "_distributed_container", None)
-        if reference is not None:
-            return reference()
-    return None

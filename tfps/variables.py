@@ -357,3 +357,21 @@ class _OnReadSaveable(values._SyncOnReadSaveable):
     def restore(self, restored_tensors: Any, restored_shapes: Any) -> Any:
         (tensor,) = restored_tensors
         return self._sync_on_read_variable.assign(tensor)
+
+
+def deferrable(variable: Any, gradient: Any) -> bool:
+    """Whether an update of `variable` with `gradient` can run behind the step."""
+    if not isinstance(variable, GatedVariable) or not variable.gates or variable.owner is not None:
+        return False
+    if isinstance(gradient, tf.IndexedSlices):
+        return bool(gradient.values.shape[1:].is_compatible_with(variable.shape[1:]))
+    return bool(gradient.shape.is_compatible_with(variable.shape))
+
+
+def container_of(component: Any) -> Any:
+    """The distributed variable that `component` belongs to, None if it belongs to none."""
+    for holder in (component, getattr(component, "handle", None)):
+        reference = getattr(holder, "_distributed_container", None)
+        if reference is not None:
+            return reference()
+    return None
