@@ -9,10 +9,12 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import companion
 import jobs
 import keras
 import numpy as np
@@ -407,3 +409,13 @@ def test_a_session_that_has_shown_an_error_still_finishes_its_steps(monkeypatch:
     assert strategies._ended_by_exception()  # a script
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     assert not strategies._ended_by_exception()
+
+
+def test_predicting_in_one_thread_leaves_the_datasets_of_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with companion.strategy_with_companion(monkeypatch, tfps.Config(step_timeout_s=30)) as (strategy, _):
+        data = tf.data.Dataset.range(4).batch(2)
+        with ThreadPoolExecutor(1) as other, strategy.extended.unsharded():
+            mine = strategy.experimental_distribute_dataset(data)
+            theirs = other.submit(strategy.experimental_distribute_dataset, data).result(jobs.DEADLINE_S)
+        assert [batch.shape for batch in mine.sources[0]] == [2, 2]
+        assert [batch.shape for batch in theirs.sources[0]] == [1, 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,8 +13,8 @@ import tensorflow as tf
 from tfps import datasets, generators
 from tfps.combined import Combiner
 from tfps.deferred import Emitter, GraphState, Noted, Reduced, Reduction, deferrable, find_reduced
-from tfps.errors import ConfigError, TfpsError, UnsupportedError, from_text
-from tfps.graph_view import picture
+from tfps.errors import TfpsError, UnsupportedError, from_text
+from tfps.graph_view import picture, traced_function
 from tfps.initial_values import InitialValues
 from tfps.invariants import Invariants
 from tfps.moments import Passage
@@ -33,7 +33,7 @@ from tfps.tf_private import (
     outer_graphs,
     values,
 )
-from tfps.variables import GatedVariable, OnReadVariable, updating
+from tfps.variables import GatedVariable, OnReadVariable, container_of, updating
 
 _numbers = itertools.count()
 _FLOATING = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
@@ -63,7 +63,7 @@ class Extended(mirrored_strategy.MirroredExtended):
     ) -> None:
         self._runtime = runtime  # before the base class, which asks for the number of replicas
         super().__init__(strategy, devices=list(devices))
-        self.shards = True  # of each dataset this worker reads its part
+        self._sharding = datasets.Sharding()
         if runtime.exchange.workers > 1:
             staging_depth = max(staging_depth, 1)  # else workers could not agree on where the data ends
         self.last_batch = LastBatch(len(self._devices)) if self._num_replicas_in_sync > 1 else None
@@ -107,14 +107,14 @@ class Extended(mirrored_strategy.MirroredExtended):
 
     # Datasets: each worker reads its shard, as under MultiWorkerMirroredStrategy.
 
-    @contextlib.contextmanager
-    def unsharded(self) -> Iterator[None]:
-        """Datasets that are distributed meanwhile go to this worker's replicas whole, iterators wait for nobody."""
-        before, self.shards = self.shards, False
-        try:
-            yield
-        finally:
-            self.shards = before
+    @property
+    def shards(self) -> bool:
+        """Whether of a dataset that this thread distributes now this worker reads its part."""
+        return self._sharding.on
+
+    def unsharded(self) -> contextlib.AbstractContextManager[None]:
+        """Datasets that this thread distributes now go to this worker's replicas whole, iterators wait for nobody."""
+        return self._sharding.off()
 
     def _make_input_context(self) -> tf.distribute.InputContext:
         if not self.shards:
@@ -223,14 +223,7 @@ class Extended(mirrored_strategy.MirroredExtended):
             ConfigError: there is no such function.
             TfpsError: no function has been traced that sends.
         """
-        traced = {name: graph for name, ref in self._emitter.graphs.items() if (graph := ref()) is not None}
-        if not traced:
-            raise TfpsError(
-                "there is nothing to draw before the first training step: no traced function sends gradients"
-            )
-        if function is not None and function not in traced:
-            raise ConfigError(f"function must be one of {', '.join(map(repr, traced))}, got {function!r}")
-        return picture(traced[function or list(traced)[-1]], self._runtime)
+        return picture(traced_function(self._emitter.graphs, function), self._runtime)
 
     # Replica functions.
 
@@ -342,9 +335,10 @@ class Extended(mirrored_strategy.MirroredExtended):
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         flat, share = tf.nest.flatten(value), share_of_gradients()
         if len(self._devices) > 1 and tf.executing_eagerly():
-            if share is not None:
-                value = tf.nest.pack_sequence_as(value, [share.only_if_rows(each) for each in flat])
-            # Replica functions run one after the other in eager mode: only merge_call brings them together.
+            # Replica functions run one after the other in eager mode: only merge_call brings them together. What all
+            # of them have as one object would come as one value there; each replica contributes it, as in graphs.
+            own = [identity(each if share is None else share.only_if_rows(each)) for each in flat]
+            value = tf.nest.pack_sequence_as(value, own)
             return super(mirrored_strategy.MirroredExtended, self)._replica_ctx_all_reduce(reduce_op, value, options)
         local = own = flat
         if share is not None:
@@ -369,7 +363,7 @@ class Extended(mirrored_strategy.MirroredExtended):
         return tf.nest.pack_sequence_as(value, summed)
 
     def _replica_ctx_update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        variable = var if isinstance(var, values.DistributedVariable) else _container(var)
+        variable = var if isinstance(var, values.DistributedVariable) else container_of(var)
         if variable is None or variable._distribute_strategy is not self._container_strategy():
             raise UnsupportedError(
                 f"variable {getattr(var, 'name', var)!r} was not created under this strategy; build and compile the "
@@ -404,21 +398,26 @@ class Extended(mirrored_strategy.MirroredExtended):
                 return value
             raise ValueError(f"a sum over replicas needs one value per replica, got {value!r}, which all share")
         flat = tf.nest.flatten(value)
-        replicas = self._num_replicas_in_sync
-        local = []
+        local, counts = [], []  # sums over local replicas, and of how many values over all workers
         for each in flat:
+            if each is None and reduce_op == MEAN:
+                continue  # stays what it is, as in MirroredStrategy
             if isinstance(each, values.DistributedValues):
                 local.append(sum_locally(each.values))
-            elif len(self._devices) == 1 or reduce_op == MEAN:
-                replicas = self._runtime.exchange.workers  # all local replicas have it
+                counts.append(self._num_replicas_in_sync)
+            elif len(self._devices) == 1 or reduce_op == MEAN:  # all local replicas have it
                 local.append(as_tensor(each))
+                counts.append(self._runtime.exchange.workers)
             else:
                 raise ValueError(f"a sum over replicas needs one value per replica, got {each!r}")
         with tf.device(None):
             summed = self._reductions.sum_all(local, self._cross_replica_key())
         if reduce_op == MEAN:
-            summed = [divide(each, replicas) for each in summed]
-        return tf.nest.pack_sequence_as(value, [self._to(each, destinations) for each in summed])
+            summed = [divide(each, count) for each, count in zip(summed, counts, strict=True)]
+        reduced = iter(summed)
+        return tf.nest.pack_sequence_as(
+            value, [each if each is None else self._to(next(reduced), destinations) for each in flat]
+        )
 
     def _to(self, value: Any, destinations: Any) -> Any:
         """`value` on every local device where `destinations` has several, as `update` and `all_reduce` want it."""
@@ -447,12 +446,3 @@ class Extended(mirrored_strategy.MirroredExtended):
                 [as_tensor(each) for each in components], axis, self._cross_replica_key()
             )
         return self._to(gathered, destinations)
-
-
-def _container(component: Any) -> Any:
-    """The distributed variable that `component` belongs to, None if it belongs to none."""
-    for holder in (component, getattr(component, "handle", None)):
-        reference = getattr(holder, "_distributed_container", None)
-        if reference is not None:
-            return reference()
-    return None

@@ -392,3 +392,12 @@ class _OnReadSaveable(values._SyncOnReadSaveable):
     def restore(self, restored_tensors: Any, restored_shapes: Any) -> Any:
         (tensor,) = restored_tensors
         return self._sync_on_read_variable.assign(tensor)
+
+
+def container_of(component: Any) -> Any:
+    """The distributed variable that `component` belongs to, None if it belongs to none."""
+    for holder in (component, getattr(component, "handle", None)):
+        reference = getattr(holder, "_distributed_container", None)
+        if reference is not None:
+            return reference()
+    return None

@@ -148,6 +148,86 @@ def own_logs(job: Job) -> dict[str, Any]:
     return {**ends, "stopped": [len(stopped.epoch), int(model.optimizer.iterations.numpy())]}
 
 
+class GuideStep(keras.Model):
+    """The steps of Keras' guide: compiled metrics come as a nested dict. And numbers that are no metrics' results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = keras.layers.Dense(8), keras.layers.Dense(1, activation="sigmoid")
+
+    def call(self, inputs: Any) -> Any:
+        return self.out(self.hidden(inputs))
+
+    def _updated(self, loss: Any, y: Any, predicted: Any) -> dict[str, Any]:
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss * tf.distribute.get_strategy().num_replicas_in_sync)
+            else:
+                metric.update_state(y, predicted)
+        return {m.name: m.result() for m in self.metrics}
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=predicted)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        last = {"of": (tf.reduce_mean(predicted), {"mean": tf.reduce_mean(predicted, 0)})}
+        return {**self._updated(loss, y, predicted), "steps": self.optimizer.iterations + 0, "last": last}
+
+    def test_step(self, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        predicted = self(x, training=False)
+        return self._updated(self.compute_loss(y=y, y_pred=predicted), y, predicted)
+
+
+def guide_steps(job: Job) -> dict[str, Any]:
+    """Callbacks decide by what is nested in the logs; all of it is what one process has."""
+    metrics = ["mae", keras.metrics.AUC(name="auc"), keras.metrics.F1Score(threshold=0.5, name="f1")]
+    model = job.compiled(
+        lambda: keras.optimizers.SGD(0.5), build=GuideStep, loss="binary_crossentropy", metrics=metrics
+    )
+    x, digits = data()
+    y = (digits > 4).astype("float32").reshape(-1, 1)
+    plateau = keras.callbacks.ReduceLROnPlateau("val_mae", patience=0, factor=0.5, min_delta=0.02)
+    callbacks = [plateau, keras.callbacks.EarlyStopping("val_auc", patience=2, mode="max")]
+    options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    fit = model.fit(x, y, validation_data=(x[:96], y[95::-1]), epochs=6, callbacks=callbacks, **options)
+    nested = fit.history.pop("of")
+    evaluated = model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
+    rate = float(model.optimizer.learning_rate.numpy())
+    ends = {**weights(model), **history(fit), **{f"evaluated/{name}": value for name, value in evaluated.items()}}
+    return {**ends, "rate": rate, "epochs": fit.epoch, "nested": [float(mean) for mean, _ in nested]}
+
+
+class Reporting(keras.Model):
+    """Reports what it is told to, and trains nothing."""
+
+    logs: Any = None
+
+    def call(self, inputs: Any) -> Any:
+        return inputs
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        return self.logs
+
+
+def logs_that_differ(job: Job) -> dict[str, Any]:
+    """What callbacks would decide by differently is refused on all ranks."""
+    refused = []
+    for logs in ({"text": f"of {job.rank}"}, {"a": 1.0, f"b{job.rank}": 1.0}, {"a": {"b": [1.0] * (1 + job.rank)}}):
+        with job.scope():
+            model = Reporting()
+            model.compile("sgd")
+        model.logs = tf.nest.map_structure(tf.constant, logs)
+        try:
+            model.fit(data()[0][:BATCH], batch_size=BATCH, verbose=0)
+        except tfps.MismatchError as error:
+            refused.append(str(error))
+    return {"ranks refused": refused}
+
+
 class Gan(keras.Model):
     """Two models, two optimizers; each step trains the discriminator, then the generator."""
 

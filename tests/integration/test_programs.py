@@ -24,7 +24,10 @@ pytestmark = pytest.mark.timeout(600)
 # The first of each pair belongs to the quick suite, the second is long.
 PROGRAMS = {
     "programs_training": (
-        ["loop_function", "own_logs", "gan", "shared_variables", "helper_models", "strings"],
+        [
+            *("loop_function", "own_logs", "guide_steps", "logs_that_differ", "gan", "shared_variables"),
+            *("helper_models", "strings"),
+        ],
         [
             "own_train_step",
             "loop_eager",
@@ -48,7 +51,7 @@ PROGRAMS = {
         ],
     ),
     "programs_saving": (
-        ["checkpoints_shared", "backup_shared", "weights_set"],
+        ["checkpoints_shared", "saved_in_epochs", "backup_shared", "weights_set"],
         [
             *("checkpoints_own", "backup_own", "saved", "saved_in_one_place", "tensorboard", "tf_checkpoint"),
             "weights_set_on_one_rank",
@@ -136,6 +139,14 @@ def test_two_workers_do_what_plain_keras_does_in_more_programs(
     module: str, name: str, long: Callable[[str], Results]
 ) -> None:
     check(name, long(module))
+
+
+def test_logs_that_differ_between_ranks_are_refused_by_name(quick: Results) -> None:
+    for result in quick[1:]:
+        text, keys, shape = result["logs_that_differ"]["ranks refused"]
+        assert "logs['text']" in text
+        assert "['a', 'b0'], rank 1 ['a', 'b1']" in keys
+        assert "logs['a/b']" in shape
 
 
 def test_accumulated_gradients_are_sent_when_they_are_applied_only(quick: Results) -> None:
