@@ -17,7 +17,7 @@ import tfps
 from tfps.logs import Said, Value, conclude
 
 
-def said(values: dict[str, Any], same: dict[str, list[int]] | None = None, weight: float = 1.0) -> Said:
+def said(values: dict[str, Any], same: dict[str, list[int]] | None = None, weight: int = 1) -> Said:
     """What a rank says of logs with `values`, of which some are the `same` as results of metrics."""
     matches = [(same or {}).get(name, []) for name in values]
     return Said(weight, False, list(values), [Value.of(value) for value in values.values()], matches)
@@ -30,7 +30,7 @@ def test_what_a_rank_says_arrives_as_it_was_said() -> None:
 
 
 def test_numbers_become_the_weighted_mean() -> None:
-    ranks = [said({"a": 1.0, "b": [1, 3]}), said({"a": 4.0, "b": [2, 5]}, weight=2.0)]
+    ranks = [said({"a": 1.0, "b": [1, 3]}), said({"a": 4.0, "b": [2, 5]}, weight=2)]
     first, second = conclude(ranks, [])
     assert first == 3.0
     np.testing.assert_allclose(np.asarray(second), [5 / 3, 13 / 3])

@@ -21,6 +21,8 @@ import tensorflow as tf
 
 from tfps.errors import MismatchError
 from tfps.keras_private import needs
+from tfps.shares import UNKNOWN
+from tfps.weighing import mean
 
 needs(keras.Model, "_get_metrics_result_or_logs")  # what `fit` and `evaluate` report of a step's logs
 
@@ -31,7 +33,7 @@ def agree_on_logs(strategy_class: type[tf.distribute.Strategy]) -> None:
 
     def strategy_of(model: Any) -> Any:
         strategy = getattr(model, "distribute_strategy", None)
-        return strategy if isinstance(strategy, strategy_class) and strategy.num_workers > 1 else None
+        return strategy if isinstance(strategy, strategy_class) and strategy.num_replicas_in_sync > 1 else None
 
     epoch_logs = keras.Model._get_metrics_result_or_logs
 
@@ -61,9 +63,9 @@ def agreed_logs(model: Any, logs: dict[str, Any]) -> dict[str, Any]:
     return {name: np.asarray(value)[()] for name, value in model._get_metrics_result_or_logs(logs).items()}
 
 
-def weight(strategy: Any) -> float:
-    """What this rank counts in a mean over ranks."""
-    return 1.0
+def weight(rows: tf.Tensor) -> int:
+    """What this rank counts in a mean over ranks, its local replicas having had `rows`; -1: unknown."""
+    return -1 if UNKNOWN in rows.numpy() else int(sum(rows.numpy()))
 
 
 @dataclass(frozen=True)
@@ -99,14 +101,14 @@ class Said:
     """What one rank says of its logs.
 
     Args:
-        weight: of this rank in a mean.
+        weight: of this rank in a mean; see `weight`.
         are_metrics: its logs are what the model's metrics have, so that Keras takes those.
         names: of the leaves.
         values: of the leaves, unless `are_metrics`.
         same: for each leaf, which of the model's metrics have the same result on this rank alone.
     """
 
-    weight: float
+    weight: int
     are_metrics: bool
     names: list[str]
     values: list[Value]
@@ -138,8 +140,7 @@ def conclude(ranks: Sequence[Said], metrics: Sequence[str]) -> list[int | np.nda
         elif len(set(map(str, map(dataclasses.astuple, values)))) == 1:
             found.append(None)
         elif all(value.dtype for value in values) and len({str(value.shape) for value in values}) == 1:
-            weights = [said.weight for said in ranks]
-            found.append(np.average([value.number() for value in values], axis=0, weights=weights))
+            found.append(_average([value.number() for value in values], [said.weight for said in ranks]))
         else:
             shown = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
             raise MismatchError(
@@ -149,6 +150,14 @@ def conclude(ranks: Sequence[Said], metrics: Sequence[str]) -> list[int | np.nda
     return found
 
 
+def _average(values: Sequence[np.ndarray[Any, Any]], weights: Sequence[int]) -> np.ndarray[Any, Any]:
+    """The mean of `values` by `weights`, alike where one of them is not known; NaN of no rows does not count."""
+    if min(weights) < 0 or not any(weights):
+        weights = [1] * len(values)
+    used = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
+    return np.asarray(np.average([value for value, _ in used], axis=0, weights=[weight for _, weight in used]))
+
+
 def _agreed(strategy: Any, model: Any, logs: Any, are_metrics: bool) -> Any:
     """`logs` as they are on all ranks, which all come here.
 
@@ -156,9 +165,10 @@ def _agreed(strategy: Any, model: Any, logs: Any, are_metrics: bool) -> Any:
     """
     leaves = keras.tree.flatten_with_path(logs)
     names = ["/".join(map(str, path)) for path, _ in leaves]
-    own = [] if are_metrics else _own_results(strategy, model)
+    rows = strategy.extended.last_batch.given()
+    own = [] if are_metrics else _own_results(strategy, model, rows)
     said = Said(
-        weight=weight(strategy),
+        weight=weight(rows),
         are_metrics=are_metrics,
         names=names,
         values=[] if are_metrics else [Value.of(leaf) for _, leaf in leaves],
@@ -193,13 +203,10 @@ def _exchanged(strategy: Any, said: Said) -> list[Said]:
     return [Said.parse(each) for each in lines.numpy().tobytes().decode().splitlines()]
 
 
-def _own_results(strategy: Any, model: Any) -> list[tuple[str, Any]]:
+def _own_results(strategy: Any, model: Any, rows: tf.Tensor) -> list[tuple[str, Any]]:
     """Name and result of each of the model's metrics for this worker's replicas alone, as a step returns it."""
     results = keras.tree.flatten_with_path(strategy.run(model.get_metrics_result))
-    return [
-        (str(path[-1]), tf.reduce_mean(tf.stack(strategy.experimental_local_results(result)), axis=0))
-        for path, result in results
-    ]
+    return [(str(path[-1]), mean(rows, result)) for path, result in results]
 
 
 def _equal(leaf: Any, result: Any) -> bool:

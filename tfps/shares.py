@@ -44,9 +44,9 @@ def rows_of(structure: Any) -> Any:
 
 
 class LastBatch:
-    """Rows of the batch that the graphs of one strategy took last.
+    """Rows of the batch that the graphs of one strategy took last, and of those that replica functions were given last.
 
-    A variable and no tensor: Keras calls functions within functions, and what one captures of another's graph is
+    Variables and no tensors: Keras calls functions within functions, and what one captures of another's graph is
     lost when it is called from a third.
     """
 
@@ -57,6 +57,9 @@ class LastBatch:
         with tf.init_scope(), tf.device(HOST):
             # Of the whole job, then of each local replica.
             self._rows = ResourceVariable([UNKNOWN] * (1 + replicas), dtype=tf.int64, trainable=False, name="tfps_rows")
+            self._given = [
+                ResourceVariable(UNKNOWN, dtype=tf.int64, trainable=False, name="tfps_given") for _ in range(replicas)
+            ]
 
     def note(self, iterator: Any, rows: tf.Tensor) -> None:
         """In a graph: `iterator` has taken a batch with `rows`, int64 [1 + replicas], unless the first is unknown."""
@@ -84,10 +87,15 @@ class LastBatch:
         with tf.device(HOST):
             return self._rows.read_value()
 
-    def current(self) -> list[int]:
-        """Eagerly: the rows of the whole job's batch and of each local replica's; -1: unknown."""
-        with tf.init_scope(), tf.device(HOST):
-            return [int(each) for each in self._rows.numpy()]
+    def give(self, replica: int, rows: tf.Tensor | None) -> None:
+        """A replica function begins, eagerly or whenever this graph runs."""
+        with tf.device(HOST):
+            self._given[replica].assign(UNKNOWN if rows is None else rows, read_value=False)
+
+    def given(self) -> tf.Tensor:
+        """Rows of each local replica as of the last replica function, int64 [replicas]; UNKNOWN where it had none."""
+        with tf.device(HOST):
+            return tf.stack([each.read_value() for each in self._given])
 
 
 class Share:
@@ -204,11 +212,11 @@ def with_share(
     """`function`, called by each replica, while which its share is the current one; see `Share`."""
 
     def shared(*args: Any, **kwargs: Any) -> Any:
-        rows = rows_of((args, kwargs))
+        rows, replica = rows_of((args, kwargs)), distribute_lib.get_replica_context()._replica_id
+        last_batch.give(replica, rows)
         if rows is None:
             return function(*args, **kwargs)
         noted = None if tf.executing_eagerly() else last_batch.of_graph()
-        replica = distribute_lib.get_replica_context()._replica_id
         last = None if noted is None else (noted[0], noted[1 + replica])
         before, _current.share = _current.share, Share(rows, replicas, last, sum_rows)
         try:

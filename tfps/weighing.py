@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfps.keras_private import TFOptimizer, loss_module
+from tfps.keras_private import TFOptimizer, loss_module, trainer_module
 from tfps.shares import Share, current_share, reducing_gradients
 from tfps.tf_private import is_differentiated
 
@@ -31,6 +31,7 @@ def weigh_by_rows(strategy_class: type[tf.distribute.Strategy]) -> None:
     _weigh_tracked_scalars()
     _leave_out_empty_replicas()
     _build_by_first_replica(strategy_class)
+    _weigh_results(strategy_class)
 
 
 def _weigh_losses() -> None:
@@ -183,6 +184,33 @@ def _build_by_first_replica(strategy_class: type[tf.distribute.Strategy]) -> Non
         original(self, iterator, data_batch)
 
     keras.Model._maybe_symbolic_build = maybe_symbolic_build
+
+
+def _weigh_results(strategy_class: type[tf.distribute.Strategy]) -> None:
+    """What the steps of this worker's replicas return counts by rows, too."""
+    original = trainer_module.reduce_per_replica
+
+    @functools.wraps(original)
+    def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
+        if not isinstance(strategy, strategy_class) or reduction != "auto" or strategy.extended.last_batch is None:
+            return original(values, strategy, reduction)
+        return keras.tree.map_structure(functools.partial(mean, strategy.extended.last_batch.given()), values)
+
+    trainer_module.reduce_per_replica = reduce_per_replica
+
+
+def mean(rows: tf.Tensor, value: Any) -> Any:
+    """What local replicas have, `value`, as one: their mean, by their `rows` where these differ."""
+    if not isinstance(value, tf.distribute.DistributedValues):
+        return value
+    each = tf.stack(value.values)
+    plain = tf.reduce_mean(each, axis=0)  # as Keras
+    if not each.dtype.is_floating:
+        return plain
+    counts = tf.reshape(rows, [-1, *[1] * (each.shape.rank - 1)])
+    weighed = tf.where(counts > 0, each * tf.cast(counts, each.dtype), tf.zeros_like(each))
+    uneven = tf.reduce_all(rows >= 0) & tf.reduce_any(rows != rows[0])
+    return tf.where(uneven, tf.reduce_sum(weighed, 0) / tf.cast(tf.reduce_sum(rows), each.dtype), plain)
 
 
 def _example(value: Any) -> Any:
