@@ -7,6 +7,7 @@ faked: both talk to real pservers, and the strategy's sums are exactly its own g
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -49,9 +50,9 @@ class Companion:
         """Does from now on what `exchange`, rank 0's, does."""
         declare, push = exchange.declare, exchange.push
 
-        def declare_both(specs: Sequence[BucketSpec], details: Sequence[str] = ()) -> list[int]:
+        def declare_both(specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: Any = None) -> list[int]:
             mine = self._declare_thread.submit(self._worker.declare, specs, details)
-            ids = declare(specs, details)
+            ids = declare(specs, details, stop)
             assert mine.result(DEADLINE_S) == ids
             self.specs.extend(specs)
             return ids
@@ -64,7 +65,7 @@ class Companion:
             if held:
                 self._has_held.set()
             elif self.specs[bucket].name == "batches":
-                self._worker.push(bucket, self.of_batches(np.frombuffer(payload, np.int64).reshape(2, 2)), _ignore)
+                self._worker.push(bucket, self.of_batches(np.frombuffer(payload, np.int64).reshape(3, 2)), _ignore)
             else:
                 self._worker.push(bucket, None, _ignore)
 
@@ -97,6 +98,7 @@ def strategy_with_companion(
     monkeypatch: pytest.MonkeyPatch, config: tfps.Config, pservers: int = 2
 ) -> Iterator[tuple[tfps.Strategy, Companion]]:
     """A strategy, rank 0 of two, and its companion, on real pservers of this process."""
+    config = dataclasses.replace(config, check_every=0)  # who contributes nothing has nothing to compare
     servers = [ParameterServer("127.0.0.1", 0, workers=2) for _ in range(pservers)]
     addresses = [server.address for server in servers]
     monkeypatch.setenv("TFPS_RANK", "0")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import companion
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -64,6 +67,60 @@ def test_what_a_graph_writes_is_combined_at_the_first_read_after_it_ran(
     step()
     assert (moving.numpy(), total.numpy()) == (2.0, 12.0)
     assert len(pushes) == 2
+
+
+def _checkpointed(moving: Any, folder: Path) -> Any:
+    path = tf.train.Checkpoint(moving=moving).write(str(folder))
+    return tf.train.load_checkpoint(path).get_tensor("moving/.ATTRIBUTES/VARIABLE_VALUE")
+
+
+def _exported(moving: Any, folder: Path) -> Any:
+    module = tf.Module()
+    module.moving = moving
+    tf.saved_model.save(module, str(folder))
+    return tf.saved_model.load(str(folder)).moving.numpy()
+
+
+READS: dict[str, Callable[[Any, Path], Any]] = {
+    "numpy": lambda moving, folder: moving.numpy(),
+    "array": lambda moving, folder: np.array(moving),
+    "tensor": lambda moving, folder: tf.convert_to_tensor(moving).numpy(),
+    "sum": lambda moving, folder: (moving + 0.0).numpy(),
+    "value": lambda moving, folder: moving.value().numpy(),
+    "read_value": lambda moving, folder: moving.read_value().numpy(),
+    "handle": lambda moving, folder: tf.raw_ops.ReadVariableOp(resource=moving.handle, dtype=tf.float32).numpy(),
+    "keras": lambda moving, folder: keras.ops.convert_to_numpy(moving),
+    "checkpoint": _checkpointed,
+    "export": _exported,
+}
+
+
+@pytest.mark.parametrize("in_scope", [True, False], ids=["in scope", "outside"])
+def test_every_way_to_read_combines_first_also_outside_of_the_scope(
+    strategy: tfps.Strategy, in_scope: bool, tmp_path: Path
+) -> None:
+    moving, _ = made(strategy)
+    step = tf.function(lambda: strategy.run(lambda: moving.assign([4.0])), autograph=False)
+    for name, read in READS.items():
+        if in_scope and name == "handle":
+            continue  # TensorFlow has none there
+        step()
+        with strategy.scope() if in_scope else contextlib.nullcontext():
+            assert read(moving, tmp_path / name) == [2.0], name
+
+
+def test_replicas_read_their_own_value(strategy: tfps.Strategy, pushes: list[int]) -> None:
+    moving, _ = made(strategy)
+
+    def in_replica() -> Any:
+        moving.assign([4.0])
+        return moving + 0.0, moving.value(), moving.read_value(), tf.convert_to_tensor(moving)
+
+    pushes.clear()
+    for run in (in_replica, tf.function(in_replica, autograph=False)):
+        for value in strategy.run(run):
+            assert value == [4.0]
+    assert pushes == []
 
 
 def test_a_branch_that_is_not_taken_writes_nothing(strategy: tfps.Strategy, pushes: list[int]) -> None:
@@ -140,3 +197,21 @@ def test_graphs_that_are_gone_are_forgotten(strategy: tfps.Strategy) -> None:
     strategy.combine()
     assert len(strategy.extended.combiner._graphs) == 0
     del moving
+
+
+def test_what_was_written_is_combined_although_this_rank_has_dropped_it(
+    strategy: tfps.Strategy, pushes: list[int]
+) -> None:
+    def written() -> Any:
+        moving, total = made(strategy)
+        both = lambda: (moving.assign([4.0]), total.assign_add(3.0))  # noqa: E731
+        tf.function(lambda: strategy.run(both), autograph=False)()
+        return total
+
+    total = written()
+    gc.collect()  # the graph and the other variable, which another rank may still hold
+    pushes.clear()
+    assert total.numpy() == 3.0
+    assert len(pushes) == 1
+    bucket = strategy._runtime.declared.spec(pushes[0])
+    assert (bucket.name, bucket.nbytes) == ("values of moving and 1 more variables", 16)

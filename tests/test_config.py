@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tfps
-from tfps.config import Launch, TraceRequest, check_address
+from tfps.config import Launch, TraceRequest, check_address, unknown_variables
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize(
@@ -23,6 +28,8 @@ from tfps.config import Launch, TraceRequest, check_address
         ("deterministic", 1, "deterministic must be True or False, got 1"),
         ("staging_depth", 1, "staging_depth must be 0 .* or a whole number from 2, got 1"),
         ("staging_depth", True, "staging_depth must be 0 .* or a whole number from 2, got True"),
+        ("check_every", -1, "check_every must be 0 .never. or a positive number of steps, got -1"),
+        ("check_every", True, "check_every must be 0 .never. or a positive number of steps, got True"),
         ("connect_timeout_s", 0, "connect_timeout_s must be a positive number of seconds, got 0"),
         ("step_timeout_s", float("inf"), "step_timeout_s must be a positive number of seconds, got inf"),
         ("step_timeout_s", float("nan"), "step_timeout_s must be a positive number of seconds, got nan"),
@@ -99,3 +106,23 @@ def test_a_malformed_request_for_a_trace_is_refused_with_an_example(text: str) -
 def test_a_trace_ends_after_its_beginning() -> None:
     with pytest.raises(tfps.ConfigError, match=r"TFPS_TRACE must be the first and the last, .* got \(20, 10\)"):
         TraceRequest.from_environment({"TFPS_TRACE": "logs:20-10"})
+
+
+def test_a_variable_that_nobody_reads_is_named_with_the_nearest_that_somebody_does() -> None:
+    (line,) = unknown_variables({"TFPS_SLICE_BYTE": "1", "TFPS_RANK": "0", "TFPS_TRACE": "", "HOME": ""})
+    assert "TFPS_SLICE_BYTE is none of tfps" in line
+    assert line.endswith("is it TFPS_SLICE_BYTES?")
+
+
+def test_every_variable_that_tfps_reads_or_sets_is_known() -> None:
+    known = [f"TFPS_{field.name.upper()}" for field in dataclasses.fields(tfps.Config)]
+    for path in [*(ROOT / "tfps").rglob("*.py"), *(ROOT / "tools").rglob("*")]:
+        if path.suffix in (".py", ".sh"):
+            known += re.findall(r"\bTFPS_[A-Z_]*[A-Z]\b", path.read_text(encoding="utf-8"))
+    assert unknown_variables(dict.fromkeys(known, "")) == []
+
+
+def test_what_kubernetes_sets_for_a_service_called_tfps_is_left_alone() -> None:
+    names = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT", "PORT_7070_TCP", "PORT_7070_TCP_ADDR"]
+    names += [f"PSERVER_{name}" for name in names]
+    assert unknown_variables({f"TFPS_{name}": "" for name in names}) == []

@@ -9,6 +9,7 @@ from typing import Any
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 import training
@@ -27,6 +28,8 @@ MODELS = [
     training.embedding_sparse,
     training.embedding_dense,
     training.shared_layer,
+    training.normalized_shared_layer,
+    training.attention,
     training.two_inputs,
     training.subclassed,
     training.lstm,
@@ -49,6 +52,15 @@ def optimizer(name: str, **options: Any) -> Callable[[], keras.optimizers.Optimi
 def test_every_optimizer_ends_bitwise_equal_to_plain_keras(strategy: tfps.Strategy, name: str, eager: bool) -> None:
     options: dict[str, Any] = {"run_eagerly": eager, "epochs": 1 if eager else 2, "jit_compile": False}
     assert training.train(strategy, optimizer(name), **options) == training.train(None, optimizer(name), **options)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "Muon" else pytest.mark.long) for name in OPTIMIZERS]
+)
+def test_every_optimizer_updates_kernels_of_rank_3_bitwise_as_plain_keras(strategy: tfps.Strategy, name: str) -> None:
+    # Muon scales by products of constants, which TensorFlow folds only in functions that have a result.
+    distributed = training.train(strategy, optimizer(name), training.attention)
+    assert distributed == training.train(None, optimizer(name), training.attention)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -113,6 +125,24 @@ def test_every_kind_of_model_ends_bitwise_equal_to_plain_keras(
     options: dict[str, Any] = {"run_eagerly": eager, "epochs": 1 if eager else 2, "jit_compile": False}
     distributed = training.train(strategy, optimizer(name), build, **options)
     assert distributed == training.train(None, optimizer(name), build, **options)
+
+
+def nesterov(strategy: tf.distribute.Strategy | None, steps: int) -> list[bytes]:
+    build = optimizer("SGD", learning_rate=0.05, momentum=0.9, nesterov=True)
+    return training.train(strategy, build, training.normalized_shared_layer, steps_per_execution=steps)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_gradient_that_is_a_product_differs_from_plain_keras_by_the_order_of_its_factors_alone(
+    strategy: tfps.Strategy, request: pytest.FixtureRequest, steps: int
+) -> None:
+    # Batch normalization's scale has such a gradient, and momentum adds its product with the learning rate.
+    for mine, plain in zip(nesterov(strategy, steps), nesterov(None, steps), strict=True):
+        if mine != plain:
+            values, expected = (np.frombuffer(each, np.float32) for each in (mine, plain))
+            np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)
+    request.getfixturevalue("as_written")
+    assert nesterov(strategy, steps) == nesterov(None, steps)
 
 
 def several_steps(strategy: tf.distribute.Strategy | None, build: training.Build, name: str = "SGD") -> list[bytes]:

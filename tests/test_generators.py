@@ -40,10 +40,10 @@ def test_the_replicas_of_a_step_have_the_rows_of_one_batch(replicas: int, count:
         assert max(map(len, rows)) - min(map(len, rows)) <= 1
 
 
-def test_a_batch_with_fewer_rows_than_replicas_is_left_out() -> None:
-    for first in (0, 1):
+def test_of_a_batch_with_fewer_rows_than_replicas_the_first_ones_have_them() -> None:
+    for first, expected in ((0, [2, 1, 1]), (1, [2, 0, 1])):
         rows = [y.numpy().tolist() for _, y, _ in generators.own_rows(generated([4, 1, 2]), 2, first, 1)]
-        assert [len(each) for each in rows] == [2, 1]
+        assert [len(each) for each in rows] == expected
 
 
 def test_single_sparse_and_ragged_values_are_cut_too() -> None:
@@ -53,8 +53,8 @@ def test_single_sparse_and_ragged_values_are_cut_too() -> None:
         dataset = tf.data.Dataset.from_tensors(value)
         cut = [next(iter(generators.own_rows(dataset, 2, first, 1))) for first in (0, 1)]
         dense = [each.to_tensor() if isinstance(each, tf.RaggedTensor) else tf.sparse.to_dense(each) for each in cut]
-        np.testing.assert_array_equal(dense[0], shown[:1, : dense[0].shape[1]])
-        np.testing.assert_array_equal(dense[1], shown[1:])
+        np.testing.assert_array_equal(dense[0], shown[:2, : dense[0].shape[1]])
+        np.testing.assert_array_equal(dense[1], shown[2:])
 
 
 def test_only_what_python_makes_in_batches_of_its_own_is_cut() -> None:

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import threading
+from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -60,3 +61,23 @@ def test_rank_0_says_how_far_its_values_are_and_whom_it_waits_for(
         assert [spec.name for spec in other.specs if spec.name != "batches"] == ["initial values"] * 3
     lines = [record.getMessage() for record in caplog.records]
     assert [line.partition(", about")[0] for line in lines if "MB" in line] == ["tfps: initial values: 1 of 3 MB"]
+
+
+def test_the_work_grows_with_the_number_of_variables_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+    nbytes = initial_values._nbytes
+
+    def counted(variable: Any) -> int:
+        nonlocal calls
+        calls += 1
+        return nbytes(variable)
+
+    monkeypatch.setattr(initial_values, "_nbytes", counted)
+    config = tfps.Config(connect_timeout_s=jobs.DEADLINE_S)
+    with companion.strategy_with_companion(monkeypatch, config) as (strategy, _):
+        for count in (20, 80):
+            with strategy.scope():
+                variables = [tf.Variable(1.0) for _ in range(count)]
+            calls = 0
+            strategy.run(lambda: None)
+            assert calls <= 5 * len(variables)

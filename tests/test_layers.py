@@ -21,11 +21,12 @@ LAYERS = (
         "capture_file summary assembly"
     ),
     "protos frames send_queue stream membership control rounds status recording shard",
-    "patience tuner tracer worker server job embedded metrics console",
+    "patience declaring tuner tracer worker server job embedded metrics console",
     (
-        "tf_private graph_ops moments variables deferred reductions initial_values transfers step_spans runtime "
-        "combined cluster generators lockstep staging loops datasets graph_view extended logs loss_scaling saving "
-        "predictions xplane trace_run strategy callbacks"
+        "tf_private keras_private graph_ops shares weighing moments variables deferred reductions "
+        "initial_values transfers step_spans runtime combined cluster generators lockstep staging loops "
+        "datasets graph_view extended logs loss_scaling saving predictions xplane trace_run strategy "
+        "callbacks interrupts buckets compiling invariants names"
     ),
     "__init__ cli launch trace_cli tensorboard plugin",
 )
@@ -92,10 +93,10 @@ def test_only_the_tensorflow_layer_imports_tensorflow(path: Path) -> None:
 
 
 @by_source
-def test_only_tf_private_imports_private_tensorflow(path: Path) -> None:
-    if path.stem != "tf_private":
-        private = ("tensorflow.python", "tensorflow.core", "keras.src")
-        assert not [f"line {line}: {name}" for line, name in imported(path) if name.startswith(private)]
+def test_private_names_of_tensorflow_and_of_keras_are_imported_in_one_module_each(path: Path) -> None:
+    private = {"tf_private": ("tensorflow.python", "tensorflow.core"), "keras_private": ("keras.src",)}
+    others = tuple(prefix for owner, prefixes in private.items() if owner != path.stem for prefix in prefixes)
+    assert not [f"line {line}: {name}" for line, name in imported(path) if name.startswith(others)]
 
 
 @by_source

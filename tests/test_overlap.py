@@ -148,7 +148,7 @@ def test_nothing_stale_is_read_while_a_reply_is_out(monkeypatch: pytest.MonkeyPa
         assert all((new != old).any() for new, old in zip(read, before, strict=True))
 
 
-def test_a_thread_on_which_the_strategy_is_collected_does_not_wait_for_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strategy_that_one_rank_has_forgotten_stays_in_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     with companion.strategy_with_companion(monkeypatch, CONFIG) as (strategy, other):
         model = build(strategy)
         fit(model, 1)
@@ -158,12 +158,17 @@ def test_a_thread_on_which_the_strategy_is_collected_does_not_wait_for_replies(m
         fit(model, 1)
         assert other.wait_held()
         # The garbage collector may choose the thread that has to bring the reply.
-        collecting = threading.Thread(target=strategy._at_end, daemon=True)
+        collecting = threading.Thread(target=strategy._forget, daemon=True)
         collecting.start()
         collecting.join(jobs.DEADLINE_S)
         assert not collecting.is_alive()
         assert other.release() == 1
-        assert wait_until(lambda: strategy._runtime._closed)
+        model.get_weights()
+        assert other._worker.failure is None
+        again = tfps.Strategy(strategy.pservers, config=CONFIG)
+        assert again._runtime is strategy._runtime
+        again._runtime.close()
+        again.close()
 
 
 def test_priorities_follow_the_first_use_in_forward_and_not_creation(monkeypatch: pytest.MonkeyPatch) -> None:

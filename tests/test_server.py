@@ -19,14 +19,17 @@ from tfps.errors import (
     ConnectError,
     ProtocolError,
     PserverLostError,
+    TfpsError,
     WaitTimeoutError,
     WorkerLostError,
 )
 from tfps.exchange import BucketSpec
 from tfps.frames import EMPTY, HEADER_BYTES, LAST, MAX_FRAME_BYTES, Header, Kind
+from tfps.job import Job
 from tfps.protos import tfps_pb2 as pb
-from tfps.send_queue import Outgoing
+from tfps.send_queue import Outgoing, SendQueue
 from tfps.server import ParameterServer
+from tfps.shard import OwnedSlice
 
 SUM = pb.Bucket(name="dense", kind="sum", nbytes=2000, dtype="float32", priority=3)  # slices of 1024 and 976 bytes
 GATHER = pb.Bucket(name="words", kind="gather", nbytes=0, dtype="uint8", priority=1)
@@ -112,6 +115,44 @@ def test_a_slice_that_comes_twice_fails_the_job(cluster: Cluster) -> None:
     assert "rank 0: slice 0 of bucket 'dense' must be pushed once in step 0" in str(members[1].read_error())
 
 
+def test_a_bug_while_a_push_is_taken_is_reported_as_what_it_is(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(OwnedSlice, "take", lambda *_: bytearray(2**62))
+    members = pair(cluster)
+    members[1].send(frames.encode(GOOD, bytes(1024)))
+    for member in members:
+        assert re.fullmatch(
+            r"pserver .*: failed while it took a push of rank 1: MemoryError\(\); .*", str(member.read_error())
+        )
+    (record,) = [record for record in caplog.records if record.name == "tfps"]
+    assert record.getMessage() == "tfps: failed while it took a push of rank 1"
+    assert record.exc_info is not None and record.exc_info[0] is MemoryError
+
+
+def test_a_bug_while_a_reply_is_sent_is_reported_as_what_it_is(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    members = pair(cluster)
+    monkeypatch.setattr(SendQueue, "take", lambda _: bytearray(2**62))
+    for member in members:
+        member.send(frames.encode(GOOD, bytes(1024)))
+    for member in members:
+        error = member.read_error()
+        assert re.fullmatch(r"pserver .*: failed while it sent to rank [01]: MemoryError\(\); .*", str(error))
+    assert "tfps: failed while it sent to rank" in caplog.text
+
+
+def test_a_bug_in_a_call_is_reported_as_what_it_is(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Job, "declare", lambda *_: bytearray(2**62))
+    member = cluster.raw(cluster.pserver(1).address).open()
+    with pytest.raises(TfpsError, match=r"^pserver .*: failed in Declare: MemoryError\(\); "):
+        member.declare()
+    assert "tfps: failed in Declare" in caplog.text
+
+
 @pytest.mark.parametrize("stream", ["pushing", "pulling"])
 def test_a_stream_that_breaks_fails_the_job_and_ends_the_other(cluster: Cluster, stream: str) -> None:
     members = pair(cluster)
@@ -143,7 +184,7 @@ def test_a_worker_with_one_stream_is_waited_for_by_name(cluster: Cluster, last: 
 
     error, _ = attempt(declare_last, members[1 - last].declare)
     assert isinstance(error, WaitTimeoutError)
-    assert re.search(r"not joined within 0.3 s: rank 1 \(rawhost:\d+\)$", str(error))
+    assert re.search(r"not joined: rank 1 \(rawhost:\d+\)$", str(error))
 
 
 @pytest.mark.parametrize(
@@ -258,6 +299,7 @@ ENDS_WITHOUT_STOP = """
 import sys
 from tfps.exchange import BucketSpec
 from tfps.server import ParameterServer
+from tfps.shard import OwnedSlice
 from tfps.worker import Worker
 
 server = ParameterServer("127.0.0.1", 0, workers=1)

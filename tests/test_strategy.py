@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import companion
 import jobs
 import keras
 import numpy as np
@@ -22,6 +25,8 @@ from keras_versions import KERAS_3_8
 
 import tfps
 from tfps import runtime
+from tfps import strategy as strategies
+from tfps.errors import ClosedError
 
 
 @pytest.fixture
@@ -309,7 +314,7 @@ def test_after_close_training_raises_and_the_weights_stay_readable() -> None:
     strategy.close()
     strategy.close()
     for _ in range(2):
-        with pytest.raises(tf.errors.InvalidArgumentError, match="the strategy is closed"):
+        with pytest.raises(ClosedError, match=r"^the strategy is closed$"):
             model.fit(x, y, verbose=0)
     for before, after in zip(weights, model.get_weights(), strict=True):
         np.testing.assert_array_equal(before, after)
@@ -397,3 +402,20 @@ def test_a_trace_that_failed_does_not_disturb_the_next(strategy: tfps.Strategy) 
     strategy.run(tf.function(lambda: in_replica(False), autograph=False))
     np.testing.assert_array_equal(variable.numpy(), [0.0])
     assert kept.value.args == ("a mistake",)
+
+
+def test_a_session_that_has_shown_an_error_still_finishes_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "last_type", ValueError, raising=False)
+    assert strategies._ended_by_exception()  # a script
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert not strategies._ended_by_exception()
+
+
+def test_predicting_in_one_thread_leaves_the_datasets_of_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with companion.strategy_with_companion(monkeypatch, tfps.Config(step_timeout_s=30)) as (strategy, _):
+        data = tf.data.Dataset.range(4).batch(2)
+        with ThreadPoolExecutor(1) as other, strategy.extended.unsharded():
+            mine = strategy.experimental_distribute_dataset(data)
+            theirs = other.submit(strategy.experimental_distribute_dataset, data).result(jobs.DEADLINE_S)
+        assert [batch.shape for batch in mine.sources[0]] == [2, 2]
+        assert [batch.shape for batch in theirs.sources[0]] == [1, 1]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jobs
@@ -290,7 +292,7 @@ def test_a_variable_that_only_one_rank_has_is_named(cluster: Cluster) -> None:
 def test_a_rank_that_does_not_declare_is_named(cluster: Cluster) -> None:
     first, second = job(cluster, 2)
     first.config = SHORT  # only now: to join and to declare nothing it had time
-    with pytest.raises(WaitTimeoutError, match=r"not declared its variables within 1 s: rank 1 \("):
+    with pytest.raises(WaitTimeoutError, match=r"after 1 s not declared its variables: rank 1 \("):
         first.declare([bucket(8)])
     assert isinstance(jobs.Failed(second).wait(), WaitTimeoutError)
 
@@ -390,6 +392,31 @@ def test_close_ends_all_threads_of_the_worker(cluster: Cluster) -> None:
     assert sorted(t.name for t in own) == ["tfps-recv-0", "tfps-recv-1", "tfps-watch"]
     worker.close()
     assert not any(thread.is_alive() for thread in own)
+
+
+def sockets() -> int:
+    """How many this process has: of workers and, in these tests, of pservers."""
+    found = 0
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found += str(file.readlink()).startswith("socket:")
+    return found
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_connection_outlives_its_worker(cluster: Cluster, fails: bool) -> None:
+    server = cluster.pserver(2)
+    before = sockets()
+    for _ in range(12):  # without the end of a stream being read, every second one stays
+        workers = cluster.workers([server.address], 2)
+        declare(workers, bucket(8))
+        for pending in [push(worker, 0, bytes(8)) for worker in workers]:
+            pending.wait()
+        if fails:
+            workers[0].fail(TfpsError("has had enough"))
+            jobs.Failed(workers[1]).wait()
+        together(*(worker.close for worker in workers))
+    jobs.poll(lambda: sockets() <= before)
 
 
 def test_an_on_reply_that_raises_fails_the_exchange(cluster: Cluster) -> None:

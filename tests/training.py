@@ -79,6 +79,24 @@ def shared_layer() -> tuple[keras.Model, Any, Any]:
     return keras.Model(inputs, keras.layers.Dense(10)(shared(shared(inputs)))), images, labels
 
 
+def normalized_shared_layer() -> tuple[keras.Model, Any, Any]:
+    """A layer with a constraint used twice, and batch normalization, whose scale has a product as its gradient."""
+    images, labels = digits()
+    inputs = keras.Input((64,))
+    shared = keras.layers.Dense(64, activation="tanh", kernel_constraint=keras.constraints.MaxNorm(0.5))
+    normalized = keras.layers.BatchNormalization()(shared(shared(inputs)))
+    return keras.Model(inputs, keras.layers.Dense(10)(normalized)), images, labels
+
+
+def attention() -> tuple[keras.Model, Any, Any]:
+    """Kernels of rank 3."""
+    images, labels = digits()
+    inputs = keras.Input((8, 8))
+    hidden = keras.layers.Dense(16)(inputs)
+    attended = keras.layers.Flatten()(keras.layers.MultiHeadAttention(2, 8)(hidden, hidden))
+    return keras.Model(inputs, keras.layers.Dense(10)(attended)), images.reshape(-1, 8, 8), labels
+
+
 def two_inputs() -> tuple[keras.Model, Any, Any]:
     images, labels = digits()
     left, right = keras.Input((32,)), keras.Input((32,))

@@ -11,7 +11,6 @@ Steps are the same on every rank, and so is what has been written: whether a rea
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import logging
 import threading
@@ -23,15 +22,18 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from tfps.errors import TfpsError
+from tfps.errors import MismatchError, WaitTimeoutError
 from tfps.exchange import BucketSpec
 from tfps.graph_ops import HOST
+from tfps.interrupts import indivisible
+from tfps.names import common_name, own_name
 from tfps.runtime import Runtime
 from tfps.tf_private import ResourceVariable, ops, outer_graphs
 
 logger = logging.getLogger("tfps")
 _numbers = itertools.count()
 _PATIENCE_S = 5.0  # before a wait is mentioned
+_WIDE: tuple[type[np.number[Any]], ...] = (np.float64, np.int64)
 _ONLY_FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
 
 
@@ -56,7 +58,17 @@ class _Writes:
     runs: Any  # int64 variable on the host, which the graph counts up
     graphs: list[weakref.ref[tf.Graph]]  # it and those around it: what may still run it
     seen: int = 0  # runs that have been combined
-    variables: dict[str, weakref.ref[Any]] = field(default_factory=dict)  # by unique id, in the order of tracing
+    # By unique id, in the order of tracing. Not weak: what is combined must not depend on what a rank still holds.
+    variables: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Part:
+    """What one exchange combines; `bucket` is None where there is one worker."""
+
+    variables: list[Any]
+    dtype: np.dtype[Any]
+    bucket: int | None = None
 
 
 class Combiner:
@@ -67,8 +79,7 @@ class Combiner:
         self._runtime, self._total = runtime, replicas * runtime.exchange.workers
         self._name = f"_tfps_writes_{next(_numbers)}"
         self._graphs: list[_Writes] = []
-        self._eager: dict[str, weakref.ref[Any]] = {}
-        self._declared: set[tuple[str, ...]] = set()
+        self._eager: dict[str, Any] = {}
 
     @property
     def single(self) -> bool:
@@ -83,7 +94,7 @@ class Combiner:
         if self.single:
             return
         if tf.executing_eagerly():
-            self._eager[variable._unique_id] = weakref.ref(variable)
+            self._eager[variable._unique_id] = variable
             return
         graph = ops.get_default_graph()
         writes: _Writes | None = getattr(graph, self._name, None)
@@ -95,7 +106,7 @@ class Combiner:
             self._graphs.append(writes)
             with tf.device(HOST), tf.control_dependencies(after):
                 runs.assign_add(1, read_value=False)
-        writes.variables.setdefault(variable._unique_id, weakref.ref(variable))
+        writes.variables.setdefault(variable._unique_id, variable)
 
     def refresh(self) -> None:
         """Combines what has been written since the last time; if something was, every rank has to come here.
@@ -108,65 +119,79 @@ class Combiner:
         with ops.init_scope(), tf.device(HOST):
             runs = [(writes, int(writes.runs)) for writes in self._graphs]
             written = self._written(runs)
-            if written and tuple(v._unique_id for v in written) not in self._declared:
-                gc.collect()  # what only this rank still holds by accident must not look like a different model
-                written = self._written(runs)
-                self._declared.add(tuple(v._unique_id for v in written))
-            for dtype in (np.float64, np.int64):
-                if chosen := [v for v in written if _wide(v.dtype) == dtype]:
-                    self._combine(chosen, np.dtype(dtype))
-        for writes, count in runs:
-            writes.seen = count
-        self._eager.clear()
+            parts = [_Part(chosen, np.dtype(dtype)) for dtype in _WIDE if (chosen := _of(written, dtype))]
+            if not parts:
+                self._prune()
+                return
+            with self._saying(written[0]):
+                if self._runtime.exchange.workers > 1:
+                    for part in parts:
+                        part.bucket = self._declared(part)
+                # Whoever comes here again has not written anything since: the others would wait for it, or it for them.
+                with indivisible(self._runtime.exchange, f"values of {own_name(written[0])} and others"):
+                    for part in parts:
+                        self._combine(part)
+                    for writes, count in runs:
+                        writes.seen = count
+                    self._eager.clear()
+                    self._prune()
+
+    def _prune(self) -> None:
+        """Forgets graphs that are gone; what they wrote has been combined."""
         self._graphs = [writes for writes in self._graphs if any(ref() is not None for ref in writes.graphs)]
 
     def _written(self, runs: list[tuple[_Writes, int]]) -> list[Any]:
-        references: dict[str, weakref.ref[Any]] = {}
+        written: dict[str, Any] = {}
         for writes, count in runs:
             if count != writes.seen:
-                references.update(writes.variables)
-        references.update(self._eager)
-        return [variable for ref in references.values() if (variable := ref()) is not None]
+                written.update(writes.variables)
+        return list({**written, **self._eager}.values())
 
-    def _combine(self, variables: list[Any], dtype: np.dtype[Any]) -> None:
+    def _combine(self, part: _Part) -> None:
         """In 64 bits: the mean of equal values is that value exactly, and the order of summing does not show."""
         rank = self._runtime.exchange.rank
-        sums = np.concatenate([_contribution(variable, dtype, rank).reshape(-1) for variable in variables])
-        if self._runtime.exchange.workers > 1:
-            sums = self._exchange(variables, sums)
+        sums = np.concatenate([_contribution(variable, part.dtype, rank).reshape(-1) for variable in part.variables])
+        if part.bucket is not None:
+            sums = np.asarray(self._runtime.exchange_now(part.bucket, sums).sum).view(part.dtype)
         start = 0
-        for variable in variables:
-            end = start + int(np.prod(variable.shape, dtype=np.int64))
+        for variable in part.variables:
+            end = start + _elements(variable)
             value = sums[start:end].reshape(variable.shape)
             if variable.aggregation not in (tf.VariableAggregation.SUM, _ONLY_FIRST):
                 value = value / self._total
             variable.take_combined(value.astype(variable.dtype.as_numpy_dtype))
             start = end
 
-    def _exchange(self, variables: list[Any], sums: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        rank = self._runtime.exchange.rank
+    def _declared(self, part: _Part) -> int:
+        first, *more = part.variables
         spec = BucketSpec(
-            name=f"values of {_label(variables[0])} and {len(variables) - 1} more variables",
+            name=f"values of {own_name(first)} and {len(more)} more variables",
+            alike=f"values of {common_name(first)} and {len(more)} more variables",
             kind="sum",
-            nbytes=sums.nbytes,
-            dtype=sums.dtype.name,
+            nbytes=sum(map(_elements, part.variables)) * part.dtype.itemsize,
+            dtype=part.dtype.name,
             priority=0,
             occasional=True,
         )
-        details = [f"variable '{_label(v)}' {tuple(v.shape)} {v.dtype.name} to be combined" for v in variables]
+        details = [
+            f"variable '{common_name(v)}' {tuple(v.shape)} {v.dtype.name} to be combined" for v in part.variables
+        ]
+        key = ("combined", spec, tuple(variable._unique_id for variable in part.variables))
+        return self._runtime.buckets([(key, spec)], details)[0]
+
+    @contextlib.contextmanager
+    def _saying(self, first: Any) -> Iterator[None]:
+        """What is done in the block is said if it takes long or fails."""
         what = (
-            f"rank {rank}: variables that every replica writes for itself ({_label(variables[0])} and others) were "
-            "read after training steps, which combines them over all workers, so that every rank has to read them; "
-            "to read or save on one rank only, call strategy.combine() on every rank before"
+            f"rank {self._runtime.exchange.rank}: variables that every replica writes for itself ({own_name(first)} "
+            "and others) were read after training steps, which combines them over all workers, so that every rank has "
+            "to read them; to read or save on one rank only, call strategy.combine() on every rank before"
         )
         try:
             with _mentioned(what):
-                key = ("combined", spec, tuple(variable._unique_id for variable in variables))
-                (bucket,) = self._runtime.buckets([(key, spec)], details)
-                received = self._runtime.exchange_now(bucket, sums).sum
-        except TfpsError as error:
+                yield
+        except (WaitTimeoutError, MismatchError) as error:  # which a rank that reads alone brings about
             raise type(error)(f"{what}. {error}") from error
-        return np.asarray(received).view(sums.dtype)
 
 
 def _contribution(variable: Any, dtype: np.dtype[Any], rank: int) -> np.ndarray[Any, Any]:
@@ -177,12 +202,13 @@ def _contribution(variable: Any, dtype: np.dtype[Any], rank: int) -> np.ndarray[
     return np.asarray(sum(components[1:], components[0]))
 
 
-def _wide(dtype: tf.DType) -> type[np.number[Any]]:
-    return np.float64 if dtype.is_floating else np.int64
+def _of(variables: list[Any], wide: type[np.number[Any]]) -> list[Any]:
+    """Those that are combined as `wide`."""
+    return [variable for variable in variables if variable.dtype.is_floating == (wide is np.float64)]
 
 
-def _label(variable: Any) -> str:
-    return str(variable.name).removesuffix(":0")
+def _elements(variable: Any) -> int:
+    return int(np.prod(variable.shape, dtype=np.int64))
 
 
 @contextlib.contextmanager

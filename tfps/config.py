@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -41,6 +42,8 @@ class Config:
             the data ends, one batch lies ready all the same.
         shared_memory: slices to and from pservers on the same host (Linux) pass through memory that both map. False
             sends them through sockets like all others, to measure those. Workers may differ in it.
+        check_every: how often workers compare what must be equal on all of them, in steps: each weight every so many
+            steps; learning rate and step counter of each step, all of them together as often. 0: never.
         connect_timeout_s: seconds to wait for pservers to answer and for all workers to join.
         step_timeout_s: seconds that one exchange may take before the step fails and the missing ranks are named.
 
@@ -55,6 +58,7 @@ class Config:
     deterministic: bool = False
     staging_depth: int = 2
     shared_memory: bool = True
+    check_every: int = 100
     connect_timeout_s: float = 60.0
     step_timeout_s: float = 600.0
 
@@ -79,6 +83,9 @@ class Config:
         depth = self.staging_depth
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0 or depth == 1:
             raise ConfigError(f"staging_depth must be 0 (off) or a whole number from 2, got {depth!r}")
+        every = self.check_every
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise ConfigError(f"check_every must be 0 (never) or a positive number of steps, got {every!r}")
         for name in ("connect_timeout_s", "step_timeout_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
@@ -195,6 +202,22 @@ class TraceRequest:
                 f"environment variable TFPS_TRACE must be DIRECTORY:FIRST-LAST such as logs:10-20, got {text!r}"
             )
         return cls(found[1], *check_steps("environment variable TFPS_TRACE", (int(found[2]), int(found[3]))))
+
+
+_OTHERS = ("PSERVERS", "RANK", "WORKERS", "JOB", "TRACE", "PEERS_HOME", "PEER_WORK")  # the last two: of tools/
+# What Kubernetes tells every container of a service that is called "tfps" or "tfps-...".
+_OF_A_SERVICE = re.compile(r"TFPS_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP)(_\w+)?)?)")
+
+
+def unknown_variables(environment: Mapping[str, str] | None = None) -> list[str]:
+    """A line for each variable `TFPS_...` that nobody reads, such as a setting with a wrong letter."""
+    known = [f"TFPS_{name}" for name in (*(field.name.upper() for field in dataclasses.fields(Config)), *_OTHERS)]
+    lines = []
+    for name in sorted(os.environ if environment is None else environment):
+        if name.startswith("TFPS_") and name not in known and not _OF_A_SERVICE.fullmatch(name):
+            (nearest,) = difflib.get_close_matches(name, known, 1, 0.0)
+            lines.append(f"the environment variable {name} is none of tfps and is not used; is it {nearest}?")
+    return lines
 
 
 def check_steps(what: str, steps: Any) -> tuple[int, int]:

@@ -5,14 +5,16 @@ TensorFlow's own distributed dataset shards and rebatches; only its iterator is 
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from tfps.errors import UnsupportedError
+from tfps.errors import UnsupportedError, from_text
 from tfps.graph_ops import HOST
 from tfps.loops import Loop, LoopIterator
 from tfps.staging import END, TOKEN, Feed, Staging
@@ -26,6 +28,21 @@ from tfps.tf_private import (
 )
 
 PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
+
+
+class Sharding(threading.local):
+    """Whether datasets are divided between workers: not those of a `predict`, while other threads may train."""
+
+    on = True
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Not those that this thread distributes now."""
+        before, self.on = self.on, False
+        try:
+            yield
+        finally:
+            self.on = before
 
 
 class StagedIteratorSpec(tf.TypeSpec):  # type: ignore[misc]
@@ -165,16 +182,19 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):  # typ
                 begin = spans.now()
                 if lockstep is not None:
                     lockstep.request_eagerly(self._feed.number)
-                key, text = tf.raw_ops.QueueDequeueV2(handle=self._tokens, component_types=TOKEN)
+                key, text, _ = tf.raw_ops.QueueDequeueV2(handle=self._tokens, component_types=TOKEN)
                 if spans.recorder.enabled:
                     spans.input(begin)
                 if text.numpy():
-                    raise tf.errors.InvalidArgumentError(None, None, text.numpy().decode())
+                    words = text.numpy().decode()
+                    raise from_text(words) or tf.errors.InvalidArgumentError(None, None, words)
                 return key
             asked = [] if lockstep is None else [lockstep.request_in_graph(self._number)]
             with tf.control_dependencies(asked):
-                key, text = tf.raw_ops.QueueDequeueV2(handle=self._tokens, component_types=TOKEN)
+                key, text, rows = tf.raw_ops.QueueDequeueV2(handle=self._tokens, component_types=TOKEN)
             key.set_shape([])
+            if (last_batch := self._spec.staging.last_batch) is not None:
+                last_batch.note(self, rows)
             with tf.control_dependencies([tf.debugging.Assert(tf.equal(text, ""), [text])]):
                 return tf.identity(key)
 

@@ -19,9 +19,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfps import graph_ops
+from tfps import graph_ops, invariants
 from tfps.exchange import BucketKind, BucketSpec
+from tfps.invariants import Invariants
 from tfps.moments import Moments, Passages
+from tfps.names import common_name, own_name
 from tfps.runtime import Runtime
 from tfps.slicing import bucket_limit
 from tfps.tf_private import distribute_lib, flat_call, ops, outer_graphs
@@ -34,9 +36,13 @@ _FIRST_BUCKET_BYTES = 64 * 1024
 
 @dataclass(eq=False)
 class Reduction:
-    """One `all_reduce` call of one replica: how many of its results have become noted updates."""
+    """One `all_reduce` call of one replica: how many of its results have become noted updates.
+
+    `has_rows`: bool scalar, whether the replica contributes at all; None: for certain.
+    """
 
     size: int
+    has_rows: tf.Tensor | None = None
     # By id of the graph: each branch of a tf.cond counts by itself.
     noted: Counter[int] = field(default_factory=Counter)
 
@@ -71,6 +77,11 @@ class Noted:
     def nbytes(self) -> int:
         return int(math.prod(self.variable.shape)) * int(self.dtype.size)
 
+    @property
+    def kind(self) -> tuple[tf.DType, bool]:
+        """Those of one kind may share a bucket: the dtype, and whether a replica without rows contributes."""
+        return self.dtype, self.reduced.reduction.has_rows is None
+
 
 @dataclass(eq=False)
 class GraphState:
@@ -81,35 +92,42 @@ class GraphState:
     noted: dict[int, list[Noted]] = field(default_factory=dict)  # by replica
     inputs: list[tf.Tensor] = field(default_factory=list)  # what the replica function got
     passages: Passages = field(default_factory=Passages)
-    reductions: int = 0  # all_reduce calls so far, of the outermost graph only
+    reductions: Counter[Any] = field(default_factory=Counter)  # so far, by replica; of the outermost graph only
 
 
 def fuse(noted: Iterable[Noted], order: dict[str, int], slice_bytes: int, first_bytes: int) -> list[list[Noted]]:
-    """Buckets of `noted` in forward order: neighbours of one dtype up to `bucket_limit`, sparse ones alone."""
+    """Buckets of `noted` in forward order: neighbours of one kind up to `bucket_limit`, sparse ones alone."""
     buckets: list[list[Noted]] = []
-    filled: dict[tf.DType, int] = {}  # bytes in the open bucket of a dtype, which is the last one of that dtype
-    last: dict[tf.DType, list[Noted]] = {}
+    filled: dict[Any, int] = {}  # bytes in the open bucket of a kind, which is the last one of that kind
+    last: dict[Any, list[Noted]] = {}
     before = 0
     for item in sorted(noted, key=lambda item: order.get(item.variable._unique_id, len(order))):
         if item.sparse:
             buckets.append([item])
             continue
-        limit = bucket_limit(before - filled.get(item.dtype, 0), slice_bytes, first_bytes)
+        limit = bucket_limit(before - filled.get(item.kind, 0), slice_bytes, first_bytes)
         before += item.nbytes
-        if item.dtype in last and filled[item.dtype] + item.nbytes <= limit:
-            last[item.dtype].append(item)
-            filled[item.dtype] += item.nbytes
+        if item.kind in last and filled[item.kind] + item.nbytes <= limit:
+            last[item.kind].append(item)
+            filled[item.kind] += item.nbytes
         else:
             buckets.append([item])
-            last[item.dtype], filled[item.dtype] = buckets[-1], item.nbytes
+            last[item.kind], filled[item.kind] = buckets[-1], item.nbytes
     return buckets
 
 
 class Emitter:
     """Turns noted updates into ops of the graph under construction. Used by the threads that trace."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, runtime: Runtime, replicas: int, slice_bytes: int) -> None:
-        self._strategy, self._runtime = strategy, runtime
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        runtime: Runtime,
+        replicas: int,
+        slice_bytes: int,
+        compared: Invariants | None,
+    ) -> None:
+        self._strategy, self._runtime, self._compared = strategy, runtime, compared
         self._replicas, self._slice_bytes = replicas, slice_bytes
         # Without a network there is nothing to expose, and the fewer buckets the better.
         self._first_bytes = slice_bytes if runtime.alone else _FIRST_BUCKET_BYTES
@@ -143,11 +161,12 @@ class Emitter:
         buckets = fuse(state.noted.pop(replica, []), order, self._slice_bytes, self._first_bytes)
         keys, specs = [], []
         for bucket in buckets:
-            names = [item.variable.name.removesuffix(":0") for item in bucket]
+            variables = [item.variable for item in bucket]
             kind: BucketKind = "gather" if bucket[0].sparse else "sum"
             specs.append(
                 BucketSpec(
-                    name=", ".join(names),
+                    name=", ".join(map(own_name, variables)),
+                    alike=", ".join(map(common_name, variables)),
                     kind=kind,
                     nbytes=0 if bucket[0].sparse else sum(item.nbytes for item in bucket),
                     dtype="uint8" if bucket[0].sparse else bucket[0].dtype.name,
@@ -180,6 +199,8 @@ class Emitter:
             transfer = self._transfers[occurrence]
             transfer.functions.append(flat_call(trace.function))
             transfer.kept = trace.deferral.kept_names()
+            transfer.invariants, transfer.leads = self._compared, spec.priority == most_urgent
+            transfer.labels = _labels(bucket, trace.deferral)
             transfer.gates += [item.variable.gates[replica] for item in bucket]
             ids_of = [item.variable._unique_id for item in bucket]
             noted = moments.of_bucket(ids_of, whole=spec.priority == most_urgent)
@@ -198,20 +219,34 @@ class Emitter:
             self._strategy, self._strategy.extended._get_replica_id_in_sync_group(replica)
         )
 
-        @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.uint8)] * 2)
-        def tfps_update(data: tf.Tensor, indices: tf.Tensor) -> None:
+        signature = [tf.TensorSpec([None], tf.uint8)] * 2
+        if self._compared is not None:
+            signature = [*signature, tf.TensorSpec([], tf.bool)]
+
+        @tf.function(autograph=False, input_signature=signature)
+        def tfps_update(data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor) -> tf.Tensor:
             flat = graph_ops.from_bytes(data, bucket[0].dtype)
             sizes = [int(math.prod(item.variable.shape)) for item in bucket]
             pieces = [flat] if len(bucket) == 1 else tf.split(flat, sizes)
-            for item, piece in zip(bucket, pieces, strict=True):
-                component = item.variable._values[replica]
+            components = [item.variable._values[replica] for item in bucket]
+            written: list[list[tf.Operation]] = []
+            for item, component, piece in zip(bucket, components, pieces, strict=True):
                 before = len(ops.get_default_graph().get_operations())
                 with tf.device(component.device), context:
                     gradient = _gradient(item, piece, indices)
                     arguments = [deferral.keep_tensor(a) if tf.is_tensor(a) else a for a in item.arguments]
                     item.function(component, gradient, *arguments)
-                with tf.control_dependencies(ops.get_default_graph().get_operations()[before:]):
+                written.append(ops.get_default_graph().get_operations()[before:])
+            # With a result, as the functions of plain Keras have one: without, TensorFlow folds fewer constants.
+            result = tf.constant(True)
+            if weigh:
+                kept = [holder.read_value() for holder, _, what in _digestible(deferral)]
+                with tf.device(components[0].device):
+                    result = invariants.digest(components, kept, *weigh)
+            for item, operations in zip(bucket, written, strict=True):
+                with tf.control_dependencies([*operations, *([result] if weigh else [])]):
                     graph_ops.open_gate(item.variable.gates[replica])
+            return result
 
         try:
             with deferring(deferral), ops.init_scope():
@@ -257,6 +292,10 @@ class Emitter:
         elif carries:
             flat = [tf.reshape(tf.cast(gradient, bucket[0].dtype), [-1]) for gradient in gradients]
             data = graph_ops.to_bytes(flat[0] if len(flat) == 1 else tf.concat(flat, 0))
+        if carries and (has_rows := bucket[0].reduced.reduction.has_rows) is not None:
+            # No data contributes nothing. A part from the front shares the memory of the whole: this copies nothing.
+            data = data[: tf.where(has_rows, tf.size(data), 0)]
+            indices = None if indices is None else indices[: tf.where(has_rows, tf.size(indices), 0)]
         gates = [item.variable.gates[replica] for item in bucket]
         after = tf.nest.flatten(gradients, expand_composites=True)
         after = [graph_ops.check_open(self._runtime.queue, after)]
@@ -277,6 +316,25 @@ class Traced:
     function: Any
     deferral: Deferral
     handles: list[tf.Tensor]
+
+
+def _digestible(deferral: Deferral) -> list[tuple[Any, tf.Tensor, Any]]:
+    """What `deferral` keeps, as far as it has bits."""
+    return [each for each in deferral.kept.values() if tf.as_dtype(each[1].dtype) != tf.string]
+
+
+def _labels(bucket: list[Noted], deferral: Deferral) -> tuple[tuple[str, ...], tuple[bool | None, ...]]:
+    """Names of the values in a digest of the update of `bucket`, and which of them are floating numbers."""
+    named = {}
+    for item in bucket:
+        named.update(invariants.names_of(item.function, item.arguments))
+    kept = _digestible(deferral)
+    labels = [named.get(id(what), str(what.name).removesuffix(":0")) for _, _, what in kept]
+    floating = [invariants.floating(tensor) for _, tensor, _ in kept]
+    if len(kept) > invariants.KEPT:
+        last = invariants.KEPT - 1
+        labels, floating = [*labels[:last], "one of " + ", ".join(labels[last:])], [*floating[:last], None]
+    return tuple(labels), tuple(floating)
 
 
 def _gradient(item: Noted, piece: tf.Tensor, indices: tf.Tensor) -> Any:
@@ -312,6 +370,15 @@ def _own_handles(function: Any, deferral: Deferral, replica: int) -> list[tf.Ten
                 f"it uses {container.name if container else 'a resource'}, which is no slot of the variable"
             )
     return used or [variable._values[replica].handle for variable in deferral.variables]
+
+
+def deferrable(variable: Any, gradient: Any) -> bool:
+    """Whether an update of `variable` with `gradient` can run behind the step."""
+    if not isinstance(variable, GatedVariable) or not variable.gates or variable.owner is not None:
+        return False
+    if isinstance(gradient, tf.IndexedSlices):
+        return bool(gradient.values.shape[1:].is_compatible_with(variable.shape[1:]))
+    return bool(gradient.shape.is_compatible_with(variable.shape))
 
 
 def find_reduced(states: Callable[[tf.Graph], GraphState | None], tensor: Any) -> Reduced | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -53,7 +54,9 @@ class EmbeddedExchange:
     def links(self) -> list[Link]:
         return []
 
-    def declare(self, specs: Sequence[BucketSpec], details: Sequence[str] = ()) -> list[int]:
+    def declare(
+        self, specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: threading.Event | None = None
+    ) -> list[int]:
         if (end := self._state.end) is not None:
             raise end
         first = len(self._specs)

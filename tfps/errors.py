@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import re
+
+_TEXT = re.compile(r"tfps\.errors\.(\w+): (.*)", re.DOTALL)
+_IN_GRAPH = re.compile(r"\[(tfps\.errors\.\w+: .*)\]$", re.MULTILINE)  # as TensorFlow's Assert prints it, escaped
+
 
 class TfpsError(Exception):
     """Base class of every error that tfps raises by itself."""
@@ -31,6 +38,10 @@ class WorkerLostError(TfpsError):
     """Another worker died or left while this one still needs it; the message names its rank."""
 
 
+class InterruptError(TfpsError):
+    """A worker was interrupted (Ctrl-C) in the middle of something that all ranks do together; the message names it."""
+
+
 class PserverLostError(TfpsError):
     """A pserver that served this worker stopped or cannot be reached any more."""
 
@@ -41,3 +52,25 @@ class ClosedError(TfpsError):
 
 class UnsupportedError(TfpsError, NotImplementedError):
     """The program asks for something that tfps does not support; the message names the way around."""
+
+
+def to_text(error: TfpsError) -> str:
+    """`error` as a text that ops of a graph can carry; see `from_text` and `in_graph_error`."""
+    return f"tfps.errors.{type(error).__name__}: {error}"
+
+
+def from_text(text: str) -> TfpsError | None:
+    """The error that `to_text` made `text` of, None if it did not."""
+    found = _TEXT.fullmatch(text)
+    kind = globals().get(found[1]) if found else None
+    return kind(found[2]) if found and isinstance(kind, type) and issubclass(kind, TfpsError) else None
+
+
+def in_graph_error(message: str) -> TfpsError | None:
+    """The error of tfps that an error of a graph with this message was raised for, if it was."""
+    if (found := _IN_GRAPH.search(message)) is None:
+        return None
+    text = found[1]
+    with contextlib.suppress(SyntaxError, ValueError):
+        text = ast.literal_eval(f'"{text}"')
+    return from_text(text)

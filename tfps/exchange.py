@@ -46,6 +46,8 @@ class BucketSpec:
         dtype: numpy dtype name of the items of a sum (`"float32"`); gather: `"uint8"`.
         priority: 0 = most urgent.
         occasional: not exchanged every step; the balance of the others over pservers leaves it out.
+        alike: how every rank calls it, where `name` has numbers that a rank counts for itself: what is compared and
+            what places are found by. Empty: the name.
 
     Raises:
         ConfigError: a value is out of range; the message names the field.
@@ -57,6 +59,7 @@ class BucketSpec:
     dtype: str
     priority: int
     occasional: bool = False
+    alike: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in ("sum", "gather"):
@@ -69,9 +72,14 @@ class BucketSpec:
         if self.kind == "gather" and (self.nbytes or item_bytes != 1):
             raise ConfigError(f"a gather must have nbytes 0 and dtype 'uint8', got {self.nbytes} and {self.dtype!r}")
 
+    @property
+    def common_name(self) -> str:
+        """The same on all ranks."""
+        return self.alike or self.name
+
     def __str__(self) -> str:
         size = f" {self.nbytes} bytes {self.dtype}" if self.kind == "sum" else ""
-        return f"bucket '{self.name}' {self.kind}{size} priority {self.priority}"
+        return f"bucket '{self.common_name}' {self.kind}{size} priority {self.priority}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +150,19 @@ class Exchange(Protocol):
     def links(self) -> list[Link]:
         """What was measured of the ways to the pservers; empty if there are none."""
 
-    def declare(self, specs: Sequence[BucketSpec], details: Sequence[str] = ()) -> list[int]:
+    def declare(
+        self, specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: threading.Event | None = None
+    ) -> list[int]:
         """Blocks until every rank has declared the same, then returns the buckets' ids (for `push`).
 
         Args:
             specs: the buckets; a job may declare several times, every rank in the same order.
             details: free lines that must agree as well (`"variable dense/kernel (64, 10) float32"`); compared first.
+            stop: set by another thread, it ends the wait within a second. Then nothing has been declared, on any rank,
+                unless all ranks have come by then: then it returns as ever.
 
         Raises:
+            InterruptError: the wait was ended by `stop`.
             MismatchError: names the first line that differs and what each rank has.
             WaitTimeoutError: names the ranks that did not come within `config.step_timeout_s`.
             TfpsError: the exchange failed meanwhile or was closed.

@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfps import datasets, generators
 from tfps.combined import Combiner
-from tfps.deferred import Emitter, GraphState, Noted, Reduced, Reduction, find_reduced
-from tfps.errors import ConfigError, TfpsError, UnsupportedError
-from tfps.graph_view import picture
+from tfps.deferred import Emitter, GraphState, Noted, Reduced, Reduction, deferrable, find_reduced
+from tfps.errors import TfpsError, UnsupportedError, from_text
+from tfps.graph_view import picture, traced_function
 from tfps.initial_values import InitialValues
+from tfps.invariants import Invariants
 from tfps.moments import Passage
 from tfps.picture import Picture
 from tfps.reductions import Reductions, as_tensor, divide, identity, sum_locally
 from tfps.runtime import Runtime
+from tfps.shares import LastBatch, share_of_gradients, with_share
 from tfps.staging import Staging
 from tfps.tf_private import (
     METRICS_ARE_MIRRORED,
@@ -31,7 +33,7 @@ from tfps.tf_private import (
     outer_graphs,
     values,
 )
-from tfps.variables import GatedVariable, OnReadVariable, updating
+from tfps.variables import GatedVariable, OnReadVariable, container_of, updating
 
 _numbers = itertools.count()
 _FLOATING = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
@@ -57,17 +59,20 @@ class Extended(mirrored_strategy.MirroredExtended):
         runtime: Runtime,
         slice_bytes: int,
         staging_depth: int,
+        check_every: int,
     ) -> None:
         self._runtime = runtime  # before the base class, which asks for the number of replicas
         super().__init__(strategy, devices=list(devices))
-        self.shards = True  # of each dataset this worker reads its part
+        self._sharding = datasets.Sharding()
         if runtime.exchange.workers > 1:
             staging_depth = max(staging_depth, 1)  # else workers could not agree on where the data ends
-        self.staging = Staging(runtime, self._devices, staging_depth) if staging_depth else None
+        self.last_batch = LastBatch(len(self._devices)) if self._num_replicas_in_sync > 1 else None
+        self.staging = Staging(runtime, self._devices, staging_depth, self.last_batch) if staging_depth else None
         self._reductions = Reductions(runtime)
         self._initial_values = InitialValues(runtime)
         self.combiner = Combiner(runtime, len(self._devices))
-        self._emitter = Emitter(strategy, runtime, len(self._devices), slice_bytes)
+        self._invariants = Invariants.of(runtime, check_every)
+        self._emitter = Emitter(strategy, runtime, len(self._devices), slice_bytes, self._invariants)
         self._state_name = f"_tfps_state_{next(_numbers)}"
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
         self._touched: list[weakref.ref[tf.Graph]] = []  # graphs that got a state since the last replica function ended
@@ -102,14 +107,14 @@ class Extended(mirrored_strategy.MirroredExtended):
 
     # Datasets: each worker reads its shard, as under MultiWorkerMirroredStrategy.
 
-    @contextlib.contextmanager
-    def unsharded(self) -> Iterator[None]:
-        """Datasets that are distributed meanwhile go to this worker's replicas whole, iterators wait for nobody."""
-        before, self.shards = self.shards, False
-        try:
-            yield
-        finally:
-            self.shards = before
+    @property
+    def shards(self) -> bool:
+        """Whether of a dataset that this thread distributes now this worker reads its part."""
+        return self._sharding.on
+
+    def unsharded(self) -> contextlib.AbstractContextManager[None]:
+        """Datasets that this thread distributes now go to this worker's replicas whole, iterators wait for nobody."""
+        return self._sharding.off()
 
     def _make_input_context(self) -> tf.distribute.InputContext:
         if not self.shards:
@@ -209,7 +214,7 @@ class Extended(mirrored_strategy.MirroredExtended):
             TfpsError: why the variable did not arrive.
         """
         if token:
-            raise self._runtime.exchange.failure or TfpsError(token)
+            raise self._runtime.exchange.failure or from_text(token) or TfpsError(token)
 
     def picture(self, function: str | None) -> Picture:
         """Of the traced function of this name, or of the last one that was traced.
@@ -218,14 +223,7 @@ class Extended(mirrored_strategy.MirroredExtended):
             ConfigError: there is no such function.
             TfpsError: no function has been traced that sends.
         """
-        traced = {name: graph for name, ref in self._emitter.graphs.items() if (graph := ref()) is not None}
-        if not traced:
-            raise TfpsError(
-                "there is nothing to draw before the first training step: no traced function sends gradients"
-            )
-        if function is not None and function not in traced:
-            raise ConfigError(f"function must be one of {', '.join(map(repr, traced))}, got {function!r}")
-        return picture(traced[function or list(traced)[-1]], self._runtime)
+        return picture(traced_function(self._emitter.graphs, function), self._runtime)
 
     # Replica functions.
 
@@ -240,6 +238,8 @@ class Extended(mirrored_strategy.MirroredExtended):
                 self._lifted[fn] = fn._clone(python_function=in_replicas)
             return self._lifted[fn](*args, **kwargs)
         self._initial_values.agree()
+        if self.last_batch is not None:
+            fn = with_share(fn, self._num_replicas_in_sync, self.last_batch, self._sum_over_replicas)
         if tf.executing_eagerly():
             with self._runtime.spans.eager_step():
                 result = super()._call_for_each_replica(fn, args, kwargs)
@@ -263,6 +263,9 @@ class Extended(mirrored_strategy.MirroredExtended):
             self._finish(graph)
         self._initial_values.agree()
         return result
+
+    def _sum_over_replicas(self, value: tf.Tensor) -> tf.Tensor:
+        return self._replica_ctx_all_reduce(SUM, [value])[0]
 
     def _finish(self, graph: tf.Graph) -> None:
         """Emits what is still noted at the end of a replica function."""
@@ -330,23 +333,29 @@ class Extended(mirrored_strategy.MirroredExtended):
     # Reductions and updates in replica context.
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        flat = tf.nest.flatten(value)
+        flat, share = tf.nest.flatten(value), share_of_gradients()
         if len(self._devices) > 1 and tf.executing_eagerly():
-            # Replica functions run one after the other in eager mode: only merge_call brings them together.
+            # Replica functions run one after the other in eager mode: only merge_call brings them together. What all
+            # of them have as one object would come as one value there; each replica contributes it, as in graphs.
+            own = [identity(each if share is None else share.only_if_rows(each)) for each in flat]
+            value = tf.nest.pack_sequence_as(value, own)
             return super(mirrored_strategy.MirroredExtended, self)._replica_ctx_all_reduce(reduce_op, value, options)
-        local = flat
+        local = own = flat
+        if share is not None:
+            own = [share.only_if_rows(each) for each in flat]
         if len(self._devices) > 1:
-            local = tf.nest.flatten(super()._replica_ctx_all_reduce(SUM, flat, options))
+            local = own = tf.nest.flatten(super()._replica_ctx_all_reduce(SUM, own, options))
+            share = None
         replica = distribute_lib.get_replica_context()._replica_id
         if tf.executing_eagerly():
-            summed = self._reductions.sum_all(local, ())
+            summed = self._reductions.sum_all(own, ())
         else:
             graph = ops.get_default_graph()
             root = self._state(outer_graphs(graph)[-1])
-            root.reductions += 1
-            summed = self._reductions.sum_all(local, (root.reductions, replica))
+            root.reductions[replica] += 1
+            summed = self._reductions.sum_all(own, (root.reductions[replica], replica))
             if reduce_op == SUM:
-                reduction = Reduction(len(flat))
+                reduction = Reduction(len(flat), None if share is None else share.has_rows)
                 for gradient, result in zip(local, summed, strict=True):
                     self._state(graph).reduced[id(result)] = Reduced(gradient, result, reduction)
         if reduce_op == MEAN:
@@ -354,16 +363,19 @@ class Extended(mirrored_strategy.MirroredExtended):
         return tf.nest.pack_sequence_as(value, summed)
 
     def _replica_ctx_update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        variable = var if isinstance(var, values.DistributedVariable) else _container(var)
+        variable = var if isinstance(var, values.DistributedVariable) else container_of(var)
         if variable is None or variable._distribute_strategy is not self._container_strategy():
             raise UnsupportedError(
                 f"variable {getattr(var, 'name', var)!r} was not created under this strategy; build and compile the "
                 "model inside `with strategy.scope():`"
             )
         reduced = find_reduced(self._state_of, args[0]) if args and not kwargs else None
-        if reduced is None or not _deferrable(variable, reduced.gradient):
+        if reduced is None or not deferrable(variable, reduced.gradient):
             with updating():
-                return super()._replica_ctx_update(variable, fn, args, kwargs or {}, group)
+                result = super()._replica_ctx_update(variable, fn, args, kwargs or {}, group)
+            if self._invariants is not None and tf.executing_eagerly():
+                self._invariants.note_eager(variable, fn, args[1:])
+            return result
         graph, replica = ops.get_default_graph(), distribute_lib.get_replica_context()._replica_id
         state = self._state(graph)
         if any(noted.variable is variable for noted in state.noted.get(replica, ())):
@@ -386,21 +398,26 @@ class Extended(mirrored_strategy.MirroredExtended):
                 return value
             raise ValueError(f"a sum over replicas needs one value per replica, got {value!r}, which all share")
         flat = tf.nest.flatten(value)
-        replicas = self._num_replicas_in_sync
-        local = []
+        local, counts = [], []  # sums over local replicas, and of how many values over all workers
         for each in flat:
+            if each is None and reduce_op == MEAN:
+                continue  # stays what it is, as in MirroredStrategy
             if isinstance(each, values.DistributedValues):
                 local.append(sum_locally(each.values))
-            elif len(self._devices) == 1 or reduce_op == MEAN:
-                replicas = self._runtime.exchange.workers  # all local replicas have it
+                counts.append(self._num_replicas_in_sync)
+            elif len(self._devices) == 1 or reduce_op == MEAN:  # all local replicas have it
                 local.append(as_tensor(each))
+                counts.append(self._runtime.exchange.workers)
             else:
                 raise ValueError(f"a sum over replicas needs one value per replica, got {each!r}")
         with tf.device(None):
             summed = self._reductions.sum_all(local, self._cross_replica_key())
         if reduce_op == MEAN:
-            summed = [divide(each, replicas) for each in summed]
-        return tf.nest.pack_sequence_as(value, [self._to(each, destinations) for each in summed])
+            summed = [divide(each, count) for each, count in zip(summed, counts, strict=True)]
+        reduced = iter(summed)
+        return tf.nest.pack_sequence_as(
+            value, [each if each is None else self._to(next(reduced), destinations) for each in flat]
+        )
 
     def _to(self, value: Any, destinations: Any) -> Any:
         """`value` on every local device where `destinations` has several, as `update` and `all_reduce` want it."""
@@ -416,8 +433,8 @@ class Extended(mirrored_strategy.MirroredExtended):
         if tf.executing_eagerly():
             return ()
         root = self._state(outer_graphs(ops.get_default_graph())[-1])
-        root.reductions += 1
-        return (root.reductions, "cross-replica")
+        root.reductions["cross-replica"] += 1
+        return (root.reductions["cross-replica"], "cross-replica")
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
         return [self._reduce_to(reduce_op, value, to, options) for value, to in value_destination_pairs]
@@ -429,21 +446,3 @@ class Extended(mirrored_strategy.MirroredExtended):
                 [as_tensor(each) for each in components], axis, self._cross_replica_key()
             )
         return self._to(gathered, destinations)
-
-
-def _deferrable(variable: Any, gradient: Any) -> bool:
-    """Whether an update of `variable` with `gradient` can run behind the step."""
-    if not isinstance(variable, GatedVariable) or not variable.gates or variable.owner is not None:
-        return False
-    if isinstance(gradient, tf.IndexedSlices):
-        return bool(gradient.values.shape[1:].is_compatible_with(variable.shape[1:]))
-    return bool(gradient.shape.is_compatible_with(variable.shape))
-
-
-def _container(component: Any) -> Any:
-    """The distributed variable that `component` belongs to, None if it belongs to none."""
-    for holder in (component, getattr(component, "handle", None)):
-        reference = getattr(holder, "_distributed_container", None)
-        if reference is not None:
-            return reference()
-    return None

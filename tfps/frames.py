@@ -65,6 +65,7 @@ _CODES: dict[int, type[TfpsError]] = {  # part of the protocol: never change a n
     7: errors.PserverLostError,
     8: errors.ClosedError,
     9: errors.UnsupportedError,
+    10: errors.InterruptError,
 }
 
 

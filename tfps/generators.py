@@ -25,16 +25,15 @@ def of_whole_job(dataset: Any) -> bool:
 def own_rows(dataset: tf.data.Dataset, replicas: int, first: int, count: int) -> tf.data.Dataset:
     """The rows of replicas `first` to `first + count - 1` of `replicas`, one element each.
 
-    Parts of one batch differ by at most one row. A batch with fewer rows than replicas is left out, on all workers.
+    Parts of one batch differ by at most one row; where it has fewer rows than replicas, some have none.
     """
-    large_enough = dataset.filter(lambda *batch: _rows(batch) >= replicas)
 
     def parts(*batch: Any) -> tf.data.Dataset:
         elements = [_part(replica, replicas, batch) for replica in range(first, first + count)]
         datasets = [tf.data.Dataset.from_tensors(element) for element in elements]
         return functools.reduce(tf.data.Dataset.concatenate, datasets)
 
-    return large_enough.flat_map(parts).prefetch(count)
+    return dataset.flat_map(parts).prefetch(count)
 
 
 def _leading(value: Any) -> Any:
@@ -46,17 +45,12 @@ def _leading(value: Any) -> Any:
     return tf.shape(value)[0] if isinstance(value, tf.Tensor) and value.shape.rank != 0 else None
 
 
-def _rows(batch: Any) -> Any:
-    found = [rows for value in tf.nest.flatten(batch) if (rows := _leading(value)) is not None]
-    return found[0] if found else 0
-
-
 def _part(replica: int, replicas: int, batch: tuple[Any, ...]) -> Any:
     def cut(value: Any) -> Any:
         rows = _leading(value)
         if rows is None:
             return value
-        start, end = rows * replica // replicas, rows * (replica + 1) // replicas
+        start, end = (-(-rows * part // replicas) for part in (replica, replica + 1))  # the first ones have more
         if isinstance(value, tf.SparseTensor):
             shape = tf.cast(value.dense_shape, tf.int64)
             begin = tf.concat([[tf.cast(start, tf.int64)], tf.zeros_like(shape[1:])], 0)

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfps import tf_private
-from tfps.errors import UnsupportedError
+from tfps.errors import ClosedError, TfpsError, UnsupportedError, to_text
 
 HOST = "/device:CPU:0"
 _RESOURCE = tf.TensorSpec([], tf.resource)
@@ -26,11 +26,14 @@ MESSAGE = [tf.int64, tf.int64, tf.uint8, tf.uint8, tf.float64]
 # What the host hands to a pull: error text or "", the ticket of the message, data, indices.
 PULLED = [tf.string, tf.int64, tf.uint8, tf.uint8]
 PASS, CLOSE, SEND, PULL = "tfps_pass_gate", "tfps_close_gates", "tfps_send", "tfps_pull"  # functions below
-_OTHER_STEP = (
-    "tfps: the reply to another step came back. Either an earlier step was stopped while it waited for a reduction "
-    "(restore a checkpoint under a new strategy), or a tf.while_loop reduces in several iterations at once (give it "
-    "parallel_iterations=1)"
+_OTHER_STEP = to_text(
+    TfpsError(
+        "the reply to another step came back. Either an earlier step was stopped while it waited for a reduction "
+        "(restore a checkpoint under a new strategy), or a tf.while_loop reduces in several iterations at once (give "
+        "it parallel_iterations=1)"
+    )
 )
+CLOSED = to_text(ClosedError("the strategy is closed"))
 
 
 def wire_dtype(dtype: tf.DType) -> tf.DType:
@@ -185,7 +188,7 @@ def _check_function() -> Any:
     @tf.function(autograph=False, input_signature=[_RESOURCE])
     def tfps_check_open(queue: tf.Tensor) -> tf.Tensor:
         closed = tf.raw_ops.QueueIsClosedV2(handle=queue)
-        with tf.control_dependencies([tf.debugging.Assert(tf.logical_not(closed), ["tfps: the strategy is closed"])]):
+        with tf.control_dependencies([tf.debugging.Assert(tf.logical_not(closed), [CLOSED])]):
             return tf.constant(True)
 
     return tfps_check_open.get_concrete_function()

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
+from tfps.errors import ConfigError, TfpsError
 from tfps.graph_ops import CLOSE, PASS, PULL, SEND, Gate, called
 from tfps.picture import Picture, Read, Sent
 from tfps.runtime import Runtime
 from tfps.tf_private import outer_graphs
 from tfps.transfers import DeferredUpdate, Transfer
+
+
+def traced_function(graphs: Mapping[str, weakref.ref[tf.Graph]], name: str | None) -> tf.Graph:
+    """The graph of this name, or the last one.
+
+    Raises:
+        ConfigError: there is no such function.
+        TfpsError: there is none.
+    """
+    traced = {each: graph for each, ref in graphs.items() if (graph := ref()) is not None}
+    if not traced:
+        raise TfpsError("there is nothing to draw before the first training step: no traced function sends gradients")
+    if name is not None and name not in traced:
+        raise ConfigError(f"function must be one of {', '.join(map(repr, traced))}, got {name!r}")
+    return traced[name or list(traced)[-1]]
 
 
 def picture(graph: tf.Graph, runtime: Runtime) -> Picture:

@@ -218,7 +218,7 @@ class Job:
 
         Raises:
             MismatchError: they have not; the job has failed.
-            WaitTimeoutError: names the ranks that did not come.
+            WaitTimeoutError: names the ranks that did not come. The declaration is taken back: it may come again.
             TfpsError: the job has failed, or this rank has left meanwhile.
         """
         lines = [*details, *map(str, specs)]
@@ -239,8 +239,9 @@ class Job:
             if lost := [r for r in late if r in gone]:
                 self.fail(WorkerLostError(f"{members.describe(lost[0])} left before it had {what}"))
             self._raise_failure()
+            declaration.lines.pop(rank, None)
             names = ", ".join(map(members.describe, late or members.not_streaming()))
-            raise WaitTimeoutError(f"not {what} within {timeout_s:.3g} s: {names}")
+            raise WaitTimeoutError(f"not {what}: {names}")
 
     def _enter(self, rank: int, number: int, lines: list[str], specs: Sequence[BucketSpec]) -> None:
         count = len(self._declarations)
@@ -335,7 +336,7 @@ class Job:
         for spec in specs:
             bucket = _Bucket(spec)
             if spec.kind == "gather":
-                if self._placer.place_gather(spec.name) == self._index:
+                if self._placer.place_gather(spec.common_name) == self._index:
                     bucket.slices[0] = item = OwnedSlice(self._recorder)
                     item.round = GatherRound(f"bucket '{spec.name}'", workers, slice_bytes)
             else:

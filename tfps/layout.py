@@ -41,7 +41,7 @@ class Cutting:
 def cut_sum(spec: BucketSpec, slice_bytes: int, placer: Placer, step: int = 0) -> Cutting:
     """Slices of a bucket and their owners."""
     slices = cut(spec.nbytes, slice_bytes, parse_dtype(spec.dtype).itemsize)
-    return Cutting(slices, placer.place(spec.name, [piece.nbytes for piece in slices], spec.occasional), step)
+    return Cutting(slices, placer.place(spec.common_name, [piece.nbytes for piece in slices], spec.occasional), step)
 
 
 def tunable(spec: BucketSpec) -> bool:

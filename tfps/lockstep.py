@@ -19,15 +19,19 @@ import numpy as np
 import tensorflow as tf
 
 from tfps import graph_ops
-from tfps.errors import ClosedError, MismatchError, TfpsError
+from tfps.errors import ClosedError, MismatchError, TfpsError, to_text
 from tfps.exchange import BucketSpec
 from tfps.runtime import Runtime
+from tfps.shares import UNKNOWN
 from tfps.tf_private import has_function, ops, outer_graphs
 from tfps.transfers import Transfer
 
 logger = logging.getLogger("tfps")
 _NONE, _UNKNOWN, _FAILED = 0, -1, -2  # what a rank says instead of how many batches are left, this one included
-CLOSED = "tfps: the strategy is closed"
+CLOSED = graph_ops.CLOSED
+
+
+Answer = Callable[[int | None, str, int], None]  # the key of a batch, or None and why; rows on all ranks together
 
 
 @dataclass(eq=False)
@@ -37,6 +41,7 @@ class _Verdict:
     all_have: bool
     error: str = ""
     warning: str = ""
+    rows: int = UNKNOWN  # of the batch on all ranks together
 
 
 class Line:
@@ -46,7 +51,7 @@ class Line:
         self,
         lockstep: Lockstep,
         batches: int | None,
-        answer: Callable[[int | None, str], None],
+        answer: Answer,
         meets: bool,
         foresees: bool,
     ) -> None:
@@ -62,13 +67,15 @@ class Line:
         self.over = False  # END has been answered
         self.mark: int | None = None  # exchanges of this worker at the last request
         self.ready: dict[int, int] = {}  # keys of staged batches, by position
+        self.rows: dict[int, int] = {}  # of batches that may still be announced, by position
         self.waiting: deque[tuple[int, bool]] = deque()  # requests: position, whether ranks go together
         self.verdicts: dict[int, _Verdict] = {}
 
-    def exists(self, position: int) -> None:
-        """There is a batch at `position`."""
+    def exists(self, position: int, rows: int) -> None:
+        """There is a batch at `position`, with `rows` on this rank."""
         with self._lockstep.changes(self):
             self.known = position + 1
+            self.rows[position] = rows
 
     def staged(self, position: int, key: int) -> None:
         """The batch at `position` can be taken."""
@@ -94,7 +101,7 @@ class Line:
             self.gone = True
             while self.waiting:
                 self.waiting.popleft()
-                self.answer(None, CLOSED)
+                self.answer(None, CLOSED, UNKNOWN)
 
     def code(self, position: int) -> int | None:
         """What to announce of `position`; None: not known yet."""
@@ -122,7 +129,7 @@ class Lockstep:
         self._warned = False
         with tf.init_scope(), tf.device(graph_ops.HOST):
             self.order = tf.queue.FIFOQueue(1, [tf.bool], [[]], name="tfps_order")  # a resource to order requests by
-        self.spec = BucketSpec("batches", "sum", 2 * 8 * self._workers, "int64", priority=0, occasional=True)
+        self.spec = BucketSpec("batches", "sum", 3 * 8 * self._workers, "int64", priority=0, occasional=True)
         runtime.declare_later("batches", self.spec)
         self._eager = Request(self, None)
         runtime.adopt(self._eager, None)
@@ -140,7 +147,7 @@ class Lockstep:
         self,
         number: int,
         batches: int | None,
-        answer: Callable[[int | None, str], None],
+        answer: Answer,
         *,
         meets: bool = False,
         foresees: bool = True,
@@ -150,7 +157,7 @@ class Lockstep:
         Args:
             number: its own; -1 or less: of a loop inside a function.
             batches: how many there are; None: unknown.
-            answer: called with (key, error) once per request, on any thread.
+            answer: called once per request, on any thread.
             meets: the ranks go together at the first batch that eager code takes.
             foresees: whether there is a next batch is known before it is asked for.
         """
@@ -185,7 +192,7 @@ class Lockstep:
         try:
             self._eager.send(tf.constant(number, tf.int64))
         except tf.errors.CancelledError:
-            raise ClosedError(f"{CLOSED}, a batch was asked for") from None
+            raise ClosedError("the strategy is closed, a batch was asked for") from None
 
     def request(self, number: int, trains: bool, eager: bool) -> None:
         """Somebody waits for the next batch of line `number`. Called by the pump thread.
@@ -223,20 +230,21 @@ class Lockstep:
             self._fail(CLOSED)
 
     def decide(self, line: Line, position: int, said: np.ndarray[Any, Any]) -> None:
-        """Takes what the ranks have said of `position`: int64 [2, workers], codes and places."""
-        codes, places = said
+        """Takes what the ranks have said of `position`: int64 [3, workers], codes, places and rows."""
+        codes, places, rows = said
         own = places[self._rank]
         if (places != own).any():
             other = int(np.flatnonzero(places != own)[0])
             error = MismatchError(
                 "the workers must take batches in the same order, got "
                 + " and ".join(f"rank {rank} at {_where(places[rank])}" for rank in sorted((self._rank, other)))
-                + "; every worker must run the same program"
+                + "; every worker must run the same program (and after Ctrl-C at different steps a new strategy)"
             )
             self.runtime.exchange.fail(error)
             return
         with self._lock:
             verdict = line.verdicts[position] = self._verdict(line, position, codes)
+            verdict.rows = UNKNOWN if (rows < 0).any() else int(rows.sum())
             line.agreed, line.stops = position + verdict.all_have, not verdict.all_have
             self._advance(line)
 
@@ -282,7 +290,8 @@ class Lockstep:
                 return
             line.waiting.popleft()
             line.verdicts.pop(position, None)
-            line.answer(*answer)
+            line.rows.pop(position, None)
+            line.answer(*answer, UNKNOWN if verdict is None else verdict.rows)
 
     def _push_owed(self) -> None:
         """Announces what is owed and known, in the order of requests.
@@ -299,8 +308,8 @@ class Lockstep:
             if code is None or position > line.agreed or line.place is None:
                 return
             self._owed.popleft()
-            said = np.zeros([2, self._workers], np.int64)
-            said[:, self._rank] = code, ((line.place + 1) << 32) + position
+            said = np.zeros([3, self._workers], np.int64)
+            said[:, self._rank] = code, ((line.place + 1) << 32) + position, line.rows.get(position, UNKNOWN)
             # Whoever is here has traced an exchange or met the others, so this bucket has been declared: no wait.
             (bucket,) = self.runtime.buckets([("batches", self.spec)])
             self.runtime.push(_Announcement(self, line, position, bucket, self.spec), said)
@@ -312,7 +321,7 @@ class Lockstep:
 
     def _failed(self, error: TfpsError) -> None:
         with self._lock:
-            self._fail(str(error))
+            self._fail(to_text(error))
 
     def _fail(self, error: str) -> None:
         self._failure = self._failure or error
@@ -374,14 +383,14 @@ class _Announcement(Transfer):
         self._lockstep, self._line, self._position = lockstep, line, position
 
     def finish(self, ticket: Any, data: tf.Tensor, indices: tf.Tensor) -> None:
-        said = np.frombuffer(memoryview(data), np.int64).reshape(2, -1)
+        said = np.frombuffer(memoryview(data), np.int64).reshape(3, -1)
         self._lockstep.decide(self._line, self._position, said)
 
     def fail(self, error: TfpsError) -> None:
         self._lockstep._failed(error)
 
 
-def _nobody(key: int | None, error: str) -> None:
+def _nobody(key: int | None, error: str, rows: int) -> None:
     """Takes the place of who waited for answers."""
 
 

@@ -13,10 +13,11 @@ import tensorflow as tf
 
 from tfps.graph_ops import HOST
 from tfps.lockstep import CLOSED, Line, Lockstep, Request
+from tfps.shares import UNKNOWN, rows_of
 from tfps.staging import Staging
-from tfps.tf_private import ops, outer_graphs
+from tfps.tf_private import ops, outer_graphs, values
 
-_BEGINS = 2  # what a loop says, beside whether it has a batch
+_BEGINS, _NONE = -3, -2  # what a loop says instead of the rows of its next batch
 _numbers = itertools.count(-1, -1)  # beside those of feeds
 
 
@@ -33,23 +34,25 @@ class Loop(Request):
         lockstep.runtime.adopt(self, graph)
         self._line: Line | None = None  # of this run; pump thread only
         with tf.init_scope(), tf.device(HOST):
-            self._answers = tf.queue.FIFOQueue(1000, [tf.bool, tf.string], [[], []], name="tfps_loop")
+            # Whether the batch is used, an error, the rows of the batch on all workers together.
+            self._answers = tf.queue.FIFOQueue(1000, [tf.bool, tf.string, tf.int64], [[], [], []], name="tfps_loop")
 
     def begin(self) -> None:
         """Adds the op that begins a run."""
         self.send(tf.constant(_BEGINS, tf.int64))
 
-    def may_use(self, has_batch: tf.Tensor) -> tf.Tensor:
-        """Whether all ranks have a next batch, where this one says whether it has. A bool scalar."""
-        asked = self.send(tf.cast(has_batch, tf.int64))
+    def may_use(self, has_batch: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Whether all ranks have a next batch, and its rows on all of them, where this one says what it has."""
+        asked = self.send(tf.where(has_batch, rows, tf.constant(_NONE, tf.int64)))
         with tf.control_dependencies([asked]), tf.device(HOST):
-            used, error = tf.raw_ops.QueueDequeueV2(
+            used, error, total = tf.raw_ops.QueueDequeueV2(
                 handle=self._answers.queue_ref, component_types=self._answers.dtypes
             )
             with tf.control_dependencies([tf.debugging.Assert(tf.equal(error, ""), [error])]):
-                used = tf.identity(used)
+                used, total = tf.identity(used), tf.identity(total)
         used.set_shape([])
-        return used
+        total.set_shape([])
+        return used, total
 
     def collect(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor) -> None:
         said, line = int(ticket), self._line
@@ -57,10 +60,10 @@ class Loop(Request):
             self._begin()
             return
         if line.gone:
-            self._answer(None, CLOSED)
+            self._answer(None, CLOSED, UNKNOWN)
             return
-        if said:
-            line.exists(line.asked)
+        if said != _NONE:
+            line.exists(line.asked, said)
             line.staged(line.asked, line.asked)
         else:
             line.ended("")
@@ -75,9 +78,9 @@ class Loop(Request):
         self._number = next(_numbers)
         self._line = self.lockstep.line(self._number, None, self._answer, foresees=False)
 
-    def _answer(self, key: int | None, error: str) -> None:
+    def _answer(self, key: int | None, error: str, rows: int) -> None:
         with tf.init_scope(), tf.device(HOST):
-            self._answers.enqueue([key is not None, error])
+            self._answers.enqueue([key is not None, error, tf.constant(rows, tf.int64)])
 
 
 class LoopIterator:
@@ -99,8 +102,25 @@ class LoopIterator:
     def get_next_as_optional(self) -> tf.experimental.Optional:
         """The next batch; nothing at the end of the data, here or (where the function trains) on another worker."""
         batch = self._iterator.get_next_as_optional()
-        used = self._loop.may_use(batch.has_value())
+        replicas = len(self._staging.devices)
+        rows = tf.cond(
+            batch.has_value(),
+            lambda: self._rows(batch.get_value(), replicas),
+            lambda: tf.constant([UNKNOWN] * replicas, tf.int64),
+        )
+        unknown = tf.constant(UNKNOWN, tf.int64)
+        total = tf.where(tf.reduce_any(rows < 0), unknown, tf.reduce_sum(rows))
+        used, total = self._loop.may_use(batch.has_value(), total)
+        if (last_batch := self._staging.last_batch) is not None:
+            last_batch.note(self, tf.concat([[total], rows], 0))
         return tf.cond(used, lambda: batch, lambda: tf.experimental.Optional.empty(batch.element_spec))
+
+    @staticmethod
+    def _rows(batch: Any, replicas: int) -> tf.Tensor:
+        """Of each replica's part of `batch`, int64 [replicas]."""
+        parts = [tf.nest.map_structure(lambda each, i=i: _part(each, i), batch) for i in range(replicas)]
+        found = [rows_of(part) for part in parts]
+        return tf.stack([tf.constant(UNKNOWN, tf.int64) if rows is None else rows for rows in found])
 
     def get_next(self) -> Any:
         """The next batch.
@@ -112,3 +132,7 @@ class LoopIterator:
         go_on = tf.cond(batch.has_value(), lambda: tf.constant(0, tf.int64), self._staging.no_batch)
         with tf.control_dependencies([go_on]):
             return batch.get_value()
+
+
+def _part(value: Any, replica: int) -> Any:
+    return value.values[replica] if isinstance(value, values.DistributedValues) else value

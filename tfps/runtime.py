@@ -21,11 +21,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfps import tf_private
-from tfps.capture import Bucket
+from tfps.buckets import Buckets
 from tfps.embedded import EmbeddedExchange
-from tfps.errors import TfpsError, WaitTimeoutError
+from tfps.errors import ClosedError, TfpsError, WaitTimeoutError, to_text
 from tfps.exchange import BucketSpec, Exchange, Reply
 from tfps.graph_ops import HOST, MESSAGE, Gate, tensor_of
+from tfps.interrupts import indivisible, wait
 from tfps.patience import PATIENCE_S
 from tfps.report import History, Report, Round, make_report
 from tfps.sparse import pack_sparse, unpack_sparse
@@ -55,7 +56,7 @@ class Runtime:
         self._transfers: dict[int, Transfer] = {}
         self._retired: list[int] = []
         self._ids = itertools.count()
-        self._buckets: dict[Any, tuple[int, BucketSpec]] = {}
+        self.declared = Buckets(exchange)
         self._ready: list[tuple[int, int, Transfer, Any, Reply]] = []
         self._arrivals = itertools.count()
         self._has_ready = threading.Condition()  # truth: _ready, _closed, _under_way or _mark has changed
@@ -69,11 +70,11 @@ class Runtime:
         self._rounds = Rounds()
         self._history: dict[int, deque[Round]] = {}  # of the last steps of updates, by bucket; apply thread writes
         self.lockstep: Any = None  # see lockstep.py
+        self.invariants: Any = None  # see invariants.py
         self.trace_run: Any = None  # what is being recorded; see trace_run.py
         self._messages_seen = 0  # pump thread writes, watch thread reads
         self._exchanged = 0  # of them, those that lead to an exchange; pump thread only
         self._exchanged_now = 0  # by `exchange_now`
-        self._later: list[tuple[Any, BucketSpec]] = []  # to declare with the next buckets
         self._before_close: list[Callable[[], None]] = []
         self._under_way = 0  # messages whose transfer has not finished; guarded by _has_ready
         self._wake_watch = threading.Event()  # set at failure and close
@@ -99,21 +100,17 @@ class Runtime:
     def buckets(self, wanted: Sequence[tuple[Any, BucketSpec]], details: Sequence[str] = ()) -> list[int]:
         """Bucket ids of `wanted`, pairs of a key and what to declare where the key is new.
 
+        It may be interrupted (Ctrl-C) and called again: what has been declared by then is known.
+
         Raises:
             MismatchError: the ranks do not agree.
             WaitTimeoutError: a rank did not come.
         """
-        if any(key not in self._buckets for key, _ in wanted):
-            # What is declared later may be among what is wanted now.
-            every, self._later = dict([*self._later, *wanted]), []
-            new = {key: spec for key, spec in every.items() if key not in self._buckets}
-            ids = self.exchange.declare(list(new.values()), details)
-            self._buckets.update({key: (bucket, new[key]) for key, bucket in zip(new, ids, strict=True)})
-        return [self._buckets[key][0] for key, _ in wanted]
+        return self.declared.ids(wanted, details)
 
     def declare_later(self, key: Any, spec: BucketSpec) -> None:
         """Declares a bucket together with the next new ones, so that it costs no wait of its own."""
-        self._later.append((key, spec))
+        self.declared.later(key, spec)
 
     @property
     def exchanges(self) -> int:
@@ -126,22 +123,11 @@ class Runtime:
 
     def report(self) -> Report:
         """See `Strategy.report`."""
-        specs = dict(self._buckets.values())
-        histories = [
-            History(specs[bucket].name, specs[bucket].priority, specs[bucket].nbytes, tuple(rounds))
-            for bucket, rounds in list(self._history.items())
-        ]
+        histories = []
+        for bucket, rounds in list(self._history.items()):
+            spec = self.declared.spec(bucket)
+            histories.append(History(spec.name, spec.priority, spec.nbytes, tuple(rounds)))
         return make_report(histories, self.exchange.links(), self.exchange.slice_bytes, self.exchange.window_bytes)
-
-    def known_buckets(self) -> list[Bucket]:
-        """All buckets by id, as a capture names them."""
-        known = {bucket: (key, spec) for key, (bucket, spec) in list(self._buckets.items())}
-        found = []
-        for bucket in range(max(known, default=-1) + 1):
-            key, spec = known[bucket]
-            variables = tuple(spec.name.split(", ")) if key[0] == "update" else ()
-            found.append(Bucket(spec.name, variables, spec.priority, spec.nbytes))
-        return found
 
     def adopt(self, transfer: Transfer, graph: tf.Graph | None) -> None:
         """Gives `transfer` an id; it is forgotten when `graph` and all graphs around it are gone (None: never)."""
@@ -176,6 +162,10 @@ class Runtime:
         Raises:
             TfpsError: what made the exchange fail.
         """
+        with indivisible(self.exchange, self.declared.spec(bucket).name):
+            return self._exchange_now(bucket, payload, tick)
+
+    def _exchange_now(self, bucket: int, payload: Any, tick: Callable[[float], None] | None) -> Reply:
         done = threading.Event()
         replies: list[Reply] = []
 
@@ -190,7 +180,7 @@ class Runtime:
             self._pushed[bucket] += 1
         self.exchange.push(bucket, payload, on_reply)
         deadline_s = time.monotonic() + self.wait_s * 2  # the exchange itself fails earlier and says why
-        while not done.wait(_TICK_S if tick else self.wait_s * 2) and time.monotonic() < deadline_s:
+        while not wait(done, _TICK_S if tick else self.wait_s * 2) and time.monotonic() < deadline_s:
             if tick is not None:
                 tick(self.exchange.progress(bucket))
         if not replies:
@@ -198,7 +188,7 @@ class Runtime:
         if replies[0].error is not None:
             raise replies[0].error
         if self.recorder.enabled:
-            spec = dict(self._buckets.values())[bucket]
+            spec = self.declared.spec(bucket)
             nbytes = 0 if payload is None else memoryview(payload).nbytes
             self.spans.ready(begin, bucket, spec, step, nbytes)
             self.spans.waited(begin, self.spans.now(), bucket, spec, step)
@@ -234,7 +224,7 @@ class Runtime:
             thread.join()
         for gate in list(self._gates):
             if gate.closed:
-                gate.open("tfps: the strategy was closed before the gradient had come back")
+                gate.open(to_text(ClosedError("the strategy was closed before the gradient had come back")))
 
     def _drain(self) -> None:
         """Waits until everything that was sent has been applied, or nothing can be any more."""
@@ -299,8 +289,10 @@ class Runtime:
         payload: Any = memoryview(data)
         if transfer.spec.kind == "gather":
             payload = pack_sparse(memoryview(indices), payload)
+        elif transfer.spec.nbytes and not data.shape[0]:  # of a replica without rows, which contributes nothing
+            payload = data = None
         if self.recorder.with_events:
-            self.recorder.record("gradient", bucket=transfer.bucket, nbytes=len(payload))
+            self.recorder.record("gradient", bucket=transfer.bucket, nbytes=_size(payload))
 
         if isinstance(transfer, DeferredUpdate):
             transfer.ready_s = time.monotonic()
@@ -309,7 +301,7 @@ class Runtime:
         done = self.spans.done.get(transfer.bucket)
         step = self.push(transfer, payload, ticket, data)
         if self.recorder.enabled:
-            self.spans.sent(transfer, step, number, len(payload), done)
+            self.spans.sent(transfer, step, number, _size(payload), done)
         if isinstance(transfer, DeferredUpdate) and transfer.whole:
             self.steps += 1
             if self.on_step is not None:
@@ -357,6 +349,7 @@ class Runtime:
             transfer.fail(reply.error)
             return
         begin = self.spans.now()
+        transfer.round = sent[-1]
         try:
             transfer.finish(*self._tensors(transfer.spec, sent, reply))
         except Exception as error:  # its readers must not wait for ever, nor the other workers
@@ -409,8 +402,12 @@ class Runtime:
                 self.exchange.fail(failure)
             for gate in list(self._gates):
                 if gate.closed:
-                    gate.open(str(failure))
+                    gate.open(to_text(failure))
             threading.Event().wait(_WATCH_S)
+
+
+def _size(payload: Any) -> int:
+    return 0 if payload is None else len(payload)
 
 
 def _on_host(work: Callable[[], None]) -> None:

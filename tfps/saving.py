@@ -17,6 +17,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfps.keras_private import needs
+from tfps.logs import agreed_logs
+
+# Where callbacks save: the decision, and the path by the logs.
+needs(keras.callbacks.ModelCheckpoint, "_save_model", "_get_file_path")
+needs(keras.callbacks.BackupAndRestore, "_save_model", "on_train_begin", "on_train_end")
+
 
 @functools.cache
 def share_files(strategy_class: type[tf.distribute.Strategy]) -> None:
@@ -85,9 +92,14 @@ def _share_checkpoint(strategy_of: Callable[[Any], Any]) -> None:
 
     @functools.wraps(original)
     def save_model(self: Any, epoch: int, batch: int | None, logs: Any) -> None:
-        if strategy_of(self.model) is not None and "://" not in str(self.filepath):
-            # All ranks may come to make it at once, which Keras does not expect.
-            Path(self._get_file_path(epoch, batch, logs)).parent.mkdir(parents=True, exist_ok=True)
+        if strategy_of(self.model) is not None:
+            if (
+                batch is not None
+            ):  # within an epoch each rank has logs of its own, by which it would decide and name files
+                logs = agreed_logs(self.model, logs or {})
+            if "://" not in str(self.filepath):
+                # All ranks may come to make it at once, which Keras does not expect.
+                Path(self._get_file_path(epoch, batch, logs)).parent.mkdir(parents=True, exist_ok=True)
         original(self, epoch, batch, logs)
 
     keras.callbacks.ModelCheckpoint._save_model = save_model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import socket
 import threading
 import time
@@ -43,6 +44,7 @@ from tfps.threads import DaemonPool
 from tfps.trace import Recorder
 from tfps.version import __version__
 
+logger = logging.getLogger("tfps")
 _JOIN_MARGIN_S = 1.0  # before a caller's deadline, to tell it why it waits instead of letting it run out
 
 
@@ -124,6 +126,9 @@ class ParameterServer:
                     reply = call(request, context)
                 except TfpsError as error:
                     reply = reply_type(name)(failure=failure_of(error))
+                except Exception as error:
+                    bug = self._bug(f"in {name}", error)
+                    reply = reply_type(name)(**({} if name == "Leave" else {"failure": failure_of(bug)}))
                 if name != "Leave" and reply.HasField("failure"):
                     self._errors.add(name, error_from(reply.failure.code, reply.failure.text))
                 return reply
@@ -249,11 +254,12 @@ class ParameterServer:
             self._errors.add("Push", error)
             return frames.encode_error(error)  # refused alone: the job goes on
         try:
-            receive(messages, Kind.PUSH, queue, functools.partial(job.push, rank))
+            receive(_until_broken(messages), Kind.PUSH, queue, functools.partial(job.push, rank))
         except ProtocolError as error:
             job.fail(ProtocolError(f"rank {rank}: {error}"))
-        except Exception:
-            pass  # gRPC's way to say that the stream broke: who it was is said by stream_ended
+        except Exception as error:
+            if not job.over:  # else it may be due to what has been taken down
+                job.fail(self._bug(f"while it took a push of rank {rank}", error))
         job.stream_ended(rank)
         return b""
 
@@ -271,6 +277,19 @@ class ParameterServer:
             yield from outgoing(queue)
         except TfpsError as error:
             yield frames.encode_error(error)
+        except Exception as error:
+            job.fail(failure := self._bug(f"while it sent to rank {rank}", error))
+            yield frames.encode_error(failure)
+
+    def _bug(self, when: str, error: Exception) -> TfpsError:
+        """Logs an error that should not have happened, such as a MemoryError; what to tell the workers of it."""
+        logger.error("tfps: failed %s", when, exc_info=error)
+        return TfpsError(f"pserver {self.address}: failed {when}: {error!r}; its log says where")
+
+
+def _until_broken(messages: Iterator[bytes]) -> Iterator[bytes]:
+    with contextlib.suppress(Exception):  # gRPC's way to say that the stream broke: whose it was stream_ended says
+        yield from messages
 
 
 def _attached(request: Any) -> Attached | None:

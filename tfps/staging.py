@@ -19,10 +19,13 @@ import tensorflow as tf
 from tfps.graph_ops import HOST
 from tfps.lockstep import Lockstep
 from tfps.runtime import Runtime
+from tfps.shares import UNKNOWN, LastBatch, rows_of
 from tfps.tf_private import dummy_batch
 
 logger = logging.getLogger("tfps")
-TOKEN = [tf.int64, tf.string]  # the key of a batch and ""; or END and why there is no batch ("": the data has ended)
+# The key of a batch and ""; or END and why there is no batch ("": the data has ended). And the rows of the batch on all
+# workers together and of each local replica, UNKNOWN where they are.
+TOKEN = [tf.int64, tf.string, tf.int64]
 END = -1
 _HOST_ONLY = (tf.string, tf.variant, tf.resource)  # no device but the CPU can hold them
 _JOIN_S = 2.0  # for a thread that may be inside the user's generator, which nothing can interrupt
@@ -127,10 +130,11 @@ class Staging:
     Args:
         devices: of the local replicas.
         depth: batches that may lie ready per iterator and device.
+        last_batch: where graphs note the rows of the batches that they take; None: there is one replica in all.
     """
 
-    def __init__(self, runtime: Runtime, devices: Sequence[str], depth: int) -> None:
-        self.devices, self.depth = tuple(devices), depth
+    def __init__(self, runtime: Runtime, devices: Sequence[str], depth: int, last_batch: LastBatch | None) -> None:
+        self.devices, self.depth, self.last_batch = tuple(devices), depth, last_batch
         self.spans = runtime.spans
         self.closed = False
         self.lockstep = Lockstep.of(runtime) if runtime.exchange.workers > 1 else None
@@ -234,6 +238,8 @@ class Feed:
     ) -> None:
         self._staging, self._stage, self._datasets = staging, stage, list(datasets)
         self._element_spec, self._pads = element_spec, pads
+        self._rows: dict[int, list[int]] = {}  # of each local replica, by key of what is staged
+        self._unknown = [UNKNOWN] * (1 + stage.replicas)
         self._lock = threading.Lock()  # guards _thread
         self._thread: threading.Thread | None = None
         self.number = next(_feed_numbers)
@@ -242,7 +248,7 @@ class Feed:
             # With several workers a token is there only when it has been asked for, and `room` limits what is staged.
             together = staging.lockstep is not None
             self.tokens = tf.queue.FIFOQueue(
-                1000 if together else staging.depth - 1, TOKEN, [[], []], name="tfps_batches"
+                1000 if together else staging.depth - 1, TOKEN, [[], [], [1 + stage.replicas]], name="tfps_batches"
             )
             self._room = tf.queue.FIFOQueue(10**6, [tf.bool], [[]], name="tfps_room") if together else None
         self._line = None
@@ -289,10 +295,12 @@ class Feed:
         try:
             try:
                 for position, batches in enumerate(self._read()):
+                    rows = _rows(batches) if self._staging.last_batch else self._unknown[1:]
                     if self._line is not None:
-                        self._line.exists(position)
+                        self._line.exists(position, _sum(rows))
                     self._wait_for_room()
                     staged = next(self._staging.keys)
+                    self._rows[staged] = rows
                     begin = self._staging.spans.now()
                     self._stage.put(staged, batches)
                     if self._staging.spans.recorder.enabled:
@@ -345,7 +353,8 @@ class Feed:
         if self._line is not None:
             self._line.staged(position, key)
         else:
-            self._put_token(key, "")
+            rows = self._rows.pop(key)
+            self._put_token(key, "", [_sum(rows), *rows])
 
     def _end(self, text: str) -> None:
         """Says that there are no more batches, as often as somebody asks, until this iterator is dropped."""
@@ -353,19 +362,21 @@ class Feed:
             self._line.ended(text)
             while True:
                 self._wait_for_room()
-        self._put_token(END, text)
+        self._put_token(END, text, self._unknown)
         while True:
-            self._put_token(END, "")
+            self._put_token(END, "", self._unknown)
 
-    def _put_token(self, key: int, text: str) -> None:
+    def _put_token(self, key: int, text: str, rows: list[int]) -> None:
         with tf.init_scope(), tf.device(HOST):
-            self.tokens.enqueue([tf.constant(key, tf.int64), text])
+            self.tokens.enqueue([tf.constant(key, tf.int64), text, tf.constant(rows, tf.int64)])
 
-    def _answer(self, key: int | None, text: str) -> None:
+    def _answer(self, key: int | None, text: str, rows: int) -> None:
         """The answer to one request; None: there is no batch. Called by `lockstep`, on any thread."""
         try:
-            self._put_token(END if key is None else key, text)
-            if key is not None:
+            if key is None:
+                self._put_token(END, text, self._unknown)
+            else:
+                self._put_token(key, text, [rows, *self._rows.pop(key)])
                 self._make_room()
         except tf.errors.CancelledError:  # stopped: nobody waits any more
             pass
@@ -378,12 +389,24 @@ class Feed:
                 left.append(int(self.tokens.dequeue()[0]))
             if self._line is not None:
                 left += self._line.leave()
+            self._rows.clear()
             for each in left:
                 if each != END:
                     self._stage.take(tf.constant(each, tf.int64))
 
 
 _feed_numbers = itertools.count()
+
+
+def _rows(batches: Sequence[Any]) -> list[int]:
+    """Of each replica's batch, UNKNOWN where it has no dimension."""
+    with tf.device(HOST):
+        found = [rows_of(batch) for batch in batches]
+    return [UNKNOWN if rows is None else int(rows) for rows in found]
+
+
+def _sum(rows: list[int]) -> int:
+    return UNKNOWN if UNKNOWN in rows else sum(rows)
 
 
 def _text(error: Exception) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import gc
+import functools
 import itertools
 import logging
 import pathlib
@@ -16,9 +17,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfps.cluster import Cluster, resolve
-from tfps.config import Config, TraceRequest
+from tfps.compiling import compile_in_scope
+from tfps.config import Config, TraceRequest, unknown_variables
 from tfps.embedded import EmbeddedExchange
-from tfps.errors import ConfigError
+from tfps.errors import ConfigError, in_graph_error
 from tfps.exchange import Exchange
 from tfps.extended import Extended
 from tfps.logs import agree_on_logs
@@ -27,10 +29,13 @@ from tfps.predictions import predict_everything
 from tfps.report import Report
 from tfps.runtime import Runtime
 from tfps.saving import share_files
+from tfps.tf_private import translate_errors
 from tfps.trace import Recorder
 from tfps.trace_run import TraceRun, record_unattended
+from tfps.weighing import weigh_by_rows
 from tfps.worker import Worker
 
+logger = logging.getLogger("tfps")
 _collective_key_bases = itertools.count(1_000, 1_000)
 
 
@@ -67,23 +72,32 @@ class Strategy(tf.distribute.Strategy):
             raise ConfigError(f"config must be a tfps.Config, got {config!r}")
         self.config = Config.from_environment() if config is None else config
         request = TraceRequest.from_environment()
+        _warn_of_unknown_variables()
         cluster = resolve(pservers)
         self._collective_key_base = next(_collective_key_bases)  # two strategies' local reductions must not meet
         _show_messages()
         devices = _devices(devices)
-        self._connection = _connect(cluster, self.config)
+        self._user = next(_users)
+        self._connection = _connect(cluster, self.config, self._user)
         self._pservers = cluster.pservers
         self._runtime = self._connection.runtime
-        self._ends: list[Callable[[], None]] = []  # what this strategy has beside the connection, which others may use
+        ends = self._connection.users[self._user]
         record_unattended(self._runtime, request)
-        self._at_end = weakref.finalize(self, _close_at_end, self._connection, self._ends)
-        super().__init__(Extended(self, devices, self._runtime, self.config.bucket_bytes, self.config.staging_depth))
+        self._forget = weakref.finalize(self, _forget, self._connection, self._user)
+        self._forget.atexit = False
+        settings = self.config
+        super().__init__(
+            Extended(self, devices, self._runtime, settings.bucket_bytes, settings.staging_depth, settings.check_every)
+        )
         if self.extended.staging is not None:
-            self._ends.append(self.extended.staging.close)
+            ends.append(self.extended.staging.close)
+        translate_errors(in_graph_error)
+        compile_in_scope(Strategy)
         agree_on_finite(Strategy)
         agree_on_logs(Strategy)
         predict_everything(Strategy)
         share_files(Strategy)
+        weigh_by_rows(Strategy)
 
     @property
     def rank(self) -> int:
@@ -182,13 +196,20 @@ class Strategy(tf.distribute.Strategy):
 
         Strategies of one process that have the same pservers share the connection, which ends with the last of them.
         """
-        if self._at_end.detach():
-            _disconnect(self._connection, self._ends, drain=True)
+        if self._forget.detach():
+            _disconnect(self._connection, self._user)
+
+
+@functools.cache
+def _warn_of_unknown_variables() -> None:
+    """Once per process."""
+    _show_messages()
+    for line in unknown_variables():
+        logger.warning("tfps: %s", line)
 
 
 def _show_messages() -> None:
     """One line on stderr per event, such as the sizes that were chosen, if the program has not set up logging."""
-    logger = logging.getLogger("tfps")
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
         logger.setLevel(logging.INFO)
@@ -199,64 +220,105 @@ class _Connection:
 
     def __init__(self, runtime: Runtime, config: Config) -> None:
         self.runtime, self.config = runtime, config
-        self.users = 0  # guarded by _connecting
+        # What each strategy has beside the connection and ends before it; guarded by _connecting.
+        self.users: dict[int, list[Callable[[], None]]] = {}
 
 
 _connections: dict[Cluster, _Connection] = {}  # by what the strategies were told; guarded by _connecting
+_open: set[_Connection] = set()  # guarded by _connecting
+_users = itertools.count()
 _connecting = threading.RLock()  # the garbage collector may end a strategy at any place of this thread
 
 
-def _connect(cluster: Cluster, config: Config) -> _Connection:
+def _connect(cluster: Cluster, config: Config, user: int) -> _Connection:
     """A pserver knows each rank once: the second strategy of a process uses the connection of the first.
 
     Raises:
         ConfigError: the first has other settings.
     """
-    if cluster in _connections:
-        gc.collect()  # strategies that are forgotten must be gone on all ranks alike
     with _connecting:
         found = _connections.get(cluster) if cluster.pservers else None
         if found is not None and found.runtime.exchange.failure is None:
+            found.users[user] = []  # first: the last user may be collected at any place, which would close it
             if found.config != config:
+                del found.users[user]
                 raise ConfigError(
                     f"this process has a strategy with the pservers {', '.join(cluster.pservers)} and other settings "
                     f"({found.config}, now {config}); close() it first, or give this one pservers of its own"
                 )
-            found.users += 1
             return found
     recorder = Recorder()
     connection = _Connection(
         Runtime(_exchange(cluster, config, recorder), recorder, config.step_timeout_s),
         config,
     )
+    connection.users[user] = []
     with _connecting:
-        connection.users += 1
+        _open.add(connection)
         if cluster.pservers:
             _connections[cluster] = connection
     return connection
 
 
-def _disconnect(connection: _Connection, ends: Sequence[Callable[[], None]], *, drain: bool) -> None:
+def _disconnect(connection: _Connection, user: int) -> None:
     """One user less; the last one closes."""
+    with _connecting:
+        ends = connection.users.pop(user, [])
     for end in ends:
         end()
     with _connecting:
-        connection.users -= 1
         if connection.users:
             return
+    _close(connection, drain=True)
+
+
+def _close(connection: _Connection, *, drain: bool) -> None:
+    with _connecting:
+        _open.discard(connection)
         for cluster in [cluster for cluster, known in _connections.items() if known is connection]:
             del _connections[cluster]
     connection.runtime.close(drain=drain)
 
 
-def _close_at_end(connection: _Connection, ends: Sequence[Callable[[], None]]) -> None:
-    # sys.last_type is set when the interpreter ends because of an exception: then nobody should wait for this worker.
-    drain = not hasattr(sys, "last_type")
+def _forget(connection: _Connection, user: int) -> None:
+    """The garbage collector has found a strategy that was not closed.
+
+    When it does is chance, and differs between ranks: a connection with other workers goes on until the process ends,
+    or ranks that have not collected theirs would wait for this one.
+    """
+
+    def end() -> None:
+        if connection.runtime.exchange.workers == 1:
+            _disconnect(connection, user)
+            return
+        with _connecting:
+            ends, connection.users[user] = connection.users[user], []
+        for each in ends:
+            each()
+
     if threading.current_thread() is threading.main_thread():
-        _disconnect(connection, ends, drain=drain)
+        end()
     else:  # the garbage collector runs on any thread, also on one that brings the replies that close waits for
-        arguments = {"connection": connection, "ends": ends, "drain": drain}
-        threading.Thread(target=_disconnect, kwargs=arguments, name="tfps-close").start()
+        threading.Thread(target=end, name="tfps-close").start()
+
+
+@atexit.register
+def _close_at_end() -> None:
+    with _connecting:
+        connections = list(_open)
+    for connection in connections:
+        for ends in connection.users.values():
+            for end in ends:
+                end()
+        _close(connection, drain=not _ended_by_exception())
+
+
+def _ended_by_exception() -> bool:
+    """Whether the interpreter ends because of an exception: then nobody should wait for this worker.
+
+    An interactive session has shown one and gone on.
+    """
+    return hasattr(sys, "last_type") and not hasattr(sys, "ps1") and not sys.flags.interactive
 
 
 def _devices(devices: Sequence[str] | None) -> Sequence[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
@@ -15,6 +16,7 @@ from tfps.frames import EMPTY, Header, Kind
 from tfps.send_queue import SendQueue
 from tfps.shared_memory import Place
 
+_END_S = 5.0  # for a pserver to end the streams of a worker that has left
 OnData = Callable[[Header, memoryview, Place | None], None]  # without the payload, if there is a place where it is
 OnNotice = Callable[[Header, memoryview], None]
 
@@ -124,12 +126,13 @@ class WorkerStream:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the streams and the thread; the pserver must know of the leave already."""
+        """Waits for the end of the streams and of the thread; the pserver, which must know of the leave, ends them."""
         self._closed = True
         self._queue.close()
-        if self._pull is not None:
-            self._pull.cancel()
-            if threading.current_thread() is not self._thread:
+        if self._pull is not None and threading.current_thread() is not self._thread:
+            self._thread.join(_END_S)
+            if self._thread.is_alive():  # the pserver is not there any more: one connection less does not matter
+                self._pull.cancel()
                 self._thread.join()
 
     def _receive(self) -> None:
@@ -157,3 +160,8 @@ class WorkerStream:
             self._push.cancel()
         if not self._closed:
             self._on_end(error, told)
+        # To the end: gRPC keeps the connection of a stream that is read by the thread that wants it until it has said
+        # what the stream ended with, also if that was cancelled.
+        with contextlib.suppress(grpc.RpcError):
+            for _ in self._pull or ():
+                pass

@@ -10,6 +10,7 @@ from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+_END_S = 5.0  # for a sheltered call that has been told to end
 
 
 class Flag:
@@ -31,6 +32,33 @@ class Flag:
             self.set()  # it stays so
             return True
         return False
+
+
+def sheltered(call: Callable[[threading.Event], _T], wait: Callable[[threading.Event], object]) -> _T:
+    """What `call` returns or raises; it runs on a thread of its own, so that Ctrl-C cannot stop it half-way.
+
+    Args:
+        call: gets an event that is set when Ctrl-C (any exception) has ended the wait for it: then it shall end soon.
+        wait: waits until an event is set.
+    """
+    future: Future[_T] = Future()
+    done, stop = threading.Event(), threading.Event()
+
+    def run() -> None:
+        try:
+            future.set_result(call(stop))
+        except BaseException as error:
+            future.set_exception(error)
+        done.set()
+
+    threading.Thread(target=run, name="tfps-sheltered", daemon=True).start()
+    try:
+        wait(done)
+    except BaseException:
+        stop.set()
+        done.wait(_END_S)  # so that what the program does next finds it done or not begun; Ctrl-C again does not wait
+        raise
+    return future.result()
 
 
 class DaemonPool(Executor):

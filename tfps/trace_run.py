@@ -73,7 +73,7 @@ class TraceRun:
         }
         run = self._free_name()
         chosen = sorted(set(choose(steps)))
-        self._capture = exchange.stop_trace(self._runtime.known_buckets(), run, chosen, settings)
+        self._capture = exchange.stop_trace(self._runtime.declared.known(), run, chosen, settings)
         path = chrome_path(self._log_dir, run)
         write_chrome(self._capture, path)
         self._say(path)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfps.errors import TfpsError
+from tfps.errors import TfpsError, to_text
 from tfps.exchange import BucketSpec
 from tfps.graph_ops import HOST, PULLED, Gate
 
@@ -32,6 +32,7 @@ class Transfer:
     def __init__(self, bucket: int, spec: BucketSpec, messages: int = 1) -> None:
         self.id = -1
         self.bucket, self.spec, self.messages = bucket, spec, messages
+        self.round = 0  # of the bucket, that comes back; apply thread only
         self._arrived = 0  # this and the next two: pump thread only
         self._ticket = 0
         self._carried: tuple[tf.Tensor, tf.Tensor] | None = None
@@ -111,16 +112,23 @@ class DeferredUpdate(Transfer):
         self.kept: tuple[str, ...] = ()  # names of what the update reads as of the send
         self.read = -1  # the variable whose read is noted (see moments.py)
         self.whole = False  # whether its messages say when the forward pass was
-        self.functions: list[Callable[[tf.Tensor, tf.Tensor], Any]] = []  # one per local replica
+        self.functions: list[Callable[..., Any]] = []  # one per local replica
+        self.invariants: Any = None  # who compares digests of the update, see invariants.py
+        self.leads = False  # whether each digest is compared
+        self.labels: tuple[tuple[str, ...], tuple[bool | None, ...]] = (), ()  # of the values in a digest
         self.gates: list[Gate] = []
 
     def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
-        for function in self.functions:
-            function(data, indices)
+        if self.invariants is None:
+            for function in self.functions:
+                function(data, indices)
+            return
+        weigh = self.invariants.weigh(self)
+        self.invariants.note(self, [function(data, indices, weigh) for function in self.functions])
 
     def fail(self, error: TfpsError) -> None:
         for gate in self.gates:
-            gate.open(str(error))
+            gate.open(to_text(error))
 
 
 class Pull(Transfer):
@@ -135,4 +143,4 @@ class Pull(Transfer):
         self.results.enqueue(["", ticket, data, indices])
 
     def fail(self, error: TfpsError) -> None:
-        self.results.enqueue([str(error), np.int64(0), _NO_BYTES, _NO_BYTES])
+        self.results.enqueue([to_text(error), np.int64(0), _NO_BYTES, _NO_BYTES])

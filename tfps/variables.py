@@ -10,13 +10,14 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tfps.errors import UnsupportedError
 from tfps.graph_ops import HOST, Gate, pass_gate, write_after
+from tfps.shares import current_share
 from tfps.tf_private import ResourceVariable, distribute_lib, in_xla, ops, outer_graphs, values, values_util
 
 
@@ -86,6 +87,17 @@ class Deferral:
                 holder = ResourceVariable(tf.zeros(tensor.shape, tensor.dtype), trainable=False, name="tfps_kept")
             self.kept[id(what)] = holder, tensor, what  # `what` stays alive, so that its id stays its own
         return self.kept[id(what)][0].read_value()
+
+
+def current_replica(strategy: tf.distribute.Strategy) -> int | None:
+    """The local replica of `strategy` that this code runs in: of a replica function or of an update; None outside.
+
+    Outside of all scopes TensorFlow says that it is in replica 0, of its default strategy.
+    """
+    context = distribute_lib.get_replica_context()
+    if context is None:
+        return distribute_lib.get_update_replica_id()
+    return context._replica_id if context.strategy is strategy else None
 
 
 def deferring(deferral: Deferral | None) -> contextlib.AbstractContextManager[None]:
@@ -179,6 +191,32 @@ class GatedVariable(values.MirroredVariable):
             return context._update(self, update_fn, args=(value,), kwargs=kwargs, group=True)
         return super()._update_replica(update_fn, value, **kwargs)
 
+    def assign(self, value: Any, *arguments: Any, **options: Any) -> Any:
+        return super().assign(self._counted(value, self._own), *arguments, **options)
+
+    def assign_add(self, value: Any, *arguments: Any, **options: Any) -> Any:
+        return super().assign_add(self._counted(value, None), *arguments, **options)
+
+    def assign_sub(self, value: Any, *arguments: Any, **options: Any) -> Any:
+        return super().assign_sub(self._counted(value, None), *arguments, **options)
+
+    def _counted(self, value: Any, before: Callable[[], tf.Tensor] | None) -> Any:
+        """What a replica writes: what it adds to `before` (None: to anything) counts by its rows.
+
+        The mean over replicas is then that of a batch that divides evenly; one without rows adds nothing.
+        """
+        share = None if not self.local or _tracing.deferral is not None or _tracing.updating else current_share()
+        if share is None:
+            return value
+        value = tf.convert_to_tensor(value, self.dtype)
+        start = tf.zeros([], self.dtype) if before is None else before()
+        relative = share.relative(self.dtype)
+        counted = tf.where(tf.equal(relative, 1), value, start + relative * (value - start))
+        return share.only_if_rows(counted, tf.broadcast_to(start, tf.shape(counted)))
+
+    def _own(self) -> tf.Tensor:
+        return self._get_on_device_or_primary().read_value()
+
     def take_combined(self, value: Any) -> None:
         """Gives all replicas `value`."""
         for component in self._values:
@@ -187,10 +225,16 @@ class GatedVariable(values.MirroredVariable):
 
     def _refresh(self) -> None:
         """Before a read outside a step: combines what replicas have written, on all ranks."""
-        if self.local and values_util.get_current_replica_id_as_int() is None:
+        if self.local and current_replica(self._distribute_strategy) is None:
             with tf.init_scope():
                 if tf.executing_eagerly():
                     self._distribute_strategy.extended.combiner.refresh()
+
+    def _get(self) -> Any:
+        if values_util.is_saving_non_distributed():
+            return super()._get()
+        replica = current_replica(self._distribute_strategy)
+        return self._get_cross_replica() if replica is None else self._get_replica(replica)
 
     def _get_cross_replica(self) -> tf.Tensor:
         self._refresh()
@@ -214,7 +258,8 @@ class GatedVariable(values.MirroredVariable):
     @property
     def handle(self) -> tf.Tensor:
         replica = values_util.get_current_replica_id_as_int()
-        if replica is not None:
+        if replica is not None:  # outside of all scopes the first one's, as TensorFlow gives it
+            self._refresh()
             self._access(replica)
         return super().handle
 
@@ -285,6 +330,7 @@ class OnReadVariable(values.SyncOnReadVariable):
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         if not self._outside():
+            value = self._counted(value, lambda: self._get_on_device_or_primary().read_value())
             return super().assign(value, use_locking, name, read_value)
         if not tf.executing_eagerly():
             self._distribute_strategy.extended.note_local_write(self)
@@ -301,13 +347,20 @@ class OnReadVariable(values.SyncOnReadVariable):
 
     def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._changed_outside():
-            return super().assign_add(value, *args, **kwargs)
+            return super().assign_add(self._counted(value, None), *args, **kwargs)
         return self.assign(self.read_value() + tf.convert_to_tensor(value, self.dtype))
 
     def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._changed_outside():
-            return super().assign_sub(value, *args, **kwargs)
+            return super().assign_sub(self._counted(value, None), *args, **kwargs)
         return self.assign(self.read_value() - tf.convert_to_tensor(value, self.dtype))
+
+    def _counted(self, value: Any, before: Callable[[], tf.Tensor] | None) -> Any:
+        """What a replica writes; one without rows leaves `before`, or (None) adds nothing."""
+        share = None if self._aggregation == tf.VariableAggregation.NONE else current_share()
+        if share is None or not share.may_be_empty:
+            return value
+        return share.only_if_rows(tf.convert_to_tensor(value, self.dtype), before() if before else None)
 
     def _outside(self) -> bool:
         """Whether this is neither in a replica function nor in an update."""
@@ -339,3 +392,12 @@ class _OnReadSaveable(values._SyncOnReadSaveable):
     def restore(self, restored_tensors: Any, restored_shapes: Any) -> Any:
         (tensor,) = restored_tensors
         return self._sync_on_read_variable.assign(tensor)
+
+
+def container_of(component: Any) -> Any:
+    """The distributed variable that `component` belongs to, None if it belongs to none."""
+    for holder in (component, getattr(component, "handle", None)):
+        reference = getattr(holder, "_distributed_container", None)
+        if reference is not None:
+            return reference()
+    return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import socket
 import threading
@@ -18,8 +17,10 @@ from tfps.assembly import named
 from tfps.capture import NONE, Capture, Setting
 from tfps.config import Config, check_address
 from tfps.control import PROTOCOL_VERSION, Pserver, failure_of, layout_message, layout_of, memory_message, settings_of
+from tfps.declaring import Declarations
 from tfps.errors import (
     ConfigError,
+    InterruptError,
     ProtocolError,
     PserverLostError,
     TfpsError,
@@ -54,7 +55,6 @@ _LEAVE_TIMEOUT_S = 5.0
 _TUNE_TIMEOUT_S = 30.0
 _STATUS_TIMEOUT_S = 10.0
 _LEAST_BUSY_S = 0.02  # for a throughput that means something
-_ANSWER_MARGIN_S = 10.0  # how much later than the pserver's own deadline a call gives up
 
 
 class Worker:
@@ -97,7 +97,6 @@ class Worker:
         self._state = FailureState()
         self._buckets: list[Bucket] = []
         self._declaring = threading.Lock()  # one declaration after the other
-        self._declarations = 0
         self._placer = Placer(len(addresses), config.placement)
         self._token = ""
         self._memory = Sharing(config.shared_memory)
@@ -121,6 +120,7 @@ class Worker:
         self._streams = [self._stream(index) for index in range(len(addresses))]
         self._cpu_s: list[float] = []  # of each pserver when the first buckets were declared
         self._blame = Blame(self._pservers)
+        self._declarations = Declarations(self._pservers, self._blame)
         self._tracer = Tracer(self._recorder, self._pservers)
         self._tuner = Tuner(config, self._pservers, self._queues, self._memory, self.tune)
         self._watch = threading.Thread(target=self._watch_deadlines, name="tfps-watch", daemon=True)
@@ -182,8 +182,9 @@ class Worker:
             self.workers = request.workers = reply.workers
             self._token = request.token = reply.token
         self._blame.token, self._blame.rank = self._token, self.rank
+        self._declarations.token, self._declarations.rank = self._token, self.rank
         self._tracer.token, self._tracer.rank, self._tracer.workers = self._token, self.rank, self.workers
-        self._declare_everywhere([], [], max(deadline - time.monotonic(), 0.1))
+        self._declarations.declare([], [], max(deadline - time.monotonic(), 0.1))
 
     def close(self) -> None:
         if not self._state.close():
@@ -244,11 +245,16 @@ class Worker:
 
     # Declaring
 
-    def declare(self, specs: Sequence[BucketSpec], details: Sequence[str] = ()) -> list[int]:
+    def declare(
+        self, specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: threading.Event | None = None
+    ) -> list[int]:
         with self._declaring:
             self._check_open()
             try:
-                self._declare_everywhere(specs, details, self.config.step_timeout_s)
+                self._declarations.declare(specs, details, self.config.step_timeout_s, stop)
+            except InterruptError:
+                self._check_open()  # or it was another rank, which has failed the job
+                raise
             except TfpsError as error:
                 self._fail(error, told=not isinstance(error, (PserverLostError, WaitTimeoutError)))
                 raise
@@ -260,29 +266,9 @@ class Worker:
             self._buckets.extend(map(self._new_bucket, specs))
             return list(range(first, len(self._buckets)))
 
-    def _declare_everywhere(self, specs: Sequence[BucketSpec], details: Sequence[str], timeout_s: float) -> None:
-        request = pb.DeclareRequest(
-            token=self._token,
-            rank=self.rank,
-            number=self._declarations,
-            details=details,
-            buckets=[
-                pb.Bucket(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)})
-                for spec in specs
-            ],
-            timeout_s=timeout_s,
-        )
-        for pserver in self._pservers:
-            with saying(partial(self._blame.declaring, pserver, self._declarations)):
-                try:
-                    pserver.call("Declare", request, timeout_s + _ANSWER_MARGIN_S)
-                except WaitTimeoutError as error:
-                    raise WaitTimeoutError(f"pserver {pserver.address}: {error}") from None
-        self._declarations += 1
-
     def _new_bucket(self, spec: BucketSpec) -> Bucket:
         if spec.kind == "gather":
-            return Bucket(spec, Cutting([], [self._placer.place_gather(spec.name)]))
+            return Bucket(spec, Cutting([], [self._placer.place_gather(spec.common_name)]))
         return Bucket(spec, cut_sum(spec, self.config.first_slice_bytes, self._placer))
 
     # Tuning

@@ -221,6 +221,16 @@ def all_reduce_takes_sparse_and_half_values(strategy: tfps.Strategy) -> None:
 
 
 @check
+def each_value_of_a_structure_is_reduced_by_itself(strategy: tfps.Strategy) -> None:
+    count, workers = strategy.num_replicas_in_sync, strategy.num_workers
+    for ids in both(lambda: strategy.run(replica_id)):
+        reduced = strategy.reduce("MEAN", {"ids": ids, "more": (float(strategy.rank), [ids])}, axis=None)
+        equal(reduced["ids"], (count - 1) / 2)
+        equal(reduced["more"][0], (workers - 1) / 2)
+        equal(reduced["more"][1][0], (count - 1) / 2)
+
+
+@check
 def merge_call_brings_the_replicas_together(strategy: tfps.Strategy) -> None:
     count = strategy.num_replicas_in_sync
     with strategy.scope():

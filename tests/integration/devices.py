@@ -108,9 +108,62 @@ def custom_loop(pservers: list[str], devices: list[str]) -> list[np.ndarray]:
     return weights
 
 
+def reduced(strategy: tf.distribute.Strategy) -> dict[str, Any]:
+    """What `reduce` makes of structures, by operation and structure; the name of the error where it raises one."""
+    first = strategy.run(
+        lambda: 1.0 + tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+    )
+    second = strategy.run(lambda each: tf.fill([2], 10.0 + each), args=(first,))
+    with strategy.scope():
+        variable = tf.Variable(5.0)
+    structures: dict[str, Any] = {
+        "one": first,
+        "nested": {"a": first, "b": (second, [first])},
+        "with a number": (first, 7.0),
+        "a number first": (7.0, second, [first]),
+        "with a tensor": [first, tf.constant([3.0])],
+        "with a variable": (variable, first),
+        "a number": 7.0,
+        "nothing": {"a": first, "b": None},
+    }
+    results: dict[str, Any] = {}
+    for operation in ("SUM", "MEAN"):
+        for name, structure in structures.items():
+            try:
+                value = strategy.reduce(operation, structure, axis=None)
+                value = tf.nest.map_structure(lambda each: None if each is None else np.asarray(each).tolist(), value)
+            except ValueError:
+                value = "ValueError"
+            results[f"{operation} of {name}"] = value
+    return results
+
+
+def gradients_that_all_replicas_share(strategy: tf.distribute.Strategy) -> list[float]:
+    """One tensor for all replicas, eagerly and in a graph: each contributes it."""
+    gradient = tf.constant([1.0])
+    with strategy.scope():
+        variable = keras.Variable([0.0])
+        optimizer = SGD(1.0)
+    strategy.run(lambda: optimizer.apply([gradient], [variable]))
+    eagerly = float(variable.numpy()[0])
+    tf.function(lambda: strategy.run(lambda: optimizer.apply([gradient], [variable])), autograph=False)()
+    return [eagerly, float(variable.numpy()[0])]
+
+
+def values_of_two_devices() -> None:
+    devices = ["CPU:0", "CPU:1"]
+    strategy = tfps.Strategy(devices=devices)
+    expected, actual = reduced(tf.distribute.MirroredStrategy(devices)), reduced(strategy)
+    assert actual == expected, (actual, expected)
+    assert gradients_that_all_replicas_share(strategy) == [-2.0, -4.0]
+    strategy.close()
+
+
 def main(*pservers: str) -> None:
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    if not pservers:
+        values_of_two_devices()
     programs: dict[str, Callable[[list[str], list[str]], list[np.ndarray]]] = {
         **{name: functools.partial(trained, name) for name in (OVER_GRPC if pservers else PROGRAMS)},
         "custom loop": custom_loop,

@@ -27,6 +27,7 @@ import training
 
 import tfps
 
+DEVICES = [f"CPU:{number}" for number in range(int(os.environ.get("DEVICES", "1")))]
 BATCH = 48  # of the whole job
 SAMPLES = 6 * BATCH
 
@@ -35,7 +36,7 @@ class Job:
     """What a program runs with: its strategy, if any, and folders."""
 
     def __init__(self, folder: Path) -> None:
-        self.strategy = tfps.Strategy() if "TFPS_PSERVERS" in os.environ else None
+        self.strategy = tfps.Strategy(devices=DEVICES) if "TFPS_PSERVERS" in os.environ else None
         self.rank = self.strategy.rank if self.strategy else 0
         self.workers = self.strategy.num_workers if self.strategy else 1
         self.shared = folder  # one for all ranks
@@ -107,4 +108,7 @@ def main(folder: str, *programs: str) -> None:
 
 
 if __name__ == "__main__":
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration() for _ in DEVICES]
+    )
     main(*sys.argv[1:])

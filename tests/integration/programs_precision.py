@@ -75,9 +75,8 @@ def accumulation(job: Job) -> dict[str, Any]:
     pushes = 0
     if job.strategy:
         assert job.strategy._runtime.settle(60.0)  # variables can be read a moment before an update is noted
-        specs = dict(job.strategy._runtime._buckets.values())
         applied = [event for event in job.strategy.recorder.stop() if event.kind == "applied"]
-        pushes = sum(not specs[event.bucket].occasional for event in applied)
+        pushes = sum(not job.strategy._runtime.declared.spec(event.bucket).occasional for event in applied)
         pushes //= job.strategy.update_buckets()
     return {**weights(model), **history(fit), "own pushes": pushes}
 

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from program import BATCH, Job, data, history, weights
+from reading import MovingMean
 
 OPTIONS: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
 
@@ -40,6 +41,35 @@ def checkpoints_shared(job: Job) -> dict[str, Any]:
 
 def checkpoints_own(job: Job) -> dict[str, Any]:
     return _checkpoints(job, job.own)
+
+
+def saved_in_epochs(job: Job) -> dict[str, Any]:
+    """Callbacks that save in the middle of an epoch write what one process has: statistics, choices, names of files."""
+
+    def build() -> Any:
+        layers = [keras.layers.Dense(16, activation="tanh"), MovingMean(), keras.layers.Dense(10)]
+        return keras.Sequential([keras.Input((64,)), *layers])
+
+    model = job.compiled(lambda: keras.optimizers.SGD(0.5), build=build)
+    checkpoint = keras.callbacks.ModelCheckpoint
+    callbacks = [
+        checkpoint(str(job.shared / "{epoch}-{batch:02d}-{loss:.1f}.weights.h5"), save_weights_only=True, save_freq=2),
+        checkpoint(str(job.shared / "best.keras"), save_best_only=True, monitor="loss", save_freq=1),
+        keras.callbacks.BackupAndRestore(str(job.shared / "backup"), save_freq=5, delete_checkpoint=False),
+    ]
+    callbacks[1].monitor_op = np.less  # which Keras 3.15 leaves open until the first epoch ends
+    x, y = data()
+    x[::2] += 0.5  # ranks have different data
+    fit = model.fit(x, y, epochs=2, callbacks=callbacks, **OPTIONS)
+    if job.strategy:
+        job.strategy.reduce("SUM", 1.0, axis=None)  # rank 0 has written its backup
+    ends = {**weights(model), **history(fit), "best": callbacks[1].best}
+    restored = build()
+    for path in sorted(job.shared.rglob("*.*")):
+        if path.suffix == ".h5":
+            restored.load_weights(path)
+            ends |= {f"{path.name}/{each}": weight for each, weight in enumerate(restored.get_weights())}
+    return ends
 
 
 class Interrupt(keras.callbacks.Callback):

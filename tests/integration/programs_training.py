@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from typing import Any
 
 import keras
@@ -147,6 +148,86 @@ def own_logs(job: Job) -> dict[str, Any]:
     return {**ends, "stopped": [len(stopped.epoch), int(model.optimizer.iterations.numpy())]}
 
 
+class GuideStep(keras.Model):
+    """The steps of Keras' guide: compiled metrics come as a nested dict. And numbers that are no metrics' results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = keras.layers.Dense(8), keras.layers.Dense(1, activation="sigmoid")
+
+    def call(self, inputs: Any) -> Any:
+        return self.out(self.hidden(inputs))
+
+    def _updated(self, loss: Any, y: Any, predicted: Any) -> dict[str, Any]:
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss * tf.distribute.get_strategy().num_replicas_in_sync)
+            else:
+                metric.update_state(y, predicted)
+        return {m.name: m.result() for m in self.metrics}
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=predicted)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        last = {"of": (tf.reduce_mean(predicted), {"mean": tf.reduce_mean(predicted, 0)})}
+        return {**self._updated(loss, y, predicted), "steps": self.optimizer.iterations + 0, "last": last}
+
+    def test_step(self, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        predicted = self(x, training=False)
+        return self._updated(self.compute_loss(y=y, y_pred=predicted), y, predicted)
+
+
+def guide_steps(job: Job) -> dict[str, Any]:
+    """Callbacks decide by what is nested in the logs; all of it is what one process has."""
+    metrics = ["mae", keras.metrics.AUC(name="auc"), keras.metrics.F1Score(threshold=0.5, name="f1")]
+    model = job.compiled(
+        lambda: keras.optimizers.SGD(0.5), build=GuideStep, loss="binary_crossentropy", metrics=metrics
+    )
+    x, digits = data()
+    y = (digits > 4).astype("float32").reshape(-1, 1)
+    plateau = keras.callbacks.ReduceLROnPlateau("val_mae", patience=0, factor=0.5, min_delta=0.02)
+    callbacks = [plateau, keras.callbacks.EarlyStopping("val_auc", patience=2, mode="max")]
+    options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    fit = model.fit(x, y, validation_data=(x[:96], y[95::-1]), epochs=6, callbacks=callbacks, **options)
+    nested = fit.history.pop("of")
+    evaluated = model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
+    rate = float(model.optimizer.learning_rate.numpy())
+    ends = {**weights(model), **history(fit), **{f"evaluated/{name}": value for name, value in evaluated.items()}}
+    return {**ends, "rate": rate, "epochs": fit.epoch, "nested": [float(mean) for mean, _ in nested]}
+
+
+class Reporting(keras.Model):
+    """Reports what it is told to, and trains nothing."""
+
+    logs: Any = None
+
+    def call(self, inputs: Any) -> Any:
+        return inputs
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        return self.logs
+
+
+def logs_that_differ(job: Job) -> dict[str, Any]:
+    """What callbacks would decide by differently is refused on all ranks."""
+    refused = []
+    for logs in ({"text": f"of {job.rank}"}, {"a": 1.0, f"b{job.rank}": 1.0}, {"a": {"b": [1.0] * (1 + job.rank)}}):
+        with job.scope():
+            model = Reporting()
+            model.compile("sgd")
+        model.logs = tf.nest.map_structure(tf.constant, logs)
+        try:
+            model.fit(data()[0][:BATCH], batch_size=BATCH, verbose=0)
+        except tfps.MismatchError as error:
+            refused.append(str(error))
+    return {"ranks refused": refused}
+
+
 class Gan(keras.Model):
     """Two models, two optimizers; each step trains the discriminator, then the generator."""
 
@@ -250,6 +331,21 @@ def compile_again(job: Job) -> dict[str, Any]:
     return {**weights(first, second), **history(*fits)}
 
 
+def fine_tuning(job: Job) -> dict[str, Any]:
+    """Frozen, compiled outside of the scope with an optimizer and metrics made there, unfrozen, compiled again."""
+    model = job.compiled()
+    x, y = data()
+    options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "validation_data": (x, y), "verbose": 0}
+    fits = [model.fit(x, y, **options)]
+    for trainable, optimizer in ((False, "adam"), (True, keras.optimizers.SGD(0.1, momentum=0.9)), (False, "rmsprop")):
+        model.layers[0].trainable = trainable
+        top = keras.metrics.SparseTopKCategoricalAccuracy(3, name="top")
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss, metrics=["accuracy", top])
+        fits.append(model.fit(x, y, **options))
+    return {**weights(model), **history(*fits)}
+
+
 def train_on_batch(job: Job) -> dict[str, Any]:
     """Batches given by hand are this worker's own: each rank passes its half."""
     model = job.compiled("sgd")
@@ -276,6 +372,50 @@ def two_strategies(job: Job) -> dict[str, Any]:
         other.close()
     fits.append(first.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0))
     return {**weights(first, second), **history(*fits)}
+
+
+def helper_models(job: Job) -> dict[str, Any]:
+    """Rank 0 builds models for itself before, and still holds one that the others have dropped before any training."""
+
+    class Scaled(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.factor = self.add_weight(shape=(shape[-1],), initializer="ones")  # without a name of its own
+
+        def call(self, inputs: Any) -> Any:
+            return inputs * self.factor
+
+    def build() -> Any:
+        hidden = [keras.layers.Dense(16, activation="tanh"), Scaled(), keras.layers.Dense(16, name="hidden_2")]
+        return keras.Sequential(
+            [keras.Input((64,)), *hidden, keras.layers.LayerNormalization(), keras.layers.Dense(10)]
+        )
+
+    if job.rank == 0:
+        for _ in range(2):
+            helper = build()
+            helper.compile(keras.optimizers.Adam(), "mse")
+            helper.optimizer.build(helper.trainable_variables)
+    dead = [job.compiled(build=build)]
+    if job.rank != 0:
+        dead.clear()
+        gc.collect()
+    model = job.compiled(build=build)
+    x, y = data()
+    fit = model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    return {**weights(model), **history(fit)}
+
+
+def strings(job: Job) -> dict[str, Any]:
+    """Variables of strings, of other lengths on each rank; one whose number of strings differs; one of numbers."""
+    words = ["", "a" * (job.rank + 1), "\u00e4\0", "b" * 3000]
+    with job.scope():
+        fixed = tf.Variable(words)
+        free = tf.Variable(words * (2 - job.rank), shape=tf.TensorShape([None]))
+        numbers = tf.Variable(tf.range(3 + job.rank), shape=tf.TensorShape(None))
+    job.tf_strategy.run(lambda: None)
+    texts = {"fixed": fixed.numpy(), "free": free.numpy()}
+    ends = {name: np.frombuffer(b"|".join(text), np.uint8).astype(np.int64) for name, text in texts.items()}
+    return {**ends, "numbers": numbers.numpy()}
 
 
 def batch_normalization(job: Job) -> dict[str, Any]:

@@ -24,13 +24,17 @@ pytestmark = pytest.mark.timeout(600)
 # The first of each pair belongs to the quick suite, the second is long.
 PROGRAMS = {
     "programs_training": (
-        ["loop_function", "own_logs", "gan", "shared_variables"],
+        [
+            *("loop_function", "own_logs", "guide_steps", "logs_that_differ", "gan", "shared_variables"),
+            *("helper_models", "strings"),
+        ],
         [
             "own_train_step",
             "loop_eager",
             "loop_epoch_function",
             "gradients_none",
             "compile_again",
+            "fine_tuning",
             "train_on_batch",
             "two_strategies",
         ],
@@ -47,7 +51,7 @@ PROGRAMS = {
         ],
     ),
     "programs_saving": (
-        ["checkpoints_shared", "backup_shared", "weights_set"],
+        ["checkpoints_shared", "saved_in_epochs", "backup_shared", "weights_set"],
         [
             *("checkpoints_own", "backup_own", "saved", "saved_in_one_place", "tensorboard", "tf_checkpoint"),
             "weights_set_on_one_rank",
@@ -58,41 +62,42 @@ PROGRAMS = {
 BY_THEMSELVES = ["programs_input.files_uneven", "programs_training.batch_normalization"]
 # Half types round each rank's gradients by themselves.
 TOLERANCE = {"loss_scaling": 5e-3, "mixed_bfloat16": 3e-2}
-Results = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]  # of plain Keras and of each rank
+Results = list[dict[str, Any]]  # of plain Keras and of each rank
 
 
-def run(names: list[tuple[str, str]], folder: Path) -> Results:
-    """Runs programs, (module, name), with two workers and in plain Keras at the same time."""
-    arguments = [str(folder / "two"), *(f"{module}.{name}" for module, name in names)]
+def run(names: list[tuple[str, str]], folder: Path, workers: int = 2, devices: int = 1) -> Results:
+    """Runs programs, (module, name), with several workers and in plain Keras at the same time."""
+    arguments = [str(folder / "job"), *(f"{module}.{name}" for module, name in names)]
     plain = [str(folder / "plain"), *arguments[1:]]
-    servers = [ParameterServer("127.0.0.1", 0, workers=2) for _ in range(2)]
-    sizes = {"TFPS_SLICE_BYTES": "4096", "TFPS_WINDOW_BYTES": "8192"}
+    servers = [ParameterServer("127.0.0.1", 0, workers=workers) for _ in range(2)]
+    settings = {"TFPS_SLICE_BYTES": "4096", "TFPS_WINDOW_BYTES": "8192", "DEVICES": str(devices)}
     alone = processes.start("program.py", *plain, environment={})
     try:
         addresses = [server.address for server in servers]
-        with processes.started("program.py", addresses, 2, [arguments] * 2, **sizes) as running:
+        with processes.started("program.py", addresses, workers, [arguments] * workers, **settings) as running:
             processes.outputs([*running, alone], TIMEOUT_S)
     finally:
         alone.kill()
         alone.communicate()
         for server in servers:
             server.stop()
-    files = [folder / "plain" / "results_plain.pickle", *(folder / "two" / f"results_{rank}.pickle" for rank in (0, 1))]
-    first, second, third = (pickle.loads(file.read_bytes()) for file in files)
-    return first, second, third
+    ranks = [folder / "job" / f"results_{rank}.pickle" for rank in range(workers)]
+    return [pickle.loads(file.read_bytes()) for file in (folder / "plain" / "results_plain.pickle", *ranks)]
 
 
 def check(name: str, results: Results) -> None:
     """Ranks bitwise equal, and plain Keras within rounding."""
-    plain, first, second = (result[name] for result in results)
-    for who, result in (("plain Keras", plain), ("rank 0", first), ("rank 1", second)):
+    plain, *ranks = (result[name] for result in results)
+    for who, result in (("plain Keras", plain), *((f"rank {rank}", result) for rank, result in enumerate(ranks))):
         assert "error" not in result, f"{who}:\n{result['error']}"
-    assert first.keys() == second.keys() == plain.keys()
-    for key in (key for key in first if not key.startswith("own")):
-        mine, other, expected = (np.asarray(result[key]) for result in (first, second, plain))
-        assert mine.tobytes() == other.tobytes(), f"{key}: rank 0 has {mine}, rank 1 {other}"
+        assert result.keys() == plain.keys(), who
+    for key in (key for key in plain if not key.startswith("own")):
+        mine, *others = (np.asarray(result[key]) for result in ranks)
+        for rank, other in enumerate(others, 1):
+            assert mine.tobytes() == other.tobytes(), f"{key}: rank 0 has {mine}, rank {rank} {other}"
         if key.startswith("ranks"):
             continue
+        expected = np.asarray(plain[key])
         assert mine.shape == expected.shape, f"{key}: {mine}, plain Keras {expected}"
         if mine.size:
             difference = np.abs(mine - expected).max() / max(np.abs(expected).max(), 1e-30)
@@ -134,6 +139,14 @@ def test_two_workers_do_what_plain_keras_does_in_more_programs(
     module: str, name: str, long: Callable[[str], Results]
 ) -> None:
     check(name, long(module))
+
+
+def test_logs_that_differ_between_ranks_are_refused_by_name(quick: Results) -> None:
+    for result in quick[1:]:
+        text, keys, shape = result["logs_that_differ"]["ranks refused"]
+        assert "logs['text']" in text
+        assert "['a', 'b0'], rank 1 ['a', 'b1']" in keys
+        assert "logs['a/b']" in shape
 
 
 def test_accumulated_gradients_are_sent_when_they_are_applied_only(quick: Results) -> None:

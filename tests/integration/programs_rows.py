@@ -1,0 +1,240 @@
+"""Programs whose batches do not divide by the replicas, down to replicas without rows; see program.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from program import Job, data, history, sharded, weights
+
+L: Any = keras.layers
+SGD = keras.optimizers.SGD
+
+
+class Added(L.Layer):
+    """Adds a mean over rows to the loss, which is NaN of no rows."""
+
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(0.1 * keras.ops.mean(inputs**2))
+        return inputs
+
+
+def dense() -> Any:
+    layers = [L.Dense(8, activation="relu", kernel_regularizer="l2"), L.LayerNormalization(), Added(), L.Dense(10)]
+    return keras.Sequential([L.Input((64,)), *layers])
+
+
+def fitted(job: Job, rows: int, batch: int, **options: Any) -> dict[str, Any]:
+    x, y = data(rows)
+    model = job.compiled(lambda: SGD(0.1), build=dense, **options)
+    fit = model.fit(x, y, batch_size=batch, epochs=3, shuffle=False, verbose=0, validation_data=(x, y))
+    return {**weights(model), **history(fit)}
+
+
+def arrays(job: Job) -> dict[str, Any]:
+    return fitted(job, 29, 8)
+
+
+def every_batch_uneven(job: Job) -> dict[str, Any]:
+    return fitted(job, 30, 5)
+
+
+def last_batch_of_one_row(job: Job) -> dict[str, Any]:
+    return fitted(job, 9, 8)
+
+
+def last_batch_of_four_rows(job: Job) -> dict[str, Any]:
+    return fitted(job, 16, 12)
+
+
+def fewer_rows_than_replicas(job: Job) -> dict[str, Any]:
+    return fitted(job, 2, 8)
+
+
+def eagerly(job: Job) -> dict[str, Any]:
+    return fitted(job, 13, 6, run_eagerly=True)
+
+
+def several_steps(job: Job) -> dict[str, Any]:
+    return fitted(job, 29, 8, steps_per_execution=2)
+
+
+def tf_data(job: Job) -> dict[str, Any]:
+    """As in the report that val_loss was NaN: 32 rows in batches of 31."""
+    x, y = data(32)
+    dataset = sharded(tf.data.Dataset.from_tensor_slices((x, y)).batch(31))
+    model = job.compiled("adam", build=dense)
+    fit = model.fit(dataset, epochs=2, verbose=0, validation_data=dataset)
+    return {**weights(model), **history(fit), "evaluated": model.evaluate(dataset, verbose=0)}
+
+
+class Batches(keras.utils.PyDataset):
+    """Batches of 5, 5, and 1 rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.y = data(11)
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[5 * index : 5 * index + 5], self.y[5 * index : 5 * index + 5]
+
+
+def py_dataset(job: Job) -> dict[str, Any]:
+    model = job.compiled(lambda: SGD(0.1), build=dense)
+    fit = model.fit(Batches(), epochs=2, shuffle=False, verbose=0)
+    return {**weights(model), **history(fit)}
+
+
+def accumulated(job: Job) -> dict[str, Any]:
+    x, y = data(29)
+    model = job.compiled(lambda: SGD(0.1, gradient_accumulation_steps=2), build=dense)
+    model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    return weights(model)
+
+
+def masked(job: Job) -> dict[str, Any]:
+    """A mean over unmasked positions counts by these, not by rows."""
+    random = np.random.default_rng(0)
+    words = random.integers(1, 20, (29, 6))
+    for row, length in enumerate(random.integers(0, 7, 29)):
+        words[row, length:] = 0
+
+    def build() -> Any:
+        layers = [L.Embedding(20, 4, mask_zero=True), L.LSTM(5, return_sequences=True), L.Dense(10)]
+        return keras.Sequential([L.Input((6,)), *layers])
+
+    model = job.compiled(lambda: SGD(0.5), build=build)
+    fit = model.fit(words, words % 10, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    return {**weights(model), **history(fit)}
+
+
+def by_sample_weights(job: Job) -> dict[str, Any]:
+    """So does one that is divided by the sum of sample weights; other losses divide by rows all the same."""
+    loss, ends = keras.losses.SparseCategoricalCrossentropy, {}
+    for reduction in ("mean_with_sample_weight", "sum_over_batch_size", "sum"):
+        x, y = data(29)
+        model = job.compiled(lambda: SGD(0.01), build=dense, loss=loss(from_logits=True, reduction=reduction))
+        fit = model.fit(*(x, y), sample_weight=np.linspace(0, 3, 29), batch_size=8, epochs=2, shuffle=False, verbose=0)
+        ends.update({f"{reduction}/{name}": value for name, value in {**weights(model), **history(fit)}.items()})
+    return ends
+
+
+class Guide(keras.Model):
+    """The steps of Keras' guide, which track what compute_loss returns."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=outputs)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, outputs)
+        return {"last": loss}
+
+
+def tracked_loss(job: Job) -> dict[str, Any]:
+    def build() -> Any:
+        model = dense()
+        return Guide(model.inputs, model.outputs)
+
+    x, y = data(29)
+    model = job.compiled(lambda: SGD(0.1), build=build)
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    tracked = {metric.name: metric.result() for metric in model.metrics}
+    return {**weights(model), "loss": np.array(tracked["loss"])}
+
+
+def train_on_batch(job: Job) -> dict[str, Any]:
+    """Each worker passes its part; the parts differ in size."""
+    x, y = data(29)
+    model = job.compiled(lambda: SGD(0.1), build=dense)
+    for start in range(0, 29, 8):
+        size = len(x[start : start + 8])
+        first, end = (start - (-size * rank // job.workers) for rank in (job.rank, job.rank + 1))
+        model.train_on_batch(x[first:end], y[first:end])
+    return weights(model)
+
+
+def _loop(job: Job) -> tuple[Any, Any, Any]:
+    model = job.compiled(lambda: SGD(0.1), build=dense)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def step(batch: Any) -> Any:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            value = loss(y, model(x, training=True))
+        model.optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
+        return value
+
+    dataset = sharded(tf.data.Dataset.from_tensor_slices(data(29)).batch(8))
+    return model, step, job.tf_strategy.experimental_distribute_dataset(dataset)
+
+
+def loop_eager(job: Job) -> dict[str, Any]:
+    """Batches are taken outside of the function that trains: replicas sum their rows."""
+    model, step, batches = _loop(job)
+    train = tf.function(lambda batch: job.tf_strategy.run(step, args=(batch,)), autograph=False)
+    losses = [job.tf_strategy.reduce("SUM", train(batch), axis=None) for _ in range(2) for batch in batches]
+    return {**weights(model), "losses": np.array(losses)}
+
+
+def loop_function(job: Job) -> dict[str, Any]:
+    model, step, batches = _loop(job)
+
+    @tf.function
+    def epoch() -> None:
+        for batch in batches:
+            job.tf_strategy.run(step, args=(batch,))
+
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    epoch()
+    epoch()
+    return weights(model)
+
+
+def normalized(job: Job) -> dict[str, Any]:
+    """Statistics of no rows, which are NaN, reach neither variables nor metrics."""
+
+    def build() -> Any:
+        return keras.Sequential([L.Input((64,)), L.Dense(8), L.BatchNormalization(), L.Dense(10)])
+
+    x, y = data(9)
+    model = job.compiled(lambda: SGD(0.1), build=build)
+    fit = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, validation_data=(x, y))
+    ends = {**weights(model), **history(fit)}
+    finite = float(all(np.isfinite(value).all() for value in ends.values()))
+    return {"finite": finite} | {f"ranks {name}": value for name, value in ends.items()}
+
+
+class Scaled(L.Layer):
+    """Divides by a moving mean of its inputs, which does not show in them."""
+
+    def build(self, shape: Any) -> None:
+        self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="mean")
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(inputs, 0))
+        return inputs
+
+
+def moving_mean(job: Job) -> dict[str, Any]:
+    """A moving mean of rows is that of the whole batch."""
+
+    def build() -> Any:
+        return keras.Sequential([L.Input((64,)), Scaled(), L.Dense(10)])
+
+    x, y = data(8)
+    model = job.compiled(lambda: SGD(0.1), build=build)
+    model.fit(x[:5], y[:5], batch_size=5, epochs=1, shuffle=False, verbose=0)
+    return weights(model)

@@ -1,0 +1,61 @@
+"""Batches that do not divide: each replica counts by its rows, so that weights and losses are those of plain Keras."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import test_programs
+from test_programs import Results
+
+# By workers and devices: each program once in the quick suite.
+QUICK = {
+    (3, 1): [
+        *("arrays", "last_batch_of_four_rows", "eagerly", "tf_data", "py_dataset", "masked", "by_sample_weights"),
+        *("tracked_loss", "train_on_batch", "loop_function", "several_steps"),
+    ],
+    (2, 2): [
+        *("every_batch_uneven", "last_batch_of_one_row", "fewer_rows_than_replicas", "accumulated", "loop_eager"),
+        *("normalized", "moving_mean"),
+    ],
+}
+PROGRAMS = [name for names in QUICK.values() for name in names]
+ONE_DEVICE = {"several_steps"}  # as under every strategy; see docs/semantics.md
+pytestmark = pytest.mark.timeout(600)
+Jobs = Callable[[int, int, bool], Results]
+
+
+def cases(jobs: dict[tuple[int, int], list[str]]) -> list[object]:
+    return [
+        pytest.param(*job, name, id=f"{name}, {job[0]} workers, {job[1]} devices")
+        for job, names in jobs.items()
+        for name in names
+        if job[1] == 1 or name not in ONE_DEVICE
+    ]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """Runs all programs of a job together."""
+
+    @functools.cache
+    def results(workers: int, devices: int, quick: bool) -> Results:
+        names = QUICK[workers, devices] if quick else PROGRAMS
+        pairs = [("programs_rows", name) for name in names if devices == 1 or name not in ONE_DEVICE]
+        return test_programs.run(pairs, tmp_path_factory.mktemp("rows"), workers, devices)
+
+    return results
+
+
+@pytest.mark.parametrize(("workers", "devices", "name"), cases(QUICK))
+def test_what_does_not_divide_is_what_plain_keras_does(workers: int, devices: int, name: str, jobs: Jobs) -> None:
+    test_programs.check(name, jobs(workers, devices, True))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("workers", "devices", "name"), cases(dict.fromkeys([(2, 1), (3, 1), (1, 2), (2, 2)], PROGRAMS))
+)
+def test_so_it_does_with_other_workers_and_devices(workers: int, devices: int, name: str, jobs: Jobs) -> None:
+    test_programs.check(name, jobs(workers, devices, False))
