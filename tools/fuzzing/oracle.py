@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase as fnmatch
 from typing import Any
 
 import numpy as np
 
-from fuzzing.cases import Case
+from fuzzing.cases import Case, features
 
 Found = Mapping[str, Any]
 PLAIN, MIRRORED, NOTHING = "plain", "mirrored", "nothing"
@@ -28,7 +29,7 @@ class Rule:
     Args:
         reference: what is compared with, where `when` holds.
         bitwise: None: does not matter.
-        without: results by the first word of their names that are not compared with the reference.
+        without: patterns of the names of results (or only their kind) that are not compared with the reference.
         why: a sentence.
     """
 
@@ -52,6 +53,14 @@ def _clips(case: Case) -> bool:
     return case.optimizer.clipping != "no clipping"
 
 
+def _decisive(callbacks: tuple[str, ...]) -> bool:
+    return bool({"EarlyStopping", "ReduceLROnPlateau", "ModelCheckpoint best"} & set(callbacks))
+
+
+def _decides_by_validation(case: Case) -> bool:
+    return any(_decisive(fit.callbacks) and fit.validation != "no validation" for fit in case.fits)
+
+
 _SIGNS = ("Lion", "Muon", "Adafactor")
 _OF_THE_MODEL = ("evaluated", "predictions", "files", "seen", "history", "epochs")
 
@@ -60,10 +69,10 @@ RULES = (
     Rule(
         "scale times rate",
         lambda case: (
-            case.optimizer.clipping == "global_clipnorm"
+            case.optimizer.clipping in ("clipnorm", "global_clipnorm")
             or case.optimizer.accumulation > 1
             or case.optimizer.loss_scaling
-            or case.optimizer.clipping == "clipnorm"
+            or (case.optimizer.momentum and _uses(case, "BatchNormalization"))
         ),
         "TensorFlow's arithmetic optimizer joins (gradient * scale) * rate within one graph (docs/design.md)",
         bitwise=False,
@@ -106,10 +115,46 @@ RULES = (
         NOTHING,
     ),
     Rule(
+        "parts of batches",
+        lambda case: (
+            _several(case)
+            and "rows that do not divide" in features(case)
+            and (_clips(case) or _uses(case, "BatchNormalization"))
+        ),
+        "MirroredStrategy weighs parts alike, however large they are",
+        NOTHING,
+    ),
+    Rule(
+        "activity regularizer",
+        lambda case: _several(case) and _uses(case, "activity regularizer"),
+        "sums over the rows of a replica count alike, by Keras",
+        NOTHING,
+    ),
+    Rule(
+        "mask in evaluation",
+        lambda case: _several(case) and "masked loss" in features(case),
+        "in evaluation each replica divides by its own number of steps that are not masked",
+        without=("evaluated", "history/*/val_loss", "seen/*/loss", "seen/*/val_loss"),
+    ),
+    Rule(
+        "decisions by a mask in evaluation",
+        lambda case: _several(case) and "masked loss" in features(case) and _decides_by_validation(case),
+        "callbacks decide by that",
+        NOTHING,
+    ),
+    Rule(
         "loss of one's own step",
-        lambda case: _several(case) and case.step != "Keras' train_step",
-        "Keras divides a loss by the number of replicas: what such a step notes is that part, under every strategy",
-        without=("history", "seen", "evaluated"),
+        lambda case: _several(case) and case.step == "own metrics",
+        "a loss that is called in a step has been divided by the number of replicas, which is what is noted of it",
+        without=("history/*/loss", "history/*/val_loss", "seen/*/loss", "seen/*/val_loss", "evaluated/*/loss"),
+    ),
+    Rule(
+        "decisions by the loss of one's own step",
+        lambda case: (
+            _several(case) and case.step == "own metrics" and any(_decisive(fit.callbacks) for fit in case.fits)
+        ),
+        "callbacks decide by that",
+        NOTHING,
     ),
     Rule(
         "accumulators",
@@ -169,7 +214,7 @@ def with_reference(found: Found, expected: Found, judgement: Judgement) -> tuple
     sizes = _sizes(expected)
     first: Difference | None = None
     for name in sorted(found.keys() | expected.keys(), key=_in_order):
-        if _kind(name) in judgement.without or _is_own(name):
+        if _is_own(name) or any(fnmatch(name, each) or _kind(name) == each for each in judgement.without):
             continue
         if name not in found or name not in expected:
             who = "tfps" if name in found else judgement.reference
