@@ -214,7 +214,7 @@ def _action(d: Drawing, case: Case) -> Action:
 
 
 def _fit(d: Drawing, case: Case) -> Fit:
-    kind = d.one(["arrays", "tensors", "tf.data", "tf.data shuffled", "PyDataset", "generator"])
+    kind = d.one(["arrays", "tensors", "tf.data", "tf.data shuffled", "tf.data reshuffled", "PyDataset", "generator"])
     if d.rarely("tf.data, number of batches unknown", 10):
         kind = "tf.data, number of batches unknown"
     arrays = kind in ("arrays", "tensors")

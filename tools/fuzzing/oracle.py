@@ -109,6 +109,12 @@ RULES = (
         NOTHING,
     ),
     Rule(
+        "reshuffled",
+        lambda case: any(fit.input == "tf.data reshuffled" for fit in case.fits),
+        "under a strategy Keras looks at a batch before it trains, an iteration with an order of its own",
+        NOTHING,
+    ),
+    Rule(
         "number of batches unknown",
         lambda case: any(fit.input == "tf.data, number of batches unknown" for fit in case.fits),
         "plain Keras counts the step that finds no batch in `iterations`, which Adam, schedules and EMA see",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import linecache
 import multiprocessing
 import os
 import pathlib
@@ -77,7 +78,11 @@ def _run(task: Task) -> Outcome:
     strategy: Any = None
     try:
         namespace: dict[str, Any] = {"__name__": "generated"}
-        exec(compile(task.program, "<program>", "exec"), namespace)
+        # AutoGraph wants the source of functions: without, a loop over a dataset inside one would never end.
+        path = pathlib.Path(task.folder) / f".program{os.getpid()}.py"
+        path.write_text(task.program, encoding="utf-8")
+        linecache.checkcache()
+        exec(compile(task.program, str(path), "exec"), namespace)
         strategy = namespace[task.function]()
         return Outcome(dict(namespace["main"](strategy, task.folder)))
     except BaseException as error:  # KeyboardInterrupt too: programs raise it

@@ -114,7 +114,7 @@ def _how_to_run(case: Case) -> str:
 
 def _classes(case: Case) -> Iterator[str]:
     inputs = {getattr(action, "input", "") for action in case.actions}
-    if inputs - {"arrays", "tf.data", "tf.data shuffled", "tensors", ""}:
+    if inputs - {"arrays", "tf.data", "tf.data shuffled", "tf.data reshuffled", "tensors", ""}:
         yield prelude.BATCHES
     if "AddLoss" in case.network.layers:
         yield prelude.ADD_LOSS
@@ -274,7 +274,8 @@ def _input(kind: str, batch: int, arrays: str, seed: int) -> str:
         dataset = f"tf.data.Dataset.from_tensor_slices({arrays})"
     return {
         "tf.data": f"{dataset}.batch({batch})",
-        "tf.data shuffled": f"{dataset}.shuffle(50, seed={seed}).batch({batch})",
+        "tf.data shuffled": f"{dataset}.shuffle(50, seed={seed}, reshuffle_each_iteration=False).batch({batch})",
+        "tf.data reshuffled": f"{dataset}.shuffle(50, seed={seed}).batch({batch})",
         "tf.data, number of batches unknown": f"without_cardinality({dataset}.batch({batch}))",
         "PyDataset": f"Batches({batch}, {arrays})",
         "generator": f"endless(Batches({batch}, {arrays}))",
