@@ -55,14 +55,14 @@ def test_a_case_of_defaults_has_no_features_but_that_it_fits() -> None:
 
 def test_one_bit_between_ranks_is_a_difference() -> None:
     other = {**FOUND, "weights/0/0": np.nextafter(FOUND["weights/0/0"], np.float32(9))}
-    assert oracle.between_ranks([FOUND, FOUND]) is None
-    difference = oracle.between_ranks([FOUND, other])
+    assert oracle.between_ranks([FOUND, FOUND], Judgement.of(Case())) is None
+    difference = oracle.between_ranks([FOUND, other], Judgement.of(Case()))
     assert difference is not None
     assert difference.kind == "ranks differ in weights"
 
 
 def test_results_that_only_one_rank_has_are_a_difference() -> None:
-    difference = oracle.between_ranks([FOUND, {**FOUND, "history/0/loss": 1.0}])
+    difference = oracle.between_ranks([FOUND, {**FOUND, "history/0/loss": 1.0}], Judgement.of(Case()))
     assert difference is not None
     assert difference.kind == "ranks have other results"
 

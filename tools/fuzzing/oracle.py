@@ -6,7 +6,7 @@ process, with MirroredStrategy in one process (which has the same replicas), or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase as fnmatch
 from typing import Any
@@ -30,6 +30,7 @@ class Rule:
         reference: what is compared with, where `when` holds.
         bitwise: None: does not matter.
         without: patterns of the names of results (or only their kind) that are not compared with the reference.
+        own: as `without`, not compared between ranks either.
         why: a sentence.
     """
 
@@ -39,6 +40,7 @@ class Rule:
     reference: str = PLAIN
     bitwise: bool = True
     without: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
 
 
 def _several(case: Case) -> bool:
@@ -165,8 +167,15 @@ RULES = (
     Rule(
         "accumulators",
         lambda case: _several(case) and case.optimizer.accumulation > 1,
-        "an accumulator is each replica's own, and a file has rank 0's",
-        without=("files",),
+        "an accumulator is each replica's own, and in a file the writer's",
+        without=("files/*/optimizer/*",),
+        own=("files/*/optimizer/*",),
+    ),
+    Rule(
+        "accumulators that are loaded",
+        lambda case: _several(case) and case.optimizer.accumulation > 1 and bool({"Save", "Resume"} & case.actions_of),
+        "what the other replicas had accumulated is lost",
+        NOTHING,
     ),
 )
 
@@ -178,6 +187,7 @@ class Judgement:
     reference: str
     bitwise: bool
     without: frozenset[str]
+    own: frozenset[str]
     rules: tuple[str, ...]
 
     @staticmethod
@@ -188,7 +198,9 @@ class Judgement:
         if reference == MIRRORED and case.place.own_initial_values:
             reference = NOTHING
         without = frozenset().union(*(rule.without for rule in rules))
-        return Judgement(reference, all(rule.bitwise for rule in rules), without, tuple(rule.name for rule in rules))
+        own = frozenset().union(*(rule.own for rule in rules))
+        names = tuple(rule.name for rule in rules)
+        return Judgement(reference, all(rule.bitwise for rule in rules), without, own, names)
 
 
 @dataclass(frozen=True)
@@ -199,14 +211,14 @@ class Difference:
     details: str
 
 
-def between_ranks(ranks: Sequence[Found]) -> Difference | None:
+def between_ranks(ranks: Sequence[Found], judgement: Judgement) -> Difference | None:
     """What differs between ranks."""
     for rank, other in enumerate(ranks[1:], 1):
         if ranks[0].keys() != other.keys():
             names = sorted(ranks[0].keys() ^ other.keys())
             return Difference("ranks have other results", f"only one of rank 0 and {rank} has {names[:5]}")
         for name, value in ranks[0].items():
-            if _is_own(name):
+            if _is_own(name) or _among(name, judgement.own):
                 continue
             if _bytes(value) != _bytes(other[name]):
                 one, two = _shown(value, other[name]), _shown(other[name], value)
@@ -220,7 +232,7 @@ def with_reference(found: Found, expected: Found, judgement: Judgement) -> tuple
     sizes = _sizes(expected)
     first: Difference | None = None
     for name in sorted(found.keys() | expected.keys(), key=_in_order):
-        if _is_own(name) or any(fnmatch(name, each) or _kind(name) == each for each in judgement.without):
+        if _is_own(name) or _among(name, judgement.without):
             continue
         if name not in found or name not in expected:
             who = "tfps" if name in found else judgement.reference
@@ -249,6 +261,10 @@ def finite(found: Found) -> Difference | None:
 def _is_own(name: str) -> bool:
     """Whether it belongs to one replica: accumulators of gradients."""
     return "accumulat" in name and "gradient" in name
+
+
+def _among(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatch(name, each) or _kind(name) == each for each in patterns)
 
 
 def _kind(name: str) -> str:

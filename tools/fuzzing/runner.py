@@ -81,7 +81,7 @@ def _judged(case: Case, text: str, judgement: Judgement, reference: Outcome, ran
         failure = Difference(f"only {judgement.reference} fails", reference.error[-2500:])
         return Result(case, text, failure, rules=judgement.rules)
     found = [outcome.found for outcome in ranks if outcome.found is not None]
-    difference: Difference | None = oracle.between_ranks(found)
+    difference: Difference | None = oracle.between_ranks(found, judgement)
     largest = 0.0
     if difference is None and oracle.finite(reference.found) is None:
         difference = oracle.finite(found[0])
