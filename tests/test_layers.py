@@ -24,8 +24,8 @@ LAYERS = (
     "patience tuner tracer worker server job embedded metrics console",
     (
         "tf_private keras_private graph_ops moments variables deferred reductions initial_values transfers step_spans "
-        "runtime combined cluster generators lockstep staging loops datasets graph_view extended logs loss_scaling "
-        "saving compiling predictions xplane trace_run strategy callbacks"
+        "seeds runtime combined cluster generators lockstep staging loops datasets graph_view extended logs "
+        "loss_scaling saving compiling predictions xplane trace_run strategy callbacks"
     ),
     "__init__ cli launch trace_cli tensorboard plugin",
 )

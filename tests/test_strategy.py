@@ -404,7 +404,7 @@ def test_a_trace_that_failed_does_not_disturb_the_next(strategy: tfps.Strategy) 
 def test_predicting_in_one_thread_leaves_the_datasets_of_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with companion.strategy_with_companion(monkeypatch, tfps.Config(step_timeout_s=30)) as (strategy, _):
         data = tf.data.Dataset.range(4).batch(2)
-        with ThreadPoolExecutor(1) as other, strategy.extended.unsharded():
+        with ThreadPoolExecutor(1) as other, strategy.extended.sharding.off():
             mine = strategy.experimental_distribute_dataset(data)
             theirs = other.submit(strategy.experimental_distribute_dataset, data).result(jobs.DEADLINE_S)
         assert [batch.shape for batch in mine.sources[0]] == [2, 2]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -19,8 +17,10 @@ from tfps.graph_view import picture
 from tfps.initial_values import InitialValues
 from tfps.moments import Passage
 from tfps.picture import Picture
+from tfps.predictions import Sharding
 from tfps.reductions import Reductions, as_tensor, divide, identity, sum_locally
 from tfps.runtime import Runtime
+from tfps.seeds import stateful_apart
 from tfps.staging import Staging
 from tfps.tf_private import (
     METRICS_ARE_MIRRORED,
@@ -44,12 +44,6 @@ _VARIABLE_CLASSES = {
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 
 
-class _Sharding(threading.local):
-    """Whether datasets are divided between workers: not those of a `predict`, while other threads may train."""
-
-    on = True
-
-
 class Extended(mirrored_strategy.MirroredExtended):
     """Mirrored over the local devices as MirroredStrategy is; between workers, through pservers.
 
@@ -67,7 +61,7 @@ class Extended(mirrored_strategy.MirroredExtended):
     ) -> None:
         self._runtime = runtime  # before the base class, which asks for the number of replicas
         super().__init__(strategy, devices=list(devices))
-        self._sharding = _Sharding()
+        self.sharding = Sharding()
         if runtime.exchange.workers > 1:
             staging_depth = max(staging_depth, 1)  # else workers could not agree on where the data ends
         self.staging = Staging(runtime, self._devices, staging_depth) if staging_depth else None
@@ -95,6 +89,11 @@ class Extended(mirrored_strategy.MirroredExtended):
     def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
         return replica_id_in_sync_group - self._runtime.exchange.rank * len(self._devices)
 
+    def draws_as(self, context: tf.distribute.ReplicaContext) -> int:
+        """Whose random numbers the replica of `context` draws; in `predict` every worker's are one process'."""
+        replica = context._replica_id
+        return self._get_replica_id_in_sync_group(replica) if self.shards else replica
+
     @property
     def should_checkpoint(self) -> bool:
         return self._runtime.exchange.rank == 0
@@ -112,16 +111,7 @@ class Extended(mirrored_strategy.MirroredExtended):
     @property
     def shards(self) -> bool:
         """Whether of a dataset that this thread distributes now this worker reads its part."""
-        return self._sharding.on
-
-    @contextlib.contextmanager
-    def unsharded(self) -> Iterator[None]:
-        """Datasets that this thread distributes now go to this worker's replicas whole, iterators wait for nobody."""
-        before, self._sharding.on = self._sharding.on, False
-        try:
-            yield
-        finally:
-            self._sharding.on = before
+        return self.sharding.on
 
     def _make_input_context(self) -> tf.distribute.InputContext:
         if not self.shards:
@@ -251,6 +241,8 @@ class Extended(mirrored_strategy.MirroredExtended):
 
                 self._lifted[fn] = fn._clone(python_function=in_replicas)
             return self._lifted[fn](*args, **kwargs)
+        if not self.shards:
+            fn = self.sharding.kept_off(fn)
         self._initial_values.agree()
         if tf.executing_eagerly():
             with self._runtime.spans.eager_step():
@@ -269,7 +261,8 @@ class Extended(mirrored_strategy.MirroredExtended):
             self._touched.clear()
             self._replica_graph = graph
             try:
-                result = super()._call_for_each_replica(fn, args, kwargs)
+                with stateful_apart(graph, self._runtime.exchange.rank if self.shards else 0):
+                    result = super()._call_for_each_replica(fn, args, kwargs)
             finally:
                 self._replica_graph = None
             self._finish(graph)

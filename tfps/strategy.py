@@ -28,6 +28,7 @@ from tfps.predictions import predict_everything
 from tfps.report import Report
 from tfps.runtime import Runtime
 from tfps.saving import share_files
+from tfps.seeds import draw_apart
 from tfps.trace import Recorder
 from tfps.trace_run import TraceRun, record_unattended
 from tfps.worker import Worker
@@ -83,6 +84,7 @@ class Strategy(tf.distribute.Strategy):
             self._ends.append(self.extended.staging.close)
         compile_in_scope(Strategy)
         agree_on_finite(Strategy)
+        draw_apart(Strategy)
         agree_on_logs(Strategy)
         predict_everything(Strategy)
         share_files(Strategy)
