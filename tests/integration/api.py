@@ -471,7 +471,7 @@ def predictions_are_one_process_on_every_rank(strategy: tfps.Strategy) -> None:
         assert len({each.tobytes() for each in np.asarray(values)}) == 1, "ranks differ"
 
 
-class Noise(keras.layers.Layer):  # type: ignore[misc]
+class Noise(keras.layers.Layer):
     """Draws whenever it is called."""
 
     def __init__(self) -> None:
