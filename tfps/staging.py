@@ -238,7 +238,9 @@ class Feed:
     ) -> None:
         self._staging, self._stage = staging, stage
         self._element_spec, self._pads = element_spec, pads
-        with tf.device(HOST):  # now, as without staging: an iterator that is not used counts where data is shuffled anew
+        with tf.device(
+            HOST
+        ):  # now, as without staging: an iterator that is not used counts where data is shuffled anew
             self._sources = [iter(dataset) for dataset in datasets]
         self._rows: dict[int, list[int]] = {}  # of each local replica, by key of what is staged
         self._unknown = [UNKNOWN] * (1 + stage.replicas)

@@ -71,13 +71,16 @@ def _weigh_losses() -> None:
             return loss if reduction == "sum" else scale_loss(loss)
 
         weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
-        if share is None or not (weighs or (mask is not None and reduction not in (None, "none", "sum"))):
+        masks = mask is not None and reduction not in (None, "none", "sum")
+        if share is None or not (weighs or masks or reduction == "sum"):
             return reduced()
         if not is_differentiated():
             _say_once(
-                "outside of training, each replica takes its own mean of a loss over unmasked positions or by sample "
-                "weights, and these means count by rows: the loss is not exactly that of one process"
+                "outside of training, each replica takes a loss over unmasked positions, by sample weights or as a sum "
+                "for itself, and these count by rows: where batches do not divide, it is not exactly that of one process"
             )
+            return reduced()
+        if reduction == "sum":  # over replicas the gradients are summed
             return reduced()
         amount = _amount(sample_weight if weighs else None, mask, dtype or keras.config.floatx(), reduction)
         with share.counting(amount, _even(share, tf.float64)):
