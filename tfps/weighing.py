@@ -77,7 +77,7 @@ def _weigh_losses() -> None:
         if not is_differentiated():
             _say_once(
                 "outside of training, each replica takes a loss over unmasked positions, by sample weights or as a sum "
-                "for itself, and these count by rows: where batches do not divide, it is not exactly that of one process"
+                "for itself, and these count by rows: where batches do not divide, it is not exactly one process'"
             )
             return reduced()
         if reduction == "sum":  # over replicas the gradients are summed
