@@ -127,6 +127,25 @@ def test_every_kind_of_model_ends_bitwise_equal_to_plain_keras(
     assert distributed == training.train(None, optimizer(name), build, **options)
 
 
+def shuffled() -> list[bytes]:
+    model, x, y = training.mlp()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(tf.data.Dataset.from_tensor_slices((x, y)).shuffle(320, seed=1).batch(64), epochs=2, verbose=0)
+    return [weight.tobytes() for weight in model.get_weights()]
+
+
+@pytest.mark.parametrize("depth", ["0", "2"])
+def test_a_shuffled_dataset_has_the_order_of_plain_keras(depth: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFPS_STAGING_DEPTH", depth)
+    keras.utils.set_random_seed(1)
+    plain = shuffled()
+    keras.utils.set_random_seed(1)
+    own = tfps.Strategy()
+    with own.scope():
+        assert shuffled() == plain
+    own.close()
+
+
 def nesterov(strategy: tf.distribute.Strategy | None, steps: int) -> list[bytes]:
     build = optimizer("SGD", learning_rate=0.05, momentum=0.9, nesterov=True)
     return training.train(strategy, build, training.normalized_shared_layer, steps_per_execution=steps)

@@ -43,11 +43,14 @@ def number(name: str, output: str) -> float:
 
 
 def test_no_example_is_forgotten() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"digits", "custom_loop", "flowers", "text", "backup"}
+    tested = {"digits", "custom_loop", "train_step", "flowers", "text", "backup"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
 
 
 @ways
-@pytest.mark.parametrize(("example", "at_least"), [("digits", 0.97), ("custom_loop", 0.86), ("text", 0.95)])
+@pytest.mark.parametrize(
+    ("example", "at_least"), [("digits", 0.97), ("custom_loop", 0.86), ("train_step", 0.86), ("text", 0.95)]
+)
 def test_it_learns(example: str, at_least: float, command: list[str], workers: int) -> None:
     output = run(command, example)
     assert number("test_accuracy", output) >= at_least

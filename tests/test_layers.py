@@ -26,7 +26,7 @@ LAYERS = (
         "tf_private keras_private graph_ops shares weighing moments variables deferred reductions "
         "initial_values transfers step_spans runtime combined cluster generators lockstep staging loops "
         "datasets graph_view extended logs loss_scaling saving predictions xplane trace_run strategy "
-        "callbacks interrupts buckets compiling invariants names"
+        "callbacks interrupts buckets compiling invariants names seeds"
     ),
     "__init__ cli launch trace_cli tensorboard plugin",
 )

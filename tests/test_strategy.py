@@ -414,7 +414,7 @@ def test_a_session_that_has_shown_an_error_still_finishes_its_steps(monkeypatch:
 def test_predicting_in_one_thread_leaves_the_datasets_of_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with companion.strategy_with_companion(monkeypatch, tfps.Config(step_timeout_s=30)) as (strategy, _):
         data = tf.data.Dataset.range(4).batch(2)
-        with ThreadPoolExecutor(1) as other, strategy.extended.unsharded():
+        with ThreadPoolExecutor(1) as other, strategy.extended.sharding.off():
             mine = strategy.experimental_distribute_dataset(data)
             theirs = other.submit(strategy.experimental_distribute_dataset, data).result(jobs.DEADLINE_S)
         assert [batch.shape for batch in mine.sources[0]] == [2, 2]

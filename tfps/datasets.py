@@ -5,11 +5,9 @@ TensorFlow's own distributed dataset shards and rebatches; only its iterator is 
 
 from __future__ import annotations
 
-import contextlib
 import math
-import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -28,21 +26,6 @@ from tfps.tf_private import (
 )
 
 PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
-
-
-class Sharding(threading.local):
-    """Whether datasets are divided between workers: not those of a `predict`, while other threads may train."""
-
-    on = True
-
-    @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
-        """Not those that this thread distributes now."""
-        before, self.on = self.on, False
-        try:
-            yield
-        finally:
-            self.on = before
 
 
 class StagedIteratorSpec(tf.TypeSpec):  # type: ignore[misc]

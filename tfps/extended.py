@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,8 +19,10 @@ from tfps.initial_values import InitialValues
 from tfps.invariants import Invariants
 from tfps.moments import Passage
 from tfps.picture import Picture
+from tfps.predictions import Sharding
 from tfps.reductions import Reductions, as_tensor, divide, identity, sum_locally
 from tfps.runtime import Runtime
+from tfps.seeds import stateful_apart
 from tfps.shares import LastBatch, share_of_gradients, with_share
 from tfps.staging import Staging
 from tfps.tf_private import (
@@ -63,7 +65,7 @@ class Extended(mirrored_strategy.MirroredExtended):
     ) -> None:
         self._runtime = runtime  # before the base class, which asks for the number of replicas
         super().__init__(strategy, devices=list(devices))
-        self._sharding = datasets.Sharding()
+        self.sharding = Sharding()
         if runtime.exchange.workers > 1:
             staging_depth = max(staging_depth, 1)  # else workers could not agree on where the data ends
         self.last_batch = LastBatch(len(self._devices)) if self._num_replicas_in_sync > 1 else None
@@ -93,6 +95,11 @@ class Extended(mirrored_strategy.MirroredExtended):
     def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
         return replica_id_in_sync_group - self._runtime.exchange.rank * len(self._devices)
 
+    def draws_as(self, context: tf.distribute.ReplicaContext) -> int:
+        """Whose random numbers the replica of `context` draws; in `predict` every worker's are one process'."""
+        replica = context._replica_id
+        return self._get_replica_id_in_sync_group(replica) if self.shards else replica
+
     @property
     def should_checkpoint(self) -> bool:
         return self._runtime.exchange.rank == 0
@@ -110,11 +117,7 @@ class Extended(mirrored_strategy.MirroredExtended):
     @property
     def shards(self) -> bool:
         """Whether of a dataset that this thread distributes now this worker reads its part."""
-        return self._sharding.on
-
-    def unsharded(self) -> contextlib.AbstractContextManager[None]:
-        """Datasets that this thread distributes now go to this worker's replicas whole, iterators wait for nobody."""
-        return self._sharding.off()
+        return self.sharding.on
 
     def _make_input_context(self) -> tf.distribute.InputContext:
         if not self.shards:
@@ -237,9 +240,12 @@ class Extended(mirrored_strategy.MirroredExtended):
 
                 self._lifted[fn] = fn._clone(python_function=in_replicas)
             return self._lifted[fn](*args, **kwargs)
+        if not self.shards:
+            fn = self.sharding.kept_off(fn)
         self._initial_values.agree()
         if self.last_batch is not None:
-            fn = with_share(fn, self._num_replicas_in_sync, self.last_batch, self._sum_over_replicas)
+            sum_up = functools.partial(self._replica_ctx_all_reduce, SUM)
+            fn = with_share(fn, self._num_replicas_in_sync, self.last_batch, sum_up)
         if tf.executing_eagerly():
             with self._runtime.spans.eager_step():
                 result = super()._call_for_each_replica(fn, args, kwargs)
@@ -257,15 +263,13 @@ class Extended(mirrored_strategy.MirroredExtended):
             self._touched.clear()
             self._replica_graph = graph
             try:
-                result = super()._call_for_each_replica(fn, args, kwargs)
+                with stateful_apart(graph, self._runtime.exchange.rank if self.shards else 0):
+                    result = super()._call_for_each_replica(fn, args, kwargs)
             finally:
                 self._replica_graph = None
             self._finish(graph)
         self._initial_values.agree()
         return result
-
-    def _sum_over_replicas(self, value: tf.Tensor) -> tf.Tensor:
-        return self._replica_ctx_all_reduce(SUM, [value])[0]
 
     def _finish(self, graph: tf.Graph) -> None:
         """Emits what is still noted at the end of a replica function."""
@@ -286,9 +290,8 @@ class Extended(mirrored_strategy.MirroredExtended):
         if state is None:
             return
         for replica in sorted(state.noted):
-            context = distribute_lib.ReplicaContext(
-                self._container_strategy(), self._get_replica_id_in_sync_group(replica)
-            )
+            number = self._get_replica_id_in_sync_group(replica)
+            context = distribute_lib.ReplicaContext(self._container_strategy(), number)
             with graph.as_default(), tf.control_dependencies(None), context:
                 self._emit(state, graph, replica)
 
@@ -436,13 +439,12 @@ class Extended(mirrored_strategy.MirroredExtended):
         root.reductions["cross-replica"] += 1
         return (root.reductions["cross-replica"], "cross-replica")
 
-    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
-        return [self._reduce_to(reduce_op, value, to, options) for value, to in value_destination_pairs]
+    def _batch_reduce_to(self, reduce_op: Any, pairs: Any, options: Any) -> list[Any]:
+        return [self._reduce_to(reduce_op, value, to, options) for value, to in pairs]
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: Any, options: Any) -> Any:
         components = value.values if isinstance(value, values.DistributedValues) else [value]
         with tf.device(None):
-            gathered = self._reductions.gather(
-                [as_tensor(each) for each in components], axis, self._cross_replica_key()
-            )
+            local = [as_tensor(each) for each in components]
+            gathered = self._reductions.gather(local, axis, self._cross_replica_key())
         return self._to(gathered, destinations)

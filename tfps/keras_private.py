@@ -59,6 +59,16 @@ Trainer = _class_that_defines(keras.Model, "compile")
 needs(keras.Variable, "_initialize")
 
 
+def distributed_dataset(epochs: Any) -> Any:
+    """What an iterator over epochs of `fit` distributes.
+
+    Raises:
+        ImportError: this Keras keeps it elsewhere.
+    """
+    needs(epochs, "_distributed_dataset")
+    return epochs._distributed_dataset
+
+
 def adopt_optimizer(optimizer: Any, strategy: Any) -> None:
     """Makes `optimizer` create its slots under `strategy`, as if it had been created in that scope.
 

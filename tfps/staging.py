@@ -236,8 +236,12 @@ class Feed:
         batches: int | None,
         meets: bool,
     ) -> None:
-        self._staging, self._stage, self._datasets = staging, stage, list(datasets)
+        self._staging, self._stage = staging, stage
         self._element_spec, self._pads = element_spec, pads
+        with tf.device(
+            HOST
+        ):  # now, as without staging: an iterator that is not used counts where data is shuffled anew
+            self._sources = [iter(dataset) for dataset in datasets]
         self._rows: dict[int, list[int]] = {}  # of each local replica, by key of what is staged
         self._unknown = [UNKNOWN] * (1 + stage.replicas)
         self._lock = threading.Lock()  # guards _thread
@@ -325,8 +329,7 @@ class Feed:
 
     def _read(self) -> Iterator[list[Any]]:
         """Groups of batches, one per replica."""
-        with tf.device(HOST):
-            sources = [iter(dataset) for dataset in self._datasets]
+        sources, self._sources = self._sources, []
         replicas = self._stage.replicas
         while not self.stopped:
             group = [next(sources[replica % len(sources)], _MISSING) for replica in range(replicas)]

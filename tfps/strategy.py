@@ -29,6 +29,7 @@ from tfps.predictions import predict_everything
 from tfps.report import Report
 from tfps.runtime import Runtime
 from tfps.saving import share_files
+from tfps.seeds import draw_apart
 from tfps.tf_private import translate_errors
 from tfps.trace import Recorder
 from tfps.trace_run import TraceRun, record_unattended
@@ -94,6 +95,7 @@ class Strategy(tf.distribute.Strategy):
         translate_errors(in_graph_error)
         compile_in_scope(Strategy)
         agree_on_finite(Strategy)
+        draw_apart(Strategy)
         agree_on_logs(Strategy)
         predict_everything(Strategy)
         share_files(Strategy)

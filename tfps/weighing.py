@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfps.keras_private import TFOptimizer, loss_module, trainer_module
+from tfps.keras_private import TFOptimizer, distributed_dataset, loss_module, trainer_module
 from tfps.shares import Share, current_share, reducing_gradients
 from tfps.tf_private import is_differentiated
 
@@ -71,13 +71,16 @@ def _weigh_losses() -> None:
             return loss if reduction == "sum" else scale_loss(loss)
 
         weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
-        if share is None or not (weighs or (mask is not None and reduction not in (None, "none", "sum"))):
+        masks = mask is not None and reduction not in (None, "none", "sum")
+        if share is None or not (weighs or masks or reduction == "sum"):
             return reduced()
         if not is_differentiated():
             _say_once(
-                "outside of training, each replica takes its own mean of a loss over unmasked positions or by sample "
-                "weights, and these means count by rows: the loss is not exactly that of one process"
+                "outside of training, each replica takes a loss over unmasked positions, by sample weights or as a sum "
+                "for itself, and these count by rows: where batches do not divide, it is not exactly one process'"
             )
+            return reduced()
+        if reduction == "sum":  # over replicas the gradients are summed
             return reduced()
         amount = _amount(sample_weight if weighs else None, mask, dtype or keras.config.floatx(), reduction)
         with share.counting(amount, _even(share, tf.float64)):
@@ -171,15 +174,20 @@ def _leave_out_empty_replicas() -> None:
 
 
 def _build_by_first_replica(strategy_class: type[tf.distribute.Strategy]) -> None:
-    """Keras builds a model by the mean of the replicas' first batches, which there is not where their sizes differ."""
+    """Keras builds a model by the mean of the replicas' first batches, which there is not where their sizes differ.
+
+    What the dataset says of a batch suffices. Taking one would be no harm, but that a shuffled dataset has its second
+    order then in the first epoch.
+    """
     original = keras.Model._maybe_symbolic_build
 
     @functools.wraps(original)
     def maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
         if iterator is not None and isinstance(self.distribute_strategy, strategy_class):
-            _, _, batches = next(iter(iterator))
-            batch = next(batches)
-            data_batch = keras.tree.map_structure(_example, batch)
+            data_batch = described_batch(iterator)
+            if data_batch is None:
+                _, _, batches = next(iter(iterator))
+                data_batch = keras.tree.map_structure(_example, next(batches))
             iterator = None
         original(self, iterator, data_batch)
 
@@ -211,6 +219,16 @@ def mean(rows: tf.Tensor, value: Any) -> Any:
     weighed = tf.where(counts > 0, each * tf.cast(counts, each.dtype), tf.zeros_like(each))
     uneven = tf.reduce_all(rows >= 0) & tf.reduce_any(rows != rows[0])
     return tf.where(uneven, tf.reduce_sum(weighed, 0) / tf.cast(tf.reduce_sum(rows), each.dtype), plain)
+
+
+def described_batch(epochs: Any) -> Any:
+    """Specs of one replica's batch of what `fit` goes through, None where they do not say all sizes but the first."""
+    dataset = distributed_dataset(epochs)
+    spec = dataset.sources[0].element_spec if hasattr(dataset, "sources") else dataset.element_spec
+    for each in tf.nest.flatten(spec):
+        if not isinstance(each, tf.TensorSpec) or not each.shape[1:].is_fully_defined():
+            return None
+    return spec
 
 
 def _example(value: Any) -> Any:

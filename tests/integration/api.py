@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -406,6 +407,79 @@ def what_nobody_has_written_is_read_on_one_rank_alone(strategy: tfps.Strategy) -
         equal(moving.numpy(), [(strategy.num_replicas_in_sync - 1) / 2])
     counted.assign(5)
     equal(counted.numpy(), 5)
+
+
+@check
+def replicas_draw_random_numbers_of_their_own(strategy: tfps.Strategy) -> None:
+    keras.utils.set_random_seed(1)  # the same on all ranks
+    layers = keras.layers
+    plain = [layers.Dropout(0.5, seed=3), layers.GaussianNoise(1.0, seed=4), layers.RandomRotation(0.5, seed=5)]
+    plain_seeds = keras.random.SeedGenerator(6)
+    with strategy.scope():
+        noisy = [type(layer).from_config(layer.get_config()) for layer in plain]
+        seeds, generator = keras.random.SeedGenerator(6), tf.random.Generator.from_seed(7)
+    image = np.arange(1.0, 65.0, dtype=np.float32).reshape(1, 8, 8, 1)
+
+    def drawn(layers: list[Any], seeds: Any) -> list[Any]:
+        values = [layer(image, training=True) for layer in layers]
+        return [*values, keras.random.normal([8], seed=seeds), keras.random.uniform([8], seed=seeds)]
+
+    def of_replicas(function: Callable[[], Any], ways: str) -> Iterator[list[np.ndarray]]:
+        """Values by replica of all workers, of each thing that `function` draws; Eagerly, in a Graph."""
+
+        def run() -> Any:
+            return strategy.run(lambda: [tf.reshape(each, [1, -1]) for each in function()])
+
+        in_graph = tf.function(run, autograph=False)
+        for way in ways:
+            yield [np.asarray(strategy.gather(each, axis=0)) for each in (in_graph if way == "G" else run)()]
+
+    def all_differ(values: Any) -> None:
+        assert len({value.tobytes() for value in values}) == strategy.num_replicas_in_sync
+
+    for results in of_replicas(lambda: drawn(noisy, seeds), "EGG"):
+        for values, expected in zip(results, drawn(plain, plain_seeds), strict=True):
+            all_differ(values)
+            np.testing.assert_allclose(values[0], np.reshape(expected, -1), rtol=1e-5, atol=1e-5)
+    states = strategy.gather(strategy.run(lambda: tf.reshape(seeds.state.value + 0, [1, 2])), axis=0)
+    assert len({state.tobytes() for state in np.asarray(states)}) == 1, "what is stored is the same everywhere"
+
+    def by_name(name: str) -> Callable[[], Any]:
+        drawing: dict[str, Callable[[], Any]] = {
+            "tf.random.Generator": lambda: [generator.normal([8])],
+            "no seed": lambda: [keras.random.normal([8]), keras.random.shuffle(tf.range(64))],
+            "tf.random": lambda: [tf.random.normal([8]), tf.nn.dropout(tf.ones([64]), 0.5)],
+        }
+        return drawing[name]
+
+    # In a graph, Keras would make its seed generator in every trace, as under MirroredStrategy; eagerly,
+    # TensorFlow's own operations draw alike on all workers.
+    for name, ways in (("tf.random.Generator", "EG"), ("no seed", "E"), ("tf.random", "G")):
+        for results in of_replicas(by_name(name), ways):
+            for values in results:
+                all_differ(values)
+
+
+@check
+def predictions_are_one_process_on_every_rank(strategy: tfps.Strategy) -> None:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), Noise()])
+    images = np.zeros((2, 4), np.float32)
+    first, second = model.predict_on_batch(images), model.predict(images, verbose=0)
+    for drawn in (first, second):
+        values = strategy.gather(tf.constant([drawn.reshape(-1)]), axis=0)
+        assert len({each.tobytes() for each in np.asarray(values)}) == 1, "ranks differ"
+
+
+class Noise(keras.layers.Layer):
+    """Draws whenever it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(1)
+
+    def call(self, inputs: Any) -> Any:
+        return inputs + keras.random.normal(tf.shape(inputs), seed=self.seeds)
 
 
 def main(devices: str) -> None:

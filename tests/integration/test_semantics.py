@@ -29,7 +29,7 @@ def pservers() -> Iterator[Callable[[int], list[str]]]:
 def test_two_workers_do_what_tf_distribute_documents(pservers: Callable[[int], list[str]], devices: int) -> None:
     with processes.started("api.py", pservers(2), 2, [[str(devices)]] * 2) as running:
         for output in processes.outputs(running):
-            assert output.count("passed:") == 16
+            assert output.count("passed:") == 18
             assert "FAILED" not in output
 
 
