@@ -38,7 +38,6 @@ def needs(owner: Any, *names: str) -> None:
 
 try:
     from keras.src.backend.tensorflow import trainer as trainer_module  # joins what the steps of replicas return
-    from keras.src.backend.tensorflow.optimizer import TFOptimizer  # sums gradients over replicas, accumulates them
     from keras.src.losses import loss as loss_module  # where a loss becomes a mean, divided by the number of replicas
 except ImportError as error:
     raise ImportError(f"tfps supports {SUPPORTED}; Keras {keras.__version__} does not fit: {error}") from error
@@ -47,7 +46,7 @@ except ImportError as error:
 needs(loss_module, "scale_loss_for_distribution", "unscale_loss_for_distribution")
 needs(loss_module, "reduce_weighted_values", "apply_mask")
 needs(trainer_module, "reduce_per_replica")
-needs(TFOptimizer, "_all_reduce_sum_gradients", "_backend_increment_gradient_accumulators")
+needs(keras.optimizers.Optimizer, "_backend_apply_gradients")
 needs(keras.Model, "compute_loss", "_maybe_symbolic_build")  # the latter takes one batch for a model's shapes
 needs(keras.metrics.Mean, "update_state")
 

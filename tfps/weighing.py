@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfps.keras_private import TFOptimizer, distributed_dataset, loss_module, trainer_module
+from tfps.keras_private import distributed_dataset, loss_module, trainer_module
 from tfps.shares import Share, current_share, reducing_gradients
 from tfps.tf_private import is_differentiated
 
@@ -154,23 +154,18 @@ def _is_scalar(values: Any) -> bool:
 
 
 def _leave_out_empty_replicas() -> None:
-    sum_gradients = TFOptimizer._all_reduce_sum_gradients
-    accumulate = TFOptimizer._backend_increment_gradient_accumulators
+    original = keras.optimizers.Optimizer._backend_apply_gradients
 
-    @functools.wraps(sum_gradients)
-    def all_reduce_sum_gradients(self: Any, grads_and_vars: Any) -> Any:
-        with reducing_gradients():
-            return sum_gradients(self, grads_and_vars)
-
-    @functools.wraps(accumulate)
-    def increment_gradient_accumulators(self: Any, grads: Any, acc_grads: Any) -> Any:
+    @functools.wraps(original)
+    def apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> Any:
         share = current_share()
-        if share is not None:
-            grads = [share.only_if_rows(each) for each in grads]
-        return accumulate(self, grads, acc_grads)
+        if share is not None and self.gradient_accumulation_steps:
+            # What has been accumulated comes from steps in which this replica may have had rows.
+            return original(self, [share.only_if_rows(each) for each in grads], trainable_variables)
+        with reducing_gradients():
+            return original(self, grads, trainable_variables)
 
-    TFOptimizer._all_reduce_sum_gradients = all_reduce_sum_gradients
-    TFOptimizer._backend_increment_gradient_accumulators = increment_gradient_accumulators
+    keras.optimizers.Optimizer._backend_apply_gradients = apply_gradients
 
 
 def _build_by_first_replica(strategy_class: type[tf.distribute.Strategy]) -> None:
