@@ -132,6 +132,18 @@ def test_a_loop_that_takes_batches_eagerly_meets_the_others_at_its_first_one(pai
     assert other.announced == 3
 
 
+def test_a_loop_whose_steps_exchange_something_only_now_and_then_goes_on(pair: Pair) -> None:
+    strategy, other = pair
+    train = Training(strategy, batches=7)
+    taken = 0
+    for _ in train.distributed:  # as with gradient accumulation
+        taken += 1
+        if taken % 3 == 0:
+            strategy.reduce("SUM", 1.0, axis=None)
+    assert taken == 7
+    assert other.announced == 6, "the first batch, and from the fourth on, the end included"
+
+
 def test_a_failure_reaches_a_step_that_waits_for_its_batch(pair: Pair) -> None:
     strategy, other = pair
     train = Training(strategy)

@@ -165,7 +165,7 @@ def test_a_strategy_that_one_rank_has_forgotten_stays_in_the_job(monkeypatch: py
         assert other.release() == 1
         model.get_weights()
         assert other._worker.failure is None
-        again = tfps.Strategy(strategy.pservers, config=CONFIG)
+        again = tfps.Strategy(strategy.pservers, config=strategy.config)
         assert again._runtime is strategy._runtime
         again._runtime.close()
         again.close()

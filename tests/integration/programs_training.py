@@ -161,7 +161,7 @@ class GuideStep(keras.Model):
     def _updated(self, loss: Any, y: Any, predicted: Any) -> dict[str, Any]:
         for metric in self.metrics:
             if metric.name == "loss":
-                metric.update_state(loss * tf.distribute.get_strategy().num_replicas_in_sync)
+                metric.update_state(loss)
             else:
                 metric.update_state(y, predicted)
         return {m.name: m.result() for m in self.metrics}

@@ -3,7 +3,4 @@
 from __future__ import annotations
 
 # feature -> what is known of it. To be emptied when it is mended.
-KNOWN: dict[str, str] = {
-    "eager + accumulation": "several workers hang at a batch after one that exchanged nothing",
-    "steps that reduce nothing + accumulation": "the same, in a loop of one's own",
-}
+KNOWN: dict[str, str] = {}

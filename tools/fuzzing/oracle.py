@@ -75,6 +75,7 @@ RULES = (
             or case.optimizer.accumulation > 1
             or case.optimizer.loss_scaling
             or (case.optimizer.momentum and _uses(case, "BatchNormalization"))
+            or (case.optimizer.name == "Ftrl" and any(fit.weighted != "no" for fit in case.fits))
         ),
         "TensorFlow's arithmetic optimizer joins (gradient * scale) * rate within one graph (docs/design.md)",
         bitwise=False,
@@ -111,12 +112,6 @@ RULES = (
         NOTHING,
     ),
     Rule(
-        "reshuffled",
-        lambda case: any(fit.input == "tf.data reshuffled" for fit in case.fits),
-        "under a strategy Keras looks at a batch before it trains, an iteration with an order of its own",
-        NOTHING,
-    ),
-    Rule(
         "number of batches unknown",
         lambda case: any(fit.input == "tf.data, number of batches unknown" for fit in case.fits),
         "plain Keras counts the step that finds no batch in `iterations`, which Adam, schedules and EMA see",
@@ -147,6 +142,18 @@ RULES = (
     Rule(
         "decisions by a mask in evaluation",
         lambda case: _several(case) and "masked loss" in features(case) and _decides_by_validation(case),
+        "callbacks decide by that",
+        NOTHING,
+    ),
+    Rule(
+        "sum in evaluation",
+        lambda case: _several(case) and case.reduction == "sum" and "rows that do not divide" in features(case),
+        "in evaluation a replica's sum counts by its rows, as the whole batch is not known",
+        without=("evaluated", "history/*/val_loss", "seen/*/loss", "seen/*/val_loss"),
+    ),
+    Rule(
+        "decisions by a sum in evaluation",
+        lambda case: _several(case) and case.reduction == "sum" and _decides_by_validation(case),
         "callbacks decide by that",
         NOTHING,
     ),
@@ -195,8 +202,8 @@ class Judgement:
         rules = [rule for rule in RULES if rule.when(case)]
         references = {rule.reference for rule in rules}
         reference = next((r for r in (NOTHING, MIRRORED) if r in references), PLAIN)
-        if reference == MIRRORED and case.place.own_initial_values:
-            reference = NOTHING
+        if reference == MIRRORED and (case.place.own_initial_values or "OnBatch" in case.actions_of):
+            reference = NOTHING  # MirroredStrategy gives each replica the whole batch of train_on_batch
         without = frozenset().union(*(rule.without for rule in rules))
         own = frozenset().union(*(rule.own for rule in rules))
         names = tuple(rule.name for rule in rules)
