@@ -78,14 +78,9 @@ _OF_THE_MODEL = ("evaluated", "predictions", "files", "seen", "history", "epochs
 RULES = (
     Rule("several replicas", _several, "gradients are added in another order", bitwise=False),
     Rule(
-        "scale times rate",
-        lambda case: (
-            case.optimizer.clipping in ("clipnorm", "global_clipnorm")
-            or case.optimizer.accumulation > 1
-            or case.optimizer.loss_scaling
-            or (case.optimizer.momentum and _uses(case, "BatchNormalization"))
-        ),
-        "TensorFlow's arithmetic optimizer joins (gradient * scale) * rate within one graph (docs/design.md)",
+        "reordered products",
+        lambda case: case.reordered,
+        "TensorFlow's arithmetic optimizer reorders products within one graph; an exchange lies between (docs/design.md)",
         bitwise=False,
     ),
     Rule(
