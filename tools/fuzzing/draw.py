@@ -87,6 +87,7 @@ def _drawn(d: Drawing, workers: tuple[int, ...]) -> Case:
         weighted_metrics=_metrics(d, network, 1),
         steps_per_execution=d.number(2, 4) if place.devices == 1 and d.rarely("steps_per_execution", 6) else 1,
         eager=d.rarely("eager", 10),
+        reordered=d.rarely("reordered", 3),
         step=step,
         rows=rows,
         batch=batch,

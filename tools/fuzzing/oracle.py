@@ -55,6 +55,15 @@ def _clips(case: Case) -> bool:
     return case.optimizer.clipping != "no clipping"
 
 
+def _uneven(case: Case) -> bool:
+    """Whether replicas may have different numbers of rows; of a last batch that is smaller, even where it divides."""
+    return bool({"rows that do not divide", "smaller last batch"} & features(case))
+
+
+def _differs_in_evaluation(case: Case) -> bool:
+    return "masked loss" in features(case) or (case.reduction == "sum" and _uneven(case))
+
+
 def _decisive(callbacks: tuple[str, ...]) -> bool:
     return bool({"EarlyStopping", "ReduceLROnPlateau", "ModelCheckpoint best"} & set(callbacks))
 
@@ -69,15 +78,9 @@ _OF_THE_MODEL = ("evaluated", "predictions", "files", "seen", "history", "epochs
 RULES = (
     Rule("several replicas", _several, "gradients are added in another order", bitwise=False),
     Rule(
-        "scale times rate",
-        lambda case: (
-            case.optimizer.clipping in ("clipnorm", "global_clipnorm")
-            or case.optimizer.accumulation > 1
-            or case.optimizer.loss_scaling
-            or (case.optimizer.momentum and _uses(case, "BatchNormalization"))
-            or (case.optimizer.name == "Ftrl" and any(fit.weighted != "no" for fit in case.fits))
-        ),
-        "TensorFlow's arithmetic optimizer joins (gradient * scale) * rate within one graph (docs/design.md)",
+        "reordered products",
+        lambda case: case.reordered,
+        "TensorFlow's arithmetic optimizer reorders products within one graph; an exchange lies between (docs/design.md)",
         bitwise=False,
     ),
     Rule(
@@ -119,11 +122,7 @@ RULES = (
     ),
     Rule(
         "parts of batches",
-        lambda case: (
-            _several(case)
-            and "rows that do not divide" in features(case)
-            and (_clips(case) or _uses(case, "BatchNormalization"))
-        ),
+        lambda case: _several(case) and _uneven(case) and (_clips(case) or _uses(case, "BatchNormalization")),
         "MirroredStrategy weighs parts alike, however large they are",
         NOTHING,
     ),
@@ -134,14 +133,14 @@ RULES = (
         NOTHING,
     ),
     Rule(
-        "mask in evaluation",
-        lambda case: _several(case) and "masked loss" in features(case),
-        "in evaluation each replica divides by its own number of steps that are not masked",
-        without=("evaluated", "history/*/val_loss", "seen/*/loss", "seen/*/val_loss"),
+        "masks and sums in evaluation",
+        lambda case: _several(case) and _differs_in_evaluation(case),
+        "in evaluation each replica takes its own sum or mean over steps that are not masked (docs/semantics.md)",
+        without=("evaluated", "history/*/val_*loss", "seen/*/*loss"),
     ),
     Rule(
-        "decisions by a mask in evaluation",
-        lambda case: _several(case) and "masked loss" in features(case) and _decides_by_validation(case),
+        "decisions by masks and sums in evaluation",
+        lambda case: _several(case) and _differs_in_evaluation(case) and _decides_by_validation(case),
         "callbacks decide by that",
         NOTHING,
     ),
@@ -169,6 +168,14 @@ RULES = (
             _several(case) and case.step == "own metrics" and any(_decisive(fit.callbacks) for fit in case.fits)
         ),
         "callbacks decide by that",
+        NOTHING,
+    ),
+    Rule(
+        "train_on_batch under MirroredStrategy",
+        lambda case: (
+            _several(case) and "OnBatch" in case.actions_of and (_clips(case) or _uses(case, "BatchNormalization"))
+        ),
+        "gives each replica the whole batch",
         NOTHING,
     ),
     Rule(

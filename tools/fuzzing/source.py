@@ -210,7 +210,11 @@ def _model(case: Case) -> str:
     options.append("jit_compile=False")
     lines.append("    model.compile(")
     lines += [f"        {option}," for option in options]
-    lines += ["    )", "    return model", ""]
+    lines.append("    )")
+    if case.optimizer.name == "ScheduleFreeAdamW":
+        # Without a strategy Keras builds it while it traces, where what it copies from the weights is lost.
+        lines.append("    model.optimizer.build(model.trainable_variables)")
+    lines += ["    return model", ""]
     return "\n".join(lines)
 
 
@@ -252,6 +256,7 @@ def _main(case: Case) -> str:
         "def main(strategy, folder):",
         '    """Runs the program; returns what it has found."""',
         "    job = Job(strategy, folder)",
+        f'    tf.config.optimizer.set_experimental_options({{"arithmetic_optimization": {case.reordered}}})',
         f"    keras.utils.set_random_seed({case.seed}{' + job.rank' if case.place.own_initial_values else ''})",
         "    with job.scope():",
         "        model = compiled(job, build())",
