@@ -80,7 +80,7 @@ RULES = (
     Rule(
         "reordered products",
         lambda case: case.reordered,
-        "TensorFlow's arithmetic optimizer reorders products within one graph; an exchange lies between (docs/design.md)",
+        "TensorFlow's arithmetic optimizer reorders products within one graph, across no exchange (docs/design.md)",
         bitwise=False,
     ),
     Rule(
@@ -145,18 +145,6 @@ RULES = (
         NOTHING,
     ),
     Rule(
-        "sum in evaluation",
-        lambda case: _several(case) and case.reduction == "sum" and "rows that do not divide" in features(case),
-        "in evaluation a replica's sum counts by its rows, as the whole batch is not known",
-        without=("evaluated", "history/*/val_loss", "seen/*/loss", "seen/*/val_loss"),
-    ),
-    Rule(
-        "decisions by a sum in evaluation",
-        lambda case: _several(case) and case.reduction == "sum" and _decides_by_validation(case),
-        "callbacks decide by that",
-        NOTHING,
-    ),
-    Rule(
         "loss of one's own step",
         lambda case: _several(case) and case.step == "own metrics",
         "a loss that is called in a step has been divided by the number of replicas, which is what is noted of it",
@@ -209,8 +197,8 @@ class Judgement:
         rules = [rule for rule in RULES if rule.when(case)]
         references = {rule.reference for rule in rules}
         reference = next((r for r in (NOTHING, MIRRORED) if r in references), PLAIN)
-        if reference == MIRRORED and (case.place.own_initial_values or "OnBatch" in case.actions_of):
-            reference = NOTHING  # MirroredStrategy gives each replica the whole batch of train_on_batch
+        if reference == MIRRORED and case.place.own_initial_values:
+            reference = NOTHING
         without = frozenset().union(*(rule.without for rule in rules))
         own = frozenset().union(*(rule.own for rule in rules))
         names = tuple(rule.name for rule in rules)
