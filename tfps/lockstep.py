@@ -66,7 +66,6 @@ class Line:
         self.error = ""
         self.over = False  # END has been answered
         self.mark: int | None = None  # exchanges of this worker at the last request
-        self.trains = False  # some exchange has come between two requests
         self.ready: dict[int, int] = {}  # keys of staged batches, by position
         self.rows: dict[int, int] = {}  # of batches that may still be announced, by position
         self.waiting: deque[tuple[int, bool]] = deque()  # requests: position, whether ranks go together
@@ -198,8 +197,8 @@ class Lockstep:
     def request(self, number: int, trains: bool, eager: bool) -> None:
         """Somebody waits for the next batch of line `number`. Called by the pump thread.
 
-        Ranks go together where the graph that asks exchanges something, and from when on something has been exchanged
-        between two requests: then a training loop takes its batches outside of the graph. Evaluation and prediction
+        Ranks go together where the graph that asks exchanges something, and where something has been exchanged since
+        the last request: then a training loop takes its batches outside of the graph. Evaluation and prediction
         exchange nothing between batches, and use all of them. What an eager loop is for is not known at its first
         batch; there ranks go together too, as one that has none could not follow the others into training.
         """
@@ -209,8 +208,7 @@ class Lockstep:
                 return
             position, line.asked = line.asked, line.asked + 1
             exchanges = self.runtime.exchanges
-            # For good: steps that accumulate gradients exchange nothing.
-            line.trains = trains = line.trains or trains or line.mark not in (None, exchanges)
+            trains = trains or line.mark not in (None, exchanges)
             line.mark = exchanges
             meets = eager and line.meets and position == 0
             together = trains or meets or position < line.owed
@@ -218,7 +216,7 @@ class Lockstep:
                 if line.place is None:
                     line.place = next(self._places)
                     line.agreed = position
-                if position > line.owed:  # those between were taken before it was seen that this trains
+                if position > line.owed:  # those between were taken after steps that exchanged nothing
                     line.agreed = position
                 start, line.owed = max(line.owed, position), position + 1 + (trains and line.foresees)
                 self._owed.extend((line, each) for each in range(start, line.owed))
