@@ -136,7 +136,7 @@ def train_slowly(text: str, rank: int) -> str:
     ("change", "kind"),
     [
         (add_to_a_weight, "ranks differ in weights"),
-        (keep_own_logs, "ranks differ in history"),
+        (keep_own_logs, "history"),
         (train_slowly, "other weights than plain"),
     ],
 )
