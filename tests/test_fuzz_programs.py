@@ -137,7 +137,7 @@ def train_slowly(text: str, rank: int) -> str:
     [
         (add_to_a_weight, "ranks differ in weights"),
         (keep_own_logs, "history"),
-        (train_slowly, "other weights than plain"),
+        (train_slowly, "than plain"),
     ],
 )
 def test_a_planted_fault_is_found(change: Any, kind: str, tmp_path: Path) -> None:
