@@ -153,6 +153,7 @@ def test_a_planted_fault_is_found(change: Any, kind: str, tmp_path: Path) -> Non
     assert "def main(strategy, folder)" in result.text
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_random_programs_end_as_under_plain_keras(tmp_path: Path) -> None:
     """Always the same ones: a failure is due to a change."""
