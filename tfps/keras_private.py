@@ -37,6 +37,7 @@ def needs(owner: Any, *names: str) -> None:
 
 
 try:
+    from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope  # its graphs never run
     from keras.src.backend.tensorflow import trainer as trainer_module  # joins what the steps of replicas return
     from keras.src.losses import loss as loss_module  # where a loss becomes a mean, divided by the number of replicas
 except ImportError as error:

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfps.errors import UnsupportedError
 from tfps.graph_ops import HOST, Gate, pass_gate, write_after
+from tfps.keras_private import in_symbolic_scope
 from tfps.shares import current_share
 from tfps.tf_private import ResourceVariable, distribute_lib, in_xla, ops, outer_graphs, values, values_util
 
@@ -308,6 +309,8 @@ class OnReadVariable(values.SyncOnReadVariable):
 
     def _get_cross_replica(self) -> Any:
         extended = self._distribute_strategy.extended
+        if in_symbolic_scope():
+            return self._primary  # there is nothing to combine, and ranks that have built their model do not come here
         if (
             not tf.executing_eagerly()
             or extended.combiner.single
