@@ -43,6 +43,17 @@ def rows_of(structure: Any) -> Any:
     return None
 
 
+def not_known_to_be_empty(structure: Any) -> Any:
+    """`structure` in a graph, without static sizes of 0 in first dimensions: some code of Keras takes these for scalars."""
+
+    def relaxed(value: Any) -> Any:
+        if not tf.is_symbolic_tensor(value) or not value.shape.rank or value.shape[0] != 0:
+            return value
+        return tf.compat.v1.placeholder_with_default(value, [None, *value.shape[1:]])
+
+    return tf.nest.map_structure(relaxed, structure)
+
+
 class LastBatch:
     """Rows of the batch that the graphs of one strategy took last, and of those that replica functions were given last.
 
@@ -216,6 +227,7 @@ def with_share(
         last_batch.give(replica, rows)
         if rows is None:
             return function(*args, **kwargs)
+        args, kwargs = not_known_to_be_empty((args, kwargs))
         noted = None if tf.executing_eagerly() else last_batch.of_graph()
         last = None if noted is None else (noted[0], noted[1 + replica])
         before, _current.share = _current.share, Share(rows, replicas, last, sum_rows)

@@ -17,7 +17,7 @@ QUICK = {
     ],
     (2, 2): [
         *("every_batch_uneven", "last_batch_of_one_row", "fewer_rows_than_replicas", "accumulated", "loop_eager"),
-        *("normalized", "moving_mean"),
+        *("normalized", "moving_mean", "one_row_in_all"),
     ],
 }
 PROGRAMS = [name for names in QUICK.values() for name in names]
