@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fuzzing.cases import Case, features
+from fuzzing.cases import Case, Evaluate, Fit, OnBatch, Recompile, Resume, Save, features
 
 Found = Mapping[str, Any]
 PLAIN, MIRRORED, NOTHING = "plain", "mirrored", "nothing"
@@ -61,7 +61,20 @@ def _uneven(case: Case) -> bool:
 
 
 def _differs_in_evaluation(case: Case) -> bool:
-    return "masked loss" in features(case) or (case.reduction == "sum" and _uneven(case))
+    counts_alike = case.reduction == "sum" or case.network.second_output
+    return "masked loss" in features(case) or (counts_alike and _uneven(case))
+
+
+def _saves_what_was_only_evaluated(case: Case) -> bool:
+    trained = evaluated = False
+    for action in case.actions:
+        if isinstance(action, Recompile):
+            trained = evaluated = False
+        elif isinstance(action, Save) and evaluated and not trained:
+            return True
+        trained = trained or isinstance(action, (Fit, OnBatch, Resume))  # a loop has its own optimizer
+        evaluated = evaluated or isinstance(action, Evaluate)
+    return False
 
 
 def _decisive(callbacks: tuple[str, ...]) -> bool:
@@ -76,6 +89,12 @@ _SIGNS = ("Lion", "Muon", "Adafactor")
 _OF_THE_MODEL = ("evaluated", "predictions", "files", "seen", "history", "epochs")
 
 RULES = (
+    Rule(
+        "evaluated, not trained",
+        _saves_what_was_only_evaluated,
+        "under a strategy `evaluate` builds the optimizer, too",
+        without=("files/*/optimizer/*", "optimizer *"),
+    ),
     Rule("several replicas", _several, "gradients are added in another order", bitwise=False),
     Rule(
         "reordered products",
@@ -133,13 +152,14 @@ RULES = (
         NOTHING,
     ),
     Rule(
-        "masks and sums in evaluation",
+        "masks, sums and outputs in evaluation",
         lambda case: _several(case) and _differs_in_evaluation(case),
-        "in evaluation each replica takes its own sum or mean over steps that are not masked (docs/semantics.md)",
+        "in evaluation a replica's sums, means over unmasked steps and losses of single outputs count alike "
+        "(docs/semantics.md)",
         without=("evaluated", "history/*/val_*loss", "seen/*/*loss"),
     ),
     Rule(
-        "decisions by masks and sums in evaluation",
+        "decisions by masks, sums and outputs in evaluation",
         lambda case: _several(case) and _differs_in_evaluation(case) and _decides_by_validation(case),
         "callbacks decide by that",
         NOTHING,
