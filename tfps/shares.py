@@ -44,7 +44,7 @@ def rows_of(structure: Any) -> Any:
 
 
 def not_known_to_be_empty(structure: Any) -> Any:
-    """`structure` in a graph, without static sizes of 0 in first dimensions: some code of Keras takes these for scalars."""
+    """`structure` without static sizes of 0 in first dimensions: some code of Keras takes these for scalars."""
 
     def relaxed(value: Any) -> Any:
         if not tf.is_symbolic_tensor(value) or not value.shape.rank or value.shape[0] != 0:
