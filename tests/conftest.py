@@ -32,7 +32,7 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[tfps.Strategy]:
     import jobs
 
     import tfps  # here: most tests need no TensorFlow
-    from tfps.server import ParameterServer
+    from tfps.pserver.server import ParameterServer
 
     jobs.use("both", monkeypatch)
     servers = [ParameterServer("127.0.0.1", 0, workers=1) for _ in range(2)]

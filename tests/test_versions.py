@@ -13,9 +13,9 @@ import tensorflow as tf
 from tensorflow.python.autograph.impl import conversion
 
 import tfps
-from tfps import tf_private
-from tfps.extended import Extended
-from tfps.tf_private import check_versions
+from tfps.graph import tf_private
+from tfps.graph.tf_private import check_versions
+from tfps.strategy.extended import Extended
 
 SUPPORTED = r"TensorFlow 2\.18 to 2\.21 with Keras 3 \(3\.8 or newer\)"
 

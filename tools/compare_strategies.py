@@ -29,17 +29,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import keras
 import numpy as np
-import pages
 import tensorflow as tf
-from pages import ROOT
-from strategies.programs import PROGRAMS
 
-from tfps.server import ParameterServer
+from tfps.pserver.server import ParameterServer
+from tools import pages
+from tools.pages import ROOT
+from tools.strategies.programs import PROGRAMS
 
 PROGRAM = "tools/compare_strategies.py"
 NAMES = {"tfps": "tfps", "mwms": "MultiWorkerMirroredStrategy", "ps": "ParameterServerStrategy"}

@@ -19,9 +19,9 @@ from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
-from tfps.capture_file import SUFFIX, read, read_columns
 from tfps.errors import TfpsError
-from tfps.summary import summarize
+from tfps.trace.capture_file import SUFFIX, read, read_columns
+from tfps.trace.summary import summarize
 
 _STATIC = Path(__file__).resolve().parent / "static"
 _TYPES = {".js": "application/javascript", ".css": "text/css"}
