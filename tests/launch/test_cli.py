@@ -423,7 +423,7 @@ def test_the_log_has_every_line(write_script: WriteScript, tmp_path: Path) -> No
 
 def test_the_launcher_does_not_import_tensorflow() -> None:
     program = (
-        "import sys, tfps.launch, tfps.supervisor\n"
+        "import sys, tfps.launch.cli, tfps.launch.supervisor\n"
         "print([name for name in ('tensorflow', 'grpc', 'numpy') if name in sys.modules])"
     )
     result = subprocess.run(

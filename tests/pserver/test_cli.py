@@ -57,7 +57,7 @@ def test_it_starts_without_tensorflow() -> None:
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=jobs.DEADLINE_S)
     imported = {line.rpartition("|")[2].strip() for line in log.splitlines() if line.startswith("import time:")}
-    assert {"grpc", "numpy", "tfps.server"} <= imported
+    assert {"grpc", "numpy", "tfps.pserver.server"} <= imported
     assert not {"tensorflow", "keras"} & imported
 
 

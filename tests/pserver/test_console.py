@@ -99,7 +99,7 @@ def test_a_pserver_with_metrics_starts_fast_and_is_seen_by_curl_json_table_and_l
             said.append(process.stderr.readline())
         url = said[-1].split()[-1]
         imported = {line.rpartition("|")[2].strip() for line in said}
-        assert {"tfps.metrics", "prometheus_client"} <= imported
+        assert {"tfps.pserver.metrics", "prometheus_client"} <= imported
         assert not {"tensorflow", "keras", "rich"} & imported
         assert cpu_s < max(START_S, START_FACTOR * bare_s), "a pserver starts in under a second, also with metrics"
 

@@ -202,7 +202,7 @@ def test_a_port_in_use_is_refused_by_name(cluster: Cluster) -> None:
 
 def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    monkeypatch.delitem(sys.modules, "tfps.metrics")
+    monkeypatch.delitem(sys.modules, "tfps.pserver.metrics")
     with pytest.raises(ConfigError, match=r"pip install 'tfps\[metrics\]'"):
         import tfps.pserver.metrics  # noqa: F401
 

@@ -297,10 +297,10 @@ def test_stopping_ends_a_waiting_join(cluster: Cluster) -> None:
 
 ENDS_WITHOUT_STOP = """
 import sys
-from tfps.exchange import BucketSpec
-from tfps.server import ParameterServer
-from tfps.shard import OwnedSlice
-from tfps.worker import Worker
+from tfps.exchange.interface import BucketSpec
+from tfps.pserver.server import ParameterServer
+from tfps.pserver.owned_slice import OwnedSlice
+from tfps.worker.worker import Worker
 
 server = ParameterServer("127.0.0.1", 0, workers=1)
 worker = Worker([server.address])

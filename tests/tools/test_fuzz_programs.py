@@ -120,7 +120,7 @@ def add_to_a_weight(text: str, rank: int) -> str:
 
 def keep_own_logs(text: str, rank: int) -> str:
     """Metrics are not combined over ranks."""
-    return f"{text}\n\nimport tfps.combined\n\ntfps.combined.Combiner.refresh = lambda self: None\n"
+    return f"{text}\n\nimport tfps.strategy.combined\n\ntfps.strategy.combined.Combiner.refresh = lambda self: None\n"
 
 
 def train_slowly(text: str, rank: int) -> str:

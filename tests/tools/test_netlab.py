@@ -319,7 +319,7 @@ def test_without_root_it_refuses_and_says_why() -> None:
     reason = said.strip()
     assert reason.startswith("netlab needs root to make network namespaces, this is user ")
     assert reason.endswith(": use sudo")
-    assert errors.splitlines()[-1] == f"netlab_system.NetlabError: {reason}"
+    assert errors.splitlines()[-1] == f"tools.netlab_system.NetlabError: {reason}"
 
 
 @needs_labs

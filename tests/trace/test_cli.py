@@ -56,7 +56,7 @@ def test_csv_has_a_row_per_step_with_exact_figures(file: Path, tmp_path: Path) -
 
 def test_csv_needs_neither_rich_nor_tensorflow(file: Path) -> None:
     code = (
-        "import sys; sys.modules['rich'] = None; from tfps.trace_cli import main\n"
+        "import sys; sys.modules['rich'] = None; from tfps.trace.cli import main\n"
         f"code = main([{str(file)!r}, '--csv', '-'])\n"
         "print({'tensorflow', 'grpc'} & set(sys.modules)); sys.exit(code)"
     )

@@ -31,7 +31,7 @@ def test_a_pservers_threads_share_one_arena() -> None:
     # malloc_info lists arenas as heaps; several threads allocate, which would give each its own.
     program = """
 import ctypes, threading
-from tfps.memory import tune_malloc
+from tfps.wire.memory import tune_malloc
 assert tune_malloc(one_arena=True)
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p

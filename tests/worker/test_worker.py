@@ -462,8 +462,8 @@ def test_a_killed_pserver_is_named(cluster: Cluster) -> None:
 VICTIM = """
 import sys, threading
 import jobs
-from tfps.exchange import BucketSpec
-from tfps.worker import Worker
+from tfps.exchange.interface import BucketSpec
+from tfps.worker.worker import Worker
 worker = Worker(sys.argv[1:], rank=1, config=jobs.CONFIG)
 worker.declare([BucketSpec("b", "sum", 5000, "float32", 0)])
 for _ in range(3):

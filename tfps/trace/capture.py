@@ -1,6 +1,6 @@
 """What happened to every slice during some steps, on all workers and pservers: the nouns of a capture.
 
-Files are written and read by `tfps.capture_file`; the format is described in docs/trace_format.md.
+Files are written and read by `tfps.trace.capture_file`; the format is described in docs/trace_format.md.
 """
 
 from __future__ import annotations
