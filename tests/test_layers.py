@@ -114,3 +114,14 @@ def test_the_package_has_no_assert_statements(path: Path) -> None:
 @by_source
 def test_files_are_short_enough_to_read(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+@by_source
+def test_every_module_has_its_tests_in_the_same_place_or_says_where(path: Path) -> None:
+    if path.name == "__init__.py":
+        return
+    place = path.relative_to(PACKAGE)
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    named = re.findall(r"tests/[\w/]+\.py", text.partition("Tested in ")[2])
+    tests = [ROOT / name for name in named] or [ROOT / "tests" / place.with_name(f"test_{place.name}")]
+    assert not [str(test) for test in tests if not test.exists()]

@@ -1,4 +1,7 @@
-"""`python -m tfps.cli`: the same as `tfps_pserver`."""
+"""`python -m tfps.cli`: the same as `tfps_pserver`.
+
+Tested in tests/pserver/test_cli.py.
+"""
 
 import sys
 

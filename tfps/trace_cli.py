@@ -1,4 +1,7 @@
-"""`python -m tfps.trace_cli`: the same as `tfps_trace`."""
+"""`python -m tfps.trace_cli`: the same as `tfps_trace`.
+
+Tested in tests/trace/test_cli.py.
+"""
 
 import sys
 

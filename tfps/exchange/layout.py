@@ -1,5 +1,7 @@
 """How buckets are cut and placed, at first and when a job is tuned. Workers and pservers find the same by
 themselves.
+
+Tested in tests/exchange/test_tuning.py.
 """
 
 from __future__ import annotations

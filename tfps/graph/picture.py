@@ -1,4 +1,7 @@
-"""The picture of a step: reads behind gates, sends by priority, updates; as text in Graphviz's language DOT."""
+"""The picture of a step: reads behind gates, sends by priority, updates; as text in Graphviz's language DOT.
+
+Tested in tests/strategy/test_graph_view.py.
+"""
 
 from __future__ import annotations
 

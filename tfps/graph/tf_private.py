@@ -3,6 +3,8 @@
 Raises:
     ImportError: TensorFlow is missing, too old, used with Keras 2, or so new that one of these names is gone; the
         message says which versions are supported. A newer TensorFlow that has all names works, with one warning.
+
+Tested in tests/test_versions.py.
 """
 
 # ruff: noqa: F401

@@ -1,6 +1,8 @@
 """Distributed datasets and iterators whose batches are staged; to a program they are what tf.distribute has.
 
 TensorFlow's own distributed dataset shards and rebatches; only its iterator is replaced.
+
+Tested in tests/input/test_staging.py and tests/integration/test_input.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Each run of the function makes an iterator of its own, which no thread on the host could follow: TensorFlow's iterator
 reads, and the ranks decide whether a batch is used.
+
+Tested in tests/integration/test_input.py.
 """
 
 from __future__ import annotations

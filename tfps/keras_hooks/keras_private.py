@@ -2,6 +2,8 @@
 
 Raises:
     ImportError: one of these names is gone; the message says which versions are supported.
+
+Tested in tests/test_versions.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Keras decides by the gradients of one worker. Were the ranks to decide differently, some would wait for gradients that
 the others never send, and the loss scales would drift apart.
+
+Tested in tests/integration/test_programs.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Keras joins the predictions of this worker's replicas only, in the order of their batches: of a shard, no rank would
 have them all. Predicting needs no other rank, so one rank alone may do it, too.
+
+Tested in tests/integration/test_semantics.py.
 """
 
 from __future__ import annotations

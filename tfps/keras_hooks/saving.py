@@ -4,6 +4,8 @@
 directory put the same content in each other's place, ranks that do not have a file of their own. What is no single
 local file (`export`, shards, an object store) is written by rank 0 only. `BackupAndRestore` is rank 0's: it alone
 writes, and what it restores becomes everybody's. A save never waits for other ranks.
+
+Tested in tests/integration/test_programs.py.
 """
 
 from __future__ import annotations

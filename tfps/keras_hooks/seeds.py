@@ -3,6 +3,8 @@
 What is stored stays the same everywhere: states of seed generators are rank 0's, and are checkpointed and restored as
 such. Only the seed that a replica draws from them has its id mixed in. The first replica of all draws what one process
 would.
+
+Tested in tests/integration/test_semantics.py.
 """
 
 from __future__ import annotations

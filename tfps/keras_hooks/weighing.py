@@ -3,6 +3,8 @@
 Keras divides a replica's mean by the number of replicas; their sum is then the mean of means. Here each is multiplied
 by the replica's share of the batch instead, which is the same number where the batch divides evenly. A mean over
 something else than rows (unmasked positions, sample weights) counts by that, which all replicas sum while they train.
+
+Tested in tests/integration/test_rows.py.
 """
 
 from __future__ import annotations

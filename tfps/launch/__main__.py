@@ -1,4 +1,7 @@
-"""`python -m tfps.launch`: the same as `tfps_launch`."""
+"""`python -m tfps.launch`: the same as `tfps_launch`.
+
+Tested in tests/launch/test_cli.py.
+"""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""Runs local processes as one: shows their output with prefixes, notices how they end, and leaves none behind."""
+"""Runs local processes as one: shows their output with prefixes, notices how they end, and leaves none behind.
+
+Tested in tests/launch/test_cli.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The status of a pserver's job, from its members and rounds, and its count of errors."""
+"""The status of a pserver's job, from its members and rounds, and its count of errors.
+
+Tested in tests/pserver/test_metrics.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A slice on the pserver that owns it: a round, the lock that guards it, and what is recorded of it."""
+"""A slice on the pserver that owns it: a round, the lock that guards it, and what is recorded of it.
+
+Tested in tests/pserver/test_job.py.
+"""
 
 from __future__ import annotations
 

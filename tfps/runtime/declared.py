@@ -1,4 +1,7 @@
-"""The buckets that one strategy's connection has declared, by what they are for."""
+"""The buckets that one strategy's connection has declared, by what they are for.
+
+Tested in tests/runtime/test_interrupts.py.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Three threads. "tfps-pump" takes messages from the TensorFlow queue into the exchange; "tfps-apply" runs updates and
 answers pulls, most urgent first. Neither blocks on the network; receiver threads of the exchange only put replies into
 a heap. "tfps-watch" finds gates that nobody will open any more.
+
+Tested in tests/strategy/test_strategy.py.
 """
 
 from __future__ import annotations

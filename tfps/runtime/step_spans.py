@@ -1,6 +1,8 @@
 """What a worker's spans say of its steps: from the notes that come with sends to spans of the capture.
 
 The notes are seconds of the wall clock, of which TensorFlow gives microseconds; spans are of the recorder's clock.
+
+Tested in tests/runtime/test_trace_run.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What tf.distribute asks of a strategy: variables, reductions, updates, datasets, replica count."""
+"""What tf.distribute asks of a strategy: variables, reductions, updates, datasets, replica count.
+
+Tested in tests/integration/test_semantics.py.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,12 @@ from tfps.keras_hooks.predictions import Sharding
 from tfps.keras_hooks.seeds import stateful_apart
 from tfps.runtime.runtime import Runtime
 from tfps.strategy.combined import Combiner
+from tfps.strategy.cross_replica import MEAN, SUM, CrossReplica
 from tfps.strategy.deferred import Emitter, GraphState, Noted, Reduced, Reduction, deferrable, find_reduced
 from tfps.strategy.graph_view import picture, traced_function
 from tfps.strategy.initial_values import InitialValues
 from tfps.strategy.invariants import Invariants
-from tfps.strategy.reductions import Reductions, as_tensor, divide, identity, sum_locally
+from tfps.strategy.reductions import Reductions, divide, identity
 from tfps.strategy.variables import GatedVariable, OnReadVariable, container_of, updating
 
 _numbers = itertools.count()
@@ -44,10 +48,9 @@ _VARIABLE_CLASSES = {
     tf.VariableSynchronization.ON_WRITE: GatedVariable,
     tf.VariableSynchronization.ON_READ: OnReadVariable,
 }
-SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 
 
-class Extended(mirrored_strategy.MirroredExtended):
+class Extended(CrossReplica):
     """Mirrored over the local devices as MirroredStrategy is; between workers, through pservers.
 
     No `merge_call`: inside a `tf.cond` it is impossible, so that gradient accumulation and loss scaling fail under
@@ -390,48 +393,6 @@ class Extended(mirrored_strategy.MirroredExtended):
             self._emit(state, graph, replica)
         return tf.no_op() if group else None
 
-    def _local_results(self, val: Any) -> Any:
-        return val.values if isinstance(val, GatedVariable) else super()._local_results(val)
-
-    # Reductions in cross-replica context.
-
-    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        if distribute_utils.is_mirrored(value):
-            if reduce_op == MEAN:
-                return value
-            raise ValueError(f"a sum over replicas needs one value per replica, got {value!r}, which all share")
-        flat = tf.nest.flatten(value)
-        local, counts = [], []  # sums over local replicas, and of how many values over all workers
-        for each in flat:
-            if each is None and reduce_op == MEAN:
-                continue  # stays what it is, as in MirroredStrategy
-            if isinstance(each, values.DistributedValues):
-                local.append(sum_locally(each.values))
-                counts.append(self._num_replicas_in_sync)
-            elif len(self._devices) == 1 or reduce_op == MEAN:  # all local replicas have it
-                local.append(as_tensor(each))
-                counts.append(self._runtime.exchange.workers)
-            else:
-                raise ValueError(f"a sum over replicas needs one value per replica, got {each!r}")
-        with tf.device(None):
-            summed = self._reductions.sum_all(local, self._cross_replica_key())
-        if reduce_op == MEAN:
-            summed = [divide(each, count) for each, count in zip(summed, counts, strict=True)]
-        reduced = iter(summed)
-        return tf.nest.pack_sequence_as(
-            value, [each if each is None else self._to(next(reduced), destinations) for each in flat]
-        )
-
-    def _to(self, value: Any, destinations: Any) -> Any:
-        """`value` on every local device where `destinations` has several, as `update` and `all_reduce` want it."""
-        if not isinstance(destinations, values.DistributedValues) or len(destinations._values) == 1:
-            return value
-        copies = []
-        for device in self._devices:
-            with tf.device(device):
-                copies.append(identity(value))
-        return distribute_utils.regroup(copies, wrap_class=values.Mirrored)
-
     def _cross_replica_key(self) -> tuple[Any, ...]:
         if tf.executing_eagerly():
             return ()
@@ -439,12 +400,5 @@ class Extended(mirrored_strategy.MirroredExtended):
         root.reductions["cross-replica"] += 1
         return (root.reductions["cross-replica"], "cross-replica")
 
-    def _batch_reduce_to(self, reduce_op: Any, pairs: Any, options: Any) -> list[Any]:
-        return [self._reduce_to(reduce_op, value, to, options) for value, to in pairs]
-
-    def _gather_to_implementation(self, value: Any, destinations: Any, axis: Any, options: Any) -> Any:
-        components = value.values if isinstance(value, values.DistributedValues) else [value]
-        with tf.device(None):
-            local = [as_tensor(each) for each in components]
-            gathered = self._reductions.gather(local, axis, self._cross_replica_key())
-        return self._to(gathered, destinations)
+    def _local_results(self, val: Any) -> Any:
+        return val.values if isinstance(val, GatedVariable) else super()._local_results(val)

@@ -2,6 +2,8 @@
 
 Gradients that nothing but their update uses never come here (see deferred.py). Sparse gradients are gathered, as
 Horovod does: every worker ends with the rows of all workers, in rank order.
+
+Tested in tests/integration/test_semantics.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 An access is any use of a replica's component, whether it reads or writes. Inside a deferred update the updated
 variable and its own slots are accessed directly; every other variable is read as it was when the gradient was sent.
+
+Tested in tests/integration/test_semantics.py and tests/strategy/test_combined.py.
 """
 
 from __future__ import annotations

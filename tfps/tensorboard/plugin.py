@@ -1,6 +1,8 @@
 """Serves captures, their summaries and the page that shows them, from TensorBoard's own server.
 
 The page gets a capture's first line as it is in the file (docs/trace_format.md) and makes everything else of it.
+
+Tested in tests/tensorboard/test_traceview.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Files of captures: gzipped Chrome trace events that Perfetto opens, with the capture itself in the first line.
 
 Reading needs only that line: columns of numbers, exact to the nanosecond. See docs/trace_format.md.
+
+Tested in tests/trace/test_capture.py.
 """
 
 from __future__ import annotations

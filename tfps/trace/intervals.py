@@ -1,4 +1,7 @@
-"""Arithmetic of sets of times. A set is a list of (begin, end), ascending, without overlap and without empty ones."""
+"""Arithmetic of sets of times. A set is a list of (begin, end), ascending, without overlap and without empty ones.
+
+Tested in tests/trace/test_summary.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How a pserver is doing, as it tells whoever asks: the Status call, Prometheus and the console read the same."""
+"""How a pserver is doing, as it tells whoever asks: the Status call, Prometheus and the console read the same.
+
+Tested in tests/pserver/test_metrics.py.
+"""
 
 from __future__ import annotations
 

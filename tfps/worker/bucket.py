@@ -1,4 +1,7 @@
-"""A bucket on its worker: pushes, one outstanding at a time, and the assembly of what comes back."""
+"""A bucket on its worker: pushes, one outstanding at a time, and the assembly of what comes back.
+
+Tested in tests/worker/test_worker.py.
+"""
 
 from __future__ import annotations
 

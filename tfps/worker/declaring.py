@@ -1,4 +1,7 @@
-"""How a worker declares on all pservers: what all ranks have declared is declared everywhere, or it is nowhere."""
+"""How a worker declares on all pservers: what all ranks have declared is declared everywhere, or it is nowhere.
+
+Tested in tests/runtime/test_interrupts.py.
+"""
 
 from __future__ import annotations
 

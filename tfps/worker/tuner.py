@@ -1,4 +1,7 @@
-"""Rank 0's measurements during the first steps, and the change of sizes, or two, that follow."""
+"""Rank 0's measurements during the first steps, and the change of sizes, or two, that follow.
+
+Tested in tests/exchange/test_tuning.py.
+"""
 
 from __future__ import annotations
 
