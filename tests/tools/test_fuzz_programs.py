@@ -153,10 +153,10 @@ def test_a_planted_fault_is_found(change: Any, kind: str, tmp_path: Path) -> Non
 @pytest.mark.timeout(1800)
 def test_random_programs_end_as_under_plain_keras(tmp_path: Path) -> None:
     """Always the same ones: a failure is due to a change."""
-    session = Session(minutes=25.0, seed=7, workers=(1, 2), most_cases=20, without=KNOWN, folder=tmp_path)
+    session = Session(minutes=25.0, seed=7, workers=(1, 2), most_cases=14, without=KNOWN, folder=tmp_path)
     session.run()
     assert not session.failures, session.summary()
-    assert session.ran["passed"] >= 15, session.summary()
+    assert session.ran["passed"] >= 11, session.summary()
 
 
 @pytest.mark.long
