@@ -66,9 +66,9 @@ setup(
     },
     entry_points={
         "console_scripts": [
-            "tfps_pserver=tfps.cli:main",
-            "tfps_launch=tfps.launch:main",
-            "tfps_trace=tfps.trace_cli:main",
+            "tfps_pserver=tfps.pserver.cli:main",
+            "tfps_launch=tfps.launch.cli:main",
+            "tfps_trace=tfps.trace.cli:main",
         ],
         "tensorboard_plugins": ["tfps=tfps.tensorboard.plugin:ParameterServersPlugin"],
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
 
 # TensorFlow reads this when it is imported, here and in the processes that tests start: only warnings and errors.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+
+# A shell that starts the tests in the background makes them, and the processes that they start, deaf to Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples each time, so that a failure is due to a change; new ones with `tools/test.sh --long`. No limits of
 # time: machines are busy.
@@ -32,7 +37,7 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[tfps.Strategy]:
     import jobs
 
     import tfps  # here: most tests need no TensorFlow
-    from tfps.server import ParameterServer
+    from tfps.pserver.server import ParameterServer
 
     jobs.use("both", monkeypatch)
     servers = [ParameterServer("127.0.0.1", 0, workers=1) for _ in range(2)]

@@ -1,9 +1,10 @@
-"""Holds the order of the modules: who may import whom, and what no module may contain."""
+"""Holds the order of the folders: which may import which, and what no module may contain."""
 
 from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,29 +13,34 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "tfps"
 MAX_LINES = 450
-
-# A module imports from layers above its own in this list, and from its own as long as no circle arises.
-LAYERS = (
-    "version errors config memory shared_memory terminal supervisor progress threads",
-    (
-        "slicing placement aggregate exchange layout tuning report sparse picture intervals capture trace "
-        "capture_file summary assembly"
-    ),
-    "protos frames send_queue stream membership control rounds status recording shard",
-    "patience declaring tuner tracer worker server job embedded metrics console",
-    (
-        "tf_private keras_private graph_ops shares weighing moments variables deferred reductions "
-        "initial_values transfers step_spans runtime combined cluster generators lockstep staging loops "
-        "datasets graph_view extended logs loss_scaling saving predictions xplane trace_run strategy "
-        "callbacks interrupts buckets compiling invariants names seeds"
-    ),
-    "__init__ cli launch trace_cli tensorboard plugin",
-)
-LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
-TENSORFLOW_LAYER = 4
+TOP, GROUND = "tfps", "ground"
+USED_EVERYWHERE = {"config", "errors", "threads", "version", "protos"}
+LOWEST_WITH_TENSORFLOW = "graph"
 
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "protos" not in path.relative_to(PACKAGE).parts)
 by_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+
+
+def documented_order() -> list[str]:
+    """The folders from top to bottom, as docs/design.md has them."""
+    section = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").partition("## Folders")[2].partition("\n## ")[0]
+    return [*re.findall(r"^\| `(\w+)/` \|", section, re.MULTILINE), GROUND]
+
+
+ORDER = documented_order()
+
+
+def folder_of(name: str) -> str:
+    """Of a module of tfps, `name` as it is imported."""
+    parts = name.split(".")[1:]
+    if not parts or parts[0] not in ORDER:
+        return GROUND if parts and parts[0] in USED_EVERYWHERE else TOP
+    return parts[0]
+
+
+def name_of(path: Path) -> str:
+    """As it is imported."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imported(path: Path) -> Iterator[tuple[int, str]]:
@@ -46,31 +52,30 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-@by_source
-def test_every_module_has_its_place_in_the_layers(path: Path) -> None:
-    assert path.stem in LAYER_OF, f"put {path.name} into its layer in {Path(__file__).name}"
-
-
 def own_imports(path: Path) -> dict[str, int]:
-    """Module of tfps that is imported -> line."""
-    found: dict[str, int] = {}
-    for line, name in imported(path):
-        package, _, rest = name.partition(".")
-        if package == "tfps":
-            # `from tfps import Config` means the package itself, which stands above nearly everything.
-            module = rest.split(".")[0]
-            found[module if module in LAYER_OF else "__init__"] = line
-    return found
+    """What is imported of tfps -> line."""
+    return {name: line for line, name in imported(path) if name.split(".")[0] == "tfps"}
+
+
+def test_every_folder_has_its_place_in_the_table() -> None:
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))} - {"protos"}
+    assert folders | {TOP, GROUND} == set(ORDER)
 
 
 @by_source
 def test_imports_go_downwards(path: Path) -> None:
-    own = LAYER_OF[path.stem]
-    assert not [f"line {line}: {name}" for name, line in own_imports(path).items() if LAYER_OF[name] > own]
+    own = ORDER.index(folder_of(name_of(path)))
+    assert not [
+        f"line {line}: {name}" for name, line in own_imports(path).items() if ORDER.index(folder_of(name)) < own
+    ]
 
 
-def test_imports_within_a_layer_have_no_circles() -> None:
-    graph = {path.stem: set(own_imports(path)) for path in SOURCES}
+def test_imports_within_a_folder_have_no_circles() -> None:
+    modules = {name_of(path): path for path in SOURCES}
+    graph = {
+        name: {own if own in modules else own.rpartition(".")[0] for own in own_imports(path)} - {"tfps"}
+        for name, path in modules.items()
+    }
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -84,8 +89,9 @@ def test_imports_name_the_package(path: Path) -> None:
 
 
 @by_source
-def test_only_the_tensorflow_layer_imports_tensorflow(path: Path) -> None:
-    if LAYER_OF[path.stem] != TENSORFLOW_LAYER:
+def test_only_folders_above_the_worker_import_tensorflow(path: Path) -> None:
+    folder = folder_of(name_of(path))
+    if not ORDER.index(folder) <= ORDER.index(LOWEST_WITH_TENSORFLOW):
         found = [
             f"line {line}: {name}" for line, name in imported(path) if name.split(".")[0] in ("tensorflow", "keras")
         ]
@@ -110,5 +116,12 @@ def test_files_are_short_enough_to_read(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
 
 
-def test_the_layers_name_only_modules_that_exist() -> None:
-    assert [name for name in LAYER_OF if not any(PACKAGE.rglob(f"{name}.py")) and not (PACKAGE / name).is_dir()] == []
+@by_source
+def test_every_module_has_its_tests_in_the_same_place_or_says_where(path: Path) -> None:
+    if path.name == "__init__.py":
+        return
+    place = path.relative_to(PACKAGE)
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    named = re.findall(r"tests/[\w/]+\.py", text.partition("Tested in ")[2])
+    tests = [ROOT / name for name in named] or [ROOT / "tests" / place.with_name(f"test_{place.name}")]
+    assert not [str(test) for test in tests if not test.exists()]

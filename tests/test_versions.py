@@ -13,9 +13,9 @@ import tensorflow as tf
 from tensorflow.python.autograph.impl import conversion
 
 import tfps
-from tfps import tf_private
-from tfps.extended import Extended
-from tfps.tf_private import check_versions
+from tfps.graph import tf_private
+from tfps.graph.tf_private import check_versions
+from tfps.strategy.extended import Extended
 
 SUPPORTED = r"TensorFlow 2\.18 to 2\.21 with Keras 3 \(3\.8 or newer\)"
 
@@ -36,7 +36,7 @@ def again() -> Iterator[None]:
 
 
 def import_strategy() -> None:
-    importlib.import_module("tfps.strategy")
+    importlib.import_module("tfps.strategy.strategy")
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ def test_a_newer_tensorflow_without_a_private_name_is_refused_by_that_name(monke
 @pytest.mark.usefixtures("again")
 def test_without_tensorflow_only_the_strategy_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorflow", None)
-    importlib.import_module("tfps.server")
+    importlib.import_module("tfps.pserver.server")
     with pytest.raises(ImportError, match=r"pip install 'tfps\[tensorflow\]'"):
-        importlib.import_module("tfps.tf_private")
+        importlib.import_module("tfps.graph.tf_private")
 
 
 def test_autograph_leaves_functions_of_tfps_alone_and_rewrites_those_of_programs() -> None:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tfps.errors import (
         WorkerLostError as WorkerLostError,
     )
-    from tfps.strategy import Strategy as Strategy
+    from tfps.strategy.strategy import Strategy as Strategy
 
 _ERRORS = (
     "ClosedError",
@@ -57,7 +57,7 @@ _ERRORS = (
     "WaitTimeoutError",
     "WorkerLostError",
 )
-_HOMES = {"Strategy": "tfps.strategy", "Config": "tfps.config", **dict.fromkeys(_ERRORS, "tfps.errors")}
+_HOMES = {"Strategy": "tfps.strategy.strategy", "Config": "tfps.config", **dict.fromkeys(_ERRORS, "tfps.errors")}
 
 _MODULES = ("callbacks",)
 

@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from tfps.config import check_steps
 from tfps.errors import ConfigError, TfpsError
-from tfps.report import Report
-from tfps.strategy import Strategy
-from tfps.trace_run import TraceRun
+from tfps.runtime.report import Report
+from tfps.runtime.trace_run import TraceRun
+from tfps.strategy.strategy import Strategy
 
 logger = logging.getLogger("tfps")
 

@@ -1,3 +1,6 @@
-"""The version of the package, the only place that says it (setup.py reads it without importing tfps)."""
+"""The version of the package, the only place that says it (setup.py reads it without importing tfps).
+
+Tested in tests/test_versions.py.
+"""
 
 __version__ = "0.1.0.dev0"

@@ -12,11 +12,8 @@ import pkgutil
 import shlex
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
-import benchmarks
-from benchmarks import common
+from tools import benchmarks
+from tools.benchmarks import common
 
 
 def main() -> None:

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from pages import BLUE, COLOURS, GREEN, GREY, MARKERS, ORANGE, RED, SKY, log_ticks, plot, spread, table
+
+from tools.pages import BLUE, COLOURS, GREEN, GREY, MARKERS, ORANGE, RED, SKY, log_ticks, plot, spread, table
 
 Run = Mapping[str, Any]
 Runs = Sequence[Run]

@@ -4,11 +4,11 @@
     tools/compare_strategies.py                      all programs under all strategies; some 15 minutes
     tools/compare_strategies.py fit gan              these programs; the others stay as they are on the page
     tools/compare_strategies.py --strategy tfps fit  under one strategy
-    tools/compare_strategies.py --page               runs nothing, writes the pages from docs/strategies.json
-    tools/compare_strategies.py --check              as --page, but only says whether they are up to date
+    tools/compare_strategies.py --page               runs nothing, writes docs/strategies.md from docs/strategies.json
+    tools/compare_strategies.py --check              as --page, but only says whether it is up to date
 
 A program works if it ends without an error in time, with results that are bitwise equal on all workers and equal to
-those of one process without a strategy. Results: docs/strategies.json, docs/strategies.md, the table in README.md.
+those of one process without a strategy. Results: docs/strategies.json, docs/strategies.md; README.md says how many.
 """
 
 from __future__ import annotations
@@ -29,24 +29,21 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import keras
 import numpy as np
-import pages
 import tensorflow as tf
-from pages import ROOT
-from strategies.programs import PROGRAMS
 
-from tfps.server import ParameterServer
+from tfps.pserver.server import ParameterServer
+from tools import pages
+from tools.pages import ROOT
+from tools.strategies.programs import PROGRAMS
 
 PROGRAM = "tools/compare_strategies.py"
 NAMES = {"tfps": "tfps", "mwms": "MultiWorkerMirroredStrategy", "ps": "ParameterServerStrategy"}
 WORKERS, PSERVERS = 2, 2
 LIMIT_S = 180.0  # from the end of one program to the end of the next; the first one includes the start
 OTHERS_S = 15.0  # how long the others may take to end after the first error
-START, END = "<!-- strategies: written by tools/compare_strategies.py -->", "<!-- strategies: end -->"
 WORKER = pathlib.Path(__file__).resolve().parent / "strategies" / "worker.py"
 
 
@@ -240,11 +237,11 @@ def run_alone(programs: Sequence[str]) -> dict[str, Any]:
         return found
 
 
-def make(recorded: Mapping[str, Any], readme: str) -> tuple[str, str]:
-    """(docs/strategies.md, README.md)
+def make(recorded: Mapping[str, Any], readme: str) -> str:
+    """docs/strategies.md
 
     Raises:
-        PageError: results are missing or unknown, or the README has no place for the table.
+        PageError: results are missing or unknown, or the README says something else.
     """
     outcomes = recorded["outcomes"]
     for strategy in NAMES:
@@ -252,10 +249,13 @@ def make(recorded: Mapping[str, Any], readme: str) -> tuple[str, str]:
             raise pages.PageError(
                 f"docs/strategies.json must have all programs under {NAMES[strategy]}, in their order; run {PROGRAM}"
             )
-    place = re.compile(f"{re.escape(START)}\n.*?{re.escape(END)}", re.DOTALL)
-    if len(place.findall(readme)) != 1:
-        raise pages.PageError(f"README.md must have one place for the table, between {START} and {END}")
-    short = table(recorded, lambda outcome: "works" if outcome.works else f"no: {outcome.words.partition(':')[0]}")
+    works = [sum(Outcome(**each).works for each in outcomes[strategy].values()) for strategy in NAMES]
+    counts = [
+        f"{count} {'work ' * (not index)}under {name}"
+        for index, (count, name) in enumerate(zip(works, NAMES.values(), strict=True))
+    ]
+    if (sentence := ", ".join(counts)) not in " ".join(readme.split()):
+        raise pages.PageError(f"README.md must say: {sentence}")
     details: dict[tuple[str, str], list[str]] = {}  # programs that fail alike stand together
     for strategy in NAMES:
         for name, program in PROGRAMS.items():
@@ -284,7 +284,7 @@ documentation has them. Clipping: under every strategy Keras 3 clips each replic
 ## What went wrong
 
 {chr(10).join(sections) or "Nothing."}"""
-    return page.rstrip() + "\n", place.sub(lambda _: f"{START}\n{short}{END}", readme)
+    return page.rstrip() + "\n"
 
 
 def table(recorded: Mapping[str, Any], cell: Any) -> str:
@@ -329,14 +329,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     path.write_text(json.dumps(recorded, indent=1) + "\n")
             if options.quick:
                 return 0
-        readme = ROOT / "README.md"
-        page, text = make(recorded, readme.read_text())
+        page = make(recorded, (ROOT / "README.md").read_text())
     except pages.PageError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
-    changed = pages.update(
-        ROOT, {"docs/strategies.md": page.encode(), "README.md": text.encode()}, "docs/strategies.md", options.check
-    )
+    changed = pages.update(ROOT, {"docs/strategies.md": page.encode()}, "docs/strategies.md", options.check)
     if changed and options.check:
         print(f"{PROGRAM}: must be up to date, differs: {', '.join(changed)}; run {PROGRAM} --page", file=sys.stderr)
         return 1

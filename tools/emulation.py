@@ -19,21 +19,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-
-import children
 import numpy as np
-from model_profiles import Layer, Profile
-from netlab import Host
-from simulation.plan import Plan, make_plan
-from simulation.settings import Cluster, Policy, Settings
 
-from tfps import server
 from tfps.config import MAX_SLICE_BYTES, Auto, Config
-from tfps.exchange import BucketSpec, Reply
-from tfps.job import Job
-from tfps.worker import Worker
+from tfps.exchange.interface import BucketSpec, Reply
+from tfps.pserver import server
+from tfps.pserver.job import Job
+from tfps.worker.worker import Worker
+from tools import children
+from tools.model_profiles import Layer, Profile
+from tools.netlab import Host
+from tools.simulation.plan import Plan, make_plan
+from tools.simulation.settings import Cluster, Policy, Settings
 
 UNLIMITED = 2**40
 GOODPUT = 0.955  # of a rate of netlab, which counts headers, what payload gets
@@ -309,7 +306,7 @@ class Holding(Job):
 def main() -> None:
     """A process of an emulation."""
     if sys.argv[1] == "pserver":
-        from tfps import cli
+        from tfps.pserver import cli
 
         setattr(server, "Job", Holding)  # noqa: B010  # the server makes its jobs itself
         sys.exit(cli.main(sys.argv[2:]))

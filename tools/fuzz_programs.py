@@ -15,11 +15,8 @@ import argparse
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
-from fuzzing.known import KNOWN
-from fuzzing.session import Session
+from tools.fuzzing.known import KNOWN
+from tools.fuzzing.session import Session
 
 
 def main() -> int:

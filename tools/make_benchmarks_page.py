@@ -8,15 +8,12 @@ from __future__ import annotations
 import ast
 import json
 import pathlib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-
-import pages
-from benchmark_plots import DRAWERS, Section
-from pages import PageError
+from tools import pages
+from tools.benchmark_plots import DRAWERS, Section
+from tools.pages import PageError
 
 PROGRAM = "tools/make_benchmarks_page.py"
 NAMES = ("schedule", "tuning", "scale", "wire", "overhead", "staging", "peers")

@@ -15,10 +15,8 @@ import pathlib
 import sys
 import tempfile
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
-import model_profiles
-from model_profiles import ITEM_BYTES, Layer, Profile
+from tools import model_profiles
+from tools.model_profiles import ITEM_BYTES, Layer, Profile
 
 FLOPS = 4.0e12  # 75 % of the data sheet's: large convolutions and matrix products
 RECURRENT_FLOPS = 1.5e12  # one time step after the other, 64 rows each: small matrix products

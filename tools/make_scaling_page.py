@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import functools
 import pathlib
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
-import model_profiles
-import pages
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from model_profiles import Profile
-from pages import COLOURS, MARKERS, log_ticks, plot, table
-from simulation import Cluster, Policy, Settings, lower_bound, simulate
-from simulation.plan import link_bytes, make_plan
+
+from tools import model_profiles, pages
+from tools.model_profiles import Profile
+from tools.pages import COLOURS, MARKERS, log_ticks, plot, table
+from tools.simulation import Cluster, Policy, Settings, lower_bound, simulate
+from tools.simulation.plan import link_bytes, make_plan
 
 PROGRAM = "tools/make_scaling_page.py"
 MODELS = ("vgg19", "resnet50")

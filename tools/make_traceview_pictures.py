@@ -10,12 +10,10 @@ import pathlib
 import sys
 import tempfile
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
-import synthetic_captures
 from PIL import Image
-from tensorboard_page import ROOT, Page, tensorboard
+
+from tools import synthetic_captures
+from tools.tensorboard_page import ROOT, Page, tensorboard
 
 SIMULATED, RECORDED = ROOT / "docs" / "traceview", ROOT / "docs" / "slow"
 _COLORS = 240  # keeps the files small

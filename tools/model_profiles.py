@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from tfps import capture_file
-from tfps.capture import Capture, Span
 from tfps.errors import ConfigError, TfpsError
-from tfps.intervals import difference, total, union
+from tfps.trace import capture_file
+from tfps.trace.capture import Capture, Span
+from tfps.trace.intervals import difference, total, union
 
 FOLDER = pathlib.Path(__file__).resolve().parent / "profiles"
 ITEM_BYTES = 4  # float32

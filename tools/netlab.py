@@ -28,8 +28,8 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from netlab_probe import FRAME, MTU, Flow, Measurement, measure
-from netlab_system import (
+from tools.netlab_probe import FRAME, MTU, Flow, Measurement, measure
+from tools.netlab_system import (
     CONFIGURATION,
     ENDING_SIGNALS,
     KILL_S,
@@ -288,8 +288,8 @@ def _ip(host: Host, command: str) -> None:
 
 def _run_command(lab: Netlab, options: argparse.Namespace) -> int:
     """Runs the command on the chosen hosts until all have ended well or one has not; the exit code."""
-    from tfps.supervisor import Command, Interrupted, Process, Supervisor
-    from tfps.terminal import Console
+    from tfps.launch.supervisor import Command, Interrupted, Process, Supervisor
+    from tfps.launch.terminal import Console
 
     if options.probe:
         lab.probe()

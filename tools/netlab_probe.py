@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from netlab_system import NetlabError
+from tools.netlab_system import NetlabError
 
 # tc counts frames with their Ethernet headers, also of a GSO packet, which it takes for the frames that it will become.
 # Of the 14 + 1500 bytes of a frame, Ethernet takes 14, IPv4 20, TCP 20 and its timestamps 12.

@@ -14,17 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import peers
-from children import cpu_s
-from netlab import Host
-from peer_workers.common import MARK, WORK_VARIABLE, Work
-from peers import PeerError
-
-from tfps.supervisor import Command, Process, Supervisor
-from tfps.terminal import Console
+from tfps.launch.supervisor import Command, Process, Supervisor
+from tfps.launch.terminal import Console
+from tools import peers
+from tools.children import cpu_s
+from tools.netlab import Host
+from tools.peer_workers.common import MARK, WORK_VARIABLE, Work
+from tools.peers import PeerError
 
 START_S = 120.0  # from the start of workers to the end of their warm-up, on a busy machine
 STEP_S = 15.0  # the longest that a step may take on average

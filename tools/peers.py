@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import interpreters
+from tools import interpreters
 
 PIP_S = 3600.0  # a build from source on a busy machine
 STAMP = "tfps-peer.json"

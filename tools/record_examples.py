@@ -11,19 +11,14 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
-from benchmarks.peers import BYTES_DIVISOR, LAB_HOSTS, vgg19
-from netlab import Netlab
-from peer_runs import Place, measure
-
-from tfps import capture_file
+from tfps.trace import capture_file
+from tools.benchmarks.peers import BYTES_DIVISOR, LAB_HOSTS, vgg19
+from tools.netlab import Netlab
+from tools.peer_runs import Place, measure
 
 RATE_MBIT = 5000 / BYTES_DIVISOR
 WARMUP_STEPS, FIRST, LAST = 10, 11, 13  # sizes of slices have tuned themselves by then

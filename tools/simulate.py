@@ -11,17 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
-import sys
 from dataclasses import fields, replace
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
-import model_profiles
-from simulation import POLICIES, Cluster, Policy, Result, Settings, chrome_trace, lower_bound, simulate, to_json
-
 from tfps.errors import ConfigError
+from tools import model_profiles
+from tools.simulation import POLICIES, Cluster, Policy, Result, Settings, chrome_trace, lower_bound, simulate, to_json
 
 
 def main(arguments: list[str] | None = None) -> None:

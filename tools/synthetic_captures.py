@@ -9,22 +9,16 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
-import model_profiles
-import simulation
-from model_profiles import Profile
-from simulation.plan import Plan, make_plan
-
-from tfps.capture import Bucket, Capture, Kind, Process, Span, lane_of
-from tfps.capture_file import chrome_path, write_chrome
+from tfps.trace.capture import Bucket, Capture, Kind, Process, Span, lane_of
+from tfps.trace.capture_file import chrome_path, write_chrome
+from tools import model_profiles, simulation
+from tools.model_profiles import Profile
+from tools.simulation.plan import Plan, make_plan
 
 FIRST_STEP = 10
 POLICIES: dict[str, simulation.Policy] = {"priority": "priority", "fifo": "slices", "overlap": "overlap"}

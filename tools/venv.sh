@@ -43,4 +43,6 @@ if ! log=$(.venv/bin/python -m pip install --no-input -q -c constraints.txt -e '
     echo "tools/venv.sh: the installation failed, see above" >&2
     exit 1
 fi
+# Programs in tools/ import each other as the package that they are.
+echo "$here" >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tfps-tools.pth"
 echo "$wanted" >"$stamp"

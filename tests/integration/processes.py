@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-PYTHONPATH = os.pathsep.join([str(HERE.parent), str(HERE.parent.parent)])  # tests/ and this copy of tfps
+PYTHONPATH = os.pathsep.join([str(HERE.parent / "helpers"), str(HERE.parent.parent)])  # and this copy of tfps
 TIMEOUT_S = 240.0
 
 

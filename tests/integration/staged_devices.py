@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 import tfps
-from tfps.datasets import StagedDataset
+from tfps.input.datasets import StagedDataset
 
 
 def values(strategy: tfps.Strategy, batch: Any) -> list[list[int]]:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import processes
 
-from tfps.capture import Capture
-from tfps.capture_file import read
-from tfps.server import ParameterServer
-from tfps.summary import summarize
+from tfps.pserver.server import ParameterServer
+from tfps.trace.capture import Capture
+from tfps.trace.capture_file import read
+from tfps.trace.summary import summarize
 
 
 def captured(log_dir: Path) -> Capture:

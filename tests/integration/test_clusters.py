@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import processes
 
-from tfps.server import ParameterServer
+from tfps.pserver.server import ParameterServer
 
 
 def test_every_way_to_describe_a_cluster_makes_a_job_whose_workers_end_equal(tmp_path: Path) -> None:

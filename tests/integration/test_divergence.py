@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import processes
 import pytest
 
-from tfps.server import ParameterServer
+from tfps.pserver.server import ParameterServer
 
 pytestmark = pytest.mark.timeout(400)
 WEIGHTS = r"the weights after the update have checksum [0-9a-f]{16} on rank 0(, 2)? and [0-9a-f]{16} on rank 1"

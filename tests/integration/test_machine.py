@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import processes
 import pytest
 
-from tfps.server import ParameterServer
+from tfps.pserver.server import ParameterServer
 
 
 @pytest.fixture(params=[pytest.param("embedded", marks=pytest.mark.long), "grpc"])

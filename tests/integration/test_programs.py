@@ -16,7 +16,7 @@ import processes
 import pytest
 from keras_versions import NOT_IN_KERAS_3_8
 
-from tfps.server import ParameterServer
+from tfps.pserver.server import ParameterServer
 
 TIMEOUT_S = 550.0  # of one job with many programs, on a busy machine; half a minute is usual
 pytestmark = pytest.mark.timeout(600)

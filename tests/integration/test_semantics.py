@@ -9,7 +9,7 @@ from pathlib import Path
 import processes
 import pytest
 
-from tfps.server import ParameterServer
+from tfps.pserver.server import ParameterServer
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 import processes
 import pytest
 
-from tfps.server import ParameterServer
+from tfps.pserver.server import ParameterServer
 
 PROGRAMS = ["momentum", "adam", "adafactor", "embedding"]
 SMALL = {"TFPS_SLICE_BYTES": "4096", "TFPS_WINDOW_BYTES": "8192"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 import tfps
-from tfps.server import ParameterServer
+from tfps.pserver.server import ParameterServer
 
 
 def main() -> None:

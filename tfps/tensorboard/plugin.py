@@ -1,6 +1,8 @@
 """Serves captures, their summaries and the page that shows them, from TensorBoard's own server.
 
 The page gets a capture's first line as it is in the file (docs/trace_format.md) and makes everything else of it.
+
+Tested in tests/tensorboard/test_traceview.py.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
-from tfps.capture_file import SUFFIX, read, read_columns
 from tfps.errors import TfpsError
-from tfps.summary import summarize
+from tfps.trace.capture_file import SUFFIX, read, read_columns
+from tfps.trace.summary import summarize
 
 _STATIC = Path(__file__).resolve().parent / "static"
 _TYPES = {".js": "application/javascript", ".css": "text/css"}

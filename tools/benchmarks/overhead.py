@@ -21,7 +21,7 @@ import keras
 import numpy as np
 
 import tfps
-from benchmarks import common
+from tools.benchmarks import common
 
 SMALL_LAYERS = 80  # two variables each
 

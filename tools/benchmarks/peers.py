@@ -28,21 +28,16 @@ servers included.
 from __future__ import annotations
 
 import itertools
-import pathlib
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
-import model_profiles
-from netlab import Netlab, NetlabError
-from peer_runs import PEERS, Place, measure
-from peer_workers.common import Work
-from peers import PeerError
-
-from benchmarks.common import Outcome, median
+from tools import model_profiles
+from tools.benchmarks.common import Outcome, median
+from tools.netlab import Netlab, NetlabError
+from tools.peer_runs import PEERS, Place, measure
+from tools.peer_workers.common import Work
+from tools.peers import PeerError
 
 LAB_HOSTS = 5  # 2 workers, 2 servers, and whoever coordinates
 MLP_MBIT = 1000.0

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import Outcome, median
 from tfps.config import Config
-from tfps.exchange import BucketSpec
-from tfps.server import ParameterServer
-from tfps.trace import Recorder
-from tfps.worker import Worker
+from tfps.exchange.interface import BucketSpec
+from tfps.pserver.server import ParameterServer
+from tfps.trace.recorder import Recorder
+from tfps.worker.worker import Worker
+from tools.benchmarks.common import Outcome, median
 
 SIZES = {32 * 1024: 4 * 2**20, 2**20: 32 * 2**20}  # of slices -> of a step
 BUCKETS = 8

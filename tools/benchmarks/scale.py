@@ -20,23 +20,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import pathlib
 import statistics
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
-import model_profiles
-from emulation import GOODPUT, Emulation, Task
-from model_profiles import Layer, Profile
-from netlab import Host, Netlab
-from simulation import Cluster, Settings, lower_bound, simulate
-
-from benchmarks.common import Outcome, median
+from tools import model_profiles
+from tools.benchmarks.common import Outcome, median
+from tools.emulation import GOODPUT, Emulation, Task
+from tools.model_profiles import Layer, Profile
+from tools.netlab import Host, Netlab
+from tools.simulation import Cluster, Settings, lower_bound, simulate
 
 MODEL, BYTES_DIVISOR, TIME_FACTOR = "vgg19", 256, 5
 SLICE_BYTES = 2 * 2**20 // BYTES_DIVISOR  # smaller ones would cost more CPU than this machine has

@@ -12,23 +12,19 @@ import itertools
 import math
 import os
 import pathlib
-import sys
 from dataclasses import dataclass
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
-import model_profiles
-from emulation import GOODPUT, Emulation, Task
-from model_profiles import ITEM_BYTES, Profile
-from netlab import Netlab
-from peer_runs import Place
-from peer_runs import measure as measure_peer
-from peer_workers.common import Work
-from simulation import POLICIES, Cluster, Settings, lower_bound, simulate
-from simulation.bounds import busiest_link
-
-from benchmarks.common import Outcome
+from tools import model_profiles
+from tools.benchmarks.common import Outcome
+from tools.emulation import GOODPUT, Emulation, Task
+from tools.model_profiles import ITEM_BYTES, Profile
+from tools.netlab import Netlab
+from tools.peer_runs import Place
+from tools.peer_runs import measure as measure_peer
+from tools.peer_workers.common import Work
+from tools.simulation import POLICIES, Cluster, Settings, lower_bound, simulate
+from tools.simulation.bounds import busiest_link
 
 HOSTS = 4
 BURST_BYTES = 160 * 1024

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfps
-from benchmarks.common import Outcome, median
+from tools.benchmarks.common import Outcome, median
 
 CASES = {"input": (0.2, 0.1), "balanced": (0.15, 0.15), "compute": (0.1, 0.2)}  # seconds: input, computation
 DEPTHS = (0, 2)

@@ -7,13 +7,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import model_profiles
-import simulation
-from synthetic_captures import repeated, synthetic_capture
-from tensorboard_page import Page, missing, tensorboard
-
-from benchmarks import common
-from tfps.capture_file import chrome_path, write_chrome
+from tfps.trace.capture_file import chrome_path, write_chrome
+from tools import model_profiles, simulation
+from tools.benchmarks import common
+from tools.synthetic_captures import repeated, synthetic_capture
+from tools.tensorboard_page import Page, missing, tensorboard
 
 SPANS = 300_000
 FRAMES = 20

@@ -7,17 +7,12 @@ VGG-19 and ResNet-50, on a link where computing takes longer than the wire and o
 from __future__ import annotations
 
 import itertools
-import pathlib
-import sys
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
-from emulation import Emulation, Task
-from netlab import Netlab
-
-from benchmarks.common import Outcome, median
-from benchmarks.schedule import BURST_BYTES, CASES, HOSTS, WARMUP_STEPS, rate_mbit_of
+from tools.benchmarks.common import Outcome, median
+from tools.benchmarks.schedule import BURST_BYTES, CASES, HOSTS, WARMUP_STEPS, rate_mbit_of
+from tools.emulation import Emulation, Task
+from tools.netlab import Netlab
 
 MODELS = ("vgg19", "resnet50")
 RATIOS = (0.75, 1.5)

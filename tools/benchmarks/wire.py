@@ -28,10 +28,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import children
 import numpy as np
 
-from benchmarks.common import Outcome, median
+from tools import children
+from tools.benchmarks.common import Outcome, median
 
 STEP_BYTES = 50_000_000
 BUCKET_BYTES = 4_000_000  # a model's buckets: some of one slice, most of several
@@ -142,8 +142,8 @@ def _timed(step: Any, steps: int) -> None:
 
 def _work(addresses: list[str], steps: int) -> None:
     from tfps.config import Config
-    from tfps.exchange import BucketSpec, Reply
-    from tfps.worker import Worker
+    from tfps.exchange.interface import BucketSpec, Reply
+    from tfps.worker.worker import Worker
 
     sizes = [min(BUCKET_BYTES, STEP_BYTES - start) for start in range(0, STEP_BYTES, BUCKET_BYTES)]
     worker = Worker(addresses, config=Config.from_environment())
@@ -189,8 +189,8 @@ def _raw(address: str, steps: int) -> None:
 def _grpc(address: str, steps: int, sums: bool) -> None:
     import grpc
 
-    from tfps.control import CHANNEL_OPTIONS
-    from tfps.memory import tune_malloc
+    from tfps.wire.control import CHANNEL_OPTIONS
+    from tfps.wire.memory import tune_malloc
 
     tune_malloc()
     window = threading.Semaphore(ECHO_WINDOW)
@@ -224,7 +224,7 @@ def _grpc(address: str, steps: int, sums: bool) -> None:
 
 def _with_sums(messages: Iterator[bytes], _: Any) -> Iterator[bytes]:
     """Echoes; two workers' messages make one sum, so every second one is added to what was there."""
-    from tfps.frames import HEADER_BYTES, Blank, Header, Kind
+    from tfps.wire.frames import HEADER_BYTES, Blank, Header, Kind
 
     for number, message in enumerate(messages):
         if number % 2:
@@ -239,8 +239,8 @@ def _with_sums(messages: Iterator[bytes], _: Any) -> Iterator[bytes]:
 def _grpc_echo(sums: bool) -> None:
     import grpc
 
-    from tfps.control import SERVER_OPTIONS
-    from tfps.memory import tune_malloc
+    from tfps.wire.control import SERVER_OPTIONS
+    from tfps.wire.memory import tune_malloc
 
     tune_malloc()
     server = grpc.server(ThreadPoolExecutor(8), options=SERVER_OPTIONS)

@@ -10,7 +10,7 @@ import random
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from fuzzing.cases import (
+from tools.fuzzing.cases import (
     Action,
     Assign,
     Case,
@@ -27,8 +27,8 @@ from fuzzing.cases import (
     Save,
     features,
 )
-from fuzzing.layers import EMBEDDINGS, IMAGES, SEQUENCES, VECTORS
-from fuzzing.source import CLIPPING, LOSSES, OPTIMIZERS, SCHEDULES
+from tools.fuzzing.layers import EMBEDDINGS, IMAGES, SEQUENCES, VECTORS
+from tools.fuzzing.source import CLIPPING, LOSSES, OPTIMIZERS, SCHEDULES
 
 _METRICS = {
     "regression": ["mae", "RootMeanSquaredError", "R2Score", "CosineSimilarity"],

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fuzzing.cases import Case, Evaluate, Fit, OnBatch, Recompile, Resume, Save, features
+from tools.fuzzing.cases import Case, Evaluate, Fit, OnBatch, Recompile, Resume, Save, features
 
 Found = Mapping[str, Any]
 PLAIN, MIRRORED, NOTHING = "plain", "mirrored", "nothing"

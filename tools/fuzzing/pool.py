@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from children import cpu_s
+from tools.children import cpu_s
 
 DEVICES = 4  # logical CPUs of each process: for the replicas of MirroredStrategy, too
 IDLE_S, BUSY_S = 90.0, 2.0  # processes hang if all that have not answered took no more processor time meanwhile

@@ -9,12 +9,12 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fuzzing import oracle
-from fuzzing.cases import Case
-from fuzzing.oracle import MIRRORED, NOTHING, Difference, Judgement
-from fuzzing.pool import Outcome, Pool, Task
-from fuzzing.source import program
-from tfps.server import ParameterServer
+from tfps.pserver.server import ParameterServer
+from tools.fuzzing import oracle
+from tools.fuzzing.cases import Case
+from tools.fuzzing.oracle import MIRRORED, NOTHING, Difference, Judgement
+from tools.fuzzing.pool import Outcome, Pool, Task
+from tools.fuzzing.source import program
 
 
 @dataclass(frozen=True)

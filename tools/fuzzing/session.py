@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from fuzzing import runner
-from fuzzing.cases import Case, features
-from fuzzing.draw import draw, usable
-from fuzzing.pool import Pool
-from fuzzing.runner import Result
-from fuzzing.simplify import simplified
-from fuzzing.source import program
+from tools.fuzzing import runner
+from tools.fuzzing.cases import Case, features
+from tools.fuzzing.draw import draw, usable
+from tools.fuzzing.pool import Pool
+from tools.fuzzing.runner import Result
+from tools.fuzzing.simplify import simplified
+from tools.fuzzing.source import program
 
 Change = Callable[[str, int], str]
 

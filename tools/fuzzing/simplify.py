@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fuzzing.cases import Case, Fit, Network, Optimizer, Place
+from tools.fuzzing.cases import Case, Fit, Network, Optimizer, Place
 
 _SIMPLE = {"metrics": (), "weighted_metrics": (), "loss": "default loss", "step": "Keras' train_step"}
 

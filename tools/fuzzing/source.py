@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fuzzing import prelude
-from fuzzing.cases import (
+from tools.fuzzing import prelude
+from tools.fuzzing.cases import (
     SPLIT,
     Action,
     Assign,
@@ -20,7 +20,7 @@ from fuzzing.cases import (
     Resume,
     Save,
 )
-from fuzzing.layers import EMBEDDINGS, IMAGES, SEQUENCES, VECTORS
+from tools.fuzzing.layers import EMBEDDINGS, IMAGES, SEQUENCES, VECTORS
 
 SHAPES = {"features": (3,), "image": (6, 6, 2), "words": (5,), "sequence": (5, 4)}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import keras
 
-from peer_workers import keras_training
-from peer_workers.common import Clock, Sleeper, Work
+from tools.peer_workers import keras_training
+from tools.peer_workers.common import Clock, Sleeper, Work
 
 
 def main() -> None:

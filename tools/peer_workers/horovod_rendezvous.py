@@ -11,7 +11,7 @@ import threading
 from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts  # type: ignore[import-not-found]
 from horovod.runner.http.http_server import RendezvousServer  # type: ignore[import-not-found]
 
-from peer_workers.common import say
+from tools.peer_workers.common import say
 
 
 def main() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import horovod.tensorflow.keras as hvd  # type: ignore[import-not-found]
 import tensorflow as tf
 
-from peer_workers import keras_training
-from peer_workers.common import Clock, Sleeper, Work
+from tools.peer_workers import keras_training
+from tools.peer_workers.common import Clock, Sleeper, Work
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from peer_workers.common import Clock, Sleeper, Work
+from tools.peer_workers.common import Clock, Sleeper, Work
 
 LEARNING_RATE = 0.01
 

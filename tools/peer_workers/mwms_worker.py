@@ -11,8 +11,8 @@ import os
 import tensorflow as tf
 import tf_keras  # type: ignore[import-not-found]
 
-from peer_workers import keras_training
-from peer_workers.common import Clock, Sleeper, Work
+from tools.peer_workers import keras_training
+from tools.peer_workers.common import Clock, Sleeper, Work
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import mxnet as mx  # type: ignore[import-not-found]  # schedulers and servers stay in this import until the end
 import numpy as np
 
-from peer_workers.common import Clock, Sleeper, Work
+from tools.peer_workers.common import Clock, Sleeper, Work
 
 LEARNING_RATE = 0.01
 

@@ -13,8 +13,8 @@ from typing import Any
 import tensorflow as tf
 import tf_keras  # type: ignore[import-not-found]
 
-from peer_workers import keras_training
-from peer_workers.common import Clock, Sleeper, Work
+from tools.peer_workers import keras_training
+from tools.peer_workers.common import Clock, Sleeper, Work
 
 TIMED_EPOCHS = 2
 

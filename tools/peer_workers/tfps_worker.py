@@ -5,8 +5,8 @@ from __future__ import annotations
 import keras
 
 import tfps
-from peer_workers import keras_training
-from peer_workers.common import Clock, Sleeper, Work
+from tools.peer_workers import keras_training
+from tools.peer_workers.common import Clock, Sleeper, Work
 
 
 def main() -> None:

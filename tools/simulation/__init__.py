@@ -15,13 +15,13 @@ Two ways to simulate: every worker, or one that stands for all (`Settings.mode`)
 step and the stream inside a host to be no faster than the others, which makes a thousand workers a matter of seconds.
 """
 
-from simulation.bounds import lower_bound as lower_bound
-from simulation.engine import simulate as simulate
-from simulation.output import chrome_trace as chrome_trace
-from simulation.output import to_json as to_json
-from simulation.settings import POLICIES as POLICIES
-from simulation.settings import Cluster as Cluster
-from simulation.settings import Policy as Policy
-from simulation.settings import Result as Result
-from simulation.settings import Settings as Settings
-from simulation.settings import Span as Span
+from tools.simulation.bounds import lower_bound as lower_bound
+from tools.simulation.engine import simulate as simulate
+from tools.simulation.output import chrome_trace as chrome_trace
+from tools.simulation.output import to_json as to_json
+from tools.simulation.settings import POLICIES as POLICIES
+from tools.simulation.settings import Cluster as Cluster
+from tools.simulation.settings import Policy as Policy
+from tools.simulation.settings import Result as Result
+from tools.simulation.settings import Settings as Settings
+from tools.simulation.settings import Span as Span

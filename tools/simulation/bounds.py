@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from model_profiles import Profile
-
-from simulation.settings import Cluster
-from tfps.report import least_step_s
+from tfps.runtime.report import least_step_s
+from tools.model_profiles import Profile
+from tools.simulation.settings import Cluster
 
 
 def lower_bound(profile: Profile, cluster: Cluster) -> float:

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from model_profiles import Profile
 
-from simulation.plan import Piece, Plan, link_bytes, make_plan
-from simulation.rates import Array, ExactRates, Rates, SymmetricRates
-from simulation.settings import Cluster, Result, Settings, Span
+from tools.model_profiles import Profile
+from tools.simulation.plan import Piece, Plan, link_bytes, make_plan
+from tools.simulation.rates import Array, ExactRates, Rates, SymmetricRates
+from tools.simulation.settings import Cluster, Result, Settings, Span
 
 _DONE = 1e-12  # of a message: what may be left of it through rounding
 _SAME_S = 1e-12  # events so close together are one moment

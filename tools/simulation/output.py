@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from model_profiles import Profile
-
-from simulation.bounds import lower_bound
-from simulation.settings import Cluster, Result, Settings
+from tools.model_profiles import Profile
+from tools.simulation.bounds import lower_bound
+from tools.simulation.settings import Cluster, Result, Settings
 
 
 def to_json(profile: Profile, cluster: Cluster, settings: Settings, result: Result) -> dict[str, Any]:

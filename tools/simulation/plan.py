@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from model_profiles import ITEM_BYTES, Profile
-
-from simulation.settings import Cluster, Settings
-from tfps.placement import Placer
-from tfps.slicing import bucket_limit, cut
+from tfps.exchange.placement import Placer
+from tfps.exchange.slicing import bucket_limit, cut
+from tools.model_profiles import ITEM_BYTES, Profile
+from tools.simulation.settings import Cluster, Settings
 
 
 @dataclass(frozen=True, slots=True)

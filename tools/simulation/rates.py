@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from simulation.settings import Cluster
+from tools.simulation.settings import Cluster
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]

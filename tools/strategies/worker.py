@@ -16,14 +16,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent))
-
 import keras
 import numpy as np
 import tensorflow as tf
 
-from strategies.programs import PROGRAMS, Job
+from tools.strategies.programs import PROGRAMS, Job
 
 
 def alone() -> tuple[Any, int]:

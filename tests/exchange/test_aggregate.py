@@ -1,0 +1,163 @@
+"""Rounds: sums and gathers of all ranks, step after step."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tfps.errors import ProtocolError
+from tfps.exchange.aggregate import GatherRound, SumRound, split_gathered
+
+FLOAT = np.dtype("float32")
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100)
+
+
+def sum_round(label: str, workers: int, dtype: np.dtype[Any], nbytes: int, deterministic: bool) -> SumRound:
+    return SumRound(label, workers, dtype, nbytes, deterministic, lambda size: np.empty(size, np.uint8))
+
+
+def total(round_: SumRound, order: Any, parts: Any, step: int = 0) -> NDArray[Any]:
+    for rank in order:
+        assert round_.missing()
+        round_.add(rank, step, parts[rank])
+    assert not round_.missing()
+    return np.frombuffer(round_.finish(), round_.dtype)
+
+
+@given(rows=st.lists(st.lists(floats, min_size=3, max_size=3), min_size=1, max_size=4), data=st.data())
+def test_deterministic_sums_do_not_depend_on_the_order_of_arrival(rows: list[list[float]], data: Any) -> None:
+    parts = [np.array(row, FLOAT) for row in rows]
+    expected = parts[0].copy()
+    for part in parts[1:]:
+        expected = expected + part
+    order = data.draw(st.permutations(range(len(parts))))
+    result = total(sum_round("x", len(parts), FLOAT, 12, deterministic=True), order, parts)
+    assert result.tobytes() == expected.tobytes()
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(-1000, 1000), min_size=2, max_size=2), min_size=1, max_size=5), data=st.data()
+)
+def test_sums_are_right_in_any_order_and_leave_the_parts_alone(rows: list[list[int]], data: Any) -> None:
+    parts = [np.array(row, "int64") for row in rows]
+    before = [part.copy() for part in parts]
+    order = data.draw(st.permutations(range(len(parts))))
+    result = total(sum_round("x", len(parts), np.dtype("int64"), 16, deterministic=False), order, parts)
+    assert result.tolist() == np.sum(rows, axis=0).tolist()
+    assert all((part == old).all() for part, old in zip(parts, before, strict=True))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_only_contribution_comes_back_bit_for_bit(deterministic: bool) -> None:
+    bits = np.array([0x80000000, 0x7FA00001, 1], np.uint32)  # -0.0, a signalling NaN, a denormal
+    for rank in range(3):
+        parts = [bits.view(FLOAT) if r == rank else None for r in range(3)]
+        result = total(sum_round("x", 3, FLOAT, 12, deterministic), range(3), parts)
+        assert result.tobytes() == bits.tobytes()
+
+
+def test_without_contributions_the_sum_is_zero() -> None:
+    assert total(sum_round("x", 2, FLOAT, 8, False), [1, 0], [None, None]).tolist() == [0, 0]
+
+
+def test_nan_and_infinity_pass_as_arithmetic_has_it() -> None:
+    parts = [np.array([np.nan, np.inf, 1], FLOAT), np.array([1, -np.inf, 1], FLOAT)]
+    with np.errstate(invalid="ignore"):
+        result = total(sum_round("x", 2, FLOAT, 12, False), [0, 1], parts)
+    assert np.isnan(result[:2]).all()
+    assert result[2] == 2
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "int32", "uint8", "complex64", "bool"])
+def test_every_numeric_dtype_is_summed(dtype: str) -> None:
+    part = np.array([1, 0, 1], dtype)
+    assert (
+        total(sum_round("x", 2, part.dtype, part.nbytes, False), [0, 1], [part, part]).tolist()
+        == (part + part).tolist()
+    )
+
+
+def test_steps_follow_each_other() -> None:
+    round_ = sum_round("x", 2, FLOAT, 4, False)
+    for step in range(3):
+        parts = [np.array([step], FLOAT), np.array([1], FLOAT)]
+        assert total(round_, [0, 1], parts, step).tolist() == [step + 1]
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_another_step_than_the_current_is_refused(step: int) -> None:
+    round_ = sum_round("slice 3 of bucket 'x'", 1, FLOAT, 4, False)
+    total(round_, [0], [np.zeros(1, FLOAT)])
+    with pytest.raises(ProtocolError, match=f"step of slice 3 of bucket 'x' must be 1, got {step}"):
+        round_.add(0, step, None)
+
+
+def test_a_rank_that_comes_twice_is_refused() -> None:
+    round_ = sum_round("slice 3 of bucket 'x'", 2, FLOAT, 4, False)
+    round_.add(0, 0, None)
+    with pytest.raises(ProtocolError, match="slice 3 of bucket 'x' must be pushed once in step 0, got it twice"):
+        round_.add(0, 0, None)
+
+
+def pieces(payload: bytes, size: int) -> list[bytes]:
+    return [payload[start : start + size] for start in range(0, len(payload), size)] or [b""]
+
+
+@given(payloads=st.lists(st.binary(max_size=50), min_size=1, max_size=4), size=st.integers(1, 20), data=st.data())
+def test_gathered_payloads_come_back_in_rank_order(payloads: list[bytes], size: int, data: Any) -> None:
+    round_ = GatherRound("g", len(payloads), size)
+    left = {rank: list(enumerate(pieces(payload, size))) for rank, payload in enumerate(payloads)}
+    while left:
+        rank = data.draw(st.sampled_from(sorted(left)))
+        index, piece = left[rank].pop(0)
+        last = not left[rank]
+        round_.add(rank, 0, index, memoryview(piece), last)
+        if last:
+            del left[rank]
+    assert not round_.missing()
+    assert list(map(bytes, split_gathered(round_.finish(), len(payloads)))) == payloads
+    assert round_.step == 1
+
+
+@pytest.mark.parametrize(
+    ("index", "nbytes", "last", "rule"),
+    [
+        (1, 4, False, "index of g must be 0, got 1"),
+        (0, 3, False, "must have 4 bytes, got 3"),
+        (0, 5, True, "at most 4"),
+    ],
+)
+def test_malformed_pieces_of_a_gather_are_refused(index: int, nbytes: int, last: bool, rule: str) -> None:
+    with pytest.raises(ProtocolError, match=rule):
+        GatherRound("g", 2, 4).add(0, 0, index, memoryview(bytes(nbytes)), last)
+
+
+def test_a_gather_ends_with_the_last_piece() -> None:
+    round_ = GatherRound("g", 2, 4)
+    round_.add(0, 0, 0, memoryview(b"ab"), True)
+    with pytest.raises(ProtocolError, match="twice"):
+        round_.add(0, 0, 1, memoryview(b"ab"), True)
+
+
+@given(result=st.binary(max_size=64), workers=st.integers(1, 4))
+def test_a_malformed_gather_result_is_refused(result: bytes, workers: int) -> None:
+    try:
+        parts = split_gathered(memoryview(result), workers)
+    except ProtocolError:
+        return
+    assert len(parts) == workers
+    assert b"".join(parts) == result[8 * workers :]
+
+
+def test_orders_of_arrival_matter_without_deterministic() -> None:
+    parts = [np.array([value], FLOAT) for value in (1e8, -1e8, 1.0)]
+    results = {
+        total(sum_round("x", 3, FLOAT, 4, False), order, parts).tobytes() for order in itertools.permutations(range(3))
+    }
+    assert len(results) > 1  # else the test of deterministic sums shows nothing

@@ -1,0 +1,336 @@
+"""Tuning: the choice of sizes, and the change to them in the middle of a job."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import DEADLINE_S, Cluster, poll, push, summed, together, use
+
+from tfps.config import FIRST_WINDOW_BYTES, Config
+from tfps.errors import ProtocolError, TfpsError
+from tfps.exchange.interface import BucketSpec
+from tfps.exchange.layout import Cutting, Layout, cut_anew
+from tfps.exchange.tuning import MAX_SHARED_SLICE_BYTES, MAX_SLICE_BYTES, MIN_SLICE_BYTES, Measured, choose
+from tfps.protos import tfps_pb2 as pb
+from tfps.trace.recorder import Recorder
+from tfps.wire.send_queue import Throughput
+from tfps.wire.shared_memory import Sharing
+from tfps.worker.bucket import Bucket
+from tfps.worker.tuner import Tuner, measure
+from tfps.worker.worker import Worker
+
+CONFIG = Config(slice_bytes=1024, window_bytes=4096, step_timeout_s=DEADLINE_S, connect_timeout_s=DEADLINE_S)
+SPECS = [
+    BucketSpec("large", "sum", 20_000, "float32", 1),
+    BucketSpec("small", "sum", 400, "float32", 0),
+    BucketSpec("gathered", "gather", 0, "uint8", 2),
+]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as cluster:
+        yield cluster
+
+
+def job(cluster: Cluster, workers: int, pservers: int, **options: Any) -> list[Worker]:
+    members = cluster.workers(cluster.pservers(pservers, workers), workers, **{"config": CONFIG, **options})
+    together(*(functools.partial(worker.declare, SPECS) for worker in members))
+    return members
+
+
+def train(worker: Worker, steps: range) -> None:
+    """One step after the other, as a training loop does; every sum and every gather must be right."""
+    for step in steps:
+        values = np.arange(5000, dtype=np.float32) + step + worker.rank
+        pending = [push(worker, 0, values), push(worker, 1, values[:100]), push(worker, 2, bytes([worker.rank] * 3000))]
+        ranks = np.arange(worker.workers, dtype=np.float32)
+        expected = worker.workers * (np.arange(5000, dtype=np.float32) + step) + ranks.sum()
+        np.testing.assert_array_equal(summed(pending[0].wait()), expected)
+        np.testing.assert_array_equal(summed(pending[1].wait()), expected[:100])
+        parts = pending[2].wait().parts or []
+        assert [bytes(part) for part in parts] == [bytes([rank] * 3000) for rank in range(worker.workers)]
+
+
+@pytest.mark.parametrize(("workers", "pservers"), [(1, 1), (3, 2), (2, 3)])
+def test_sums_stay_right_while_sizes_change_under_way(cluster: Cluster, workers: int, pservers: int) -> None:
+    members = job(cluster, workers, pservers)
+    threads = [threading.Thread(target=train, args=(worker, range(40)), daemon=True) for worker in members]
+    for thread in threads:
+        thread.start()
+    for slice_bytes, window_bytes in ((256, 300), (8192, 20_000), (100, 1), (4000, 4000)):
+        before = members[0]._buckets[0].steps
+        members[0].tune(slice_bytes, window_bytes)
+        while members[0]._buckets[0].steps < min(before + 4, 40):
+            threads[0].join(0.01)
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert [thread.is_alive() for thread in threads] == [False] * workers
+    assert all(worker.failure is None and worker._buckets[0].steps == 40 for worker in members)
+
+
+def test_all_ranks_change_at_the_same_step(cluster: Cluster) -> None:
+    recorders = [Recorder(), Recorder()]
+    addresses = cluster.pservers(2, 2)
+    members = together(
+        *(
+            functools.partial(cluster.worker, addresses, rank, config=CONFIG, recorder=recorders[rank])
+            for rank in range(2)
+        )
+    )
+    together(*(functools.partial(worker.declare, SPECS) for worker in members))
+    together(*(functools.partial(train, worker, range(3)) for worker in members))
+    for recorder in recorders:
+        recorder.start()
+    members[0].tune(5000, 4096)
+    together(*(functools.partial(train, worker, range(4)) for worker in members))
+    sizes = []
+    for recorder in recorders:
+        sends = [event for event in recorder.events() if event.kind == "send" and event.bucket == 0]
+        sizes.append({step: max(e.nbytes for e in sends if e.step == step) for step in range(3, 7)})
+    assert sizes[0] == sizes[1] == {3: 1024, 4: 1024, 5: 5000, 6: 5000}
+
+
+def test_rank_0_holds_the_step_before_the_change_until_all_pservers_know(cluster: Cluster) -> None:
+    members = job(cluster, 2, 1)
+    together(*(functools.partial(train, worker, range(2)) for worker in members))
+    asked, answer = threading.Event(), threading.Event()
+    pserver: Any = members[0]._pservers[0]
+    call = pserver.call
+
+    def slow(name: str, *arguments: Any) -> Any:
+        asked.set()
+        assert answer.wait(DEADLINE_S)
+        return call(name, *arguments)
+
+    pserver.call = slow
+    tuning = threading.Thread(target=members[0].tune, args=(512, 4096), daemon=True)
+    tuning.start()
+    assert asked.wait(DEADLINE_S)
+    values = np.ones(5000, np.float32)
+    for _ in range(3):
+        replies = [push(worker, 0, values) for worker in members]
+    assert members[0]._buckets[0].hold_at == 3
+    while members[0]._buckets[0].current is not None:
+        tuning.join(0.01)  # until step 2 is over
+    assert members[0]._buckets[0].steps == 3
+    assert not replies[0].replied
+    answer.set()
+    for reply in replies:
+        np.testing.assert_array_equal(summed(reply.wait()), 2 * values)
+    tuning.join(DEADLINE_S)
+
+
+def test_buckets_that_not_every_rank_knows_yet_stay_as_they_are(cluster: Cluster) -> None:
+    (worker,) = job(cluster, 1, 1)
+    worker.tune(512, 4096)
+    assert not worker._buckets[0].next
+    train(worker, range(3))
+
+
+def test_a_job_with_auto_sizes_tunes_itself_once_the_network_was_busy(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tfps.worker.tuner._BUSY_S", 0.001)
+    config = Config(window_bytes=1024, step_timeout_s=DEADLINE_S)  # so small that slices wait on any network
+    members = cluster.workers(cluster.pservers(2, 2), 2, config=config)
+    specs = [BucketSpec(f"b{number}", "sum", 200_000, "float32", number) for number in range(12)]
+    ids = together(*(functools.partial(worker.declare, specs) for worker in members))[0]
+    tuned = threading.Event()
+    tune = members[0]._tuner._tune
+
+    def tune_and_tell(*sizes: int) -> None:
+        tune(*sizes)
+        tuned.set()
+
+    members[0]._tuner._tune = tune_and_tell
+    values = np.ones(50_000, np.float32)
+    for _ in range(5000):
+        for pending in [push(worker, bucket, values) for bucket in ids for worker in members]:
+            assert summed(pending.wait())[0] == 2
+        if members[0]._tuner.done:
+            break
+    assert members[0]._tuner.done
+    assert tuned.is_set()
+    for _ in range(4):
+        for pending in [push(worker, bucket, values) for bucket in ids for worker in members]:
+            assert summed(pending.wait())[0] == 2
+    counts = {len(worker._buckets[0].cutting.slices) for worker in members}
+    assert len(counts) == 1
+    assert all(worker.config.window_bytes == 1024 and not worker._buckets[0].next for worker in members)
+
+
+@pytest.mark.parametrize(
+    ("rates", "changes"),
+    [
+        ((200e6, 400e6), ["larger", "largest"]),  # larger slices are faster: the network was not the limit
+        ((200e6, 210e6), ["larger"]),
+        ((1e6, 400e6), ["smaller"]),  # nothing more to find out
+    ],
+)
+def test_what_small_slices_could_not_show_is_seen_at_a_second_look(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, rates: tuple[float, float], changes: list[str]
+) -> None:
+    monkeypatch.setattr("tfps.worker.tuner._MAX_MESSAGE_S", 1e-4)
+    monkeypatch.setattr("tfps.worker.tuner._MIN_MESSAGE_S", 1e-4)
+    link, sizes = types.SimpleNamespace(throughput=Throughput()), list[tuple[int, int]]()
+    raw = cluster.raw(cluster.pserver(1).address)
+    queues: Any = [link]
+    tuner = Tuner(Config(), [raw.pserver], queues, Sharing(wanted=False), lambda *chosen: sizes.append(chosen))
+    tuner.probe()
+    trained, announced = Bucket(SPECS[0], Cutting([], [])), Bucket(SPECS[2], Cutting([], []))
+    for steps in range(1, 20):
+        trained.steps, trained.started_s = steps, 0.1 * steps
+        announced.steps, announced.started_s = 3 * steps, 0.0  # a round that runs ahead says nothing of the step
+        rate = rates[0] if not sizes or steps <= tuner._steps_then else rates[1]
+        link.throughput = Throughput(link.throughput.nbytes + int(0.1 * rate), link.throughput.seconds + 0.1)
+        tuner.look([announced, trained])
+    assert tuner.done
+    assert tuner._measured is not None
+    assert tuner._measured.step_s == pytest.approx(0.1)
+    first = Config().first_slice_bytes
+    found = ["largest" if s == MAX_SLICE_BYTES else "larger" if s > first else "smaller" for s, _ in sizes]
+    assert found == changes
+
+
+def test_fixed_sizes_are_never_changed(cluster: Cluster) -> None:
+    members = job(cluster, 2, 1)
+    assert all(worker._tuner.done for worker in members)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rule"),
+    [
+        (pb.Layout(slice_bytes=0, window_bytes=1, buckets=[0], steps=[9]), "slices of 1 to 67108864 bytes .* got 0"),
+        (pb.Layout(slice_bytes=8, window_bytes=0, buckets=[0], steps=[9]), "and a window, got 8 and 0"),
+        (pb.Layout(slice_bytes=8, window_bytes=8, buckets=[5], steps=[9]), "buckets that can be cut, got bucket 5"),
+        (pb.Layout(slice_bytes=8, window_bytes=8, buckets=[2], steps=[9]), "buckets that can be cut, got bucket 2"),
+        (pb.Layout(slice_bytes=8, window_bytes=8, buckets=[0], steps=[]), "one step per bucket, got 0 for 1 buckets"),
+    ],
+)
+def test_a_malformed_layout_is_refused(cluster: Cluster, layout: Any, rule: str) -> None:
+    (worker,) = job(cluster, 1, 1)
+    request = pb.TuneRequest(token=worker._token, rank=0, layout=layout)
+    with pytest.raises(ProtocolError, match=rule):
+        worker._pservers[0].call("Tune", request, DEADLINE_S)
+    train(worker, range(2))
+
+
+def test_a_pserver_that_cannot_be_told_fails_the_job(cluster: Cluster) -> None:
+    servers = [cluster.pserver(1) for _ in range(2)]
+    worker = cluster.worker([server.address for server in servers], 0, config=CONFIG)
+    worker.declare(SPECS)
+    servers[1].stop(0)
+    with pytest.raises(TfpsError):
+        worker.tune(512, 4096)
+    assert worker.failure is not None
+
+
+@given(
+    bytes_per_s=st.floats(1, 1e12),
+    round_trip_s=st.floats(1e-6, 1.0),
+    message_s=st.floats(1e-6, 1.0),
+    step_s=st.floats(1e-4, 1e3),
+    pservers=st.integers(1, 64),
+)
+def test_chosen_sizes_are_in_range_and_the_window_holds_two_slices(
+    bytes_per_s: float, round_trip_s: float, message_s: float, step_s: float, pservers: int
+) -> None:
+    slice_bytes, window_bytes = choose(Measured(bytes_per_s, round_trip_s, message_s, step_s, pservers))
+    assert MIN_SLICE_BYTES <= slice_bytes <= MAX_SLICE_BYTES
+    assert window_bytes >= min(2 * slice_bytes, 64 * 2**20)
+
+
+def sizes(bytes_per_s: float, round_trip_s: float = 1e-3, message_s: float = 2e-4, step_s: float = 0.1) -> Any:
+    return choose(Measured(bytes_per_s, round_trip_s, message_s, step_s, pservers=2))
+
+
+def test_faster_links_and_dearer_messages_want_larger_slices_and_longer_ones_wider_windows() -> None:
+    slow, fast = sizes(20e6), sizes(120e6)
+    assert slow[0] < fast[0] < sizes(120e6, message_s=4e-4)[0]
+    wide = sizes(120e6, round_trip_s=50e-3)
+    assert wide[0] == fast[0]
+    assert wide[1] == pytest.approx(2 * (fast[0] + 6e6 / 2), rel=0.01)
+
+
+def test_long_steps_take_slices_as_large_as_nobody_notices() -> None:
+    assert sizes(20e6)[0] < sizes(20e6, step_s=5.0)[0] == pytest.approx(0.015 * 5 * 20e6 / 2, rel=0.02)
+
+
+def test_streams_that_are_busy_together_add_up() -> None:
+    measured = measure([Throughput(30, 2.0), Throughput(10, 1.0)], 3e-3, 1e-3, 0.5)
+    assert measured == Measured(20.0, 3e-3, 1e-3, 0.5, 2)
+    assert measure([Throughput(30, 2.0)], 1e-3, 2e-3, 0.5).message_s > 0  # a network slower than the call through it
+
+
+def test_a_layout_places_by_balance_over_the_listed_buckets() -> None:
+    found = cut_anew(SPECS, Layout(2000, 1, {0: 7}), 2, "balanced")
+    assert list(found) == [0]
+    assert found[0].step == 7
+    assert [piece.nbytes for piece in found[0].slices] == [2000] * 10
+    assert list(found[0].owners) == [0, 1] * 5
+
+
+# What is measured where slices pass through shared memory
+
+# Windows stay as small as they are at first, so that replies have to wait.
+AUTO = Config(window_bytes=FIRST_WINDOW_BYTES, step_timeout_s=DEADLINE_S, connect_timeout_s=DEADLINE_S)
+
+
+def sharing(cluster: Cluster, *shared: bool, pservers: int = 1) -> list[Worker]:
+    """Workers that share their memory or not, which have exchanged more than windows hold, several times."""
+    addresses = cluster.pservers(pservers, len(shared))
+    configs = [replace(AUTO, shared_memory=each) for each in shared]
+    members = together(
+        *(functools.partial(cluster.worker, addresses, rank, config=config) for rank, config in enumerate(configs))
+    )
+    spec = BucketSpec("large", "sum", 8_000_000, "float32", 0)
+    together(*(functools.partial(worker.declare, [spec]) for worker in members))
+    for _ in range(3):
+        for pending in [push(worker, 0, bytes(spec.nbytes)) for worker in members]:
+            pending.wait()
+    return members
+
+
+def test_slices_may_be_larger_where_all_share_memory(cluster: Cluster) -> None:
+    members = sharing(cluster, True, True)
+    tuner = members[0]._tuner
+    assert (tuner._ask, tuner._most) == (False, MAX_SHARED_SLICE_BYTES)
+    poll(lambda: tuner._busy() == [members[0]._queues[0].throughput])  # the last receipts may still come
+
+
+def test_rank_0_on_the_host_of_all_pservers_asks_how_fast_others_receive(cluster: Cluster) -> None:
+    members = sharing(cluster, True, False, True, pservers=2)
+    tuner = members[0]._tuner
+    assert (tuner._ask, tuner._most) == (True, MAX_SLICE_BYTES)
+
+    def told() -> list[Throughput]:
+        return [Throughput(m.busy_bytes, m.busy_s) for members in tuner._members() for m in members if m.rank == 1]
+
+    # How fast they are received is measured while replies wait to be sent: rank 1 takes none before all are there.
+    own, other = push(members[1], 0, bytes(8_000_000)), push(members[2], 0, bytes(8_000_000))
+    poll(lambda: not any(queue.load.queued_slices for queue in members[1]._queues))  # it will take no receipts either
+    with members[1]._buckets[0].lock:
+        for each in [other, push(members[0], 0, bytes(8_000_000))]:
+            each.wait()
+    own.wait()
+    poll(lambda: tuner._busy() == told())  # the last receipts may still come
+    assert all(each.nbytes > 0 and each.seconds > 0 for each in told())
+
+
+def test_only_the_network_is_measured_where_there_is_one(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    use("both", monkeypatch)  # sockets to the first pserver
+    members = sharing(cluster, True, True, pservers=2)
+    tuner = members[0]._tuner
+    assert members[0]._memory.pservers == {1}
+    assert (tuner._ask, tuner._most) == (False, MAX_SLICE_BYTES)
+    poll(lambda: tuner._busy() == [members[0]._queues[0].throughput])  # the last receipts may still come

@@ -1,0 +1,111 @@
+"""Bytes of tensors, gates, and pulls that are pruned when nothing uses them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfps
+from tfps.graph import ops as graph_ops
+
+EXACT = [tf.float32, tf.float64, tf.int32, tf.int64, tf.int16, tf.int8, tf.uint8, tf.float16, tf.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", EXACT, ids=lambda dtype: dtype.name)
+def test_bytes_of_a_tensor_come_back_as_the_same_values(dtype: tf.DType) -> None:
+    values = tf.cast(tf.constant([[0, 1, 2], [3, 100, 7]]), dtype)
+    data = graph_ops.to_bytes(values)
+    assert data.dtype == tf.uint8
+    assert data.shape == [6 * graph_ops.wire_dtype(dtype).size]
+    back = tf.cast(graph_ops.from_bytes(data, dtype), dtype)
+    np.testing.assert_array_equal(tf.reshape(back, [2, 3]), values)
+
+
+def test_half_precision_travels_as_float32_so_that_a_sum_rounds_once() -> None:
+    assert graph_ops.wire_dtype(tf.float16) == graph_ops.wire_dtype(tf.bfloat16) == tf.float32
+
+
+def test_a_dtype_that_cannot_be_summed_is_refused_by_name() -> None:
+    with pytest.raises(tfps.UnsupportedError, match="string"):
+        graph_ops.to_bytes(tf.constant(["a"]))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 8], ids=lambda offset: f"offset {offset}")
+def test_an_array_becomes_a_tensor_whatever_its_alignment(offset: int) -> None:
+    raw = np.arange(256, dtype=np.uint8)
+    start = -raw.ctypes.data % 64 + offset
+    array = raw[start : start + 64]
+    np.testing.assert_array_equal(graph_ops.tensor_of(array), array)
+    array.flags.writeable = False
+    np.testing.assert_array_equal(graph_ops.tensor_of(array), array)
+
+
+def test_a_closed_gate_holds_eager_readers_until_it_opens() -> None:
+    gate = graph_ops.Gate("v")
+    assert not gate.closed
+    assert gate.wait() == ""
+    gate._queue.dequeue()
+    assert gate.closed
+    tokens: list[str] = []
+    reader = threading.Thread(target=lambda: tokens.append(gate.wait()))
+    reader.start()
+    gate.open("why not")
+    reader.join(30)
+    assert tokens == ["why not"]
+    assert gate.wait() == "why not", "every later reader is told as well"
+
+
+def test_a_gate_with_an_error_raises_it_in_the_graph() -> None:
+    gate = graph_ops.Gate("v")
+    variable = tf.Variable([1.0])
+
+    @tf.function(autograph=False)
+    def read() -> Any:
+        graph_ops.pass_gate(gate, variable.handle, [])
+        return variable.read_value()
+
+    assert read() == [1.0]
+    gate._queue.dequeue()
+    gate.open("rank 1 is gone")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="rank 1 is gone"):
+        read()
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["used", "unused"])
+def test_a_pull_sends_only_if_its_result_is_used(used: bool) -> None:
+    messages = tf.queue.FIFOQueue(10, graph_ops.MESSAGE)
+    results = tf.queue.FIFOQueue(10, graph_ops.PULLED)
+
+    def answer() -> None:
+        _, ticket, _, indices, _ = messages.dequeue()
+        results.enqueue(["", ticket, np.array([7], np.uint8), indices])
+
+    if used:
+        threading.Thread(target=answer, daemon=True).start()
+
+    @tf.function(autograph=False)
+    def step(value: Any) -> Any:
+        empty = tf.constant([], tf.uint8)
+        data, _ = graph_ops.pull(messages.queue_ref, results.queue_ref, 3, graph_ops.to_bytes(value), empty)
+        return (data if used else value), tf.constant(1)
+
+    np.testing.assert_array_equal(step(tf.constant([5], tf.uint8))[0], [7 if used else 5])
+    assert int(messages.size()) == 0
+
+
+def test_a_pull_refuses_the_reply_that_a_stopped_step_has_left_behind() -> None:
+    messages = tf.queue.FIFOQueue(10, graph_ops.MESSAGE)
+    results = tf.queue.FIFOQueue(10, graph_ops.PULLED)
+    results.enqueue(["", np.int64(1), np.array([7], np.uint8), np.empty(0, np.uint8)])
+
+    @tf.function(autograph=False)
+    def step(value: Any) -> Any:
+        empty = tf.constant([], tf.uint8)
+        return graph_ops.pull(messages.queue_ref, results.queue_ref, 3, graph_ops.to_bytes(value), empty)[0]
+
+    with pytest.raises((tf.errors.InvalidArgumentError, tfps.TfpsError), match="reply to another step"):
+        step(tf.constant([5], tf.uint8))

@@ -1,0 +1,121 @@
+"""What a replica's part of a batch counts for; with real replicas: tests/integration/test_rows.py."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfps.graph.shares import UNKNOWN, LastBatch, Share, current_share, rows_of
+
+EVEN = np.float32(1 / 3)
+
+
+def share(rows: int, total: int | None, others: int = 0) -> Share:
+    """Of one of three replicas; `others`: rows that an exchange finds elsewhere."""
+    count = tf.constant(rows, tf.int64)
+    last = None if total is None else (tf.constant(total, tf.int64), count)
+    return Share(count, 3, last, lambda own: own + tf.cast(others, own.dtype))
+
+
+@pytest.mark.parametrize(
+    ("value", "rows"),
+    [
+        ((tf.zeros([5, 2]), tf.zeros([4])), 5),
+        (({"b": np.zeros([3]), "a": tf.zeros([2])}, 7), 2),
+        ((1.0, "text", tf.constant(3.0), None), None),
+        (tf.ragged.constant([[1], [2, 3], []]), 3),
+        (tf.sparse.from_dense([[1, 0], [0, 2]]), 2),
+        (tf.zeros([0, 4]), 0),
+    ],
+)
+def test_rows_are_those_of_the_first_value_that_has_any(value: Any, rows: int | None) -> None:
+    found = rows_of(value)
+    assert found is None if rows is None else int(found) == rows
+
+
+def test_a_value_of_unknown_rank_has_rows_or_not_when_it_is_known() -> None:
+    counted = tf.function(lambda value: rows_of(value), input_signature=[tf.TensorSpec(None, tf.float32)])
+    assert int(counted(tf.zeros([6, 1]))) == 6
+    assert int(counted(tf.constant(1.0))) == UNKNOWN
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 1000003])
+def test_where_all_have_as_many_rows_the_weight_is_that_of_keras_to_the_bit(rows: int) -> None:
+    known = share(rows, 3 * rows)
+    assert known.weight(tf.constant(EVEN)).numpy().tobytes() == EVEN.tobytes()
+    assert float(known.relative(tf.float32)) == 1.0
+
+
+@pytest.mark.parametrize(("rows", "total"), [(2, 5), (0, 4), (4, 4)])
+def test_otherwise_it_is_the_part_of_the_batch(rows: int, total: int) -> None:
+    known = share(rows, total)
+    np.testing.assert_allclose(known.weight(tf.constant(EVEN)), rows / total)
+    np.testing.assert_allclose(known.relative(tf.float64), 3 * rows / total)
+
+
+def test_what_is_not_of_the_batch_taken_last_counts_alike() -> None:
+    noise = Share(tf.constant(8, tf.int64), 3, (tf.constant(5, tf.int64), tf.constant(2, tf.int64)), lambda own: own)
+    assert float(noise.weight(tf.constant(EVEN))) == EVEN
+
+
+def test_replicas_sum_their_rows_only_for_what_is_differentiated() -> None:
+    unknown = share(2, None, others=3)
+    assert float(unknown.weight(tf.constant(EVEN))) == EVEN
+    with tf.GradientTape():
+        np.testing.assert_allclose(unknown.weight(tf.constant(EVEN)), 2 / 5)
+    np.testing.assert_allclose(unknown.relative(tf.float32), 6 / 5, err_msg="known from then on")
+
+
+def test_a_mean_over_something_else_counts_by_that() -> None:
+    masked = share(2, 6, others=5)
+    with masked.counting(tf.constant(1.0), tf.constant(EVEN)):
+        np.testing.assert_allclose(masked.weight(tf.constant(EVEN)), 1 / 6)
+    assert float(masked.weight(tf.constant(EVEN))) == EVEN
+    with share(2, 6).counting(tf.constant(0.0), tf.constant(EVEN)) as nothing:
+        assert nothing is None
+    empty = share(2, 6)
+    with empty.counting(tf.constant(0.0), tf.constant(EVEN)):
+        assert float(empty.weight(tf.constant(EVEN))) == EVEN, "nowhere anything: as many everywhere"
+
+
+def test_a_replica_without_rows_contributes_nothing_whatever_it_has() -> None:
+    bad = tf.constant([np.nan, np.inf])
+    rows = tf.IndexedSlices(bad, tf.constant([1, 2]))
+    assert share(0, 4).only_if_rows(bad).numpy().tolist() == [0, 0]
+    assert share(0, 4).only_if_rows(rows).values.numpy().tolist() == [0, 0]
+    assert share(0, 4).only_if_rows(bad, tf.constant([1.0, 2.0])).numpy().tolist() == [1, 2]
+    assert share(1, 4).only_if_rows(bad) is bad
+
+
+class Iterator:
+    """Stands for one."""
+
+
+def test_the_last_batch_is_known_where_a_graph_has_one_iterator() -> None:
+    last = LastBatch(2)
+
+    def taken(*iterators: Iterator) -> Any:
+        @tf.function
+        def step(rows: tf.Tensor) -> tf.Tensor:
+            for iterator in iterators:
+                last.note(iterator, rows)
+            inner = tf.function(lambda: tf.constant([0], tf.int64) if (of := last.of_graph()) is None else of)
+            return inner()
+
+        return step
+
+    one, other = Iterator(), Iterator()
+    assert taken(one, one)(tf.constant([5, 3, 2], tf.int64)).numpy().tolist() == [5, 3, 2]
+    assert taken(one)(tf.constant([UNKNOWN, 9, 9], tf.int64)).numpy().tolist() == [5, 3, 2], "not of this batch"
+    assert taken(one, other)(tf.constant([5, 3, 2], tf.int64)).numpy().tolist() == [0]
+    assert taken()(tf.constant([5, 3, 2], tf.int64)).numpy().tolist() == [0]
+
+
+def test_outside_of_replica_functions_there_is_no_share() -> None:
+    assert current_share() is None

@@ -1,0 +1,118 @@
+"""A second rank without TensorFlow, so that a test decides when a bucket's sum is complete.
+
+The strategy under test is rank 0 of two; the companion is rank 1. It declares what the strategy declares and
+contributes nothing (an empty push) to each bucket, at once or, for held buckets, when the test says so. Nothing is
+faked: both talk to real pservers, and the strategy's sums are exactly its own gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from jobs import DEADLINE_S
+
+import tfps
+from tfps.exchange.interface import BucketSpec, Reply
+from tfps.pserver.server import ParameterServer
+from tfps.worker.worker import Worker
+
+
+class Companion:
+    """Rank 1. `holds(spec)` says for which buckets it waits for `release`."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._declare_thread = ThreadPoolExecutor(1)
+        self._lock = threading.Lock()  # guards _held; whoever asks `holds` has it, so that `release` misses none
+        self._held: list[int] = []
+        self._has_held = threading.Event()
+        self.specs: list[BucketSpec] = []
+        self.batches: int | None = None  # of each of its iterators
+        self.announced = 0  # how often rank 0 has announced one
+        self.holds: Callable[[BucketSpec], bool] = lambda spec: False
+
+    def of_batches(self, said: Any) -> Any:
+        """What this rank announces of its next batch where rank 0 has said `said`: the same, up to `batches`."""
+        own = said[:, ::-1].copy()
+        self.announced += 1
+        if self.batches is not None and own[1, 1] & 0xFFFFFFFF >= self.batches:
+            own[0, 1] = 0
+        return own
+
+    def follow(self, exchange: Any) -> None:
+        """Does from now on what `exchange`, rank 0's, does."""
+        declare, push = exchange.declare, exchange.push
+
+        def declare_both(specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: Any = None) -> list[int]:
+            mine = self._declare_thread.submit(self._worker.declare, specs, details)
+            ids = declare(specs, details, stop)
+            assert mine.result(DEADLINE_S) == ids
+            self.specs.extend(specs)
+            return ids
+
+        def push_both(bucket: int, payload: Any, on_reply: Any) -> None:
+            push(bucket, payload, on_reply)
+            with self._lock:
+                if held := self.holds(self.specs[bucket]):
+                    self._held.append(bucket)
+            if held:
+                self._has_held.set()
+            elif self.specs[bucket].name == "batches":
+                self._worker.push(bucket, self.of_batches(np.frombuffer(payload, np.int64).reshape(3, 2)), _ignore)
+            else:
+                self._worker.push(bucket, None, _ignore)
+
+        exchange.declare, exchange.push = declare_both, push_both
+
+    def wait_held(self) -> bool:
+        """Waits until rank 0 has pushed a held bucket."""
+        return bool(self._has_held.wait(DEADLINE_S))
+
+    def release(self) -> int:
+        """Contributes to the held buckets and holds none any more; returns how many were held."""
+        with self._lock:
+            self.holds = lambda spec: False
+            held, self._held = self._held, []
+        for bucket in held:
+            self._worker.push(bucket, None, _ignore)
+        return len(held)
+
+    def close(self) -> None:
+        self._worker.close()
+        self._declare_thread.shutdown()
+
+
+def _ignore(reply: Reply) -> None:
+    pass
+
+
+@contextmanager
+def strategy_with_companion(
+    monkeypatch: pytest.MonkeyPatch, config: tfps.Config, pservers: int = 2
+) -> Iterator[tuple[tfps.Strategy, Companion]]:
+    """A strategy, rank 0 of two, and its companion, on real pservers of this process."""
+    config = dataclasses.replace(config, check_every=0)  # who contributes nothing has nothing to compare
+    servers = [ParameterServer("127.0.0.1", 0, workers=2) for _ in range(pservers)]
+    addresses = [server.address for server in servers]
+    monkeypatch.setenv("TFPS_RANK", "0")
+    monkeypatch.setenv("TFPS_WORKERS", "2")
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(Worker, addresses, rank=1, workers=2, config=config)
+        strategy = tfps.Strategy(addresses, config=config)
+        companion = Companion(joining.result(DEADLINE_S))
+    companion.follow(strategy._runtime.exchange)
+    try:
+        yield strategy, companion
+    finally:
+        companion.release()
+        strategy.close()
+        companion.close()
+        for server in servers:
+            server.stop()

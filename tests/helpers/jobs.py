@@ -1,0 +1,297 @@
+"""Starts pservers and workers for tests: real ones, in this process, on free ports."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import queue
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tfps.config import Config
+from tfps.exchange.interface import Exchange, Payload, Reply
+from tfps.protos import tfps_pb2 as pb
+from tfps.pserver import server
+from tfps.pserver.server import ParameterServer
+from tfps.trace.recorder import Recorder
+from tfps.wire import frames
+from tfps.wire.control import PROTOCOL_VERSION, PULL, PUSH, RANK_KEY, TOKEN_KEY, Pserver, method, settings_of
+from tfps.worker.worker import Worker
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DEADLINE_S = 60.0  # how long a test waits for what must happen; never reached if all is well
+Transport = Literal["sockets", "shared memory", "both"]
+CONFIG = Config(slice_bytes=1024, window_bytes=4096, connect_timeout_s=DEADLINE_S, step_timeout_s=DEADLINE_S)
+
+
+class Pending:
+    """An `on_reply` that can be waited for."""
+
+    def __init__(self) -> None:
+        self._replied = threading.Event()
+        self.replies: list[Reply] = []
+
+    def __call__(self, reply: Reply) -> None:
+        self.replies.append(reply)
+        self._replied.set()
+
+    @property
+    def replied(self) -> bool:
+        return self._replied.is_set()
+
+    def wait(self) -> Reply:
+        """The reply, or raises its error."""
+        if not self._replied.wait(DEADLINE_S):
+            raise TimeoutError("no reply")
+        reply = self.replies[0]
+        if reply.error is not None:
+            raise reply.error
+        return reply
+
+    def error(self) -> Exception:
+        """The error of a reply that must be one."""
+        try:
+            reply = self.wait()
+        except TimeoutError:
+            if not self.replied:
+                raise
+        except Exception:
+            pass
+        else:
+            raise AssertionError(f"expected an error, got {reply}")
+        error = self.replies[0].error
+        if error is None:
+            raise AssertionError("expected an error")
+        return error
+
+
+def push(exchange: Exchange, bucket: int, payload: Payload | None) -> Pending:
+    """Pushes without waiting."""
+    pending = Pending()
+    exchange.push(bucket, payload, pending)
+    return pending
+
+
+def summed(reply: Reply, dtype: str = "float32") -> NDArray[Any]:
+    """The items of a sum."""
+    return np.frombuffer(memoryview(reply.sum).cast("B"), np.uint8).view(dtype)
+
+
+class Failed:
+    """A failure listener that can be waited for."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._failed = threading.Event()
+        self.errors: list[Exception] = []
+        exchange.add_failure_listener(self._take)
+
+    def _take(self, error: Exception) -> None:
+        self.errors.append(error)
+        self._failed.set()
+
+    def wait(self) -> Exception:
+        if not self._failed.wait(DEADLINE_S):
+            raise TimeoutError("no failure")
+        return self.errors[0]
+
+
+def attempt(*calls: Callable[[], Any]) -> list[Any]:
+    """Runs the calls at the same time, each on a thread; what each returned or raised."""
+    results: list[Any] = [TimeoutError("did not end")] * len(calls)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = calls[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S * 2)
+    return results
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """As `attempt`, for calls that must succeed."""
+    results = attempt(*calls)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+class Cluster(contextlib.ExitStack):
+    """Pservers and workers that end with the test."""
+
+    def pserver(self, workers: int, **options: Any) -> ParameterServer:
+        server = ParameterServer("127.0.0.1", 0, workers=workers, **options)
+        self.callback(server.stop, 0.2)
+        return server
+
+    def pservers(self, count: int, workers: int) -> list[str]:
+        return [self.pserver(workers).address for _ in range(count)]
+
+    def worker(self, addresses: Sequence[str], rank: int | None = None, **options: Any) -> Worker:
+        worker = Worker(addresses, rank=rank, **{"config": CONFIG, **options})
+        self.callback(worker.close)
+        return worker
+
+    def workers(self, addresses: Sequence[str], count: int, **options: Any) -> list[Worker]:
+        return together(*(functools.partial(self.worker, addresses, rank, **options) for rank in range(count)))
+
+    def raw(self, address: str, rank: int = -1, **options: Any) -> RawWorker:
+        raw = RawWorker(address, rank, **options)
+        self.callback(raw.close)
+        return raw
+
+
+def unused_ports(count: int) -> int:
+    """The first of so many neighbours that nobody listens on, nor will: the system gives out others by itself."""
+    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))  # each of pytest's has its own
+    while True:
+        port = 20_000 + 2_000 * (process % 5) + secrets.randbelow(2_000 - count)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for each in range(port, port + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", each)))
+            return port
+
+
+def use(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What slices pass through from now on, to pservers in this process; "both": sockets to the first of them."""
+    attached = server._attached
+    if transport != "shared memory":
+        monkeypatch.setattr(
+            server, "_attached", lambda join: attached(join) if transport == "both" and join.pserver_index else None
+        )
+
+
+class RawWorker:
+    """Speaks the protocol by hand, so that it can be spoken wrongly."""
+
+    def __init__(self, address: str, rank: int = -1, config: Config = CONFIG, **join: Any) -> None:
+        self.pserver = Pserver(address)
+        fields: dict[str, Any] = {
+            "protocol_version": PROTOCOL_VERSION,
+            "rank": rank,
+            "uid": uuid.uuid4().hex,
+            "host": "rawhost",
+            "pid": os.getpid(),
+            "pservers": 1,
+            "settings": settings_of(config),
+        }
+        self.joined = self.pserver.join(pb.JoinRequest(**{**fields, **join}), DEADLINE_S, DEADLINE_S)
+        self.rank: int = self.joined.rank
+        self.token: str = self.joined.token
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.pulling: Any = None
+        self.pushing: Any = None
+
+    def open(self) -> RawWorker:
+        """Opens both streams."""
+        self.pulling = self._pull(self.token, str(self.rank))
+        self.pushing = self._push(self._outbox, self.token, str(self.rank))
+        return self
+
+    def open_pull(self) -> RawWorker:
+        """Opens the one stream only."""
+        self.pulling = self._pull(self.token, str(self.rank))
+        return self
+
+    def second_streams(self, token: str | None, rank: str) -> list[Exception]:
+        """Tries to open others; the errors that they get."""
+        token, outbox = self.token if token is None else token, queue.SimpleQueue[bytes | None]()
+        answers = [next(self._pull(token, rank)), self._push(outbox, token, rank).result(DEADLINE_S)]
+        outbox.put(None)
+        return [frames.decode_error(*frames.decode(answer)) for answer in answers]
+
+    def _pull(self, token: str, rank: str) -> Any:
+        pull = self.pserver.channel.unary_stream(method(PULL))
+        return pull(b"", metadata=((TOKEN_KEY, token), (RANK_KEY, rank)), timeout=DEADLINE_S)
+
+    def _push(self, outbox: queue.SimpleQueue[bytes | None], token: str, rank: str) -> Any:
+        push = self.pserver.channel.stream_unary(method(PUSH))
+        return push.future(iter(outbox.get, None), metadata=((TOKEN_KEY, token), (RANK_KEY, rank)), timeout=DEADLINE_S)
+
+    def declare(
+        self, *buckets: Any, number: int = 0, details: Sequence[str] = (), timeout_s: float = DEADLINE_S
+    ) -> RawWorker:
+        request = pb.DeclareRequest(
+            token=self.token,
+            rank=self.rank,
+            number=number,
+            buckets=buckets,
+            details=details,
+            timeout_s=timeout_s,
+        )
+        self.pserver.call("Declare", request, DEADLINE_S)
+        return self
+
+    def send(self, message: bytes) -> None:
+        self._outbox.put(message)
+
+    def read(self) -> tuple[frames.Header, bytes]:
+        """The next frame."""
+        header, payload = frames.decode(next(self.pulling))
+        return header, bytes(payload)
+
+    def read_error(self) -> Exception:
+        """The ERROR frame at the end; frames before it are skipped."""
+        while True:
+            header, payload = self.read()
+            if header.kind == frames.Kind.ERROR:
+                return frames.decode_error(header, memoryview(payload))
+
+    def leave(self) -> None:
+        self.pserver.call("Leave", pb.LeaveRequest(token=self.token, rank=self.rank), DEADLINE_S)
+
+    def close(self) -> None:
+        self._outbox.put(None)
+        self.pserver.close()
+
+
+@contextlib.contextmanager
+def python(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python process with the package on its path; killed at the end if it still runs."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def poll(done: Callable[[], bool]) -> None:
+    """Returns as soon as `done` says so (polled, with a deadline)."""
+    tick = threading.Event()
+    for _ in range(int(DEADLINE_S * 100)):
+        if done():
+            return
+        tick.wait(0.01)
+    raise TimeoutError("what the test waits for did not happen")
+
+
+def wait_for_events(recorder: Recorder, enough: Callable[[list[Any]], bool]) -> list[Any]:
+    """The recorder's events as soon as `enough` says so (polled, with a deadline)."""
+    poll(lambda: enough(recorder.events()))
+    return recorder.events()

@@ -1,0 +1,63 @@
+"""What all ranks conclude of logs in which each has its own part."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfps
+from tfps.keras_hooks.logs import Said, Value, conclude
+
+
+def said(values: dict[str, Any], same: dict[str, list[int]] | None = None, weight: int = 1) -> Said:
+    """What a rank says of logs with `values`, of which some are the `same` as results of metrics."""
+    matches = [(same or {}).get(name, []) for name in values]
+    return Said(weight, False, list(values), [Value.of(value) for value in values.values()], matches)
+
+
+def test_what_a_rank_says_arrives_as_it_was_said() -> None:
+    values = {"a": tf.constant([np.nan, 1.5], tf.bfloat16), "b": np.int64(2**53 + 1), "c": "text\n", "d": None}
+    first = said(values, {"a": [1]})
+    assert Said.parse(json.dumps(dataclasses.asdict(first))) == first
+
+
+def test_numbers_become_the_weighted_mean() -> None:
+    ranks = [said({"a": 1.0, "b": [1, 3]}), said({"a": 4.0, "b": [2, 5]}, weight=2)]
+    first, second = conclude(ranks, [])
+    assert first == 3.0
+    np.testing.assert_allclose(np.asarray(second), [5 / 3, 13 / 3])
+
+
+def test_what_is_the_same_everywhere_stays() -> None:
+    values = {"steps": 7, "nan": np.nan, "name": "adam", "nothing": None, "flag": True}
+    assert conclude([said(values), said(values)], []) == [None] * 5
+
+
+def test_a_result_of_a_metric_on_every_rank_is_that_metric_of_its_name_first() -> None:
+    ranks = [
+        said({"x/mae": 0.5, "other": 0.5, "once": 0.5}, {"x/mae": [0, 1], "other": [0, 1], "once": [0]}),
+        said({"x/mae": 0.25, "other": 0.25, "once": 0.75}, {"x/mae": [0, 1], "other": [0, 1], "once": [1]}),
+    ]
+    assert conclude(ranks, ["loss", "mae"]) == [1, 0, 0.625]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shown"),
+    [
+        ("adam", "sgd", r"logs\['a/b'\].*b'adam' on rank 0, b'sgd' on rank 1"),
+        (None, 1.0, "None on rank 0, 1.0 on rank 1"),
+        ([1.0], [1.0, 2.0], "one shape"),
+        (True, False, "True on rank 0, False on rank 1"),
+    ],
+)
+def test_what_cannot_be_made_the_same_is_refused_by_name(first: Any, second: Any, shown: str) -> None:
+    with pytest.raises(tfps.MismatchError, match=shown):
+        conclude([said({"a/b": first}), said({"a/b": second})], [])

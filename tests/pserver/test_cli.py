@@ -1,0 +1,97 @@
+"""`tfps_pserver` as a process."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+from typing import Any
+
+import jobs
+import pytest
+
+from tfps.config import Config
+from tfps.errors import PserverLostError
+from tfps.exchange.interface import BucketSpec
+from tfps.worker.worker import Worker
+
+SERVE = ("-m", "tfps.cli", "--host=127.0.0.1", "--port=0")
+
+
+def ready(process: subprocess.Popen[str]) -> str:
+    """The address in the ready line."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    match = re.fullmatch(r"tfps_pserver ready at (127\.0\.0\.1:[1-9]\d*) workers=(\d+)\n", line)
+    assert match, line
+    return match[1]
+
+
+def test_it_prints_one_line_serves_and_ends_cleanly_on_sigterm() -> None:
+    with jobs.python(*SERVE, "--workers=1") as process:
+        address = ready(process)
+        worker = Worker([address], config=jobs.CONFIG)
+        (bucket,) = worker.declare([BucketSpec("b", "sum", 8, "float32", 0)])
+        jobs.push(worker, bucket, bytes(8)).wait()
+        process.send_signal(signal.SIGTERM)
+        error = jobs.Failed(worker).wait()
+        worker.close()
+        rest, log = process.communicate(timeout=jobs.DEADLINE_S)
+    assert isinstance(error, PserverLostError)
+    assert str(error) == f"pserver {address} was stopped"
+    assert (process.returncode, rest, log) == (0, "", "")
+
+
+def test_ctrl_c_ends_it_cleanly() -> None:
+    with jobs.python(*SERVE, "--workers=2") as process:
+        ready(process)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=jobs.DEADLINE_S)
+    assert process.returncode == 0
+
+
+def test_it_starts_without_tensorflow() -> None:
+    with jobs.python("-X", "importtime", *SERVE, "--workers=1") as process:
+        ready(process)
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=jobs.DEADLINE_S)
+    imported = {line.rpartition("|")[2].strip() for line in log.splitlines() if line.startswith("import time:")}
+    assert {"grpc", "numpy", "tfps.pserver.server"} <= imported
+    assert not {"tensorflow", "keras"} & imported
+
+
+def test_a_port_in_use_is_said_and_ends_with_1() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with jobs.python("-m", "tfps.cli", "--host=127.0.0.1", f"--port={port}", "--workers=1") as process:
+            out, log = process.communicate(timeout=jobs.DEADLINE_S)
+    assert process.returncode == 1
+    assert out == ""
+    assert log == f"tfps_pserver: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "rule"),
+    [
+        ([], 2, "the following arguments are required: --workers"),
+        (["--workers=0"], 1, "workers must be at least 1, got 0"),
+        (["--workers=1", "--port=65536"], 2, "--port must be from 0 to 65535, got 65536"),
+        (["--workers=1", "--host=no.such.host.invalid"], 1, "cannot listen on no.such.host.invalid:0"),
+    ],
+)
+def test_malformed_arguments_are_refused(arguments: list[str], code: int, rule: str) -> None:
+    with jobs.python(*SERVE, *arguments) as process:
+        out, log = process.communicate(timeout=jobs.DEADLINE_S)
+    assert process.returncode == code
+    assert out == ""
+    assert rule in log
+
+
+def test_a_pserver_of_one_job_refuses_others() -> None:
+    with jobs.python(*SERVE, "--workers=1", "--job=mnist") as process:
+        address = ready(process)
+        options: dict[str, Any] = {"config": Config(connect_timeout_s=jobs.DEADLINE_S)}
+        with pytest.raises(Exception, match="only job 'mnist'"):
+            Worker([address], job="imagenet", **options)
+        Worker([address], job="mnist", **options).close()

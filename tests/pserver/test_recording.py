@@ -1,0 +1,117 @@
+"""A pserver's part in captures, without a network."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+
+import jobs
+import numpy as np
+import pytest
+from jobs import attempt
+
+from tfps.errors import ClosedError, TfpsError, WorkerLostError
+from tfps.protos import tfps_pb2 as pb
+from tfps.pserver import recording
+from tfps.pserver.recording import Recording
+from tfps.trace.recorder import RECORD, Recorder
+
+
+def started(uploading: tuple[int, ...] = ()) -> tuple[Recording, Recorder]:
+    recorder = Recorder()
+    made = Recording(recorder)
+    made.start(1, uploading)
+    return made, recorder
+
+
+def collected(made: Recording) -> list[tuple[str, int, bool]]:
+    """Of each part role, number and whether it is the last."""
+    parts = iter(functools.partial(made.collect, 1, jobs.DEADLINE_S), None)
+    return [("pserver" if part.pserver else "worker", part.number, part.last) for part in parts]
+
+
+def test_its_own_spans_come_in_parts_and_then_what_was_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_PART_BYTES", 2 * RECORD.itemsize)
+    made, recorder = started((1, 2))
+    for number in range(5):
+        recorder.span("aggregate", number, number)
+    made.upload(1, 1, pb.Records(number=1, last=True))  # it has left early
+    made.stop(1, 3)
+    made.stop(1, 3)  # again: nothing
+    made.upload(1, 2, pb.Records(number=2))
+    made.upload(1, 2, pb.Records(number=2, last=True))
+    own = [("pserver", 3, False), ("pserver", 3, False), ("pserver", 3, True)]
+    assert collected(made) == [("worker", 1, True), *own, ("worker", 2, False), ("worker", 2, True)]
+    with pytest.raises(ClosedError, match="does not know capture 1, or not any more"):
+        made.collect(1, jobs.DEADLINE_S)
+
+
+def test_parts_are_whole_records_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_PART_BYTES", 2 * RECORD.itemsize)
+    recorder = Recorder()
+    recorder.start()
+    for number in range(5):
+        recorder.span("aggregate", number, number)
+    parts = recording.messages(recorder, number=7)
+    assert [len(np.frombuffer(part.records, RECORD)) for part in parts] == [2, 2, 1]
+    assert b"".join(part.records for part in parts) == recorder.records()
+    (nothing,) = recording.messages(Recorder(), number=7)
+    assert (nothing.records, nothing.last, nothing.full, nothing.number) == (b"", True, False, 7)
+
+
+@pytest.mark.parametrize("how", ["uploaded", "gone", "failed", "begun anew"])
+def test_who_collects_is_woken(how: str) -> None:
+    made, recorder = started((1,))
+    made.stop(1, 0)
+    assert made.collect(1, 0) is not None  # its own part
+    waiting = threading.Event()
+
+    def collect() -> object:
+        waiting.set()
+        return made.collect(1, jobs.DEADLINE_S)
+
+    def act() -> None:
+        assert waiting.wait(jobs.DEADLINE_S)
+        if how == "uploaded":
+            made.upload(1, 1, pb.Records(number=1, last=True))
+        elif how == "gone":
+            assert made.gone(1) == 0
+        elif how == "failed":
+            made.fail(WorkerLostError("rank 1 died"))
+        else:
+            made.start(2, ())
+
+    result, _ = attempt(collect, act)
+    if how == "uploaded":
+        assert result.number == 1
+    elif how == "gone":
+        assert result is None
+    else:
+        assert isinstance(result, WorkerLostError if how == "failed" else ClosedError)
+    assert recorder.enabled == (how == "begun anew")
+
+
+def test_a_failure_and_the_leave_of_rank_0_end_the_recording() -> None:
+    for failed in (False, True):
+        made, recorder = started((1,))
+        assert recorder.enabled
+        if failed:
+            made.fail(TfpsError("failed"))
+        else:
+            assert made.gone(0) == 1
+        assert not recorder.enabled
+        with pytest.raises(TfpsError):
+            made.upload(1, 1, pb.Records())
+
+
+def test_what_nobody_has_begun_is_refused() -> None:
+    made = Recording(Recorder())
+    calls: list[Callable[[], object]] = [
+        lambda: made.stop(0, 0),
+        lambda: made.upload(0, 1, pb.Records()),
+        lambda: made.collect(0, 0),
+    ]
+    for call in calls:
+        with pytest.raises(ClosedError, match="does not know capture 0"):
+            call()

@@ -1,0 +1,333 @@
+"""The pserver against workers that speak the protocol wrongly: the one to blame is named, nobody hangs."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+
+import grpc
+import jobs
+import numpy as np
+import pytest
+from jobs import Cluster, RawWorker, attempt, together
+
+from tfps.errors import (
+    ClosedError,
+    ConfigError,
+    ConnectError,
+    ProtocolError,
+    PserverLostError,
+    TfpsError,
+    WaitTimeoutError,
+    WorkerLostError,
+)
+from tfps.exchange.interface import BucketSpec
+from tfps.protos import tfps_pb2 as pb
+from tfps.pserver.job import Job
+from tfps.pserver.owned_slice import OwnedSlice
+from tfps.pserver.server import ParameterServer
+from tfps.wire import frames
+from tfps.wire.frames import EMPTY, HEADER_BYTES, LAST, MAX_FRAME_BYTES, Header, Kind
+from tfps.wire.send_queue import Outgoing, SendQueue
+
+SUM = pb.Bucket(name="dense", kind="sum", nbytes=2000, dtype="float32", priority=3)  # slices of 1024 and 976 bytes
+GATHER = pb.Bucket(name="words", kind="gather", nbytes=0, dtype="uint8", priority=1)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as cluster:
+        yield cluster
+
+
+def pair(cluster: Cluster) -> list[RawWorker]:
+    """Two members with the two buckets declared."""
+    address = cluster.pserver(2).address
+    members = [cluster.raw(address, rank).open() for rank in range(2)]
+    together(*(member.declare for member in members))
+    together(*(functools.partial(member.declare, SUM, GATHER, number=1) for member in members))
+    return members
+
+
+def slice_push(index: int = 0, **fields: int) -> Header:
+    return Header(Kind.PUSH, index=index, priority=3)._replace(**fields)
+
+
+def test_a_slice_comes_back_to_all_when_all_have_pushed(cluster: Cluster) -> None:
+    members = pair(cluster)
+    for member in members:
+        member.send(frames.encode(slice_push(), np.ones(256, np.float32).tobytes()))
+    for member in members:
+        header, payload = member.read()
+        assert header == Header(Kind.REPLY, priority=3)
+        assert np.frombuffer(payload, np.float32).tolist() == [2] * 256
+
+
+def test_half_a_window_is_acknowledged_by_a_frame_of_its_own(cluster: Cluster) -> None:
+    first, _ = pair(cluster)
+    first.send(frames.encode(slice_push(0), bytes(1024)))
+    first.send(frames.encode(slice_push(1), bytes(976)))
+    first.send(frames.encode(Header(Kind.PUSH, LAST, 1, 0, 1), bytes(500)))
+    assert first.read() == (Header(Kind.ACK, received=2500), b"")
+
+
+GOOD = slice_push()
+MALFORMED = {
+    "truncated header": (b"\x01\x00", "a frame must have 32 to"),
+    "no bytes": (b"", "got 0"),
+    "oversized frame": (bytes(MAX_FRAME_BYTES + 1), f"got {MAX_FRAME_BYTES + 1}"),
+    "unknown kind": (b"\x09" + bytes(HEADER_BYTES - 1), "kind of a frame must be one of"),
+    "unknown flag": (frames.encode(GOOD._replace(flags=64), bytes(1024)), "flags 64"),
+    "a reply from a worker": (frames.encode(GOOD._replace(kind=Kind.REPLY), bytes(1024)), "must be PUSH, ACK or ERROR"),
+    "truncated payload": (frames.encode(GOOD, bytes(1023)), "slice 0 of bucket 'dense' must have 1024 bytes"),
+    "oversized payload": (frames.encode(GOOD, bytes(1025)), "got 1025 bytes"),
+    "payload of an empty push": (frames.encode(GOOD._replace(flags=EMPTY), bytes(4)), "must have 0 bytes"),
+    "last slice of a sum": (frames.encode(GOOD._replace(flags=LAST), bytes(1024)), "no LAST flag"),
+    "undeclared bucket": (frames.encode(GOOD._replace(bucket=2), bytes(1024)), "one of the 2 declared ones, got 2"),
+    "unknown slice": (frames.encode(GOOD._replace(index=2), bytes(1024)), "bucket 'dense' has no slice 2"),
+    "wrong step": (frames.encode(GOOD._replace(step=1), bytes(1024)), "step of slice 0 .* must be 0, got 1"),
+    "wrong priority": (frames.encode(GOOD._replace(priority=0), bytes(1024)), "priority of bucket 'dense' must be 3"),
+    "receipt for nothing": (frames.encode(Header(Kind.ACK, received=1)), "at most the 0 sent, got 1"),
+    "piece out of order": (frames.encode(Header(Kind.PUSH, LAST, 1, 1, 1), b""), "index of bucket 'words' must be 0"),
+    "short piece": (frames.encode(Header(Kind.PUSH, 0, 1, 0, 1), b"x"), "must have 1024 bytes, got 1"),
+    "long piece": (frames.encode(Header(Kind.PUSH, LAST, 1, 0, 1), bytes(1025)), "at most 1024 bytes, got 1025"),
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_a_malformed_frame_fails_the_job_and_names_the_rank(cluster: Cluster, what: str) -> None:
+    message, rule = MALFORMED[what]
+    members = pair(cluster)
+    members[1].send(message)
+    for member in members:
+        error = member.read_error()
+        assert isinstance(error, ProtocolError)
+        assert str(error).startswith("rank 1: ")
+        with pytest.raises(ProtocolError, match=rule):
+            raise error
+
+
+def test_a_slice_that_comes_twice_fails_the_job(cluster: Cluster) -> None:
+    members = pair(cluster)
+    for _ in range(2):
+        members[0].send(frames.encode(GOOD, bytes(1024)))
+    assert "rank 0: slice 0 of bucket 'dense' must be pushed once in step 0" in str(members[1].read_error())
+
+
+def test_a_bug_while_a_push_is_taken_is_reported_as_what_it_is(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(OwnedSlice, "take", lambda *_: bytearray(2**62))
+    members = pair(cluster)
+    members[1].send(frames.encode(GOOD, bytes(1024)))
+    for member in members:
+        assert re.fullmatch(
+            r"pserver .*: failed while it took a push of rank 1: MemoryError\(\); .*", str(member.read_error())
+        )
+    (record,) = [record for record in caplog.records if record.name == "tfps"]
+    assert record.getMessage() == "tfps: failed while it took a push of rank 1"
+    assert record.exc_info is not None and record.exc_info[0] is MemoryError
+
+
+def test_a_bug_while_a_reply_is_sent_is_reported_as_what_it_is(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    members = pair(cluster)
+    monkeypatch.setattr(SendQueue, "take", lambda _: bytearray(2**62))
+    for member in members:
+        member.send(frames.encode(GOOD, bytes(1024)))
+    for member in members:
+        error = member.read_error()
+        assert re.fullmatch(r"pserver .*: failed while it sent to rank [01]: MemoryError\(\); .*", str(error))
+    assert "tfps: failed while it sent to rank" in caplog.text
+
+
+def test_a_bug_in_a_call_is_reported_as_what_it_is(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Job, "declare", lambda *_: bytearray(2**62))
+    member = cluster.raw(cluster.pserver(1).address).open()
+    with pytest.raises(TfpsError, match=r"^pserver .*: failed in Declare: MemoryError\(\); "):
+        member.declare()
+    assert "tfps: failed in Declare" in caplog.text
+
+
+@pytest.mark.parametrize("stream", ["pushing", "pulling"])
+def test_a_stream_that_breaks_fails_the_job_and_ends_the_other(cluster: Cluster, stream: str) -> None:
+    members = pair(cluster)
+    members[1].send(frames.encode(GOOD, bytes(1024)))
+    getattr(members[1], stream).cancel()
+    error = members[0].read_error()
+    assert isinstance(error, WorkerLostError)
+    assert "rank 1 (rawhost:" in str(error)
+    assert "died at step 0" in str(error)
+    for member in members:  # nobody has to wait for the worker to end them
+        assert member.pushing.code() is grpc.StatusCode.CANCELLED
+    with pytest.raises(StopIteration if stream == "pushing" else grpc.RpcError):
+        while True:
+            next(members[1].pulling)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_worker_with_one_stream_is_waited_for_by_name(cluster: Cluster, last: int) -> None:
+    server = cluster.pserver(2)
+    members = [cluster.raw(server.address, 0).open(), cluster.raw(server.address, 1).open_pull()]
+    jobs.poll(lambda: server.status().job.members[0].state == "streaming")
+
+    def declare_last() -> None:
+        jobs.poll(lambda: bool(server._job._declarations))  # else the other would be missing, too
+        try:
+            members[last].declare(timeout_s=0.3)
+        finally:
+            members[1 - last].leave()  # ends its wait
+
+    error, _ = attempt(declare_last, members[1 - last].declare)
+    assert isinstance(error, WaitTimeoutError)
+    assert re.search(r"not joined: rank 1 \(rawhost:\d+\)$", str(error))
+
+
+@pytest.mark.parametrize(
+    ("token", "rank", "rule"),
+    [
+        ("wrong", "0", "does not know this job"),
+        ("", "0", "does not know this job"),
+        (None, "7", "rank 7 has not joined"),
+        (None, "0", "has a stream already"),
+        (None, "x", "must be a number, got 'x'"),
+    ],
+)
+def test_a_stream_of_a_stranger_is_refused_alone(cluster: Cluster, token: str | None, rank: str, rule: str) -> None:
+    member = cluster.raw(cluster.pserver(1).address).open().declare()
+    for error in member.second_streams(token, rank):
+        with pytest.raises((ConnectError, ClosedError), match=rule):
+            raise error
+    member.declare(number=1)  # the job goes on
+
+
+def test_other_protocol_versions_refuse_each_other_by_name(cluster: Cluster) -> None:
+    address = cluster.pserver(1).address
+    with pytest.raises(
+        ConnectError, match=f"pserver {address}: the pserver speaks protocol version 3, the worker versi"
+    ):
+        cluster.raw(address, protocol_version=1)
+
+
+def test_a_token_of_an_ended_job_is_worth_nothing(cluster: Cluster) -> None:
+    address = cluster.pserver(1).address
+    old = cluster.raw(address).open().declare()
+    old.leave()
+    new = cluster.raw(address).open().declare()
+    assert new.token != old.token
+    with pytest.raises(ClosedError, match="does not know this job, or not any more"):
+        old.declare(number=1)
+
+
+@pytest.mark.parametrize(
+    ("number", "rule"), [(2, "number of a declaration must be at most 1, got 2"), (0, "must come once from rank 0")]
+)
+def test_declarations_out_of_order_are_refused(cluster: Cluster, number: int, rule: str) -> None:
+    member = cluster.raw(cluster.pserver(1).address).open().declare()
+    with pytest.raises(ProtocolError, match=rule):
+        member.declare(number=number)
+
+
+def test_a_malformed_bucket_is_refused(cluster: Cluster) -> None:
+    member = cluster.raw(cluster.pserver(1).address).open().declare()
+    with pytest.raises(ConfigError, match="numeric numpy dtype, got 'nonsense'"):
+        member.declare(pb.Bucket(name="x", kind="sum", nbytes=4, dtype="nonsense"), number=1)
+
+
+def test_a_malformed_setting_is_refused(cluster: Cluster) -> None:
+    with pytest.raises(ConfigError, match="slice_bytes must be positive, got 0"):
+        cluster.raw(cluster.pserver(1).address, settings=pb.Settings(slice_bytes=0, window_bytes=1))
+
+
+MALFORMED_REPLIES: dict[str, tuple[Callable[[], bytes], str]] = {
+    "garbage": (lambda: b"garbage", "a frame must have 32 to"),
+    "a push": (lambda: frames.encode(Header(Kind.PUSH)), "must be REPLY, ACK or ERROR here, got PUSH"),
+    "undeclared bucket": (lambda: frames.encode(Header(Kind.REPLY, bucket=9)), "declared ones, got 9"),
+    "unknown slice": (lambda: frames.encode(Header(Kind.REPLY, index=9)), "has no slice 9 on this pserver"),
+    "wrong step": (lambda: frames.encode(Header(Kind.REPLY, step=4)), "step of bucket 'b' must be 0, got 4"),
+    "wrong size": (lambda: frames.encode(Header(Kind.REPLY), b"1234"), "must have 8 bytes, got 4"),
+    "receipt for nothing": (lambda: frames.encode(Header(Kind.ACK, received=99)), "at most the [08] sent, got 99"),
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED_REPLIES)
+def test_a_malformed_reply_fails_the_worker_and_names_the_pserver(cluster: Cluster, what: str) -> None:
+    make, rule = MALFORMED_REPLIES[what]
+    server = cluster.pserver(2)
+    other = cluster.raw(server.address, 1).open()
+    spec, bucket = BucketSpec("b", "sum", 8, "float32", 0), pb.Bucket(name="b", kind="sum", nbytes=8, dtype="float32")
+
+    worker = together(lambda: cluster.worker([server.address], 0), other.declare)[0]
+    together(lambda: worker.declare([spec]), lambda: other.declare(bucket, number=1))
+    waiting = jobs.push(worker, 0, bytes(8))
+    queue = server._job._queues[0]
+    queue.put([Outgoing(Header(Kind.REPLY), 0, frame=make())])
+    with pytest.raises(ProtocolError, match=rf"^pserver {server.address}: .*{rule}"):
+        raise waiting.error()
+
+
+def test_a_port_in_use_is_refused(cluster: Cluster) -> None:
+    server = cluster.pserver(1)
+    with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{server.port}: Address already in use"):
+        ParameterServer("127.0.0.1", server.port, workers=1)
+
+
+def test_a_pserver_needs_workers() -> None:
+    with pytest.raises(ConfigError, match="workers must be at least 1, got 0"):
+        ParameterServer("127.0.0.1", 0, workers=0)
+
+
+def test_the_address_of_a_pserver_on_all_interfaces_can_be_connected_to(cluster: Cluster) -> None:
+    server = ParameterServer("0.0.0.0", 0, workers=1)
+    cluster.callback(server.stop, 0.2)
+    assert not server.address.startswith("0.0.0.0")
+    cluster.worker([server.address])
+
+
+def test_stopping_ends_a_waiting_join(cluster: Cluster) -> None:
+    server = cluster.pserver(2)
+    member = cluster.raw(server.address).open()
+    error, _ = attempt(member.declare, server.stop)
+    assert isinstance(error, PserverLostError)  # "was stopped", or that the call broke, if it came too late
+
+
+ENDS_WITHOUT_STOP = """
+import sys
+from tfps.exchange.interface import BucketSpec
+from tfps.pserver.server import ParameterServer
+from tfps.pserver.owned_slice import OwnedSlice
+from tfps.worker.worker import Worker
+
+server = ParameterServer("127.0.0.1", 0, workers=1)
+worker = Worker([server.address])
+(bucket,) = worker.declare([BucketSpec("b", "sum", 8, "float32", 0)])
+worker.push(bucket, bytes(8), lambda reply: None)
+if sys.argv[1] == "raise":
+    raise RuntimeError("the script failed")
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("raise", 1), ("return", 0)])
+def test_a_process_that_has_not_stopped_its_pserver_ends_all_the_same(end: str, code: int) -> None:
+    with jobs.python("-c", ENDS_WITHOUT_STOP, end) as process:
+        _, log = process.communicate(timeout=jobs.DEADLINE_S)
+    assert process.returncode == code
+    assert ("RuntimeError: the script failed" in log) == (end == "raise")
+
+
+def test_workers_of_a_process_that_ended_without_a_stop_are_told(cluster: Cluster) -> None:
+    program = ENDS_WITHOUT_STOP.replace(
+        "worker = Worker([server.address])", "print(server.address, flush=True); input()"
+    )
+    program = program[: program.index("(bucket,)")] + program[program.index("if sys") :]
+    with jobs.python("-c", program, "raise") as process:
+        assert process.stdout is not None
+        worker = cluster.worker([process.stdout.readline().strip()])
+        failed = jobs.Failed(worker)
+        process.communicate("\n", timeout=jobs.DEADLINE_S)
+        assert isinstance(failed.wait(), PserverLostError)
+    assert process.returncode == 1

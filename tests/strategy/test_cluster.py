@@ -1,0 +1,184 @@
+"""Who takes part, from arguments, cluster resolvers, TF_CONFIG and the launcher's environment."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import pytest
+import tensorflow as tf
+
+import tfps
+from tfps.strategy.cluster import Cluster, resolve
+
+TASKS = {"chief": ["c:1"], "worker": ["w0:1", "w1:1"], "ps": ["p0:1", "p1:1"]}
+
+
+def tf_config(task: Any, cluster: Any = TASKS) -> dict[str, str]:
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
+
+
+def test_without_anything_the_pserver_is_embedded() -> None:
+    assert resolve(None, {}) == Cluster()
+
+
+def test_tf_config_gives_pservers_rank_and_workers_chief_first() -> None:
+    expected = [("chief", 0, 0), ("worker", 0, 1), ("worker", 1, 2)]
+    for kind, index, rank in expected:
+        assert resolve(None, tf_config({"type": kind, "index": index})) == Cluster(("p0:1", "p1:1"), rank, 3)
+
+
+def test_explicit_addresses_win_and_the_rank_still_comes_from_tf_config() -> None:
+    assert resolve(["x:1"], tf_config({"type": "worker", "index": 1})) == Cluster(("x:1",), 2, 3)
+
+
+def test_the_launcher_wins_over_tf_config() -> None:
+    environment = {
+        **tf_config({"type": "worker", "index": 1}),
+        "TFPS_PSERVERS": "l:1",
+        "TFPS_RANK": "0",
+        "TFPS_WORKERS": "5",
+    }
+    assert resolve(None, environment) == Cluster(("l:1",), 0, 5)
+
+
+def test_without_any_rank_the_order_of_joining_decides() -> None:
+    assert resolve(["x:1", "y:2"], {}) == Cluster(("x:1", "y:2"), None, None)
+
+
+def simple(tasks: Any = TASKS, task_type: str | None = None, task_id: int | None = None) -> Any:
+    spec = tf.train.ClusterSpec(tasks)
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(spec, task_type=task_type, task_id=task_id)
+
+
+def test_a_cluster_resolver_is_asked_and_decides_alone() -> None:
+    environment = {**tf_config({"type": "chief", "index": 0}), "TFPS_PSERVERS": "l:1", "TFPS_RANK": "0"}
+    assert resolve(simple(TASKS, "worker", 1), environment) == Cluster(("p0:1", "p1:1"), 2, 3)
+
+
+def test_a_resolver_that_does_not_know_its_task_leaves_ranks_to_the_environment_or_to_joining() -> None:
+    assert resolve(simple(), {}) == Cluster(("p0:1", "p1:1"), None, 3)
+    assert resolve(simple(), {"TFPS_RANK": "2"}) == Cluster(("p0:1", "p1:1"), 2, 3)
+
+
+def test_an_empty_resolver_means_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    assert resolve(simple({}), {}) == Cluster()
+    assert resolve(tf.distribute.cluster_resolver.TFConfigClusterResolver(), {}) == Cluster()
+
+
+def test_tf_configs_own_resolver_gives_what_tf_config_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", tf_config({"type": "worker", "index": 0})["TF_CONFIG"])
+    assert resolve(tf.distribute.cluster_resolver.TFConfigClusterResolver(), {}) == Cluster(("p0:1", "p1:1"), 1, 3)
+
+
+def slurm(monkeypatch: pytest.MonkeyPatch, process: int, **arguments: Any) -> Any:
+    """TensorFlow's resolver in process `process` of 4 on two nodes."""
+    variables = {"PROCID": process, "STEP_NUM_TASKS": 4, "STEP_NODELIST": "node[07-08]", "STEP_TASKS_PER_NODE": "2(x2)"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    return tf.distribute.cluster_resolver.SlurmClusterResolver({"ps": 1, "worker": 3}, **arguments)
+
+
+def test_slurm_gives_the_first_tasks_to_the_pservers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for process in (1, 2, 3):
+        assert resolve(slurm(monkeypatch, process), {}) == Cluster(("node07:8888",), process - 1, 3)
+    with pytest.raises(tfps.ConfigError, match=r"SlurmClusterResolver says .* `tfps_pserver --port 8888 --workers 3`"):
+        resolve(slurm(monkeypatch, 0), {})
+
+
+class Pods:
+    """As much of a Kubernetes client as TensorFlow's resolver asks."""
+
+    def __init__(self, **addresses: list[str]) -> None:
+        self.addresses = addresses
+
+    def list_pod_for_all_namespaces(self, label_selector: str) -> SimpleNamespace:
+        name = label_selector.removeprefix("job-name=")
+        status = [SimpleNamespace(phase="Running", host_ip=address) for address in self.addresses[name]]
+        pods = [
+            SimpleNamespace(metadata=SimpleNamespace(name=f"{name}-{index}"), status=each)
+            for index, each in enumerate(status)
+        ]
+        return SimpleNamespace(items=pods)
+
+
+def kubernetes(pods: Pods) -> Any:
+    labels = {name: [f"job-name={name}"] for name in pods.addresses}
+    return tf.distribute.cluster_resolver.KubernetesClusterResolver(labels, override_client=pods)
+
+
+def test_kubernetes_gives_addresses_and_the_task_if_it_is_set() -> None:
+    resolver = kubernetes(Pods(worker=["10.0.0.1", "10.0.0.2"], ps=["10.0.0.3"]))
+    assert resolve(resolver, {}) == Cluster(("10.0.0.3:8470",), None, 2)
+    resolver.task_type, resolver.task_id = "worker", 1
+    assert resolve(resolver, {}) == Cluster(("10.0.0.3:8470",), 1, 2)
+
+
+def test_pservers_of_a_resolver_must_differ_and_must_be_there() -> None:
+    with pytest.raises(tfps.ConfigError, match=r"different addresses, got 10\.0\.0\.3:8470, 10\.0\.0\.3:8470"):
+        resolve(kubernetes(Pods(worker=["10.0.0.1"], ps=["10.0.0.3", "10.0.0.3"])), {})
+    with pytest.raises(tfps.ConfigError, match="KubernetesClusterResolver has 2 workers but no 'ps' task"):
+        resolve(kubernetes(Pods(worker=["10.0.0.1", "10.0.0.2"])), {})
+
+
+@pytest.mark.parametrize("cluster", [TASKS, {**TASKS, "evaluator": ["e:1"]}])
+@pytest.mark.parametrize("given", [None, ["x:1"]])
+def test_an_evaluator_is_alone_and_takes_no_rank(cluster: Any, given: Any) -> None:
+    assert resolve(given, tf_config({"type": "evaluator", "index": 0}, cluster)) == Cluster()
+    assert resolve(simple(cluster, "evaluator", 0), {}) == Cluster()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "TF_CONFIG must be JSON like .* got '{'"),
+        ("[1]", r"TF_CONFIG must be an object like .* got '\[1\]'"),
+        ('{"cluster": [1]}', "TF_CONFIG must be an object"),
+        ('{"cluster": {"worker": "w:1"}}', r"cluster\['worker'\] must be a list of 'host:port', got 'w:1'"),
+        ('{"cluster": {"worker": [1]}}', r"cluster\['worker'\] must be a list"),
+        (
+            '{"cluster": {"worker": ["w:1"], "ps": ["p"]}, "task": {"type": "worker", "index": 0}}',
+            "'host:port' .* got 'p'",
+        ),
+        ('{"cluster": {"worker": ["w:1"], "ps": ["p:1"]}, "task": 3}', "task must be an object"),
+    ],
+)
+def test_a_malformed_tf_config_is_refused_by_what_is_wrong(text: str, message: str) -> None:
+    with pytest.raises(tfps.ConfigError, match=message):
+        resolve(None, {"TF_CONFIG": text})
+
+
+def test_a_task_outside_the_cluster_is_refused_with_what_there_is() -> None:
+    with pytest.raises(tfps.ConfigError, match=r"chief 0, worker 0, worker 1\), got type 'worker' index 7"):
+        resolve(None, tf_config({"type": "worker", "index": 7}))
+
+
+@pytest.mark.parametrize("given", [None, ["x:1"]])
+def test_a_ps_task_is_told_how_to_run_the_pserver(given: Any) -> None:
+    with pytest.raises(tfps.ConfigError, match="run `tfps_pserver --port 7071 --workers 3` there instead"):
+        resolve(given, tf_config({"type": "ps", "index": 1}, {**TASKS, "ps": ["p0:7070", "p1:7071"]}))
+
+
+def test_workers_without_a_ps_task_are_told_to_start_one() -> None:
+    with pytest.raises(tfps.ConfigError, match="2 workers but no 'ps' task; start one with tfps_pserver"):
+        resolve(None, tf_config({"type": "worker", "index": 0}, {"worker": ["a:1", "b:1"]}))
+
+
+@pytest.mark.parametrize(
+    ("pservers", "message"),
+    [
+        ("host:1", "pservers must be a list of 'host:port', got the string 'host:1'"),
+        ([], "at least one 'host:port', got an empty list"),
+        (["a:1", "a:1"], "pservers must be different addresses"),
+        (["a"], "'host:port'"),
+    ],
+)
+def test_bad_addresses_are_refused(pservers: Any, message: str) -> None:
+    with pytest.raises(tfps.ConfigError, match=message):
+        resolve(pservers, {})

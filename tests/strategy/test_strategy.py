@@ -1,0 +1,421 @@
+"""What a program may do under the strategy, and what it is told when it may not."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import companion
+import jobs
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import training
+from keras_versions import KERAS_3_8
+
+import tfps
+from tfps.errors import ClosedError
+from tfps.runtime import runtime
+from tfps.strategy import strategy as strategies
+
+
+@pytest.fixture
+def strategy() -> Iterator[tfps.Strategy]:
+    strategy = tfps.Strategy()
+    yield strategy
+    strategy.close()
+
+
+def compiled(strategy: tfps.Strategy, optimizer: Any = "adam", **options: Any) -> tuple[keras.Model, Any, Any]:
+    with strategy.scope():
+        model, x, y = training.mlp()
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
+    return model, x, y
+
+
+def test_the_embedded_strategy_is_one_worker(strategy: tfps.Strategy) -> None:
+    assert (strategy.rank, strategy.num_workers, strategy.pservers, strategy.num_replicas_in_sync) == (0, 1, (), 1)
+
+
+def test_a_report_needs_steps_and_then_explains_them(strategy: tfps.Strategy, remote: tfps.Strategy) -> None:
+    for each in (strategy, remote):
+        with pytest.raises(tfps.TfpsError, match="at least 4 training steps"):
+            each.report()
+        model, x, y = compiled(each)
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+        model.get_weights()
+        report = each.report()
+        assert report.step_s == pytest.approx(report.compute_s + report.exposed_wait_s)
+        assert sum(layer.nbytes for layer in report.layers) == 4 * model.count_params()
+        assert f"limit: {report.limit}" in str(report)
+    assert strategy.report().bytes_per_s == 0
+
+
+@pytest.mark.parametrize("build", [training.mlp, training.embedding_sparse, training.batch_normalization])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Nadam", "Adafactor"])
+def test_over_grpc_one_worker_ends_bitwise_equal_to_plain_keras(
+    remote: tfps.Strategy, build: training.Build, name: str
+) -> None:
+    def optimizer() -> Any:
+        return getattr(keras.optimizers, name)(global_clipnorm=10.0 if name == "Adam" else None)
+
+    assert training.train(remote, optimizer, build) == training.train(None, optimizer, build)
+
+
+def test_over_grpc_eager_steps_end_bitwise_equal_to_plain_keras(remote: tfps.Strategy) -> None:
+    for build in (training.mlp, training.embedding_sparse):
+        options: dict[str, Any] = {"run_eagerly": True, "epochs": 1}
+        distributed = training.train(remote, keras.optimizers.Adam, build, **options)
+        assert distributed == training.train(None, keras.optimizers.Adam, build, **options)
+
+
+@pytest.mark.parametrize("build", [training.mlp, training.embedding_sparse])
+@pytest.mark.parametrize(
+    "name", sorted({"SGD", "Adam", "AdamW", "RMSprop", "Nadam", "Ftrl", "Lion", "Lamb", "Muon", "ScheduleFreeAdamW"})
+)
+def test_updates_are_deferred(
+    strategy: tfps.Strategy, caplog: pytest.LogCaptureFixture, name: str, build: training.Build
+) -> None:
+    if not hasattr(keras.optimizers, name) or (name == "Ftrl" and KERAS_3_8):
+        pytest.skip("this Keras does not have it, or not with slots of the variables")
+    with caplog.at_level(logging.WARNING, "tfps"):
+        training.train(strategy, getattr(keras.optimizers, name), build, epochs=1)
+    assert "runs inside the step" not in caplog.text
+    assert strategy.update_buckets() > 0
+
+
+def test_an_update_that_writes_a_foreign_variable_runs_in_the_step_and_says_so_once(
+    strategy: tfps.Strategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "tfps"):
+        training.train(strategy, keras.optimizers.Adafactor, epochs=1)
+    assert caplog.text.count("runs inside the step") == 1
+    assert strategy.update_buckets() == 0
+
+
+def test_jit_compile_is_refused_at_the_first_step(strategy: tfps.Strategy) -> None:
+    model, x, y = compiled(strategy, jit_compile=True)
+    with pytest.raises(tfps.UnsupportedError, match="jit_compile=False"):
+        model.fit(x, y, verbose=0)
+
+
+def test_a_function_compiled_by_xla_inside_a_step_is_refused_by_variable(strategy: tfps.Strategy) -> None:
+    with strategy.scope():
+        variable = tf.Variable([1.0], name="weights")
+    doubled = tf.function(lambda: variable * 2.0, jit_compile=True, autograph=False)
+    with pytest.raises(tfps.UnsupportedError, match=r"weights.*XLA"):
+        tf.function(lambda: strategy.run(lambda: doubled()), autograph=False)()
+
+
+def test_a_variable_of_another_strategy_is_refused_by_name(strategy: tfps.Strategy) -> None:
+    other = tf.distribute.MirroredStrategy(["CPU:0"])
+    with other.scope():
+        foreign = tf.Variable([1.0], name="foreign")
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD()
+
+    def step() -> None:
+        optimizer.apply([tf.constant([1.0])], [foreign])
+
+    with pytest.raises((tfps.UnsupportedError, ValueError), match="foreign"):
+        strategy.run(step)
+
+
+def test_a_model_built_outside_the_scope_is_refused_by_variable(strategy: tfps.Strategy) -> None:
+    model, x, y = training.mlp()
+    with strategy.scope(), pytest.raises((tfps.UnsupportedError, ValueError), match="scope"):
+        model.compile("adam", "sparse_categorical_crossentropy")
+        model.fit(x, y, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pservers": "host:1"}, "got the string"),
+        ({"pservers": ["host"]}, "'host:port'"),
+        ({"devices": "GPU:0"}, "devices must be a list"),
+        ({"devices": []}, "devices must be a list"),
+        ({"config": {"slice_bytes": 1}}, "config must be a tfps.Config"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(tfps.ConfigError, match=message):
+        tfps.Strategy(**arguments)
+
+
+def test_no_pserver_at_an_address_is_an_error_within_the_deadline() -> None:
+    with pytest.raises(tfps.ConnectError, match=r"127\.0\.0\.1:9"):
+        tfps.Strategy(["127.0.0.1:9"], config=tfps.Config(connect_timeout_s=1))
+
+
+def test_a_custom_loop_ends_bitwise_equal_to_one_device_strategy(remote: tfps.Strategy) -> None:
+    def trained(strategy: tf.distribute.Strategy) -> list[bytes]:
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model, x, y = training.mlp()
+            optimizer = keras.optimizers.Adam()
+            optimizer.build(model.trainable_variables)
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(64)
+        losses = []
+
+        def step(batch: Any) -> Any:
+            with tf.GradientTape() as tape:
+                losses = keras.losses.sparse_categorical_crossentropy(batch[1], model(batch[0]), from_logits=True)
+                loss = tf.reduce_mean(losses)
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+            return loss
+
+        @tf.function
+        def distributed_step(batch: Any) -> Any:
+            return strategy.reduce("SUM", strategy.run(step, args=(batch,)), axis=None)
+
+        for batch in strategy.experimental_distribute_dataset(data):
+            losses.append(distributed_step(batch).numpy())
+        return [np.asarray(value).tobytes() for value in [*model.get_weights(), *losses]]
+
+    assert trained(remote) == trained(tf.distribute.OneDeviceStrategy("CPU:0"))
+
+
+def test_a_reduced_gradient_that_the_program_computes_with_is_pulled(remote: tfps.Strategy) -> None:
+    with remote.scope():
+        variable = tf.Variable([3.0, 4.0])
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([variable])
+
+    @tf.function
+    def step() -> Any:
+        def in_replica() -> Any:
+            (reduced,) = tf.distribute.get_replica_context().all_reduce("SUM", [variable * 1.0])
+            variable.assign_sub(reduced / tf.norm(reduced))
+            return tf.norm(reduced)
+
+        return remote.run(in_replica)
+
+    assert step().numpy() == 5.0
+    np.testing.assert_allclose(variable.numpy(), [2.4, 3.2], rtol=1e-6)
+
+
+def test_nan_gradients_arrive_as_arithmetic_passes_them_on(remote: tfps.Strategy) -> None:
+    with remote.scope():
+        variable = tf.Variable([1.0, 2.0])
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([variable])
+    remote.run(tf.function(lambda: optimizer.apply([tf.constant([np.nan, 1.0])], [variable])))
+    assert np.isnan(variable.numpy()[0])
+    assert variable.numpy()[1] == 1.0
+
+
+def test_fit_again_recompile_and_a_second_model_under_one_strategy(remote: tfps.Strategy) -> None:
+    first, x, y = compiled(remote)
+    second, _, _ = compiled(remote, "sgd")
+    for model in (first, second, first):
+        loss = [model.fit(x, y, verbose=0, epochs=2, shuffle=False).history["loss"] for _ in range(2)]
+        assert loss[1][-1] < loss[0][0]
+    with remote.scope():
+        first.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    first.fit(x, y, verbose=0)
+
+
+def test_a_forgotten_step_function_frees_its_transfers(strategy: tfps.Strategy) -> None:
+    def train() -> list[weakref.ref[Any]]:
+        with strategy.scope():
+            variable = tf.Variable([1.0, 2.0])
+            optimizer = keras.optimizers.SGD(0.1)
+            optimizer.build([variable])
+        before = set(strategy._runtime._transfers)
+
+        @tf.function(autograph=False)
+        def step() -> None:
+            # Sparse, because TensorFlow itself keeps the graph of every dense all_reduce (in its registry of
+            # gradients).
+            gradient = tf.IndexedSlices(tf.ones([1]), tf.constant([0]), tf.constant([2]))
+            strategy.run(lambda: optimizer.apply([gradient], [variable]))
+
+        step()
+        variable.numpy()
+        transfers = strategy._runtime._transfers
+        return [weakref.ref(transfers[identity]) for identity in transfers.keys() - before]
+
+    first = train()
+    assert len(first) == 1
+
+    def forgotten() -> bool:
+        gc.collect()  # does nothing while another thread collects
+        train()  # the pump forgets what is gone when it is idle
+        return first[0]() is None
+
+    jobs.poll(forgotten)
+
+
+def test_a_step_that_fails_in_backward_leaves_no_reader_waiting(
+    strategy: tfps.Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "_WATCH_S", 0.05)
+    model, x, y = compiled(strategy)
+    model.fit(x, y, verbose=0)
+    gate = model.trainable_variables[0].value.gates[0]
+    gate._queue.dequeue()  # what a reader that TensorFlow stops may leave behind
+    with pytest.raises((tfps.TfpsError, tf.errors.InvalidArgumentError), match="stopped by an error"):
+        model.fit(x, y, verbose=0)
+    with pytest.raises(tfps.TfpsError, match="restore a checkpoint"):
+        model.get_weights()
+
+
+def test_an_error_of_the_data_does_not_disturb_the_next_fit(strategy: tfps.Strategy) -> None:
+    model, x, y = compiled(strategy)
+
+    def failing() -> Iterator[Any]:
+        yield x[:32], y[:32]
+        raise ValueError("no more")
+
+    signature = (tf.TensorSpec((32, 64), tf.float32), tf.TensorSpec((32,), tf.int64))
+    for _ in range(20):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="no more"):
+            model.fit(tf.data.Dataset.from_generator(failing, output_signature=signature), verbose=0)
+    model.fit(x, y, verbose=0)
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
+
+
+def test_many_short_epochs_end(strategy: tfps.Strategy) -> None:
+    # Every epoch ends with an error inside the step's graph (the end of the data), at a random moment for the gates.
+    model, x, y = compiled(strategy)
+    history = model.fit(x[:64], y[:64], batch_size=32, epochs=150, verbose=0).history
+    assert len(history["loss"]) == 150
+
+
+def test_evaluate_predict_and_checkpoint_read_current_values(remote: tfps.Strategy, tmp_path: Any) -> None:
+    model, x, y = compiled(remote, metrics=["accuracy"])
+    model.fit(x, y, epochs=20, verbose=0)
+    _, accuracy = model.evaluate(x, y, verbose=0)
+    predicted = (model.predict(x, verbose=0).argmax(1) == y).mean()
+    assert accuracy == pytest.approx(predicted)
+    assert accuracy > 0.9
+    model.save(tmp_path / "model.keras")
+    restored = keras.models.load_model(tmp_path / "model.keras")
+    for mine, saved in zip(model.get_weights(), restored.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, saved)
+
+
+def test_after_close_training_raises_and_the_weights_stay_readable() -> None:
+    strategy = tfps.Strategy()
+    model, x, y = compiled(strategy)
+    model.fit(x, y, verbose=0)
+    weights = model.get_weights()
+    strategy.close()
+    strategy.close()
+    for _ in range(2):
+        with pytest.raises(ClosedError, match=r"^the strategy is closed$"):
+            model.fit(x, y, verbose=0)
+    for before, after in zip(weights, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_a_step_that_stops_between_two_sends_fails_the_job() -> None:
+    strategy = tfps.Strategy(config=tfps.Config(slice_bytes=64))
+    with strategy.scope():
+        first, second = tf.Variable(tf.zeros([16])), tf.Variable(tf.zeros([16]))
+
+    def sample(value: Any, broken: Any) -> Any:
+        if broken:
+            wait = threading.Event()
+            while strategy._runtime._messages_seen == before and not wait.wait(0.01):
+                pass  # until the first gradient has been sent
+            raise ValueError("bad sample")
+        return value
+
+    @tf.function(autograph=False)
+    def step(broken: Any) -> None:
+        def in_replica() -> None:
+            late = tf.numpy_function(sample, [tf.ones([16]), broken], tf.float32)
+            late.set_shape([16])
+            gradients = tf.distribute.get_replica_context().all_reduce("SUM", [tf.ones([16]), late])
+            for variable, gradient in zip((first, second), gradients, strict=True):
+                strategy.extended.update(variable, lambda v, g: v.assign_add(g), args=(gradient,))
+
+        strategy.run(in_replica)
+
+    step(tf.constant(False))
+    np.testing.assert_array_equal([first.numpy(), second.numpy()], tf.ones([2, 16]))  # both messages have been seen
+    before = strategy._runtime._messages_seen
+    with pytest.raises(tf.errors.InvalidArgumentError, match="bad sample"):
+        step(tf.constant(True))
+    step(tf.constant(False))  # sends, and thereby shows that the step before has sent only half
+    with pytest.raises(tfps.TfpsError, match="stopped by an error"):
+        second.numpy()
+    strategy.close()
+
+
+def test_two_updates_of_one_variable_apply_one_after_the_other(strategy: tfps.Strategy) -> None:
+    with strategy.scope():
+        variable = tf.Variable([1.0, 2.0])
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        def in_replica() -> None:
+            for gradient in tf.distribute.get_replica_context().all_reduce("SUM", [tf.ones([2]), tf.fill([2], 2.0)]):
+                strategy.extended.update(variable, lambda v, g: v.assign(v * g + 1.0), args=(gradient,))
+
+        strategy.run(in_replica)
+
+    step()
+    np.testing.assert_array_equal(variable.numpy(), [(1 * 1 + 1) * 2 + 1, (2 * 1 + 1) * 2 + 1])
+
+
+def test_a_gradient_of_another_shape_is_applied_in_the_step(strategy: tfps.Strategy) -> None:
+    with strategy.scope():
+        variable = tf.Variable([1.0, 2.0])
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        def in_replica() -> None:
+            (scalar,) = tf.distribute.get_replica_context().all_reduce("SUM", [tf.constant(1.0)])
+            strategy.extended.update(variable, lambda v, g: v.assign_sub(g * tf.ones([2])), args=(scalar,))
+
+        strategy.run(in_replica)
+
+    step()
+    np.testing.assert_array_equal(variable.numpy(), [0.0, 1.0])
+
+
+def test_a_trace_that_failed_does_not_disturb_the_next(strategy: tfps.Strategy) -> None:
+    with strategy.scope():
+        variable = tf.Variable([1.0])
+
+    def in_replica(broken: bool) -> None:
+        (gradient, _) = tf.distribute.get_replica_context().all_reduce("SUM", [tf.ones([1]), tf.ones([1])])
+        strategy.extended.update(variable, lambda v, g: v.assign_sub(g), args=(gradient,))
+        if broken:
+            raise ValueError("a mistake")
+
+    with pytest.raises(ValueError, match="a mistake") as kept:
+        strategy.run(tf.function(lambda: in_replica(True), autograph=False))
+    strategy.run(tf.function(lambda: in_replica(False), autograph=False))
+    np.testing.assert_array_equal(variable.numpy(), [0.0])
+    assert kept.value.args == ("a mistake",)
+
+
+def test_a_session_that_has_shown_an_error_still_finishes_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "last_type", ValueError, raising=False)
+    assert strategies._ended_by_exception()  # a script
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert not strategies._ended_by_exception()
+
+
+def test_predicting_in_one_thread_leaves_the_datasets_of_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with companion.strategy_with_companion(monkeypatch, tfps.Config(step_timeout_s=30)) as (strategy, _):
+        data = tf.data.Dataset.range(4).batch(2)
+        with ThreadPoolExecutor(1) as other, strategy.extended.sharding.off():
+            mine = strategy.experimental_distribute_dataset(data)
+            theirs = other.submit(strategy.experimental_distribute_dataset, data).result(jobs.DEADLINE_S)
+        assert [batch.shape for batch in mine.sources[0]] == [2, 2]
+        assert [batch.shape for batch in theirs.sources[0]] == [1, 1]

@@ -1,0 +1,309 @@
+"""The "Parameter servers" tab: TensorBoard as a process, a real browser, mouse and keyboard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
+
+from tfps.trace.capture import Capture
+from tfps.trace.capture_file import chrome_path, write_chrome
+from tfps.trace.summary import Summary, summarize
+from tools import model_profiles, simulation
+from tools.synthetic_captures import POLICIES, synthetic_capture
+from tools.tensorboard_page import Page, missing, tensorboard
+
+pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(300)]
+
+JUST_ONE_SLICE = "trace.kindOf(span) === 'wire' && trace.step[span] === 11 && trace.rank[span] === 0"
+
+
+@pytest.fixture(scope="module")
+def captures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Capture]:
+    """The same job with two policies, written below `captures["log_dir"]`."""
+    log_dir = tmp_path_factory.getbasetemp() / "traceview"
+    profile = model_profiles.load("resnet50")
+    made = {}
+    for policy in ("fifo", "priority"):
+        settings = simulation.Settings(POLICIES[policy], 1 << 20, 2 << 20, steps=3, jitter=0.05)
+        made[policy] = synthetic_capture(profile, simulation.Cluster(2, 2, 2.0), settings, policy)
+        write_chrome(made[policy], chrome_path(log_dir / "jobs", policy))
+    return made
+
+
+@pytest.fixture(scope="module")
+def browser(captures: dict[str, Capture], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with tensorboard(tmp_path_factory.getbasetemp() / "traceview") as address:
+        page = Page()
+        try:
+            page.open(address)
+            yield page
+        finally:
+            page.close()
+
+
+@pytest.fixture
+def page(browser: Page) -> Page:
+    """One run, nothing selected or searched, everything seen; the last test must have left no errors."""
+    browser("tfps.find.value = ''; tfps.search(''); tfps.theme.value = 'auto'; tfps.show('jobs/priority', '')")
+    browser.settle()
+    return browser
+
+
+@pytest.fixture(autouse=True)
+def no_errors_in_the_console(browser: Page) -> Iterator[None]:
+    yield
+    assert browser.errors() == []
+
+
+def test_it_loads_and_draws_every_process(page: Page, captures: dict[str, Capture]) -> None:
+    assert page("return tfps.state") == "ready"
+    assert page("return trace.count") == len(captures["priority"].spans)
+    names = page("return [...pane.root.querySelectorAll('.group')].map((one) => one.firstChild.textContent)")
+    assert names == ["▾ worker 0", "▾ worker 1", "▾ pserver 0", "▾ pserver 1"]
+    lanes = page("return [...pane.root.querySelectorAll('.lane')].map((one) => one.textContent)")
+    assert {"steps", "compute", "gates", "queue", "to pserver 0", "to pserver 1", "aggregate", "to worker 1"} <= set(
+        lanes
+    )
+    assert colours(page) > 5
+
+    def frame_ms() -> float:
+        page("view.draw()")
+        page.frame()
+        return float(page("return view.frameMs"))
+
+    assert min(frame_ms() for _ in range(5)) < 500  # the others may have been interrupted
+
+
+def colours(page: Page) -> int:
+    """How many different colours the canvas shows."""
+    return int(
+        page(
+            "const {data} = view.context.getImageData(0, 0, view.canvas.width, view.canvas.height);"
+            "return new Set(new Uint32Array(data.buffer)).size"
+        )
+    )
+
+
+def test_spans_are_drawn_where_their_times_are(page: Page, captures: dict[str, Capture]) -> None:
+    capture = captures["priority"]
+    steps = [span for span in capture.spans if span.kind == "step" and span.process == 0]
+    shown = page(
+        "return [...trace.lanes[0].spans].map((span) => {const r = view.rectOf(span);"
+        " return [trace.step[span], r.x, r.width, view.spanAt(r.x + r.width / 2, r.y + r.height / 2) === span]})"
+    )
+    width = page("return view.width")
+    first, seen = steps[0].begin_ns, page("return view.right - view.left")
+    left = page("return tfps.viewport.left")
+    for span, (step, x, wide, hit) in zip(steps, shown, strict=True):
+        assert (step, hit) == (span.step, True)
+        assert x == pytest.approx((span.begin_ns - first - left) / seen * width, abs=0.01)
+        assert wide == pytest.approx(span.duration_ns / seen * width, abs=0.01)
+
+
+def test_the_summary_has_the_figures_of_python(page: Page, captures: dict[str, Capture]) -> None:
+    summary = summarize(captures["priority"])
+    assert page("return pane.summary") == json_of(summary)
+    cards = page("return Object.fromEntries([...pane.root.querySelectorAll('.card')].map((c) => "
+                 "[c.dataset.name, c.querySelector('strong').textContent]))")  # fmt: skip
+    steps = len(summary.steps)
+    assert cards["step"] == milliseconds(summary.totals.duration_ns / steps)
+    assert cards["computing"] == milliseconds(summary.totals.compute_ns / steps)
+    assert cards["exposed wait"] == milliseconds(summary.totals.exposed_ns / steps)
+    assert cards["overlap"] == f"{100 * summary.totals.overlap:.1f} %"
+    assert cards["slowest"] == f"worker {summary.totals.slowest}"
+    assert cards["out of order"] == str(summary.totals.inversions)
+    assert summary.limit in page("return pane.root.querySelector('.limit').textContent")
+    shown = page(
+        "return [...pane.root.querySelectorAll('table')[0].tBodies[0].rows].map((r) => r.cells[0].textContent)"
+    )
+    assert shown == [cost.variable for cost in summary.costs[:10]]
+
+
+def milliseconds(ns: float) -> str:
+    digits = max(0, 4 - len(str(int(ns / 1e6)))) if ns >= 1e6 else 0
+    assert 1e6 <= ns < 1e9, "other units are not tested here"
+    return f"{ns / 1e6:.{digits}f} ms"
+
+
+def json_of(summary: Summary) -> Any:
+    return json.loads(json.dumps(summary.to_json()))
+
+
+def test_mouse_and_keys_zoom_and_pan(page: Page) -> None:
+    def seen() -> tuple[float, float]:
+        left, right = page("return [tfps.viewport.left, tfps.viewport.right]")
+        return left, right
+
+    canvas = page("return view.canvas")
+    left, right = seen()
+    canvas.send_keys("+")
+    after = seen()
+    assert after[1] - after[0] == pytest.approx(0.6 * (right - left))
+    assert sum(after) == pytest.approx(left + right)
+    canvas.send_keys(Keys.ARROW_RIGHT)
+    assert seen()[0] == pytest.approx(after[0] + 0.15 * (after[1] - after[0]))
+    canvas.send_keys("0")
+    assert seen() == (left, right)
+    # The wheel with Ctrl zooms around the pointer.
+    page(
+        "view.canvas.dispatchEvent(new WheelEvent('wheel', {deltaY: -120, ctrlKey: true, cancelable: true,"
+        " clientX: view.canvas.getBoundingClientRect().left + view.width / 4}))"
+    )
+    zoomed = seen()
+    assert zoomed[1] - zoomed[0] < 0.7 * (right - left)
+    assert zoomed[0] + (zoomed[1] - zoomed[0]) / 4 == pytest.approx(left + (right - left) / 4)
+    ActionChains(page.driver).move_to_element(canvas).click_and_hold().move_by_offset(-100, 0).release().perform()
+    width = page("return view.width")
+    assert seen()[0] == pytest.approx(zoomed[0] + 100 / width * (zoomed[1] - zoomed[0]), rel=0.02)
+    page("[...document.querySelectorAll('header button')].find((one) => one.textContent === 'fit').click()")
+    assert seen() == (left, right)
+
+
+def test_a_click_follows_a_slice_through_all_processes(page: Page, captures: dict[str, Capture]) -> None:
+    capture = captures["priority"]
+    span = page(
+        "for (let span = 0; span < trace.count; span++) if (" + JUST_ONE_SLICE + ") {"
+        " view.zoomTo(span); view.reveal(span); return span}"
+    )
+    page.frame()
+    x, y = page("const r = view.rectOf(arguments[0]); return [r.x + r.width / 2, r.y + r.height / 2]", span)
+    canvas = page("return view.canvas")
+    half = canvas.size["width"] / 2, canvas.size["height"] / 2
+    ActionChains(page.driver).move_to_element_with_offset(canvas, x - half[0], y - half[1]).click().perform()
+    page.frame()
+    assert page("return view.selected") == span
+    chosen = capture.spans[span]
+    expected = sorted(
+        position
+        for position, one in enumerate(capture.spans)
+        if (one.step, one.bucket) == (chosen.step, chosen.bucket)
+        and one.slice in (chosen.slice, -1)
+        and one.kind not in ("forward", "backward")
+    )
+    assert sorted(page("return [...view.followed]")) == expected
+    rows = page("return [...pane.root.querySelectorAll('.details tbody tr')].map((r) => Number(r.dataset.span))")
+    assert sorted(rows) == expected
+    assert {capture.spans[row].process for row in rows} == {0, 1, 2 + chosen.pserver}
+    assert [capture.spans[row].begin_ns for row in rows] == sorted(capture.spans[row].begin_ns for row in rows)
+    assert f"slice {chosen.key} in step {chosen.step}" in page("return pane.root.querySelector('h2').textContent")
+    canvas.send_keys(Keys.ESCAPE)
+    assert page("return [view.selected, pane.root.querySelectorAll('.details').length]") == [-1, 0]
+
+
+def test_only_the_lanes_of_the_selected_slice_can_be_shown(page: Page) -> None:
+    page("view.select([...Array(trace.count).keys()].find((span) => " + JUST_ONE_SLICE + "), true)")
+    every = page("return view.places.size")
+    page("pane.root.querySelector('.details button[aria-pressed]').click()")
+    lanes = set(page("return [...view.places.keys()].map((lane) => lane.name)"))
+    assert page("return view.places.size") < every
+    assert set(page("return [...view.followed].map((span) => trace.lane[span].name)")) <= lanes
+    assert page("return pane.root.querySelector('.details button[aria-pressed]').ariaPressed") == "true"
+    page("return view.canvas").send_keys(Keys.ESCAPE)
+    assert page("return view.places.size") == every
+
+
+def test_spans_are_reached_by_keyboard_alone(page: Page) -> None:
+    canvas = page("return view.canvas")
+    page("view.canvas.focus()")
+    canvas.send_keys("n")
+    first = page("return view.selected")
+    canvas.send_keys("n")
+    second = page("return view.selected")
+    assert first >= 0
+    assert page("return trace.lane[arguments[0]] === trace.lane[arguments[1]]", first, second)
+    canvas.send_keys("p")
+    assert page("return view.selected") == first
+    canvas.send_keys("j")
+    assert page("return trace.lane[view.selected].name") != page("return trace.lane[arguments[0]].name", first)
+    assert page("return tfps.live.textContent") == page("return view.describe(view.selected)")
+    canvas.send_keys("/")
+    assert page("return document.activeElement === tfps.find")
+    assert page(
+        "return [...document.querySelectorAll('button, select, input, canvas')].every((one) => one.tabIndex >= 0)"
+    )
+
+
+def test_a_search_marks_the_variable_and_enter_goes_to_its_spans(page: Page, captures: dict[str, Capture]) -> None:
+    capture = captures["priority"]
+    name = capture.buckets[3].variables[0]
+    find = page("return tfps.find")
+    find.send_keys(name.upper())
+    buckets = [number for number, bucket in enumerate(capture.buckets) if any(name in one for one in bucket.variables)]
+    page.frame()
+    assert page("return [...view.marked]") == buckets
+    marked = page("return [...new Set([...view.highlighted].map((span) => trace.bucket[span]))]")
+    assert sorted(marked) == buckets
+    assert page("return tfps.found.textContent").startswith("1 variable")
+    find.send_keys(Keys.ENTER)
+    assert page("return trace.bucket[view.selected]") in buckets
+    find.send_keys(Keys.ESCAPE)
+    assert page("return [view.highlighted && view.selected < 0, tfps.found.textContent]")[1] == ""
+
+
+def test_two_runs_are_compared_side_by_side_on_one_scale(page: Page, captures: dict[str, Capture]) -> None:
+    page("tfps.other.value = 'jobs/fifo'; tfps.other.dispatchEvent(new Event('change'))")
+    page.settle()
+    boxes = page(
+        "return tfps.panes.map((one) => {const b = one.root.getBoundingClientRect(); return [b.left, b.right, b.top]})"
+    )
+    assert boxes[0][1] <= boxes[1][0] + 1
+    assert boxes[0][2] == boxes[1][2]
+    assert page("return tfps.panes.map((one) => one.summary)") == [
+        json_of(summarize(captures[name])) for name in ("priority", "fifo")
+    ]
+    change = summarize(captures["fifo"]).totals.duration_ns / summarize(captures["priority"]).totals.duration_ns - 1
+    assert change > 0.02, "the example shows a difference"
+    assert page("return tfps.panes[1].root.querySelector('.card .worse').textContent") == f"▲ {100 * change:.1f} %"
+    page("return view.canvas").send_keys("+")
+    page.frame()
+    assert page("return tfps.panes.map((one) => one.timeline.right - one.timeline.left)[0]") == pytest.approx(
+        page("return tfps.panes[1].timeline.right - tfps.panes[1].timeline.left")
+    )
+
+
+def test_dark_and_light_follow_tensorboard_and_the_choice(page: Page) -> None:
+    def background() -> str:
+        page.frame()
+        return str(page("return getComputedStyle(document.body).backgroundColor"))
+
+    light = background()
+    page("parent.document.body.classList.toggle('dark-mode', true)")
+    dark = background()
+    page("parent.document.body.classList.toggle('dark-mode', false)")
+    assert background() == light != dark
+    page("tfps.theme.value = 'dark'; tfps.restyle()")
+    assert background() == dark
+
+
+def test_nothing_comes_from_elsewhere(page: Page) -> None:
+    assert page("return performance.getEntriesByType('resource').every((one) => one.name.startsWith(location.origin))")
+    page("tfps.color.value = 'layer'; tfps.restyle()")
+    page.frame()
+    assert colours(page) > 5
+    page("tfps.color.value = 'kind'; tfps.restyle()")
+
+
+def test_a_new_capture_can_be_chosen_and_one_that_cannot_be_read_is_said(
+    page: Page, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    broken = chrome_path(tmp_path_factory.getbasetemp() / "traceview", "broken")
+    broken.parent.mkdir(parents=True, exist_ok=True)
+    broken.write_bytes(b"no capture")
+    try:
+        # The server's list of runs is two seconds old at most.
+        page.driver.execute_async_script(
+            "const done = arguments[0]; (async () => { while (!(await tfps.list()).includes('broken'))"
+            " await new Promise((next) => setTimeout(next, 100)); done() })()"
+        )
+        assert page("return [...tfps.run.options].map((one) => one.value).includes('broken')")
+        page("tfps.show('broken', '')")
+        page.settle()
+        assert "cannot read the capture" in page("return tfps.message.textContent")
+        assert page.errors()[0].count("400") == 1
+    finally:
+        broken.unlink()

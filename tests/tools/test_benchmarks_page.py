@@ -1,0 +1,218 @@
+"""The page that tools/make_benchmarks_page.py writes, from made-up figures."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from tools import make_benchmarks_page as page
+from tools import pages
+
+FACTORS = {"barrier": 1.6, "overlap_send_barrier": 1.4, "overlap": 1.25, "slices": 1.1, "priority": 1.0}
+
+
+def schedule_runs(model: str = "vgg19") -> list[dict[str, Any]]:
+    return [
+        {
+            "model": model,
+            "policy": policy,
+            "round": number,
+            "gbit": gbit,
+            "wire_over_compute": 10 / gbit,
+            "step_s": factor * (1 + number / 100) * 10 / gbit,
+            "bound_s": 9 / gbit,
+            "simulated_s": factor * 9.9 / gbit,
+            "time_factor": 2,
+        }
+        for policy, factor in FACTORS.items()
+        for gbit in (5.0, 10.0)
+        for number in range(3)
+    ]
+
+
+def scale_runs() -> list[dict[str, Any]]:
+    counts = ((2, 2), (4, 4), (8, 8), (4, 1))
+    hosts = [
+        {
+            "what": "hosts",
+            "workers": workers,
+            "pservers": pservers,
+            "layout": layout,
+            "gbit": 10.0,
+            "step_s": workers / pservers,
+            "bound_s": 1.0,
+            "simulated_s": 1.1,
+        }
+        for workers, pservers in counts
+        for layout in ("co-located", "dedicated")
+    ]
+    ends = ("worker", "pserver")
+    growth = [
+        {
+            "what": what,
+            "variables": variables,
+            "megabytes": megabytes,
+            "buckets": variables,
+            **{f"{who}_cpu_s": 0.1 for who in ends},
+            **{f"{who}_peak_bytes": 90_000_000 for who in ends},
+            **{f"idle_{who}_bytes": 60_000_000 for who in ends},
+            **{f"{who}_of_aim": 0.5 for who in ends},
+        }
+        for what, variables, megabytes in (
+            ("variables", 10, 50),
+            ("variables", 99, 50),
+            ("bytes", 50, 1),
+            ("bytes", 50, 9),
+        )
+    ]
+    return [*hosts, *growth]
+
+
+RUNS: dict[str, list[dict[str, Any]]] = {
+    "schedule": schedule_runs(),
+    "scale": scale_runs(),
+    "wire": [{"what": what, "gb_per_s": 0.5, "cpu_s_per_gb": 2.0} for what in ("raw", "1 pserver")],
+    "overhead": [{"model": "small", "plain_step_s": 0.004, "tfps_step_s": 0.008, "ratio": 2.0, "extra_cpu_s": 0.006}],
+    "staging": [
+        {
+            "case": "input",
+            "depth": 2,
+            "step_s": 0.21,
+            "input_s": 0.2,
+            "compute_s": 0.1,
+            "over_max": 1.05,
+            "over_sum": 0.7,
+        }
+    ],
+    "peers": [
+        {"case": "1g", "peer": "tfps", "step_s": 1.0, "cpu_s": 0.5},
+        {"case": "1g", "peer": "horovod", "left_out": "is not installed"},
+    ],
+}
+
+
+def write(docs: pathlib.Path, names: Mapping[str, Sequence[Mapping[str, Any]]] = RUNS) -> pathlib.Path:
+    """A docs folder with a JSON file for each of `names`."""
+    (docs / "benchmarks").mkdir(parents=True, exist_ok=True)
+    for name, runs in names.items():
+        content = {
+            "bench": name,
+            "command": f"tools/bench.py {name} --quick",
+            "headline": {"figure": 1.23456},
+            "machine": {"processor": "Abacus", "cores": 2, "load": 0.5},
+            "versions": {"python": "3.11.0"},
+            "runs": runs,
+        }
+        (docs / "benchmarks" / f"{name}.json").write_text(json.dumps(content))
+    return docs
+
+
+def run(docs: pathlib.Path, *options: str) -> None:
+    page.main(["--docs", str(docs), *options])
+
+
+def test_equal_figures_give_equal_bytes(tmp_path: pathlib.Path) -> None:
+    docs = write(tmp_path)
+    first = page.make(docs)
+    assert first == page.make(docs)
+    assert {"benchmarks.md", "benchmarks/schedule-vgg19.svg", "benchmarks/scale-hosts.svg"} < set(first)
+    assert all(content.startswith(b"<?xml") for path, content in first.items() if path.endswith(".svg"))
+
+
+def test_every_benchmark_has_what_it_measures_and_how(tmp_path: pathlib.Path) -> None:
+    text = page.make(write(tmp_path))["benchmarks.md"].decode()
+    for name in RUNS:
+        assert f"## {name}\n" in text
+        assert f"- Command: `tools/bench.py {name} --quick`" in text
+    assert "Abacus" in text
+    assert "python 3.11.0" in text
+    assert "`figure` 1.235" in text
+    assert "Push-pull of 50 MB per step" in text  # the module's docstring
+
+
+def test_tables_have_medians_of_the_undivided_model(tmp_path: pathlib.Path) -> None:
+    text = page.make(write(tmp_path, {"schedule": schedule_runs()}))["benchmarks.md"].decode()
+    # At 10 Gbit/s priority takes 1.00, 1.01 and 1.02 s at twice the time.
+    assert "| 10 | 0.808 | 0.707 | 0.631 | 0.556 | 0.505 | 0.450 | 0.89 |" in text
+
+
+def test_sizes_that_were_chosen_stand_beside_the_best_fixed_ones(tmp_path: pathlib.Path) -> None:
+    runs = [
+        {"model": "vgg19", "wire_over_compute": 1.5, "sizes": sizes, "step_s": step_s}
+        for sizes, step_s in (("auto", 1.03), ("32/64", 1.1), ("64/128", 1.0))
+    ]
+    text = page.make(write(tmp_path, {"tuning": runs}))["benchmarks.md"].decode()
+    assert "| vgg19 | 1.5 | 1.030 | 1.100 | 1.000 | 1.030 |" in text
+
+
+def test_runs_through_keras_stand_beside_those_without_tensorflow(tmp_path: pathlib.Path) -> None:
+    engine = schedule_runs()
+    keras = [{**run, "form": "keras", "step_s": 1.25} for run in engine if run["policy"] == "priority"][:1]
+    text = page.make(write(tmp_path, {"schedule": [*engine, *keras]}))["benchmarks.md"].decode()
+    assert "| vgg19 | 5 | priority | 2.020 | 1.250 |" in text
+
+
+def test_a_benchmark_without_a_file_is_left_out_by_name(tmp_path: pathlib.Path) -> None:
+    text = page.make(write(tmp_path, {"wire": RUNS["wire"]}))["benchmarks.md"].decode()
+    assert "## peers\n\nNot measured yet" in text
+    assert "peers.svg" not in text
+
+
+def test_peers_that_were_left_out_are_named_with_the_reason(tmp_path: pathlib.Path) -> None:
+    text = page.make(write(tmp_path, {"peers": RUNS["peers"]}))["benchmarks.md"].decode()
+    assert "| tfps | 1.000 | 0.500 |" in text
+    assert "- horovod: not measured, is not installed\n" in text
+
+
+def test_check_fails_until_the_page_is_written_again(tmp_path: pathlib.Path) -> None:
+    docs = write(tmp_path, {"wire": RUNS["wire"]})
+    with pytest.raises(SystemExit, match=r"must be up to date, differs: benchmarks\.md, benchmarks/wire\.svg"):
+        run(docs, "--check")
+    assert not (docs / "benchmarks.md").exists()
+    run(docs)
+    run(docs, "--check")
+    write(docs, {"wire": [{**RUNS["wire"][0], "gb_per_s": 0.6}]})
+    with pytest.raises(SystemExit, match="must be up to date"):
+        run(docs, "--check")
+
+
+def test_plots_that_nothing_makes_any_more_are_removed(tmp_path: pathlib.Path) -> None:
+    docs = write(tmp_path, {"schedule": schedule_runs("vgg16")})
+    run(docs)
+    write(docs, {"schedule": schedule_runs("vgg19")})
+    with pytest.raises(SystemExit, match="schedule-vgg16"):
+        run(docs, "--check")
+    run(docs)
+    assert not (docs / "benchmarks" / "schedule-vgg16.svg").exists()
+
+
+def test_fields_that_the_page_does_not_know_change_nothing(tmp_path: pathlib.Path) -> None:
+    before = page.make(write(tmp_path, {"schedule": schedule_runs()}))
+    after = page.make(write(tmp_path, {"schedule": [{**each, "new": 1} for each in schedule_runs()]}))
+    assert before == after
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "wire.json must be JSON"),
+        ('{"bench": "wire"}', r"wire.json must be what tools/bench.py writes, with bench, command, headline"),
+        (
+            '{"bench": "wire", "command": "", "headline": {}, "machine": {}, "versions": {}, "runs": [{"what": 0}]}',
+            r"every run in wire.json must have 'gb_per_s'; measure again: tools/bench.py wire",
+        ),
+    ],
+)
+def test_a_file_of_another_form_is_refused_by_name(tmp_path: pathlib.Path, text: str, message: str) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "wire.json").write_text(text)
+    with pytest.raises(pages.PageError, match=message):
+        page.make(tmp_path)
+
+
+def test_the_page_in_docs_is_up_to_date() -> None:
+    run(pages.ROOT / "docs", "--check")

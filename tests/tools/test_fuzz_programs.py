@@ -1,0 +1,168 @@
+"""The differential tester: what it draws, how it judges, that it finds faults; and that it finds none in tfps."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tools.fuzzing import oracle
+from tools.fuzzing.cases import Case, Evaluate, Fit, Network, Optimizer, Place, Save, features
+from tools.fuzzing.draw import draw, usable
+from tools.fuzzing.known import KNOWN
+from tools.fuzzing.oracle import MIRRORED, NOTHING, PLAIN, RULES, Judgement
+from tools.fuzzing.session import Session
+from tools.fuzzing.simplify import simplified
+from tools.fuzzing.source import program
+
+TWO = Place(workers=2, pservers=1)
+FOUND: dict[str, Any] = {"weights/0/0": np.array([1.0, -2.0], np.float32), "files/0/config": "text"}
+
+
+def drawn(count: int, without: tuple[str, ...] = ()) -> list[Case]:
+    return [draw(f"1 {number}", without=without) for number in range(count)]
+
+
+def test_every_case_that_is_drawn_is_a_program() -> None:
+    for case in drawn(300):
+        ast.parse(program(case))
+
+
+def test_cases_have_every_rule_and_every_feature_that_is_known_to_fail() -> None:
+    found = drawn(3000)
+    assert [rule.name for rule in RULES if not any(rule.when(case) for case in found)] == []
+    assert [name for name in KNOWN if all(usable(case, [name]) for case in found)] == []
+
+
+def test_what_is_left_out_is_not_drawn() -> None:
+    without = ("Adam", "Dropout", "several devices", "Loop")
+    for case in drawn(200, without):
+        assert not features(case) & set(without)
+
+
+def test_a_case_of_defaults_has_no_features_but_that_it_fits() -> None:
+    assert features(Case()) == {"Fit"}
+    assert features(Case(rows=7, batch=3, place=TWO)) >= {"rows that do not divide", "replica without rows"}
+
+
+def test_one_bit_between_ranks_is_a_difference() -> None:
+    other = {**FOUND, "weights/0/0": np.nextafter(FOUND["weights/0/0"], np.float32(9))}
+    assert oracle.between_ranks([FOUND, FOUND], Judgement.of(Case())) is None
+    difference = oracle.between_ranks([FOUND, other], Judgement.of(Case()))
+    assert difference is not None
+    assert difference.kind == "ranks differ in weights"
+
+
+def test_results_that_only_one_rank_has_are_a_difference() -> None:
+    difference = oracle.between_ranks([FOUND, {**FOUND, "history/0/loss": 1.0}], Judgement.of(Case()))
+    assert difference is not None
+    assert difference.kind == "ranks have other results"
+
+
+@pytest.mark.parametrize(("change", "several", "one"), [(0.0, True, True), (4e-6, True, False), (4e-5, False, False)])
+def test_one_replica_is_compared_bitwise_and_several_within_rounding(change: float, several: bool, one: bool) -> None:
+    near = {**FOUND, "weights/0/0": FOUND["weights/0/0"] * np.float32(1 + change)}
+    assert (oracle.with_reference(near, FOUND, Judgement.of(Case(place=TWO)))[0] is None) is several
+    assert (oracle.with_reference(near, FOUND, Judgement.of(Case()))[0] is None) is one
+
+
+def test_texts_nan_and_what_is_missing_are_differences() -> None:
+    judgement = Judgement.of(Case(place=TWO))
+    for other in (
+        {**FOUND, "files/0/config": "other"},
+        {**FOUND, "weights/0/0": np.full(2, np.nan, np.float32)},
+        {"files/0/config": "text"},
+    ):
+        assert oracle.with_reference(other, FOUND, judgement)[0] is not None
+    assert oracle.finite({"x": np.array([np.inf])}) is not None
+
+
+def test_what_is_documented_as_different_is_not_compared_with_plain_keras() -> None:
+    noise, statistics = (
+        Case(place=TWO, network=Network(layers=(layer,))) for layer in ("Dropout", "BatchNormalization")
+    )
+    assert Judgement.of(Case(place=TWO)).reference == PLAIN
+    assert Judgement.of(noise).reference == NOTHING
+    assert Judgement.of(dataclasses.replace(noise, place=Place())).reference == PLAIN
+    assert Judgement.of(statistics).reference == MIRRORED
+    assert Judgement.of(Case(place=TWO, optimizer=Optimizer(clipping="clipnorm"))).reference == MIRRORED
+
+
+def test_a_case_is_shrunk_to_what_matters() -> None:
+    case = Case(
+        place=Place(workers=3, devices=2, pservers=2, slices="small slices"),
+        network=Network(input="words", layers=("Embedding", "LSTM", "last LSTM"), task="classes"),
+        optimizer=Optimizer(name="Adam", ema=2),
+        metrics=("accuracy",),
+        rows=30,
+        batch=6,
+        actions=(Save(), Fit(epochs=3, callbacks=("EarlyStopping", "ModelCheckpoint")), Evaluate()),
+    )
+
+    def fails(case: Case) -> bool:
+        return case.place.workers > 1 and any("ModelCheckpoint" in fit.callbacks for fit in case.fits)
+
+    assert simplified(case, fails, lambda: False) == Case(
+        place=TWO, rows=2, batch=2, validation_rows=2, actions=(Fit(callbacks=("ModelCheckpoint",)),)
+    )
+
+
+def add_to_a_weight(text: str, rank: int) -> str:
+    """Rank 1's weights drift apart after training."""
+    wrong = "" if rank == 0 else "        model.weights[0].assign_add(0.001 * model.weights[0])\n"
+    return text.replace("        for index, weight in", f"{wrong}        for index, weight in")
+
+
+def keep_own_logs(text: str, rank: int) -> str:
+    """Metrics are not combined over ranks."""
+    return f"{text}\n\nimport tfps.strategy.combined\n\ntfps.strategy.combined.Combiner.refresh = lambda self: None\n"
+
+
+def train_slowly(text: str, rank: int) -> str:
+    """All ranks alike train with half the learning rate: other weights than plain Keras."""
+    return text.replace("    fit = model.fit(", "    model.optimizer.learning_rate = 0.01\n    fit = model.fit(")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (add_to_a_weight, "ranks differ in weights"),
+        (keep_own_logs, "history"),
+        (train_slowly, "than plain"),
+    ],
+)
+def test_a_planted_fault_is_found(change: Any, kind: str, tmp_path: Path) -> None:
+    from tools.fuzzing import runner
+    from tools.fuzzing.pool import Pool
+
+    case = Case(place=TWO, rows=8, batch=4)
+    with Pool(3) as pool:
+        assert runner.run(case, pool).difference is None
+        result = runner.run(case, pool, change)
+    assert result.difference is not None
+    assert kind in result.difference.kind
+    assert "def main(strategy, folder)" in result.text
+
+
+@pytest.mark.timeout(1800)
+def test_random_programs_end_as_under_plain_keras(tmp_path: Path) -> None:
+    """Always the same ones: a failure is due to a change."""
+    session = Session(minutes=25.0, seed=7, workers=(1, 2), most_cases=14, without=KNOWN, folder=tmp_path)
+    session.run()
+    assert not session.failures, session.summary()
+    assert session.ran["passed"] >= 11, session.summary()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(4000)
+def test_many_random_programs_end_as_under_plain_keras(tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(10**6)
+    session = Session(minutes=30.0, seed=seed, without=KNOWN, folder=tmp_path)
+    session.run()
+    assert not session.failures, f"seed {seed}: {session.summary()}"

@@ -1,0 +1,210 @@
+"""Captures: what is refused, and that files keep everything."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tfps.errors import TfpsError
+from tfps.trace.capture import KINDS, Bucket, Capture, Kind, Process, Span, lane_of, rows
+from tfps.trace.capture_file import chrome_path, read, write_chrome
+
+PROCESSES = (
+    Process("worker", 0, "a"),
+    Process("worker", 1, "b", clock_offset_ns=-3_000_000_000, clock_error_ns=40_000),
+    Process("pserver", 0, "c:7070"),
+)
+START = b'[{"name":"tfps","ph":"M","pid":0,"tid":0,"args":'
+BUCKETS = (Bucket("dense/kernel", ("dense/kernel",), 0, 8), Bucket("a, b", ("a", "b"), 1, 400))
+
+
+def spans() -> st.SearchStrategy[Span]:
+    """Any span that the processes and buckets above allow."""
+
+    def make(kind: Kind, process: int, begin_ns: int, took_ns: int, bucket: int, rest: list[int]) -> Span:
+        slice_number, rank, step = rest
+        variable = 0 if bucket >= 0 and kind == "gate" else -1
+        return Span(
+            kind, process, lane_of(kind, rank=rank, pserver=0), begin_ns, begin_ns + took_ns, step,
+            bucket, slice_number if bucket >= 0 else -1, variable, bucket, 10, rank, 0,
+        )  # fmt: skip
+
+    whole = st.integers(-1, 1)
+    times = st.integers(-(10**12), 10**15), st.integers(0, 10**10)
+    return st.builds(make, st.sampled_from(KINDS), st.integers(0, 2), *times, whole, st.tuples(whole, whole, whole))
+
+
+captures = st.builds(
+    Capture,
+    processes=st.just(PROCESSES),
+    buckets=st.just(BUCKETS),
+    spans=st.lists(spans(), max_size=30).map(tuple),
+    steps=st.just((3, 4)),
+    settings=st.dictionaries(st.text(max_size=3), st.one_of(st.none(), st.booleans(), st.integers(), st.text())),
+    name=st.text(max_size=5),
+)
+
+
+def chain(step: int = 3, begin_ns: int = 1000) -> list[Span]:
+    """One slice of bucket 1 from its gradient to the gate, of both ranks; rank 1 is late."""
+    found = []
+    for rank in (0, 1):
+        at = begin_ns + 5000 * rank
+        common: dict[str, int] = {"step": step, "bucket": 1, "priority": 1, "rank": rank}
+        sliced = {**common, "slice": 0, "nbytes": 400, "pserver": 0}
+        found += [
+            Span("ready", rank, "gradients", at, at, **common),
+            Span("queued", rank, "queue", at, at + 100, **sliced),
+            Span("wire", rank, "to pserver 0", at + 100, at + 1001, **sliced),
+            Span("reply_queued", 2, "reply queue", begin_ns + 6001, begin_ns + 6101, **sliced),
+            Span("reply_wire", 2, f"to worker {rank}", begin_ns + 6101, begin_ns + 7001, **sliced),
+            Span("update", rank, "updates", begin_ns + 7001, begin_ns + 8001, **common),
+            Span("gate", rank, "gates", begin_ns + 5500, begin_ns + 8001, variable=1, **common),
+        ]
+    return [*found, Span("aggregate", 2, "aggregate", begin_ns + 1001, begin_ns + 6001, **{**sliced, "rank": 1})]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@given(capture=captures)
+def test_a_file_keeps_everything(capture: Capture, tmp_path: Path) -> None:
+    path = chrome_path(tmp_path, "some run")
+    write_chrome(capture, path)
+    assert read(path) == capture
+    assert path == tmp_path / "plugins" / "tfps" / "some run.trace.json.gz"
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@given(capture=captures)
+def test_events_are_what_chrome_and_perfetto_read(capture: Capture, tmp_path: Path) -> None:
+    write_chrome(capture, tmp_path / "t.gz")
+    events = events_of(tmp_path / "t.gz")
+    named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
+    assert {(event["pid"], event["tid"]) for event in events if event["ph"] in "Xi"} <= named
+    queued = [span for span in capture.spans if span.kind in ("queued", "reply_queued")]
+    assert sum(event["ph"] in "Xi" for event in events) == len(capture.spans) - len(queued)
+    waiting: dict[tuple[int, str], list[int]] = {}
+    for event in events:
+        if event["ph"] == "C":
+            waiting.setdefault((event["pid"], event["name"]), []).append(event["args"]["slices"])
+    assert sum(map(len, waiting.values())) == 2 * len(queued)
+    for counts in waiting.values():
+        assert min(counts) == counts[-1] == 0 < counts[0]
+    until: dict[tuple[int, int], float] = {}
+    for event in events:  # complete events of one thread do not overlap
+        if event["ph"] == "X" and event["dur"] > 0:
+            thread = event["pid"], event["tid"]
+            assert event["ts"] >= until.get(thread, 0) - 1e-6 * event["ts"]
+            until[thread] = event["ts"] + event["dur"]
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    text = gzip.decompress(path.read_bytes())
+    assert text.startswith(b'[{"'), "by this Perfetto knows the format"
+    first, *events = json.loads(text)
+    assert (first["ph"], first["name"], first["args"]["format"]) == ("M", "tfps", 1)
+    return list(events)
+
+
+@pytest.mark.parametrize("index", [0, -1])
+def test_flows_lead_from_each_push_to_its_update(tmp_path: Path, index: int) -> None:
+    made = [span._replace(slice=index) if span.kind == "aggregate" else span for span in chain()]  # -1: of a gather
+    write_chrome(Capture(PROCESSES, BUCKETS, tuple(made)), tmp_path / "t.gz")
+    events = events_of(tmp_path / "t.gz")
+    shown = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    flows: dict[int, list[dict[str, Any]]] = {}
+    for event in events:
+        if event.get("cat") == "flow":
+            flows.setdefault(event["id"], []).append(event)
+    assert sorted([shown[e["pid"], e["tid"]] for e in flow] for flow in flows.values()) == [
+        ["to pserver 0", "aggregate", "to worker 0", "updates"],
+        ["to pserver 0", "aggregate", "to worker 1", "updates"],
+    ]
+    for flow in flows.values():
+        assert [e["ph"] for e in flow] == ["s", "t", "t", "f"]
+        assert [e.get("bp") for e in flow] == [None, None, None, "e"], "the last binds to the span around it"
+        assert [e["ts"] for e in flow] == sorted(e["ts"] for e in flow)
+    (late,) = [e for e in events if e.get("cat") == "aggregate"]
+    if index < 0:
+        return
+    assert late["name"] == "aggregate a, b [0]"
+    assert late["args"] == {
+        "step": 3, "bucket": 1, "slice": 0, "priority": 1, "nbytes": 400, "rank": 1, "pserver": 0, "key": "1/0",
+    }  # fmt: skip
+    assert (late["ts"], late["dur"]) == (1.001, 5.0)
+    waits = {e["cat"]: e["args"].get("queued_us") for e in events if e["ph"] == "X"}
+    assert (waits["wire"], waits["reply_wire"], waits["update"]) == (0.1, 0.1, None)
+
+
+def test_a_file_that_is_no_capture_is_named_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "x.trace.json.gz"
+    with pytest.raises(TfpsError, match=r"cannot read the capture '.*x\.trace\.json\.gz': .*No such file"):
+        read(path)
+    path.write_bytes(b"{}")
+    with pytest.raises(TfpsError, match="Not a gzipped file"):
+        read(path)
+    path.write_bytes(gzip.compress(b'{"traceEvents":[]}'))
+    with pytest.raises(TfpsError, match="must be a capture of tfps, got another file"):
+        read(path)
+    path.write_bytes(gzip.compress(START + b'{"format":2}},\n'))
+    with pytest.raises(TfpsError, match=r"must be of format 1, got .*newer tfps"):
+        read(path)
+    path.write_bytes(gzip.compress(START + b'{"format":1,"columns":{}}},\n'))
+    with pytest.raises(TfpsError, match="its first line is damaged"):
+        read(path)
+    write_chrome(Capture(PROCESSES, BUCKETS, tuple(chain())), path)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(TfpsError, match="cannot read the capture"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"end_ns": 0}, "must not end before it begins"),
+        ({"kind": "sleep"}, "kind of a span must be one of step, forward,"),
+        ({"process": 3}, "one of 3 processes"),
+        ({"bucket": 2}, "2 buckets"),
+        ({"rank": 2}, "must be those of a process"),
+        ({"pserver": 1}, "must be those of a process"),
+        ({"variable": 2}, "variable of a span must be one of its bucket's"),
+    ],
+)
+def test_spans_that_lead_nowhere_are_refused(change: dict[str, Any], rule: str) -> None:
+    with pytest.raises(TfpsError, match=rule):
+        Capture(PROCESSES, BUCKETS, (chain()[1]._replace(**change),))
+
+
+def test_a_process_says_what_it_may_be() -> None:
+    with pytest.raises(TfpsError, match="must be 'worker' or 'pserver', got 'chief'"):
+        Process("chief", 0)  # type: ignore[arg-type]
+    with pytest.raises(TfpsError, match="must be at least 0, got -1 and 0"):
+        Process("worker", -1)
+    assert Process("pserver", 2).name == "pserver 2"
+
+
+def test_names_and_keys_of_spans() -> None:
+    capture = Capture(PROCESSES, BUCKETS, tuple(chain()))
+    names = {span.kind: (span.key, capture.variable_name(span)) for span in capture.spans}
+    assert names["wire"] == ("1/0", "a, b")
+    assert names["gate"] == ("1", "b")
+    assert Span("step", 0, "steps", 0, 1).key == "" == capture.variable_name(Span("step", 0, "steps", 0, 1))
+    assert lane_of("wire", pserver=3) == "to pserver 3"
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(1, 20)), max_size=40))
+def test_rows_hold_no_overlap_and_are_as_few_as_possible(found: list[tuple[int, int]]) -> None:
+    ranges = [(begin, begin + length) for begin, length in sorted(found)]
+    placed = rows(ranges)
+    for row in set(placed):
+        own = [one for one, where in zip(ranges, placed, strict=True) if where == row]
+        assert all(first[1] <= second[0] for first, second in pairwise(own))
+    deepest = max((sum(b <= at < e for b, e in ranges) for at, _ in ranges), default=0)
+    assert max(placed, default=-1) + 1 == deepest

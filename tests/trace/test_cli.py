@@ -1,0 +1,81 @@
+"""`tfps_trace`: what it prints and writes."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import jobs
+import pytest
+
+from tfps.trace.capture_file import chrome_path, read, write_chrome
+from tfps.trace.cli import main
+from tfps.trace.summary import summarize
+from tools import model_profiles, simulation
+from tools.synthetic_captures import synthetic_capture
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = chrome_path(tmp_path_factory.getbasetemp() / "cli", "one")
+    settings = simulation.Settings(steps=2, jitter=0.05)
+    write_chrome(
+        synthetic_capture(model_profiles.load("resnet50"), simulation.Cluster(2, 2, 2.0), settings, "[one]"), path
+    )
+    return path
+
+
+def test_it_prints_the_summary(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([str(file)]) == 0
+    out = capsys.readouterr().out
+    summary = summarize(read(file))
+    assert out.startswith("[one] policy priority, ")
+    assert f"limited by {summary.limit}" in out
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
+    step = summary.steps[0]
+    assert rows[str(step.step)][1:3] == [f"{step.totals.duration_ns / 1e6:.4g}", "ms"]
+    assert f"{summary.totals.overlap:.1%}" in rows["mean"]
+    assert summary.costs[0].variable in rows
+
+
+def test_csv_has_a_row_per_step_with_exact_figures(file: Path, tmp_path: Path) -> None:
+    assert main([str(file), "--csv", str(tmp_path / "steps.csv")]) == 0
+    with (tmp_path / "steps.csv").open() as written:
+        rows = list(csv.DictReader(written))
+    steps = summarize(read(file)).steps
+    assert [row["step"] for row in rows] == [str(step.step) for step in steps]
+    for row, step in zip(rows, steps, strict=True):
+        assert float(row["exposed_ns"]) == step.totals.exposed_ns
+        assert float(row["overlap"]) == step.totals.overlap
+        assert int(row["pserver1_pushed_bytes"]) == step.totals.links[1].pushed_bytes
+        assert row["slowest"] == str(step.totals.slowest)
+
+
+def test_csv_needs_neither_rich_nor_tensorflow(file: Path) -> None:
+    code = (
+        "import sys; sys.modules['rich'] = None; from tfps.trace.cli import main\n"
+        f"code = main([{str(file)!r}, '--csv', '-'])\n"
+        "print({'tensorflow', 'grpc'} & set(sys.modules)); sys.exit(code)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=jobs.DEADLINE_S)
+    assert run.returncode == 0
+    assert run.stdout.startswith("run,step,duration_ns,")
+    assert run.stdout.endswith("set()\n")
+
+
+def test_without_rich_it_says_what_to_install(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert main([str(file)]) == 1
+    assert capsys.readouterr().err == (
+        "tfps_trace: tables need the package rich: pip install 'tfps[console]', or use --csv\n"
+    )
+
+
+def test_a_file_that_is_no_capture_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "none")]) == 1
+    assert "cannot read the capture" in capsys.readouterr().err

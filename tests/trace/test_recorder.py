@@ -1,0 +1,82 @@
+"""The recorder keeps the order of events and spans, is bounded, and forgets what was before its start."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tfps.trace.capture import KINDS, NONE, Kind, Span
+from tfps.trace.recorder import ARRIVED, RECORD, SENT, UNKNOWN, Recorder
+
+
+def test_nothing_is_recorded_before_the_start_or_after_the_end() -> None:
+    recorder = Recorder()
+    recorder.record("early")
+    recorder.start()
+    recorder.record("send", bucket=3)
+    events = recorder.stop()
+    recorder.record("late")
+    assert [(event.kind, event.bucket) for event in events] == [("send", 3)]
+    assert recorder.events() == events
+
+
+def test_a_full_recorder_keeps_the_latest() -> None:
+    recorder = Recorder(capacity=3)
+    recorder.start()
+    for number in range(5):
+        recorder.record("e", number=number)
+    assert [event.number for event in recorder.events()] == [2, 3, 4]
+
+
+def test_an_unknown_field_is_named() -> None:
+    recorder = Recorder()
+    recorder.start()
+    recorder.record("send", bucket=1)
+    with pytest.raises(AttributeError, match=r"'send' has no field 'rank', only \['bucket'\]"):
+        _ = recorder.events()[0].rank
+
+
+def own(kind: Kind, begin_ns: int, end_ns: int, **fields: int) -> Span:
+    """As the process knows it in which it happened."""
+    return Span(kind, NONE, "", begin_ns, end_ns, **fields)
+
+
+def test_spans_come_back_as_they_were_recorded() -> None:
+    recorder = Recorder()
+    recorder.start()
+    fields = {"step": 2**40, "bucket": 3, "slice": 4, "variable": 5, "priority": 2**32 - 1, "nbytes": 2**35, "rank": 6}
+    for kind in KINDS:
+        recorder.span(kind, -(2**60), 2**60, **fields, pserver=7)
+    recorder.span("step", 1, 2)
+    recorder.sent(UNKNOWN, 1, 2, 3, 4, 5, 6, 7, 8)
+    recorder.arrived(1, 2, 3, 2**32 - 1, 7, 8)
+    expected = [own(kind, -(2**60), 2**60, **fields, pserver=7) for kind in KINDS]
+    assert recorder.spans() == [*expected, own("step", 1, 2)]
+    *_, sent, arrived = np.frombuffer(recorder.records(), RECORD).tolist()
+    assert sent == (SENT, UNKNOWN, 1, 2, 3, 4, -1, 5, 6, 7, 8)
+    assert arrived == (ARRIVED, 1, 1, 2, 3, 2**32 - 1, -1, -1, -1, 7, 8)
+
+
+def test_spans_alone_can_be_recorded_and_only_while_it_is_on() -> None:
+    recorder = Recorder(clock=lambda: 17)
+    recorder.span("step", 1, 2)
+    recorder.start(events=False)
+    recorder.record("send")
+    recorder.span("step", recorder.clock(), 18)
+    assert recorder.stop() == []
+    recorder.span("step", 3, 4)
+    recorder.sent(1, 1, 2, 3, 4, 5, 6, 7, 8)
+    recorder.arrived(1, 2, 3, 4, 7, 8)
+    assert recorder.spans() == [own("step", 17, 18)]
+    recorder.start()
+    assert recorder.spans() == []
+
+
+def test_a_full_recorder_keeps_the_latest_spans_and_says_so() -> None:
+    recorder = Recorder(span_capacity=2)
+    recorder.start()
+    assert not recorder.full
+    for number in range(3):
+        recorder.span("step", number, number)
+    assert recorder.full
+    assert [span.begin_ns for span in recorder.spans()] == [1, 2]

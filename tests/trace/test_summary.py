@@ -1,0 +1,273 @@
+"""The summary: cases computed by hand, and rules that hold for all captures."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfps.errors import TfpsError
+from tfps.trace.capture import Bucket, Capture, Kind, Process, Span, lane_of
+from tfps.trace.intervals import Intervals, clip, difference, intersection, total, union
+from tfps.trace.summary import Summary, summarize
+from tools import model_profiles, simulation
+from tools.synthetic_captures import POLICIES, repeated, synthetic_capture
+
+BUCKETS = (Bucket("a", ("a",), 0, 100), Bucket("b, c", ("b", "c"), 1, 200))
+
+
+def make(spans: list[Span], workers: int = 1, pservers: int = 1, **more: Any) -> Summary:
+    processes = [Process("worker", rank) for rank in range(workers)]
+    processes += [Process("pserver", number) for number in range(pservers)]
+    return summarize(Capture(tuple(processes), BUCKETS, tuple(spans), **more))
+
+
+def span(kind: Kind, begin: int, end: int, process: int = 0, **fields: int) -> Span:
+    lane = lane_of(kind, rank=fields.get("rank", 0), pserver=fields.get("pserver", 0))
+    if fields.get("bucket", -1) >= 0:
+        fields.setdefault("priority", fields["bucket"])
+    return Span(kind, process, lane, begin, end, **{"rank": process, "pserver": 0, **fields})
+
+
+def test_a_step_computed_by_hand() -> None:
+    summary = make(
+        [
+            span("step", 0, 1000, step=1),
+            span("input", 0, 50, step=1),
+            span("gate", 100, 300, bucket=0),
+            span("forward", 50, 500),  # one span for all of it, the gate and 450 to 500 of input within
+            span("input", 450, 500),
+            span("backward", 500, 1000),
+            span("queued", 600, 650, bucket=1, slice=0, step=1, nbytes=200),
+            span("wire", 650, 700, bucket=1, slice=0, step=1, nbytes=200),
+            span("aggregate", 700, 700, process=1, bucket=1, slice=0, step=1, rank=0),
+            span("reply_wire", 750, 800, process=1, bucket=1, slice=0, step=1, rank=0, nbytes=200),
+            span("wire", 50, 150, bucket=0, slice=0, step=0, nbytes=100),
+            span("reply_wire", 150, 290, process=1, bucket=0, slice=0, step=0, rank=0, nbytes=100),
+        ]
+    )
+    (step,) = summary.steps
+    (worker,) = step.workers
+    assert (worker.duration_ns, worker.compute_ns, worker.exposed_ns, worker.input_ns) == (1000, 700, 200, 100)
+    assert (worker.under_way_ns, worker.hidden_ns) == (240 + 200, 50 + 200)
+    assert step.totals == summary.totals
+    assert summary.totals.overlap == pytest.approx(250 / 440)
+    (link,) = summary.totals.links
+    assert (link.pushed_bytes, link.replied_bytes, link.push_busy_ns, link.reply_busy_ns) == (300, 300, 150, 190)
+    assert [(cost.variable, cost.exposed_ns) for cost in summary.costs] == [("a", 200)]
+    assert summary.totals.slowest is None
+    assert summary.limit == "the network: messages of the waiting worker are on the wire, in 95% of the exposed wait"
+
+
+def test_what_lies_outside_the_steps_does_not_count() -> None:
+    spans = [
+        span("step", 1000, 2000, step=5),
+        span("backward", 500, 1200),
+        span("gate", 1900, 2500, bucket=0),
+        span("wire", 900, 1100, bucket=0, slice=0, nbytes=7),  # begins before: its time counts, its bytes do not
+        span("wire", 1999, 2300, bucket=0, slice=1, nbytes=8),
+        span("wire", 2000, 2300, bucket=0, slice=2, nbytes=9),
+    ]
+    summary = make(spans)
+    totals = summary.totals
+    assert (totals.compute_ns, totals.exposed_ns, totals.links[0].pushed_bytes, totals.messages) == (200, 100, 8, 1)
+    assert totals.links[0].push_busy_ns == 101
+    assert make([*spans, span("step", 5000, 6000, step=6)], steps=(5,)) == summary
+
+
+def test_the_rank_that_all_wait_for_is_the_slowest() -> None:
+    spans = [span("step", 0, 100, process=rank, step=1) for rank in range(3)]
+    spans += [span("gate", 10, 60, process=rank, bucket=0) for rank in (0, 2)]
+    # Two slices wait for rank 1 at the same time, which explains the same 40 ns of waiting reads.
+    spans += [span("aggregate", 10, 50, process=3, bucket=0, slice=number, rank=1) for number in (0, 1)]
+    spans += [span("aggregate", 70, 75, process=3, bucket=1, slice=0, rank=2)]
+    summary = make(spans, workers=3)
+    assert summary.totals.slowest == 1
+    assert (summary.totals.waited_for, summary.totals.sums) == ({1: 80, 2: 5}, 3)
+    assert summary.limit == "worker 1, which is later than the others, in 80% of the exposed wait"
+
+
+def test_a_less_urgent_slice_before_a_waiting_urgent_one_is_an_inversion() -> None:
+    def message(bucket: int, queued: int, sent: int, number: int = 0, pserver: int = 0) -> list[Span]:
+        fields = {"bucket": bucket, "slice": number, "pserver": pserver}
+        return [span("queued", queued, sent, **fields), span("wire", sent, sent + 10, **fields)]
+
+    def inversions(*messages: list[Span]) -> int:
+        every = [one for message in messages for one in message]
+        return make([span("step", 0, 1000, step=1), *every], pservers=2).totals.inversions
+
+    assert inversions(message(1, 0, 20), message(0, 10, 30)) == 1
+    assert inversions(message(1, 0, 20), message(0, 20, 30)) == 0, "it came when the other was taken"
+    assert inversions(message(0, 0, 20), message(1, 0, 30)) == 0
+    assert inversions(message(0, 0, 20, 1), message(0, 0, 30, 0)) == 0, "equally urgent"
+    assert inversions(message(1, 0, 20), message(0, 10, 30, pserver=1)) == 0, "another stream"
+    assert inversions(message(1, 0, 20, 0), message(1, 0, 25, 1), message(0, 10, 30)) == 2
+    both = [*message(1, 0, 20), *message(0, 10, 30)]
+    replies = [
+        one._replace(kind="reply_queued" if one.kind == "queued" else "reply_wire", process=1, rank=0) for one in both
+    ]
+    assert inversions(replies) == 1
+    pair = make([span("step", 0, 1000, step=1), *both]).inversion
+    assert pair is not None
+    assert (pair.waiting, pair.sent, pair.times) == ("a", "b, c", 1)
+
+
+def test_reads_that_wait_at_once_cost_their_time_once() -> None:
+    gates = [
+        span("gate", 0, 50, bucket=0, variable=0),
+        span("gate", 20, 80, bucket=1, variable=1),
+        span("gate", 70, 90, bucket=1, variable=0),
+    ]
+    summary = make([span("step", 0, 1000, step=1), *gates])
+    assert {cost.variable: cost.exposed_ns for cost in summary.costs} == {"a": 50, "c": 30, "b": 10}
+    assert summary.totals.exposed_ns == 90
+
+
+@pytest.mark.parametrize(
+    ("spans", "limit"),
+    [
+        ([("forward", 0, 990), ("gate", 990, 1000)], "computation: waiting is 1% of a step"),
+        ([("input", 0, 400), ("gate", 400, 500)], "input: workers wait for batches in 40% of a step"),
+        ([("gate", 0, 500), ("update", 100, 500)], "updates of variables, in 80% of the exposed wait"),
+        ([("gate", 0, 500)], "pservers and queues, with nothing on the wire, in 100% of the exposed wait"),
+    ],
+)
+def test_what_limits_is_said_in_words(spans: list[tuple[Kind, int, int]], limit: str) -> None:
+    assert make([span("step", 0, 1000, step=1), *(span(*one) for one in spans)]).limit == limit
+
+
+def test_a_worker_whose_link_keeps_the_others_waiting_is_named() -> None:
+    spans = [span("step", 0, 1000, process=rank, step=1) for rank in (0, 1)]
+    spans += [span("gate", 0, 500, process=rank) for rank in (0, 1)]
+    spans += [
+        span("wire", 0, 200, process=0, bucket=0, slice=0),
+        span("aggregate", 200, 450, process=2, bucket=0, slice=0, rank=1),
+        span("wire", 0, 450, process=1, bucket=0, slice=0),
+    ]
+    assert make(spans, workers=2).limit.endswith("worker 1 has the slowest way, and the others wait for it")
+
+
+def test_a_pserver_whose_link_stands_out_is_named() -> None:
+    spans = [span("step", 0, 1000, step=1), span("gate", 0, 500, bucket=0)]
+    spans += [span("wire", 0, 450, bucket=0, slice=0), span("wire", 0, 100, bucket=0, slice=1, pserver=1)]
+    assert make(spans, pservers=2).limit.endswith("most of it to and from pserver 0")
+
+
+def test_a_capture_without_steps_is_refused() -> None:
+    with pytest.raises(TfpsError, match="at least one span of kind 'step'"):
+        make([span("forward", 0, 10)])
+
+
+@pytest.fixture(scope="module")
+def simulated() -> dict[str, Capture]:
+    """A job of 3 workers under two policies."""
+    profile, cluster = model_profiles.load("resnet50"), simulation.Cluster(3, 2, 2.0)
+    return {
+        policy: synthetic_capture(profile, cluster, simulation.Settings(POLICIES[policy], steps=3, jitter=0.05), policy)
+        for policy in ("priority", "fifo")
+    }
+
+
+def test_a_simulated_job_has_the_figures_of_the_simulator(simulated: dict[str, Capture]) -> None:
+    profile = model_profiles.load("resnet50")
+    for policy, capture in simulated.items():
+        summary = summarize(capture)
+        totals, steps = summary.totals, len(summary.steps)
+        assert totals.compute_ns / steps == pytest.approx(profile.compute_s * 1e9, rel=0.1)
+        assert totals.compute_ns + totals.exposed_ns == pytest.approx(totals.duration_ns, rel=1e-3)
+        assert sum(link.pushed_bytes for link in totals.links) / steps == pytest.approx(3 * profile.nbytes, rel=0.1)
+        assert (totals.inversions > 0.1 * totals.messages) == (policy == "fifo")
+    fast, slow = (summarize(simulated[policy]).totals.duration_ns for policy in ("priority", "fifo"))
+    assert fast < slow
+
+
+def test_repeating_the_steps_repeats_the_figures(simulated: dict[str, Capture]) -> None:
+    once, twice = summarize(simulated["priority"]), summarize(repeated(simulated["priority"], 2))
+    assert len(twice.steps) == 2 * len(once.steps)
+    assert twice.totals.compute_ns == pytest.approx(2 * once.totals.compute_ns, rel=0.02)
+    assert twice.totals.exposed_ns == pytest.approx(2 * once.totals.exposed_ns, rel=0.05)
+
+
+@st.composite
+def captures(draw: st.DrawFn) -> Capture:
+    """Two workers, two pservers, any spans that name them."""
+    times = st.tuples(st.integers(0, 400), st.integers(0, 100))
+    spans = []
+    for rank in (0, 1):
+        at = 0
+        for step in range(draw(st.integers(1, 3))):
+            begin = at + draw(st.integers(0, 20))
+            at = begin + draw(st.integers(1, 150))
+            spans.append(span("step", begin, at, process=rank, step=step))
+    whole = st.integers(0, 1)
+    for kind in ("forward", "backward", "gate", "input", "update"):
+        for (begin, took), rank, bucket in draw(st.lists(st.tuples(times, whole, whole), max_size=4)):
+            variable = 0 if kind == "gate" else -1
+            spans.append(span(kind, begin, begin + took, process=rank, bucket=bucket, variable=variable))
+    sliced: tuple[Kind, ...] = ("queued", "wire", "aggregate", "reply_queued", "reply_wire")
+    for kind in sliced:
+        for (begin, took), rank, bucket, pserver in draw(st.lists(st.tuples(times, whole, whole, whole), max_size=6)):
+            process = rank if kind in ("queued", "wire") else 2 + pserver
+            fields = {"rank": rank, "pserver": pserver, "bucket": bucket, "slice": 0, "nbytes": 10, "step": 0}
+            spans.append(span(kind, begin, begin + took, process=process, **fields))
+    roles = (Process("worker", 0), Process("worker", 1), Process("pserver", 0), Process("pserver", 1))
+    return Capture(roles, BUCKETS, tuple(spans))
+
+
+@settings(max_examples=150)
+@given(captures())
+def test_rules_that_hold_for_every_capture(capture: Capture) -> None:
+    summary = summarize(capture)
+    totals = summary.totals
+    for step in summary.steps:
+        for one in step.workers:
+            assert 0 <= one.compute_ns <= one.duration_ns - one.exposed_ns
+            assert 0 <= one.hidden_ns <= one.under_way_ns <= one.duration_ns
+            assert one.under_way_ns - one.hidden_ns <= one.exposed_ns <= one.duration_ns
+    assert 0 <= totals.overlap <= 1
+    assert sum(cost.exposed_ns for cost in summary.costs) == sum(
+        one.exposed_ns for step in summary.steps for one in step.workers
+    )
+    for name in ("inversions", "messages"):
+        assert getattr(totals, name) == sum(getattr(step.totals, name) for step in summary.steps)
+    for number, link in enumerate(totals.links):
+        assert link.pushed_bytes == sum(step.totals.links[number].pushed_bytes for step in summary.steps)
+        assert 0 <= link.push_busy_ns <= sum(step.end_ns - step.begin_ns for step in summary.steps)
+    assert totals.inversions <= totals.messages
+    assert summary.limit
+    json.dumps(summary.to_json(), allow_nan=False)
+
+
+@settings(max_examples=100)
+@given(captures(), st.integers(-(10**12), 10**12))
+def test_only_differences_of_times_matter(capture: Capture, shift: int) -> None:
+    moved = [one._replace(begin_ns=one.begin_ns + shift, end_ns=one.end_ns + shift) for one in capture.spans]
+    shifted = summarize(Capture(capture.processes, capture.buckets, tuple(moved)))
+    assert shifted.totals == summarize(capture).totals
+    assert shifted.costs == summarize(capture).costs
+
+
+pairs = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(0, 15)).map(lambda one: (one[0], one[0] + one[1])), max_size=8
+)
+
+
+@given(pairs, pairs, st.integers(0, 60), st.integers(0, 60))
+def test_arithmetic_of_intervals_is_that_of_sets(one: Intervals, other: Intervals, begin: int, end: int) -> None:
+    def members(times: Intervals) -> set[int]:
+        return {at for first, last in times for at in range(first, last)}
+
+    first, second = union(one), union(other)
+    assert members(first) == members(one)
+    assert total(first) == len(members(one))
+    for result, expected in (
+        (intersection(first, second), members(one) & members(other)),
+        (difference(first, second), members(one) - members(other)),
+        (clip(first, begin, end), {at for at in members(one) if begin <= at < end}),
+    ):
+        assert members(result) == expected
+        assert result == sorted(result)
+        assert total(result) == len(expected), "without overlap"

@@ -1,0 +1,199 @@
+"""The send queue: order, window, receipts, ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import jobs
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfps.config import Policy
+from tfps.errors import ClosedError, ProtocolError
+from tfps.trace.recorder import Recorder
+from tfps.wire.frames import Header, Kind
+from tfps.wire.send_queue import Outgoing, SendQueue
+from tfps.wire.shared_memory import Place, Target
+
+
+def queue(window: int = 100, policy: Policy = "priority", piggyback: bool = True) -> SendQueue:
+    return SendQueue(window, policy, piggyback=piggyback, recorder=Recorder())
+
+
+def item(priority: int, nbytes: int = 10, bucket: int = 0) -> Outgoing:
+    return Outgoing(Header(Kind.PUSH, bucket=bucket, priority=priority), nbytes, memoryview(bytes(nbytes)))
+
+
+def taken(queue: SendQueue) -> Outgoing:
+    got = queue.take()
+    assert got is not None
+    assert isinstance(got[0], Outgoing)
+    return got[0]
+
+
+def waits(queue: SendQueue, release: Callable[[], None]) -> Any:
+    """What `take` returns; it must not return before `release` was called."""
+    results: list[Any] = []
+    done = threading.Event()
+
+    def take() -> None:
+        try:
+            results.append(queue.take())
+        except Exception as error:
+            results.append(error)
+        done.set()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    assert not done.wait(0.05)
+    release()
+    assert done.wait(jobs.DEADLINE_S)
+    thread.join()
+    return results[0]
+
+
+@given(priorities=st.lists(st.integers(0, 5), max_size=30))
+def test_the_most_urgent_leaves_first_and_equals_in_order_of_arrival(priorities: list[int]) -> None:
+    sends = queue(window=10**6)
+    sends.put(item(priority, bucket=number) for number, priority in enumerate(priorities))
+    order = [taken(sends).header.bucket for _ in priorities]
+    assert order == [number for _, number in sorted((priority, n) for n, priority in enumerate(priorities))]
+
+
+def test_fifo_ignores_priorities() -> None:
+    sends = queue(policy="fifo")
+    sends.put([item(5), item(0), item(3)])
+    assert [taken(sends).header.priority for _ in range(3)] == [5, 0, 3]
+
+
+@given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=40), window=st.integers(1, 120), random=st.randoms())
+def test_in_flight_bytes_never_exceed_window_plus_one_slice(sizes: list[int], window: int, random: Random) -> None:
+    sends = queue(window)
+    sends.put(item(0, size) for size in sizes)
+    flying: list[int] = []
+    received = 0
+    left = len(sizes)
+    while left:
+        if sum(flying) < window and random.random() < 0.5:
+            flying.append(taken(sends).nbytes)
+            left -= 1
+            assert sum(flying) < window + max(sizes)
+        elif flying:
+            received += flying.pop(0)
+            sends.acked(received)
+
+
+def test_a_full_window_waits_for_a_receipt() -> None:
+    sends = queue(window=10)
+    sends.put([item(0), item(1)])
+    taken(sends)
+    got = waits(sends, lambda: sends.acked(10))
+    assert got[0].header.priority == 1
+
+
+def test_an_urgent_frame_overtakes_those_that_wait_for_the_window() -> None:
+    sends = queue(window=10)
+    sends.put([item(5), item(5), item(5)])
+    taken(sends)
+    sends.put([item(0)])
+    sends.acked(10)
+    assert taken(sends).header.priority == 0
+
+
+def test_a_receipt_rides_on_a_data_frame_if_there_is_one() -> None:
+    sends = queue(window=100)
+    sends.received(60)
+    sends.put([item(0)])
+    got = sends.take()
+    assert got is not None
+    assert got[0] is not None
+    assert got[1] == 60
+    assert waits(sends, sends.close) is None  # and no other one is due
+
+
+def test_a_receipt_of_its_own_is_due_after_half_a_window() -> None:
+    sends = queue(window=100)
+    sends.received(49)
+    assert waits(sends, lambda: sends.received(1)) == (None, 50)
+
+
+def test_replies_carry_no_receipts() -> None:
+    sends = queue(window=100, piggyback=False)
+    sends.received(60)
+    sends.put([item(0)])
+    assert sends.take() == (None, 60)
+    assert taken(sends).nbytes == 10
+
+
+def test_replies_in_shared_memory_carry_receipts() -> None:
+    sends = queue(window=100, piggyback=False)
+    sends.received(60)
+    sends.put([item(0)._replace(target=Target(Place(0, 10), np.empty(10, np.uint8)))])
+    shared, receipt = sends.take() or (None, 0)
+    assert isinstance(shared, Outgoing)
+    assert receipt == 60
+    sends.received(40)  # 40 since then: not due
+    sends.put([item(0)])
+    assert taken(sends).target is None
+
+
+def test_a_receipt_is_due_while_the_window_is_full() -> None:
+    sends = queue(window=10)
+    sends.put([item(0), item(0)])
+    taken(sends)
+    sends.received(5)
+    assert sends.take() == (None, 5)
+
+
+def test_receipts_for_more_than_was_sent_are_refused() -> None:
+    sends = queue()
+    sends.put([item(0)])
+    taken(sends)
+    with pytest.raises(ProtocolError, match="at most the 10 sent, got 11"):
+        sends.acked(11)
+
+
+def test_receipts_that_shrink_are_refused() -> None:
+    sends = queue()
+    sends.put([item(0)])
+    taken(sends)
+    sends.acked(10)
+    sends.acked(0)  # carries none
+    with pytest.raises(ProtocolError, match="must not decrease from 10, got 9"):
+        sends.acked(9)
+
+
+def test_closing_ends_a_waiting_sender() -> None:
+    sends = queue()
+    assert waits(sends, sends.close) is None
+    sends.put([item(0)])
+    assert sends.take() is None
+
+
+def test_failing_wakes_a_waiting_sender_with_the_first_error() -> None:
+    sends = queue()
+
+    def fail() -> None:
+        sends.fail(ClosedError("first"))
+        sends.fail(ClosedError("second"))
+
+    error = waits(sends, fail)
+    assert isinstance(error, ClosedError)
+    assert str(error) == "first"
+
+
+def test_events_tell_what_was_in_flight() -> None:
+    recorder = Recorder()
+    recorder.start()
+    sends = SendQueue(100, "priority", piggyback=True, recorder=recorder, name="s")
+    sends.put([item(3, bucket=7)])
+    taken(sends)
+    sends.acked(10)
+    send, acked = recorder.stop()
+    assert (send.kind, send.bucket, send.priority, send.nbytes, send.in_flight) == ("send", 7, 3, 10, 10)
+    assert (acked.kind, acked.in_flight) == ("acked", 0)

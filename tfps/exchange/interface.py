@@ -1,0 +1,298 @@
+"""What the TensorFlow layer sees of the transport: buckets that are pushed and come back summed or gathered."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfps.errors import ClosedError, ConfigError, ProtocolError, TfpsError
+from tfps.trace.capture import Bucket, Capture, Setting
+
+Payload = bytes | bytearray | memoryview | NDArray[Any]  # C-contiguous; collections.abc.Buffer needs Python 3.12
+BucketKind = Literal["sum", "gather"]
+
+
+def parse_dtype(name: str) -> np.dtype[Any]:
+    """The numeric numpy dtype called `name`, also `bfloat16` and the other types of ml_dtypes where that is installed.
+
+    Raises:
+        ConfigError: there is no such dtype, or it is not one that can be summed.
+    """
+    with contextlib.suppress(ImportError):
+        import ml_dtypes  # noqa: F401  # makes its names known; a pserver without it serves the dtypes of numpy
+    try:
+        dtype = np.dtype(name)
+    except TypeError:
+        dtype = np.dtype(object)
+    if dtype.kind not in "biufc" and dtype.type.__module__ != "ml_dtypes":
+        raise ConfigError(f"dtype must be the name of a numeric numpy dtype, got {name!r}")
+    return dtype
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSpec:
+    """One bucket as all ranks must declare it.
+
+    Args:
+        name: names of the variables in it, for messages: `"dense/kernel, dense/bias"`.
+        kind: `"sum"` adds the payloads of all ranks, `"gather"` returns them one by one.
+        nbytes: sum: payload size of every rank; gather: 0 (every rank's size is free, also from step to step).
+        dtype: numpy dtype name of the items of a sum (`"float32"`); gather: `"uint8"`.
+        priority: 0 = most urgent.
+        occasional: not exchanged every step; the balance of the others over pservers leaves it out.
+        alike: how every rank calls it, where `name` has numbers that a rank counts for itself: what is compared and
+            what places are found by. Empty: the name.
+
+    Raises:
+        ConfigError: a value is out of range; the message names the field.
+    """
+
+    name: str
+    kind: BucketKind
+    nbytes: int
+    dtype: str
+    priority: int
+    occasional: bool = False
+    alike: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("sum", "gather"):
+            raise ConfigError(f"kind must be 'sum' or 'gather', got {self.kind!r}")
+        if not 0 <= self.priority < 2**32:
+            raise ConfigError(f"priority must be from 0 to 2**32 - 1, got {self.priority}")
+        item_bytes = parse_dtype(self.dtype).itemsize
+        if self.nbytes < 0 or self.nbytes % item_bytes:
+            raise ConfigError(f"nbytes must be a multiple of {item_bytes} ({self.dtype}), got {self.nbytes}")
+        if self.kind == "gather" and (self.nbytes or item_bytes != 1):
+            raise ConfigError(f"a gather must have nbytes 0 and dtype 'uint8', got {self.nbytes} and {self.dtype!r}")
+
+    @property
+    def common_name(self) -> str:
+        """The same on all ranks."""
+        return self.alike or self.name
+
+    def __str__(self) -> str:
+        size = f" {self.nbytes} bytes {self.dtype}" if self.kind == "sum" else ""
+        return f"bucket '{self.common_name}' {self.kind}{size} priority {self.priority}"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What was measured of the way to one pserver.
+
+    Args:
+        bytes_per_s: payload while something was waiting to be sent; 0: nothing ever waited.
+        cpu_s_per_step: of the pserver's process, for all workers; None: unknown.
+        shared_memory: instead of a network.
+    """
+
+    pserver: str
+    bytes_per_s: float
+    cpu_s_per_step: float | None = None
+    shared_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What comes back for one push; exactly one of the fields is set.
+
+    Attributes:
+        sum: uint8 array of the bucket's size, writable, 64-byte aligned, owned by whoever receives it (the embedded
+            exchange gives the very payload object that was pushed).
+        parts: one bytes-like per rank, in rank order.
+        error: why there is no result.
+    """
+
+    sum: Any = None
+    parts: list[Any] | None = None
+    error: TfpsError | None = None
+
+
+OnReply = Callable[[Reply], None]
+FailureListener = Callable[[TfpsError], None]
+
+
+class Exchange(Protocol):
+    """Sums and gathers buckets over all workers of a job."""
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+
+    @property
+    def workers(self) -> int:
+        """How many workers the job has."""
+
+    @property
+    def slice_bytes(self) -> int:
+        """How large slices are at most, as tuned; 0 where nothing is cut."""
+
+    @property
+    def window_bytes(self) -> int:
+        """How much may be in flight per pserver and direction, as tuned; 0 where nothing is."""
+
+    @property
+    def failure(self) -> TfpsError | None:
+        """Why the exchange can do nothing any more, or None."""
+
+    def owners(self, bucket: int) -> list[int]:
+        """Number of the pserver of each slice of `bucket`, as it is cut now; empty where nothing is cut."""
+
+    def progress(self, bucket: int) -> float:
+        """What part of the current push of `bucket` has come back, 0 to 1."""
+
+    def links(self) -> list[Link]:
+        """What was measured of the ways to the pservers; empty if there are none."""
+
+    def declare(
+        self, specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: threading.Event | None = None
+    ) -> list[int]:
+        """Blocks until every rank has declared the same, then returns the buckets' ids (for `push`).
+
+        Args:
+            specs: the buckets; a job may declare several times, every rank in the same order.
+            details: free lines that must agree as well (`"variable dense/kernel (64, 10) float32"`); compared first.
+            stop: set by another thread, it ends the wait within a second. Then nothing has been declared, on any rank,
+                unless all ranks have come by then: then it returns as ever.
+
+        Raises:
+            InterruptError: the wait was ended by `stop`.
+            MismatchError: names the first line that differs and what each rank has.
+            WaitTimeoutError: names the ranks that did not come within `config.step_timeout_s`.
+            TfpsError: the exchange failed meanwhile or was closed.
+        """
+
+    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply) -> None:
+        """Gives this rank's contribution to the next step of `bucket`; never blocks on the network.
+
+        A push of a bucket whose earlier push is outstanding waits its turn inside the engine. `on_reply` is called
+        exactly once, on a receiver thread or (embedded, or after a failure) on the calling one; it must be short and
+        may push.
+
+        Args:
+            bucket: an id that `declare` returned.
+            payload: C-contiguous bytes that nobody modifies before the reply. None contributes nothing to a sum (if
+                only one rank contributes, the result is bit-identical to its bytes; if none does, zeros) and an empty
+                part to a gather.
+
+        Raises:
+            ProtocolError: there is no such bucket, or the payload has not its size.
+        """
+
+    def start_trace(self) -> None:
+        """Begins to record a capture on all workers and pservers, in their recorders. For rank 0 only.
+
+        Returns when all pservers record; each of the other workers begins when it hears of it, a moment later.
+
+        Raises:
+            UnsupportedError: this is another rank.
+            TfpsError: one is being recorded, or the exchange has failed or was closed.
+        """
+
+    def stop_trace(
+        self, buckets: Sequence[Bucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
+    ) -> Capture:
+        """Ends it everywhere and collects what was recorded, which takes half a minute at most. For rank 0 only.
+
+        What a worker has not handed in by then is left out, which is logged. Offsets of clocks are measured here.
+
+        Args:
+            buckets: by id, as people shall see them; those of higher ids are described as they were declared.
+            settings: beside the policy and the sizes of slices and windows.
+
+        Raises:
+            UnsupportedError: this is another rank.
+            TfpsError: none is being recorded, or the exchange has failed meanwhile.
+        """
+
+    def add_failure_listener(self, listener: FailureListener) -> None:
+        """Calls `listener` once when the exchange fails (not when it is closed); at once if it already has."""
+
+    def fail(self, error: TfpsError) -> None:
+        """Fails the exchange from outside: outstanding pushes get `error`, the other workers are told."""
+
+    def close(self) -> None:
+        """Leaves the job; outstanding pushes get ClosedError. May be called again."""
+
+
+def as_bytes(payload: Payload | None) -> memoryview | None:
+    """A flat view of the payload's bytes, without a copy.
+
+    Raises:
+        ProtocolError: the payload is not C-contiguous.
+    """
+    if payload is None:
+        return None
+    # numpy first: a memoryview of a zero-size or of an exotic dtype's (bfloat16) array cannot be cast
+    if isinstance(payload, np.ndarray):
+        if not payload.flags.c_contiguous:
+            raise ProtocolError(f"a payload must be C-contiguous, got an array with strides {payload.strides}")
+        return payload.reshape(-1).view(np.uint8).data
+    view = memoryview(payload)
+    if not view.c_contiguous:
+        raise ProtocolError(f"a payload must be C-contiguous, got a buffer with strides {view.strides}")
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def check_payload(specs: Sequence[BucketSpec], bucket: int, nbytes: int | None) -> BucketSpec:
+    """The declared spec of `bucket`, if a payload of `nbytes` (None: no payload) may be pushed to it.
+
+    Raises:
+        ProtocolError: there is no such bucket, or the payload has not its size.
+    """
+    if not 0 <= bucket < len(specs):
+        raise ProtocolError(f"bucket must be one of the {len(specs)} declared ones, got {bucket}")
+    spec = specs[bucket]
+    if spec.kind == "sum" and nbytes is not None and nbytes != spec.nbytes:
+        raise ProtocolError(f"a payload of bucket '{spec.name}' must have {spec.nbytes} bytes, got {nbytes}")
+    return spec
+
+
+class FailureState:
+    """First failure of an exchange and those who want to know of it; any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards all below
+        self._listeners: list[FailureListener] = []
+        self._failure: TfpsError | None = None
+        self._closed = False
+
+    @property
+    def failure(self) -> TfpsError | None:
+        return self._failure
+
+    @property
+    def end(self) -> TfpsError | None:
+        """Why nothing can be pushed any more: the failure, else ClosedError once closed, else None."""
+        return self._failure or (ClosedError("the exchange is closed") if self._closed else None)
+
+    def fail(self, error: TfpsError) -> bool:
+        """Keeps the first error and calls the listeners; False if there was one before, or after `close`."""
+        with self._lock:
+            if self._failure is not None or self._closed:
+                return False
+            self._failure = error
+            listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            listener(error)
+        return True
+
+    def close(self) -> bool:
+        """False if it was closed before."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+            return first
+
+    def add_listener(self, listener: FailureListener) -> None:
+        with self._lock:
+            error = self._failure
+            if error is None:
+                self._listeners.append(listener)
+        if error is not None:
+            listener(error)

@@ -1,0 +1,357 @@
+"""The graph ops of tfps: gates, sends, pulls, and the conversion between tensors and bytes.
+
+All are ordinary TensorFlow ops. Queue ops are asynchronous kernels: one that waits holds no thread of TensorFlow's
+pools, so that a hundred closed gates cannot deadlock a pool of one thread (blocking kernels, `py_function` or
+Unstage would).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfps.errors import ClosedError, TfpsError, UnsupportedError, to_text
+from tfps.graph import tf_private
+
+HOST = "/device:CPU:0"
+_RESOURCE = tf.TensorSpec([], tf.resource)
+_BYTES = tf.TensorSpec([None], tf.uint8)
+_TIMES = tf.TensorSpec([None], tf.float64)
+# What a send hands to the host: transfer id, ticket, data, indices of a sparse gradient, times (see `send`).
+MESSAGE = [tf.int64, tf.int64, tf.uint8, tf.uint8, tf.float64]
+# What the host hands to a pull: error text or "", the ticket of the message, data, indices.
+PULLED = [tf.string, tf.int64, tf.uint8, tf.uint8]
+PASS, CLOSE, SEND, PULL = "tfps_pass_gate", "tfps_close_gates", "tfps_send", "tfps_pull"  # functions below
+_OTHER_STEP = to_text(
+    TfpsError(
+        "the reply to another step came back. Either an earlier step was stopped while it waited for a reduction "
+        "(restore a checkpoint under a new strategy), or a tf.while_loop reduces in several iterations at once (give "
+        "it parallel_iterations=1)"
+    )
+)
+CLOSED = to_text(ClosedError("the strategy is closed"))
+
+
+def wire_dtype(dtype: tf.DType) -> tf.DType:
+    """The dtype in which values of `dtype` are exchanged: half types as float32, so that a sum rounds once.
+
+    Raises:
+        UnsupportedError: values of `dtype` cannot be summed by a pserver.
+    """
+    if dtype in (tf.float16, tf.bfloat16):
+        return tf.float32
+    if dtype in (tf.float32, tf.float64, tf.int32, tf.int64, tf.uint8, tf.int8, tf.int16):
+        return dtype
+    raise UnsupportedError(
+        f"tensors of dtype {dtype.name} cannot be reduced over workers; cast them to float32 or int64"
+    )
+
+
+def to_bytes(tensor: tf.Tensor) -> tf.Tensor:
+    """`tensor` in its wire dtype as flat uint8 of shape [bytes]; no copy where the dtype is kept."""
+    flat = tf.reshape(tf.cast(tensor, wire_dtype(tensor.dtype)), [-1])
+    if flat.dtype == tf.uint8:
+        return flat
+    if flat.dtype.size == 1:
+        return tf.bitcast(flat, tf.uint8)
+    return tf.reshape(tf.bitcast(flat, tf.uint8), [-1])
+
+
+def from_bytes(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """The flat tensor of the wire dtype of `dtype` that lies in `data`, flat uint8; no copy."""
+    wire = wire_dtype(dtype)
+    if wire == tf.uint8:
+        return data
+    if wire.size == 1:
+        return tf.bitcast(data, wire)
+    return tf.bitcast(tf.reshape(data, [-1, wire.size]), wire)
+
+
+def to_raw(tensor: tf.Tensor) -> tf.Tensor:
+    """`tensor` of any dtype with a fixed size as flat uint8 of shape [bytes], bit for bit."""
+    flat = tf.reshape(tensor, [-1])
+    if flat.dtype in (tf.bool, tf.uint8):
+        return tf.cast(flat, tf.uint8)
+    return tf.reshape(tf.bitcast(flat, tf.uint8), [-1])
+
+
+def from_raw(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """The flat tensor whose bytes are `data`, flat uint8: the reverse of `to_raw`."""
+    if dtype in (tf.bool, tf.uint8):
+        return tf.cast(data, dtype)
+    return tf.bitcast(data if dtype.size == 1 else tf.reshape(data, [-1, dtype.size]), dtype)
+
+
+def tensor_of(array: np.ndarray[Any, Any]) -> tf.Tensor:
+    """An eager tensor over the memory of `array` where TensorFlow allows that (64-byte aligned, writable), else a copy.
+
+    dlpack aborts the process on data that is not aligned, hence the check.
+    """
+    if array.flags.writeable and array.flags.c_contiguous and array.ctypes.data % 64 == 0 and array.nbytes:
+        return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+    return tf.constant(array)
+
+
+class Gate:
+    """What readers of one variable (on one device) wait at: a queue that holds one token while the value is current.
+
+    The token is "" or, after a failure, the error's text, which every reader then raises.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # of the variable
+        with tf.init_scope(), tf.device(HOST):
+            # Room for more than the one token: an error is put in even where a token that was thought lost comes back.
+            self._queue = tf.queue.FIFOQueue(8, [tf.string], [[]], name="tfps_gate")
+            self.open()
+
+    @property
+    def closed(self) -> bool:
+        """Whether there is no token just now: a send took it, or a reader holds it for a moment."""
+        with tf.init_scope(), tf.device(HOST):
+            return int(self._queue.size()) == 0
+
+    @property
+    def handle(self) -> tf.Tensor:
+        """The queue, for graph ops."""
+        return self._queue.queue_ref
+
+    def open(self, error: str = "") -> None:
+        """Puts the token back, or an error in its place; called eagerly by the runtime's threads."""
+        with tf.init_scope(), tf.device(HOST):
+            self._queue.enqueue(error)
+
+    def wait(self) -> str:
+        """Waits eagerly until the value is current and returns the token."""
+        with tf.init_scope(), tf.device(HOST):
+            token = self._queue.dequeue()
+            self._queue.enqueue(token)
+        return str(token.numpy().decode())
+
+
+@functools.cache
+def _pass_function() -> Any:
+    @tf.function(autograph=False, input_signature=[_RESOURCE, _RESOURCE])
+    def tfps_pass_gate(gate: tf.Tensor, variable: tf.Tensor) -> tf.Tensor:
+        token = tf.raw_ops.QueueDequeueV2(handle=gate, component_types=[tf.string])
+        back = tf.raw_ops.QueueEnqueueV2(handle=gate, components=token)
+        with tf.control_dependencies([back, tf.debugging.Assert(tf.equal(token[0], ""), token)]):
+            return tf.constant(True)
+
+    return tfps_pass_gate.get_concrete_function()
+
+
+def pass_gate(gate: Gate, variable: tf.Tensor, after: Sequence[tf.Tensor]) -> tf.Operation:
+    """Orders every later use of the resource `variable` in the current graph behind the opening of `gate`.
+
+    Returns the op that passes it, whose second input is the variable.
+
+    `after`: what the step computes with. A step that ends before it has its input (the end of the data is such an
+    end) must not be stopped while it holds a token.
+    """
+    with tf.device(HOST), tf.control_dependencies(after):
+        passed = _pass_function()(gate.handle, variable)
+        tf_private.set_read_only_inputs(passed, [])
+    return passed.op
+
+
+def write_after(variable: Any, after: Sequence[tf.Tensor]) -> None:
+    """Orders every later write of `variable` (a component) in the current graph behind the tensors `after`.
+
+    A step whose input ends must not count itself: what it writes need not depend on its input (`iterations`, a seed).
+    """
+    with tf.device(None), tf.control_dependencies(after):
+        # Automatic control dependencies order writes behind a read, but not other reads, and it is pruned where no
+        # write follows. VarIsInitializedOp would count as a write: sends that keep the learning rate would queue up.
+        tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+
+
+@functools.cache
+def _close_function(gates: int, variables: int) -> Any:
+    @tf.function(autograph=False, input_signature=[_RESOURCE] * (gates + variables))
+    def tfps_close_gates(*resources: tf.Tensor) -> tf.Tensor:
+        taken = [
+            tf.raw_ops.QueueDequeueV2(handle=gate, component_types=[tf.string])[0].op for gate in resources[:gates]
+        ]
+        with tf.control_dependencies(taken):
+            return tf.constant(True)
+
+    return tfps_close_gates.get_concrete_function()
+
+
+@functools.cache
+def _check_function() -> Any:
+    @tf.function(autograph=False, input_signature=[_RESOURCE])
+    def tfps_check_open(queue: tf.Tensor) -> tf.Tensor:
+        closed = tf.raw_ops.QueueIsClosedV2(handle=queue)
+        with tf.control_dependencies([tf.debugging.Assert(tf.logical_not(closed), [CLOSED])]):
+            return tf.constant(True)
+
+    return tfps_check_open.get_concrete_function()
+
+
+def check_open(queue: tf.Tensor, after: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Raises in the graph once the runtime behind `queue` is closed: a gate closed then would stay so for ever."""
+    with tf.device(HOST), tf.control_dependencies(after):
+        checked = _check_function()(queue)
+        tf_private.set_read_only_inputs(checked, [0])
+    return checked
+
+
+def close_gates(gates: Sequence[Gate], variables: Sequence[tf.Tensor], after: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Closes `gates` after all earlier uses of the resources `variables` in the current graph, before all later ones.
+
+    `after`: the gradients. What follows can then hardly fail, so that gates do not stay closed when a step fails.
+    """
+    with tf.device(HOST), tf.control_dependencies(after):
+        closed = _close_function(len(gates), len(variables))(*(gate.handle for gate in gates), *variables)
+        tf_private.set_read_only_inputs(closed, [])
+    return closed
+
+
+def open_gate(gate: Gate) -> tf.Operation:
+    """The graph op that opens `gate`."""
+    with tf.device(HOST):
+        return tf.raw_ops.QueueEnqueueV2(handle=gate.handle, components=[tf.constant("")])
+
+
+@functools.cache
+def _ticket_function() -> Any:
+    @tf.function(autograph=False, input_signature=[])
+    def tfps_ticket() -> tf.Tensor:
+        return tf.bitcast(tf.timestamp(), tf.int64)
+
+    return tfps_ticket.get_concrete_function()
+
+
+def ticket() -> tf.Tensor:
+    """A number (int64, not 0) that is another one at every execution of the current graph.
+
+    A *stateless* call, because automatic control dependencies would order a stateful one with every `py_function`.
+    """
+    with tf.device(HOST):
+        return call_stateless(_ticket_function(), [])[0]
+
+
+def call_stateless(function: Any, arguments: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Calls the concrete `function` by an op that TensorFlow takes for stateless, whatever is in it."""
+    graph = tf_private.ops.get_default_graph()
+    function.add_to_graph(graph)
+    captured = [graph.capture(argument) for argument in arguments]
+    dtypes = [output.dtype for output in function.outputs]
+    results: list[tf.Tensor] = tf.raw_ops.PartitionedCall(args=captured, Tout=dtypes, f=function)
+    return results
+
+
+@functools.cache
+def _send_function() -> Any:
+    number = tf.TensorSpec([], tf.int64)
+
+    @tf.function(autograph=False, input_signature=[_RESOURCE, number, number, _BYTES, _BYTES, _TIMES])
+    def tfps_send(queue: Any, exchange: Any, ticket: Any, data: Any, indices: Any, times: Any) -> tf.Tensor:
+        with tf.control_dependencies([data, indices]):
+            times = tf.concat([tf.reshape(tf.timestamp(), [1]), times], 0)
+        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[exchange, ticket, data, indices, times])
+        with tf.control_dependencies([sent]):
+            return tf.constant(True)
+
+    return tfps_send.get_concrete_function()
+
+
+def send(
+    queue: tf.Tensor,
+    exchange: int,
+    ticket: tf.Tensor,
+    data: tf.Tensor,
+    indices: tf.Tensor | None = None,
+    times: Sequence[Any] = (),
+) -> tf.Operation:
+    """Hands `data` (flat uint8, from any device) to the host; waits for nothing but its inputs.
+
+    `times`, seconds, go with it (see moments.py), behind the time when the data was there.
+    """
+    with tf.device(HOST):
+        if indices is None:
+            indices = tf.constant([], tf.uint8)
+        noted = tf.stack([tf.cast(each, tf.float64) for each in times]) if times else tf.constant([], tf.float64)
+        sent = _send_function()(queue, tf.constant(exchange, tf.int64), ticket, data, indices, noted)
+        tf_private.set_read_only_inputs(sent, [0])
+    return sent.op
+
+
+@functools.cache
+def _pull_function() -> Any:
+    @tf.function(autograph=False, input_signature=[_RESOURCE, _RESOURCE, tf.TensorSpec([], tf.int64), _BYTES, _BYTES])
+    def tfps_pull(queue: Any, results: Any, exchange: Any, data: Any, indices: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        # A step that TensorFlow stops here leaves its reply behind: the next one must not take it for its own.
+        with tf.control_dependencies([data, indices]):
+            now = tf.timestamp()
+        ticket, times = tf.bitcast(now, tf.int64), tf.reshape(now, [1])
+        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[exchange, ticket, data, indices, times])
+        with tf.control_dependencies([sent]):
+            error, echoed, *pulled = tf.raw_ops.QueueDequeueV2(handle=results, component_types=PULLED)
+        with tf.control_dependencies([tf.debugging.Assert(tf.equal(error, ""), [error])]):
+            own = tf.debugging.Assert(tf.equal(ticket, echoed), [tf.constant(_OTHER_STEP)])
+        with tf.control_dependencies([own]):
+            return tf.identity(pulled[0]), tf.identity(pulled[1])
+
+    return tfps_pull.get_concrete_function()
+
+
+def pull(queue: tf.Tensor, results: tf.Tensor, exchange: int, data: tf.Tensor, indices: tf.Tensor) -> list[tf.Tensor]:
+    """Sends `data` and waits for the reduced bytes: [data, indices], both flat uint8.
+
+    A *stateless* call around stateful ops: it is pruned when nothing uses its result.
+    """
+    with tf.device(HOST):
+        arguments = [queue, results, tf.constant(exchange, tf.int64), data, indices]
+        pulled = call_stateless(_pull_function(), arguments)
+        tf_private.set_read_only_inputs(pulled[0], [0, 1])
+        for tensor in pulled:
+            tensor.set_shape([None])
+    return pulled
+
+
+def is_gate_op(op: tf.Operation) -> bool:
+    """Whether `op` passes or closes a gate."""
+    return called(op) in (PASS, CLOSE)
+
+
+def called(op: tf.Operation) -> str:
+    """The name that the function which `op` calls was written with; empty for other ops."""
+    if op.type not in ("PartitionedCall", "StatefulPartitionedCall"):
+        return ""
+    name: str = op.get_attr("f").name
+    return name.removeprefix("__inference_").rpartition("_")[0]
+
+
+def exchange_functions() -> list[str]:
+    """Names of the functions by which a graph exchanges something; as far as one has been used."""
+    return [function().name for function in (_send_function, _pull_function)]
+
+
+@functools.cache
+def _request_function() -> Any:
+    number = tf.TensorSpec([], tf.int64)
+
+    @tf.function(autograph=False, input_signature=[_RESOURCE, _RESOURCE, number, number])
+    def tfps_request(queue: Any, order: Any, transfer: Any, number: Any) -> tf.Tensor:
+        nothing, times = tf.constant([], tf.uint8), tf.constant([], tf.float64)
+        asked = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, number, nothing, nothing, times])
+        with tf.control_dependencies([asked]):
+            return tf.constant(True)
+
+    return tfps_request.get_concrete_function()
+
+
+def request(queue: tf.Tensor, order: tf.Tensor, transfer: int, number: tf.Tensor) -> tf.Tensor:
+    """Asks the host for a batch. Requests of one graph keep their order, by the resource `order`."""
+    with tf.device(HOST):
+        asked = _request_function()(queue, order, tf.constant(transfer, tf.int64), number)
+        if not tf.executing_eagerly():
+            tf_private.set_read_only_inputs(asked, [0])
+    return asked

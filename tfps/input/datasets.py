@@ -1,0 +1,297 @@
+"""Distributed datasets and iterators whose batches are staged; to a program they are what tf.distribute has.
+
+TensorFlow's own distributed dataset shards and rebatches; only its iterator is replaced.
+
+Tested in tests/input/test_staging.py and tests/integration/test_input.py.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfps.errors import UnsupportedError, from_text
+from tfps.graph.ops import HOST
+from tfps.graph.tf_private import (
+    CompositeTensor,
+    DistributedDataset,
+    DistributedDatasetsFromFunction,
+    distribute_utils,
+    of_any_size,
+    values,
+)
+from tfps.input.loops import Loop, LoopIterator
+from tfps.input.staging import END, TOKEN, Feed, Staging
+
+PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
+
+
+class StagedIteratorSpec(tf.TypeSpec):
+    """Spec of a `StagedIterator`: equal for all iterators over one dataset, so that a new epoch needs no new trace.
+
+    Args:
+        number: of the staging.
+        element_spec: of one replica's batch.
+        on_devices: whether batches lie on the replicas' devices, else on the host.
+    """
+
+    __slots__ = ("_element_spec", "_number", "_on_devices")
+    value_type = property(lambda self: StagedIterator)
+
+    def __init__(self, number: int, element_spec: Any, on_devices: bool) -> None:
+        self._number, self._element_spec, self._on_devices = number, element_spec, on_devices
+
+    @property
+    def staging(self) -> Staging:
+        return Staging.of(self._number)
+
+    @property
+    def element_spec(self) -> Any:
+        """Of what `get_next` returns."""
+        replicas = len(self.staging.devices)
+        if replicas == 1:
+            return self._element_spec
+        return tf.nest.map_structure(lambda spec: values.PerReplicaSpec(*[spec] * replicas), self._element_spec)
+
+    def take(self, key: tf.Tensor) -> Any:
+        """The batch of `key`, a PerReplica where there are several replicas."""
+        stage = self.staging.stage(self._element_spec, on_devices=self._on_devices)
+        return distribute_utils.regroup(stage.take(key), always_wrap=stage.replicas > 1)
+
+    def _serialize(self) -> tuple[Any, ...]:
+        return self._number, self._element_spec, self._on_devices
+
+    @property
+    def _component_specs(self) -> list[tf.TensorSpec]:
+        return [tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.int64)]
+
+    def _to_components(self, value: StagedIterator) -> list[tf.Tensor]:
+        return value.components()
+
+    def _from_components(self, components: list[tf.Tensor]) -> StagedIterator:
+        return StagedIterator(self, *components)
+
+
+class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
+    """Takes the batches that a `Feed` stages; inside a graph, an argument like any other.
+
+    Args:
+        tokens: resource of the queue of keys.
+        number: of the feed, int64 scalar.
+        feed: None inside a graph.
+    """
+
+    def __init__(
+        self, spec: StagedIteratorSpec, tokens: tf.Tensor, number: tf.Tensor, feed: Feed | None = None
+    ) -> None:
+        self._spec, self._tokens, self._number, self._feed = spec, tokens, number, feed
+        if feed is not None:
+            weakref.finalize(self, feed.stop).atexit = False
+
+    @property
+    def _type_spec(self) -> StagedIteratorSpec:
+        return self._spec
+
+    def components(self) -> list[tf.Tensor]:
+        """What a graph needs of this iterator."""
+        if self._feed is not None:
+            self._feed.start()
+        return [self._tokens, self._number]
+
+    @property
+    def element_spec(self) -> Any:
+        """Spec of what `get_next` returns."""
+        return self._spec.element_spec
+
+    def __iter__(self) -> StagedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self.get_next()
+        except tf.errors.OutOfRangeError:
+            raise StopIteration from None
+
+    def get_next(self) -> Any:
+        """The next batch, for all local replicas.
+
+        Raises:
+            tf.errors.OutOfRangeError: the data has ended, here or on another worker.
+            tf.errors.InvalidArgumentError: the input pipeline failed where this batch should have been made.
+        """
+        key = self._token()
+        if tf.executing_eagerly():
+            if int(key) == END:
+                raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+            return self._spec.take(key)
+        key = tf.cond(tf.equal(key, END), self._spec.staging.no_batch, lambda: tf.identity(key))
+        key.set_shape([])
+        return self._spec.take(key)
+
+    def get_next_as_optional(self) -> tf.experimental.Optional:
+        """The next batch, or nothing at the end of the data.
+
+        Raises:
+            tf.errors.InvalidArgumentError: as `get_next`.
+        """
+        key = self._token()
+
+        def batch() -> tf.experimental.Optional:
+            return tf.experimental.Optional.from_value(self._spec.take(key))
+
+        def nothing() -> tf.experimental.Optional:
+            return tf.experimental.Optional.empty(self.element_spec)
+
+        if tf.executing_eagerly():
+            return nothing() if int(key) == END else batch()
+        return tf.cond(tf.equal(key, END), nothing, batch)
+
+    def _token(self) -> tf.Tensor:
+        """The next key, or END, once there is no error."""
+        if tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None:
+            raise ValueError(
+                "next(iterator) must be called outside of the replica function: "
+                "strategy.run(replica_fn, args=(next(iterator),))"
+            )
+        lockstep = self._spec.staging.lockstep
+        with tf.device(HOST):
+            if tf.executing_eagerly():
+                if self._feed is None:
+                    raise UnsupportedError("an iterator that a tf.function returns cannot be used outside of it")
+                self._feed.start()
+                spans = self._spec.staging.spans
+                begin = spans.now()
+                if lockstep is not None:
+                    lockstep.request_eagerly(self._feed.number)
+                key, text, _ = tf.raw_ops.QueueDequeueV2(handle=self._tokens, component_types=TOKEN)
+                if spans.recorder.enabled:
+                    spans.input(begin)
+                if text.numpy():
+                    words = text.numpy().decode()
+                    raise from_text(words) or tf.errors.InvalidArgumentError(None, None, words)
+                return key
+            asked = [] if lockstep is None else [lockstep.request_in_graph(self._number)]
+            with tf.control_dependencies(asked):
+                key, text, rows = tf.raw_ops.QueueDequeueV2(handle=self._tokens, component_types=TOKEN)
+            key.set_shape([])
+            if (last_batch := self._spec.staging.last_batch) is not None:
+                last_batch.note(self, rows)
+            with tf.control_dependencies([tf.debugging.Assert(tf.equal(text, ""), [text])]):
+                return tf.identity(key)
+
+
+class _Staged:
+    """What both kinds of distributed datasets share: `iter` gives a `StagedIterator`."""
+
+    staging: Staging
+    on_devices = True
+    sources: list[tf.data.Dataset]
+
+    def __iter__(self: Any) -> Any:
+        if self.staging.closed or not tf.executing_eagerly():
+            iterator = super().__iter__()  # type: ignore[misc]
+            lockstep = None if self.staging.closed else self.staging.lockstep
+            return iterator if lockstep is None else LoopIterator(iterator, self.staging, Loop(lockstep))
+        pads = self._enable_get_next_as_optional
+        element_spec = self.sources[0].element_spec
+        if pads and len(self.staging.devices) > 1:  # some replicas may get a batch of no examples at the end
+            element_spec = of_any_size(element_spec)
+        spec = StagedIteratorSpec(self.staging.number, element_spec, self.on_devices)
+        stage = self.staging.stage(element_spec, on_devices=self.on_devices)
+        known = [int(source.cardinality()) for source in self.sources]
+        batches = None
+        if min(known) >= 0:
+            each = known if len(known) == stage.replicas else [known[0] / stage.replicas]
+            batches = math.ceil(max(each)) if pads else math.floor(min(each))
+        meets = self._strategy.extended.shards  # else this worker goes through it for itself
+        feed = Feed(self.staging, stage, self.sources, element_spec, pads, batches, meets)
+        with tf.device(HOST):
+            return StagedIterator(spec, feed.tokens.queue_ref, tf.constant(feed.number, tf.int64), feed)
+
+
+class StagedDataset(_Staged, DistributedDataset):
+    """A distributed dataset of which this worker's part is staged."""
+
+    @property
+    def sources(self) -> list[tf.data.Dataset]:  # type: ignore[override]
+        return list(self._cloned_datasets)
+
+
+class StagedDatasetFromFunction(_Staged, DistributedDatasetsFromFunction):
+    """As `StagedDataset`, of datasets that a function makes."""
+
+    @property
+    def sources(self) -> list[tf.data.Dataset]:  # type: ignore[override]
+        return list(self._datasets)
+
+
+def distribute_dataset(
+    extended: Any, staging: Staging | None, dataset: Any, context: tf.distribute.InputContext, options: Any
+) -> Any:
+    """What `experimental_distribute_dataset` returns; `staging` is None where nothing is staged.
+
+    Raises:
+        UnsupportedError: `options` ask for one dataset per replica, which only a function can make.
+    """
+    if options and options.experimental_replication_mode == PER_REPLICA:
+        raise UnsupportedError(
+            "InputReplicationMode.PER_REPLICA works with distribute_datasets_from_function only, as in TensorFlow"
+        )
+    if options is None and len(extended._devices) == 1 and "CPU" in extended._devices[0]:
+        # With one device "per replica" means the same and spares TensorFlow's iterator over several devices, which
+        # takes a tenth of a second to make at each epoch and may crash the process when it is deleted early (a race
+        # of its background thread, seen in TensorFlow 2.21 as a core dump in MultiDeviceBuffer::BackgroundThread).
+        options = tf.distribute.InputOptions(
+            experimental_fetch_to_device=False, experimental_replication_mode=PER_REPLICA
+        )
+    arguments = {
+        "input_workers": _input_workers(extended, options),
+        "strategy": extended._container_strategy(),
+        "dataset": dataset,
+        "num_replicas_in_sync": context.num_replicas_in_sync,
+        "input_context": context,
+        "options": options,
+    }
+    return _made(staging, DistributedDataset, StagedDataset, arguments, options)
+
+
+def distribute_datasets_from_function(
+    extended: Any,
+    staging: Staging | None,
+    dataset_fn: Callable[..., Any],
+    context: tf.distribute.InputContext,
+    options: Any,
+) -> Any:
+    """What `distribute_datasets_from_function` returns."""
+    workers = _input_workers(extended, options)
+    arguments = {
+        "input_workers": workers,
+        "strategy": extended._container_strategy(),
+        "input_contexts": [context] * workers.num_workers,
+        "dataset_fn": dataset_fn,
+        "options": options,
+    }
+    return _made(staging, DistributedDatasetsFromFunction, StagedDatasetFromFunction, arguments, options)
+
+
+def _input_workers(extended: Any, options: Any) -> Any:
+    before = extended._input_workers_devices
+    try:
+        return extended._input_workers_with_options(options)
+    finally:
+        extended._input_workers_devices = before  # which TensorFlow would change for good, for all later datasets
+
+
+def _made(staging: Staging | None, plain: Any, staged: Any, arguments: dict[str, Any], options: Any) -> Any:
+    on_devices_already = bool(options and options.experimental_place_dataset_on_device)
+    if staging is None or staging.closed or on_devices_already or not tf.executing_eagerly():
+        return plain(**arguments)
+    made = staged(**arguments)
+    made.staging = staging
+    # Batches for CPU devices are on the host in any case.
+    made.on_devices = options is None or options.experimental_fetch_to_device
+    return made

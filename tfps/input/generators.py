@@ -1,0 +1,61 @@
+"""Batches that Python makes (`keras.utils.PyDataset`, generators): each worker trains on its rows of each of them.
+
+TensorFlow would give the workers whole batches in turn, each cut into as many steps as there are replicas: batches of
+other rows than in one process, and more steps for the first workers where their number cannot be divided.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import tensorflow as tf
+
+from tfps.graph.tf_private import made_by_generator
+
+
+def of_whole_job(dataset: Any) -> bool:
+    """Whether `dataset` yields batches that Python has made, of a size that TensorFlow does not know."""
+    if not isinstance(dataset, tf.data.Dataset) or not made_by_generator(dataset):
+        return False
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    return bool(policy == tf.data.experimental.AutoShardPolicy.AUTO)
+
+
+def own_rows(dataset: tf.data.Dataset, replicas: int, first: int, count: int) -> tf.data.Dataset:
+    """The rows of replicas `first` to `first + count - 1` of `replicas`, one element each.
+
+    Parts of one batch differ by at most one row; where it has fewer rows than replicas, some have none.
+    """
+
+    def parts(*batch: Any) -> tf.data.Dataset:
+        elements = [_part(replica, replicas, batch) for replica in range(first, first + count)]
+        datasets = [tf.data.Dataset.from_tensors(element) for element in elements]
+        return functools.reduce(tf.data.Dataset.concatenate, datasets)
+
+    return dataset.flat_map(parts).prefetch(count)
+
+
+def _leading(value: Any) -> Any:
+    """Number of rows of `value`, None if it has none."""
+    if isinstance(value, tf.RaggedTensor):
+        return value.nrows(tf.int32)
+    if isinstance(value, tf.SparseTensor):
+        return tf.cast(value.dense_shape[0], tf.int32)
+    return tf.shape(value)[0] if isinstance(value, tf.Tensor) and value.shape.rank != 0 else None
+
+
+def _part(replica: int, replicas: int, batch: tuple[Any, ...]) -> Any:
+    def cut(value: Any) -> Any:
+        rows = _leading(value)
+        if rows is None:
+            return value
+        start, end = (-(-rows * part // replicas) for part in (replica, replica + 1))  # the first ones have more
+        if isinstance(value, tf.SparseTensor):
+            shape = tf.cast(value.dense_shape, tf.int64)
+            begin = tf.concat([[tf.cast(start, tf.int64)], tf.zeros_like(shape[1:])], 0)
+            return tf.sparse.slice(value, begin, tf.concat([[tf.cast(end - start, tf.int64)], shape[1:]], 0))
+        return value[start:end]
+
+    parts = tf.nest.map_structure(cut, batch)
+    return parts if len(parts) > 1 else parts[0]

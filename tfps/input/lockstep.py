@@ -1,0 +1,400 @@
+"""How uneven data ends an epoch: workers that train take their n-th batch together, or none of them does.
+
+A rank announces for each batch, one step ahead, whether it has one; the sum of these announcements over the ranks comes
+back while the step before computes. Where a rank has none, the data ends there for all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import tensorflow as tf
+
+from tfps.errors import ClosedError, MismatchError, TfpsError, to_text
+from tfps.exchange.interface import BucketSpec
+from tfps.graph import ops as graph_ops
+from tfps.graph.shares import UNKNOWN
+from tfps.graph.tf_private import has_function, ops, outer_graphs
+from tfps.runtime.runtime import Runtime
+from tfps.runtime.transfers import Transfer
+
+logger = logging.getLogger("tfps")
+_NONE, _UNKNOWN, _FAILED = 0, -1, -2  # what a rank says instead of how many batches are left, this one included
+CLOSED = graph_ops.CLOSED
+
+
+Answer = Callable[[int | None, str, int], None]  # the key of a batch, or None and why; rows on all ranks together
+
+
+@dataclass(eq=False)
+class _Verdict:
+    """What all ranks together have said of one position: all have a batch, or why there is none."""
+
+    all_have: bool
+    error: str = ""
+    warning: str = ""
+    rows: int = UNKNOWN  # of the batch on all ranks together
+
+
+class Line:
+    """One iterator's batches as the ranks go through them. Any thread may set `gone`; the rest is `Lockstep`'s."""
+
+    def __init__(
+        self,
+        lockstep: Lockstep,
+        batches: int | None,
+        answer: Answer,
+        meets: bool,
+        foresees: bool,
+    ) -> None:
+        self._lockstep, self.batches, self.answer = lockstep, batches, answer
+        self.meets, self.foresees = meets, foresees
+        self.gone = False
+        self.place: int | None = None  # among the iterators that are gone through together: the same on all ranks
+        self.asked = self.known = self.owed = 0  # positions that were asked for, that exist, that may be announced
+        self.agreed = 0  # positions before this one exist on all ranks, as far as they were announced
+        self.stops = False  # not on all ranks: the position `agreed`
+        self.end: int | None = None  # the first position that does not exist, for which `error` says why
+        self.error = ""
+        self.over = False  # END has been answered
+        self.mark: int | None = None  # exchanges of this worker at the last request
+        self.ready: dict[int, int] = {}  # keys of staged batches, by position
+        self.rows: dict[int, int] = {}  # of batches that may still be announced, by position
+        self.waiting: deque[tuple[int, bool]] = deque()  # requests: position, whether ranks go together
+        self.verdicts: dict[int, _Verdict] = {}
+
+    def exists(self, position: int, rows: int) -> None:
+        """There is a batch at `position`, with `rows` on this rank."""
+        with self._lockstep.changes(self):
+            self.known = position + 1
+            self.rows[position] = rows
+
+    def staged(self, position: int, key: int) -> None:
+        """The batch at `position` can be taken."""
+        with self._lockstep.changes(self):
+            self.ready[position] = key
+
+    def ended(self, error: str) -> None:
+        """There is no further batch, because of `error` or ("") because the data has ended."""
+        with self._lockstep.changes(self):
+            self.end, self.error = self.known, error
+
+    def leave(self) -> list[int]:
+        """Nobody takes batches any more; returns the keys of those that are left."""
+        with self._lockstep.changes(self):
+            self.gone = True
+            left, self.ready = list(self.ready.values()), {}
+            self.answer = _nobody
+        return left
+
+    def close(self) -> None:
+        """Whoever waits is told that the strategy is closed; others hear what they may wait for."""
+        with self._lockstep.changes(self):
+            self.gone = True
+            while self.waiting:
+                self.waiting.popleft()
+                self.answer(None, CLOSED, UNKNOWN)
+
+    def code(self, position: int) -> int | None:
+        """What to announce of `position`; None: not known yet."""
+        if position < self.known:
+            return _UNKNOWN if self.batches is None else max(self.batches - position, 1)
+        if self.end is not None:
+            return _FAILED if self.error and position == self.end else _NONE
+        if self.gone:  # nobody here will ask for it; who counts batches may have left before the end was seen
+            return _NONE if self.batches is not None and position >= self.batches else _UNKNOWN
+        return None
+
+
+class Lockstep:
+    """All iterators of the strategies of one runtime with several workers."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self._workers, self._rank = runtime.exchange.workers, runtime.exchange.rank
+        # Guards all below and every Line. Reentrant: a push that fails calls `_failed`.
+        self._lock = threading.RLock()
+        self._lines: weakref.WeakValueDictionary[int, Line] = weakref.WeakValueDictionary()
+        self._owed: deque[tuple[Line, int]] = deque()  # in the order of requests, which is the same on all ranks
+        self._places = itertools.count()
+        self._failure = ""
+        self._warned = False
+        with tf.init_scope(), tf.device(graph_ops.HOST):
+            self.order = tf.queue.FIFOQueue(1, [tf.bool], [[]], name="tfps_order")  # a resource to order requests by
+        self.spec = BucketSpec("batches", "sum", 3 * 8 * self._workers, "int64", priority=0, occasional=True)
+        runtime.declare_later("batches", self.spec)
+        self._eager = Request(self, None)
+        runtime.adopt(self._eager, None)
+        runtime.exchange.add_failure_listener(self._failed)
+
+    @staticmethod
+    def of(runtime: Runtime) -> Lockstep:
+        """The one of `runtime`: strategies that share it announce their batches in one order."""
+        if runtime.lockstep is None:
+            runtime.lockstep = Lockstep(runtime)
+            runtime.before_close(runtime.lockstep.close)
+        return cast(Lockstep, runtime.lockstep)
+
+    def line(
+        self,
+        number: int,
+        batches: int | None,
+        answer: Answer,
+        *,
+        meets: bool = False,
+        foresees: bool = True,
+    ) -> Line:
+        """Begins a line.
+
+        Args:
+            number: its own; -1 or less: of a loop inside a function.
+            batches: how many there are; None: unknown.
+            answer: called once per request, on any thread.
+            meets: the ranks go together at the first batch that eager code takes.
+            foresees: whether there is a next batch is known before it is asked for.
+        """
+        line = Line(self, batches, answer, meets, foresees)
+        with self._lock:
+            self._lines[number] = line
+        return line
+
+    def changes(self, line: Line) -> _Changes:
+        """A context in which `line` changes; after it, what has become possible is done."""
+        return _Changes(self._lock, lambda: self._advance(line))
+
+    def request_in_graph(self, number: tf.Tensor) -> tf.Operation:
+        """The op that asks for the next batch of the line with `number`."""
+        graph = ops.get_default_graph()
+        request = Request(self, outer_graphs(graph)[-1])
+        self.runtime.adopt(request, graph)
+        return request.send(number)
+
+    def request_eagerly(self, number: int) -> None:
+        """Asks for the next batch of the line with `number`.
+
+        Raises:
+            ClosedError: the strategy was closed.
+            TfpsError: another rank did not come to its first batch.
+        """
+        with self._lock:
+            line = self._lines.get(number)
+            meets = line is not None and line.meets and not line.asked
+        if meets:
+            self.runtime.buckets([("batches", self.spec)])
+        try:
+            self._eager.send(tf.constant(number, tf.int64))
+        except tf.errors.CancelledError:
+            raise ClosedError("the strategy is closed, a batch was asked for") from None
+
+    def request(self, number: int, trains: bool, eager: bool) -> None:
+        """Somebody waits for the next batch of line `number`. Called by the pump thread.
+
+        Ranks go together where the graph that asks exchanges something, and where something has been exchanged since
+        the last request: then a training loop takes its batches outside of the graph. Evaluation and prediction
+        exchange nothing between batches, and use all of them. What an eager loop is for is not known at its first
+        batch; there ranks go together too, as one that has none could not follow the others into training.
+        """
+        with self._lock:
+            line = self._lines.get(number)
+            if line is None or line.gone:
+                return
+            position, line.asked = line.asked, line.asked + 1
+            exchanges = self.runtime.exchanges
+            trains = trains or line.mark not in (None, exchanges)
+            line.mark = exchanges
+            meets = eager and line.meets and position == 0
+            together = trains or meets or position < line.owed
+            if (trains or meets) and not line.over:
+                if line.place is None:
+                    line.place = next(self._places)
+                    line.agreed = position
+                if position > line.owed:  # those between were taken after steps that exchanged nothing
+                    line.agreed = position
+                start, line.owed = max(line.owed, position), position + 1 + (trains and line.foresees)
+                self._owed.extend((line, each) for each in range(start, line.owed))
+            line.waiting.append((position, together))
+            self._advance(line)
+
+    def close(self) -> None:
+        """Announces what others may wait for, and wakes whoever waits here."""
+        with self._lock:
+            for line in list(self._lines.values()):
+                line.gone = True
+            self._push_owed()
+            self._fail(CLOSED)
+
+    def decide(self, line: Line, position: int, said: np.ndarray[Any, Any]) -> None:
+        """Takes what the ranks have said of `position`: int64 [3, workers], codes, places and rows."""
+        codes, places, rows = said
+        own = places[self._rank]
+        if (places != own).any():
+            other = int(np.flatnonzero(places != own)[0])
+            error = MismatchError(
+                "the workers must take batches in the same order, got "
+                + " and ".join(f"rank {rank} at {_where(places[rank])}" for rank in sorted((self._rank, other)))
+                + "; every worker must run the same program (and after Ctrl-C at different steps a new strategy)"
+            )
+            self.runtime.exchange.fail(error)
+            return
+        with self._lock:
+            verdict = line.verdicts[position] = self._verdict(line, position, codes)
+            verdict.rows = UNKNOWN if (rows < 0).any() else int(rows.sum())
+            line.agreed, line.stops = position + verdict.all_have, not verdict.all_have
+            self._advance(line)
+
+    def _verdict(self, line: Line, position: int, codes: np.ndarray[Any, Any]) -> _Verdict:
+        failed, ended = np.flatnonzero(codes == _FAILED), np.flatnonzero(codes == _NONE)
+        if failed.size:
+            theirs = f"tfps: the input pipeline of rank {failed[0]} failed at batch {position}; its log says how"
+            return _Verdict(False, line.error if self._rank in failed else theirs)
+        if not ended.size:
+            return _Verdict(True)
+        if ended.size == self._workers:
+            return _Verdict(False)
+        dropped = ", ".join(
+            f"rank {rank} {'at least 1' if codes[rank] == _UNKNOWN else codes[rank]}"
+            for rank in np.flatnonzero(codes != _NONE)
+        )
+        return _Verdict(
+            False,
+            warning=f"tfps: the data of rank {', '.join(map(str, ended))} ended after {position} batches, so the epoch "
+            f"ends there on all workers; batches dropped: {dropped}. This is said once. To use all data, give every "
+            "worker as many batches, or use dataset.repeat() with steps_per_epoch",
+        )
+
+    def _advance(self, line: Line) -> None:
+        self._push_owed()
+        while line.waiting:
+            position, together = line.waiting[0]
+            verdict = line.verdicts.get(position)
+            if line.over:
+                answer: tuple[int | None, str] = None, ""
+            elif together and self._failure:
+                answer = None, self._failure
+            elif together and verdict is None:
+                return
+            elif verdict is not None and not verdict.all_have:
+                answer, line.over = (None, verdict.error), True
+                self._warn(verdict.warning)
+            elif position in line.ready:
+                answer = line.ready.pop(position), ""
+            elif line.end is not None:
+                answer, line.over = (None, line.error), True
+            else:
+                return
+            line.waiting.popleft()
+            line.verdicts.pop(position, None)
+            line.rows.pop(position, None)
+            line.answer(*answer, UNKNOWN if verdict is None else verdict.rows)
+
+    def _push_owed(self) -> None:
+        """Announces what is owed and known, in the order of requests.
+
+        A position is announced when all ranks have the one before it: a rank that counts its batches does not ask for
+        the one after its last, so that others must not announce a further one for having asked.
+        """
+        while self._owed:
+            line, position = self._owed[0]
+            if line.stops and position > line.agreed:
+                self._owed.popleft()
+                continue
+            code = line.code(position)
+            if code is None or position > line.agreed or line.place is None:
+                return
+            self._owed.popleft()
+            said = np.zeros([3, self._workers], np.int64)
+            said[:, self._rank] = code, ((line.place + 1) << 32) + position, line.rows.get(position, UNKNOWN)
+            # Whoever is here has traced an exchange or met the others, so this bucket has been declared: no wait.
+            (bucket,) = self.runtime.buckets([("batches", self.spec)])
+            self.runtime.push(_Announcement(self, line, position, bucket, self.spec), said)
+
+    def _warn(self, warning: str) -> None:
+        if warning and not self._warned:
+            self._warned = True
+            logger.warning("%s", warning)
+
+    def _failed(self, error: TfpsError) -> None:
+        with self._lock:
+            self._fail(to_text(error))
+
+    def _fail(self, error: str) -> None:
+        self._failure = self._failure or error
+        for line in list(self._lines.values()):
+            self._advance(line)
+
+
+class _Changes:
+    """Holds the lock; at the end, while it still does, calls `then`."""
+
+    def __init__(self, lock: Any, then: Callable[[], None]) -> None:
+        self._lock, self._then = lock, then
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._then()
+        finally:
+            self._lock.release()
+
+
+class Request(Transfer):
+    """Messages that ask for a batch, from one graph (None: from eager code); their ticket is the line's number."""
+
+    exchanges = False
+
+    def __init__(self, lockstep: Lockstep, root: tf.Graph | None) -> None:
+        super().__init__(-1, lockstep.spec)
+        self.lockstep = lockstep
+        self._root = None if root is None else weakref.ref(root)
+        self._trains: bool | None = None if root is not None else False
+
+    def send(self, ticket: tf.Tensor) -> tf.Operation:
+        """The op that sends a message; messages of one graph keep their order."""
+        lockstep = self.lockstep
+        return graph_ops.request(lockstep.runtime.queue, lockstep.order.queue_ref, self.id, ticket)
+
+    def collect(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor) -> None:
+        self.lockstep.request(int(ticket), self.trains(), self._root is None)
+
+    def trains(self) -> bool:
+        """Whether the graph exchanges something; it is complete when this is called."""
+        if self._trains is None:
+            root = self._root() if self._root is not None else None
+            self._trains = root is not None and any(has_function(root, name) for name in graph_ops.exchange_functions())
+        return self._trains
+
+    def fail(self, error: TfpsError) -> None:
+        self.lockstep._failed(error)
+
+
+class _Announcement(Transfer):
+    """What this rank says of one batch, until it is known what all say."""
+
+    def __init__(self, lockstep: Lockstep, line: Line, position: int, bucket: int, spec: BucketSpec) -> None:
+        super().__init__(bucket, spec)
+        self._lockstep, self._line, self._position = lockstep, line, position
+
+    def finish(self, ticket: Any, data: tf.Tensor, indices: tf.Tensor) -> None:
+        said = np.frombuffer(memoryview(data), np.int64).reshape(3, -1)
+        self._lockstep.decide(self._line, self._position, said)
+
+    def fail(self, error: TfpsError) -> None:
+        self._lockstep._failed(error)
+
+
+def _nobody(key: int | None, error: str, rows: int) -> None:
+    """Takes the place of who waited for answers."""
+
+
+def _where(place: int) -> str:
+    return f"batch {place & 0xFFFFFFFF} of its iterator number {(place >> 32) - 1}"

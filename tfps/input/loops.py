@@ -1,0 +1,140 @@
+"""Loops over a dataset inside a function: several workers agree on each batch that such a loop takes.
+
+Each run of the function makes an iterator of its own, which no thread on the host could follow: TensorFlow's iterator
+reads, and the ranks decide whether a batch is used.
+
+Tested in tests/integration/test_input.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import tensorflow as tf
+
+from tfps.graph.ops import HOST
+from tfps.graph.shares import UNKNOWN, rows_of
+from tfps.graph.tf_private import ops, outer_graphs, values
+from tfps.input.lockstep import CLOSED, Line, Lockstep, Request
+from tfps.input.staging import Staging
+
+_BEGINS, _NONE = -3, -2  # what a loop says instead of the rows of its next batch
+_numbers = itertools.count(-1, -1)  # beside those of feeds
+
+
+class Loop(Request):
+    """A loop over a dataset inside a function: TensorFlow's iterator reads, the ranks decide whether a batch is used.
+
+    Each run of the function is a line of its own. Its batches are not known ahead, so the ranks agree on each when it
+    is there: a round trip per batch that trains.
+    """
+
+    def __init__(self, lockstep: Lockstep) -> None:
+        graph = ops.get_default_graph()
+        super().__init__(lockstep, outer_graphs(graph)[-1])
+        lockstep.runtime.adopt(self, graph)
+        self._line: Line | None = None  # of this run; pump thread only
+        with tf.init_scope(), tf.device(HOST):
+            # Whether the batch is used, an error, the rows of the batch on all workers together.
+            self._answers = tf.queue.FIFOQueue(1000, [tf.bool, tf.string, tf.int64], [[], [], []], name="tfps_loop")
+
+    def begin(self) -> None:
+        """Adds the op that begins a run."""
+        self.send(tf.constant(_BEGINS, tf.int64))
+
+    def may_use(self, has_batch: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Whether all ranks have a next batch, and its rows on all of them, where this one says what it has."""
+        asked = self.send(tf.where(has_batch, rows, tf.constant(_NONE, tf.int64)))
+        with tf.control_dependencies([asked]), tf.device(HOST):
+            used, error, total = tf.raw_ops.QueueDequeueV2(
+                handle=self._answers.queue_ref, component_types=self._answers.dtypes
+            )
+            with tf.control_dependencies([tf.debugging.Assert(tf.equal(error, ""), [error])]):
+                used, total = tf.identity(used), tf.identity(total)
+        used.set_shape([])
+        total.set_shape([])
+        return used, total
+
+    def collect(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor) -> None:
+        said, line = int(ticket), self._line
+        if said == _BEGINS or line is None:
+            self._begin()
+            return
+        if line.gone:
+            self._answer(None, CLOSED, UNKNOWN)
+            return
+        if said != _NONE:
+            line.exists(line.asked, said)
+            line.staged(line.asked, line.asked)
+        else:
+            line.ended("")
+        self.lockstep.request(self._number, self.trains(), eager=False)
+
+    def _begin(self) -> None:
+        if self._line is not None:
+            self._line.leave()
+        with tf.device(HOST):
+            while int(self._answers.size()):  # to a run that was stopped
+                self._answers.dequeue()
+        self._number = next(_numbers)
+        self._line = self.lockstep.line(self._number, None, self._answer, foresees=False)
+
+    def _answer(self, key: int | None, error: str, rows: int) -> None:
+        with tf.init_scope(), tf.device(HOST):
+            self._answers.enqueue([key is not None, error, tf.constant(rows, tf.int64)])
+
+
+class LoopIterator:
+    """TensorFlow's iterator inside a function, where several workers agree on each batch.
+
+    It is made anew by each run of the function, which a thread that stages could not follow.
+    """
+
+    def __init__(self, iterator: Any, staging: Staging, loop: Loop) -> None:
+        self._iterator, self._staging, self._loop = iterator, staging, loop
+        loop.begin()
+
+    def __iter__(self) -> LoopIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return self.get_next()
+
+    def get_next_as_optional(self) -> tf.experimental.Optional:
+        """The next batch; nothing at the end of the data, here or (where the function trains) on another worker."""
+        batch = self._iterator.get_next_as_optional()
+        replicas = len(self._staging.devices)
+        rows = tf.cond(
+            batch.has_value(),
+            lambda: self._rows(batch.get_value(), replicas),
+            lambda: tf.constant([UNKNOWN] * replicas, tf.int64),
+        )
+        unknown = tf.constant(UNKNOWN, tf.int64)
+        total = tf.where(tf.reduce_any(rows < 0), unknown, tf.reduce_sum(rows))
+        used, total = self._loop.may_use(batch.has_value(), total)
+        if (last_batch := self._staging.last_batch) is not None:
+            last_batch.note(self, tf.concat([[total], rows], 0))
+        return tf.cond(used, lambda: batch, lambda: tf.experimental.Optional.empty(batch.element_spec))
+
+    @staticmethod
+    def _rows(batch: Any, replicas: int) -> tf.Tensor:
+        """Of each replica's part of `batch`, int64 [replicas]."""
+        parts = [tf.nest.map_structure(lambda each, i=i: _part(each, i), batch) for i in range(replicas)]
+        found = [rows_of(part) for part in parts]
+        return tf.stack([tf.constant(UNKNOWN, tf.int64) if rows is None else rows for rows in found])
+
+    def get_next(self) -> Any:
+        """The next batch.
+
+        Raises:
+            tf.errors.OutOfRangeError: the data has ended.
+        """
+        batch = self.get_next_as_optional()
+        go_on = tf.cond(batch.has_value(), lambda: tf.constant(0, tf.int64), self._staging.no_batch)
+        with tf.control_dependencies([go_on]):
+            return batch.get_value()
+
+
+def _part(value: Any, replica: int) -> Any:
+    return value.values[replica] if isinstance(value, values.DistributedValues) else value

@@ -1,0 +1,417 @@
+"""The double buffer: batches that lie ready on the devices that will use them, put there by a thread of their own.
+
+An area (MapStage) per device holds batches by key, and a small queue per iterator holds the keys in order. A step takes
+a key, then the batch of that key, which is there for certain: taking a key is an asynchronous kernel that holds no
+thread of TensorFlow's pools while it waits, taking a batch that is not there would block one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfps.graph.ops import HOST
+from tfps.graph.shares import UNKNOWN, LastBatch, rows_of
+from tfps.graph.tf_private import dummy_batch
+from tfps.input.lockstep import Lockstep
+from tfps.runtime.runtime import Runtime
+
+logger = logging.getLogger("tfps")
+# The key of a batch and ""; or END and why there is no batch ("": the data has ended). And the rows of the batch on all
+# workers together and of each local replica, UNKNOWN where they are.
+TOKEN = [tf.int64, tf.string, tf.int64]
+END = -1
+_HOST_ONLY = (tf.string, tf.variant, tf.resource)  # no device but the CPU can hold them
+_JOIN_S = 2.0  # for a thread that may be inside the user's generator, which nothing can interrupt
+_MISSING = object()
+
+
+class Area:
+    """Lists of tensors of fixed dtypes by key, in the memory of one device."""
+
+    def __init__(self, device: str, dtypes: Sequence[tf.DType], name: str) -> None:
+        self.device, self._indices = device, list(range(len(dtypes)))
+        self._attributes: dict[str, Any] = {
+            "dtypes": list(dtypes),
+            "capacity": 0,
+            "memory_limit": 0,
+            "container": "",
+            "shared_name": name,
+        }
+
+    def put(self, key: tf.Tensor, tensors: list[tf.Tensor]) -> None:
+        with tf.device(self.device):
+            tf.raw_ops.MapStage(key=key, indices=self._indices, values=tensors, **self._attributes)
+
+    def take(self, key: tf.Tensor) -> list[tf.Tensor]:
+        """Takes out what `key` has, which must be there. Eagerly or as graph ops."""
+        with tf.device(self.device):
+            return list(tf.raw_ops.MapUnstage(key=key, indices=self._indices, **self._attributes))
+
+    def size(self) -> int:
+        with tf.init_scope(), tf.device(self.device):
+            return int(tf.raw_ops.MapSize(**self._attributes))
+
+    def clear(self) -> None:
+        with tf.init_scope(), tf.device(self.device):
+            tf.raw_ops.MapClear(**self._attributes)
+
+
+class Stage:
+    """Batches of one structure, one per local replica: how they are taken apart, where they lie, and put together.
+
+    Args:
+        element_spec: of one replica's batch.
+        areas: gives the area for (replica, dtypes, on the host).
+    """
+
+    def __init__(
+        self, element_spec: Any, replicas: int, areas: Callable[[int, tuple[tf.DType, ...], bool], Area]
+    ) -> None:
+        self._spec = element_spec
+        self._leaves = tf.nest.flatten(element_spec)
+        self._parts = [tf.nest.flatten(leaf, expand_composites=True) for leaf in self._leaves]
+        flat = [spec for parts in self._parts for spec in parts]
+        self._shapes = [spec.shape for spec in flat]
+        self._areas: list[list[tuple[Area, list[int]]]] = [[] for _ in range(replicas)]
+        for on_host in (False, True):
+            indices = [index for index, spec in enumerate(flat) if (spec.dtype in _HOST_ONLY) == on_host]
+            for replica in range(replicas if indices else 0):
+                area = areas(replica, tuple(flat[index].dtype for index in indices), on_host)
+                self._areas[replica].append((area, indices))
+
+    @property
+    def replicas(self) -> int:
+        return len(self._areas)
+
+    def put(self, key: int, batches: Sequence[Any]) -> None:
+        """Stages `batches`, one per replica, eagerly."""
+        with tf.device(HOST):
+            number = tf.constant(key, tf.int64)
+        for batch, areas in zip(batches, self._areas, strict=True):
+            flat: list[Any] = []
+            for value, parts in zip(tf.nest.flatten(batch), self._parts, strict=True):
+                flat += tf.nest.flatten(value, expand_composites=True) if parts else []  # no parts: None
+            for area, indices in areas:
+                area.put(number, [flat[index] for index in indices])
+
+    def take(self, key: tf.Tensor) -> list[Any]:
+        """The batches of `key`, one per replica; eagerly or as graph ops."""
+        batches = []
+        for areas in self._areas:
+            flat: list[Any] = [None] * len(self._shapes)
+            for area, indices in areas:
+                for index, tensor in zip(indices, area.take(key), strict=True):
+                    tensor.set_shape(self._shapes[index])
+                    flat[index] = tensor
+            parts = iter(flat)
+            values = [
+                _packed(leaf, [next(parts) for _ in of]) for leaf, of in zip(self._leaves, self._parts, strict=True)
+            ]
+            batches.append(tf.nest.pack_sequence_as(self._spec, values))
+        return batches
+
+
+def _packed(spec: Any, parts: list[Any]) -> Any:
+    if isinstance(spec, tf.TensorSpec):
+        return parts[0]
+    return tf.nest.pack_sequence_as(spec, parts, expand_composites=True) if parts else None
+
+
+class Staging:
+    """All batches that one strategy has staged, and the threads that do it.
+
+    Args:
+        devices: of the local replicas.
+        depth: batches that may lie ready per iterator and device.
+        last_batch: where graphs note the rows of the batches that they take; None: there is one replica in all.
+    """
+
+    def __init__(self, runtime: Runtime, devices: Sequence[str], depth: int, last_batch: LastBatch | None) -> None:
+        self.devices, self.depth, self.last_batch = tuple(devices), depth, last_batch
+        self.spans = runtime.spans
+        self.closed = False
+        self.lockstep = Lockstep.of(runtime) if runtime.exchange.workers > 1 else None
+        self.keys = itertools.count()
+        self.number = next(_numbers)
+        _stagings[self.number] = self
+        self._areas: dict[tuple[int, tuple[tf.DType, ...], bool], Area] = {}
+        self._lock = threading.RLock()  # guards the next two; the garbage collector may close this at any place
+        self._running: set[Feed] = set()
+        with tf.init_scope(), tf.device(HOST):
+            # Whoever takes from it gets the OutOfRangeError that the end of data is.
+            self.ended = tf.queue.FIFOQueue(1, [tf.int64], [[]], name="tfps_ended")
+            self.ended.close()
+
+    @staticmethod
+    def of(number: int) -> Staging:
+        """The staging with this number, which must exist."""
+        return _stagings[number]
+
+    def stage(self, element_spec: Any, *, on_devices: bool = True) -> Stage:
+        """Where batches with this spec per replica are staged."""
+
+        def area(replica: int, dtypes: tuple[tf.DType, ...], on_host: bool) -> Area:
+            on_host = on_host or not on_devices
+            with self._lock:
+                if (replica, dtypes, on_host) not in self._areas:
+                    device = HOST if on_host else self.devices[replica]
+                    name = f"tfps_stage_{self.number}_{len(self._areas)}"
+                    self._areas[replica, dtypes, on_host] = Area(device, dtypes, name)
+                return self._areas[replica, dtypes, on_host]
+
+        return Stage(element_spec, len(self.devices), area)
+
+    def staged(self) -> int:
+        """How many lists of tensors lie in all areas."""
+        with self._lock:
+            areas = list(self._areas.values())
+        return sum(area.size() for area in areas)
+
+    def no_batch(self) -> tf.Tensor:
+        """An op that fails as the end of data does; an int64 scalar."""
+        with tf.device(HOST):
+            return tf.raw_ops.QueueDequeueV2(handle=self.ended.queue_ref, component_types=[tf.int64])[0]
+
+    def started(self, feed: Feed) -> bool:
+        """`feed` begins to fill; False if nothing may be staged any more."""
+        with self._lock:
+            if not self.closed:
+                self._running.add(feed)
+            return not self.closed
+
+    def finished(self, feed: Feed) -> None:
+        """`feed` has ended and its batches are out; the last one clears what a step that failed has left behind.
+
+        Not at the close: a step that is still under way would wait for ever for the batch whose token it has.
+        """
+        with self._lock:
+            self._running.discard(feed)
+            if not self._running and not self.closed:
+                for area in self._areas.values():
+                    area.clear()
+
+    def close(self) -> None:
+        """Ends all threads, except one that is inside the user's code: it ends when that returns.
+
+        Called when the strategy is closed, maybe before the runtime that it shares with others.
+        """
+        with self._lock:
+            self.closed = True
+            running = list(self._running)
+        for feed in running:
+            feed.close()
+        for feed in running:
+            feed.join(_JOIN_S)
+
+
+_numbers = itertools.count()
+_stagings: weakref.WeakValueDictionary[int, Staging] = weakref.WeakValueDictionary()
+
+
+class Feed:
+    """The host's side of one iterator: its queue of keys and the thread that fills it, from the first use on.
+
+    Args:
+        datasets: of this worker: one for all replicas, which take turns, or one for each.
+        element_spec: of one replica's batch.
+        pads: replicas for which nothing is left at the end get an empty batch; else what the others have is dropped.
+        batches: steps that the data is good for; None: unknown or without end.
+        meets: with several workers, they go together at the first batch that eager code takes.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        stage: Stage,
+        datasets: Sequence[tf.data.Dataset],
+        element_spec: Any,
+        pads: bool,
+        batches: int | None,
+        meets: bool,
+    ) -> None:
+        self._staging, self._stage = staging, stage
+        self._element_spec, self._pads = element_spec, pads
+        with tf.device(
+            HOST
+        ):  # now, as without staging: an iterator that is not used counts where data is shuffled anew
+            self._sources = [iter(dataset) for dataset in datasets]
+        self._rows: dict[int, list[int]] = {}  # of each local replica, by key of what is staged
+        self._unknown = [UNKNOWN] * (1 + stage.replicas)
+        self._lock = threading.Lock()  # guards _thread
+        self._thread: threading.Thread | None = None
+        self.number = next(_feed_numbers)
+        self.stopped = False
+        with tf.init_scope(), tf.device(HOST):
+            # With several workers a token is there only when it has been asked for, and `room` limits what is staged.
+            together = staging.lockstep is not None
+            self.tokens = tf.queue.FIFOQueue(
+                1000 if together else staging.depth - 1, TOKEN, [[], [], [1 + stage.replicas]], name="tfps_batches"
+            )
+            self._room = tf.queue.FIFOQueue(10**6, [tf.bool], [[]], name="tfps_room") if together else None
+        self._line = None
+        if staging.lockstep is not None:
+            self._line = staging.lockstep.line(self.number, batches, self._answer, meets=meets)
+            for _ in range(staging.depth):
+                self._make_room()
+
+    def start(self) -> None:
+        """Begins to fill, if that has not happened; called when the iterator is used for the first time."""
+        with self._lock:
+            if self._thread is not None or self.stopped:
+                return
+            if not self._staging.started(self):
+                self.stop()
+                return
+            self._thread = threading.Thread(target=self._run, name=f"tfps-stage-{self.number}", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread, which takes out what it has staged. Any thread, also in a finalizer: takes no lock."""
+        self.stopped = True
+        if self._line is not None:
+            self._line.gone = True
+        with tf.init_scope(), tf.device(HOST):
+            self.tokens.close(cancel_pending_enqueues=True)
+            if self._room is not None:
+                self._room.close(cancel_pending_enqueues=True)
+
+    def close(self) -> None:
+        """As `stop`; who waits for a batch is told that the strategy is closed."""
+        if self._line is not None:
+            self._line.close()
+        self.stop()
+
+    def join(self, timeout_s: float) -> None:
+        with self._lock:
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+
+    def _run(self) -> None:
+        key = END
+        try:
+            try:
+                for position, batches in enumerate(self._read()):
+                    rows = _rows(batches) if self._staging.last_batch else self._unknown[1:]
+                    if self._line is not None:
+                        self._line.exists(position, _sum(rows))
+                    self._wait_for_room()
+                    staged = next(self._staging.keys)
+                    self._rows[staged] = rows
+                    begin = self._staging.spans.now()
+                    self._stage.put(staged, batches)
+                    if self._staging.spans.recorder.enabled:
+                        self._staging.spans.staged(begin, batches)
+                    key = staged  # not before: what is only half there cannot be taken out
+                    self._offer(position, key)
+                    key = END
+                    del batches
+                text = ""
+            except (tf.errors.CancelledError, tf.errors.OutOfRangeError) as error:
+                if self.stopped:
+                    return
+                text = _text(error)
+            except Exception as error:  # of the user's input pipeline, whatever it is: raised by the step it belongs to
+                text = _text(error)
+            self._end(text)
+        except (tf.errors.CancelledError, tf.errors.OutOfRangeError):  # stopped
+            pass
+        finally:
+            self._take_out(key)
+            self._staging.finished(self)
+
+    def _read(self) -> Iterator[list[Any]]:
+        """Groups of batches, one per replica."""
+        sources, self._sources = self._sources, []
+        replicas = self._stage.replicas
+        while not self.stopped:
+            group = [next(sources[replica % len(sources)], _MISSING) for replica in range(replicas)]
+            missing = sum(batch is _MISSING for batch in group)
+            if missing == replicas or (missing and not self._pads):
+                return
+            if missing:
+                with tf.device(HOST):
+                    group = [dummy_batch(self._element_spec) if each is _MISSING else each for each in group]
+            yield group
+            del group
+
+    def _wait_for_room(self) -> None:
+        if self._room is not None:
+            with tf.device(HOST):
+                self._room.dequeue()
+
+    def _make_room(self) -> None:
+        if self._room is not None:
+            with tf.init_scope(), tf.device(HOST):
+                self._room.enqueue(True)
+
+    def _offer(self, position: int, key: int) -> None:
+        if self._line is not None:
+            self._line.staged(position, key)
+        else:
+            rows = self._rows.pop(key)
+            self._put_token(key, "", [_sum(rows), *rows])
+
+    def _end(self, text: str) -> None:
+        """Says that there are no more batches, as often as somebody asks, until this iterator is dropped."""
+        if self._line is not None:
+            self._line.ended(text)
+            while True:
+                self._wait_for_room()
+        self._put_token(END, text, self._unknown)
+        while True:
+            self._put_token(END, "", self._unknown)
+
+    def _put_token(self, key: int, text: str, rows: list[int]) -> None:
+        with tf.init_scope(), tf.device(HOST):
+            self.tokens.enqueue([tf.constant(key, tf.int64), text, tf.constant(rows, tf.int64)])
+
+    def _answer(self, key: int | None, text: str, rows: int) -> None:
+        """The answer to one request; None: there is no batch. Called by `lockstep`, on any thread."""
+        try:
+            if key is None:
+                self._put_token(END, text, self._unknown)
+            else:
+                self._put_token(key, text, [rows, *self._rows.pop(key)])
+                self._make_room()
+        except tf.errors.CancelledError:  # stopped: nobody waits any more
+            pass
+
+    def _take_out(self, key: int) -> None:
+        """Removes what this thread has staged and nobody has taken."""
+        with tf.device(HOST):
+            left = [] if key == END else [key]
+            while int(self.tokens.size()):
+                left.append(int(self.tokens.dequeue()[0]))
+            if self._line is not None:
+                left += self._line.leave()
+            self._rows.clear()
+            for each in left:
+                if each != END:
+                    self._stage.take(tf.constant(each, tf.int64))
+
+
+_feed_numbers = itertools.count()
+
+
+def _rows(batches: Sequence[Any]) -> list[int]:
+    """Of each replica's batch, UNKNOWN where it has no dimension."""
+    with tf.device(HOST):
+        found = [rows_of(batch) for batch in batches]
+    return [UNKNOWN if rows is None else int(rows) for rows in found]
+
+
+def _sum(rows: list[int]) -> int:
+    return UNKNOWN if UNKNOWN in rows else sum(rows)
+
+
+def _text(error: Exception) -> str:
+    """What a step says of an error of the input pipeline: its class and its own words."""
+    return f"the input pipeline failed: {type(error).__name__}: {getattr(error, 'message', None) or error}"

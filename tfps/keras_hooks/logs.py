@@ -1,0 +1,214 @@
+"""What Keras' `fit` and `evaluate` report and decide by, where each rank would go by its own part of the data.
+
+Metrics are combined over ranks when they are read. What a `train_step` or `test_step` returns is this rank's own,
+nested as the program likes: at the end of an epoch all ranks say what they have, in one exchange, and draw the same
+conclusions. A value that is a metric's result on every rank becomes the result over all of them, other numbers their
+mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfps.errors import MismatchError
+from tfps.graph.shares import UNKNOWN
+from tfps.keras_hooks.keras_private import needs
+from tfps.keras_hooks.weighing import mean
+
+needs(keras.Model, "_get_metrics_result_or_logs")  # what `fit` and `evaluate` report of a step's logs
+
+
+@functools.cache
+def agree_on_logs(strategy_class: type[tf.distribute.Strategy]) -> None:
+    """Makes Keras ask all ranks, for models of a `strategy_class` with several workers; done once per process."""
+
+    def strategy_of(model: Any) -> Any:
+        strategy = getattr(model, "distribute_strategy", None)
+        return strategy if isinstance(strategy, strategy_class) and strategy.num_replicas_in_sync > 1 else None
+
+    epoch_logs = keras.Model._get_metrics_result_or_logs
+
+    @functools.wraps(epoch_logs)
+    def get_metrics_result_or_logs(self: Any, logs: Any) -> Any:
+        results = epoch_logs(self, logs)
+        strategy = strategy_of(self)
+        return results if strategy is None else _agreed(strategy, self, logs, results is not logs)
+
+    keras.Model._get_metrics_result_or_logs = get_metrics_result_or_logs
+    stop = keras.callbacks.TerminateOnNaN.on_batch_end
+
+    @functools.wraps(stop)
+    def on_batch_end(self: Any, batch: int, logs: Any = None) -> None:
+        strategy = strategy_of(self.model)
+        if strategy is not None and logs and logs.get("loss") is not None:
+            # A loss that is not finite on one rank: all stop at this batch, or the others would wait for that rank.
+            loss = tf.cast(logs["loss"], tf.float64)
+            logs = {**logs, "loss": strategy.reduce(tf.distribute.ReduceOp.MEAN, loss, axis=None).numpy()}
+        stop(self, batch, logs)
+
+    keras.callbacks.TerminateOnNaN.on_batch_end = on_batch_end
+
+
+def agreed_logs(model: Any, logs: dict[str, Any]) -> dict[str, Any]:
+    """What all ranks have where each has `logs` of its own, within an epoch; all of them call it at the same batch."""
+    return {name: np.asarray(value)[()] for name, value in model._get_metrics_result_or_logs(logs).items()}
+
+
+def weight(rows: tf.Tensor) -> int:
+    """What this rank counts in a mean over ranks, its local replicas having had `rows`; -1: unknown."""
+    return -1 if UNKNOWN in rows.numpy() else int(sum(rows.numpy()))
+
+
+@dataclass(frozen=True)
+class Value:
+    """One leaf of the logs. `content` is a number's bytes in hex; for anything else a text, and `dtype` is empty."""
+
+    dtype: str
+    shape: list[int]
+    content: str
+
+    @classmethod
+    def of(cls, leaf: Any) -> Value:
+        """What `leaf` is."""
+        try:
+            tensor = tf.convert_to_tensor(leaf)
+        except (TypeError, ValueError):
+            return cls("", [], repr(leaf))
+        if not (tensor.dtype.is_floating or tensor.dtype.is_integer):
+            return cls("", [], repr(np.asarray(tensor.numpy()).tolist()))
+        return cls(tensor.dtype.name, tensor.shape.as_list(), tensor.numpy().tobytes().hex())
+
+    def number(self) -> np.ndarray[Any, Any]:
+        """The number, or numbers, in 64 bits."""
+        dtype = tf.as_dtype(self.dtype).as_numpy_dtype
+        return np.frombuffer(bytes.fromhex(self.content), dtype).reshape(self.shape).astype(np.float64)
+
+    def __str__(self) -> str:
+        return str(self.number()) if self.dtype else self.content
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one rank says of its logs.
+
+    Args:
+        weight: of this rank in a mean; see `weight`.
+        are_metrics: its logs are what the model's metrics have, so that Keras takes those.
+        names: of the leaves.
+        values: of the leaves, unless `are_metrics`.
+        same: for each leaf, which of the model's metrics have the same result on this rank alone.
+    """
+
+    weight: int
+    are_metrics: bool
+    names: list[str]
+    values: list[Value]
+    same: list[list[int]]
+
+    @classmethod
+    def parse(cls, line: str) -> Said:
+        """What another rank has said."""
+        said = json.loads(line)
+        return cls(**{**said, "values": [Value(**each) for each in said["values"]]})
+
+
+def conclude(ranks: Sequence[Said], metrics: Sequence[str]) -> list[int | np.ndarray[Any, Any] | None]:
+    """What becomes of each leaf: a metric's result (its number), a mean over ranks, or None where all have the same.
+
+    Args:
+        ranks: what they said of logs with the same names.
+        metrics: names of the model's metrics.
+
+    Raises:
+        MismatchError: a leaf cannot be made the same.
+    """
+    found: list[int | np.ndarray[Any, Any] | None] = []
+    for leaf, name in enumerate(ranks[0].names):
+        common = set.intersection(*(set(said.same[leaf]) for said in ranks))
+        values = [said.values[leaf] for said in ranks]
+        if common:
+            found.append(min(common, key=lambda metric: (metrics[metric] != name.rpartition("/")[2], metric)))
+        elif len(set(map(str, map(dataclasses.astuple, values)))) == 1:
+            found.append(None)
+        elif all(value.dtype for value in values) and len({str(value.shape) for value in values}) == 1:
+            found.append(_average([value.number() for value in values], [said.weight for said in ranks]))
+        else:
+            shown = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            raise MismatchError(
+                f"logs[{name!r}] of a train_step or test_step must be numbers of one shape, or the same on all ranks, "
+                f"because callbacks decide by it; got {shown}"
+            )
+    return found
+
+
+def _average(values: Sequence[np.ndarray[Any, Any]], weights: Sequence[int]) -> np.ndarray[Any, Any]:
+    """The mean of `values` by `weights`, alike where one of them is not known; NaN of no rows does not count."""
+    if min(weights) < 0 or not any(weights):
+        weights = [1] * len(values)
+    used = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
+    return np.asarray(np.average([value for value, _ in used], axis=0, weights=[weight for _, weight in used]))
+
+
+def _agreed(strategy: Any, model: Any, logs: Any, are_metrics: bool) -> Any:
+    """`logs` as they are on all ranks, which all come here.
+
+    `are_metrics`: they have the names of the model's metrics.
+    """
+    leaves = keras.tree.flatten_with_path(logs)
+    names = ["/".join(map(str, path)) for path, _ in leaves]
+    rows = strategy.extended.last_batch.given()
+    own = [] if are_metrics else _own_results(strategy, model, rows)
+    said = Said(
+        weight=weight(rows),
+        are_metrics=are_metrics,
+        names=names,
+        values=[] if are_metrics else [Value.of(leaf) for _, leaf in leaves],
+        same=[[number for number, (_, result) in enumerate(own) if _equal(leaf, result)] for _, leaf in leaves],
+    )
+    ranks = _exchanged(strategy, said)
+    if any(each.are_metrics for each in ranks) and all(each.are_metrics or not each.names for each in ranks):
+        return model.get_metrics_result()  # also of a rank that has had no batch
+    for rank, each in enumerate(ranks):
+        if (each.names, each.are_metrics) != (ranks[0].names, ranks[0].are_metrics):
+            raise MismatchError(
+                "logs of a train_step or test_step must have the same keys on all ranks; rank 0 has "
+                f"{ranks[0].names}, rank {rank} {each.names}"
+            )
+    over_all = [result for _, result in keras.tree.flatten_with_path(model.get_metrics_result())]
+    agreed = []
+    for (_, leaf), found in zip(leaves, conclude(ranks, [name for name, _ in own]), strict=True):
+        if isinstance(found, int):
+            agreed.append(over_all[found])
+        elif found is None:
+            agreed.append(leaf)
+        else:
+            dtype = tf.convert_to_tensor(leaf).dtype
+            agreed.append(tf.constant(found, dtype if dtype.is_floating else tf.float32))
+    return keras.tree.pack_sequence_as(logs, agreed)
+
+
+def _exchanged(strategy: Any, said: Said) -> list[Said]:
+    """What all ranks have said, in their order."""
+    line = json.dumps(dataclasses.asdict(said)) + "\n"
+    lines = strategy.gather(tf.constant(np.frombuffer(line.encode(), np.uint8)), axis=0)
+    return [Said.parse(each) for each in lines.numpy().tobytes().decode().splitlines()]
+
+
+def _own_results(strategy: Any, model: Any, rows: tf.Tensor) -> list[tuple[str, Any]]:
+    """Name and result of each of the model's metrics for this worker's replicas alone, as a step returns it."""
+    results = keras.tree.flatten_with_path(strategy.run(model.get_metrics_result))
+    return [(str(path[-1]), mean(rows, result)) for path, result in results]
+
+
+def _equal(leaf: Any, result: Any) -> bool:
+    mine, own = Value.of(leaf), Value.of(result)
+    return bool(mine.dtype and own.dtype) and np.array_equal(mine.number(), own.number(), equal_nan=True)

@@ -1,0 +1,32 @@
+"""Loss scaling: a gradient that is not finite on one rank skips the step on all of them.
+
+Keras decides by the gradients of one worker. Were the ranks to decide differently, some would wait for gradients that
+the others never send, and the loss scales would drift apart.
+
+Tested in tests/integration/test_programs.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+@functools.cache
+def agree_on_finite(strategy_class: type[tf.distribute.Strategy]) -> None:
+    """Makes Keras' LossScaleOptimizer ask all ranks, in replicas of a `strategy_class`; done once per process."""
+    original = keras.optimizers.LossScaleOptimizer.check_finite
+
+    @functools.wraps(original)
+    def check_finite(self: Any, grads: Any) -> Any:
+        finite = original(self, grads)
+        context = tf.distribute.get_replica_context()
+        if context is None or not isinstance(context.strategy, strategy_class) or context.num_replicas_in_sync == 1:
+            return finite
+        bad = tf.cast(tf.logical_not(finite), tf.float32)
+        return tf.equal(context.all_reduce(tf.distribute.ReduceOp.SUM, bad), 0.0)
+
+    keras.optimizers.LossScaleOptimizer.check_finite = check_finite

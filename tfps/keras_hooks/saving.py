@@ -1,0 +1,148 @@
+"""Keras' own ways to save, where several ranks run the same program.
+
+`Model.save` and `save_weights` write beside the path and move the file there when it is complete: ranks that share the
+directory put the same content in each other's place, ranks that do not have a file of their own. What is no single
+local file (`export`, shards, an object store) is written by rank 0 only. `BackupAndRestore` is rank 0's: it alone
+writes, and what it restores becomes everybody's. A save never waits for other ranks.
+
+Tested in tests/integration/test_programs.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfps.keras_hooks.keras_private import needs
+from tfps.keras_hooks.logs import agreed_logs
+
+# Where callbacks save: the decision, and the path by the logs.
+needs(keras.callbacks.ModelCheckpoint, "_save_model", "_get_file_path")
+needs(keras.callbacks.BackupAndRestore, "_save_model", "on_train_begin", "on_train_end")
+
+
+@functools.cache
+def share_files(strategy_class: type[tf.distribute.Strategy]) -> None:
+    """Makes Keras' ways to save safe for several ranks, for models of a `strategy_class`; done once per process."""
+
+    def strategy_of(model: Any) -> Any:
+        """The strategy of `model` if it has several workers, else None."""
+        strategy = getattr(model, "distribute_strategy", None)
+        return strategy if isinstance(strategy, strategy_class) and strategy.num_workers > 1 else None
+
+    def writes_one_file(original: Callable[..., Any], one_file: Callable[..., bool]) -> Any:
+        @functools.wraps(original)
+        def save(self: Any, filepath: Any, *arguments: Any, **options: Any) -> Any:
+            strategy = strategy_of(self)
+            if strategy is None:
+                return original(self, filepath, *arguments, **options)
+            overwrite = arguments[0] if arguments else options.get("overwrite", True)
+            if not one_file(str(filepath), *arguments[1:], **options) or not overwrite:
+                return _first_rank_only(strategy, functools.partial(original, self), filepath, *arguments, **options)
+            path = Path(filepath)
+            part = path.with_name(f".rank{strategy.rank}.{path.name}")  # keeps the ending, by which Keras goes
+            try:
+                result = original(self, part, *arguments, **options)
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
+            return result
+
+        return save
+
+    original_export = keras.Model.export
+
+    @functools.wraps(original_export)
+    def export(self: Any, filepath: Any, *arguments: Any, **options: Any) -> Any:
+        strategy = strategy_of(self)
+        call = functools.partial(original_export, self)
+        if strategy is None:
+            return call(filepath, *arguments, **options)
+        return _first_rank_only(strategy, call, filepath, *arguments, **options)
+
+    keras.Model.save = writes_one_file(keras.Model.save, _is_model_file)
+    keras.Model.save_weights = writes_one_file(keras.Model.save_weights, _is_weights_file)
+    keras.Model.export = export
+    _share_checkpoint(strategy_of)
+    _share_backup(strategy_of)
+
+
+def _first_rank_only(strategy: Any, save: Callable[..., Any], filepath: Any, *arguments: Any, **options: Any) -> Any:
+    """Other ranks write to a place that is thrown away, so that they take part in whatever saving needs of them."""
+    if strategy.rank == 0:
+        return save(filepath, *arguments, **options)
+    with tempfile.TemporaryDirectory(prefix="tfps-") as scratch:
+        return save(f"{scratch}/{str(filepath).rstrip('/').rpartition('/')[2]}", *arguments, **options)
+
+
+def _is_model_file(path: str, zipped: bool | None = None, **_: Any) -> bool:
+    return "://" not in path and zipped is not False
+
+
+def _is_weights_file(path: str, max_shard_size: float | None = None, **_: Any) -> bool:
+    return "://" not in path and max_shard_size is None
+
+
+def _share_checkpoint(strategy_of: Callable[[Any], Any]) -> None:
+    original = keras.callbacks.ModelCheckpoint._save_model
+
+    @functools.wraps(original)
+    def save_model(self: Any, epoch: int, batch: int | None, logs: Any) -> None:
+        if strategy_of(self.model) is not None:
+            if (
+                batch is not None
+            ):  # within an epoch each rank has logs of its own, by which it would decide and name files
+                logs = agreed_logs(self.model, logs or {})
+            if "://" not in str(self.filepath):
+                # All ranks may come to make it at once, which Keras does not expect.
+                Path(self._get_file_path(epoch, batch, logs)).parent.mkdir(parents=True, exist_ok=True)
+        original(self, epoch, batch, logs)
+
+    keras.callbacks.ModelCheckpoint._save_model = save_model
+
+
+def _share_backup(strategy_of: Callable[[Any], Any]) -> None:
+    callback = keras.callbacks.BackupAndRestore
+    original_begin, original_save, original_end = callback.on_train_begin, callback._save_model, callback.on_train_end
+
+    @functools.wraps(original_begin)
+    def on_train_begin(self: Any, logs: Any = None) -> None:
+        strategy = strategy_of(self.model)
+        if strategy is None or strategy.rank == 0:
+            original_begin(self, logs)
+        if strategy is not None:
+            _take_from_first_rank(strategy, self.model)
+
+    @functools.wraps(original_save)
+    def save_model(self: Any) -> None:
+        strategy = strategy_of(self.model)
+        if strategy is None or strategy.rank == 0:
+            original_save(self)
+        else:
+            _first_rank_only(strategy, self.model.save_weights, self._weights_path)
+
+    @functools.wraps(original_end)
+    def on_train_end(self: Any, logs: Any = None) -> None:
+        strategy = strategy_of(self.model)
+        if strategy is None or strategy.rank == 0:
+            original_end(self, logs)
+
+    callback.on_train_begin, callback._save_model, callback.on_train_end = on_train_begin, save_model, on_train_end
+
+
+def _take_from_first_rank(strategy: Any, model: Any) -> None:
+    """Gives `model` the weights, optimizer state and first epoch that it has on rank 0, on all ranks."""
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    epoch = getattr(model, "_initial_epoch", None)
+    with strategy.scope():
+        first = tf.Variable(-1 if epoch is None else epoch, dtype=tf.int64, trainable=False, name="first_epoch")
+    variables = {id(each.value): each.value for each in [*model.weights, *model.optimizer.variables]}
+    strategy.extended.take_from_first_rank([first, *variables.values()])
+    model._initial_epoch = None if int(first.numpy()) < 0 else int(first.numpy())

@@ -1,0 +1,60 @@
+"""Replicas draw random numbers of their own: with the same on all, n replicas would draw one n-th of the noise.
+
+What is stored stays the same everywhere: states of seed generators are rank 0's, and are checkpointed and restored as
+such. Only the seed that a replica draws from them has its id mixed in. The first replica of all draws what one process
+would.
+
+Tested in tests/integration/test_semantics.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfps.keras_hooks.keras_private import needs
+
+needs(keras.random.SeedGenerator, "next")  # by which all layers and keras.random draw their seeds
+
+_APART = 0x9E3779B1  # odd, so that no two ranks get the same seed
+_SEEDS = 2**31 - 1  # how many seeds TensorFlow tells apart
+
+
+@functools.cache
+def draw_apart(strategy_class: type[tf.distribute.Strategy]) -> None:
+    """Makes Keras mix the id of a replica into its seeds, in replicas of a `strategy_class`; done once per process."""
+    draw = keras.random.SeedGenerator.next
+
+    @functools.wraps(draw)
+    def draw_in_replica(self: Any, *arguments: Any, **options: Any) -> Any:
+        seed = draw(self, *arguments, **options)
+        context = tf.distribute.get_replica_context()
+        if context is None or not isinstance(context.strategy, strategy_class) or not tf.is_tensor(seed):
+            return seed
+        replica = context.strategy.extended.draws_as(context)
+        if replica == 0:
+            return seed
+        return tf.random.experimental.stateless_fold_in(seed, tf.constant(replica, seed.dtype))
+
+    keras.random.SeedGenerator.next = draw_in_replica
+
+
+@contextlib.contextmanager
+def stateful_apart(graph: tf.Graph, rank: int) -> Iterator[None]:
+    """`tf.random.normal` and its like, traced in `graph` meanwhile, draw other numbers on each rank.
+
+    Replicas of one worker have ops of their own, whose seeds TensorFlow makes different. Without `tf.random.set_seed`
+    processes differ by themselves.
+    """
+    before = graph.seed
+    if before is not None:
+        graph.seed = (before + rank * _APART) % _SEEDS if rank else before
+    try:
+        yield
+    finally:
+        graph.seed = before

@@ -1,0 +1,336 @@
+"""Runs local processes as one: shows their output with prefixes, notices how they end, and leaves none behind.
+
+Tested in tests/launch/test_cli.py.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import selectors
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType, TracebackType
+
+from tfps.launch.terminal import Console, LineAssembler
+
+DRAIN_S = 1.0  # how long output may still come after a process has ended, from whoever inherited its pipe
+KILL_S = 10.0  # how long the system may take to end a process that was killed, before we leave without it
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1
+_READ_BYTES = 65536
+
+
+class Interrupted(Exception):
+    """The supervisor itself was asked to end by a signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.number = number
+
+
+@dataclass(frozen=True)
+class Command:
+    """What to run: a name for people ("worker 0"), arguments, the whole environment, a terminal colour (31 to 36)."""
+
+    name: str
+    argv: Sequence[str]
+    environment: Mapping[str, str]
+    colour: int = 36
+
+
+@dataclass
+class Process:
+    """A started command. `code` is its exit code, -N after signal N, None while it runs."""
+
+    command: Command
+    popen: subprocess.Popen[bytes]
+    on_line: Callable[[str], None] | None = None
+    code: int | None = None
+    tail: list[str] = field(default_factory=list)  # its last lines on standard error
+    outputs: list[_Output] = field(default_factory=list)  # those still open
+
+    @property
+    def ended(self) -> bool:
+        """It has ended and all its output has been shown."""
+        return self.code is not None and not self.outputs
+
+    def describe_end(self) -> str:
+        """How it ended, in words."""
+        if self.code is None:
+            return "is still running"
+        if self.code >= 0:
+            return f"ended with exit code {self.code}"
+        name = signal.Signals(-self.code).name if -self.code in set(signal.Signals) else f"signal {-self.code}"
+        hint = " (the system does that when memory runs out)" if -self.code == signal.SIGKILL else ""
+        return f"was killed by {name}{hint}"
+
+
+@dataclass
+class _Output:
+    """One readable end of a pipe or pty, and what has been made of its bytes so far."""
+
+    process: Process
+    fd: int
+    error: bool
+    is_pty: bool
+    decoder: codecs.IncrementalDecoder
+    assembler: LineAssembler = field(default_factory=LineAssembler)
+
+
+class Supervisor:
+    """Starts processes in groups of their own and follows them from one thread, the main thread (signals arrive there).
+
+    Use it as a context manager: on leaving, whatever still runs is ended. On Linux the processes also end when the
+    supervisor is killed.
+
+    Args:
+        console: where output goes.
+        grace_s: seconds from SIGTERM to SIGKILL.
+    """
+
+    def __init__(self, console: Console, grace_s: float) -> None:
+        self._console = console
+        self._grace_s = grace_s
+        self._processes: list[Process] = []
+        self._selector = selectors.DefaultSelector()
+        self._signals: list[int] = []  # that ask us to end, not yet raised as Interrupted
+        self._old_handlers: dict[int, object] = {}
+        self._wakeup = (-1, -1)
+        self._old_wakeup = -1
+
+    def __enter__(self) -> Supervisor:  # noqa: PYI034 (typing.Self is not in Python 3.10)
+        self._wakeup = os.pipe()
+        for end in self._wakeup:
+            os.set_blocking(end, False)
+        self._selector.register(self._wakeup[0], selectors.EVENT_READ)
+        # Every signal with a Python handler writes a byte there: that is how the end of a child wakes the loop.
+        self._old_wakeup = signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
+        for number in _ENDING_SIGNALS:
+            self._old_handlers[number] = signal.signal(number, self._on_signal)
+        self._old_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        self._old_handlers[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda number, frame: self._resize())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, BrokenPipeError):
+            self._console.mute()
+        try:
+            self.end(self._processes)
+        finally:
+            for number, handler in self._old_handlers.items():
+                signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.set_wakeup_fd(self._old_wakeup)
+            self._selector.close()
+            for end in self._wakeup:
+                os.close(end)
+
+    def start(
+        self, command: Command, *, terminal: bool = False, on_line: Callable[[str], None] | None = None
+    ) -> Process:
+        """Starts `command`; with `terminal` it sees terminals where this process has them.
+
+        Args:
+            on_line: called with every finished line of its standard output.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        on_terminal = [terminal and redraws for redraws in self._console.redraws]
+        read_ends: list[int] = []
+        write_ends: list[int] = []
+        if any(on_terminal):
+            pty = os.openpty()
+            self._set_size(pty[0], command)
+        for wanted in on_terminal:
+            if not wanted:
+                read_end, write_end = os.pipe()
+            elif pty[0] in read_ends:  # both on one terminal, as the program would see it without us
+                write_ends.append(pty[1])
+                continue
+            else:
+                read_end, write_end = pty
+            read_ends.append(read_end)
+            write_ends.append(write_end)
+        try:
+            popen = subprocess.Popen(
+                command.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=write_ends[0],
+                stderr=write_ends[1],
+                env=dict(command.environment),
+                start_new_session=True,  # Ctrl-C reaches us alone, and the group can be ended with all it has started
+                preexec_fn=_end_with_parent(),
+            )
+        except BaseException:
+            for end in read_ends:
+                os.close(end)
+            raise
+        finally:
+            for end in set(write_ends):
+                os.close(end)
+        process = Process(command, popen, on_line)
+        self._processes.append(process)
+        for index, end in enumerate(read_ends):
+            os.set_blocking(end, False)
+            decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+            output = _Output(process, end, index == 1, on_terminal[index], decoder)
+            process.outputs.append(output)
+            self._selector.register(end, selectors.EVENT_READ, output)
+        return process
+
+    def wait(self, until: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Shows output until `until()` holds (True) or the time is over (False).
+
+        Raises:
+            Interrupted: SIGINT, SIGTERM or SIGHUP arrived.
+            BrokenPipeError: nobody reads our output any more.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            if self._signals:
+                raise Interrupted(self._signals.pop(0))
+            if until():
+                return True
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            for key, _ in self._selector.select(left):
+                if isinstance(key.data, _Output):
+                    self._read(key.data)
+                else:
+                    self._drain_wakeups()
+            self._reap()
+
+    def end(self, processes: Sequence[Process]) -> None:
+        """Ends the processes and all they have started: SIGTERM, after the grace (or another Ctrl-C) SIGKILL."""
+
+        def over() -> bool:
+            return all(process.ended for process in processes)
+
+        for number, timeout_s in ((signal.SIGTERM, self._grace_s), (signal.SIGKILL, KILL_S)):
+            for process in processes:
+                if process.code is None:
+                    _signal_group(process, number)
+            while True:
+                try:
+                    if self.wait(over, timeout_s):
+                        return
+                except Interrupted:
+                    if number == signal.SIGKILL:
+                        continue
+                except BrokenPipeError:
+                    self._console.mute()
+                    continue
+                break
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
+
+    def _drain_wakeups(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wakeup[0], _READ_BYTES):
+                pass
+
+    def _read(self, output: _Output) -> None:
+        try:
+            data = os.read(output.fd, _READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if error.errno != errno.EIO:  # how Linux says that no process has the pty open any more
+                raise
+            data = b""
+        self._show(output, output.assembler.feed(output.decoder.decode(data, final=not data)))
+        if not data:
+            self._close(output)
+
+    def _close(self, output: _Output) -> None:
+        """Shows what is left and forgets the output."""
+        self._selector.unregister(output.fd)
+        os.close(output.fd)
+        output.process.outputs.remove(output)
+        self._show(output, output.assembler.finish())
+
+    def _show(self, output: _Output, lines: list[str]) -> None:
+        process = output.process
+        name, colour = f"[{process.command.name}] ", process.command.colour
+        if output.is_pty:
+            self._console.live(name, colour, "" if lines else output.assembler.partial())
+        self._console.write(name, colour, lines, error=output.error)
+        if output.error:
+            process.tail = [*process.tail, *lines][-5:]
+        elif process.on_line is not None:
+            for line in lines:
+                process.on_line(line)
+        if output.is_pty and lines:
+            self._console.live(name, colour, output.assembler.partial())
+
+    def _reap(self) -> None:
+        """Notices ended processes, ends what they leave behind, and reads their output to its end."""
+        ended: list[Process] = []
+        for process in self._processes:
+            if process.code is None and os.waitid(os.P_PID, process.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                # Before it is reaped: until then nobody else can get its group number.
+                _signal_group(process, signal.SIGKILL)
+                process.code = process.popen.wait()
+                ended.append(process)
+        deadline = time.monotonic() + DRAIN_S
+        for process in ended:
+            while process.outputs and time.monotonic() < deadline:
+                with selectors.DefaultSelector() as selector:
+                    for output in process.outputs:
+                        selector.register(output.fd, selectors.EVENT_READ, output)
+                    for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+                        self._read(key.data)
+            for output in list(process.outputs):
+                self._read(output)  # what is there already: we may have been kept from reading it in time
+            for output in list(process.outputs):
+                self._close(output)
+
+    def _resize(self) -> None:
+        for process in self._processes:
+            for output in process.outputs:
+                if output.is_pty:
+                    self._set_size(output.fd, process.command)
+
+    def _set_size(self, fd: int, command: Command) -> None:
+        """Makes a pty as wide as what the prefix leaves of our terminal."""
+        columns = max(20, self._console.columns() - len(f"[{command.name}] ") - 1)
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+
+def _signal_group(process: Process, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody left in it; macOS says so by EPERM
+        os.killpg(process.popen.pid, number)
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """What a child has to call before it runs the program, so that it ends with this process; None where unknown.
+
+    The only thing that helps against SIGKILL of this process. Linux ties it to the thread that forks: the main thread.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None).prctl
+    parent = os.getpid()
+
+    def end_with_parent() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended in between
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return end_with_parent

@@ -1,0 +1,210 @@
+"""`tfps_pserver --status`: how a pserver is doing, as a table that is kept up to date or as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tfps.config import check_address
+from tfps.errors import ConfigError
+from tfps.protos import tfps_pb2 as pb
+from tfps.threads import Flag
+from tfps.wire.control import Pserver
+from tfps.wire.status import MemberStatus, PserverStatus, status_of
+
+_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What one member did between two looks at the pserver.
+
+    Attributes:
+        late_s: how long after the first rank's push this rank's came, mean over its slices.
+    """
+
+    steps_per_s: float
+    received_bytes_per_s: float
+    sent_bytes_per_s: float
+    late_s: float
+
+
+def rates(before: MemberStatus | None, now: MemberStatus, seconds: float) -> Rates:
+    """Of the member `now`; all 0 if it was not there `before`."""
+    if before is None or before.pid != now.pid or before.received_slices > now.received_slices or seconds <= 0:
+        return Rates(0.0, 0.0, 0.0, 0.0)
+    slices = now.received_slices - before.received_slices
+    return Rates(
+        (now.step - before.step) / seconds,
+        (now.received_bytes - before.received_bytes) / seconds,
+        (now.sent_bytes - before.sent_bytes) / seconds,
+        (now.wait_s - before.wait_s) / slices if slices else 0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Two looks at a pserver, one after the other."""
+
+    address: str
+    before: PserverStatus
+    now: PserverStatus
+
+    @property
+    def seconds(self) -> float:
+        return self.now.uptime_s - self.before.uptime_s
+
+    @property
+    def cpu(self) -> float:
+        """Cores in use."""
+        return (self.now.cpu_s - self.before.cpu_s) / self.seconds if self.seconds > 0 else 0.0
+
+    def members(self) -> list[tuple[MemberStatus, Rates, int]]:
+        """Every member, its rates, and how many steps it is behind the one that is ahead."""
+        earlier = {member.rank: member for member in self.before.job.members}
+        first = max((member.step for member in self.now.job.members), default=0)
+        return [
+            (member, rates(earlier.get(member.rank), member, self.seconds), first - member.step)
+            for member in self.now.job.members
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        found: dict[str, Any] = {"pserver": self.address, **dataclasses.asdict(self.now), "cpu": self.cpu}
+        found["job"] = {"name": found["job"].pop("job"), **found["job"]}
+        found["job"]["members"] = [
+            {**dataclasses.asdict(member), **dataclasses.asdict(rate), "steps_behind": behind}
+            for member, rate, behind in self.members()
+        ]
+        return found
+
+
+class Watcher:
+    """Asks the pserver at `address` again and again. `stop` ends a wait from another thread or a signal.
+
+    Raises:
+        ConfigError: the address is malformed.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._pserver = Pserver(check_address(address))
+        self._last: PserverStatus | None = None
+        self._stop = Flag()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def look(self, interval_s: float) -> Look | None:
+        """Waits and looks; the first time looks before, too. None once stopped.
+
+        Raises:
+            PserverLostError: nobody answers.
+        """
+        before = self._last or self._ask()
+        if self._stop.wait(interval_s):
+            return None
+        self._last = self._ask()
+        return Look(self._pserver.address, before, self._last)
+
+    def close(self) -> None:
+        self._pserver.close()
+
+    def _ask(self) -> PserverStatus:
+        return status_of(self._pserver.call("Status", pb.StatusRequest(details=True), _TIMEOUT_S))
+
+
+def show(watcher: Watcher, interval_s: float) -> None:
+    """Shows looks on stdout until the watcher is stopped: in a terminal redrawn in place, else one.
+
+    Raises:
+        ConfigError: rich is not installed.
+        PserverLostError: nobody answers (any more).
+    """
+    try:
+        from rich.console import Console
+        from rich.live import Live
+    except ImportError as error:
+        raise ConfigError(
+            "--status needs the package rich, which is missing: pip install 'tfps[console]' (--json needs nothing)"
+        ) from error
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, _WHOLE_WIDTH)  # a file or a pipe has room
+        if (look := watcher.look(interval_s)) is not None:
+            console.print(table(look))
+        return
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+        while (look := watcher.look(interval_s)) is not None:
+            live.update(table(look), refresh=True)
+
+
+_WHOLE_WIDTH = 160
+_COLUMNS = "rank", "process", "state", "step", "steps/s", "behind", "in MB/s", "out MB/s", "queued", "in flight"
+
+
+def table(look: Look) -> Any:
+    """A look as something that rich can print."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    status, job = look.now, look.now.job
+    found = Table(box=None, pad_edge=False, header_style="bold")
+    for name in (*_COLUMNS, "late", "awaited"):
+        found.add_column(name, justify="left" if name in ("process", "state") else "right", no_wrap=True)
+    for member, rate, behind in look.members():
+        slow = bool(behind or member.awaited_slices)
+        found.add_row(
+            str(member.rank),
+            f"{member.host}:{member.pid}",
+            f"{member.state}{', shared memory' if member.shared_memory else ''}",
+            str(member.step),
+            f"{rate.steps_per_s:.1f}",
+            str(behind),
+            f"{rate.received_bytes_per_s / 1e6:.1f}",
+            f"{rate.sent_bytes_per_s / 1e6:.1f}",
+            str(member.queued_slices),
+            _size(member.in_flight_bytes),
+            f"{rate.late_s * 1e3:.1f} ms",
+            str(member.awaited_slices),
+            style="yellow" if slow and job.state == "running" else "",
+        )
+    lines: list[Any] = [Text(line, no_wrap=True) for line in _head(look)]
+    if job.reason:
+        lines.append(Text(f"failed: {job.reason}", style="red"))
+    if job.members:
+        lines += [Text(""), found]
+    if status.errors:
+        counts = ", ".join(f"{each.where}: {each.count} {each.error}" for each in status.errors)
+        lines += [Text(""), Text(f"errors since the start: {counts}")]
+    return Group(*lines)
+
+
+def _head(look: Look) -> Sequence[str]:
+    status, job = look.now, look.now.job
+    name = f"job {job.job!r}" if job.job else "job"
+    process = (
+        f"pserver {look.address}, tfps {status.version}, up {_time(status.uptime_s)}, "
+        f"{look.cpu:.0%} of a core, {_size(status.memory_bytes)} of memory"
+    )
+    work = (
+        f"{name} {job.state}: {len(job.members)} of {job.workers} workers, {job.buckets} buckets, here {job.slices} "
+        f"slices with {_size(job.shard_bytes)}, {job.open_slices} of them wait for ranks"
+    )
+    return process, work
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} GiB"
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"

@@ -1,0 +1,432 @@
+"""The state of one job on one pserver: its members, what they declared, and the rounds of its slices."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tfps.config import Config
+from tfps.errors import (
+    ClosedError,
+    ConnectError,
+    MismatchError,
+    ProtocolError,
+    TfpsError,
+    WaitTimeoutError,
+    WorkerLostError,
+)
+from tfps.exchange.aggregate import GatherRound, SumRound
+from tfps.exchange.interface import BucketSpec, parse_dtype
+from tfps.exchange.layout import Cutting, Layout, cut_anew, cut_sum
+from tfps.exchange.placement import Placer
+from tfps.exchange.slicing import Slice, cut
+from tfps.pserver.job_status import ErrorCounts, job_status
+from tfps.pserver.membership import Applicant, Member, Membership, State, first_difference
+from tfps.pserver.owned_slice import OwnedSlice, Taken
+from tfps.pserver.recording import Recording
+from tfps.trace.recorder import Recorder
+from tfps.wire import frames
+from tfps.wire.control import PULL, PUSH, layout_message
+from tfps.wire.frames import EMPTY, LAST, Header, Kind
+from tfps.wire.send_queue import Outgoing, SendQueue
+from tfps.wire.shared_memory import Attached, Place, Target
+from tfps.wire.status import JobStatus
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """A declared bucket; `slices` has what this pserver owns of it, by index (a gather: index 0).
+
+    `slices` is only ever replaced as a whole, so that streams read it without a lock.
+    """
+
+    spec: BucketSpec
+    slices: dict[int, OwnedSlice] = field(default_factory=dict)
+    next: dict[int, dict[int, OwnedSlice]] = field(default_factory=dict)  # by the first step; guarded by Job._changed
+
+
+@dataclass(slots=True)
+class _Declaration:
+    """What each rank has announced in its declaration of one number."""
+
+    lines: dict[int, list[str]] = field(default_factory=dict)
+    specs: Sequence[BucketSpec] = ()
+    agreed: bool = False
+
+
+class Job:
+    """All a pserver knows of one job. Called by the threads of all workers' streams and control calls.
+
+    A failure ends the job for all its members; a new job needs a new object.
+    """
+
+    def __init__(self, workers: int, name: str, recorder: Recorder, errors: ErrorCounts) -> None:
+        self._recorder, self._errors = recorder, errors
+        self.recording = Recording(recorder)
+        self._changed = threading.Condition()  # guards all below; notified when a waiting declare may go on
+        self._membership = Membership(workers, name)
+        self._config = Config()
+        self._pservers = 1
+        self._placer = Placer(1, "balanced")
+        self._index = 0  # this pserver's place in the workers' lists
+        self._queues: dict[int, SendQueue] = {}
+        self._ends: dict[int, Callable[[], object]] = {}  # how to end the streams of pushes
+        self._declarations: list[_Declaration] = []
+        self._buckets: list[_Bucket] = []  # only grows, so that streams read it without the lock
+        self._failure: TfpsError | None = None
+
+    # Membership
+
+    @property
+    def token(self) -> str:
+        """What members prove themselves with; empty before the first has joined."""
+        return self._membership.token
+
+    @property
+    def over(self) -> bool:
+        """Whether it has failed or all its members have left."""
+        with self._changed:
+            return self._failure is not None or self._membership.over
+
+    def wait_over(self, timeout_s: float) -> bool:
+        """Waits while some members have left and others have not; whether the job is over then.
+
+        A script that trains twice comes back while slower workers are still at the end of the first job.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or not self._membership.ending, timeout_s)
+            return self._failure is not None or self._membership.over
+
+    def join(self, applicant: Applicant, config: Config, memory: Attached | None = None) -> Member:
+        """Makes a worker, which shares `memory`, a member.
+
+        Raises:
+            ConnectError, MismatchError: see `Membership.join`.
+        """
+        with self._changed:
+            first = not self._membership.members
+            member = self._membership.join(applicant, time.monotonic())
+            if first:
+                self._config = config
+                self._pservers = applicant.pservers
+                self._placer = Placer(applicant.pservers, config.placement)
+                self._index = applicant.pserver_index
+            if member.state is State.JOINED:
+                member.memory = memory
+                self._queues[member.rank] = SendQueue(
+                    config.first_window_bytes,
+                    config.policy,
+                    piggyback=False,
+                    recorder=self._recorder,
+                    name=f"rank {member.rank}",
+                    rank=member.rank,
+                )
+            return member
+
+    def open_stream(self, rank: int, stream: str, end: Callable[[], object] | None = None) -> SendQueue:
+        """The queue of `rank`, whose `stream`, "Push" or "Pull", begins now. With both it takes part.
+
+        Args:
+            end: ends the stream, once the other has ended. The queue's end is that of "Pull".
+
+        Raises:
+            ConnectError: the rank has not joined, or has such a stream.
+            TfpsError: the job has failed.
+        """
+        with self._changed:
+            self._raise_failure()
+            member = self._membership.members.get(rank)
+            if member is None or member.state is State.GONE or stream in member.streams:
+                raise ConnectError(f"rank {rank} has not joined this pserver, has left it, or has a stream already")
+            member.streams.add(stream)
+            if end is not None:
+                self._ends[rank] = end
+            if member.streams == {PUSH, PULL}:
+                member.state = State.STREAMING
+                self._changed.notify_all()
+            return self._queues[rank]
+
+    def stream_ended(self, rank: int) -> None:
+        """A stream of `rank` is at its end, expected (after `leave`, after a failure) or not; so is the other then."""
+        with self._changed:
+            member = self._membership.members[rank]
+            lost = member.state is not State.GONE
+        self._queues[rank].close()
+        if lost:  # before it counts as gone: a push that comes in between would say that it has left
+            self.fail(WorkerLostError(f"{member} died at step {member.step}: its connection ended without a leave"))
+        with self._changed:
+            member.go()
+            end = self._ends.pop(rank, None)
+            self._changed.notify_all()
+        if end is not None:
+            end()
+
+    def leave(self, rank: int, failure: TfpsError | None) -> None:
+        """`rank` leaves; the job fails if it does so because of a failure or if others wait for it."""
+        with self._changed:
+            member = self._membership.members.get(rank)
+            if member is None or member.state is State.GONE:
+                return
+        if failure is not None:
+            self.fail(failure)  # first, as above
+        with self._changed:
+            member.go()
+            self._changed.notify_all()
+            if ended := self.recording.gone(rank):
+                self._announce(Header(Kind.TRACE, step=ended))
+        self._queues[rank].close()
+        for bucket in self._buckets:
+            for item in bucket.slices.values():
+                with item.lock:
+                    waited_for = item.round.started and rank not in item.round.arrived
+                if waited_for:
+                    self._fail_left(member, item.round.step, bucket.spec.name)
+                    return
+
+    def fail(self, error: TfpsError) -> None:
+        """Ends the job: every member's stream ends with `error`. Only the first counts."""
+        with self._changed:
+            if self._failure is not None:
+                return
+            self._failure = error
+            self._errors.add("job", error)
+            self._buckets = []
+            self._changed.notify_all()
+        self.recording.fail(error)
+        for queue in list(self._queues.values()):
+            queue.fail(error)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _fail_left(self, member: Member, step: int, name: str) -> None:
+        self.fail(
+            WorkerLostError(
+                f"{member} left before step {step} of bucket '{name}', for which others wait: its data ended earlier "
+                "or its script ended; give every worker the same number of batches"
+            )
+        )
+
+    # Declarations
+
+    def declare(
+        self, rank: int, number: int, details: Sequence[str], specs: Sequence[BucketSpec], timeout_s: float
+    ) -> None:
+        """Blocks until all ranks have declared the same. Number 0 waits until all have joined.
+
+        Raises:
+            MismatchError: they have not; the job has failed.
+            WaitTimeoutError: names the ranks that did not come. The declaration is taken back: it may come again.
+            TfpsError: the job has failed, or this rank has left meanwhile.
+        """
+        lines = [*details, *map(str, specs)]
+        with self._changed:
+            self._raise_failure()
+            self._enter(rank, number, lines, specs)
+            declaration = self._declarations[number]
+            # Whichever thread sees the last rank's declaration decides for all.
+            self._changed.wait_for(lambda: self._decided(rank, declaration), timeout_s)
+            self._raise_failure()
+            if declaration.agreed:
+                return
+            members, gone = self._membership, self._membership.gone()
+            if rank in gone:
+                raise ClosedError("the worker has left the job")
+            late = [r for r in range(members.workers) if r not in declaration.lines]
+            what = "declared its variables" if number else "joined"
+            if lost := [r for r in late if r in gone]:
+                self.fail(WorkerLostError(f"{members.describe(lost[0])} left before it had {what}"))
+            self._raise_failure()
+            declaration.lines.pop(rank, None)
+            names = ", ".join(map(members.describe, late or members.not_streaming()))
+            raise WaitTimeoutError(f"not {what}: {names}")
+
+    def _enter(self, rank: int, number: int, lines: list[str], specs: Sequence[BucketSpec]) -> None:
+        count = len(self._declarations)
+        if number > count or (number == count and number and not self._declarations[-1].agreed):
+            raise ProtocolError(f"number of a declaration must be at most {count}, got {number}")
+        if number == count:
+            self._declarations.append(_Declaration())
+        declaration = self._declarations[number]
+        if rank in declaration.lines:
+            raise ProtocolError(f"declaration {number} must come once from rank {rank}, got it twice")
+        declaration.lines[rank] = lines
+        declaration.specs = specs
+        if len(declaration.lines) == self._membership.workers:
+            if (difference := first_difference(declaration.lines, self._membership.describe)) is not None:
+                self.fail(MismatchError(difference))
+            self._changed.notify_all()
+
+    def _decided(self, rank: int, declaration: _Declaration) -> bool:
+        if self._failure is not None or declaration.agreed:
+            return True
+        gone = self._membership.gone()
+        if any(r == rank or r not in declaration.lines for r in gone):
+            return True
+        if len(declaration.lines) < self._membership.workers or self._membership.not_streaming():
+            return False
+        self._buckets.extend(self._new_buckets(declaration.specs))
+        declaration.agreed = True
+        declaration.lines = {r: [] for r in declaration.lines}  # only who declared still counts
+        self._changed.notify_all()
+        return True
+
+    def tune(self, layout: Layout) -> None:
+        """Cuts buckets anew, from the steps that `layout` says, and tells all workers.
+
+        Raises:
+            ProtocolError: the layout does not fit the buckets.
+            TfpsError: the job has failed.
+        """
+        with self._changed:
+            self._raise_failure()
+            specs = [bucket.spec for bucket in self._buckets]
+            found = cut_anew(specs, layout, self._pservers, self._config.placement)
+            for number, cutting in found.items():
+                self._buckets[number].next[cutting.step] = self._slices_of(specs[number], cutting)
+            self._announce(Header(Kind.LAYOUT), layout_message(layout).SerializeToString())
+            for queue in self._queues.values():
+                queue.set_window(layout.window_bytes)
+
+    def trace(self, number: int, on: bool) -> None:
+        """Begins or ends the recording of a capture, and tells all workers.
+
+        Raises:
+            ClosedError: there is no such capture to end.
+            TfpsError: the job has failed.
+        """
+        with self._changed:
+            self._raise_failure()
+            if on:
+                others = set(range(1, self._membership.workers)) - set(self._membership.gone())
+                self.recording.start(number, () if self._index else others)
+            else:
+                self.recording.stop(number, self._index)
+            self._announce(Header(Kind.TRACE, index=int(on), step=number))
+
+    def _announce(self, header: Header, payload: bytes = b"") -> None:
+        """A frame outside the windows, to all workers."""
+        frame = frames.encode(header, payload)
+        for queue in self._queues.values():
+            queue.put_urgent(frame)
+
+    def _cut_anew(self, bucket: _Bucket, step: int) -> None:
+        """Changes to the next cutting, if `step` is cut so. All of the last step is over then, on all pservers."""
+        with self._changed:
+            for first in sorted(first for first in bucket.next if first <= step):
+                bucket.slices = bucket.next.pop(first)
+
+    def _slices_of(self, spec: BucketSpec, cutting: Cutting) -> dict[int, OwnedSlice]:
+        """What this pserver owns of a sum."""
+        owned = {}
+        for index, (piece, owner) in enumerate(zip(cutting.slices, cutting.owners, strict=True)):
+            if owner == self._index:
+                owned[index] = item = OwnedSlice(self._recorder)
+                label = f"slice {index} of bucket '{spec.name}'"
+                dtype, deterministic = parse_dtype(spec.dtype), self._config.deterministic
+                workers = self._membership.workers
+                item.round = SumRound(label, workers, dtype, piece.nbytes, deterministic, item.allocate)
+                item.round.step = cutting.step
+        return owned
+
+    def _new_buckets(self, specs: Sequence[BucketSpec]) -> Iterator[_Bucket]:
+        workers, slice_bytes = self._membership.workers, self._config.first_slice_bytes
+        for spec in specs:
+            bucket = _Bucket(spec)
+            if spec.kind == "gather":
+                if self._placer.place_gather(spec.common_name) == self._index:
+                    bucket.slices[0] = item = OwnedSlice(self._recorder)
+                    item.round = GatherRound(f"bucket '{spec.name}'", workers, slice_bytes)
+            else:
+                bucket.slices = self._slices_of(spec, cut_sum(spec, slice_bytes, self._placer))
+            yield bucket
+
+    # Rounds
+
+    def push(self, rank: int, header: Header, payload: memoryview, place: Place | None = None) -> None:
+        """Takes a PUSH of `rank`, and replies to all if it is the last of its round. Keeps `payload` by reference.
+
+        Args:
+            place: where the slice is in the rank's memory, if it is not in `payload`.
+
+        Raises:
+            ProtocolError: the frame fits no declared slice, or not the step of it.
+        """
+        if not 0 <= header.bucket < len(self._buckets):
+            if self._failure is not None:
+                return  # its stream is about to end
+            raise ProtocolError(f"bucket must be one of the {len(self._buckets)} declared ones, got {header.bucket}")
+        bucket = self._buckets[header.bucket]
+        if header.priority != bucket.spec.priority:
+            name, rule = bucket.spec.name, bucket.spec.priority
+            raise ProtocolError(f"priority of bucket '{name}' must be {rule}, got {header.priority}")
+        gather = bucket.spec.kind == "gather"
+        if bucket.next:
+            self._cut_anew(bucket, header.step)
+        item = bucket.slices.get(0 if gather else header.index)
+        if item is None:
+            raise ProtocolError(f"bucket '{bucket.spec.name}' has no slice {header.index} on this pserver")
+        member, target = self._membership.members[rank], None
+        if place is not None:
+            if gather or member.memory is None:
+                raise ProtocolError(f"bucket '{bucket.spec.name}' must come in frames, got {place} in shared memory")
+            target = Target(place, member.memory.view(place))
+            payload = payload[:0] if header.flags & EMPTY else target.memory.data
+        taken = item.take(rank, header, payload, target)
+        member.step = max(member.step, header.step)
+        member.wait_s += taken.wait_ns / 1e9  # its stream's thread alone writes both
+        if taken.result is not None:
+            self._reply(header, taken.result, gather, taken)
+        elif gone := [r for r in self._membership.gone() if r in taken.missing]:
+            self._fail_left(self._membership.members[gone[0]], taken.step, bucket.spec.name)
+
+    def missing(self, bucket: int) -> list[str]:
+        """The ranks for whose push of any slice of `bucket` others wait."""
+        with self._changed:
+            self._raise_failure()
+            if not 0 <= bucket < len(self._buckets):
+                raise ProtocolError(f"bucket must be one of the {len(self._buckets)} declared ones, got {bucket}")
+            ranks: set[int] = set()
+            for item in self._buckets[bucket].slices.values():
+                with item.lock:
+                    ranks.update(item.round.missing() if item.round.started else ())
+            return [self._membership.describe(rank) for rank in sorted(ranks)]
+
+    def undeclared(self) -> list[str]:
+        """The ranks that have not joined, or not declared what others have."""
+        with self._changed:
+            self._raise_failure()
+            ranks = set(self._membership.not_streaming())
+            if self._declarations and not (last := self._declarations[-1]).agreed:
+                ranks.update(rank for rank in range(self._membership.workers) if rank not in last.lines)
+            return [self._membership.describe(rank) for rank in sorted(ranks)]
+
+    def status(self) -> JobStatus:
+        """How the job is doing. Streams run meanwhile: numbers of theirs may be a slice apart."""
+        with self._changed:
+            loads = {rank: queue.load for rank, queue in self._queues.items()}
+            rounds = [item.round for bucket in self._buckets for item in bucket.slices.values()]
+            return job_status(self._membership, self._failure, len(self._buckets), rounds, loads)
+
+    def _reply(self, push: Header, result: memoryview, gather: bool, taken: Taken) -> None:
+        limit = self._config.first_slice_bytes
+        pieces = cut(len(result), limit) if gather else [Slice(0, len(result))]
+        items = []
+        for index, piece in enumerate(pieces):
+            flags = LAST if gather and index == len(pieces) - 1 else 0
+            header = Header(Kind.REPLY, flags, push.bucket, index if gather else push.index, push.priority, push.step)
+            # Encoded once: all ranks get the same bytes object.
+            if taken.blank is not None:
+                frame = taken.blank.finish(header)
+            else:
+                frame = frames.encode(header, result[piece.offset : piece.offset + piece.nbytes])
+            items.append(Outgoing(header, piece.nbytes, frame=frame))
+        for rank, queue in list(self._queues.items()):
+            if (target := taken.targets.get(rank)) is None:
+                queue.put(items)
+            else:
+                content = memoryview(frame)[frames.HEADER_BYTES :]  # a sum has one piece
+                queue.put([Outgoing(header, len(content), content, target=target)])

@@ -1,0 +1,185 @@
+"""Who belongs to a job, as one pserver sees it: decisions only, no I/O and no locks."""
+
+from __future__ import annotations
+
+import enum
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tfps.errors import ConnectError, MismatchError
+from tfps.wire.shared_memory import Attached
+
+STREAM_GRACE_S = 30.0  # a member that has opened no stream by then died between the calls
+
+
+class State(enum.Enum):
+    """Where a member is in its life."""
+
+    JOINED = "joined"
+    STREAMING = "streaming"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Applicant:
+    """A worker that asks to join; see JoinRequest in tfps.proto."""
+
+    job: str
+    rank: int | None
+    workers: int  # 0: unknown
+    uid: str
+    host: str
+    pid: int
+    pserver_index: int
+    pservers: int
+    token: str  # empty for the first pserver of the list
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.pid}"
+
+
+@dataclass(slots=True)
+class Member:
+    """A worker that has joined."""
+
+    rank: int
+    applicant: Applicant
+    joined_s: float
+    state: State = State.JOINED
+    streams: set[str] = field(default_factory=set)  # those that it has opened: "Push", "Pull"
+    memory: Attached | None = None  # that it shares with this pserver
+    step: int = 0  # the highest that it has pushed
+    wait_s: float = 0.0  # sum over slices of how long after the first rank's push its own came
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.applicant})"
+
+    def go(self) -> None:
+        """It has left or died: nothing of it is kept."""
+        self.state, self.memory = State.GONE, None
+
+
+class Membership:
+    """The members of one job. The first to join decides what the others must agree with."""
+
+    def __init__(self, workers: int, job: str = "") -> None:
+        self.workers = workers
+        self.token = ""
+        self.members: dict[int, Member] = {}
+        self._job = job
+
+    def join(self, applicant: Applicant, now_s: float) -> Member:
+        """Makes `applicant` a member, or finds that it is one already (a repeated call).
+
+        Raises:
+            ConnectError: it does not belong here; the message says why and what to do.
+            MismatchError: its settings differ from those of the other members.
+        """
+        self._drop_dead(now_s)
+        self._check_job(applicant)
+        for member in self.members.values():
+            if member.applicant.uid == applicant.uid:
+                return member
+        self._check_settings(applicant)
+        rank = self._rank_for(applicant)
+        if not self.members:
+            self.token = applicant.token or secrets.token_hex(16)
+        self.members[rank] = Member(rank, applicant, now_s)
+        return self.members[rank]
+
+    def describe(self, rank: int) -> str:
+        """`rank 1 (host:pid)`, for messages."""
+        return str(self.members.get(rank, f"rank {rank} (not joined)"))
+
+    def not_streaming(self) -> list[int]:
+        """Ranks that have not joined completely, or are gone."""
+        ranks = range(self.workers)
+        return [rank for rank in ranks if rank not in self.members or self.members[rank].state is not State.STREAMING]
+
+    def gone(self) -> list[int]:
+        """Ranks that have left or died."""
+        return [rank for rank, member in self.members.items() if member.state is State.GONE]
+
+    @property
+    def ending(self) -> bool:
+        """Whether some members are gone and others not."""
+        return 0 < len(self.gone()) < len(self.members)
+
+    @property
+    def over(self) -> bool:
+        """Whether there were members and all are gone."""
+        return bool(self.members) and len(self.gone()) == len(self.members)
+
+    def _drop_dead(self, now_s: float) -> None:
+        for rank, member in list(self.members.items()):
+            if member.state is State.JOINED and not member.streams and now_s - member.joined_s > STREAM_GRACE_S:
+                del self.members[rank]
+
+    def _check_job(self, new: Applicant) -> None:
+        if new.workers and new.workers != self.workers:
+            raise ConnectError(
+                f"the pserver was started with --workers {self.workers}, this worker expects {new.workers}; "
+                "start both with the same number"
+            )
+        if self._job and new.job != self._job:
+            raise ConnectError(f"the pserver serves only job {self._job!r} (--job), this worker belongs to {new.job!r}")
+        if not self.members:
+            if new.pserver_index and not new.token:
+                raise ConnectError(
+                    "a worker must join the first pserver of its list first, this one came without a token"
+                )
+            return
+        first = next(iter(self.members.values()))
+        theirs, ours = first.applicant, (new.pserver_index, new.pservers)
+        if ours != (theirs.pserver_index, theirs.pservers):
+            raise ConnectError(
+                f"the lists of pservers differ: this pserver is number {theirs.pserver_index + 1} of {theirs.pservers} "
+                f"for {first} and number {ours[0] + 1} of {ours[1]} for this worker; give all workers of a job the "
+                "same list, and every job pservers of its own"
+            )
+        if new.job != theirs.job or (new.pserver_index and new.token != self.token):
+            members = ", ".join(map(str, self.members.values()))
+            raise ConnectError(
+                f"the pserver is used by another job {theirs.job!r} (its workers: {members}); "
+                "wait for its end or give this job pservers of its own"
+            )
+
+    def _check_settings(self, new: Applicant) -> None:
+        for member in self.members.values():
+            for name, theirs in member.applicant.settings.items():
+                if (ours := new.settings.get(name)) != theirs:
+                    raise MismatchError(
+                        f"{name} must be the same on all workers: {member} has {theirs!r}, this worker {ours!r}"
+                    )
+            return  # the others have agreed with the first
+
+    def _rank_for(self, new: Applicant) -> int:
+        if new.rank is None:
+            free = [rank for rank in range(self.workers) if rank not in self.members]
+            if not free:
+                members = ", ".join(map(str, self.members.values()))
+                raise ConnectError(
+                    f"all {self.workers} ranks of the job are taken ({members}); start the pserver with a larger "
+                    "--workers, or give another job pservers of its own"
+                )
+            return free[0]
+        if not 0 <= new.rank < self.workers:
+            raise ConnectError(f"rank must be from 0 to {self.workers - 1} (--workers {self.workers}), got {new.rank}")
+        if new.rank in self.members:
+            raise ConnectError(
+                f"two workers have rank {new.rank}: {self.members[new.rank].applicant} and {new} (this one); "
+                "give every worker a rank of its own, and every job pservers of its own"
+            )
+        return new.rank
+
+
+def first_difference(lines: Mapping[int, Sequence[str]], describe: Callable[[int], str]) -> str | None:
+    """What differs first between the ranks' declarations, and what each rank has; None if they are equal."""
+    for number in range(max(map(len, lines.values()), default=0)):
+        found = {rank: own[number] if number < len(own) else "nothing" for rank, own in sorted(lines.items())}
+        if len(set(found.values())) > 1:
+            each = "; ".join(f"{describe(rank)} has {text}" for rank, text in found.items())
+            return f"the workers do not train the same, line {number + 1} of what they declare differs: {each}"
+    return None

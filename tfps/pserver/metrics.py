@@ -1,0 +1,150 @@
+"""What a pserver tells Prometheus: `/metrics` and `/healthz`, over HTTP.
+
+Nothing is counted here: a scrape reads what the pserver keeps anyway. docs/metrics.md lists the names.
+"""
+
+from __future__ import annotations
+
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from tfps.errors import ConfigError
+from tfps.pserver.membership import State
+from tfps.pserver.server import ParameterServer
+from tfps.wire.status import MemberStatus
+
+try:
+    from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+    from prometheus_client.registry import Collector
+except ImportError as error:
+    raise ConfigError(
+        "metrics need the package prometheus-client, which is not installed: pip install 'tfps[metrics]'"
+    ) from error
+
+_REQUEST_TIMEOUT_S = 10.0  # a client that says nothing holds a thread no longer
+
+# Per member: name, whether it is a total, the value, what it is.
+_PER_RANK: tuple[tuple[str, bool, Callable[[MemberStatus], float], str], ...] = (
+    ("tfps_step", False, lambda m: m.step, "Highest step that the rank has pushed"),
+    ("tfps_received_bytes", True, lambda m: m.received_bytes, "Payload of the rank's pushes"),
+    ("tfps_received_slices", True, lambda m: m.received_slices, "Slices that the rank has pushed"),
+    ("tfps_sent_bytes", True, lambda m: m.sent_bytes, "Payload of the replies sent to the rank"),
+    ("tfps_sent_slices", True, lambda m: m.sent_slices, "Replies sent to the rank"),
+    ("tfps_queued_slices", False, lambda m: m.queued_slices, "Replies to the rank that wait to be sent"),
+    ("tfps_in_flight_bytes", False, lambda m: m.in_flight_bytes, "Payload sent to the rank and not acknowledged"),
+    ("tfps_window_bytes", False, lambda m: m.window_bytes, "What may be in flight to the rank"),
+    ("tfps_awaited_slices", False, lambda m: m.awaited_slices, "Slices for which other ranks wait for this one"),
+    (
+        "tfps_aggregate_wait_seconds",
+        True,
+        lambda m: m.wait_s,
+        "Sum over slices of how long after the first rank's push the rank's own came",
+    ),
+)
+
+
+class PserverCollector(Collector):
+    """Reads the status of `server` whenever it is asked."""
+
+    def __init__(self, server: ParameterServer) -> None:
+        self._server = server
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._server.status()
+        job = status.job
+        yield InfoMetricFamily("tfps", "Version of tfps", {"version": status.version})
+        yield GaugeMetricFamily("tfps_workers", "Workers that a job has", job.workers)
+        members = GaugeMetricFamily("tfps_members", "Members of the current job by state", labels=["state"])
+        for state in State:
+            members.add_metric([state.value], sum(member.state == state.value for member in job.members))
+        yield members
+        yield GaugeMetricFamily("tfps_buckets", "Buckets that the current job has declared", job.buckets)
+        yield GaugeMetricFamily("tfps_slices", "Slices of them on this pserver", job.slices)
+        yield GaugeMetricFamily("tfps_shard_bytes", "Size of these slices, without those of gathers", job.shard_bytes)
+        yield GaugeMetricFamily(
+            "tfps_open_slices", "Slices that some ranks have pushed and others not", job.open_slices
+        )
+        for name, total, value, text in _PER_RANK:
+            family = (CounterMetricFamily if total else GaugeMetricFamily)(name, text, labels=["rank"])
+            for member in job.members:
+                family.add_metric([str(member.rank)], value(member))
+            yield family
+        yield CounterMetricFamily("tfps_jobs", "Jobs that have begun", status.jobs)
+        failures = CounterMetricFamily("tfps_job_failures", "Jobs that have failed", labels=["error"])
+        refused = CounterMetricFamily("tfps_rpc_errors", "Calls that were refused", labels=["rpc", "error"])
+        for each in status.errors:
+            if each.where == "job":
+                failures.add_metric([each.error], each.count)
+            else:
+                refused.add_metric([each.where, each.error], each.count)
+        yield failures
+        yield refused
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        socketserver.TCPServer.server_bind(self)  # HTTPServer's also asks DNS for a name, which may take seconds
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _REQUEST_TIMEOUT_S
+
+    def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002
+        """A scrape is no news."""
+
+
+class MetricsServer:
+    """Answers HTTP requests about `server` on a thread "tfps-metrics", from construction until `stop`.
+
+    `/metrics` in the formats of Prometheus; `/healthz` with 200 as long as the pserver serves and 503 from its stop on.
+
+    Args:
+        host: address to listen on, as the pserver's.
+        port: 0 picks a free one; see `port`.
+
+    Raises:
+        ConfigError: the port cannot be had.
+    """
+
+    def __init__(self, server: ParameterServer, host: str, port: int) -> None:
+        self._server = server
+        registry = CollectorRegistry()
+        registry.register(PserverCollector(server))
+        ProcessCollector(registry=registry)
+        self._metrics = make_wsgi_app(registry)
+        kind: type[_Server] = _Server
+        if ":" in host:
+            kind = type("_Server6", (_Server,), {"address_family": socket.AF_INET6})
+        try:
+            self._http = make_server(host, port, self._answer, kind, _Handler)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port} for metrics: {error.strerror or error}") from error
+        self.port = int(self._http.server_port)
+        self._thread = threading.Thread(target=self._http.serve_forever, name="tfps-metrics", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread and gives the port back."""
+        self._http.shutdown()
+        self._thread.join()
+        self._http.server_close()
+
+    def _answer(self, environment: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        path = environment.get("PATH_INFO", "")
+        if path == "/metrics":
+            found: Iterable[bytes] = self._metrics(environment, start_response)
+            return found
+        status, text = "404 Not Found", b"/metrics or /healthz\n"
+        if path == "/healthz":
+            status, text = ("503 Service Unavailable", b"stopping\n") if self._server.stopped else ("200 OK", b"ok\n")
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(text)))])
+        return [text]

@@ -1,0 +1,130 @@
+"""A pserver's part in captures: it records, keeps what workers have uploaded, and hands both to rank 0."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from tfps.errors import ClosedError, TfpsError
+from tfps.protos import tfps_pb2 as pb
+from tfps.trace.recorder import RECORD, Recorder
+
+_PART_BYTES = 50_000 * RECORD.itemsize  # of one message
+
+
+def messages(recorder: Recorder, **fields: Any) -> list[Any]:
+    """What a recorder has, as messages of a few MB; `fields` are those of Records that say whose it is."""
+    records = recorder.records()
+    return [
+        pb.Records(
+            records=records[at : at + _PART_BYTES], last=at + _PART_BYTES >= len(records), full=recorder.full, **fields
+        )
+        for at in range(0, max(len(records), 1), _PART_BYTES)
+    ]
+
+
+class Recording:
+    """The capture of a job as one of its pservers sees it; see Records in protos/tfps.proto. Any thread.
+
+    Attributes:
+        number: of the capture, from its begin until all is collected; 0: there is none.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._changed = threading.Condition()  # guards all below; notified when `collect` may have something to give
+        self.number = 0
+        self._runs = False
+        self._parts: deque[Any] = deque()
+        self._expected: set[int] = set()  # ranks that may still upload
+        self._failure: TfpsError | None = None
+
+    def start(self, number: int, uploading: Iterable[int]) -> None:
+        """Records from now on; forgets what there is of an earlier capture.
+
+        Args:
+            uploading: ranks that will upload to this pserver.
+        """
+        with self._changed:
+            self.number, self._runs = number, True
+            self._parts.clear()
+            self._expected = set(uploading)
+            self._recorder.start(events=False)
+            self._changed.notify_all()
+
+    def stop(self, number: int, index: int) -> None:
+        """Records no more; `index` is this pserver's place in the list of the workers.
+
+        Raises:
+            ClosedError: there is no such capture, or not any more.
+        """
+        with self._changed:
+            self._check(number)
+            if self._runs:
+                self._runs = False
+                self._recorder.stop()
+                self._parts.extend(messages(self._recorder, pserver=True, number=index))
+                self._changed.notify_all()
+
+    def upload(self, number: int, rank: int, part: Any) -> None:
+        """Takes what a worker has recorded, or a part of it.
+
+        Raises:
+            ClosedError: there is no such capture, or not any more.
+        """
+        with self._changed:
+            self._check(number)
+            self._parts.append(part)
+            if part.last:
+                self._expected.discard(rank)
+            self._changed.notify_all()
+
+    def collect(self, number: int, timeout_s: float) -> Any | None:
+        """The next part; waits for it. None ends the capture: all is collected, or the time is over.
+
+        Raises:
+            ClosedError: there is no such capture, or not any more.
+            TfpsError: the job has failed.
+        """
+        with self._changed:
+            self._check(number)
+            self._changed.wait_for(
+                lambda: self._parts or not self._expected or self.number != number or self._failure, timeout_s
+            )
+            self._check(number)
+            if self._parts:
+                return self._parts.popleft()
+            self._end()
+            return None
+
+    def gone(self, rank: int) -> int:
+        """`rank` has left, nobody waits for its spans any more; the capture that this ends (rank 0's), or 0."""
+        with self._changed:
+            self._expected.discard(rank)
+            ended = self.number if rank == 0 else 0
+            if rank == 0:
+                self._end()
+            self._changed.notify_all()
+            return ended
+
+    def fail(self, error: TfpsError) -> None:
+        """The job has failed."""
+        with self._changed:
+            self._failure = error
+            self._end()
+            self._changed.notify_all()
+
+    def _end(self) -> None:
+        if self._runs:
+            self._recorder.stop()
+        self.number, self._runs = 0, False
+        self._parts.clear()
+        self._expected.clear()
+
+    def _check(self, number: int) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if number != self.number or not number:
+            raise ClosedError(f"the pserver does not know capture {number}, or not any more")

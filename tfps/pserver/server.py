@@ -1,0 +1,331 @@
+"""A pserver: the gRPC side of `Job`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+
+from tfps.errors import ClosedError, ConfigError, ConnectError, ProtocolError, PserverLostError, TfpsError
+from tfps.exchange.interface import BucketSpec
+from tfps.protos import tfps_pb2 as pb
+from tfps.pserver.job import Job
+from tfps.pserver.job_status import ErrorCounts
+from tfps.pserver.membership import Applicant
+from tfps.threads import DaemonPool
+from tfps.trace.recorder import Recorder
+from tfps.version import __version__
+from tfps.wire import frames
+from tfps.wire.control import (
+    PROTOCOL_VERSION,
+    PULL,
+    PUSH,
+    RANK_KEY,
+    SERVER_OPTIONS,
+    SERVICE,
+    TOKEN_KEY,
+    config_of,
+    failure_of,
+    layout_of,
+    reply_type,
+    request_type,
+    version_text,
+)
+from tfps.wire.frames import Kind, error_from
+from tfps.wire.memory import resident_bytes, tune_malloc
+from tfps.wire.send_queue import SendQueue
+from tfps.wire.shared_memory import Attached, Offer
+from tfps.wire.status import PserverStatus, status_message
+from tfps.wire.stream import outgoing, receive
+
+logger = logging.getLogger("tfps")
+_JOIN_MARGIN_S = 1.0  # before a caller's deadline, to tell it why it waits instead of letting it run out
+
+
+class ParameterServer:
+    """Serves one job of `workers` workers after the other, from construction until `stop`.
+
+    Per worker one of gRPC's threads sends replies and another receives, aggregates and queues the replies.
+
+    Args:
+        host: address to listen on; `"0.0.0.0"` is every interface.
+        port: 0 picks a free one; see `port`.
+        workers: how many workers a job has.
+        job: serve only jobs of this name.
+
+    Raises:
+        ConfigError: the number of workers is out of range, or the port cannot be had.
+    """
+
+    def __init__(self, host: str, port: int, *, workers: int, job: str = "", recorder: Recorder | None = None) -> None:
+        if workers < 1:
+            raise ConfigError(f"workers must be at least 1, got {workers}")
+        tune_malloc()
+        self.workers = workers
+        self._job_name = job
+        self._recorder = recorder or Recorder()
+        self._started_s = time.monotonic()
+        self._errors = ErrorCounts()
+        self._lock = threading.Lock()  # guards all below
+        self._job = Job(workers, job, self._recorder, self._errors)
+        self._jobs = 0
+        self._stopped = False
+        # A worker holds two threads with its streams and may hold one with a call; twice, as a new job's workers may
+        # come before the threads of the last one's streams have ended.
+        self._pool = DaemonPool(6 * workers + 8, "tfps-server")
+        self._server = grpc.server(self._pool, options=SERVER_OPTIONS)
+        self._server.add_generic_rpc_handlers((self._handlers(),))
+        where = f"[{host}]" if ":" in host else host
+        try:
+            _try_to_listen(host, port)
+            self.port = int(self._server.add_insecure_port(f"{where}:{port}"))
+        except (OSError, RuntimeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "the port is not available"
+            raise ConfigError(f"cannot listen on {where}:{port}: {reason}") from error
+        self.address = f"{_reachable(host)}:{self.port}"
+        self._server.start()
+
+    def stop(self, grace_s: float = 2.0) -> None:
+        """Ends the job, if there is one, with an error that says so, and the server. May be called again."""
+        with self._lock:
+            self._stopped = True
+            job = self._job
+        job.fail(PserverLostError(f"pserver {self.address} was stopped"))
+        self._server.stop(grace_s).wait()
+        self._pool.shutdown(wait=False)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` has been called."""
+        return self._stopped
+
+    def status(self) -> PserverStatus:
+        """How the pserver is doing. What it costs, it costs then: nothing is measured for it meanwhile."""
+        with self._lock:
+            job, jobs = self._job, self._jobs
+        return PserverStatus(
+            version=__version__,
+            cpu_s=time.process_time(),
+            uptime_s=time.monotonic() - self._started_s,
+            memory_bytes=resident_bytes(),
+            jobs=jobs,
+            errors=self._errors.all(),
+            job=job.status(),
+        )
+
+    def _handlers(self) -> Any:
+        def unary(call: Callable[[Any, grpc.ServicerContext], Any], name: str) -> Any:
+            def answered(request: Any, context: grpc.ServicerContext) -> Any:
+                try:
+                    reply = call(request, context)
+                except TfpsError as error:
+                    reply = reply_type(name)(failure=failure_of(error))
+                except Exception as error:
+                    bug = self._bug(f"in {name}", error)
+                    reply = reply_type(name)(**({} if name == "Leave" else {"failure": failure_of(bug)}))
+                if name != "Leave" and reply.HasField("failure"):
+                    self._errors.add(name, error_from(reply.failure.code, reply.failure.text))
+                return reply
+
+            return grpc.unary_unary_rpc_method_handler(
+                answered,
+                request_deserializer=request_type(name).FromString,
+                response_serializer=lambda reply: reply.SerializeToString(),
+            )
+
+        calls = {
+            "Join": self._join,
+            "Declare": self._declare,
+            "Waiting": self._waiting,
+            "Tune": self._tune,
+            "Trace": self._trace,
+            "Clock": self._clock,
+            "Upload": self._upload,
+            "Collect": self._collect,
+            "Status": self._status,
+            "Leave": self._leave,
+        }
+        handlers = {name: unary(call, name) for name, call in calls.items()}
+        handlers[PUSH] = grpc.stream_unary_rpc_method_handler(self._push)
+        handlers[PULL] = grpc.unary_stream_rpc_method_handler(self._pull)
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    def _job_of(self, token: str) -> Job:
+        with self._lock:
+            if token and token == self._job.token:
+                return self._job
+        raise ClosedError("the pserver does not know this job, or not any more")
+
+    # Control calls; on gRPC's threads
+
+    def _join(self, request: Any, context: grpc.ServicerContext) -> Any:
+        reply = pb.JoinReply(protocol_version=PROTOCOL_VERSION)
+        try:
+            if request.protocol_version != PROTOCOL_VERSION:
+                raise ConnectError(version_text(PROTOCOL_VERSION, request.protocol_version))
+            config = config_of(request.settings)
+            applicant = Applicant(
+                job=request.job,
+                rank=request.rank if request.rank >= 0 else None,
+                workers=request.workers,
+                uid=request.uid,
+                host=request.host,
+                pid=request.pid,
+                pserver_index=request.pserver_index,
+                pservers=request.pservers,
+                token=request.token,
+                settings={field.name: getattr(request.settings, field.name) for field in pb.Settings.DESCRIPTOR.fields},
+            )
+            with self._lock:
+                job = self._job
+            job.wait_over(max((context.time_remaining() or 0.0) - _JOIN_MARGIN_S, 0.0))
+            with self._lock:
+                if self._stopped:
+                    raise ConnectError("the pserver is stopping")
+                if self._job.over:
+                    self._job = Job(self.workers, self._job_name, self._recorder, self._errors)
+                first = not self._job.token
+                member = self._job.join(applicant, config, _attached(request))
+                reply.rank, reply.shared_memory = member.rank, member.memory is not None
+                self._jobs += first
+                reply.workers, reply.token = self.workers, self._job.token
+        except TfpsError as error:  # here, as a refusal must name the protocol version, too
+            reply.failure.CopyFrom(failure_of(error))
+        return reply
+
+    def _declare(self, request: Any, context: grpc.ServicerContext) -> Any:
+        specs = [BucketSpec(b.name, b.kind, b.nbytes, b.dtype, b.priority, b.occasional) for b in request.buckets]
+        job = self._job_of(request.token)
+        job.declare(request.rank, request.number, request.details, specs, request.timeout_s)
+        return pb.DeclareReply()
+
+    def _waiting(self, request: Any, context: grpc.ServicerContext) -> Any:
+        job = self._job_of(request.token)
+        return pb.WaitingReply(missing=job.undeclared() if request.declaration else job.missing(request.bucket))
+
+    def _tune(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._job_of(request.token).tune(layout_of(request.layout))
+        return pb.TuneReply()
+
+    def _trace(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._job_of(request.token).trace(request.number, request.on)
+        return pb.TraceReply()
+
+    def _clock(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return pb.ClockReply(time_ns=self._recorder.clock())
+
+    def _upload(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._job_of(request.token).recording.upload(request.number, request.rank, request.records)
+        return pb.UploadReply()
+
+    def _collect(self, request: Any, context: grpc.ServicerContext) -> Any:
+        part = self._job_of(request.token).recording.collect(request.number, request.timeout_s)
+        return pb.CollectReply(records=part)
+
+    def _status(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return status_message(self.status()) if request.details else pb.StatusReply(cpu_s=time.process_time())
+
+    def _leave(self, request: Any, context: grpc.ServicerContext) -> Any:
+        failure = error_from(request.failure.code, request.failure.text) if request.HasField("failure") else None
+        with contextlib.suppress(ClosedError):
+            self._job_of(request.token).leave(request.rank, failure)
+        return pb.LeaveReply()
+
+    # Streams
+
+    def _open(
+        self, stream: str, context: grpc.ServicerContext, end: Callable[[], object] | None = None
+    ) -> tuple[Job, int, SendQueue]:
+        metadata = dict(context.invocation_metadata())
+        rank = _rank_of(metadata)
+        job = self._job_of(metadata.get(TOKEN_KEY, ""))
+        return job, rank, job.open_stream(rank, stream, end)
+
+    def _push(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        try:
+            job, rank, queue = self._open(PUSH, context, context.cancel)
+        except TfpsError as error:
+            self._errors.add("Push", error)
+            return frames.encode_error(error)  # refused alone: the job goes on
+        try:
+            receive(_until_broken(messages), Kind.PUSH, queue, functools.partial(job.push, rank))
+        except ProtocolError as error:
+            job.fail(ProtocolError(f"rank {rank}: {error}"))
+        except Exception as error:
+            if not job.over:  # else it may be due to what has been taken down
+                job.fail(self._bug(f"while it took a push of rank {rank}", error))
+        job.stream_ended(rank)
+        return b""
+
+    def _pull(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        try:
+            job, rank, queue = self._open(PULL, context)
+        except TfpsError as error:
+            self._errors.add("Pull", error)
+            yield frames.encode_error(error)  # refused alone, too
+            return
+        ended = functools.partial(job.stream_ended, rank)
+        if not context.add_callback(ended):  # called also if it breaks while there is nothing to send
+            ended()
+        try:
+            yield from outgoing(queue)
+        except TfpsError as error:
+            yield frames.encode_error(error)
+        except Exception as error:
+            job.fail(failure := self._bug(f"while it sent to rank {rank}", error))
+            yield frames.encode_error(failure)
+
+    def _bug(self, when: str, error: Exception) -> TfpsError:
+        """Logs an error that should not have happened, such as a MemoryError; what to tell the workers of it."""
+        logger.error("tfps: failed %s", when, exc_info=error)
+        return TfpsError(f"pserver {self.address}: failed {when}: {error!r}; its log says where")
+
+
+def _until_broken(messages: Iterator[bytes]) -> Iterator[bytes]:
+    with contextlib.suppress(Exception):  # gRPC's way to say that the stream broke: whose it was stream_ended says
+        yield from messages
+
+
+def _attached(request: Any) -> Attached | None:
+    """The memory of the worker that joins, if it offers some and it can be had; sockets are always there."""
+    if not request.HasField("memory"):
+        return None
+    memory = request.memory
+    try:
+        return Attached(Offer(memory.host, request.pid, memory.fd, memory.secret))
+    except OSError:
+        return None
+
+
+def _rank_of(metadata: dict[str, Any]) -> int:
+    text = str(metadata.get(RANK_KEY, ""))
+    if not text.isdigit():
+        raise ConnectError(f"metadata {RANK_KEY} must be a number, got {text!r}")
+    return int(text)
+
+
+def _reachable(host: str) -> str:
+    """An address at which other hosts reach a server that listens on `host`."""
+    if host not in ("0.0.0.0", "::", ""):
+        return f"[{host}]" if ":" in host else host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; picks the interface of the default route
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def _try_to_listen(host: str, port: int) -> None:
+    """Raises OSError if the port cannot be had: gRPC itself does not tell the reason to its caller."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does; else lingering connections count
+        probe.bind((host, port))

@@ -1,0 +1,284 @@
+"""Where the time of a step goes, and what would make it shorter: from the times of gradients and updates alone.
+
+Layers are not timed: how long the forward pass of a bucket's layers takes is taken to be in proportion to the time
+between its gradient and the one before it, by the factor that explains when the next step's first gradient came.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+from tfps.errors import TfpsError
+from tfps.exchange.interface import Link
+
+MIN_STEPS = 4
+_NEGLIGIBLE = 0.03  # of a step
+
+
+class Round(NamedTuple):
+    """One step of one bucket on this worker, seconds of one clock: gradient there; variables updated."""
+
+    ready_s: float
+    done_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The last steps of one bucket. Buckets are compared in the order of `priority`, that of first use."""
+
+    name: str
+    priority: int
+    nbytes: int
+    rounds: Sequence[Round]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A bucket's part of the computation."""
+
+    name: str
+    forward_s: float
+    backward_s: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """See `Strategy.report`. All times are medians over the last steps.
+
+    Attributes:
+        step_s: from one step to the next.
+        compute_s: of it, everything but waiting for parameters: forward, backward, input.
+        exposed_wait_s: of it, how long the forward pass waited for parameters.
+        wire_s: how long something was on its way to or from the pservers.
+        overlap: what part of wire_s cost no time: 1 - exposed_wait_s / wire_s.
+        bytes_per_s: payload to all pservers together while something was waiting; 0 if the network always kept up.
+        limit: what the step waits for, in words.
+        without_schedule_s: the step with the same network, sent in the order of gradients and with one barrier for all.
+        with_twice_the_bandwidth_s, with_one_more_pserver_s: the step as it would probably be.
+        layers: the profile of the model, in forward order.
+        slice_bytes, window_bytes: as they are now; 0 where there is no pserver.
+    """
+
+    step_s: float
+    compute_s: float
+    exposed_wait_s: float
+    wire_s: float
+    overlap: float
+    bytes_per_s: float
+    limit: str
+    without_schedule_s: float
+    with_twice_the_bandwidth_s: float
+    with_one_more_pserver_s: float
+    layers: tuple[Layer, ...] = field(repr=False)
+    slice_bytes: int = 0
+    window_bytes: int = 0
+
+    def __str__(self) -> str:
+        parts = f"{_ms(self.compute_s)} computing, {_ms(self.exposed_wait_s)} waiting for parameters"
+        lines = [
+            f"step {_ms(self.step_s)}: {parts}",
+            f"network in use {_ms(self.wire_s)} of it, {self.overlap:.0%} of that while computing",
+            f"limit: {self.limit}",
+        ]
+        if self.exposed_wait_s < _NEGLIGIBLE * self.step_s:
+            lines.append("nothing can be won by a faster network, more pservers or other settings")
+        else:
+            lines.append(f"with twice the bandwidth: {_ms(self.with_twice_the_bandwidth_s)} a step")
+            lines.append(f"with one more pserver: {_ms(self.with_one_more_pserver_s)} a step")
+        helped = self.without_schedule_s / self.step_s
+        lines.append(
+            f"without priorities and barriers per variable: {_ms(self.without_schedule_s)} a step"
+            if helped > 1 + _NEGLIGIBLE
+            else "the order of sending makes no difference here"
+        )
+        return "\n".join(lines)
+
+    def save_profile(self, path: str | pathlib.Path) -> None:
+        """Writes the model's times and bytes as JSON, for tools/simulate.py and tools/bench.py schedule."""
+        layers = [asdict(layer) for layer in self.layers]
+        content = {"name": pathlib.Path(path).stem, "source": "recorded by Strategy.report()", "layers": layers}
+        pathlib.Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def make_report(
+    histories: Sequence[History], links: Sequence[Link], slice_bytes: int = 0, window_bytes: int = 0
+) -> Report:
+    """What the times say; sizes are as they are now.
+
+    Raises:
+        TfpsError: there are too few steps yet.
+    """
+    longest = max((len(history.rounds) for history in histories), default=0)
+    if longest < MIN_STEPS:
+        raise TfpsError(f"a report needs at least {MIN_STEPS} training steps after the first ones, got {longest}")
+    # Only what takes part in every step: other models, or a second optimizer's, have steps of their own.
+    buckets = sorted((h for h in histories if len(h.rounds) == longest), key=lambda h: h.priority)
+    rounds = [[history.rounds[step] for history in buckets] for step in range(longest)]
+    backward = _backward(rounds)
+    waits, factors = zip(*(_explain(now, after, backward) for now, after in pairwise(rounds)), strict=True)
+    ends = [max(one.ready_s for one in step) for step in rounds]
+    step_s = statistics.median(after - now for now, after in pairwise(ends))
+    exposed_s = min(statistics.median(waits), step_s)
+    wire_s = statistics.median(_covered(step) for step in rounds)
+    factor = statistics.median(factors)
+    layers = tuple(
+        Layer(history.name, factor * seconds, seconds, history.nbytes)
+        for history, seconds in zip(buckets, backward, strict=True)
+    )
+    bytes_per_s = _rate(links)
+    limit = _limit(step_s, exposed_s, sum(h.nbytes for h in buckets), links)
+    model = _Model(layers, step_s - exposed_s, bytes_per_s)
+    calibration = step_s / model.step_s(1.0)
+    more = (len(links) + 1) / len(links) if limit.startswith("pserver") else 1.0
+    return Report(
+        step_s=step_s,
+        compute_s=step_s - exposed_s,
+        exposed_wait_s=exposed_s,
+        wire_s=wire_s,
+        overlap=max(0.0, 1 - exposed_s / wire_s) if wire_s else 1.0,
+        bytes_per_s=bytes_per_s,
+        limit=limit,
+        without_schedule_s=max(model.in_order_s() * calibration, step_s),
+        with_twice_the_bandwidth_s=model.step_s(2.0) * calibration,
+        with_one_more_pserver_s=model.step_s(more) * calibration,
+        layers=layers,
+        slice_bytes=slice_bytes,
+        window_bytes=window_bytes,
+    )
+
+
+def _backward(rounds: Sequence[Sequence[Round]]) -> list[float]:
+    """Seconds between each bucket's gradient and the one before; of the first, whose start is not seen, the mean."""
+    own: list[list[float]] = [[] for _ in rounds[0]]
+    for step in rounds:
+        order = sorted(range(len(step)), key=lambda bucket: step[bucket].ready_s)
+        for before, bucket in pairwise(order):
+            own[bucket].append(step[bucket].ready_s - step[before].ready_s)
+    known = [statistics.median(times) for times in own if times]
+    mean = statistics.fmean(known) if known else 0.0
+    return [statistics.median(times) if len(times) > len(rounds) / 2 else mean for times in own]
+
+
+def _explain(now: Sequence[Round], after: Sequence[Round], backward: Sequence[float]) -> tuple[float, float]:
+    """How long the forward pass between two steps waited, and its time as a multiple of backward's."""
+    start_s, end_s = max(one.ready_s for one in now), min(one.ready_s for one in after)
+    # The first gradient's own backward lies between as well: as if its layers were passed twice more.
+    weights = [*backward[:-1], 3 * backward[-1]]
+
+    def run(factor: float) -> tuple[float, float]:
+        """When the forward pass would end, and how long it would have waited."""
+        clock_s, waited_s = start_s, 0.0
+        for one, weight in zip(now, weights, strict=True):
+            waited_s += max(one.done_s - clock_s, 0.0)
+            clock_s = max(clock_s, one.done_s) + factor * weight
+        return clock_s, waited_s
+
+    low, high = 0.0, (end_s - start_s) / sum(weights) if sum(weights) else 0.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if run(middle)[0] < end_s else (low, middle)
+    return min(run(low)[1], max(end_s - start_s, 0.0)), low
+
+
+def _covered(step: Sequence[Round]) -> float:
+    """Seconds in which at least one bucket was under way."""
+    total_s, until_s = 0.0, float("-inf")
+    for one in sorted(step):
+        total_s += max(one.done_s - max(one.ready_s, until_s), 0.0)
+        until_s = max(until_s, one.done_s)
+    return total_s
+
+
+def _busy(links: Sequence[Link]) -> list[Link]:
+    """Those that something waited for; ways through shared memory only if there are no others."""
+    busy = [link for link in links if link.bytes_per_s]
+    return [link for link in busy if not link.shared_memory] or busy
+
+
+def _rate(links: Sequence[Link]) -> float:
+    """Bytes per second to all pservers together, of which each gets as many, in the time that the network takes."""
+    busy = _busy(links)
+    rate = sum(link.bytes_per_s for link in busy)
+    if busy and not busy[0].shared_memory:
+        rate *= len(links) / sum(not link.shared_memory for link in links)
+    return rate
+
+
+def _limit(step_s: float, exposed_s: float, nbytes: int, links: Sequence[Link]) -> str:
+    if exposed_s < _NEGLIGIBLE * step_s:
+        return "computation"
+    cpu_s, busiest = max(((link.cpu_s_per_step or 0.0, link.pserver) for link in links), default=(0.0, ""))
+    if cpu_s > 0.8 * step_s:
+        return f"pserver {busiest}: its CPU ({cpu_s / step_s:.0%} of one core)"
+    busy, rate = _busy(links), _rate(links)
+    # Where this worker's gradients leave much faster than a step lasts, it is not the network that it waits for.
+    if not busy or nbytes / rate < 0.3 * step_s:
+        return "other workers, which come later to each step than this one"
+    slowest = min(busy, key=lambda link: link.bytes_per_s)
+    if len(busy) > 1 and slowest.bytes_per_s < 0.6 * statistics.median(link.bytes_per_s for link in busy):
+        return f"pserver {slowest.pserver}: its link ({slowest.bytes_per_s * 8e-6:.0f} Mbit/s)"
+    if busy[0].shared_memory:
+        return f"this host's memory and processors ({rate * 1e-6:.0f} MB/s to all pservers)"
+    return f"this worker's link ({sum(link.bytes_per_s for link in busy) * 8e-6:.0f} Mbit/s to all pservers)"
+
+
+class Timed(Protocol):
+    """A layer, for `least_step_s`."""
+
+    @property
+    def forward_s(self) -> float: ...
+
+    @property
+    def backward_s(self) -> float: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+def least_step_s(layers: Sequence[Timed], compute_s: float, exchange_s: Callable[[int], float]) -> float:
+    """Seconds that a step takes at least (docs/lower_bound.md), with layers in forward order.
+
+    Args:
+        compute_s: of a step without any waiting.
+        exchange_s: how long the exchange of so many bytes takes at least.
+    """
+    best, before_s, nbytes = compute_s, 0.0, 0
+    for layer in layers:
+        nbytes += layer.nbytes
+        if nbytes:
+            best = max(best, compute_s - before_s + exchange_s(nbytes))
+        before_s += layer.forward_s + layer.backward_s
+    return best
+
+
+class _Model:
+    """The step that a profile and a bandwidth allow, with what was measured."""
+
+    def __init__(self, layers: Sequence[Layer], compute_s: float, bytes_per_s: float) -> None:
+        self._layers, self._compute_s, self._bytes_per_s = layers, compute_s, bytes_per_s
+
+    def step_s(self, faster: float) -> float:
+        """With a network that is so many times as fast."""
+        return least_step_s(self._layers, self._compute_s, lambda nbytes: self._wire_s(nbytes) / faster)
+
+    def in_order_s(self) -> float:
+        """Sent in the order of gradients, with the next forward pass waiting for everything."""
+        clock_s = sent_s = 0.0
+        for layer in reversed(self._layers):
+            clock_s += layer.backward_s
+            sent_s = max(sent_s, clock_s) + self._wire_s(layer.nbytes)
+        return self._compute_s + max(sent_s - clock_s, 0.0)
+
+    def _wire_s(self, nbytes: int) -> float:
+        return nbytes / self._bytes_per_s if self._bytes_per_s else 0.0
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 0.1 else f"{seconds:.3g} s"

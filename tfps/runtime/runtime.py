@@ -1,0 +1,425 @@
+"""The host side of the graph: takes what sends hand over, exchanges it, and applies what comes back.
+
+Three threads. "tfps-pump" takes messages from the TensorFlow queue into the exchange; "tfps-apply" runs updates and
+answers pulls, most urgent first. Neither blocks on the network; receiver threads of the exchange only put replies into
+a heap. "tfps-watch" finds gates that nobody will open any more.
+
+Tested in tests/strategy/test_strategy.py.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfps.errors import ClosedError, TfpsError, WaitTimeoutError, to_text
+from tfps.exchange.interface import BucketSpec, Exchange, Reply
+from tfps.exchange.sparse import pack_sparse, unpack_sparse
+from tfps.graph import tf_private
+from tfps.graph.ops import HOST, MESSAGE, Gate, tensor_of
+from tfps.runtime.declared import Buckets
+from tfps.runtime.interrupts import indivisible, wait
+from tfps.runtime.report import History, Report, Round, make_report
+from tfps.runtime.step_spans import StepSpans
+from tfps.runtime.transfers import DeferredUpdate, Rounds, Transfer
+from tfps.trace.recorder import Recorder
+from tfps.worker.embedded import EmbeddedExchange
+from tfps.worker.patience import PATIENCE_S
+
+logger = logging.getLogger("tfps")
+_NO_BYTES = np.empty(0, np.uint8)
+_NO_TIMES = np.empty(0, np.float64)
+_DRAINED = -1  # in place of a transfer's id: everything before it has been started
+_HISTORY_STEPS = 16
+_TICK_S = 0.2
+_WATCH_S = 1.0  # between two looks at the gates
+_LOST_AFTER = 30  # looks without any message, at a gate that stays closed
+
+
+class Runtime:
+    """Runs the transfers of one strategy over `exchange`; owns it and closes it."""
+
+    def __init__(self, exchange: Exchange, recorder: Recorder, wait_s: float) -> None:
+        self.exchange, self.recorder, self.wait_s = exchange, recorder, wait_s
+        self.spans = StepSpans(recorder, exchange.rank)
+        with tf.init_scope(), tf.device(HOST):
+            self._messages = tf.queue.FIFOQueue(1_000_000, MESSAGE, name="tfps_send")
+            self._no_indices = tf.constant(_NO_BYTES)  # once: an eager constant takes 0.03 ms
+        self._transfers: dict[int, Transfer] = {}
+        self._retired: list[int] = []
+        self._ids = itertools.count()
+        self.declared = Buckets(exchange)
+        self._ready: list[tuple[int, int, Transfer, Any, Reply]] = []
+        self._arrivals = itertools.count()
+        self._has_ready = threading.Condition()  # truth: _ready, _closed, _under_way or _mark has changed
+        self._closing = self._closed = False
+        self._marks = itertools.count(1)
+        self._mark = 0  # the last of them that the pump thread has come to; guarded by _has_ready
+        self._pushed: Counter[int] = Counter()  # rounds of each bucket; guarded by _has_ready
+        self.steps = 0  # training steps that have been sent; pump thread writes
+        self.on_step: Callable[[int], None] | None = None  # hears of each of them, on the pump thread; must be short
+        self._gates: weakref.WeakSet[Gate] = weakref.WeakSet()
+        self._rounds = Rounds()
+        self._history: dict[int, deque[Round]] = {}  # of the last steps of updates, by bucket; apply thread writes
+        self.lockstep: Any = None  # see lockstep.py
+        self.invariants: Any = None  # see invariants.py
+        self.trace_run: Any = None  # what is being recorded; see trace_run.py
+        self._messages_seen = 0  # pump thread writes, watch thread reads
+        self._exchanged = 0  # of them, those that lead to an exchange; pump thread only
+        self._exchanged_now = 0  # by `exchange_now`
+        self._before_close: list[Callable[[], None]] = []
+        self._under_way = 0  # messages whose transfer has not finished; guarded by _has_ready
+        self._wake_watch = threading.Event()  # set at failure and close
+        exchange.add_failure_listener(self._report)
+        self._threads = [
+            threading.Thread(target=_on_host, args=(self._pump,), name="tfps-pump", daemon=True),
+            threading.Thread(target=_on_host, args=(self._apply,), name="tfps-apply", daemon=True),
+            threading.Thread(target=self._watch, name="tfps-watch", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def alone(self) -> bool:
+        """There is one worker and no network: what is exchanged comes back as it is."""
+        return isinstance(self.exchange, EmbeddedExchange)
+
+    @property
+    def queue(self) -> tf.Tensor:
+        """The queue that sends put their messages into."""
+        return self._messages.queue_ref
+
+    def buckets(self, wanted: Sequence[tuple[Any, BucketSpec]], details: Sequence[str] = ()) -> list[int]:
+        """Bucket ids of `wanted`, pairs of a key and what to declare where the key is new.
+
+        It may be interrupted (Ctrl-C) and called again: what has been declared by then is known.
+
+        Raises:
+            MismatchError: the ranks do not agree.
+            WaitTimeoutError: a rank did not come.
+        """
+        return self.declared.ids(wanted, details)
+
+    def declare_later(self, key: Any, spec: BucketSpec) -> None:
+        """Declares a bucket together with the next new ones, so that it costs no wait of its own."""
+        self.declared.later(key, spec)
+
+    @property
+    def exchanges(self) -> int:
+        """How many exchanges the program has asked for so far. Exact on the pump thread."""
+        return self._exchanged + self._exchanged_now
+
+    def update_buckets(self) -> int:
+        """Number of buckets that deferred updates use."""
+        return len({transfer.bucket for transfer in self._transfers.values() if isinstance(transfer, DeferredUpdate)})
+
+    def report(self) -> Report:
+        """See `Strategy.report`."""
+        histories = []
+        for bucket, rounds in list(self._history.items()):
+            spec = self.declared.spec(bucket)
+            histories.append(History(spec.name, spec.priority, spec.nbytes, tuple(rounds)))
+        return make_report(histories, self.exchange.links(), self.exchange.slice_bytes, self.exchange.window_bytes)
+
+    def adopt(self, transfer: Transfer, graph: tf.Graph | None) -> None:
+        """Gives `transfer` an id; it is forgotten when `graph` and all graphs around it are gone (None: never)."""
+        transfer.id = next(self._ids)
+        self._transfers[transfer.id] = transfer
+        graphs = [] if graph is None else tf_private.outer_graphs(graph)
+        alive = itertools.count(len(graphs) - 1, -1)
+        retired, identity = self._retired, transfer.id
+
+        def gone() -> None:
+            if next(alive) == 0:
+                retired.append(identity)
+
+        for each in graphs:
+            weakref.finalize(each, gone).atexit = False
+
+    def transfer(self, identity: int) -> Transfer | None:
+        """What was adopted as number `identity`, if its graph still exists."""
+        return self._transfers.get(identity)
+
+    def gates(self) -> list[Gate]:
+        """Those of all variables."""
+        return list(self._gates)
+
+    def watch(self, gates: Sequence[Gate]) -> None:
+        """Looks after `gates` as long as they exist."""
+        self._gates.update(gates)
+
+    def exchange_now(self, bucket: int, payload: Any, tick: Callable[[float], None] | None = None) -> Reply:
+        """Pushes and waits for the reply, on the calling thread; `tick` hears now and then what part of it is here.
+
+        Raises:
+            TfpsError: what made the exchange fail.
+        """
+        with indivisible(self.exchange, self.declared.spec(bucket).name):
+            return self._exchange_now(bucket, payload, tick)
+
+    def _exchange_now(self, bucket: int, payload: Any, tick: Callable[[float], None] | None) -> Reply:
+        done = threading.Event()
+        replies: list[Reply] = []
+
+        def on_reply(reply: Reply) -> None:
+            replies.append(reply)
+            done.set()
+
+        self._exchanged_now += 1
+        begin = self.spans.now()
+        with self._has_ready:
+            step = self._pushed[bucket]
+            self._pushed[bucket] += 1
+        self.exchange.push(bucket, payload, on_reply)
+        deadline_s = time.monotonic() + self.wait_s * 2  # the exchange itself fails earlier and says why
+        while not wait(done, _TICK_S if tick else self.wait_s * 2) and time.monotonic() < deadline_s:
+            if tick is not None:
+                tick(self.exchange.progress(bucket))
+        if not replies:
+            raise WaitTimeoutError(f"no reply for bucket {bucket} within {self.wait_s * 2:.0f} s")
+        if replies[0].error is not None:
+            raise replies[0].error
+        if self.recorder.enabled:
+            spec = self.declared.spec(bucket)
+            nbytes = 0 if payload is None else memoryview(payload).nbytes
+            self.spans.ready(begin, bucket, spec, step, nbytes)
+            self.spans.waited(begin, self.spans.now(), bucket, spec, step)
+        return replies[0]
+
+    def before_close(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` first when the runtime is closed."""
+        self._before_close.append(callback)
+
+    def close(self, *, drain: bool = True) -> None:
+        """Finishes what is under way, for which other workers wait too, ends the threads and leaves the job.
+
+        Without `drain`, what is under way fails with ClosedError.
+        """
+        with self._has_ready:
+            if self._closing:
+                return
+            self._closing = True
+        for callback in self._before_close:
+            callback()
+        if drain:
+            self._drain()
+        self.exchange.close()
+        with tf.init_scope():
+            self._messages.close(cancel_pending_enqueues=True)
+        pump, *others = self._threads
+        pump.join()  # whatever it has pushed is answered, so that the next thread sees it
+        with self._has_ready:
+            self._closed = True
+            self._has_ready.notify_all()
+        self._wake_watch.set()
+        for thread in others:
+            thread.join()
+        for gate in list(self._gates):
+            if gate.closed:
+                gate.open(to_text(ClosedError("the strategy was closed before the gradient had come back")))
+
+    def _drain(self) -> None:
+        """Waits until everything that was sent has been applied, or nothing can be any more."""
+        if not self.settle(PATIENCE_S):
+            logger.warning("tfps: leaves when the other workers have finished their last step")
+            self.settle(self.wait_s)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until everything that has been sent so far has been applied, or nothing can be; whether it was in time.
+
+        Meanwhile nothing must be sent.
+        """
+        mark = next(self._marks)
+        with tf.init_scope(), tf.device(HOST):
+            self._messages.enqueue([np.int64(_DRAINED), np.int64(mark), _NO_BYTES, _NO_BYTES, _NO_TIMES])
+
+        def done() -> bool:
+            return self.exchange.failure is not None or (self._mark >= mark and self._under_way == 0)
+
+        with self._has_ready:
+            return self._has_ready.wait_for(done, timeout_s)
+
+    def _pump(self) -> None:
+        dequeue = tf.raw_ops.QueueDequeueV2
+        while True:
+            try:
+                identity, ticket, data, indices, times = dequeue(handle=self.queue, component_types=MESSAGE)
+            except (tf.errors.OutOfRangeError, tf.errors.CancelledError):  # closed
+                return
+            if int(identity) == _DRAINED:
+                with self._has_ready:
+                    self._mark = int(ticket)
+                    self._has_ready.notify_all()
+                continue
+            self._messages_seen += 1
+            transfer = self._transfers[int(identity)]
+            self._exchanged += transfer.exchanges
+            try:
+                self._start(transfer, ticket, data, indices, times)
+            except Exception as error:  # without this thread nothing would move any more
+                self._break(transfer, error)
+            del transfer
+            if self._retired:
+                idle = int(self._messages.size()) == 0
+                while idle and self._retired:  # their graphs are gone: nothing of them can come any more
+                    self._transfers.pop(self._retired.pop(), None)
+
+    def _break(self, transfer: Transfer, error: Exception) -> None:
+        """Fails the job, and whoever waits for `transfer`, because of an error of this rank."""
+        if not isinstance(error, TfpsError):
+            error = TfpsError(f"rank {self.exchange.rank}: the exchange of {transfer.spec.name} failed: {error}")
+        self.exchange.fail(error)
+        transfer.fail(error)
+
+    def _start(
+        self, transfer: Transfer, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
+    ) -> None:
+        collected = transfer.collect(ticket, data, indices, times)
+        if collected is None:
+            return
+        number, data, indices = collected
+        payload: Any = memoryview(data)
+        if transfer.spec.kind == "gather":
+            payload = pack_sparse(memoryview(indices), payload)
+        elif transfer.spec.nbytes and not data.shape[0]:  # of a replica without rows, which contributes nothing
+            payload = data = None
+        if self.recorder.with_events:
+            self.recorder.record("gradient", bucket=transfer.bucket, nbytes=_size(payload))
+
+        if isinstance(transfer, DeferredUpdate):
+            transfer.ready_s = time.monotonic()
+            if self._rounds.skipped(number, transfer):
+                raise TfpsError(_stopped(self.exchange.rank, transfer.spec.name))
+        done = self.spans.done.get(transfer.bucket)
+        step = self.push(transfer, payload, ticket, data)
+        if self.recorder.enabled:
+            self.spans.sent(transfer, step, number, _size(payload), done)
+        if isinstance(transfer, DeferredUpdate) and transfer.whole:
+            self.steps += 1
+            if self.on_step is not None:
+                self.on_step(self.steps)
+
+    def push(self, transfer: Transfer, payload: Any, ticket: Any = 0, data: Any = None) -> int:
+        """Pushes `payload` (`data`, as a tensor); the apply thread will call `transfer.finish` or `fail`.
+
+        Returns the round of the bucket.
+        """
+
+        def on_reply(reply: Reply) -> None:
+            with self._has_ready:
+                item = (transfer.spec.priority, next(self._arrivals), transfer, (payload, ticket, data, step), reply)
+                heapq.heappush(self._ready, item)
+                self._has_ready.notify_all()  # close may wait beside the apply thread
+
+        with self._has_ready:
+            self._under_way += 1
+            step = self._pushed[transfer.bucket]
+            self._pushed[transfer.bucket] += 1
+        try:
+            self.exchange.push(transfer.bucket, payload, on_reply)
+        except TfpsError:
+            with self._has_ready:
+                self._under_way -= 1
+            raise
+        return step
+
+    def _apply(self) -> None:
+        while True:
+            with self._has_ready:
+                self._has_ready.wait_for(lambda: self._ready or self._closed)
+                if not self._ready:
+                    return
+                _, _, transfer, sent, reply = heapq.heappop(self._ready)
+            self._finish(transfer, sent, reply)
+            with self._has_ready:
+                self._under_way -= 1
+                self._has_ready.notify_all()
+            del transfer, sent, reply  # the buffers are free while this thread waits
+
+    def _finish(self, transfer: Transfer, sent: Any, reply: Reply) -> None:
+        if reply.error is not None:
+            transfer.fail(reply.error)
+            return
+        begin = self.spans.now()
+        transfer.round = sent[-1]
+        try:
+            transfer.finish(*self._tensors(transfer.spec, sent, reply))
+        except Exception as error:  # its readers must not wait for ever, nor the other workers
+            self._break(transfer, error)
+        if isinstance(transfer, DeferredUpdate):
+            history = self._history.setdefault(transfer.bucket, deque(maxlen=_HISTORY_STEPS))
+            history.append(Round(transfer.ready_s, time.monotonic()))
+        self.spans.done[transfer.bucket] = sent[-1], self.spans.now()
+        if self.recorder.with_events:
+            self.recorder.record("applied", bucket=transfer.bucket)
+        if self.recorder.enabled:
+            self.spans.updated(begin, transfer, sent[-1])
+
+    def _tensors(self, spec: BucketSpec, sent: Any, reply: Reply) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Ticket, data and indices of `reply` as flat uint8 tensors, without a copy where possible."""
+        payload, ticket, data, _ = sent
+        if spec.kind == "sum":
+            # The embedded exchange hands back the very buffer that was pushed: then the tensor is already here.
+            return ticket, (data if reply.sum is payload else tensor_of(reply.sum)), self._no_indices
+        indices, gathered = unpack_sparse(reply.parts or [])
+        return ticket, tf.constant(gathered), tf.constant(indices)
+
+    def _report(self, error: TfpsError) -> None:
+        self._wake_watch.set()
+        with self._has_ready:
+            self._has_ready.notify_all()
+        logger.error("tfps: training stopped: %s", error)
+
+    def _watch(self) -> None:
+        """Puts an error into gates that stay closed although nothing is under way.
+
+        TensorFlow stops a step at its first error, wherever it is: a reader may then hold a token, or a send may
+        have closed its gates without having sent.
+        """
+        looks: weakref.WeakKeyDictionary[Gate, int] = weakref.WeakKeyDictionary()
+        seen = -1
+        while not self._closed:
+            self._wake_watch.wait(_WATCH_S)
+            failure = self.exchange.failure
+            if failure is None:
+                with self._has_ready:
+                    quiet = self._under_way == 0 and self._messages_seen == seen
+                seen = self._messages_seen
+                closed = [gate for gate in list(self._gates) if gate.closed] if quiet else []
+                looks = weakref.WeakKeyDictionary({gate: looks.get(gate, 0) + 1 for gate in closed})
+                lost = [gate for gate, count in looks.items() if count >= _LOST_AFTER]
+                if not lost:
+                    continue
+                failure = TfpsError(_stopped(self.exchange.rank, lost[0].name))
+                self.exchange.fail(failure)
+            for gate in list(self._gates):
+                if gate.closed:
+                    gate.open(to_text(failure))
+            threading.Event().wait(_WATCH_S)
+
+
+def _size(payload: Any) -> int:
+    return 0 if payload is None else len(payload)
+
+
+def _on_host(work: Callable[[], None]) -> None:
+    with tf.device(HOST):
+        work()
+
+
+def _stopped(rank: int, name: str) -> str:
+    """What to say of a step that TensorFlow has stopped."""
+    return (
+        f"rank {rank}: a step was stopped by an error before it had sent the gradient of {name}; "
+        "the variables may be half updated: restore a checkpoint under a new strategy"
+    )

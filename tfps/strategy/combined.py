@@ -1,0 +1,224 @@
+"""One value of variables that every replica writes for itself: metrics, moving statistics.
+
+A step writes its replica's component and nothing travels. Each graph that writes such variables counts its runs in a
+variable of its own on the host, so that a read knows, without asking anybody, what has been written since the values
+were last combined. All that has been written is then combined in one exchange; what is read after that is known on
+every rank, so that one rank alone may save.
+
+Steps are the same on every rank, and so is what has been written: whether a read exchanges is agreed without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from tfps.errors import MismatchError, WaitTimeoutError
+from tfps.exchange.interface import BucketSpec
+from tfps.graph.ops import HOST
+from tfps.graph.tf_private import ResourceVariable, ops, outer_graphs
+from tfps.runtime.interrupts import indivisible
+from tfps.runtime.runtime import Runtime
+from tfps.strategy.names import common_name, own_name
+
+logger = logging.getLogger("tfps")
+_numbers = itertools.count()
+_PATIENCE_S = 5.0  # before a wait is mentioned
+_WIDE: tuple[type[np.number[Any]], ...] = (np.float64, np.int64)
+_ONLY_FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
+
+
+class Local(Protocol):
+    """A variable with one component per local replica, which its replica writes."""
+
+    name: str
+    dtype: tf.DType
+    shape: tf.TensorShape
+    aggregation: tf.VariableAggregation
+    _unique_id: str
+    _values: tuple[Any, ...]
+
+    def take_combined(self, value: np.ndarray[Any, Any]) -> None:
+        """`value`, in the variable's shape and dtype, is what the variable is worth on all ranks."""
+
+
+@dataclass(eq=False)
+class _Writes:
+    """What one graph writes each time it runs."""
+
+    runs: Any  # int64 variable on the host, which the graph counts up
+    graphs: list[weakref.ref[tf.Graph]]  # it and those around it: what may still run it
+    seen: int = 0  # runs that have been combined
+    # By unique id, in the order of tracing. Not weak: what is combined must not depend on what a rank still holds.
+    variables: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Part:
+    """What one exchange combines; `bucket` is None where there is one worker."""
+
+    variables: list[Any]
+    dtype: np.dtype[Any]
+    bucket: int | None = None
+
+
+class Combiner:
+    """Knows what replicas have written since it was last combined. Used by the threads that trace or run eagerly."""
+
+    def __init__(self, runtime: Runtime, replicas: int) -> None:
+        """`replicas`: on this worker."""
+        self._runtime, self._total = runtime, replicas * runtime.exchange.workers
+        self._name = f"_tfps_writes_{next(_numbers)}"
+        self._graphs: list[_Writes] = []
+        self._eager: dict[str, Any] = {}
+
+    @property
+    def single(self) -> bool:
+        """There is one replica in all: what it writes is the value."""
+        return self._total == 1
+
+    def note_write(self, variable: Local, after: list[tf.Tensor]) -> None:
+        """A replica writes `variable`, now (eagerly) or whenever the current graph runs.
+
+        `after`: the input of the step, so that a run that ends for want of data counts on no rank.
+        """
+        if self.single:
+            return
+        if tf.executing_eagerly():
+            self._eager[variable._unique_id] = variable
+            return
+        graph = ops.get_default_graph()
+        writes: _Writes | None = getattr(graph, self._name, None)
+        if writes is None:
+            with ops.init_scope(), tf.device(HOST):
+                runs = ResourceVariable(0, dtype=tf.int64, trainable=False, name="tfps_runs")
+            writes = _Writes(runs, [weakref.ref(each) for each in outer_graphs(graph)])
+            setattr(graph, self._name, writes)
+            self._graphs.append(writes)
+            with tf.device(HOST), tf.control_dependencies(after):
+                runs.assign_add(1, read_value=False)
+        writes.variables.setdefault(variable._unique_id, variable)
+
+    def refresh(self) -> None:
+        """Combines what has been written since the last time; if something was, every rank has to come here.
+
+        Raises:
+            TfpsError: another rank did not come, or the ranks have not written the same; the message says what to do.
+        """
+        if self.single:
+            return
+        with ops.init_scope(), tf.device(HOST):
+            runs = [(writes, int(writes.runs)) for writes in self._graphs]
+            written = self._written(runs)
+            parts = [_Part(chosen, np.dtype(dtype)) for dtype in _WIDE if (chosen := _of(written, dtype))]
+            if not parts:
+                self._prune()
+                return
+            with self._saying(written[0]):
+                if self._runtime.exchange.workers > 1:
+                    for part in parts:
+                        part.bucket = self._declared(part)
+                # Whoever comes here again has not written anything since: the others would wait for it, or it for them.
+                with indivisible(self._runtime.exchange, f"values of {own_name(written[0])} and others"):
+                    for part in parts:
+                        self._combine(part)
+                    for writes, count in runs:
+                        writes.seen = count
+                    self._eager.clear()
+                    self._prune()
+
+    def _prune(self) -> None:
+        """Forgets graphs that are gone; what they wrote has been combined."""
+        self._graphs = [writes for writes in self._graphs if any(ref() is not None for ref in writes.graphs)]
+
+    def _written(self, runs: list[tuple[_Writes, int]]) -> list[Any]:
+        written: dict[str, Any] = {}
+        for writes, count in runs:
+            if count != writes.seen:
+                written.update(writes.variables)
+        return list({**written, **self._eager}.values())
+
+    def _combine(self, part: _Part) -> None:
+        """In 64 bits: the mean of equal values is that value exactly, and the order of summing does not show."""
+        rank = self._runtime.exchange.rank
+        sums = np.concatenate([_contribution(variable, part.dtype, rank).reshape(-1) for variable in part.variables])
+        if part.bucket is not None:
+            sums = np.asarray(self._runtime.exchange_now(part.bucket, sums).sum).view(part.dtype)
+        start = 0
+        for variable in part.variables:
+            end = start + _elements(variable)
+            value = sums[start:end].reshape(variable.shape)
+            if variable.aggregation not in (tf.VariableAggregation.SUM, _ONLY_FIRST):
+                value = value / self._total
+            variable.take_combined(value.astype(variable.dtype.as_numpy_dtype))
+            start = end
+
+    def _declared(self, part: _Part) -> int:
+        first, *more = part.variables
+        spec = BucketSpec(
+            name=f"values of {own_name(first)} and {len(more)} more variables",
+            alike=f"values of {common_name(first)} and {len(more)} more variables",
+            kind="sum",
+            nbytes=sum(map(_elements, part.variables)) * part.dtype.itemsize,
+            dtype=part.dtype.name,
+            priority=0,
+            occasional=True,
+        )
+        details = [
+            f"variable '{common_name(v)}' {tuple(v.shape)} {v.dtype.name} to be combined" for v in part.variables
+        ]
+        key = ("combined", spec, tuple(variable._unique_id for variable in part.variables))
+        return self._runtime.buckets([(key, spec)], details)[0]
+
+    @contextlib.contextmanager
+    def _saying(self, first: Any) -> Iterator[None]:
+        """What is done in the block is said if it takes long or fails."""
+        what = (
+            f"rank {self._runtime.exchange.rank}: variables that every replica writes for itself ({own_name(first)} "
+            "and others) were read after training steps, which combines them over all workers, so that every rank has "
+            "to read them; to read or save on one rank only, call strategy.combine() on every rank before"
+        )
+        try:
+            with _mentioned(what):
+                yield
+        except (WaitTimeoutError, MismatchError) as error:  # which a rank that reads alone brings about
+            raise type(error)(f"{what}. {error}") from error
+
+
+def _contribution(variable: Any, dtype: np.dtype[Any], rank: int) -> np.ndarray[Any, Any]:
+    """What this worker adds to the sum."""
+    components = [component.numpy().astype(dtype) for component in variable._values]
+    if variable.aggregation == _ONLY_FIRST:
+        return np.asarray(components[0] if rank == 0 else np.zeros_like(components[0]))
+    return np.asarray(sum(components[1:], components[0]))
+
+
+def _of(variables: list[Any], wide: type[np.number[Any]]) -> list[Any]:
+    """Those that are combined as `wide`."""
+    return [variable for variable in variables if variable.dtype.is_floating == (wide is np.float64)]
+
+
+def _elements(variable: Any) -> int:
+    return int(np.prod(variable.shape, dtype=np.int64))
+
+
+@contextlib.contextmanager
+def _mentioned(what: str) -> Iterator[None]:
+    """Says `what` once if the block takes long."""
+    timer = threading.Timer(_PATIENCE_S, logger.warning, ["tfps: waits: %s", what])
+    timer.name, timer.daemon = "tfps-patience", True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()

@@ -1,0 +1,66 @@
+"""What programs create outside of the scope when they compile a model again, as guides to fine-tuning do.
+
+`Model.compile` enters the scope of its model by itself. Optimizers and metrics that were created outside get variables
+of the strategy when it is known which one: an optimizer when it is built for variables, a metric when it is compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfps.keras_hooks.keras_private import Trainer, adopt_optimizer
+from tfps.strategy.variables import GatedVariable, current_replica
+
+
+@functools.cache
+def compile_in_scope(strategy_class: type[tf.distribute.Strategy]) -> None:
+    """Makes Keras compile models of a `strategy_class` in their scope; done once per process."""
+    compile_model = Trainer.compile
+
+    @functools.wraps(compile_model)
+    def compile_in_own_scope(self: Any, *arguments: Any, **options: Any) -> Any:
+        strategy = getattr(self, "distribute_strategy", None)
+        if not isinstance(strategy, strategy_class):
+            return compile_model(self, *arguments, **options)
+        for each in keras.tree.flatten((arguments, options)):
+            if isinstance(each, keras.Metric):
+                _adopt(each.variables, strategy)
+        with strategy.scope():
+            return compile_model(self, *arguments, **options)
+
+    Trainer.compile = compile_in_own_scope
+    build_optimizer = keras.optimizers.Optimizer.build
+
+    @functools.wraps(build_optimizer)
+    def build(self: Any, variables: Any) -> Any:
+        updated = [getattr(variable, "value", variable) for variable in variables]  # of Keras or of TensorFlow
+        strategies = {each.distribute_strategy for each in updated if isinstance(each, GatedVariable)}
+        if len(strategies) == 1 and not all(map(_distributed, self.variables)):
+            (strategy,) = strategies
+            _adopt(self.variables, strategy)
+            adopt_optimizer(self, strategy)
+        return build_optimizer(self, variables)
+
+    keras.optimizers.Optimizer.build = build
+
+
+def _distributed(variable: Any) -> bool:
+    return isinstance(variable.value, tf.distribute.DistributedValues)
+
+
+def _adopt(variables: Iterable[Any], strategy: tf.distribute.Strategy) -> None:
+    """Creates those of `variables` that belong to no strategy again, under `strategy`; they keep their values."""
+    with tf.init_scope(), contextlib.ExitStack() as scope:
+        if current_replica(strategy) is None:
+            scope.enter_context(strategy.scope())
+        for variable in variables:
+            if not _distributed(variable):
+                value = variable.numpy()
+                variable._initialize(value)
+                variable.assign(value)  # of a sum over replicas each would else have the whole

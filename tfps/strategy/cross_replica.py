@@ -1,0 +1,74 @@
+"""Reductions and gathers in cross-replica context, outside of replica functions.
+
+Tested in tests/integration/test_semantics.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfps.graph.tf_private import distribute_utils, mirrored_strategy, values
+from tfps.runtime.runtime import Runtime
+from tfps.strategy.reductions import Reductions, as_tensor, divide, identity, sum_locally
+
+SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
+
+
+class CrossReplica(mirrored_strategy.MirroredExtended):
+    """`strategy.reduce`, `strategy.gather`, `reduce_to`: over all replicas of all workers."""
+
+    _runtime: Runtime
+    _reductions: Reductions
+
+    def _cross_replica_key(self) -> tuple[Any, ...]:
+        """Tells apart the reductions of one graph."""
+        raise NotImplementedError
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        if distribute_utils.is_mirrored(value):
+            if reduce_op == MEAN:
+                return value
+            raise ValueError(f"a sum over replicas needs one value per replica, got {value!r}, which all share")
+        flat = tf.nest.flatten(value)
+        local, counts = [], []  # sums over local replicas, and of how many values over all workers
+        for each in flat:
+            if each is None and reduce_op == MEAN:
+                continue  # stays what it is, as in MirroredStrategy
+            if isinstance(each, values.DistributedValues):
+                local.append(sum_locally(each.values))
+                counts.append(self._num_replicas_in_sync)
+            elif len(self._devices) == 1 or reduce_op == MEAN:  # all local replicas have it
+                local.append(as_tensor(each))
+                counts.append(self._runtime.exchange.workers)
+            else:
+                raise ValueError(f"a sum over replicas needs one value per replica, got {each!r}")
+        with tf.device(None):
+            summed = self._reductions.sum_all(local, self._cross_replica_key())
+        if reduce_op == MEAN:
+            summed = [divide(each, count) for each, count in zip(summed, counts, strict=True)]
+        reduced = iter(summed)
+        return tf.nest.pack_sequence_as(
+            value, [each if each is None else self._to(next(reduced), destinations) for each in flat]
+        )
+
+    def _to(self, value: Any, destinations: Any) -> Any:
+        """`value` on every local device where `destinations` has several, as `update` and `all_reduce` want it."""
+        if not isinstance(destinations, values.DistributedValues) or len(destinations._values) == 1:
+            return value
+        copies = []
+        for device in self._devices:
+            with tf.device(device):
+                copies.append(identity(value))
+        return distribute_utils.regroup(copies, wrap_class=values.Mirrored)
+
+    def _batch_reduce_to(self, reduce_op: Any, pairs: Any, options: Any) -> list[Any]:
+        return [self._reduce_to(reduce_op, value, to, options) for value, to in pairs]
+
+    def _gather_to_implementation(self, value: Any, destinations: Any, axis: Any, options: Any) -> Any:
+        components = value.values if isinstance(value, values.DistributedValues) else [value]
+        with tf.device(None):
+            local = [as_tensor(each) for each in components]
+            gathered = self._reductions.gather(local, axis, self._cross_replica_key())
+        return self._to(gathered, destinations)

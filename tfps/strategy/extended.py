@@ -1,0 +1,404 @@
+"""What tf.distribute asks of a strategy: variables, reductions, updates, datasets, replica count.
+
+Tested in tests/integration/test_semantics.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfps.errors import TfpsError, UnsupportedError, from_text
+from tfps.graph.moments import Passage
+from tfps.graph.picture import Picture
+from tfps.graph.shares import LastBatch, share_of_gradients, with_share
+from tfps.graph.tf_private import (
+    METRICS_ARE_MIRRORED,
+    distribute_lib,
+    distribute_utils,
+    in_xla,
+    mirrored_strategy,
+    ops,
+    outer_graphs,
+    values,
+)
+from tfps.input import datasets, generators
+from tfps.input.staging import Staging
+from tfps.keras_hooks.predictions import Sharding
+from tfps.keras_hooks.seeds import stateful_apart
+from tfps.runtime.runtime import Runtime
+from tfps.strategy.combined import Combiner
+from tfps.strategy.cross_replica import MEAN, SUM, CrossReplica
+from tfps.strategy.deferred import Emitter, GraphState, Noted, Reduced, Reduction, deferrable, find_reduced
+from tfps.strategy.graph_view import picture, traced_function
+from tfps.strategy.initial_values import InitialValues
+from tfps.strategy.invariants import Invariants
+from tfps.strategy.reductions import Reductions, divide, identity
+from tfps.strategy.variables import GatedVariable, OnReadVariable, container_of, updating
+
+_numbers = itertools.count()
+_FLOATING = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+_VARIABLE_CLASSES = {
+    **distribute_utils.VARIABLE_CLASS_MAPPING,
+    tf.VariableSynchronization.ON_WRITE: GatedVariable,
+    tf.VariableSynchronization.ON_READ: OnReadVariable,
+}
+
+
+class Extended(CrossReplica):
+    """Mirrored over the local devices as MirroredStrategy is; between workers, through pservers.
+
+    No `merge_call`: inside a `tf.cond` it is impossible, so that gradient accumulation and loss scaling fail under
+    MirroredStrategy.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        devices: Sequence[str],
+        runtime: Runtime,
+        slice_bytes: int,
+        staging_depth: int,
+        check_every: int,
+    ) -> None:
+        self._runtime = runtime  # before the base class, which asks for the number of replicas
+        super().__init__(strategy, devices=list(devices))
+        self.sharding = Sharding()
+        if runtime.exchange.workers > 1:
+            staging_depth = max(staging_depth, 1)  # else workers could not agree on where the data ends
+        self.last_batch = LastBatch(len(self._devices)) if self._num_replicas_in_sync > 1 else None
+        self.staging = Staging(runtime, self._devices, staging_depth, self.last_batch) if staging_depth else None
+        self._reductions = Reductions(runtime)
+        self._initial_values = InitialValues(runtime)
+        self.combiner = Combiner(runtime, len(self._devices))
+        self._invariants = Invariants.of(runtime, check_every)
+        self._emitter = Emitter(strategy, runtime, len(self._devices), slice_bytes, self._invariants)
+        self._state_name = f"_tfps_state_{next(_numbers)}"
+        self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
+        self._touched: list[weakref.ref[tf.Graph]] = []  # graphs that got a state since the last replica function ended
+        self._lifted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    # Replicas and workers.
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return len(self._devices) * self._runtime.exchange.workers
+
+    def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
+        return self._runtime.exchange.rank * len(self._devices) + replica_id
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
+        return replica_id_in_sync_group - self._runtime.exchange.rank * len(self._devices)
+
+    def draws_as(self, context: tf.distribute.ReplicaContext) -> int:
+        """Whose random numbers the replica of `context` draws; in `predict` every worker's are one process'."""
+        replica = context._replica_id
+        return self._get_replica_id_in_sync_group(replica) if self.shards else replica
+
+    @property
+    def should_checkpoint(self) -> bool:
+        return self._runtime.exchange.rank == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        return self._runtime.exchange.rank == 0
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        return True
+
+    # Datasets: each worker reads its shard, as under MultiWorkerMirroredStrategy.
+
+    @property
+    def shards(self) -> bool:
+        """Whether of a dataset that this thread distributes now this worker reads its part."""
+        return self.sharding.on
+
+    def _make_input_context(self) -> tf.distribute.InputContext:
+        if not self.shards:
+            return tf.distribute.InputContext(num_replicas_in_sync=len(self._devices))
+        return tf.distribute.InputContext(
+            num_input_pipelines=self._runtime.exchange.workers,
+            input_pipeline_id=self._runtime.exchange.rank,
+            num_replicas_in_sync=self._num_replicas_in_sync,
+        )
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        if self.shards and self._runtime.exchange.workers > 1 and generators.of_whole_job(dataset):
+            count, first = len(self._devices), self._get_replica_id_in_sync_group(0)
+            split = generators.own_rows(dataset, self._num_replicas_in_sync, first, count)
+            return self._distribute_datasets_from_function(lambda _: split, options)
+        return datasets.distribute_dataset(self, self.staging, dataset, self._make_input_context(), options)
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> Any:
+        context = self._make_input_context()
+        return datasets.distribute_datasets_from_function(self, self.staging, dataset_fn, context, options)
+
+    def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
+        contexts = [
+            tf.distribute.experimental.ValueContext(
+                self._get_replica_id_in_sync_group(local), self._num_replicas_in_sync
+            )
+            for local in range(len(self._devices))
+        ]
+        return distribute_utils.regroup([value_fn(context) for context in contexts], always_wrap=True)
+
+    # Variables.
+
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        colocate_with = kwargs.pop("colocate_with", None)
+        if colocate_with is not None and not isinstance(colocate_with, values.DistributedVariable):
+            return super()._create_variable(next_creator, colocate_with=colocate_with, **kwargs)
+        devices = self._devices if colocate_with is None else colocate_with._devices
+        if METRICS_ARE_MIRRORED and kwargs.get("aggregation") == tf.VariableAggregation.SUM:
+            kwargs["synchronization"] = tf.VariableSynchronization.ON_READ
+
+        def components(**kwargs: Any) -> list[Any]:
+            made: list[Any] = []
+            for replica, device in enumerate(devices):
+                with tf.device(device):
+                    kwargs["initial_value"] = self._get_variable_creator_initial_value(
+                        replica_id=replica, device=device, primary_var=made[0] if made else None, **kwargs
+                    )
+                    if replica > 0:
+                        kwargs["name"] = f"{made[0].name.split(':')[0]}/replica_{replica}/"
+                    made.append(next_creator(**kwargs))
+            return made
+
+        variable = distribute_utils.create_mirrored_variable(
+            self._container_strategy(),
+            components,
+            _VARIABLE_CLASSES,
+            distribute_utils.VARIABLE_POLICY_MAPPING,
+            **kwargs,
+        )
+        if isinstance(variable, GatedVariable):
+            if isinstance(colocate_with, GatedVariable) and colocate_with.gates and colocate_with.owner is None:
+                variable.share_gates(colocate_with)
+            elif variable.trainable and variable.dtype in _FLOATING and variable.shape.is_fully_defined():
+                variable.make_gates()
+                self._runtime.watch(variable.gates)
+        self._initial_values.created(variable)
+        return variable
+
+    def take_from_first_rank(self, variables: Sequence[Any]) -> None:
+        """Gives `variables` of this strategy the values that they have on rank 0; called by all ranks alike."""
+        self._initial_values.share(list(variables))
+
+    def note_local_write(self, variable: Any) -> None:
+        """A replica writes its component of `variable` without telling the others."""
+        state = None if tf.executing_eagerly() else self._state_of(ops.get_default_graph())
+        self.combiner.note_write(variable, state.inputs if state else [])
+
+    def of_first_replica(self, variable: GatedVariable, value: tf.Tensor) -> tf.Tensor:
+        """In a replica function: the `value` for `variable` that this worker's first replica has."""
+        if len(self._devices) == 1:
+            return value
+        context = distribute_lib.get_replica_context()
+        if not tf.executing_eagerly() and ops.get_default_graph() is not self._replica_graph:
+            # In a tf.cond or tf.while_loop, where merge_call is impossible.
+            mine = value if context._replica_id == 0 else tf.zeros_like(value)
+            return super()._replica_ctx_all_reduce(SUM, [mine])[0]
+
+        def of_first(strategy: tf.distribute.Strategy, value: Any) -> Any:
+            return self._broadcast_to(strategy.experimental_local_results(value)[0], variable)
+
+        return context.merge_call(of_first, args=(value,))
+
+    def check(self, token: str) -> None:
+        """Raises the error that a gate's token carries, if any.
+
+        Raises:
+            TfpsError: why the variable did not arrive.
+        """
+        if token:
+            raise self._runtime.exchange.failure or from_text(token) or TfpsError(token)
+
+    def picture(self, function: str | None) -> Picture:
+        """Of the traced function of this name, or of the last one that was traced.
+
+        Raises:
+            ConfigError: there is no such function.
+            TfpsError: no function has been traced that sends.
+        """
+        return picture(traced_function(self._emitter.graphs, function), self._runtime)
+
+    # Replica functions.
+
+    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if isinstance(fn, tf.types.experimental.PolymorphicFunction):
+            if fn not in self._lifted:  # as MirroredStrategy does: the loop over replicas goes inside the function
+                python_function = fn.python_function
+
+                def in_replicas(*args: Any, **kwargs: Any) -> Any:
+                    return self._call_for_each_replica(python_function, args, kwargs)
+
+                self._lifted[fn] = fn._clone(python_function=in_replicas)
+            return self._lifted[fn](*args, **kwargs)
+        if not self.shards:
+            fn = self.sharding.kept_off(fn)
+        self._initial_values.agree()
+        if self.last_batch is not None:
+            sum_up = functools.partial(self._replica_ctx_all_reduce, SUM)
+            fn = with_share(fn, self._num_replicas_in_sync, self.last_batch, sum_up)
+        if tf.executing_eagerly():
+            with self._runtime.spans.eager_step():
+                result = super()._call_for_each_replica(fn, args, kwargs)
+        else:
+            graph = ops.get_default_graph()
+            if in_xla(graph):
+                raise UnsupportedError(
+                    "jit_compile=True is not supported under tfps.Strategy: gradients could leave only after the whole "
+                    "step; use model.compile(..., jit_compile=False)"
+                )
+            given = tf.nest.flatten((args, kwargs), expand_composites=True)
+            symbolic = [each for each in given if tf.is_symbolic_tensor(each)]
+            self._state(graph).inputs = [each for each in symbolic if each.graph is graph]
+            self._emitter.end_of_call()  # of a call whose trace an exception ended
+            self._touched.clear()
+            self._replica_graph = graph
+            try:
+                with stateful_apart(graph, self._runtime.exchange.rank if self.shards else 0):
+                    result = super()._call_for_each_replica(fn, args, kwargs)
+            finally:
+                self._replica_graph = None
+            self._finish(graph)
+        self._initial_values.agree()
+        return result
+
+    def _finish(self, graph: tf.Graph) -> None:
+        """Emits what is still noted at the end of a replica function."""
+        self._emit_all(graph)
+        self._emitter.end_of_call()
+        touched, self._touched = self._touched, []
+        for other in [graph, *(each for ref in touched if (each := ref()) is not None)]:
+            state = self._state(other)
+            if any(state.noted.values()):
+                names = ", ".join(noted.variable.name for each in state.noted.values() for noted in each)
+                raise UnsupportedError(
+                    f"{other.name}: only some results of one all_reduce were used to update variables inside a tf.cond "
+                    f"or tf.while_loop ({names}); reduce them in a call of their own"
+                )
+
+    def _emit_all(self, graph: tf.Graph) -> None:
+        state = self._state_of(graph)
+        if state is None:
+            return
+        for replica in sorted(state.noted):
+            number = self._get_replica_id_in_sync_group(replica)
+            context = distribute_lib.ReplicaContext(self._container_strategy(), number)
+            with graph.as_default(), tf.control_dependencies(None), context:
+                self._emit(state, graph, replica)
+
+    def _emit(self, state: GraphState, graph: tf.Graph, replica: int) -> None:
+        self._emitter.emit(state, graph, replica, self._state(outer_graphs(graph)[-1]).first_use, self._state)
+
+    def _state_of(self, graph: tf.Graph) -> GraphState | None:
+        return getattr(graph, self._state_name, None)
+
+    def _state(self, graph: tf.Graph) -> GraphState:
+        state = self._state_of(graph)
+        if state is None:
+            state = GraphState()
+            # On the graph itself: the state holds tensors of the graph, in a table of ours both would live for ever.
+            setattr(graph, self._state_name, state)
+            self._touched.append(weakref.ref(graph))
+        return state
+
+    def note_access(self, variable: GatedVariable, graph: tf.Graph) -> list[tf.Tensor]:
+        """Called before any access in a graph under construction: notes the forward order, emits what waits.
+
+        Returns what the access must come after: the input of the step, where it is in `graph`.
+        """
+        chain = outer_graphs(graph)
+        if not chain:
+            return []
+        for each in chain:
+            state = self._state_of(each)
+            if state is not None and any(state.noted.values()):
+                self._emit_all(each)
+        if variable.gates and variable.owner is None:
+            first_use = self._state(chain[-1]).first_use
+            first_use.setdefault(variable._unique_id, len(first_use))
+        state = self._state_of(graph)
+        return state.inputs if state is not None else []
+
+    def note_passage(self, variable: GatedVariable, replica: int, graph: tf.Graph, passed: tf.Operation) -> None:
+        """The gate of `variable` has been passed in `graph` by the op `passed`."""
+        passages = self._state(graph).passages.by_variable
+        passages.setdefault((variable._unique_id, replica), Passage(passed, passed.inputs[1]))
+
+    # Reductions and updates in replica context.
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        flat, share = tf.nest.flatten(value), share_of_gradients()
+        if len(self._devices) > 1 and tf.executing_eagerly():
+            # Replica functions run one after the other in eager mode: only merge_call brings them together. What all
+            # of them have as one object would come as one value there; each replica contributes it, as in graphs.
+            own = [identity(each if share is None else share.only_if_rows(each)) for each in flat]
+            value = tf.nest.pack_sequence_as(value, own)
+            return super(mirrored_strategy.MirroredExtended, self)._replica_ctx_all_reduce(reduce_op, value, options)
+        local = own = flat
+        if share is not None:
+            own = [share.only_if_rows(each) for each in flat]
+        if len(self._devices) > 1:
+            local = own = tf.nest.flatten(super()._replica_ctx_all_reduce(SUM, own, options))
+            share = None
+        replica = distribute_lib.get_replica_context()._replica_id
+        if tf.executing_eagerly():
+            summed = self._reductions.sum_all(own, ())
+        else:
+            graph = ops.get_default_graph()
+            root = self._state(outer_graphs(graph)[-1])
+            root.reductions[replica] += 1
+            summed = self._reductions.sum_all(own, (root.reductions[replica], replica))
+            if reduce_op == SUM:
+                reduction = Reduction(len(flat), None if share is None else share.has_rows)
+                for gradient, result in zip(local, summed, strict=True):
+                    self._state(graph).reduced[id(result)] = Reduced(gradient, result, reduction)
+        if reduce_op == MEAN:
+            summed = [divide(each, self._num_replicas_in_sync) for each in summed]
+        return tf.nest.pack_sequence_as(value, summed)
+
+    def _replica_ctx_update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        variable = var if isinstance(var, values.DistributedVariable) else container_of(var)
+        if variable is None or variable._distribute_strategy is not self._container_strategy():
+            raise UnsupportedError(
+                f"variable {getattr(var, 'name', var)!r} was not created under this strategy; build and compile the "
+                "model inside `with strategy.scope():`"
+            )
+        reduced = find_reduced(self._state_of, args[0]) if args and not kwargs else None
+        if reduced is None or not deferrable(variable, reduced.gradient):
+            with updating():
+                result = super()._replica_ctx_update(variable, fn, args, kwargs or {}, group)
+            if self._invariants is not None and tf.executing_eagerly():
+                self._invariants.note_eager(variable, fn, args[1:])
+            return result
+        graph, replica = ops.get_default_graph(), distribute_lib.get_replica_context()._replica_id
+        state = self._state(graph)
+        if any(noted.variable is variable for noted in state.noted.get(replica, ())):
+            self._emit(state, graph, replica)  # the second update of a variable comes after its first
+        state.noted.setdefault(replica, []).append(Noted(variable, fn, tuple(args[1:]), reduced))
+        noted = reduced.reduction.noted
+        noted[id(graph)] += 1
+        if noted[id(graph)] == reduced.reduction.size:
+            self._emit(state, graph, replica)
+        return tf.no_op() if group else None
+
+    def _cross_replica_key(self) -> tuple[Any, ...]:
+        if tf.executing_eagerly():
+            return ()
+        root = self._state(outer_graphs(ops.get_default_graph())[-1])
+        root.reductions["cross-replica"] += 1
+        return (root.reductions["cross-replica"], "cross-replica")
+
+    def _local_results(self, val: Any) -> Any:
+        return val.values if isinstance(val, GatedVariable) else super()._local_results(val)

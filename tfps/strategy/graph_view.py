@@ -1,0 +1,141 @@
+"""Finds in a traced function what tfps has put there: gates that are passed, sends, pulls, and what waits for what."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+
+from tfps.errors import ConfigError, TfpsError
+from tfps.graph.ops import CLOSE, PASS, PULL, SEND, Gate, called
+from tfps.graph.picture import Picture, Read, Sent
+from tfps.graph.tf_private import outer_graphs
+from tfps.runtime.runtime import Runtime
+from tfps.runtime.transfers import DeferredUpdate, Transfer
+
+
+def traced_function(graphs: Mapping[str, weakref.ref[tf.Graph]], name: str | None) -> tf.Graph:
+    """The graph of this name, or the last one.
+
+    Raises:
+        ConfigError: there is no such function.
+        TfpsError: there is none.
+    """
+    traced = {each: graph for each, ref in graphs.items() if (graph := ref()) is not None}
+    if not traced:
+        raise TfpsError("there is nothing to draw before the first training step: no traced function sends gradients")
+    if name is not None and name not in traced:
+        raise ConfigError(f"function must be one of {', '.join(map(repr, traced))}, got {name!r}")
+    return traced[name or list(traced)[-1]]
+
+
+def picture(graph: tf.Graph, runtime: Runtime) -> Picture:
+    """What the function `graph`, in which sends were built, does with gates and buckets.
+
+    Reads are also those of the functions around it: of a branch of a tf.cond, the forward pass is there.
+    """
+    gates = {id(gate.handle): gate for gate in runtime.gates()}
+    shown: dict[str, Gate] = {}  # by variable; of one local replica
+    reads: list[Read] = []
+    sent: dict[str, Sent] = {}  # the replicas of a worker send a bucket together
+    for each in reversed(outer_graphs(graph)):
+        for op, key, after in _walk(each, partial(_key, closed_for=_closed_for(each, gates, runtime))):
+            if key and each is graph and (transfer := runtime.transfer(int(key.split()[1]))) is not None:
+                others = tuple(sorted(after - {key}))
+                before = sent.get(key)
+                sent[key] = _sent(key, transfer, others, runtime) if before is None else before.also_after(others)
+            elif called(op) == PASS and (gate := gates.get(id(_outermost(op.inputs[0])))) is not None:
+                read = Read(f"{gate.name} {op.name}", _short(gate.name), tuple(sorted(after)))
+                known = any(
+                    other.variable == read.variable and (not after or other.after == read.after) for other in reads
+                )
+                if shown.setdefault(gate.name, gate) is gate and not known:
+                    reads.append(read)
+    return Picture(
+        function=graph.name,
+        workers=runtime.exchange.workers,
+        reads=[Read(read.key, read.variable, [key for key in read.after if key in sent]) for read in reads],
+        sent=list(sent.values()),
+    )
+
+
+def _key(op: Any, closed_for: dict[str, str]) -> str:
+    """Which transfer `op` belongs to: a send, a pull, or the close before a send; empty for others."""
+    kind = called(op)
+    if kind in (SEND, PULL):
+        return f"transfer {tf.get_static_value(op.inputs[1 if kind == SEND else 2])}"
+    return closed_for.get(op.name, "")
+
+
+def _closed_for(graph: tf.Graph, gates: dict[int, Gate], runtime: Runtime) -> dict[str, str]:
+    """Name of every close -> key of the send that follows it."""
+    sends: dict[Gate, list[str]] = {}  # that close a gate, in order
+    for op in graph.get_operations():
+        if called(op) == SEND:
+            key = _key(op, {})
+            transfer = runtime.transfer(int(key.split()[1]))
+            for gate in transfer.gates if isinstance(transfer, DeferredUpdate) else ():
+                keys = sends.setdefault(gate, [])
+                keys += [] if key in keys else [key]
+    found = {}
+    for op in graph.get_operations():
+        closed = gates.get(id(_outermost(op.inputs[0]))) if called(op) == CLOSE else None
+        if closed is not None and closed in sends:
+            found[op.name] = sends[closed].pop(0) if len(sends[closed]) > 1 else sends[closed][0]
+    return found
+
+
+def _sent(key: str, transfer: Transfer, after: Sequence[str], runtime: Runtime) -> Sent:
+    update = transfer if isinstance(transfer, DeferredUpdate) else None
+    return Sent(
+        key=key,
+        name=transfer.spec.name,
+        variables=list(dict.fromkeys(_short(gate.name) for gate in update.gates)) if update else [],
+        kind=transfer.spec.kind,
+        priority=transfer.spec.priority,
+        nbytes=transfer.spec.nbytes,
+        kept=update.kept if update else (),
+        owners=runtime.exchange.owners(transfer.bucket),
+        after=after,
+    )
+
+
+def _walk(graph: tf.Graph, key_of: Callable[[Any], str]) -> Iterator[tuple[Any, str, frozenset[str]]]:
+    """The ops of `graph` that are not pruned, in order of creation: their key, and the keys that each comes after.
+
+    An op comes after those with a key that are nearest before it on any path of data or control edges.
+    """
+    operations = graph.get_operations()
+    needed = {op.name for op in [*(output.op for output in graph.outputs), *graph.control_outputs]}
+    for op in reversed(operations):
+        if op.name in needed:
+            needed.update(before.name for before in _before(op))
+    nearest: dict[str, frozenset[str]] = {}
+    nothing: frozenset[str] = frozenset()
+    for op in operations:
+        if op.name in needed:
+            after = nothing.union(*(nearest.get(before.name, nothing) for before in _before(op)))
+            key = key_of(op)
+            yield op, key, after
+            nearest[op.name] = frozenset([key]) if key else after
+
+
+def _before(op: Any) -> list[Any]:
+    return [*(each.op for each in op.inputs), *op.control_inputs]
+
+
+def _outermost(tensor: Any) -> Any:
+    """What `tensor` is a capture of, through all functions around its own."""
+    while hasattr(tensor, "graph") and hasattr(tensor.graph, "captures"):
+        outer = [external for external, internal in tensor.graph.captures if internal.name == tensor.name]
+        if not outer:
+            return tensor
+        tensor = outer[0]
+    return tensor
+
+
+def _short(name: str) -> str:
+    return name.removesuffix(":0")

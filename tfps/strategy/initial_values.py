@@ -1,0 +1,150 @@
+"""Rank 0's initial values become everybody's, before the first step that could use them.
+
+Variables are noted when they are created and exchanged in one go at the next `strategy.run`, so that a new model's
+weights may be loaded on rank 0 only; weights loaded later must be loaded on every rank. What each rank has created is
+compared first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfps.exchange.interface import BucketSpec
+from tfps.launch.progress import Progress
+from tfps.runtime.interrupts import indivisible
+from tfps.runtime.runtime import Runtime
+from tfps.strategy.names import common_name
+from tfps.strategy.variables import OnReadVariable
+
+_BATCH_BYTES = 64 * 2**20  # exchanged at once; more would only need more memory
+_WHAT = "initial values"
+
+
+class InitialValues:
+    """Variables whose values are not agreed yet. Used by the main thread.
+
+    They are kept until they are agreed, so that what is compared depends on what the program has created, and not on
+    what a rank still holds or the garbage collector has found.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._created: list[Any] = []
+
+    def created(self, variable: Any) -> None:
+        """Notes a new distributed variable."""
+        if self._runtime.exchange.workers > 1:
+            self._created.append(variable)
+
+    def agree(self) -> None:
+        """Gives all new variables the values that they have on rank 0.
+
+        Raises:
+            MismatchError: the ranks created different variables.
+            WaitTimeoutError: a rank did not come to the same point.
+        """
+        if not self._created:
+            return
+        with tf.init_scope():
+            self.share([variable for variable in self._created if bool(variable.is_initialized())])
+
+    def share(self, variables: list[Any]) -> None:
+        """Gives `variables` the values that they have on rank 0; called by all ranks.
+
+        What has come before an interruption (Ctrl-C) is not asked for again.
+
+        Raises:
+            MismatchError: the variables differ between ranks.
+            WaitTimeoutError: a rank did not come to the same point.
+        """
+        fixed = [variable for variable in variables if _has_fixed_size(variable)]
+        total = sum(map(_nbytes, fixed)) if self._runtime.exchange.rank == 0 else 0  # rank 0 alone shows it
+        with Progress(f"tfps: {_WHAT}", total) as progress:
+            for batch in _batches(fixed):
+                self._sum(batch, progress)
+        if others := [variable for variable in variables if not _has_fixed_size(variable)]:
+            self._gather(others)
+
+    def _declared(self, variables: list[Any], spec: BucketSpec) -> int:
+        details = [f"variable '{common_name(v)}' {v.shape} {v.dtype.name}" for v in variables]
+        key = (_WHAT, tuple(variable._unique_id for variable in variables))
+        return self._runtime.buckets([(key, spec)], details)[0]
+
+    def _sum(self, variables: list[Any], progress: Progress) -> None:
+        total = sum(map(_nbytes, variables))
+        spec = BucketSpec(name=_WHAT, kind="sum", nbytes=total, dtype="uint8", priority=0, occasional=True)
+        bucket, payload = self._declared(variables, spec), None
+        if self._runtime.exchange.rank == 0:
+            payload = np.concatenate([_bytes(variable) for variable in variables])
+        with indivisible(self._runtime.exchange, _WHAT):
+            received = self._runtime.exchange_now(bucket, payload, lambda part: progress.show(part * total)).sum
+            start = 0
+            for variable in variables:
+                end = start + _nbytes(variable)
+                value = received[start:end].view(variable.dtype.as_numpy_dtype).reshape(variable.shape)
+                self._take(variable, value)
+                start = end
+            self._forget(variables)
+        progress.add(total)
+
+    def _gather(self, variables: list[Any]) -> None:
+        """Those of which only rank 0 knows how many bytes they have."""
+        spec = BucketSpec(name=_WHAT, kind="gather", nbytes=0, dtype="uint8", priority=0, occasional=True)
+        bucket, payload = self._declared(variables, spec), None
+        if self._runtime.exchange.rank == 0:
+            values = [tf.io.serialize_tensor(variable.values[0]).numpy() for variable in variables]
+            payload = b"".join([np.array([len(value) for value in values], np.int64).tobytes(), *values])
+        with indivisible(self._runtime.exchange, _WHAT):
+            parts = self._runtime.exchange_now(bucket, payload).parts or []
+            start = 8 * len(variables)
+            for variable, size in zip(variables, np.frombuffer(parts[0][:start], np.int64).tolist(), strict=True):
+                value = tf.io.parse_tensor(bytes(parts[0][start : start + size]), variable.dtype)
+                self._take(variable, value)
+                start += size
+            self._forget(variables)
+
+    def _take(self, variable: Any, value: Any) -> None:
+        if _on_read(variable):
+            variable.assign(value)  # on rank 0 too: which replica holds a sum depends on the rank
+        elif self._runtime.exchange.rank > 0:
+            for component in variable.values:  # waits for what is under way
+                component.assign(value)
+
+    def _forget(self, variables: list[Any]) -> None:
+        agreed = {id(variable) for variable in variables}
+        self._created = [variable for variable in self._created if id(variable) not in agreed]
+
+
+def _batches(variables: list[Any]) -> Iterator[list[Any]]:
+    """`variables` in groups of about `_BATCH_BYTES`."""
+    batch: list[Any] = []
+    filled = 0
+    for variable in variables:
+        batch.append(variable)
+        filled += _nbytes(variable)
+        if filled >= _BATCH_BYTES:
+            yield batch
+            batch, filled = [], 0
+    if batch:
+        yield batch
+
+
+def _has_fixed_size(variable: Any) -> bool:
+    return bool(variable.dtype != tf.string and variable.shape.is_fully_defined())
+
+
+def _on_read(variable: Any) -> bool:
+    return isinstance(variable, OnReadVariable) and variable.aggregation != tf.VariableAggregation.NONE
+
+
+def _nbytes(variable: Any) -> int:
+    return int(np.prod(variable.shape, dtype=np.int64)) * int(variable.dtype.size)
+
+
+def _bytes(variable: Any) -> Any:
+    value = variable.current() if _on_read(variable) else variable.values[0]
+    return np.ascontiguousarray(value.numpy()).reshape(-1).view(np.uint8)

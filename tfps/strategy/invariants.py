@@ -1,0 +1,325 @@
+"""What must be equal on all ranks while they train, and how they find out where it is not.
+
+An update returns a digest: what it has read as of its step (learning rate, step counter) and, when its turn comes, a
+checksum of the weights that it has written. Digests are collected into rows, and exchanged some steps at a time in a
+small bucket of their own, for which no step waits. Where the rows of one update differ, all ranks fail alike.
+
+Ranks may come to their updates in different order, so rows are matched by bucket and round.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import tensorflow as tf
+
+from tfps.errors import MismatchError
+from tfps.exchange.interface import BucketSpec
+from tfps.graph.ops import HOST
+from tfps.graph.tf_private import distribute_lib
+from tfps.runtime.runtime import Runtime
+from tfps.runtime.transfers import DeferredUpdate, Transfer
+from tfps.strategy.variables import GatedVariable
+
+KEPT = 6  # values that an update reads, in a row; further ones share the last place
+_WIDTH = 3 + KEPT  # what was updated (0: nothing), which round, checksum, values
+_MOST_ROWS = 64  # in one exchange
+_LEAST_URGENT = 2**32 - 1
+_COLUMNS, _CHUNK = 1024, 2**18  # of a checksum, in items
+_MOST_CHUNKS = 64
+_PRIME = 6364136223846793005  # of Knuth's generator: odd, without a pattern
+_SHOWN = 3  # variables of a bucket in a message
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What rows are about: names of the weights and of the values that their update reads, and who has numbers."""
+
+    weights: str
+    labels: tuple[str, ...]
+    floating: tuple[bool | None, ...]  # None: a checksum
+
+
+class Invariants:
+    """Compares the digests of this rank with those of all others. Rows come from any thread.
+
+    Args:
+        runtime: of a job with several workers.
+        every: steps after which the weights of a bucket are compared again, from 1.
+    """
+
+    def __init__(self, runtime: Runtime, every: int) -> None:
+        self._runtime, self._every = runtime, every
+        self._rows = min(every, _MOST_ROWS)
+        workers = runtime.exchange.workers
+        self._spec = BucketSpec(
+            name=f"checks every {every} steps",  # a rank with another number is refused by this name
+            kind="sum",
+            nbytes=workers * self._rows * _WIDTH * 8,
+            dtype="int64",
+            priority=_LEAST_URGENT,
+            occasional=True,
+        )
+        runtime.declare_later("checks", self._spec)
+        with tf.init_scope(), tf.device(HOST):
+            self._flags = tf.constant(False), tf.constant(True)  # once: an eager constant takes 0.03 ms
+        self._lock = threading.Lock()  # guards all below
+        self._outbox: list[list[int]] = []
+        self._subjects: dict[int, _Subject] = {}
+        self._eager: dict[
+            str, tuple[int, int]
+        ] = {}  # by unique id of a variable that is updated eagerly: number, rounds
+        self._awaited: dict[tuple[int, int], dict[int, Any]] = {}  # rows by what they are about, then by rank
+
+    @staticmethod
+    def of(runtime: Runtime, every: int) -> Invariants | None:
+        """The one of `runtime`, which all its strategies share; None where there is nothing to compare."""
+        if not every or runtime.exchange.workers == 1:
+            return None
+        if runtime.invariants is None:
+            runtime.invariants = Invariants(runtime, every)
+        return cast(Invariants, runtime.invariants)
+
+    def weigh(self, transfer: DeferredUpdate) -> tf.Tensor:
+        """Whether the current round of `transfer` takes the checksum: buckets take turns, so that no step takes all."""
+        return self._flags[self._due(transfer.bucket, transfer.round)]
+
+    def _due(self, number: int, round_: int) -> bool:
+        return (number + round_) % self._every == 0
+
+    def note(self, transfer: DeferredUpdate, digests: Sequence[tf.Tensor]) -> None:
+        """Takes what the update of `transfer` has returned, for each local replica.
+
+        Raises:
+            MismatchError: the local replicas differ.
+        """
+        due = self._due(transfer.bucket, transfer.round)
+        if not due and not transfer.leads:
+            return
+        first, *others = (digest.numpy() for digest in digests)
+        for replica, other in enumerate(others, 1):
+            if due and (other != first).any():
+                rank = self._runtime.exchange.rank
+                raise MismatchError(
+                    f"rank {rank}: after step {transfer.round + 1} of {_names(transfer.spec.name)} its devices 0 and "
+                    f"{replica} have different weights or learning rates; change them by the strategy's variables only"
+                )
+        subject = _Subject(transfer.spec.name, *transfer.labels)
+        self._add(transfer.bucket + 1, subject, [transfer.round, *map(int, first)])
+
+    def note_eager(self, variable: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        """Takes an update of `variable` that has just run eagerly, if it is a trainable one of the first replica."""
+        gated = isinstance(variable, GatedVariable) and variable.gates and variable.owner is None
+        if not gated or distribute_lib.get_replica_context()._replica_id:
+            return
+        with self._lock:
+            number, round_ = self._eager.get(variable._unique_id, (len(self._eager), 0))
+            self._eager[variable._unique_id] = number, round_ + 1
+        if not self._due(number, round_):
+            return
+        labels = names_of(function, arguments)
+        values = [each for each in arguments if _is_number(each)][:KEPT]
+        subject = _Subject(
+            str(variable.name).removesuffix(":0"),
+            tuple(labels.get(id(each), "a value") for each in values),
+            tuple(floating(each) for each in values),
+        )
+        numbers = [int(as_number(tf.convert_to_tensor(each))) for each in values]
+        checksum_ = zlib.crc32(np.ascontiguousarray(variable._values[0].read_value().numpy()).tobytes())
+        self._add(-1 - number, subject, [round_, checksum_, *numbers, *[0] * (KEPT - len(numbers))])
+
+    def _add(self, number: int, subject: _Subject, rest: list[int]) -> None:
+        with self._lock:
+            self._subjects[number] = subject
+            self._outbox.append([number, *rest])
+            if len(self._outbox) < self._rows:
+                return
+            rows, self._outbox = self._outbox, []
+            said = np.zeros([self._runtime.exchange.workers, self._rows, _WIDTH], np.int64)
+            said[self._runtime.exchange.rank] = rows
+            # Whoever has updates has declared their buckets and, with them, this one: no wait.
+            (bucket,) = self._runtime.buckets([("checks", self._spec)])
+            self._runtime.push(_Comparison(self, bucket, self._spec), said)
+
+    def compare(self, said: Any) -> None:
+        """Takes rows of all ranks, int64 [workers, rows, width]. Called by the apply thread."""
+        if (said == said[0]).all():
+            return
+        different = []
+        with self._lock:
+            for rank, rows in enumerate(said):
+                for row in rows[rows[:, 0] != 0]:
+                    key = int(row[1]), int(row[0])
+                    by_rank = self._awaited.setdefault(key, {})
+                    by_rank[rank] = row
+                    if len(by_rank) == len(said):
+                        complete = np.stack([by_rank[each] for each in range(len(said))])
+                        del self._awaited[key]
+                        if (complete != complete[0]).any():
+                            different.append((*key, complete))
+            if not different:
+                return
+            round_, number, rows = min(different, key=lambda each: each[:2])
+            subject = self._subjects[number]
+        self._runtime.exchange.fail(MismatchError(_difference(subject, round_, rows)))
+
+
+class _Comparison(Transfer):
+    """Rows of this rank, until those of all ranks are here."""
+
+    def __init__(self, invariants: Invariants, bucket: int, spec: BucketSpec) -> None:
+        super().__init__(bucket, spec)
+        self._invariants = invariants
+
+    def finish(self, ticket: Any, data: tf.Tensor, indices: tf.Tensor) -> None:
+        self._invariants.compare(np.frombuffer(memoryview(data), np.int64).reshape(-1, self._rows, _WIDTH))
+
+    @property
+    def _rows(self) -> int:
+        return self._invariants._rows
+
+    def fail(self, error: Any) -> None:
+        """Who waits for a gradient hears of it."""
+
+
+def names_of(function: Callable[..., Any], arguments: Sequence[Any]) -> dict[int, str]:
+    """What `function`, called with a component, a gradient and `arguments`, calls these, by their ids."""
+    try:
+        names = list(inspect.signature(function).parameters)[2:]
+    except (TypeError, ValueError):  # no signature: a builtin
+        return {}
+    return {id(argument): name for argument, name in zip(arguments, names, strict=False)}
+
+
+def _is_number(value: Any) -> bool:
+    if not tf.is_tensor(value):
+        return False
+    dtype = tf.as_dtype(value.dtype)  # a variable of Keras has a name of one
+    return len(value.shape) == 0 and (dtype.is_floating or dtype.is_integer)
+
+
+def floating(tensor: Any) -> bool | None:
+    """How `as_number` shows `tensor`: whether as a floating number; None: by a checksum."""
+    return bool(tf.as_dtype(tensor.dtype).is_floating) if _is_number(tensor) else None
+
+
+def as_number(tensor: tf.Tensor) -> tf.Tensor:
+    """`tensor`, not of strings, as one int64: a number as it is (the bits of a float64), others by a checksum."""
+    if not _is_number(tensor):
+        return checksum([tf.cast(tensor, tf.int64) if tensor.dtype == tf.bool else tensor])
+    if tensor.dtype.is_floating:
+        return tf.bitcast(tf.cast(tensor, tf.float64), tf.int64)
+    return tf.cast(tensor, tf.int64)
+
+
+def digest(variables: Sequence[Any], kept: Sequence[tf.Tensor], weigh: tf.Tensor) -> tf.Tensor:
+    """In an update, after it has written `variables` (components): int64 [1 + KEPT], a checksum and `kept`.
+
+    `weigh`: whether to take the checksum, else it is 0.
+    """
+    nothing = tf.constant(0, tf.int64)
+    weights = tf.cond(weigh, lambda: checksum([each.read_value() for each in variables]), lambda: nothing)
+    with tf.device(HOST):
+        values = [as_number(each) for each in kept]
+        shared = values[KEPT - 1 :]
+        if len(shared) > 1:
+            values = [*values[: KEPT - 1], checksum([tf.stack(shared)])]
+        return tf.stack([weights, *values, *[nothing] * (KEPT - len(values))])
+
+
+def checksum(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Int64 scalar of the bits of `tensors` and of their places: two that change places change it.
+
+    Pieces of 32 bits are summed in 64, each times an odd number of its own, so that no bit is shifted out; some items
+    at a time, because they take twice their memory then.
+    """
+    flat = [tf.reshape(each, [-1]) for each in tensors]
+    if len({each.dtype for each in flat}) == 1:
+        flat = [tf.concat(flat, 0)] if len(flat) > 1 else flat
+    total = tf.constant(0, tf.int64)
+    for items in flat:
+        size = int(items.shape[0])
+        chunk = max(_CHUNK, -(-size // (_MOST_CHUNKS * _COLUMNS)) * _COLUMNS)
+        for start in range(0, size, chunk):
+            with tf.control_dependencies([total]):  # one after the other, for the memory
+                total = total * _PRIME + _sum(items[start : start + chunk])
+    return total
+
+
+def _sum(items: tf.Tensor) -> tf.Tensor:
+    """Sum of the bits of `items`, flat, each times the product of its row's and its column's number."""
+    size = int(items.shape[0])
+    rows = size // _COLUMNS
+    total = tf.constant(0, tf.int64)
+    if rows:
+        for bits in _bits(tf.reshape(items[: rows * _COLUMNS], [rows, _COLUMNS])):
+            total = total * _PRIME + tf.reduce_sum(tf.reduce_sum(bits * _odd(_COLUMNS), 1) * _odd(rows))
+    if size % _COLUMNS:
+        for bits in _bits(items[rows * _COLUMNS :]):
+            total = total * _PRIME + tf.reduce_sum(bits * _odd(size % _COLUMNS))
+    return total
+
+
+def _bits(items: tf.Tensor) -> list[tf.Tensor]:
+    """`items` as int64 of up to 32 bits each, in the same shape, bit for bit; of 64 bits both halves."""
+    if items.dtype.size == 8:
+        whole = items if items.dtype == tf.int64 else tf.bitcast(items, tf.int64)
+        return [tf.bitwise.right_shift(whole, 32), tf.bitwise.bitwise_and(whole, 2**32 - 1)]
+    integer = {1: tf.int8, 2: tf.int16, 4: tf.int32}[items.dtype.size]
+    return [tf.cast(items if items.dtype == integer else tf.bitcast(items, integer), tf.int64)]
+
+
+def _odd(count: int) -> np.ndarray[Any, Any]:
+    """The first `count` of a fixed series of odd numbers, int64."""
+    return np.random.default_rng(1).integers(-(2**63), 2**63 - 1, count, np.int64) | 1
+
+
+def _difference(subject: _Subject, round_: int, rows: Any) -> str:
+    """What to say of `rows`, one per rank, of which two at least differ."""
+    step = f"at step {round_ + 1} of {_names(subject.weights)}"
+    for column, (label, is_float) in enumerate(zip(subject.labels, subject.floating, strict=True), 3):
+        values = rows[:, column]
+        if (values != values[0]).any():
+            shown = values.view(np.float64) if is_float else values
+            what = f"{label} is {_by_value(shown, _hexadecimal if is_float is None else _decimal)}"
+            break
+    else:
+        what = (
+            f"the weights after the update have checksum {_by_value(rows[:, 2], _hexadecimal)} (processors of "
+            "different kinds may round differently)"
+        )
+    return (
+        f"the workers no longer train alike: {step} {what}. What is changed between steps (callbacks, assign, "
+        "set_weights, load_weights, a learning rate) must be changed on every rank alike. Config(check_every=0) or "
+        "TFPS_CHECK_EVERY=0 turns this check off"
+    )
+
+
+def _by_value(values: Any, shown: Callable[[Any], str]) -> str:
+    """Who has what: `0.1 on rank 0, 2 and 0.2 on rank 1`."""
+    ranks: dict[bytes, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value.tobytes(), []).append(rank)
+    return " and ".join(f"{shown(values[who[0]])} on rank {', '.join(map(str, who))}" for who in ranks.values())
+
+
+def _decimal(value: Any) -> str:
+    """As short as the value's own precision allows: a float32 is not shown with the digits of a float64."""
+    return str(np.float32(value) if isinstance(value, np.float64) and np.float32(value) == value else value)
+
+
+def _hexadecimal(value: Any) -> str:
+    return f"{int(value) & (2**64 - 1):016x}"
+
+
+def _names(names: str) -> str:
+    """The first of the names of a bucket's variables."""
+    shown = names.split(", ")
+    rest = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return ", ".join(shown[:_SHOWN]) + rest

@@ -1,0 +1,338 @@
+"""`tfps.Strategy`: data-parallel training of Keras models through gRPC parameter servers."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import itertools
+import logging
+import pathlib
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfps.config import Config, TraceRequest, unknown_variables
+from tfps.errors import ConfigError, in_graph_error
+from tfps.exchange.interface import Exchange
+from tfps.graph.tf_private import translate_errors
+from tfps.keras_hooks.logs import agree_on_logs
+from tfps.keras_hooks.loss_scaling import agree_on_finite
+from tfps.keras_hooks.predictions import predict_everything
+from tfps.keras_hooks.saving import share_files
+from tfps.keras_hooks.seeds import draw_apart
+from tfps.keras_hooks.weighing import weigh_by_rows
+from tfps.runtime.report import Report
+from tfps.runtime.runtime import Runtime
+from tfps.runtime.trace_run import TraceRun, record_unattended
+from tfps.strategy.cluster import Cluster, resolve
+from tfps.strategy.compiling import compile_in_scope
+from tfps.strategy.extended import Extended
+from tfps.trace.recorder import Recorder
+from tfps.worker.embedded import EmbeddedExchange
+from tfps.worker.worker import Worker
+
+logger = logging.getLogger("tfps")
+_collective_key_bases = itertools.count(1_000, 1_000)
+
+
+class Strategy(tf.distribute.Strategy):
+    """Synchronous data-parallel training; gradients travel while the step still runs.
+
+    Each worker process creates one, builds and compiles its model in `scope()` and calls `fit`. Gradients are sent
+    as soon as backward makes them, what forward needs first most urgently (P3,
+    https://anandj.in/wp-content/uploads/sysml.pdf), summed by the pservers, and each variable is updated as soon as
+    its sum is back, while the next step already runs; a read of a variable waits for that variable only.
+
+    Args:
+        pservers: addresses `"host:port"`; or a `tf.distribute.cluster_resolver.ClusterResolver` (Slurm, Kubernetes,
+            Simple, ...) with `ps` tasks; or None: `TFPS_PSERVERS` (set by `tfps_launch`) or the `ps` tasks of
+            `TF_CONFIG`, and with neither a pserver embedded in this process. The chief is rank 0; an evaluator is a job
+            of its own (docs/semantics.md, "Cluster").
+        devices: local devices, as for `tf.distribute.MirroredStrategy`; default: all local GPUs, else the CPU.
+        config: settings; default: `tfps.Config` with what `TFPS_...` environment variables say.
+
+    Raises:
+        ConfigError: an argument or an environment variable is malformed.
+        ConnectError: a pserver cannot be reached or refuses this worker.
+        WaitTimeoutError: not all workers joined within `config.connect_timeout_s`.
+    """
+
+    def __init__(
+        self,
+        pservers: Sequence[str] | tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        *,
+        devices: Sequence[str] | None = None,
+        config: Config | None = None,
+    ) -> None:
+        if config is not None and not isinstance(config, Config):
+            raise ConfigError(f"config must be a tfps.Config, got {config!r}")
+        self.config = Config.from_environment() if config is None else config
+        request = TraceRequest.from_environment()
+        _warn_of_unknown_variables()
+        cluster = resolve(pservers)
+        self._collective_key_base = next(_collective_key_bases)  # two strategies' local reductions must not meet
+        _show_messages()
+        devices = _devices(devices)
+        self._user = next(_users)
+        self._connection = _connect(cluster, self.config, self._user)
+        self._pservers = cluster.pservers
+        self._runtime = self._connection.runtime
+        ends = self._connection.users[self._user]
+        record_unattended(self._runtime, request)
+        self._forget = weakref.finalize(self, _forget, self._connection, self._user)
+        self._forget.atexit = False
+        settings = self.config
+        super().__init__(
+            Extended(self, devices, self._runtime, settings.bucket_bytes, settings.staging_depth, settings.check_every)
+        )
+        if self.extended.staging is not None:
+            ends.append(self.extended.staging.close)
+        translate_errors(in_graph_error)
+        compile_in_scope(Strategy)
+        agree_on_finite(Strategy)
+        draw_apart(Strategy)
+        agree_on_logs(Strategy)
+        predict_everything(Strategy)
+        share_files(Strategy)
+        weigh_by_rows(Strategy)
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+        return self._runtime.exchange.rank
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers train together."""
+        return self._runtime.exchange.workers
+
+    @property
+    def pservers(self) -> tuple[str, ...]:
+        """Addresses of the pservers; empty when the pserver is embedded."""
+        return self._pservers
+
+    def update_buckets(self) -> int:
+        """How many buckets with deferred updates there are; each is one exchange per step."""
+        return self._runtime.update_buckets()
+
+    def report(self) -> Report:
+        """Where the time of the last steps went on this worker, what limits it, and what would help; printable.
+
+        Raises:
+            TfpsError: there were fewer than 4 steps, or a pserver does not answer.
+        """
+        return self._runtime.report()
+
+    def combine(self) -> None:
+        """Combines over all workers what replicas have written to variables of their own since the last time.
+
+        Moving statistics and metrics are combined when they are read after training steps, by all ranks alike; `fit`
+        and `evaluate` do so at the end of each epoch, in one exchange. A program that wants to read or save them at
+        another moment on one rank only calls this on every rank before. Without anything new it does nothing.
+
+        Raises:
+            TfpsError: another rank did not call it in time, or is somewhere else in its program.
+        """
+        self.extended.combiner.refresh()
+
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
+        """As in `tf.distribute.Strategy`. What training has left uncombined is combined: evaluation may come now."""
+        self.combine()
+        return super().experimental_distribute_dataset(dataset, options)
+
+    def dump_graph(self, path: str | pathlib.Path, function: str | None = None) -> None:
+        """Writes what a traced training step does with gates, buckets and updates as a picture, in Graphviz's DOT.
+
+        `dot -Tsvg step.dot -o step.svg` draws it. Priorities, sizes and slices are those of now.
+
+        Args:
+            path: the file to write.
+            function: which one, where several functions train: its name, `"one_step_on_data"` of Keras' `fit` for
+                example; default: the one that was traced last.
+
+        Raises:
+            ConfigError: no such function has been traced; the message lists those that were.
+            TfpsError: no training step has been traced yet.
+        """
+        pathlib.Path(path).write_text(self.extended.picture(function).dot(), encoding="utf-8")
+
+    @contextlib.contextmanager
+    def trace(self, log_dir: str | pathlib.Path, name: str | None = None) -> Iterator[None]:
+        """Records what happens in the block to every slice on all workers and pservers: `with strategy.trace("logs"):`.
+
+        Written at the end, for TensorBoard's tabs "Parameter servers" and Profile, `tfps_trace` and Perfetto
+        (docs/traceview.md). Rank 0 records, whatever the other ranks do; on them this does nothing. A profile of
+        TensorFlow's that was taken in the same directory within the block is joined in the Profile tab.
+
+        Args:
+            log_dir: the directory that `tensorboard --logdir` gets.
+            name: of the run; default: the time.
+
+        Raises:
+            ConfigError: `name` is no file name.
+            TfpsError: a capture is being recorded already, or nothing could be collected.
+            OSError: the files cannot be written.
+        """
+        if self.rank != 0:
+            yield
+            return
+        run = TraceRun(self._runtime, log_dir, name)
+        try:
+            yield
+        finally:
+            run.stop()
+            run.write_profile()
+
+    @property
+    def recorder(self) -> Recorder:
+        """Records what happens to slices while it is started."""
+        return self._runtime.recorder
+
+    def close(self) -> None:
+        """Leaves the job and ends all threads, after which training raises. Happens by itself when the process ends.
+
+        Strategies of one process that have the same pservers share the connection, which ends with the last of them.
+        """
+        if self._forget.detach():
+            _disconnect(self._connection, self._user)
+
+
+@functools.cache
+def _warn_of_unknown_variables() -> None:
+    """Once per process."""
+    _show_messages()
+    for line in unknown_variables():
+        logger.warning("tfps: %s", line)
+
+
+def _show_messages() -> None:
+    """One line on stderr per event, such as the sizes that were chosen, if the program has not set up logging."""
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.INFO)
+
+
+class _Connection:
+    """What the strategies of this process that have the same pservers share."""
+
+    def __init__(self, runtime: Runtime, config: Config) -> None:
+        self.runtime, self.config = runtime, config
+        # What each strategy has beside the connection and ends before it; guarded by _connecting.
+        self.users: dict[int, list[Callable[[], None]]] = {}
+
+
+_connections: dict[Cluster, _Connection] = {}  # by what the strategies were told; guarded by _connecting
+_open: set[_Connection] = set()  # guarded by _connecting
+_users = itertools.count()
+_connecting = threading.RLock()  # the garbage collector may end a strategy at any place of this thread
+
+
+def _connect(cluster: Cluster, config: Config, user: int) -> _Connection:
+    """A pserver knows each rank once: the second strategy of a process uses the connection of the first.
+
+    Raises:
+        ConfigError: the first has other settings.
+    """
+    with _connecting:
+        found = _connections.get(cluster) if cluster.pservers else None
+        if found is not None and found.runtime.exchange.failure is None:
+            found.users[user] = []  # first: the last user may be collected at any place, which would close it
+            if found.config != config:
+                del found.users[user]
+                raise ConfigError(
+                    f"this process has a strategy with the pservers {', '.join(cluster.pservers)} and other settings "
+                    f"({found.config}, now {config}); close() it first, or give this one pservers of its own"
+                )
+            return found
+    recorder = Recorder()
+    connection = _Connection(
+        Runtime(_exchange(cluster, config, recorder), recorder, config.step_timeout_s),
+        config,
+    )
+    connection.users[user] = []
+    with _connecting:
+        _open.add(connection)
+        if cluster.pservers:
+            _connections[cluster] = connection
+    return connection
+
+
+def _disconnect(connection: _Connection, user: int) -> None:
+    """One user less; the last one closes."""
+    with _connecting:
+        ends = connection.users.pop(user, [])
+    for end in ends:
+        end()
+    with _connecting:
+        if connection.users:
+            return
+    _close(connection, drain=True)
+
+
+def _close(connection: _Connection, *, drain: bool) -> None:
+    with _connecting:
+        _open.discard(connection)
+        for cluster in [cluster for cluster, known in _connections.items() if known is connection]:
+            del _connections[cluster]
+    connection.runtime.close(drain=drain)
+
+
+def _forget(connection: _Connection, user: int) -> None:
+    """The garbage collector has found a strategy that was not closed.
+
+    When it does is chance, and differs between ranks: a connection with other workers goes on until the process ends,
+    or ranks that have not collected theirs would wait for this one.
+    """
+
+    def end() -> None:
+        if connection.runtime.exchange.workers == 1:
+            _disconnect(connection, user)
+            return
+        with _connecting:
+            ends, connection.users[user] = connection.users[user], []
+        for each in ends:
+            each()
+
+    if threading.current_thread() is threading.main_thread():
+        end()
+    else:  # the garbage collector runs on any thread, also on one that brings the replies that close waits for
+        threading.Thread(target=end, name="tfps-close").start()
+
+
+@atexit.register
+def _close_at_end() -> None:
+    with _connecting:
+        connections = list(_open)
+    for connection in connections:
+        for ends in connection.users.values():
+            for end in ends:
+                end()
+        _close(connection, drain=not _ended_by_exception())
+
+
+def _ended_by_exception() -> bool:
+    """Whether the interpreter ends because of an exception: then nobody should wait for this worker.
+
+    An interactive session has shown one and gone on.
+    """
+    return hasattr(sys, "last_type") and not hasattr(sys, "ps1") and not sys.flags.interactive
+
+
+def _devices(devices: Sequence[str] | None) -> Sequence[str]:
+    if devices is None:
+        return [device.name for device in tf.config.list_logical_devices("GPU")] or ["CPU:0"]
+    if isinstance(devices, str) or not devices:
+        raise ConfigError(f"devices must be a list such as ['GPU:0', 'GPU:1'], got {devices!r}")
+    return list(devices)
+
+
+def _exchange(cluster: Cluster, config: Config, recorder: Recorder) -> Exchange:
+    if not cluster.pservers:
+        return EmbeddedExchange(config, recorder)
+    options: dict[str, Any] = {"rank": cluster.rank, "workers": cluster.workers, "job": cluster.job}
+    return Worker(cluster.pservers, **options, config=config, recorder=recorder)

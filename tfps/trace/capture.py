@@ -1,0 +1,251 @@
+"""What happened to every slice during some steps, on all workers and pservers: the nouns of a capture.
+
+Files are written and read by `tfps.trace.capture_file`; the format is described in docs/trace_format.md.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
+
+from tfps.errors import TfpsError
+
+Kind = Literal[
+    "step",
+    "forward",
+    "backward",
+    "gate",
+    "input",
+    "staging",
+    "ready",
+    "queued",
+    "wire",
+    "aggregate",
+    "reply_queued",
+    "reply_wire",
+    "update",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Role = Literal["worker", "pserver"]
+Setting = str | int | float | bool | None
+
+# Where spans of a kind are shown, unless whoever records them has a reason for another lane.
+LANES: Mapping[Kind, str] = {
+    "step": "steps",
+    "forward": "compute",
+    "backward": "compute",
+    "gate": "gates",
+    "input": "input",
+    "staging": "input",
+    "ready": "gradients",
+    "queued": "queue",
+    "wire": "to pserver {pserver}",
+    "aggregate": "aggregate",
+    "reply_queued": "reply queue",
+    "reply_wire": "to worker {rank}",
+    "update": "updates",
+}
+NONE = -1  # of a field that says nothing about a span
+
+
+class Span(NamedTuple):
+    """Something that took time, or, where both times are equal, an instant.
+
+    Attributes:
+        kind: see docs/trace_format.md.
+        process: position in `Capture.processes` of where it happened.
+        lane: what is drawn in one line of that process; see `lane_of`.
+        begin_ns, end_ns: on rank 0's clock.
+        step: the round of the exchange that it belongs to; of a gate the one whose update it waits for.
+        bucket: position in `Capture.buckets`.
+        slice: number of the slice in its bucket; none where the whole bucket is concerned.
+        variable: position in `Bucket.variables`, of a gate.
+        priority: 0 is the most urgent.
+        nbytes: of the payload.
+        rank: the worker that it is for: whose push, queue, reply or gate; of an aggregate the worker that it waited
+            for, the last to arrive.
+        pserver: the pserver that owns the slice.
+
+    Where there is no such thing a number is -1.
+    """
+
+    kind: Kind
+    process: int
+    lane: str
+    begin_ns: int
+    end_ns: int
+    step: int = NONE
+    bucket: int = NONE
+    slice: int = NONE
+    variable: int = NONE
+    priority: int = NONE
+    nbytes: int = NONE
+    rank: int = NONE
+    pserver: int = NONE
+
+    @property
+    def key(self) -> str:
+        """`bucket/slice`, or `bucket`, or nothing."""
+        return f"{self.bucket}/{self.slice}" if self.slice >= 0 else str(self.bucket) if self.bucket >= 0 else ""
+
+    @property
+    def duration_ns(self) -> int:
+        """How long it took."""
+        return self.end_ns - self.begin_ns
+
+
+def lane_of(kind: Kind, *, rank: int = NONE, pserver: int = NONE) -> str:
+    """The usual lane of a kind: `compute`, `queue`, `to pserver 1`."""
+    return LANES[kind].format(rank=rank, pserver=pserver)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A worker or a pserver.
+
+    Args:
+        role: which of both.
+        number: the rank of a worker, the number of a pserver.
+        host: its host, or address, for people.
+        clock_offset_ns: what was added to times of its clock to give rank 0's.
+        clock_error_ns: by how much that may be wrong; half the round trip that it was measured with.
+
+    Raises:
+        TfpsError: a value is out of range.
+    """
+
+    role: Role
+    number: int
+    host: str = ""
+    clock_offset_ns: int = 0
+    clock_error_ns: int = 0
+
+    def __post_init__(self) -> None:
+        if self.role not in get_args(Role):
+            raise TfpsError(f"role of a process must be 'worker' or 'pserver', got {self.role!r}")
+        if self.number < 0 or self.clock_error_ns < 0:
+            numbers = f"{self.number} and {self.clock_error_ns}"
+            raise TfpsError(f"number and clock_error_ns of a process must be at least 0, got {numbers}")
+
+    @property
+    def name(self) -> str:
+        """`worker 0`, `pserver 1`."""
+        return f"{self.role} {self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Variables that share slices and an update.
+
+    Args:
+        name: for people, as in messages of tfps.
+        variables: their names, in forward order.
+        priority: position of first use in the forward pass; 0 is the most urgent.
+        nbytes: of one worker's gradient; 0 where it differs from step to step.
+    """
+
+    name: str
+    variables: tuple[str, ...]
+    priority: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """Some steps of a job.
+
+    Args:
+        processes: workers by rank, then pservers by number.
+        buckets: what is exchanged.
+        spans: everything that happened; kept in the order of `begin_ns`, equal ones as they were given.
+        steps: the steps that were asked for, ascending.
+        settings: of the run, for people and for comparing two: policy, slice_bytes, window_bytes, ...
+        name: of the run.
+
+    Raises:
+        TfpsError: a span names a process, bucket, variable or worker that is not there, or ends before it begins.
+    """
+
+    processes: tuple[Process, ...]
+    buckets: tuple[Bucket, ...]
+    spans: tuple[Span, ...]
+    steps: tuple[int, ...] = ()
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spans", tuple(sorted(self.spans, key=lambda span: span.begin_ns)))
+        for span in self.spans:
+            if not (
+                span.begin_ns <= span.end_ns
+                and 0 <= span.process < len(self.processes)
+                and NONE <= span.bucket < len(self.buckets)
+                and span.kind in LANES
+                and (span.variable < 0 or span.bucket >= 0)
+            ):
+                raise TfpsError(f"{self._wrong(span)}, got {span}")
+        ranks = {process.number for process in self.processes if process.role == "worker"} | {NONE}
+        owners = {process.number for process in self.processes if process.role == "pserver"} | {NONE}
+        for span in self.spans:
+            if span.rank not in ranks or span.pserver not in owners:
+                raise TfpsError(f"rank and pserver of a span must be those of a process, got {span}")
+            if span.variable >= 0 and span.variable >= len(self.buckets[span.bucket].variables):
+                raise TfpsError(f"variable of a span must be one of its bucket's, got {span}")
+
+    def _wrong(self, span: Span) -> str:
+        if span.begin_ns > span.end_ns:
+            return "a span must not end before it begins"
+        if span.kind not in LANES:
+            return f"kind of a span must be one of {', '.join(KINDS)}"
+        return f"a span must be of one of {len(self.processes)} processes and {len(self.buckets)} buckets"
+
+    @property
+    def workers(self) -> list[Process]:
+        """By position in `processes`."""
+        return [process for process in self.processes if process.role == "worker"]
+
+    @property
+    def pservers(self) -> list[Process]:
+        """By position in `processes`."""
+        return [process for process in self.processes if process.role == "pserver"]
+
+    def variable_name(self, span: Span) -> str:
+        """Of the variable, or of the bucket, or nothing."""
+        if span.bucket < 0:
+            return ""
+        bucket = self.buckets[span.bucket]
+        return bucket.variables[span.variable] if span.variable >= 0 else bucket.name
+
+
+def rows(spans: Iterable[tuple[int, int]]) -> list[int]:
+    """Packs (begin, end), ascending by begin, into as few rows as possible without overlap; the row of each."""
+    busy: list[tuple[int, int]] = []
+    free: list[int] = []
+    count = 0
+    placed = []
+    for begin, end in spans:
+        while busy and busy[0][0] <= begin:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if free:
+            row = heapq.heappop(free)
+        else:
+            row, count = count, count + 1
+        placed.append(row)
+        heapq.heappush(busy, (end, row))
+    return placed
+
+
+def by_lane(spans: Sequence[Span]) -> dict[tuple[int, str], list[int]]:
+    """(process, lane) -> positions of its spans; lanes in the order of their first kind, and of the other end."""
+    found: dict[tuple[int, str], list[int]] = {}
+    for position, span in enumerate(spans):
+        found.setdefault((span.process, span.lane), []).append(position)
+
+    def place(key: tuple[int, str]) -> tuple[Any, ...]:
+        process, lane = key
+        of = {(spans[member].kind, spans[member].pserver, spans[member].rank) for member in found[key]}
+        return process, min((KINDS.index(kind), *other_end) for kind, *other_end in of), lane
+
+    return {key: found[key] for key in sorted(found, key=place)}

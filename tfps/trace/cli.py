@@ -1,0 +1,121 @@
+"""`tfps_trace`: the summary of a capture in the terminal, or as CSV."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tfps.errors import TfpsError
+from tfps.trace.capture_file import read
+from tfps.trace.summary import LinkUse, Summary, Totals, summarize
+
+_SHOWN = 10
+_CSV = (
+    "run", "step", "duration_ns", "compute_ns", "exposed_ns", "input_ns", "under_way_ns", "hidden_ns", "overlap",
+    "slowest", "inversions", "messages",
+)  # fmt: skip
+_LINK_CSV = ("pushed_bytes", "replied_bytes", "push_busy_ns", "reply_busy_ns")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="tfps_trace", description="Says where the time of the captured steps went.")
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="<log_dir>/plugins/tfps/<run>.trace.json.gz"
+    )
+    parser.add_argument(
+        "--csv", type=Path, metavar="FILE", help="write a row per step to FILE ('-': the terminal) instead"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        summaries = [summarize(read(file)) for file in options.files]
+        if options.csv is None:
+            _show(summaries)
+        elif str(options.csv) == "-":
+            write_csv(summaries, sys.stdout)
+        else:
+            with options.csv.open("w", newline="", encoding="utf-8") as file:
+                write_csv(summaries, file)
+    except (TfpsError, OSError) as error:
+        print(f"tfps_trace: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def write_csv(summaries: Sequence[Summary], file: Any) -> None:
+    """One row per step, times in nanoseconds; columns of pservers at the end, as many as the largest run has."""
+    pservers = range(max(len(summary.totals.links) for summary in summaries))
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([*_CSV, *(f"pserver{number}_{name}" for number in pservers for name in _LINK_CSV)])
+    for summary in summaries:
+        for step in summary.steps:
+            own = {"run": summary.name, "step": step.step}
+            cells = [own.get(name, getattr(step.totals, name, None)) for name in _CSV]
+            links = [getattr(link, name) for link in step.totals.links for name in _LINK_CSV]
+            writer.writerow(["" if cell is None else cell for cell in [*cells, *links]])
+
+
+def _show(summaries: Sequence[Summary]) -> None:
+    try:
+        from rich.console import Console
+    except ImportError as error:
+        raise TfpsError("tables need the package rich: pip install 'tfps[console]', or use --csv") from error
+    console = Console(highlight=False)
+    for summary in summaries:
+        for part in _parts(summary):
+            console.print(part)
+
+
+def _parts(summary: Summary) -> Iterator[Any]:
+    from rich.markup import escape
+    from rich.table import Table
+
+    def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+        made = Table(box=None, header_style="dim", pad_edge=False)
+        for number, head in enumerate(heads):
+            made.add_column(head, justify="right" if number else "left", overflow="fold")
+        for row in rows:
+            made.add_row(*map(escape, row))
+        return made
+
+    totals, steps = summary.totals, len(summary.steps)
+    settings = ", ".join(f"{name} {value}" for name, value in summary.settings.items())
+    yield f"[bold]{escape(summary.name)}[/bold] {escape(settings)}"
+    yield f"limited by [bold]{escape(summary.limit)}[/bold]\n"
+    rows = [_row(str(step.step), step.totals, 1) for step in summary.steps]
+    heads = ("step", "took", "computing", "exposed wait", "input", "overlap", "slowest", "out of order")
+    yield "[dim]steps, means of workers[/dim]"
+    yield table(heads, [*rows, _row("mean", totals, steps)])
+    links = [_link(link, totals.duration_ns, steps) for link in totals.links]
+    yield "\n[dim]pservers, per step[/dim]"
+    yield table(("pserver", "pushed", "link in use", "replied", "link in use"), links)
+    runs = steps * summary.workers
+    costs = [(cost.variable, _ms(cost.exposed_ns / runs)) for cost in summary.costs[:_SHOWN]]
+    yield "\n[dim]most waited for, per step and worker[/dim]"
+    yield table(("variable", "exposed wait"), costs)
+    if summary.inversion is not None:
+        pair = summary.inversion
+        yield escape(f"\nmost often out of order: {pair.sent} sent while {pair.waiting} waited ({pair.times} times)")
+
+
+def _row(name: str, totals: Totals, steps: int) -> tuple[str, ...]:
+    slowest = "-" if totals.slowest is None else f"worker {totals.slowest}"
+    times = (totals.duration_ns, totals.compute_ns, totals.exposed_ns, totals.input_ns)
+    wrong = f"{totals.inversions} of {totals.messages}"
+    return (name, *(_ms(ns / steps) for ns in times), f"{totals.overlap:.1%}", slowest, wrong)
+
+
+def _link(link: LinkUse, duration_ns: float, steps: int) -> tuple[str, ...]:
+    def one(nbytes: int, busy_ns: int) -> tuple[str, str]:
+        return f"{nbytes / steps / 1e6:.4g} MB", f"{busy_ns / duration_ns:.1%}"
+
+    pushed = one(link.pushed_bytes, link.push_busy_ns)
+    return (str(link.pserver), *pushed, *one(link.replied_bytes, link.reply_busy_ns))
+
+
+def _ms(ns: float) -> str:
+    return f"{ns / 1e6:.4g} ms"

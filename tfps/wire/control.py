@@ -1,0 +1,214 @@
+"""Control calls: their names, the channel they share with the streams, and what gRPC's errors mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import grpc.experimental
+
+from tfps.config import Config
+from tfps.errors import ConnectError, ProtocolError, PserverLostError, TfpsError
+from tfps.exchange.layout import Layout
+from tfps.protos import tfps_pb2 as pb
+from tfps.wire.frames import error_code, error_from
+from tfps.wire.shared_memory import Offer
+
+PROTOCOL_VERSION = 3
+SERVICE = "tfps.v1.ParameterServer"
+PUSH, PULL = "Push", "Pull"  # the streams, one per direction
+TOKEN_KEY, RANK_KEY = "tfps-token", "tfps-rank"  # their metadata
+
+_OPTIONS = [
+    # An oversized frame must come through to be named (frames.decode); gRPC would only break the stream.
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # The send queues' window is the one that counts, gRPC's own only adds messages; large HTTP/2 frames are fewer
+    # pieces to join. Worth at most a few percent of the CPU (tools/bench.py wire).
+    ("grpc.http2.max_frame_size", 2**24 - 1),
+    ("grpc.http2.lookahead_bytes", 64 * 2**20),
+    ("grpc.http2.bdp_probe", 0),
+    # A host that vanishes without closing its connections is noticed after 30 s.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+SERVER_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),  # else the workers' keepalive is taken for abuse
+    ("grpc.so_reuseport", 0),  # else a second pserver on the same port starts and takes half of the workers
+]
+CHANNEL_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.enable_http_proxy", 0),  # pservers are inside the cluster
+    ("grpc.use_local_subchannel_pool", 1),  # two workers of one process do not share a connection
+    (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),  # replies come without a detour by another thread
+    ("grpc.enable_retries", 0),  # keeps a copy of what it may have to send again
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+
+_TYPES: dict[str, tuple[Any, Any]] = {
+    "Join": (pb.JoinRequest, pb.JoinReply),
+    "Declare": (pb.DeclareRequest, pb.DeclareReply),
+    "Waiting": (pb.WaitingRequest, pb.WaitingReply),
+    "Tune": (pb.TuneRequest, pb.TuneReply),
+    "Trace": (pb.TraceRequest, pb.TraceReply),
+    "Clock": (pb.ClockRequest, pb.ClockReply),
+    "Upload": (pb.UploadRequest, pb.UploadReply),
+    "Collect": (pb.CollectRequest, pb.CollectReply),
+    "Status": (pb.StatusRequest, pb.StatusReply),
+    "Leave": (pb.LeaveRequest, pb.LeaveReply),
+}
+
+
+def method(name: str) -> str:
+    """The path of a method of the service."""
+    return f"/{SERVICE}/{name}"
+
+
+def request_type(name: str) -> Any:
+    """The protobuf class of the requests of a control call."""
+    return _TYPES[name][0]
+
+
+def reply_type(name: str) -> Any:
+    """The protobuf class of the replies to a control call."""
+    return _TYPES[name][1]
+
+
+def settings_of(config: Config) -> Any:
+    """The part of the configuration on which all workers must agree, as a message."""
+    return pb.Settings(
+        slice_bytes=config.first_slice_bytes,  # a pserver need not know what "auto" starts with
+        window_bytes=config.first_window_bytes,
+        policy=config.policy,
+        placement=config.placement,
+        deterministic=config.deterministic,
+    )
+
+
+def memory_message(offer: Offer | None) -> Any:
+    """A worker's memory as a message; None if it has none to share."""
+    return None if offer is None else pb.SharedMemory(host=offer.host, fd=offer.fd, secret=offer.secret)
+
+
+def config_of(settings: Any) -> Config:
+    """The reverse of `settings_of`, with the first sizes in place of "auto".
+
+    Raises:
+        ConfigError: a received value is out of range.
+    """
+    return Config(**{descriptor.name: getattr(settings, descriptor.name) for descriptor in settings.DESCRIPTOR.fields})
+
+
+def layout_message(layout: Layout) -> Any:
+    """A layout as a message."""
+    buckets = sorted(layout.steps)
+    return pb.Layout(
+        slice_bytes=layout.slice_bytes,
+        window_bytes=layout.window_bytes,
+        buckets=buckets,
+        steps=[layout.steps[bucket] for bucket in buckets],
+    )
+
+
+def layout_of(message: Any) -> Layout:
+    """The reverse of `layout_message`.
+
+    Raises:
+        ProtocolError: not every listed bucket has a step.
+    """
+    if len(message.buckets) != len(message.steps):
+        raise ProtocolError(
+            f"a layout must have one step per bucket, got {len(message.steps)} for {len(message.buckets)} buckets"
+        )
+    steps = dict(zip(message.buckets, message.steps, strict=True))
+    return Layout(message.slice_bytes, message.window_bytes, steps)
+
+
+def failure_of(error: TfpsError) -> Any:
+    """An error as a message."""
+    return pb.Failure(code=error_code(error), text=str(error))
+
+
+def raise_failure(reply: Any, prefix: str = "") -> None:
+    """Raises the error that a reply carries, if it does."""
+    if reply.HasField("failure"):
+        raise error_from(reply.failure.code, prefix + reply.failure.text)
+
+
+class Pserver:
+    """A worker's connection to one pserver; control calls may come from any thread."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
+        self._calls = {
+            name: self.channel.unary_unary(
+                method(name), request_serializer=request.SerializeToString, response_deserializer=reply.FromString
+            )
+            for name, (request, reply) in _TYPES.items()
+        }
+
+    def join(self, request: Any, timeout_s: float, limit_s: float) -> Any:
+        """Calls Join, waiting for the pserver to come up.
+
+        Args:
+            request: who joins.
+            timeout_s: what is left of `limit_s`.
+            limit_s: what the user has set, which the error says.
+
+        Raises:
+            ConnectError: nobody answers within `timeout_s`, it is not a pserver, or it refuses this worker.
+            MismatchError: this worker's settings differ from the others'.
+        """
+        try:
+            reply = self._calls["Join"](request, timeout=timeout_s, wait_for_ready=True)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise ConnectError(f"pserver {self.address}: what answers there is not a tfps pserver") from error
+            raise ConnectError(
+                f"pserver {self.address}: no answer within {limit_s:.3g} s ({error.code().name}: {error.details()}); "
+                "is tfps_pserver running there, and is the address right?"
+            ) from error
+        if reply.protocol_version != PROTOCOL_VERSION:
+            raise ConnectError(f"pserver {self.address}: {version_text(reply.protocol_version, PROTOCOL_VERSION)}")
+        raise_failure(reply, f"pserver {self.address}: ")
+        return reply
+
+    def call(self, name: str, request: Any, timeout_s: float) -> Any:
+        """Any other control call.
+
+        Raises:
+            PserverLostError: the call did not come through.
+            TfpsError: what the pserver answered.
+        """
+        try:
+            reply = self._calls[name](request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise lost(self.address, error, f"in {name}") from error
+        if name != "Leave":
+            raise_failure(reply)
+        return reply
+
+    def close(self) -> None:
+        self.channel.close()
+
+
+def version_text(pserver: int, worker: int) -> str:
+    """What to tell when protocol versions differ."""
+    return (
+        f"the pserver speaks protocol version {pserver}, the worker version {worker}; "
+        "install the same version of tfps on both"
+    )
+
+
+def lost(address: str, error: grpc.RpcError, when: str) -> PserverLostError:
+    """What a gRPC error of an established connection means."""
+    code = error.code() if isinstance(error, grpc.Call) else None
+    details = error.details() if isinstance(error, grpc.Call) else str(error)
+    return PserverLostError(f"pserver {address}: {code.name if code else 'connection lost'} {when}: {details}")

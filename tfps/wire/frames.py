@@ -1,0 +1,161 @@
+"""The frames of an exchange stream; the only place that knows their bytes. `protos/tfps.proto` documents them."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import struct
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfps import errors
+from tfps.config import MAX_SLICE_BYTES
+from tfps.errors import ProtocolError, TfpsError
+from tfps.wire.shared_memory import Place
+
+_LAYOUT = struct.Struct("<BBHIIIQQ")  # kind, flags, reserved, bucket, index, priority, step, received
+HEADER_BYTES = _LAYOUT.size
+MAX_FRAME_BYTES = HEADER_BYTES + MAX_SLICE_BYTES
+_MAX_ERROR_BYTES = 64 * 1024
+
+EMPTY = 1  # flag of a push: this rank contributes nothing
+LAST = 2  # flag of a gather: no more pieces of this step follow
+SHARED = 4  # flag of a slice: the payload is in the worker's memory, the frame says where
+_ALL_FLAGS = EMPTY | LAST | SHARED
+_PLACE = struct.Struct("<QQ")
+
+
+class Kind(enum.IntEnum):
+    """What a frame is."""
+
+    PUSH = 1
+    REPLY = 2
+    ACK = 3
+    ERROR = 4
+    LAYOUT = 5
+    TRACE = 6
+
+
+class Header(NamedTuple):
+    """What precedes the payload.
+
+    Of an ACK only `received` counts, of an ERROR `index` (a code), of a LAYOUT none; of a TRACE `step` (the number of
+    the capture) and `index` (1 begins, 0 ends).
+    """
+
+    kind: int
+    flags: int = 0
+    bucket: int = 0
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index, which nobody needs
+    priority: int = 0
+    step: int = 0
+    received: int = 0  # payload bytes that the sender of this frame has received so far on the other stream
+
+
+_KINDS = frozenset(Kind)
+_CODES: dict[int, type[TfpsError]] = {  # part of the protocol: never change a number
+    1: errors.ConfigError,
+    2: errors.ConnectError,
+    3: errors.MismatchError,
+    4: errors.ProtocolError,
+    5: errors.WaitTimeoutError,
+    6: errors.WorkerLostError,
+    7: errors.PserverLostError,
+    8: errors.ClosedError,
+    9: errors.UnsupportedError,
+    10: errors.InterruptError,
+}
+
+
+def encode(header: Header, payload: bytes | memoryview = b"") -> bytes:
+    """One message: header and payload, copied once."""
+    kind, flags, bucket, index, priority, step, received = header
+    return b"".join((_LAYOUT.pack(kind, flags, 0, bucket, index, priority, step, received), payload))
+
+
+def encode_shared(header: Header, place: Place) -> bytes:
+    """One message of a slice whose payload has been written to `place`."""
+    return encode(header._replace(flags=header.flags | SHARED), _PLACE.pack(*place))
+
+
+def decode_place(header: Header, payload: memoryview) -> Place | None:
+    """Where the slice of a frame is, if it is not in its payload.
+
+    Raises:
+        ProtocolError: the payload is no place.
+    """
+    if not header.flags & SHARED:
+        return None
+    if len(payload) != _PLACE.size:
+        raise ProtocolError(f"the place of a shared slice must have {_PLACE.size} bytes, got {len(payload)}")
+    return Place(*_PLACE.unpack(payload))
+
+
+class Blank:
+    """A message whose payload is written in place, which saves the copy that `encode` makes.
+
+    Attributes:
+        payload: uint8 array of the payload's size, writable until `finish`.
+    """
+
+    __slots__ = ("_message", "payload")
+
+    def __init__(self, nbytes: int) -> None:
+        # The documented use of PyBytes_FromStringAndSize(NULL, n): new bytes, written to before anybody else sees them.
+        self._message: bytes = _new_bytes(None, HEADER_BYTES + nbytes)
+        self.payload: NDArray[np.uint8] = self._view(HEADER_BYTES, nbytes)
+
+    def finish(self, header: Header) -> bytes:
+        """The message, which must not be written to any more."""
+        self._view(0, HEADER_BYTES)[:] = np.frombuffer(encode(header), np.uint8)
+        self.payload.flags.writeable = False
+        return self._message
+
+    def _view(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        memory = (ctypes.c_uint8 * nbytes).from_address(_bytes_address(self._message) + offset)
+        return np.ctypeslib.as_array(memory)
+
+
+_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
+_new_bytes.restype, _new_bytes.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t)
+_bytes_address = ctypes.pythonapi.PyBytes_AsString
+_bytes_address.restype, _bytes_address.argtypes = ctypes.c_void_p, (ctypes.py_object,)
+
+
+def decode(message: bytes) -> tuple[Header, memoryview]:
+    """Header and payload (a view, not a copy) of a message from the other end.
+
+    Raises:
+        ProtocolError: the message is truncated, too long, or of an unknown kind.
+    """
+    if not HEADER_BYTES <= len(message) <= MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame must have {HEADER_BYTES} to {MAX_FRAME_BYTES} bytes, got {len(message)}")
+    kind, flags, reserved, bucket, index, priority, step, received = _LAYOUT.unpack_from(message)
+    if kind not in _KINDS:
+        raise ProtocolError(f"kind of a frame must be one of {', '.join(f'{k} ({k.name})' for k in Kind)}, got {kind}")
+    if flags & ~_ALL_FLAGS or reserved:
+        raise ProtocolError(f"unknown flags of a frame must be 0, got flags {flags} and reserved {reserved}")
+    return Header(kind, flags, bucket, index, priority, step, received), memoryview(message)[HEADER_BYTES:]
+
+
+def error_code(error: TfpsError) -> int:
+    """The number of the error's class; 0 for the base class."""
+    return next((code for code, kind in _CODES.items() if isinstance(error, kind)), 0)
+
+
+def error_from(code: int, text: str) -> TfpsError:
+    """The error of a received code; of the base class where the code is unknown (a newer other end)."""
+    return _CODES.get(code, TfpsError)(text)
+
+
+def encode_error(error: TfpsError) -> bytes:
+    """An ERROR frame, the last one on a stream."""
+    text = str(error).encode("utf-8", "replace")[:_MAX_ERROR_BYTES]
+    return encode(Header(Kind.ERROR, index=error_code(error)), text)
+
+
+def decode_error(header: Header, payload: memoryview) -> TfpsError:
+    """The error in an ERROR frame."""
+    return error_from(header.index, bytes(payload).decode("utf-8", "replace"))

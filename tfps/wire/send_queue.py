@@ -1,0 +1,257 @@
+"""What waits to be sent on one direction of one stream: most urgent first, and no more in flight than the window."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from tfps.config import Policy
+from tfps.errors import ProtocolError, TfpsError
+from tfps.trace.capture import NONE
+from tfps.trace.recorder import UNKNOWN, Recorder
+from tfps.wire.frames import Header
+from tfps.wire.shared_memory import Target
+
+
+class Outgoing(NamedTuple):
+    """A frame to be sent: header and `payload`, or everything already encoded in `frame`. `nbytes` is the payload's.
+
+    If `target` is given the payload does not go into the frame but there.
+    """
+
+    header: Header
+    nbytes: int
+    payload: memoryview | None = None
+    frame: bytes | None = None
+    target: Target | None = None
+
+
+class Throughput(NamedTuple):
+    """Payload bytes and the seconds they took."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    def since(self, earlier: Throughput) -> Throughput:
+        """What has been added since `earlier`."""
+        return Throughput(self.nbytes - earlier.nbytes, self.seconds - earlier.seconds)
+
+
+class Load(NamedTuple):
+    """What a queue carries: totals of data frames and their payload in both directions, and what is on its way now."""
+
+    sent_slices: int
+    sent_bytes: int
+    received_slices: int
+    received_bytes: int
+    queued_slices: int
+    in_flight_bytes: int
+    window_bytes: int
+    busy_bytes: int  # received by the other end while there was something to carry all the time,
+    busy_s: float  # which was so long
+
+
+class SendQueue:
+    """Orders outgoing frames by (priority, arrival) and keeps the bytes in flight within the window.
+
+    A payload is in flight from `take` until the other end says that it has received it. The next frame is given out
+    while fewer than `window_bytes` are in flight, so there are never more than that plus one slice. Receipts are totals
+    of payload bytes since the stream began. One sender takes; any thread may call anything else.
+
+    Args:
+        piggyback: outgoing data frames carry the receipt for what came in. Where they cannot (a reply's bytes are the
+            same for all ranks, unless they are in shared memory) or none is going out, a receipt of its own is due
+            whenever half a window has come in.
+        rank, pserver: the other end of the stream; one of them.
+    """
+
+    def __init__(
+        self,
+        window_bytes: int,
+        policy: Policy,
+        *,
+        piggyback: bool,
+        recorder: Recorder,
+        name: str = "",
+        rank: int = NONE,
+        pserver: int = NONE,
+    ) -> None:
+        self._window_bytes = window_bytes
+        self._receipt_bytes = max(window_bytes // 2, 1)
+        self._urgent: deque[bytes] = deque()  # frames outside the window, before all others
+        self._receipt_s = 0.0  # when the last receipt came,
+        self._sent_then = 0  # what had been sent by then,
+        self._backlog = False  # and whether frames have been waiting ever since
+        self._busy = Throughput()
+        self._by_priority = policy == "priority"
+        self._piggyback = piggyback
+        self._recorder = recorder
+        self._name = name
+        self._rank, self._pserver = rank, pserver
+        self._changed = threading.Condition()  # guards all below; notified when `take` may have something to give
+        self._heap: list[tuple[int, int, Outgoing, int]] = []  # last: when it was put, if recorded
+        self._arrivals = itertools.count()
+        self._sent = 0
+        self._acked = 0
+        self._received = 0
+        self._receipted = 0
+        self._sent_slices = self._received_slices = 0
+        self._closed = False
+        self._failure: TfpsError | None = None
+
+    def put(self, items: Iterable[Outgoing]) -> None:
+        """Adds frames; those of equal priority keep their order. Ignored after `close` and `fail`."""
+        put_ns = self._recorder.clock() if self._recorder.enabled else UNKNOWN
+        with self._changed:
+            if self._closed or self._failure is not None:
+                return
+            for item in items:
+                priority = item.header.priority if self._by_priority else 0
+                heapq.heappush(self._heap, (priority, next(self._arrivals), item, put_ns))
+            if self._heap and self._sent - self._acked < self._window_bytes:
+                self._changed.notify()
+
+    def put_urgent(self, frame: bytes) -> None:
+        """Adds an encoded frame without payload bytes, which leaves next. Ignored after `close` and `fail`."""
+        with self._changed:
+            if not self._closed and self._failure is None:
+                self._urgent.append(frame)
+                self._changed.notify()
+
+    def set_window(self, window_bytes: int) -> None:
+        """Changes the window from now on. The other end must do so too: receipts come per half a window."""
+        with self._changed:
+            self._window_bytes = window_bytes
+            self._receipt_bytes = max(window_bytes // 2, 1)
+            self._changed.notify()
+
+    @property
+    def throughput(self) -> Throughput:
+        """What the other end has received while there was something to carry all the time."""
+        with self._changed:
+            return self._busy
+
+    @property
+    def load(self) -> Load:
+        """How much has passed and how much waits."""
+        with self._changed:
+            return Load(
+                self._sent_slices,
+                self._sent,
+                self._received_slices,
+                self._received,
+                len(self._heap),
+                self._sent - self._acked,
+                self._window_bytes,
+                self._busy.nbytes,
+                self._busy.seconds,
+            )
+
+    def take(self) -> tuple[Outgoing | bytes | None, int] | None:
+        """Waits for the next frame; None once closed.
+
+        Returns:
+            The frame and the total to write into its `received`, or an urgent frame as it is; without a frame a
+            receipt (ACK) is due.
+
+        Raises:
+            TfpsError: what `fail` was called with.
+        """
+        with self._changed:
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                if self._closed:
+                    return None
+                if self._urgent:
+                    return self._urgent.popleft(), 0
+                may_send = bool(self._heap) and self._sent - self._acked < self._window_bytes
+                carries = may_send and (self._piggyback or self._heap[0][2].target is not None)
+                receipt_due = self._received - self._receipted >= self._receipt_bytes
+                if receipt_due and not carries:
+                    self._receipted = self._received
+                    return None, self._received
+                if may_send:
+                    _, _, item, put_ns = heapq.heappop(self._heap)
+                    self._backlog = self._backlog and bool(self._heap)
+                    self._sent += item.nbytes
+                    self._sent_slices += 1
+                    if carries:
+                        self._receipted = self._received
+                    if self._recorder.enabled:
+                        self._record(item, put_ns)
+                    return item, self._received
+                self._changed.wait()
+
+    def acked(self, total: int) -> None:
+        """The other end has received `total` payload bytes.
+
+        Raises:
+            ProtocolError: that is more than was sent.
+        """
+        with self._changed:
+            if total <= self._acked:
+                if total < self._acked and total != 0:  # 0: a frame that carries no receipt
+                    raise ProtocolError(f"acknowledged bytes must not decrease from {self._acked}, got {total}")
+                return
+            if total > self._sent:
+                raise ProtocolError(f"acknowledged bytes must be at most the {self._sent} sent, got {total}")
+            self._measure(total)
+            self._acked = total
+            if self._recorder.with_events:
+                self._recorder.record("acked", stream=self._name, in_flight=self._sent - self._acked)
+            if self._heap and self._sent - self._acked < self._window_bytes:
+                self._changed.notify()
+
+    def _measure(self, total: int) -> None:
+        """Counts a receipt if there was something to carry since the last one: sent by then, or waiting."""
+        now_s = time.monotonic()
+        if self._backlog or total <= self._sent_then:
+            nbytes, seconds = total - self._acked, now_s - self._receipt_s
+            self._busy = Throughput(self._busy.nbytes + nbytes, self._busy.seconds + seconds)
+        self._receipt_s, self._sent_then, self._backlog = now_s, self._sent, bool(self._heap)
+
+    def received(self, nbytes: int) -> None:
+        """`nbytes` of payload have come in from the other end."""
+        with self._changed:
+            self._received += nbytes
+            self._received_slices += 1
+            if self._received - self._receipted >= self._receipt_bytes:
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Drops what waits and ends the sender."""
+        with self._changed:
+            self._closed = True
+            self._heap.clear()
+            self._changed.notify_all()
+
+    def fail(self, error: TfpsError) -> None:
+        """Drops what waits and raises `error` in the sender. Without effect after `close` or an earlier `fail`."""
+        with self._changed:
+            if self._closed or self._failure is not None:
+                return
+            self._failure = error
+            self._heap.clear()
+            self._changed.notify_all()
+
+    def _record(self, item: Outgoing, put_ns: int) -> None:
+        _, _, bucket, index, priority, step, _ = item.header
+        recorder, nbytes = self._recorder, item.nbytes
+        recorder.sent(put_ns, recorder.clock(), step, bucket, index, priority, nbytes, self._rank, self._pserver)
+        if recorder.with_events:
+            recorder.record(
+                "send",
+                stream=self._name,
+                bucket=bucket,
+                index=index,
+                priority=priority,
+                step=step,
+                nbytes=nbytes,
+                in_flight=self._sent - self._acked,
+            )

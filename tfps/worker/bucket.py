@@ -1,0 +1,142 @@
+"""A bucket on its worker: pushes, one outstanding at a time, and the assembly of what comes back.
+
+Tested in tests/worker/test_worker.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfps.errors import ProtocolError
+from tfps.exchange.aggregate import split_gathered
+from tfps.exchange.interface import BucketSpec, OnReply, Reply
+from tfps.exchange.layout import Cutting
+from tfps.exchange.slicing import Slice, cut
+from tfps.wire.frames import EMPTY, LAST, Header, Kind
+from tfps.wire.memory import aligned_empty
+from tfps.wire.send_queue import Outgoing
+from tfps.wire.shared_memory import Place, Region, Sharing
+
+
+@dataclass(slots=True)
+class Push:
+    """One contribution to a bucket, until its reply."""
+
+    payload: memoryview | None
+    on_reply: OnReply
+    step: int = 0
+    started_s: float = 0.0
+    region: Region | None = None  # where slices of pservers on this host come and go, and all of the result is
+    buffer: NDArray[np.uint8] | None = None  # a sum's result
+    arrived: set[int] = field(default_factory=set)  # slices of a sum
+    copied: int = 0
+    parts: list[memoryview] = field(default_factory=list)  # a gather's result
+
+
+@dataclass(slots=True)
+class Bucket:
+    """A declared bucket; of a gather, `cutting` has the one owner and no slices."""
+
+    spec: BucketSpec
+    cutting: Cutting  # of the current push
+    lock: threading.Lock = field(default_factory=threading.Lock)  # guards all below
+    steps: int = 0
+    started_s: float = 0.0  # when the last of them began
+    current: Push | None = None
+    waiting: deque[Push] = field(default_factory=deque)
+    next: dict[int, Cutting] = field(default_factory=dict)  # by the first step that is cut so
+    hold_at: int | None = None  # a step that may not start yet
+
+    def start_next(self) -> Push | None:
+        """The oldest waiting push, if none is outstanding and it may start. The caller holds the lock."""
+        if self.current is not None or not self.waiting or self.steps == self.hold_at:
+            return None
+        self.cutting = self.next.pop(self.steps, self.cutting)
+        self.current = push = self.waiting.popleft()
+        push.step, push.started_s = self.steps, time.monotonic()
+        self.started_s = push.started_s
+        self.steps += 1
+        return push
+
+    def pieces(self, payload: memoryview | None, piece_bytes: int) -> list[tuple[int, Slice, int]]:
+        """Index, range and flags of every frame of a push; a gather is cut into `piece_bytes`."""
+        empty = EMPTY if payload is None else 0
+        if self.spec.kind == "sum":
+            return [(index, piece, empty) for index, piece in enumerate(self.cutting.slices)]
+        pieces = cut(0 if payload is None else len(payload), piece_bytes)
+        last = len(pieces) - 1
+        return [(index, piece, empty | (LAST if index == last else 0)) for index, piece in enumerate(pieces)]
+
+    def frames(self, number: int, push: Push, piece_bytes: int, memory: Sharing) -> Iterator[tuple[int, Outgoing]]:
+        """What to send for `push` of this bucket, which has this `number`, and to which pserver."""
+        owners = self.cutting.owners
+        if self.spec.kind == "sum" and not memory.pservers.isdisjoint(owners):
+            push.region = memory.allocate(self.spec.nbytes)
+        for index, piece, flags in self.pieces(push.payload, piece_bytes):
+            header = Header(Kind.PUSH, flags, number, index, self.spec.priority, push.step)
+            payload = None if push.payload is None else push.payload[piece.offset : piece.offset + piece.nbytes]
+            owner = owners[index if self.spec.kind == "sum" else 0]
+            target = None
+            if push.region is not None and owner in memory.pservers:
+                target = push.region.target(piece.offset, piece.nbytes)
+            yield owner, Outgoing(header, 0 if payload is None else piece.nbytes, payload, target=target)
+
+    def take(
+        self, pserver: int, push: Push, header: Header, payload: memoryview, place: Place | None, workers: int
+    ) -> Reply | None:
+        """Takes one frame of the reply to `push`; the reply when it is complete.
+
+        Args:
+            place: where the slice is, if it is not in the payload.
+
+        Raises:
+            ProtocolError: the frame is none of the reply, or was here before.
+        """
+        if self.spec.kind == "sum":
+            return self._take_slice(pserver, push, header.index, payload, place)
+        if place is not None:
+            raise ProtocolError(f"a piece of bucket '{self.spec.name}' must be in its frame, got a place")
+        return self._take_piece(pserver, push, header, payload, workers)
+
+    def _take_slice(
+        self, pserver: int, push: Push, index: int, payload: memoryview, place: Place | None
+    ) -> Reply | None:
+        name, slices = self.spec.name, self.cutting.slices
+        if not 0 <= index < len(slices) or self.cutting.owners[index] != pserver:
+            raise ProtocolError(f"bucket '{name}' has no slice {index} on this pserver")
+        where = slices[index]
+        if place is not None:
+            expected = None if push.region is None else push.region.place(where.offset, where.nbytes)
+            if place != expected:
+                raise ProtocolError(f"slice {index} of bucket '{name}' must be at {expected}, got {place}")
+        elif len(payload) != where.nbytes:
+            raise ProtocolError(f"slice {index} of bucket '{name}' must have {where.nbytes} bytes, got {len(payload)}")
+        with self.lock:
+            if index in push.arrived:
+                raise ProtocolError(f"slice {index} of bucket '{name}' must be replied to once, got it twice")
+            push.arrived.add(index)
+            if push.buffer is None:
+                push.buffer = aligned_empty(self.spec.nbytes) if push.region is None else push.region.array
+        if place is None:
+            np.copyto(push.buffer[where.offset : where.offset + where.nbytes], np.frombuffer(payload, np.uint8))
+        with self.lock:
+            push.copied += 1
+            return Reply(sum=push.buffer) if push.copied == len(slices) else None
+
+    def _take_piece(self, pserver: int, push: Push, header: Header, payload: memoryview, workers: int) -> Reply | None:
+        if self.cutting.owners[0] != pserver or header.index != len(push.parts):
+            raise ProtocolError(
+                f"piece {len(push.parts)} of bucket '{self.spec.name}' must come next, got {header.index}"
+            )
+        push.parts.append(payload)
+        if not header.flags & LAST:
+            return None
+        result = push.parts[0] if len(push.parts) == 1 else memoryview(b"".join(push.parts))
+        return Reply(parts=list(split_gathered(result, workers)))

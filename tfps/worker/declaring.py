@@ -1,0 +1,84 @@
+"""How a worker declares on all pservers: what all ranks have declared is declared everywhere, or it is nowhere.
+
+Tested in tests/runtime/test_interrupts.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from tfps.errors import InterruptError, WaitTimeoutError
+from tfps.exchange.interface import BucketSpec
+from tfps.protos import tfps_pb2 as pb
+from tfps.wire.control import Pserver
+from tfps.worker.patience import Blame, saying
+
+_LOOK_S = 1.0  # how often a wait for the other ranks looks whether it shall end
+_ANSWER_MARGIN_S = 10.0  # how much later than the pserver's own deadline a call gives up
+
+
+class Declarations:
+    """A worker's declarations, one after the other; `token` and `rank` are the worker's, once it has joined."""
+
+    def __init__(self, pservers: Sequence[Pserver], blame: Blame) -> None:
+        self.token, self.rank = "", -1
+        self._pservers, self._blame = pservers, blame
+        self._number = 0  # of the next
+
+    def declare(
+        self,
+        specs: Sequence[BucketSpec],
+        details: Sequence[str],
+        timeout_s: float,
+        stop: threading.Event | None = None,
+    ) -> None:
+        """Returns when all ranks have declared the same.
+
+        Raises:
+            InterruptError: `stop` was set meanwhile; nothing has been declared.
+            MismatchError: the ranks differ.
+            WaitTimeoutError: names the ranks that did not come.
+            TfpsError: the job has failed.
+        """
+        request = pb.DeclareRequest(
+            token=self.token,
+            rank=self.rank,
+            number=self._number,
+            details=details,
+            buckets=[
+                pb.Bucket(
+                    name=spec.common_name,
+                    kind=spec.kind,
+                    nbytes=spec.nbytes,
+                    dtype=spec.dtype,
+                    priority=spec.priority,
+                    occasional=spec.occasional,
+                )
+                for spec in specs
+            ],
+        )
+        for index, pserver in enumerate(self._pservers):
+            with saying(partial(self._blame.declaring, pserver, self._number)):
+                self._declare(pserver, request, timeout_s, None if index else stop)
+        self._number += 1
+
+    def _declare(self, pserver: Pserver, request: Any, timeout_s: float, stop: threading.Event | None) -> None:
+        """On one pserver, in calls of `_LOOK_S`; what one of them has announced, it has taken back when it times out.
+
+        What all have declared on the first pserver they all declare on the others, so there the wait must not end.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            request.timeout_s = max(min(deadline_s - time.monotonic(), _LOOK_S), 0.0)
+            try:
+                pserver.call("Declare", request, request.timeout_s + _ANSWER_MARGIN_S)
+                return
+            except WaitTimeoutError as error:
+                if stop is not None and stop.is_set():
+                    raise InterruptError(f"rank {self.rank}: interrupted while it waited for other ranks") from None
+                if time.monotonic() >= deadline_s:
+                    raise WaitTimeoutError(f"pserver {pserver.address}: after {timeout_s:.3g} s {error}") from None

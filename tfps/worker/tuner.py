@@ -1,0 +1,172 @@
+"""Rank 0's measurements during the first steps, and the change of sizes, or two, that follow.
+
+Tested in tests/exchange/test_tuning.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+from tfps.config import Config
+from tfps.errors import TfpsError
+from tfps.exchange.layout import tunable
+from tfps.exchange.tuning import MAX_SHARED_SLICE_BYTES, MAX_SLICE_BYTES, Measured, choose, limited_by_handling
+from tfps.protos import tfps_pb2 as pb
+from tfps.wire.control import Pserver
+from tfps.wire.send_queue import SendQueue, Throughput
+from tfps.wire.shared_memory import Sharing
+from tfps.wire.status import MemberStatus, status_of
+from tfps.worker.bucket import Bucket
+
+logger = logging.getLogger("tfps")
+
+_PROBES = 5
+_PROBE_TIMEOUT_S = 5.0
+_STEPS, _BUSY_S = 2, 0.1  # the least that a measurement needs
+_GIVE_UP_STEPS = 50  # by then the network would have been busy if it mattered
+_MIN_MESSAGE_S, _MAX_MESSAGE_S = 100e-6, 2e-3  # Python and gRPC on both ends take about 0.15 ms at best
+
+
+class Tuner:
+    """Tunes a job, if `config` has anything that is "auto". Its methods are called one at a time.
+
+    If that makes slices larger it looks a second time: where the processors were the limit and not the network, what
+    was measured with small slices is too little, and slices become as large as they may be.
+
+    What passes through shared memory is measured only where there is nothing else. If all of rank 0 does, but not all
+    of the others, it asks the pservers how fast those receive.
+
+    Args:
+        memory: who has this worker's.
+        tune: what to do with slice and window bytes.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        pservers: Sequence[Pserver],
+        queues: Sequence[SendQueue],
+        memory: Sharing,
+        tune: Callable[[int, int], None],
+    ) -> None:
+        self._config, self._pservers, self._queues, self._tune = config, pservers, queues, tune
+        self._memory = memory
+        self._ask = False  # pservers, what the network carries
+        self._most = MAX_SLICE_BYTES
+        self.done = config.slice_bytes != "auto" and config.window_bytes != "auto"
+        self._round_trip_s = self._network_s = 0.0
+        self._first: tuple[float, int] | None = None  # when a step had first been made, and how many then
+        self._busy_then: Sequence[Throughput] = ()
+        self._measured: Measured | None = None  # at the first look
+        self._steps_then = 0  # the second look is after this step
+
+    def probe(self) -> None:
+        """Measures the round trips, before anything else is under way. The slowest pserver counts.
+
+        Raises:
+            PserverLostError: a pserver did not answer.
+        """
+        if self.done or self._round_trip_s:
+            return
+        if len(self._memory.pservers) == len(self._pservers):
+            self._ask = any(not member.shared_memory for members in self._members() for member in members)
+            self._most = MAX_SLICE_BYTES if self._ask else MAX_SHARED_SLICE_BYTES
+        request = pb.StatusRequest()
+
+        def call(pserver: Pserver) -> None:
+            with contextlib.suppress(TfpsError):
+                pserver.call("Status", request, _PROBE_TIMEOUT_S)
+
+        self._round_trip_s = max(min(_seconds(call, p) for _ in range(_PROBES)) for p in self._pservers)
+        self._network_s = max(min(_seconds(_connect, p) for _ in range(_PROBES)) for p in self._pservers)
+
+    def look(self, buckets: Sequence[Bucket]) -> None:
+        """Tunes if enough has been measured."""
+        # Of what is trained: announcements of batches and the like run ahead, and have rounds of their own.
+        leader = max((b for b in buckets if tunable(b.spec)), key=lambda bucket: bucket.steps, default=None)
+        if leader is None:
+            return
+        with leader.lock:
+            steps, now_s = leader.steps, leader.started_s
+        if self.done or not self._round_trip_s or steps <= self._steps_then:
+            return
+        busy = self._busy()
+        if self._first is None:
+            self._first = now_s, steps
+            if self._measured is not None:
+                self._busy_then = busy
+        if steps < self._first[1] + _STEPS:
+            return
+        busy = [now.since(then) for now, then in zip(busy, self._busy_then or [Throughput()] * len(busy), strict=True)]
+        if max(one.seconds for one in busy) < _BUSY_S:
+            if steps >= self._first[1] + _GIVE_UP_STEPS:
+                self.done = True
+                logger.info("tfps: the network keeps up: slices and windows stay as they are")
+            return
+        step_s = (now_s - self._first[0]) / (steps - self._first[1])
+        measured = measure(busy, self._round_trip_s, self._network_s, step_s)
+        if self._measured is None:
+            slice_bytes = self._change(measured, *choose(measured, most_slice_bytes=self._most))
+            self.done = self._config.slice_bytes != "auto" or slice_bytes <= self._config.first_slice_bytes
+            # The change is two steps ahead for whoever is at this one, and others may be one further.
+            self._measured, self._first, self._steps_then = measured, None, steps + 3
+            return
+        if limited_by_handling(self._measured, measured):
+            self._change(measured, *choose(measured, self._most, self._most))
+        self.done = True
+
+    def _busy(self) -> list[Throughput]:
+        if self._ask:
+            found = []
+            for members in self._members():
+                far = [Throughput(m.busy_bytes, m.busy_s) for m in members if not m.shared_memory]
+                found.append(max(far, key=lambda one: one.seconds, default=Throughput()))
+            return found
+        far = [queue.throughput for index, queue in enumerate(self._queues) if index not in self._memory.pservers]
+        return far or [queue.throughput for queue in self._queues]
+
+    def _members(self) -> list[Sequence[MemberStatus]]:
+        """All workers, as each pserver sees them."""
+        request = pb.StatusRequest(details=True)
+        return [status_of(pserver.call("Status", request, _PROBE_TIMEOUT_S)).job.members for pserver in self._pservers]
+
+    def _change(self, measured: Measured, slice_bytes: int, window_bytes: int) -> int:
+        """Changes what is "auto"; the size of slices from now on."""
+        if self._config.slice_bytes != "auto":
+            slice_bytes = self._config.slice_bytes
+        if self._config.window_bytes != "auto":
+            window_bytes = self._config.window_bytes
+        self._tune(slice_bytes, window_bytes)
+        logger.info(
+            "tfps: tuned: slices of %.0f KiB, windows of %.0f KiB (%.0f MB/s, round trip %.2f ms, %.2f ms per message)",
+            slice_bytes / 1024,
+            window_bytes / 1024,
+            measured.bytes_per_s / 1e6,
+            measured.round_trip_s * 1e3,
+            measured.message_s * 1e3,
+        )
+        return slice_bytes
+
+
+def measure(busy: Sequence[Throughput], round_trip_s: float, network_s: float, step_s: float) -> Measured:
+    """All streams together: they are busy at about the same time, the longest of them all the time."""
+    bytes_per_s = sum(one.nbytes for one in busy) / max(one.seconds for one in busy)
+    message_s = min(max((round_trip_s - network_s) / 2, _MIN_MESSAGE_S), _MAX_MESSAGE_S)
+    return Measured(bytes_per_s, round_trip_s, message_s, step_s, len(busy))
+
+
+def _connect(pserver: Pserver) -> None:
+    """One round trip between kernels."""
+    host, _, port = pserver.address.rpartition(":")
+    with contextlib.suppress(OSError):
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE_TIMEOUT_S).close()
+
+
+def _seconds(call: Callable[[Pserver], None], pserver: Pserver) -> float:
+    started_s = time.perf_counter()
+    call(pserver)
+    return time.perf_counter() - started_s

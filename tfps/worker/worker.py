@@ -1,0 +1,444 @@
+"""The exchange of a worker with its pservers: slices out, most urgent first; replies back into buckets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from tfps.config import Config, check_address
+from tfps.errors import (
+    ConfigError,
+    InterruptError,
+    ProtocolError,
+    PserverLostError,
+    TfpsError,
+    WaitTimeoutError,
+)
+from tfps.exchange.interface import (
+    BucketSpec,
+    FailureListener,
+    FailureState,
+    Link,
+    OnReply,
+    Payload,
+    Reply,
+    as_bytes,
+    check_payload,
+)
+from tfps.exchange.layout import Cutting, Layout, cut_anew, cut_sum, tunable
+from tfps.exchange.placement import Placer
+from tfps.protos import tfps_pb2 as pb
+from tfps.trace import capture
+from tfps.trace.capture import NONE, Capture, Setting
+from tfps.trace.recorder import Recorder
+from tfps.wire.control import (
+    PROTOCOL_VERSION,
+    Pserver,
+    failure_of,
+    layout_message,
+    layout_of,
+    memory_message,
+    settings_of,
+)
+from tfps.wire.frames import Header, Kind
+from tfps.wire.memory import tune_malloc
+from tfps.wire.send_queue import Outgoing, SendQueue
+from tfps.wire.shared_memory import Place, Sharing
+from tfps.wire.stream import WorkerStream
+from tfps.worker.assembly import named
+from tfps.worker.bucket import Bucket, Push
+from tfps.worker.declaring import Declarations
+from tfps.worker.patience import Blame, saying
+from tfps.worker.tracer import Tracer
+from tfps.worker.tuner import Tuner
+
+_LEAVE_TIMEOUT_S = 5.0
+_TUNE_TIMEOUT_S = 30.0
+_STATUS_TIMEOUT_S = 10.0
+_LEAST_BUSY_S = 0.02  # for a throughput that means something
+
+
+class Worker:
+    """A member of a job on all its pservers. See `Exchange`.
+
+    The constructor returns when all workers have joined. Per pserver one of gRPC's threads sends and "tfps-recv-<i>"
+    receives and calls `on_reply`; "tfps-watch" looks after deadlines.
+
+    Args:
+        pservers: `host:port` of each, in the same order for every worker.
+        rank: None for the order of joining.
+        workers: None to take the number that the pservers were started with.
+        job: name of the job; a pserver serves one at a time.
+
+    Raises:
+        ConfigError: an address is malformed, or rank and workers contradict each other.
+        ConnectError: a pserver cannot be reached or refuses this worker; the message names it.
+        MismatchError: the settings differ between workers.
+        WaitTimeoutError: names the ranks that did not join within `config.connect_timeout_s`.
+    """
+
+    def __init__(
+        self,
+        pservers: Sequence[str],
+        *,
+        rank: int | None = None,
+        workers: int | None = None,
+        job: str = "",
+        config: Config | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        if not pservers or len(set(pservers)) != len(pservers):
+            raise ConfigError(f"pservers must be different addresses, at least one, got {list(pservers)}")
+        addresses = [check_address(address) for address in pservers]
+        tune_malloc()
+        self.config = config = config or Config()
+        self.rank, self.workers = -1 if rank is None else rank, workers or 0
+        self.slice_bytes, self.window_bytes = config.first_slice_bytes, config.first_window_bytes  # now, if tuned
+        self._recorder = recorder or Recorder()
+        self._state = FailureState()
+        self._buckets: list[Bucket] = []
+        self._declaring = threading.Lock()  # one declaration after the other
+        self._placer = Placer(len(addresses), config.placement)
+        self._token = ""
+        self._memory = Sharing(config.shared_memory)
+        self._step = 0  # for messages
+        self._farewell: TfpsError | None = None  # what the pservers are told why this worker failed
+        self._leaving = threading.Lock()  # guards _left
+        self._left = False
+        self._wake = threading.Event()  # set by a failure and by close
+        self._pservers = [Pserver(address) for address in addresses]
+        self._queues = [
+            SendQueue(
+                config.first_window_bytes,
+                config.policy,
+                piggyback=True,
+                recorder=self._recorder,
+                name=f"pserver {address}",
+                pserver=index,
+            )
+            for index, address in enumerate(addresses)
+        ]
+        self._streams = [self._stream(index) for index in range(len(addresses))]
+        self._cpu_s: list[float] = []  # of each pserver when the first buckets were declared
+        self._blame = Blame(self._pservers)
+        self._declarations = Declarations(self._pservers, self._blame)
+        self._tracer = Tracer(self._recorder, self._pservers)
+        self._tuner = Tuner(config, self._pservers, self._queues, self._memory, self.tune)
+        self._watch = threading.Thread(target=self._watch_deadlines, name="tfps-watch", daemon=True)
+        try:
+            self._join(job)
+        except BaseException as error:
+            self.fail(error if isinstance(error, TfpsError) else TfpsError(f"joining failed: {error!r}"))
+            self.close()
+            raise
+        self._watch.start()
+
+    @property
+    def failure(self) -> TfpsError | None:
+        return self._state.failure
+
+    @property
+    def shared_bytes(self) -> int:
+        """How much memory it shares with pservers on its host."""
+        return self._memory.nbytes
+
+    def add_failure_listener(self, listener: FailureListener) -> None:
+        self._state.add_listener(listener)
+
+    # Joining and leaving
+
+    def _stream(self, index: int) -> WorkerStream:
+        return WorkerStream(
+            self._pservers[index],
+            index,
+            self._queues[index],
+            on_data=partial(self._take_reply, index),
+            on_notice=partial(self._take_notice, index),
+            on_end=self._fail,
+            when=lambda: f"at step {self._step}",
+        )
+
+    def _join(self, job: str) -> None:
+        deadline = time.monotonic() + self.config.connect_timeout_s
+        request = pb.JoinRequest(
+            protocol_version=PROTOCOL_VERSION,
+            job=job,
+            rank=self.rank,
+            workers=self.workers,
+            uid=uuid.uuid4().hex,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            pservers=len(self._pservers),
+            settings=settings_of(self.config),
+            memory=memory_message(self._memory.offer),
+        )
+        for index, pserver in enumerate(self._pservers):
+            request.pserver_index = index
+            with saying(partial(self._blame.joining, pserver)):
+                reply = pserver.join(request, max(deadline - time.monotonic(), 0.1), self.config.connect_timeout_s)
+            self._streams[index].start(reply.token, reply.rank)
+            if reply.shared_memory:
+                self._memory.pservers.add(index)
+            self.rank = request.rank = reply.rank
+            self.workers = request.workers = reply.workers
+            self._token = request.token = reply.token
+        self._blame.token, self._blame.rank = self._token, self.rank
+        self._declarations.token, self._declarations.rank = self._token, self.rank
+        self._tracer.token, self._tracer.rank, self._tracer.workers = self._token, self.rank, self.workers
+        self._declarations.declare([], [], max(deadline - time.monotonic(), 0.1))
+
+    def close(self) -> None:
+        if not self._state.close():
+            return
+        self._end_pushes()
+        self._wake.set()
+        if self._watch.is_alive() and threading.current_thread() is not self._watch:
+            self._watch.join()  # it may still be telling the pservers of a failure
+        self._tracer.close(failed=self._state.failure is not None)
+        self._leave()
+        for stream in self._streams:
+            stream.close()
+        for pserver in self._pservers:
+            pserver.close()
+        self._memory.close()
+
+    def _leave(self) -> None:
+        """Tells every pserver, once; one that cannot be reached any more will notice by itself."""
+        with self._leaving:
+            first, self._left = not self._left, True
+        if not first:
+            return
+        farewell = None if self._farewell is None else failure_of(self._farewell)
+        for pserver in self._pservers:
+            if self._token:
+                request = pb.LeaveRequest(token=self._token, rank=self.rank, failure=farewell)
+                try:
+                    pserver.call("Leave", request, _LEAVE_TIMEOUT_S)
+                except TfpsError:
+                    continue
+
+    def fail(self, error: TfpsError) -> None:
+        self._fail(error, told=False)
+
+    def _fail(self, error: TfpsError, told: bool) -> None:
+        """Fails with `error`, which a pserver has told to all workers, or which only this worker knows of."""
+        if self._farewell is None:
+            who = f"rank {self.rank} ({socket.gethostname()}:{os.getpid()})"
+            self._farewell = error if told else type(error)(f"{who} failed: {error}")
+        if self._state.fail(error):
+            self._end_pushes()
+            self._wake.set()
+
+    def _end_pushes(self) -> None:
+        """Answers all outstanding pushes with the reason of the end."""
+        error = self._state.end
+        for bucket in list(self._buckets):
+            with bucket.lock:
+                pushes = [push for push in (bucket.current, *bucket.waiting) if push is not None]
+                bucket.current = None
+                bucket.waiting.clear()
+            for push in pushes:
+                push.on_reply(Reply(error=error))
+
+    def _check_open(self) -> None:
+        if (end := self._state.end) is not None:
+            raise end
+
+    # Declaring
+
+    def declare(
+        self, specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: threading.Event | None = None
+    ) -> list[int]:
+        with self._declaring:
+            self._check_open()
+            try:
+                self._declarations.declare(specs, details, self.config.step_timeout_s, stop)
+            except InterruptError:
+                self._check_open()  # or it was another rank, which has failed the job
+                raise
+            except TfpsError as error:
+                self._fail(error, told=not isinstance(error, (PserverLostError, WaitTimeoutError)))
+                raise
+            if self.rank == 0 and any(map(tunable, specs)):
+                self._tuner.probe()
+            if not self._cpu_s:
+                self._cpu_s = [self._status(pserver).cpu_s for pserver in self._pservers]
+            first = len(self._buckets)
+            self._buckets.extend(map(self._new_bucket, specs))
+            return list(range(first, len(self._buckets)))
+
+    def _new_bucket(self, spec: BucketSpec) -> Bucket:
+        if spec.kind == "gather":
+            return Bucket(spec, Cutting([], [self._placer.place_gather(spec.common_name)]))
+        return Bucket(spec, cut_sum(spec, self.config.first_slice_bytes, self._placer))
+
+    # Tuning
+
+    def tune(self, slice_bytes: int, window_bytes: int) -> None:
+        """Cuts all buckets anew from the step after the next, on all workers and pservers, and changes the window now.
+
+        For rank 0 only; see Layout in protos/tfps.proto.
+
+        Raises:
+            TfpsError: a pserver did not take it; the exchange has failed.
+        """
+        steps = {}
+        for number, bucket in enumerate(list(self._buckets)):
+            if tunable(bucket.spec):
+                with bucket.lock:
+                    # Two steps: so everybody knows the bucket. No other worker can have left the next step behind.
+                    if bucket.steps >= 2 and not bucket.next:
+                        steps[number] = bucket.steps + 2
+                        bucket.hold_at = bucket.steps + 1
+        layout = Layout(slice_bytes, window_bytes, steps)
+        request = pb.TuneRequest(token=self._token, rank=self.rank, layout=layout_message(layout))
+        try:
+            for pserver in self._pservers:
+                pserver.call("Tune", request, _TUNE_TIMEOUT_S)
+        except TfpsError as error:
+            self.fail(error)
+            raise
+        self._cut_anew(layout)
+        for number in steps:
+            bucket = self._buckets[number]
+            with bucket.lock:
+                bucket.hold_at = None
+                self._start_next(number, bucket)
+
+    def _take_notice(self, pserver: int, header: Header, payload: memoryview) -> None:
+        """Every pserver sends a layout; the first one counts for the buckets, each for its own window."""
+        if header.kind == Kind.TRACE:
+            self._tracer.take(header)
+            return
+        layout = layout_of(pb.Layout.FromString(bytes(payload)))
+        self._cut_anew(layout)
+        self._queues[pserver].set_window(layout.window_bytes)
+
+    def _cut_anew(self, layout: Layout) -> None:
+        self.slice_bytes, self.window_bytes = layout.slice_bytes, layout.window_bytes
+        specs = [bucket.spec for bucket in list(self._buckets)]
+        for number, cutting in cut_anew(specs, layout, len(self._pservers), self.config.placement).items():
+            bucket = self._buckets[number]
+            with bucket.lock:
+                if bucket.steps <= cutting.step:
+                    bucket.next[cutting.step] = cutting
+
+    def owners(self, bucket: int) -> list[int]:
+        return list(self._buckets[bucket].cutting.owners)
+
+    def progress(self, bucket: int) -> float:
+        target = self._buckets[bucket]
+        with target.lock:
+            push = target.current
+            return 1.0 if push is None else push.copied / max(len(target.cutting.slices), 1)
+
+    def links(self) -> list[Link]:
+        steps = max((bucket.steps for bucket in list(self._buckets)), default=0)
+        found = []
+        for index, (pserver, queue) in enumerate(zip(self._pservers, self._queues, strict=True)):
+            busy = queue.throughput
+            rate = busy.nbytes / busy.seconds if busy.seconds >= _LEAST_BUSY_S else 0.0
+            cpu_s = None
+            if steps and self._cpu_s:
+                cpu_s = (self._status(pserver).cpu_s - self._cpu_s[index]) / steps
+            found.append(Link(pserver.address, rate, cpu_s, index in self._memory.pservers))
+        return found
+
+    def _status(self, pserver: Pserver) -> Any:
+        return pserver.call("Status", pb.StatusRequest(token=self._token), _STATUS_TIMEOUT_S)
+
+    # Captures
+
+    def start_trace(self) -> None:
+        self._check_open()
+        self._tracer.start()
+
+    def stop_trace(
+        self, buckets: Sequence[capture.Bucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
+    ) -> Capture:
+        specs = [bucket.spec for bucket in list(self._buckets)]
+        sizes = {"slice_bytes": self.slice_bytes, "window_bytes": self.window_bytes}
+        about = {"policy": self.config.policy, **sizes, **settings}
+        return self._tracer.stop(named(buckets, specs), name, steps, about)
+
+    # Pushing
+
+    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply) -> None:
+        view = as_bytes(payload)
+        if not 0 <= bucket < len(self._buckets):
+            raise ProtocolError(f"bucket must be one of the {len(self._buckets)} declared ones, got {bucket}")
+        target = self._buckets[bucket]
+        check_payload([target.spec], 0, None if view is None else view.nbytes)
+        with target.lock:
+            # Under the lock: a failure either is seen here or sees this push.
+            if (end := self._state.end) is None:
+                target.waiting.append(Push(view, on_reply))
+                self._start_next(bucket, target)
+        if end is not None:
+            on_reply(Reply(error=end))
+
+    def _start_next(self, number: int, bucket: Bucket) -> None:
+        """Sends the oldest waiting push if none is outstanding. The caller holds the bucket's lock."""
+        if (push := bucket.start_next()) is None:
+            return
+        self._step = max(self._step, push.step)
+        shards: list[list[Outgoing]] = [[] for _ in self._queues]
+        for owner, item in bucket.frames(number, push, self.config.first_slice_bytes, self._memory):
+            shards[owner].append(item)
+        for queue, items in zip(self._queues, shards, strict=True):
+            if items:
+                queue.put(items)
+
+    # Replies; on the receiver threads
+
+    def _take_reply(self, pserver: int, header: Header, payload: memoryview, place: Place | None) -> None:
+        if not 0 <= header.bucket < len(self._buckets):
+            raise ProtocolError(f"bucket must be one of the {len(self._buckets)} declared ones, got {header.bucket}")
+        bucket = self._buckets[header.bucket]
+        if self._recorder.enabled:
+            now_ns = self._recorder.clock()
+            self._recorder.arrived(now_ns, header.step, header.bucket, header.index, NONE, pserver)
+        with bucket.lock:
+            push = bucket.current
+            if push is None:
+                if self._state.end is not None:
+                    return
+                raise ProtocolError(f"a reply of bucket '{bucket.spec.name}' must follow a push, got one without")
+            if header.step != push.step:
+                raise ProtocolError(f"step of bucket '{bucket.spec.name}' must be {push.step}, got {header.step}")
+        reply = bucket.take(pserver, push, header, payload, place, self.workers)
+        if reply is None:
+            return
+        with bucket.lock:
+            if bucket.current is not push:
+                return  # a failure has replied to it meanwhile
+            bucket.current = None
+            self._start_next(header.bucket, bucket)
+        push.on_reply(reply)
+
+    # Deadlines
+
+    def _watch_deadlines(self) -> None:
+        limit_s = self.config.step_timeout_s
+        while not self._wake.wait(min(1.0 if self._tuner.done else 0.1, limit_s / 4)):
+            if self.rank == 0 and not self._tuner.done:
+                with contextlib.suppress(TfpsError):  # which has failed the exchange
+                    self._tuner.look(list(self._buckets))
+            self._blame.look(list(self._buckets))
+            for number, bucket in enumerate(list(self._buckets)):
+                with bucket.lock:
+                    push = bucket.current
+                if push is not None and time.monotonic() - push.started_s > limit_s:
+                    self.fail(self._blame.timeout(number, bucket, push, limit_s))
+                    break
+        if self._state.failure is not None:
+            self._leave()
+            for queue in self._queues:
+                queue.close()
