@@ -9,18 +9,16 @@ import pytest
 import test_programs
 from test_programs import Results
 
-# By workers and devices: each program once in the quick suite.
+PROGRAMS = [
+    *("arrays", "every_batch_uneven", "last_batch_of_one_row", "last_batch_of_four_rows", "fewer_rows_than_replicas"),
+    *("one_row_in_all", "eagerly", "several_steps", "tf_data", "py_dataset", "accumulated", "masked"),
+    *("by_sample_weights", "tracked_loss", "train_on_batch", "loop_eager", "loop_function", "normalized", "moving_mean"),
+]
+# By workers and devices; the differential tester draws more of the kind (tests/tools/test_fuzz_programs.py).
 QUICK = {
-    (3, 1): [
-        *("arrays", "last_batch_of_four_rows", "eagerly", "tf_data", "py_dataset", "masked", "by_sample_weights"),
-        *("tracked_loss", "train_on_batch", "loop_function", "several_steps"),
-    ],
-    (2, 2): [
-        *("every_batch_uneven", "last_batch_of_one_row", "fewer_rows_than_replicas", "accumulated", "loop_eager"),
-        *("normalized", "moving_mean", "one_row_in_all"),
-    ],
+    (3, 1): ["arrays", "eagerly", "masked", "by_sample_weights", "tracked_loss", "loop_function"],
+    (2, 2): ["every_batch_uneven", "last_batch_of_one_row", "one_row_in_all", "accumulated", "normalized"],
 }
-PROGRAMS = [name for names in QUICK.values() for name in names]
 ONE_DEVICE = {"several_steps"}  # as under every strategy; see docs/semantics.md
 pytestmark = pytest.mark.timeout(600)
 Jobs = Callable[[int, int, bool], Results]
