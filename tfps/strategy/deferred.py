@@ -29,7 +29,7 @@ from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.strategy import invariants
 from tfps.strategy.invariants import Invariants
 from tfps.strategy.names import common_name, own_name
-from tfps.strategy.variables import Deferral, GatedVariable, deferring
+from tfps.strategy.variables import Deferral, GatedVariable, deferring, updating
 
 logger = logging.getLogger("tfps")
 _FIRST_BUCKET_BYTES = 64 * 1024
@@ -271,7 +271,7 @@ class Emitter:
     def _update_in_graph(self, bucket: list[Noted], replica: int) -> None:
         for item in bucket:
             component = item.variable._get_replica(replica)
-            with tf.device(component.device):
+            with tf.device(component.device), updating():
                 item.function(component, item.reduced.result, *item.arguments)
 
     def _send(
