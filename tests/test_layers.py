@@ -15,7 +15,7 @@ PACKAGE = ROOT / "tfps"
 MAX_LINES = 450
 TOP, GROUND = "tfps", "ground"
 USED_EVERYWHERE = {"config", "errors", "threads", "version", "protos"}
-LOWEST_WITH_TENSORFLOW = "graph"
+LOWEST_WITH_TENSORFLOW, ALONE_WITH_TENSORFLOW = "graph", "tfps.callbacks"
 
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "protos" not in path.relative_to(PACKAGE).parts)
 by_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -89,9 +89,9 @@ def test_imports_name_the_package(path: Path) -> None:
 
 
 @by_source
-def test_only_folders_above_the_worker_import_tensorflow(path: Path) -> None:
-    folder = folder_of(name_of(path))
-    if not ORDER.index(folder) <= ORDER.index(LOWEST_WITH_TENSORFLOW):
+def test_only_folders_above_the_worker_and_callbacks_import_tensorflow(path: Path) -> None:
+    name = name_of(path)
+    if folder_of(name) not in ORDER[1 : ORDER.index(LOWEST_WITH_TENSORFLOW) + 1] and name != ALONE_WITH_TENSORFLOW:
         found = [
             f"line {line}: {name}" for line, name in imported(path) if name.split(".")[0] in ("tensorflow", "keras")
         ]
