@@ -111,6 +111,15 @@ def accumulated(job: Job) -> dict[str, Any]:
     return weights(model)
 
 
+def updated_in_the_step(job: Job) -> dict[str, Any]:
+    """Adafactor reads other state between its slots, so its updates are not deferred."""
+    x, y = data(16)
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.7)
+    model = job.compiled(lambda: keras.optimizers.Adafactor(schedule), build=dense)
+    fit = model.fit(x, y, batch_size=9, epochs=3, shuffle=False, verbose=0)
+    return {**weights(model), **history(fit)}
+
+
 def masked(job: Job) -> dict[str, Any]:
     """A mean over unmasked positions counts by these, not by rows."""
     random = np.random.default_rng(0)
