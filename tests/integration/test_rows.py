@@ -17,16 +17,8 @@ PROGRAMS = [
 ]
 # By workers and devices; the differential tester draws more of the kind (tests/tools/test_fuzz_programs.py).
 QUICK = {
-    (3, 1): [
-        "arrays",
-        "eagerly",
-        "masked",
-        "updated_in_the_step",
-        "by_sample_weights",
-        "tracked_loss",
-        "loop_function",
-    ],
-    (2, 2): ["every_batch_uneven", "last_batch_of_one_row", "one_row_in_all", "accumulated", "normalized"],
+    (3, 1): ["arrays", "masked", "updated_in_the_step", "by_sample_weights", "tracked_loss", "loop_function"],
+    (2, 2): ["every_batch_uneven", "last_batch_of_one_row", "one_row_in_all", "eagerly", "accumulated", "normalized"],
 }
 ONE_DEVICE = {"several_steps"}  # as under every strategy; see docs/semantics.md
 pytestmark = pytest.mark.timeout(600)

@@ -52,6 +52,7 @@ needs(trainer_module, "reduce_per_replica")
 needs(keras.optimizers.Optimizer, "_backend_apply_gradients")
 needs(keras.Model, "compute_loss", "_maybe_symbolic_build")  # the latter takes one batch for a model's shapes
 needs(keras.metrics.Mean, "update_state")
+needs(keras.Layer, "add_loss")
 
 # Defines `compile`. Replaced there and not in `keras.Model`: `compile_from_config` asks whether a model's `compile` is
 # still this class's, and calls none that is not.
@@ -69,6 +70,17 @@ def distributed_dataset(epochs: Any) -> Any:
     """
     needs(epochs, "_distributed_dataset")
     return epochs._distributed_dataset
+
+
+def losses_of(layer: Any) -> list[Any]:
+    """What `layer` has added in its last call; the list itself.
+
+    Raises:
+        ImportError: this Keras keeps it elsewhere.
+    """
+    needs(layer, "_losses")
+    losses: list[Any] = layer._losses
+    return losses
 
 
 def adopt_optimizer(optimizer: Any, strategy: Any) -> None:

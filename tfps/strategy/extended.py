@@ -29,6 +29,7 @@ from tfps.graph.tf_private import (
 )
 from tfps.input import datasets, generators
 from tfps.input.staging import Staging
+from tfps.keras_hooks.added_losses import own_losses
 from tfps.keras_hooks.predictions import Sharding
 from tfps.keras_hooks.seeds import stateful_apart
 from tfps.runtime.runtime import Runtime
@@ -211,7 +212,8 @@ class Extended(CrossReplica):
         def of_first(strategy: tf.distribute.Strategy, value: Any) -> Any:
             return self._broadcast_to(strategy.experimental_local_results(value)[0], variable)
 
-        return context.merge_call(of_first, args=(value,))
+        with own_losses():
+            return context.merge_call(of_first, args=(value,))
 
     def check(self, token: str) -> None:
         """Raises the error that a gate's token carries, if any.
@@ -345,7 +347,10 @@ class Extended(CrossReplica):
             # of them have as one object would come as one value there; each replica contributes it, as in graphs.
             own = [identity(each if share is None else share.only_if_rows(each)) for each in flat]
             value = tf.nest.pack_sequence_as(value, own)
-            return super(mirrored_strategy.MirroredExtended, self)._replica_ctx_all_reduce(reduce_op, value, options)
+            with own_losses():
+                return super(mirrored_strategy.MirroredExtended, self)._replica_ctx_all_reduce(
+                    reduce_op, value, options
+                )
         local = own = flat
         if share is not None:
             own = [share.only_if_rows(each) for each in flat]

@@ -20,6 +20,7 @@ from tfps.config import Config, TraceRequest, unknown_variables
 from tfps.errors import ConfigError, in_graph_error
 from tfps.exchange.interface import Exchange
 from tfps.graph.tf_private import translate_errors
+from tfps.keras_hooks.added_losses import note_added_losses
 from tfps.keras_hooks.logs import agree_on_logs
 from tfps.keras_hooks.loss_scaling import agree_on_finite
 from tfps.keras_hooks.predictions import predict_everything
@@ -100,6 +101,7 @@ class Strategy(tf.distribute.Strategy):
         predict_everything(Strategy)
         share_files(Strategy)
         weigh_by_rows(Strategy)
+        note_added_losses()
 
     @property
     def rank(self) -> int:
