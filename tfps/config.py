@@ -14,6 +14,7 @@ from tfps.errors import ConfigError
 
 Policy = Literal["priority", "fifo"]
 Placement = Literal["balanced", "round_robin", "hash"]
+Transport = Literal["auto", "tcp", "grpc"]
 Auto = Literal["auto"]
 
 MAX_SLICE_BYTES = 64 * 2**20  # one gRPC message; beyond this nothing overlaps any more
@@ -42,6 +43,9 @@ class Config:
             the data ends, one batch lies ready all the same.
         shared_memory: slices to and from pservers on the same host (Linux) pass through memory that both map. False
             sends them through sockets like all others, to measure those. Workers may differ in it.
+        transport: what carries slices to and from pservers on other hosts: `"tcp"` is a connection of its own to the
+            pserver's data port, `"grpc"` the streams of the control connection, for several times the CPU per byte.
+            `"auto"` takes TCP, and gRPC where the data port cannot be reached. Workers may differ in it.
         check_every: how often workers compare what must be equal on all of them, in steps: each weight every so many
             steps; learning rate and step counter of each step, all of them together as often. 0: never.
         connect_timeout_s: seconds to wait for pservers to answer and for all workers to join.
@@ -58,6 +62,7 @@ class Config:
     deterministic: bool = False
     staging_depth: int = 2
     shared_memory: bool = True
+    transport: Transport = "auto"
     check_every: int = 100
     connect_timeout_s: float = 60.0
     step_timeout_s: float = 600.0
@@ -73,10 +78,10 @@ class Config:
                 raise ConfigError(f"{name} must be positive, got {value}")
         if self.slice_bytes != "auto" and self.slice_bytes > MAX_SLICE_BYTES:
             raise ConfigError(f"slice_bytes must be at most {MAX_SLICE_BYTES} (64 MiB), got {self.slice_bytes}")
-        for name, choices in (("policy", get_args(Policy)), ("placement", get_args(Placement))):
+        for name, choices in (("policy", Policy), ("placement", Placement), ("transport", Transport)):
             value = getattr(self, name)
-            if value not in choices:
-                raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+            if value not in get_args(choices):
+                raise ConfigError(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}")
         for name in ("deterministic", "shared_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")

@@ -17,7 +17,7 @@ from tfps.config import Policy
 from tfps.errors import ClosedError, ProtocolError
 from tfps.trace.recorder import Recorder
 from tfps.wire.frames import Header, Kind
-from tfps.wire.send_queue import Outgoing, SendQueue
+from tfps.wire.send_queue import Next, Outgoing, SendQueue
 from tfps.wire.shared_memory import Place, Target
 
 
@@ -32,8 +32,8 @@ def item(priority: int, nbytes: int = 10, bucket: int = 0) -> Outgoing:
 def taken(queue: SendQueue) -> Outgoing:
     got = queue.take()
     assert got is not None
-    assert isinstance(got[0], Outgoing)
-    return got[0]
+    assert isinstance(got.item, Outgoing)
+    return got.item
 
 
 def waits(queue: SendQueue, release: Callable[[], None]) -> Any:
@@ -111,22 +111,22 @@ def test_a_receipt_rides_on_a_data_frame_if_there_is_one() -> None:
     sends.put([item(0)])
     got = sends.take()
     assert got is not None
-    assert got[0] is not None
-    assert got[1] == 60
+    assert got.item is not None
+    assert got.received == 60
     assert waits(sends, sends.close) is None  # and no other one is due
 
 
 def test_a_receipt_of_its_own_is_due_after_half_a_window() -> None:
     sends = queue(window=100)
     sends.received(49)
-    assert waits(sends, lambda: sends.received(1)) == (None, 50)
+    assert waits(sends, lambda: sends.received(1)) == Next(None, 50)
 
 
 def test_replies_carry_no_receipts() -> None:
     sends = queue(window=100, piggyback=False)
     sends.received(60)
     sends.put([item(0)])
-    assert sends.take() == (None, 60)
+    assert sends.take() == Next(None, 60)
     assert taken(sends).nbytes == 10
 
 
@@ -134,9 +134,10 @@ def test_replies_in_shared_memory_carry_receipts() -> None:
     sends = queue(window=100, piggyback=False)
     sends.received(60)
     sends.put([item(0)._replace(target=Target(Place(0, 10), np.empty(10, np.uint8)))])
-    shared, receipt = sends.take() or (None, 0)
-    assert isinstance(shared, Outgoing)
-    assert receipt == 60
+    shared = sends.take()
+    assert shared is not None
+    assert isinstance(shared.item, Outgoing)
+    assert shared.received == 60
     sends.received(40)  # 40 since then: not due
     sends.put([item(0)])
     assert taken(sends).target is None
@@ -147,7 +148,7 @@ def test_a_receipt_is_due_while_the_window_is_full() -> None:
     sends.put([item(0), item(0)])
     taken(sends)
     sends.received(5)
-    assert sends.take() == (None, 5)
+    assert sends.take() == Next(None, 5)
 
 
 def test_receipts_for_more_than_was_sent_are_refused() -> None:

@@ -96,20 +96,22 @@ class Failure(_message.Message):
     def __init__(self, code: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ["failure", "protocol_version", "rank", "shared_memory", "token", "workers"]
+    __slots__ = ["data_port", "failure", "protocol_version", "rank", "shared_memory", "token", "workers"]
+    DATA_PORT_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    data_port: int
     failure: Failure
     protocol_version: int
     rank: int
     shared_memory: bool
     token: str
     workers: int
-    def __init__(self, protocol_version: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., token: _Optional[str] = ..., shared_memory: bool = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., token: _Optional[str] = ..., shared_memory: bool = ..., data_port: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ["host", "job", "memory", "pid", "protocol_version", "pserver_index", "pservers", "rank", "settings", "token", "uid", "workers"]

@@ -16,6 +16,7 @@ import grpc
 from tfps.errors import ClosedError, ConfigError, ConnectError, ProtocolError, PserverLostError, TfpsError
 from tfps.exchange.interface import BucketSpec
 from tfps.protos import tfps_pb2 as pb
+from tfps.pserver.data_port import DataPort, Session
 from tfps.pserver.job import Job
 from tfps.pserver.job_status import ErrorCounts
 from tfps.pserver.membership import Applicant
@@ -38,12 +39,13 @@ from tfps.wire.control import (
     request_type,
     version_text,
 )
-from tfps.wire.frames import Kind, error_from
+from tfps.wire.frames import Header, Kind, error_from
+from tfps.wire.grpc_path import outgoing, receive
 from tfps.wire.memory import resident_bytes, tune_malloc
 from tfps.wire.send_queue import SendQueue
-from tfps.wire.shared_memory import Attached, Offer
+from tfps.wire.shared_memory import Attached, Offer, Place
 from tfps.wire.status import PserverStatus, status_message
-from tfps.wire.stream import outgoing, receive
+from tfps.wire.stream import not_expected
 
 logger = logging.getLogger("tfps")
 _JOIN_MARGIN_S = 1.0  # before a caller's deadline, to tell it why it waits instead of letting it run out
@@ -59,12 +61,22 @@ class ParameterServer:
         port: 0 picks a free one; see `port`.
         workers: how many workers a job has.
         job: serve only jobs of this name.
+        data_port: where data connections are taken; 0 picks a free one. Workers are told.
 
     Raises:
-        ConfigError: the number of workers is out of range, or the port cannot be had.
+        ConfigError: the number of workers is out of range, or a port cannot be had.
     """
 
-    def __init__(self, host: str, port: int, *, workers: int, job: str = "", recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        workers: int,
+        job: str = "",
+        data_port: int = 0,
+        recorder: Recorder | None = None,
+    ) -> None:
         if workers < 1:
             raise ConfigError(f"workers must be at least 1, got {workers}")
         tune_malloc()
@@ -90,6 +102,7 @@ class ParameterServer:
             reason = error.strerror if isinstance(error, OSError) else "the port is not available"
             raise ConfigError(f"cannot listen on {where}:{port}: {reason}") from error
         self.address = f"{_reachable(host)}:{self.port}"
+        self._data = DataPort(host, data_port, self._open_session, functools.partial(self._errors.add, "Push"))
         self._server.start()
 
     def stop(self, grace_s: float = 2.0) -> None:
@@ -99,6 +112,7 @@ class ParameterServer:
             job = self._job
         job.fail(PserverLostError(f"pserver {self.address} was stopped"))
         self._server.stop(grace_s).wait()
+        self._data.close()
         self._pool.shutdown(wait=False)
 
     @property
@@ -195,7 +209,7 @@ class ParameterServer:
                 member = self._job.join(applicant, config, _attached(request))
                 reply.rank, reply.shared_memory = member.rank, member.memory is not None
                 self._jobs += first
-                reply.workers, reply.token = self.workers, self._job.token
+                reply.workers, reply.token, reply.data_port = self.workers, self._job.token, self._data.port
         except TfpsError as error:  # here, as a refusal must name the protocol version, too
             reply.failure.CopyFrom(failure_of(error))
         return reply
@@ -255,12 +269,9 @@ class ParameterServer:
             self._errors.add("Push", error)
             return frames.encode_error(error)  # refused alone: the job goes on
         try:
-            receive(_until_broken(messages), Kind.PUSH, queue, functools.partial(job.push, rank))
-        except ProtocolError as error:
-            job.fail(ProtocolError(f"rank {rank}: {error}"))
+            receive(_until_broken(messages), Kind.PUSH, queue, _Pushes(job, rank))
         except Exception as error:
-            if not job.over:  # else it may be due to what has been taken down
-                job.fail(self._bug(f"while it took a push of rank {rank}", error))
+            self._fail(job, rank, error, f"while it took a push of rank {rank}")
         job.stream_ended(rank)
         return b""
 
@@ -282,10 +293,40 @@ class ParameterServer:
             job.fail(failure := self._bug(f"while it sent to rank {rank}", error))
             yield frames.encode_error(failure)
 
+    def _open_session(self, token: str, rank: int) -> Session:
+        """Of a data connection, which is both streams."""
+        job = self._job_of(token)
+        job.open_stream(rank, PUSH)
+        queue = job.open_stream(rank, PULL)
+        fail = functools.partial(self._fail, job, rank)
+        return Session(queue, _Pushes(job, rank), fail, functools.partial(job.stream_ended, rank))
+
+    def _fail(self, job: Job, rank: int, error: Exception, when: str) -> None:
+        if isinstance(error, ProtocolError):
+            job.fail(ProtocolError(f"rank {rank}: {error}"))
+        elif not job.over:  # else it may be due to what has been taken down
+            job.fail(self._bug(when, error))
+
     def _bug(self, when: str, error: Exception) -> TfpsError:
         """Logs an error that should not have happened, such as a MemoryError; what to tell the workers of it."""
         logger.error("tfps: failed %s", when, exc_info=error)
         return TfpsError(f"pserver {self.address}: failed {when}: {error!r}; its log says where")
+
+
+class _Pushes:
+    """The frames of one rank; see `Receiver`. A push is kept where it was received until its sum is complete."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self._job, self._rank = job, rank
+
+    def memory(self, header: Header, nbytes: int) -> memoryview | None:
+        return None
+
+    def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
+        self._job.push(self._rank, header, payload, place)
+
+    def notice(self, header: Header, payload: memoryview) -> None:
+        raise not_expected(header, Kind.PUSH)
 
 
 def _until_broken(messages: Iterator[bytes]) -> Iterator[bytes]:

@@ -71,8 +71,13 @@ _CODES: dict[int, type[TfpsError]] = {  # part of the protocol: never change a n
 
 def encode(header: Header, payload: bytes | memoryview = b"") -> bytes:
     """One message: header and payload, copied once."""
+    return b"".join((pack_header(header), payload))
+
+
+def pack_header(header: Header) -> bytes:
+    """The first `HEADER_BYTES` of a frame."""
     kind, flags, bucket, index, priority, step, received = header
-    return b"".join((_LAYOUT.pack(kind, flags, 0, bucket, index, priority, step, received), payload))
+    return _LAYOUT.pack(kind, flags, 0, bucket, index, priority, step, received)
 
 
 def encode_shared(header: Header, place: Place) -> bytes:
@@ -132,12 +137,21 @@ def decode(message: bytes) -> tuple[Header, memoryview]:
     """
     if not HEADER_BYTES <= len(message) <= MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame must have {HEADER_BYTES} to {MAX_FRAME_BYTES} bytes, got {len(message)}")
-    kind, flags, reserved, bucket, index, priority, step, received = _LAYOUT.unpack_from(message)
+    return unpack_header(message), memoryview(message)[HEADER_BYTES:]
+
+
+def unpack_header(data: bytes | bytearray | memoryview) -> Header:
+    """The reverse of `pack_header`; what follows in `data` is left alone.
+
+    Raises:
+        ProtocolError: the kind or a flag is unknown.
+    """
+    kind, flags, reserved, bucket, index, priority, step, received = _LAYOUT.unpack_from(data)
     if kind not in _KINDS:
         raise ProtocolError(f"kind of a frame must be one of {', '.join(f'{k} ({k.name})' for k in Kind)}, got {kind}")
     if flags & ~_ALL_FLAGS or reserved:
         raise ProtocolError(f"unknown flags of a frame must be 0, got flags {flags} and reserved {reserved}")
-    return Header(kind, flags, bucket, index, priority, step, received), memoryview(message)[HEADER_BYTES:]
+    return Header(kind, flags, bucket, index, priority, step, received)
 
 
 def error_code(error: TfpsError) -> int:

@@ -17,6 +17,8 @@ from tfps.trace.recorder import UNKNOWN, Recorder
 from tfps.wire.frames import Header
 from tfps.wire.shared_memory import Target
 
+_MAX_PARTS = 64  # that are given out at once
+
 
 class Outgoing(NamedTuple):
     """A frame to be sent: header and `payload`, or everything already encoded in `frame`. `nbytes` is the payload's.
@@ -29,6 +31,18 @@ class Outgoing(NamedTuple):
     payload: memoryview | None = None
     frame: bytes | None = None
     target: Target | None = None
+
+
+class Next(NamedTuple):
+    """What to send next: payload bytes `begin` to `end` of `item`, or an urgent frame as it is; None: a receipt (ACK).
+
+    `received` is the total to write into the header.
+    """
+
+    item: Outgoing | bytes | None
+    received: int = 0
+    begin: int = 0
+    end: int = 0
 
 
 class Throughput(NamedTuple):
@@ -90,11 +104,13 @@ class SendQueue:
         self._busy = Throughput()
         self._by_priority = policy == "priority"
         self._piggyback = piggyback
+        self._windowless = False
         self._recorder = recorder
         self._name = name
         self._rank, self._pserver = rank, pserver
         self._changed = threading.Condition()  # guards all below; notified when `take` may have something to give
-        self._heap: list[tuple[int, int, Outgoing, int]] = []  # last: when it was put, if recorded
+        # With when it was put, if recorded, and how much of its payload has been taken.
+        self._heap: list[tuple[int, int, Outgoing, int, int]] = []
         self._arrivals = itertools.count()
         self._sent = 0
         self._acked = 0
@@ -112,8 +128,8 @@ class SendQueue:
                 return
             for item in items:
                 priority = item.header.priority if self._by_priority else 0
-                heapq.heappush(self._heap, (priority, next(self._arrivals), item, put_ns))
-            if self._heap and self._sent - self._acked < self._window_bytes:
+                heapq.heappush(self._heap, (priority, next(self._arrivals), item, put_ns, 0))
+            if self._may_send():
                 self._changed.notify()
 
     def put_urgent(self, frame: bytes) -> None:
@@ -122,6 +138,12 @@ class SendQueue:
             if not self._closed and self._failure is None:
                 self._urgent.append(frame)
                 self._changed.notify()
+
+    def use_connection(self) -> None:
+        """The stream is a data connection: its socket bounds what is on the way, and every frame carries a receipt."""
+        with self._changed:
+            self._piggyback = self._windowless = True
+            self._changed.notify()
 
     def set_window(self, window_bytes: int) -> None:
         """Changes the window from now on. The other end must do so too: receipts come per half a window."""
@@ -152,41 +174,83 @@ class SendQueue:
                 self._busy.seconds,
             )
 
-    def take(self) -> tuple[Outgoing | bytes | None, int] | None:
-        """Waits for the next frame; None once closed.
-
-        Returns:
-            The frame and the total to write into its `received`, or an urgent frame as it is; without a frame a
-            receipt (ACK) is due.
+    def take(self) -> Next | None:
+        """Waits for the next frame or receipt, as a whole; None once closed.
 
         Raises:
             TfpsError: what `fail` was called with.
         """
         with self._changed:
-            while True:
-                if self._failure is not None:
-                    raise self._failure
-                if self._closed:
-                    return None
-                if self._urgent:
-                    return self._urgent.popleft(), 0
-                may_send = bool(self._heap) and self._sent - self._acked < self._window_bytes
-                carries = may_send and (self._piggyback or self._heap[0][2].target is not None)
-                receipt_due = self._received - self._receipted >= self._receipt_bytes
-                if receipt_due and not carries:
-                    self._receipted = self._received
-                    return None, self._received
-                if may_send:
-                    _, _, item, put_ns = heapq.heappop(self._heap)
-                    self._backlog = self._backlog and bool(self._heap)
-                    self._sent += item.nbytes
-                    self._sent_slices += 1
-                    if carries:
-                        self._receipted = self._received
-                    if self._recorder.enabled:
-                        self._record(item, put_ns)
-                    return item, self._received
-                self._changed.wait()
+            self._wait()
+            return None if self._closed else self._next(None)
+
+    def take_parts(self, limit: int) -> list[Next] | None:
+        """Waits for what is next; all there is, up to `limit` payload bytes, but one at least. None once closed.
+
+        The rest of a frame comes with a later call, unless something more urgent has come by then. What goes through
+        shared memory stays whole.
+
+        Raises:
+            TfpsError: what `fail` was called with.
+        """
+        with self._changed:
+            self._wait()
+            if self._closed:
+                return None
+            taken, left = [self._next(limit)], limit
+            while (left := left - (taken[-1].end - taken[-1].begin)) > 0 and len(taken) < _MAX_PARTS and self._ready():
+                taken.append(self._next(left))
+            return taken
+
+    def wait(self) -> bool:
+        """Waits until `take` would not; False once closed.
+
+        Raises:
+            TfpsError: what `fail` was called with.
+        """
+        with self._changed:
+            self._wait()
+            return not self._closed
+
+    def _wait(self) -> None:
+        while not self._closed and not self._ready():
+            if self._failure is not None:
+                raise self._failure
+            self._changed.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _ready(self) -> bool:
+        return bool(self._urgent) or self._may_send() or self._received - self._receipted >= self._receipt_bytes
+
+    def _may_send(self) -> bool:
+        return bool(self._heap) and (self._windowless or self._sent - self._acked < self._window_bytes)
+
+    def _next(self, limit: int | None) -> Next:
+        if self._urgent:
+            return Next(self._urgent.popleft())
+        carries = self._may_send() and (self._piggyback or self._heap[0][2].target is not None)
+        if self._received - self._receipted >= self._receipt_bytes and not carries:
+            self._receipted = self._received
+            return Next(None, self._received)
+        if carries:
+            self._receipted = self._received
+        return self._take_part(limit)
+
+    def _take_part(self, limit: int | None) -> Next:
+        priority, arrival, item, put_ns, begin = self._heap[0]
+        if begin == 0:
+            self._sent_slices += 1
+            if self._recorder.enabled:
+                self._record(item, put_ns)
+        end = item.nbytes if limit is None or item.target is not None else min(begin + limit, item.nbytes)
+        if end == item.nbytes:
+            heapq.heappop(self._heap)
+            self._backlog = self._backlog and bool(self._heap)
+        else:
+            self._heap[0] = priority, arrival, item, put_ns, end  # its place in the order is the same
+        self._sent += end - begin
+        return Next(item, self._received, begin, end)
 
     def acked(self, total: int) -> None:
         """The other end has received `total` payload bytes.
@@ -205,7 +269,7 @@ class SendQueue:
             self._acked = total
             if self._recorder.with_events:
                 self._recorder.record("acked", stream=self._name, in_flight=self._sent - self._acked)
-            if self._heap and self._sent - self._acked < self._window_bytes:
+            if self._may_send():
                 self._changed.notify()
 
     def _measure(self, total: int) -> None:

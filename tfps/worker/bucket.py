@@ -36,6 +36,7 @@ class Push:
     region: Region | None = None  # where slices of pservers on this host come and go, and all of the result is
     buffer: NDArray[np.uint8] | None = None  # a sum's result
     arrived: set[int] = field(default_factory=set)  # slices of a sum
+    placed: set[int] = field(default_factory=set)  # those of them that are received into `buffer` itself
     copied: int = 0
     parts: list[memoryview] = field(default_factory=list)  # a gather's result
 
@@ -88,6 +89,20 @@ class Bucket:
                 target = push.region.target(piece.offset, piece.nbytes)
             yield owner, Outgoing(header, 0 if payload is None else piece.nbytes, payload, target=target)
 
+    def place(self, pserver: int, push: Push, index: int, nbytes: int) -> memoryview | None:
+        """Where slice `index` of the reply to `push` is to be received; None for a gather, of which pieces are kept.
+
+        Raises:
+            ProtocolError: it is none of the reply, or was here before.
+        """
+        if self.spec.kind != "sum":
+            return None
+        where = self._where(pserver, index)
+        self._check_size(index, where, nbytes)
+        buffer = self._arrives(push, index)
+        push.placed.add(index)
+        return buffer[where.offset : where.offset + where.nbytes].data
+
     def take(
         self, pserver: int, push: Push, header: Header, payload: memoryview, place: Place | None, workers: int
     ) -> Reply | None:
@@ -108,27 +123,42 @@ class Bucket:
     def _take_slice(
         self, pserver: int, push: Push, index: int, payload: memoryview, place: Place | None
     ) -> Reply | None:
-        name, slices = self.spec.name, self.cutting.slices
-        if not 0 <= index < len(slices) or self.cutting.owners[index] != pserver:
-            raise ProtocolError(f"bucket '{name}' has no slice {index} on this pserver")
-        where = slices[index]
+        name, where = self.spec.name, self._where(pserver, index)
         if place is not None:
             expected = None if push.region is None else push.region.place(where.offset, where.nbytes)
             if place != expected:
                 raise ProtocolError(f"slice {index} of bucket '{name}' must be at {expected}, got {place}")
-        elif len(payload) != where.nbytes:
-            raise ProtocolError(f"slice {index} of bucket '{name}' must have {where.nbytes} bytes, got {len(payload)}")
+        else:
+            self._check_size(index, where, len(payload))
+        if index in push.placed:
+            push.placed.remove(index)  # once: another one has not been placed
+        else:
+            buffer = self._arrives(push, index)
+            if place is None:
+                np.copyto(buffer[where.offset : where.offset + where.nbytes], np.frombuffer(payload, np.uint8))
+        with self.lock:
+            push.copied += 1
+            return Reply(sum=push.buffer) if push.copied == len(self.cutting.slices) else None
+
+    def _where(self, pserver: int, index: int) -> Slice:
+        if not 0 <= index < len(self.cutting.slices) or self.cutting.owners[index] != pserver:
+            raise ProtocolError(f"bucket '{self.spec.name}' has no slice {index} on this pserver")
+        return self.cutting.slices[index]
+
+    def _check_size(self, index: int, where: Slice, nbytes: int) -> None:
+        if nbytes != where.nbytes:
+            name = self.spec.name
+            raise ProtocolError(f"slice {index} of bucket '{name}' must have {where.nbytes} bytes, got {nbytes}")
+
+    def _arrives(self, push: Push, index: int) -> NDArray[np.uint8]:
+        """Notes that a slice comes; the buffer that it belongs to."""
         with self.lock:
             if index in push.arrived:
-                raise ProtocolError(f"slice {index} of bucket '{name}' must be replied to once, got it twice")
+                raise ProtocolError(f"slice {index} of bucket '{self.spec.name}' must be replied to once, got it twice")
             push.arrived.add(index)
             if push.buffer is None:
                 push.buffer = aligned_empty(self.spec.nbytes) if push.region is None else push.region.array
-        if place is None:
-            np.copyto(push.buffer[where.offset : where.offset + where.nbytes], np.frombuffer(payload, np.uint8))
-        with self.lock:
-            push.copied += 1
-            return Reply(sum=push.buffer) if push.copied == len(slices) else None
+            return push.buffer
 
     def _take_piece(self, pserver: int, push: Push, header: Header, payload: memoryview, workers: int) -> Reply | None:
         if self.cutting.owners[0] != pserver or header.index != len(push.parts):

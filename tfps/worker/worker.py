@@ -47,11 +47,12 @@ from tfps.wire.control import (
     memory_message,
     settings_of,
 )
-from tfps.wire.frames import Header, Kind
+from tfps.wire.frames import SHARED, Header, Kind
 from tfps.wire.memory import tune_malloc
 from tfps.wire.send_queue import Outgoing, SendQueue
 from tfps.wire.shared_memory import Place, Sharing
 from tfps.wire.stream import WorkerStream
+from tfps.wire.tcp_path import open_path
 from tfps.worker.assembly import named
 from tfps.worker.bucket import Bucket, Push
 from tfps.worker.declaring import Declarations
@@ -125,7 +126,10 @@ class Worker:
             )
             for index, address in enumerate(addresses)
         ]
-        self._streams = [self._stream(index) for index in range(len(addresses))]
+        self._streams = [
+            WorkerStream(address, index, self._queues[index], _Incoming(self, index), self._fail, self._when)
+            for index, address in enumerate(addresses)
+        ]
         self._cpu_s: list[float] = []  # of each pserver when the first buckets were declared
         self._blame = Blame(self._pservers)
         self._declarations = Declarations(self._pservers, self._blame)
@@ -154,16 +158,8 @@ class Worker:
 
     # Joining and leaving
 
-    def _stream(self, index: int) -> WorkerStream:
-        return WorkerStream(
-            self._pservers[index],
-            index,
-            self._queues[index],
-            on_data=partial(self._take_reply, index),
-            on_notice=partial(self._take_notice, index),
-            on_end=self._fail,
-            when=lambda: f"at step {self._step}",
-        )
+    def _when(self) -> str:
+        return f"at step {self._step}"
 
     def _join(self, job: str) -> None:
         deadline = time.monotonic() + self.config.connect_timeout_s
@@ -183,7 +179,9 @@ class Worker:
             request.pserver_index = index
             with saying(partial(self._blame.joining, pserver)):
                 reply = pserver.join(request, max(deadline - time.monotonic(), 0.1), self.config.connect_timeout_s)
-            self._streams[index].start(reply.token, reply.rank)
+            queue, port = self._queues[index], reply.data_port
+            path = open_path(self.config.transport, pserver, index, queue, port, reply.token, reply.rank, self._when)
+            self._streams[index].start(path)
             if reply.shared_memory:
                 self._memory.pservers.add(index)
             self.rank = request.rank = reply.rank
@@ -312,7 +310,7 @@ class Worker:
                 bucket.hold_at = None
                 self._start_next(number, bucket)
 
-    def _take_notice(self, pserver: int, header: Header, payload: memoryview) -> None:
+    def take_notice(self, pserver: int, header: Header, payload: memoryview) -> None:
         """Every pserver sends a layout; the first one counts for the buckets, each for its own window."""
         if header.kind == Kind.TRACE:
             self._tracer.take(header)
@@ -398,21 +396,38 @@ class Worker:
 
     # Replies; on the receiver threads
 
-    def _take_reply(self, pserver: int, header: Header, payload: memoryview, place: Place | None) -> None:
+    def _pushed(self, header: Header) -> tuple[Bucket, Push | None]:
+        """What a reply answers; no push once the exchange has ended.
+
+        Raises:
+            ProtocolError: there is nothing that it could answer.
+        """
         if not 0 <= header.bucket < len(self._buckets):
             raise ProtocolError(f"bucket must be one of the {len(self._buckets)} declared ones, got {header.bucket}")
         bucket = self._buckets[header.bucket]
-        if self._recorder.enabled:
-            now_ns = self._recorder.clock()
-            self._recorder.arrived(now_ns, header.step, header.bucket, header.index, NONE, pserver)
         with bucket.lock:
             push = bucket.current
             if push is None:
                 if self._state.end is not None:
-                    return
+                    return bucket, None
                 raise ProtocolError(f"a reply of bucket '{bucket.spec.name}' must follow a push, got one without")
             if header.step != push.step:
                 raise ProtocolError(f"step of bucket '{bucket.spec.name}' must be {push.step}, got {header.step}")
+            return bucket, push
+
+    def place(self, pserver: int, header: Header, nbytes: int) -> memoryview | None:
+        """Where a reply is to be received; see `Receiver`."""
+        bucket, push = self._pushed(header)
+        return None if push is None else bucket.place(pserver, push, header.index, nbytes)
+
+    def take(self, pserver: int, header: Header, payload: memoryview, place: Place | None) -> None:
+        """Takes a reply."""
+        bucket, push = self._pushed(header)
+        if self._recorder.enabled:
+            now_ns = self._recorder.clock()
+            self._recorder.arrived(now_ns, header.step, header.bucket, header.index, NONE, pserver)
+        if push is None:
+            return
         reply = bucket.take(pserver, push, header, payload, place, self.workers)
         if reply is None:
             return
@@ -442,3 +457,21 @@ class Worker:
             self._leave()
             for queue in self._queues:
                 queue.close()
+
+
+class _Incoming:
+    """The frames of one pserver; see `Receiver`."""
+
+    def __init__(self, worker: Worker, pserver: int) -> None:
+        self._worker, self._pserver = worker, pserver
+
+    def memory(self, header: Header, nbytes: int) -> memoryview | None:
+        if header.kind != Kind.REPLY or header.flags & SHARED:
+            return None
+        return self._worker.place(self._pserver, header, nbytes)
+
+    def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
+        self._worker.take(self._pserver, header, payload, place)
+
+    def notice(self, header: Header, payload: memoryview) -> None:
+        self._worker.take_notice(self._pserver, header, payload)

@@ -8,8 +8,25 @@ from tfps.errors import ClosedError, ProtocolError, WorkerLostError
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.frames import Header, Kind
+from tfps.wire.grpc_path import outgoing, receive
 from tfps.wire.send_queue import Outgoing, SendQueue
-from tfps.wire.stream import outgoing, receive
+from tfps.wire.shared_memory import Place
+
+
+class Taking:
+    """A receiver that keeps what it gets."""
+
+    def __init__(self, got: list[tuple[Header, bytes]] | None = None) -> None:
+        self.got = [] if got is None else got
+
+    def memory(self, header: Header, nbytes: int) -> memoryview | None:
+        return None
+
+    def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
+        self.got.append((header, bytes(payload)))
+
+    def notice(self, header: Header, payload: memoryview) -> None:
+        raise AssertionError(header)
 
 
 def queue(piggyback: bool = True) -> SendQueue:
@@ -47,7 +64,7 @@ def test_receiving_counts_data_and_takes_receipts() -> None:
     got: list[tuple[Header, bytes]] = []
     data = frames.encode(Header(Kind.REPLY, received=10), bytes(60))
     ack = frames.encode(Header(Kind.ACK, received=80))
-    assert receive([data, ack], Kind.REPLY, sends, lambda h, p, _: got.append((h, bytes(p)))) is None
+    assert receive([data, ack], Kind.REPLY, sends, Taking(got)) is None
     assert got == [(Header(Kind.REPLY, received=10), bytes(60))]
     assert frames.decode(next(sending))[0] == Header(Kind.ACK, received=60)
     with pytest.raises(ProtocolError, match="must not decrease from 80, got 79"):
@@ -56,7 +73,7 @@ def test_receiving_counts_data_and_takes_receipts() -> None:
 
 def test_an_error_frame_ends_receiving() -> None:
     messages = iter([frames.encode_error(WorkerLostError("rank 1 died")), b"never read"])
-    error = receive(messages, Kind.REPLY, queue(), lambda *_: None)
+    error = receive(messages, Kind.REPLY, queue(), Taking())
     assert isinstance(error, WorkerLostError)
     assert str(error) == "rank 1 died"
 
@@ -65,7 +82,7 @@ def test_an_error_frame_ends_receiving() -> None:
 def test_data_of_the_wrong_direction_is_refused(expected: Kind) -> None:
     other = Kind.REPLY if expected is Kind.PUSH else Kind.PUSH
     with pytest.raises(ProtocolError, match=f"must be {expected.name}, ACK or ERROR here, got {other.name}"):
-        receive([frames.encode(Header(other))], expected, queue(), lambda *_: None)
+        receive([frames.encode(Header(other))], expected, queue(), Taking())
 
 
 def test_a_failed_queue_raises_in_the_sender() -> None:

@@ -1,0 +1,156 @@
+"""Where a pserver takes data connections: a thread that accepts, and two for each worker, one per direction."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable
+
+from tfps.errors import ConfigError, TfpsError
+from tfps.wire.connection import Connection, admit, greet, refuse
+from tfps.wire.frames import Kind
+from tfps.wire.send_queue import SendQueue
+from tfps.wire.stream import Receiver
+
+logger = logging.getLogger("tfps")
+_GREETING_S = 5.0  # to say who one is
+_MAX_STRANGERS = 64  # connections that have not, at a time
+_LINGER_S = 5.0  # for a worker to end its half of a connection whose other half has ended
+
+
+class Session:
+    """What a data connection is for: a member of a job. See `DataPort`."""
+
+    def __init__(
+        self,
+        queue: SendQueue,
+        receiver: Receiver,
+        fail: Callable[[Exception, str], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self.queue, self.receiver, self.fail, self.ended = queue, receiver, fail, ended
+
+
+class DataPort:
+    """Listens from construction until `close`.
+
+    Args:
+        port: 0 picks a free one; see `port`.
+        open_session: gets a token and a rank, and gives what the connection is for, or raises TfpsError, which the
+            worker is told.
+        refused: gets that error.
+
+    Raises:
+        ConfigError: the port cannot be had.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        open_session: Callable[[str, int], Session],
+        refused: Callable[[TfpsError], None],
+    ) -> None:
+        self._open_session, self._refused = open_session, refused
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            self._listening = socket.create_server((host, port), family=family, backlog=128)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port} for data connections: {error.strerror}") from error
+        self.port = int(self._listening.getsockname()[1])
+        self._lock = threading.Lock()  # guards the next three
+        self._strangers: set[socket.socket] = set()
+        self._connections: set[Connection] = set()
+        self._closed = False
+        threading.Thread(target=self._accept, name="tfps-accept", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends all connections; what their queues still hold is lost."""
+        with self._lock:
+            self._closed = True
+            strangers, connections = list(self._strangers), list(self._connections)
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+        self._listening.close()
+        for stranger in strangers:
+            with contextlib.suppress(OSError):
+                stranger.shutdown(socket.SHUT_RDWR)
+        for connection in connections:
+            connection.shut_down()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connected, _ = self._listening.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                logger.warning("tfps: a data connection could not be accepted: %s", error)  # no more files, perhaps
+                threading.Event().wait(0.1)
+                continue
+            with self._lock:
+                room = len(self._strangers) < _MAX_STRANGERS and not self._closed
+                if room:
+                    self._strangers.add(connected)
+            if room:
+                threading.Thread(target=self._serve, args=(connected,), name="tfps-data", daemon=True).start()
+            else:
+                connected.close()
+
+    def _serve(self, connected: socket.socket) -> None:
+        """The life of one connection, on a thread of its own: the greeting, then what it receives."""
+        opened = None
+        try:
+            token, rank = greet(connected, _GREETING_S)
+            opened = self._open_session(token, rank)
+            connection = admit(connected)
+        except TfpsError as error:
+            self._refused(error)
+            refuse(connected, error)
+            return
+        except OSError:
+            connected.close()
+            if opened is not None:
+                opened.ended()
+            return
+        finally:
+            with self._lock:
+                self._strangers.discard(connected)
+        with self._lock:
+            self._connections.add(connection)
+            closed = self._closed
+        if closed:
+            connection.shut_down()
+        opened.queue.use_connection()
+        receiver = threading.current_thread()
+        sender = threading.Thread(
+            target=self._send, args=(connection, opened, receiver), name=f"tfps-data-send-{rank}", daemon=True
+        )
+        receiver.name = f"tfps-data-recv-{rank}"
+        sender.start()
+        try:
+            connection.receive(Kind.PUSH, opened.queue, opened.receiver)
+        except OSError:
+            pass  # whose it was `ended` says
+        except Exception as error:
+            opened.fail(error, f"while it took a push of rank {rank}")
+        opened.ended()
+        sender.join()
+        with self._lock:
+            self._connections.discard(connection)
+        connection.close()
+
+    def _send(self, connection: Connection, session: Session, receiver: threading.Thread) -> None:
+        try:
+            connection.send(session.queue)
+        except OSError:
+            pass
+        except Exception as error:
+            session.fail(error, "while it sent a reply")
+        session.ended()
+        # The worker reads an ERROR before it ends its half. Closing at once could take that from it: what is still
+        # coming in would be answered with a reset.
+        receiver.join(_LINGER_S)
+        connection.shut_down()

@@ -1,0 +1,259 @@
+"""A data connection between a worker and a pserver: plain TCP, both directions, one thread for each at either end.
+
+A slice is sent in parts, the next of which is chosen when the socket can take it, so that an urgent slice waits for a
+part and not for all that is under way. TCP_NOTSENT_LOWAT keeps what the kernel holds short: without it some megabytes
+would lie in front of an urgent slice.
+
+Tested in tests/wire/test_connection.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tfps.errors import ConnectError, ProtocolError, TfpsError
+from tfps.wire import frames
+from tfps.wire.frames import HEADER_BYTES, Header, Kind
+from tfps.wire.pace import Pace
+from tfps.wire.parts import PART_BYTES, Assembler, Part, decode_part, encode_part
+from tfps.wire.send_queue import Next, Outgoing, SendQueue
+from tfps.wire.stream import Receiver, take
+
+_HELLO = struct.Struct("<4sHHI")  # magic, version, bytes of the token, rank; then the token
+_MAGIC, _VERSION, _MAX_TOKEN_BYTES = b"tfps", 1, 256
+_IDLE_S = 5e-4  # a wait for something to send that long: the link was idle
+_LINUX = ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000)  # s, s, -, ms
+_WAIT_ALL, _DO_NOT_WAIT = socket.MSG_WAITALL, getattr(socket, "MSG_DONTWAIT", 0)
+_NOT_SENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+
+
+class Connection:
+    """One end. `send` and `receive` run on threads of their own; `shut_down` and `close` may come from any.
+
+    Args:
+        connected: a connected TCP socket, blocking.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        connected.settimeout(None)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _LINUX:  # a host that vanishes without closing its connections is noticed after 30 s
+            if (option := getattr(socket, name, None)) is not None:
+                connected.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._poll = select.poll()
+        self._poll.register(connected, select.POLLOUT)
+        self._pace = Pace()
+        self._set_unsent()
+
+    def send(self, queue: SendQueue) -> None:
+        """Sends what `queue` gives out until it is closed or fails, which the other end gets to know.
+
+        Raises:
+            OSError: the connection broke.
+        """
+        try:
+            self._send_all(queue)
+        except TfpsError as error:
+            self._send([*_whole(frames.encode_error(error))], 0)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def _send_all(self, queue: SendQueue) -> None:
+        while True:
+            began_s = time.monotonic()
+            if not queue.wait():
+                return
+            ready_s = time.monotonic()
+            if ready_s - began_s > _IDLE_S:
+                self._pace.idle()
+            if waited := not self._poll.poll(0):
+                self._poll.poll()
+            # Chosen only now: something more urgent may have come while the socket was full.
+            if (taken := queue.take_parts(self._pace.part_bytes)) is None:
+                return
+            buffers: list[Any] = []
+            for each in taken:
+                buffers.extend(_encoded(each))
+            nbytes = self._send(buffers, sum(map(len, buffers)))
+            if self._pace.sent(nbytes, waited=waited, now_s=time.monotonic()):
+                self._set_unsent()
+
+    def _send(self, buffers: Sequence[Any], nbytes: int) -> int:
+        """Sends all of `buffers`; the bytes that were."""
+        rest = list(buffers)
+        while rest:
+            try:
+                sent = self._socket.sendmsg(rest, [], _DO_NOT_WAIT)
+            except BlockingIOError:
+                self._poll.poll()
+                continue
+            while rest and sent >= len(rest[0]):
+                sent -= len(rest.pop(0))
+            if sent:
+                rest[0] = memoryview(rest[0])[sent:]
+        return nbytes
+
+    def _set_unsent(self) -> None:
+        if _NOT_SENT_LOWAT is not None:
+            self._socket.setsockopt(socket.IPPROTO_TCP, _NOT_SENT_LOWAT, self._pace.unsent_bytes)
+
+    def receive(self, data: Kind, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
+        """Hands all data frames that come in to `receiver` and keeps the receipts of both directions, to the end.
+
+        Args:
+            data: the kind of data frames in this direction.
+
+        Returns:
+            The error that the other end sent, if it did.
+
+        Raises:
+            ProtocolError: a frame is malformed or of a kind that does not come in this direction.
+            OSError: the connection broke, maybe within a frame.
+        """
+        assembler = Assembler(receiver.memory)
+        head = memoryview(bytearray(PART_BYTES))
+        while self._fill(head, may_end=True):
+            part = decode_part(head)
+            if part.nbytes:
+                self._fill(assembler.begin(part))
+                payload = assembler.end(part)
+            else:
+                payload = memoryview(b"")
+            if payload is not None and (error := take(part.header, payload, data, queue, receiver)) is not None:
+                return error
+        return None
+
+    def _fill(self, memory: memoryview, *, may_end: bool = False) -> bool:
+        """Receives all of `memory`; False if the connection ends before its first byte and `may_end`.
+
+        Raises:
+            OSError: the connection broke or ended.
+        """
+        so_far, size = 0, len(memory)
+        while so_far < size:
+            count = self._socket.recv_into(memory[so_far:] if so_far else memory, 0, _WAIT_ALL)
+            if not count:
+                if may_end and not so_far:
+                    return False
+                raise ConnectionResetError(f"the connection ended within a frame, after {so_far} of {size} bytes")
+            so_far += count
+        return True
+
+    def shut_down(self) -> None:
+        """Ends both directions; who sends or receives is woken."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """After both threads have ended."""
+        self._socket.close()
+
+
+def _encoded(part: Next) -> tuple[Any, ...]:
+    """Headers and payload of a part, as buffers."""
+    item = part.item
+    if item is None:
+        return (encode_part(Part(Header(Kind.ACK, received=part.received), 0, 0, 0)),)
+    if isinstance(item, bytes):
+        return _whole(item)
+    header = item.header._replace(received=part.received)
+    if item.target is not None:
+        if item.payload is not None:
+            np.copyto(item.target.memory, np.frombuffer(item.payload, np.uint8))
+        return _whole(frames.encode_shared(header, item.target.place))
+    nbytes = part.end - part.begin
+    head = encode_part(Part(header, item.nbytes, part.begin, nbytes))
+    return (head, _payload(item)[part.begin : part.end]) if nbytes else (head,)
+
+
+def _payload(item: Outgoing) -> memoryview:
+    if item.frame is not None:
+        return memoryview(item.frame)[HEADER_BYTES:]
+    return memoryview(b"") if item.payload is None else item.payload
+
+
+def _whole(frame: bytes) -> tuple[Any, ...]:
+    """An encoded frame as one part."""
+    header, payload = frames.decode(frame)
+    return encode_part(Part(header, len(payload), 0, len(payload))), payload
+
+
+def dial(address: str, port: int, token: str, rank: int, timeout_s: float) -> Connection:
+    """Opens a worker's data connection to the pserver at `address` (`host:port`), which takes them on `port`.
+
+    Raises:
+        OSError: it cannot be reached there.
+        TfpsError: it refuses this worker, and says why.
+    """
+    host = address.rpartition(":")[0].strip("[]")
+    connected = socket.create_connection((host, port), timeout_s)
+    try:
+        secret = token.encode()
+        connected.sendall(_HELLO.pack(_MAGIC, _VERSION, len(secret), rank) + secret)
+        part = decode_part(_exactly(connected, PART_BYTES))
+        if part.header.kind == Kind.ERROR:
+            raise frames.decode_error(part.header, memoryview(_exactly(connected, part.total)))
+        if part.header.kind != Kind.ACK or part.total:
+            raise ProtocolError(f"a pserver must greet with ACK or ERROR, got {part}")
+        return Connection(connected)
+    except ProtocolError as error:
+        connected.close()
+        raise ConnectionRefusedError(f"what answers there is not a tfps pserver: {error}") from error
+    except BaseException:
+        connected.close()
+        raise
+
+
+def greet(connected: socket.socket, timeout_s: float) -> tuple[str, int]:
+    """On a pserver: the token and the rank that whoever has connected gives.
+
+    Raises:
+        ConnectError: it gives none that could be right.
+        OSError: it gives none within `timeout_s`, or has gone.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    head = _exactly(connected, _HELLO.size, deadline_s)
+    magic, version, size, rank = _HELLO.unpack(head)
+    if magic != _MAGIC or size > _MAX_TOKEN_BYTES:
+        raise ConnectError("what has connected is no worker of tfps")
+    if version != _VERSION:
+        raise ConnectError(f"data connections are of version {_VERSION} here, the worker's of version {version}")
+    return _exactly(connected, size, deadline_s).decode("utf-8", "replace"), rank
+
+
+def admit(connected: socket.socket) -> Connection:
+    """The pserver's end of a connection whose worker it knows."""
+    connected.settimeout(None)
+    connected.sendall(encode_part(Part(Header(Kind.ACK), 0, 0, 0)))
+    return Connection(connected)
+
+
+def refuse(connected: socket.socket, error: TfpsError) -> None:
+    """Says why, and closes."""
+    with contextlib.suppress(OSError):
+        connected.sendall(b"".join(_whole(frames.encode_error(error))))
+        connected.shutdown(socket.SHUT_WR)
+    connected.close()
+
+
+def _exactly(connected: socket.socket, nbytes: int, deadline_s: float | None = None) -> bytes:
+    """So many bytes, within the socket's own timeout for each call, or by `deadline_s`."""
+    found = b""
+    while len(found) < nbytes:
+        if deadline_s is not None:
+            connected.settimeout(max(deadline_s - time.monotonic(), 1e-3))
+        piece = connected.recv(nbytes - len(found))
+        if not piece:
+            raise ConnectionResetError("the connection ended before it had said who it is")
+        found += piece
+    return found

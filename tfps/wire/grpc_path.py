@@ -1,0 +1,85 @@
+"""Slices as messages of gRPC streams, one stream per direction: where a data connection is not to be had."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+
+import grpc
+import numpy as np
+
+from tfps.errors import TfpsError
+from tfps.wire import frames
+from tfps.wire.control import PULL, PUSH, RANK_KEY, TOKEN_KEY, Pserver, lost, method
+from tfps.wire.frames import Header, Kind
+from tfps.wire.send_queue import SendQueue
+from tfps.wire.stream import Receiver, take
+
+
+def outgoing(queue: SendQueue) -> Iterator[bytes]:
+    """The messages to send, as the queue gives them out; ends when it is closed.
+
+    Raises:
+        TfpsError: the queue failed.
+    """
+    while (taken := queue.take()) is not None:
+        item, received = taken.item, taken.received
+        if item is None:
+            yield frames.encode(Header(Kind.ACK, received=received))
+        elif isinstance(item, bytes):
+            yield item
+        elif item.target is not None:
+            if item.payload is not None:
+                np.copyto(item.target.memory, np.frombuffer(item.payload, np.uint8))
+            yield frames.encode_shared(item.header._replace(received=received), item.target.place)
+        elif item.frame is not None:
+            yield item.frame
+        else:
+            yield frames.encode(item.header._replace(received=received), item.payload or b"")
+        item = taken = None  # the payload may go while this waits for the next
+
+
+def receive(messages: Iterable[bytes], data: Kind, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
+    """Hands all data frames that come in to `receiver` and keeps the receipts of both directions, to the stream's end.
+
+    Returns:
+        The error that the other end sent, if it did.
+
+    Raises:
+        ProtocolError: a frame is malformed or of a kind that does not come in this direction.
+        grpc.RpcError: the stream broke (on a pserver: a plain Exception).
+    """
+    for message in messages:
+        header, payload = frames.decode(message)
+        del message
+        if (error := take(header, payload, data, queue, receiver)) is not None:
+            return error
+        del payload  # the message's memory is the next one's
+    return None
+
+
+class GrpcPath:
+    """A worker's two streams. gRPC's own threads push."""
+
+    def __init__(self, pserver: Pserver, queue: SendQueue, token: str, rank: int, when: Callable[[], str]) -> None:
+        self._address, self._when = pserver.address, when
+        channel, metadata = pserver.channel, ((TOKEN_KEY, token), (RANK_KEY, str(rank)))
+        self._pull: grpc.Call = channel.unary_stream(method(PULL))(b"", metadata=metadata)
+        self._push: grpc.Future = channel.stream_unary(method(PUSH)).future(outgoing(queue), metadata=metadata)
+
+    def receive(self, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
+        try:
+            return receive(self._pull, Kind.REPLY, queue, receiver)
+        except grpc.RpcError as broken:
+            raise lost(self._address, broken, self._when()) from broken
+
+    def finish(self) -> None:
+        self._push.cancel()
+        # To the end: gRPC keeps the connection of a stream that is read by the thread that wants it until it has said
+        # what the stream ended with, also if that was cancelled.
+        with contextlib.suppress(grpc.RpcError):
+            for _ in self._pull:
+                pass
+
+    def abort(self) -> None:
+        self._pull.cancel()

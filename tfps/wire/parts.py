@@ -1,0 +1,103 @@
+"""How frames travel on a data connection: in parts, between which a more urgent frame's parts may go.
+
+A part is its frame's header, which bytes of the frame follow (`Part`), and these bytes. Parts of one frame come in
+order; those of several frames may alternate.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from tfps.config import MAX_SLICE_BYTES
+from tfps.errors import ProtocolError
+from tfps.wire.frames import HEADER_BYTES, Header, pack_header, unpack_header
+
+_REST = struct.Struct("<III")  # payload bytes of the frame, where this part begins, bytes of this part
+PART_BYTES = HEADER_BYTES + _REST.size
+_MAX_OPEN = 4096  # frames of which some parts have come; there is one per level of priority at most
+
+Memory = Callable[[Header, int], "memoryview | None"]  # where the payload of a frame belongs, if that is known
+
+
+class Part(NamedTuple):
+    """A part of a frame: bytes `offset` to `offset + nbytes` of its `total` of payload."""
+
+    header: Header
+    total: int
+    offset: int
+    nbytes: int
+
+
+def encode_part(part: Part) -> bytes:
+    """What precedes the payload on a data connection."""
+    return pack_header(part.header) + _REST.pack(part.total, part.offset, part.nbytes)
+
+
+def decode_part(data: bytes | bytearray | memoryview) -> Part:
+    """The reverse of `encode_part`.
+
+    Raises:
+        ProtocolError: the header is malformed, or the part does not lie within its frame.
+    """
+    header = unpack_header(data)
+    total, offset, nbytes = _REST.unpack_from(data, HEADER_BYTES)
+    if total > MAX_SLICE_BYTES:
+        raise ProtocolError(f"a frame must have at most {MAX_SLICE_BYTES} payload bytes, got {total}")
+    if offset + nbytes > total or (nbytes == 0 and total > 0):
+        raise ProtocolError(f"a part must lie within its frame of {total} bytes, got {nbytes} bytes at {offset}")
+    return Part(header, total, offset, nbytes)
+
+
+class Assembler:
+    """Puts the parts of frames together where their payloads belong. For one thread.
+
+    Args:
+        memory: called when the first part of a frame with a payload comes. Memory of its own is taken if it gives None.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._open: dict[tuple[int, int, int, int], tuple[memoryview, int]] = {}  # payload and what of it has come
+
+    def begin(self, part: Part) -> memoryview:
+        """Where to write the bytes of `part`; call `end` when they are there.
+
+        Raises:
+            ProtocolError: it is not the next part of its frame, or too many frames are open.
+        """
+        key = _key(part.header)
+        found = self._open.get(key)
+        if found is None:
+            if part.offset:
+                raise ProtocolError(f"the first part of a frame must begin at byte 0, got one at {part.offset}")
+            if len(self._open) >= _MAX_OPEN:
+                raise ProtocolError(f"at most {_MAX_OPEN} frames may be under way at a time")
+            memory = self._memory(part.header, part.total) if part.total else None
+            if memory is None:
+                memory = np.empty(part.total, np.uint8).data
+            found = self._open[key] = memory, 0
+        payload, so_far = found
+        if len(payload) != part.total or part.offset != so_far:
+            raise ProtocolError(
+                f"the next part of a frame must begin at byte {so_far} of {len(payload)}, got {part.offset} of "
+                f"{part.total}"
+            )
+        return payload[part.offset : part.offset + part.nbytes]
+
+    def end(self, part: Part) -> memoryview | None:
+        """The frame's payload, if `part` was the last one of it."""
+        key, so_far = _key(part.header), part.offset + part.nbytes
+        payload, _ = self._open[key]
+        if so_far < part.total:
+            self._open[key] = payload, so_far
+            return None
+        del self._open[key]
+        return payload
+
+
+def _key(header: Header) -> tuple[int, int, int, int]:
+    return header.kind, header.bucket, header.index, header.step

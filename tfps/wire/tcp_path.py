@@ -1,0 +1,90 @@
+"""Slices over a data connection, and the choice between it and gRPC.
+
+Tested in tests/worker/test_worker.py and tests/pserver/test_data_port.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from tfps.config import Transport
+from tfps.errors import ConnectError, PserverLostError, TfpsError
+from tfps.wire.connection import Connection, dial
+from tfps.wire.control import Pserver
+from tfps.wire.frames import Kind
+from tfps.wire.grpc_path import GrpcPath
+from tfps.wire.send_queue import SendQueue
+from tfps.wire.stream import Path, Receiver
+
+logger = logging.getLogger("tfps")
+_DIAL_S = 5.0  # for a data port to answer; a firewall that drops what it does not like never does
+
+
+class TcpPath:
+    """A worker's data connection. The thread "tfps-send-<index>" pushes."""
+
+    def __init__(self, connection: Connection, address: str, index: int, queue: SendQueue, when: Callable[[], str]):
+        self._connection, self._address, self._when, self._queue = connection, address, when, queue
+        queue.use_connection()
+        self._sender = threading.Thread(target=self._send, name=f"tfps-send-{index}", daemon=True)
+        self._broken: OSError | None = None
+        self._sender.start()
+
+    def receive(self, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
+        try:
+            return self._connection.receive(Kind.REPLY, queue, receiver)
+        except OSError as broken:
+            raise PserverLostError(f"pserver {self._address}: connection lost {self._when()}: {broken}") from broken
+
+    def finish(self) -> None:
+        self._queue.close()
+        self._connection.shut_down()
+        self._sender.join()
+        self._connection.close()
+
+    def abort(self) -> None:
+        self._connection.shut_down()
+
+    def _send(self) -> None:
+        try:
+            self._connection.send(self._queue)
+        except OSError:
+            self._connection.shut_down()  # the thread that receives says what happened
+
+
+def open_path(
+    transport: Transport,
+    pserver: Pserver,
+    index: int,
+    queue: SendQueue,
+    data_port: int,
+    token: str,
+    rank: int,
+    when: Callable[[], str],
+) -> Path:
+    """The data path of a worker that has joined, as `transport` asks for.
+
+    Args:
+        data_port: as the pserver said; 0 if it takes no data connections.
+
+    Raises:
+        ConnectError: `transport` is "tcp" and the pserver's data port cannot be reached.
+        TfpsError: the pserver refuses this worker, and says why.
+    """
+    if transport != "grpc":
+        try:
+            if not data_port:
+                raise OSError("it has none (an older tfps)")
+            connection = dial(pserver.address, data_port, token, rank, _DIAL_S)
+            return TcpPath(connection, pserver.address, index, queue, when)
+        except OSError as error:
+            where = f"pserver {pserver.address}: its data port {data_port} cannot be reached: {error}"
+            if transport == "tcp":
+                raise ConnectError(
+                    f"{where}; open the port between the hosts (tfps_pserver --data-port sets it), or set "
+                    'transport="auto"'
+                ) from error
+            logger.warning("tfps: %s; slices go through gRPC, which takes several times the CPU per byte", where)
+    return GrpcPath(pserver, queue, token, rank, when)
