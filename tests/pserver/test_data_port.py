@@ -1,0 +1,167 @@
+"""The data port of a pserver: who gets in, who does not, and what is left of either."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import jobs
+import numpy as np
+import pytest
+from jobs import Cluster
+
+from tfps.config import Config
+from tfps.errors import ClosedError, ConfigError, ConnectError, PserverLostError, WorkerLostError
+from tfps.exchange.interface import BucketSpec
+from tfps.pserver.server import ParameterServer
+from tfps.wire.connection import dial
+from tfps.wire.frames import Kind
+from tfps.wire.parts import PART_BYTES, decode_part
+
+TCP = Config(
+    slice_bytes=1024,
+    shared_memory=False,
+    transport="tcp",
+    connect_timeout_s=jobs.DEADLINE_S,
+    step_timeout_s=jobs.DEADLINE_S,
+)
+SUM = BucketSpec("b", "sum", 40_000, "float32", 0)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as cluster:
+        yield cluster
+
+
+def data_port(server: ParameterServer) -> int:
+    return server._data.port
+
+
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("tfps-data")}
+
+
+def test_sums_come_back_over_data_connections(cluster: Cluster) -> None:
+    servers = cluster.pservers(2, 2)
+    workers = cluster.workers(servers, 2, config=TCP)
+    jobs.together(*(lambda worker=worker: worker.declare([SUM]) for worker in workers))
+    assert len([name for name in threads() if "-recv-" in name]) >= 2
+    for step in range(1, 4):
+        pushes = [jobs.push(worker, 0, np.full(10_000, step, np.float32)) for worker in workers]
+        assert all(set(jobs.summed(push.wait()).tolist()) == {2 * step} for push in pushes)
+
+
+def test_nothing_is_left_of_a_job_that_has_ended(cluster: Cluster) -> None:
+    before = threads()
+    server = cluster.pserver(1)
+    worker = cluster.worker([server.address], config=TCP)
+    worker.declare([SUM])
+    jobs.push(worker, 0, bytes(40_000)).wait()
+    running = [thread for thread in threading.enumerate() if thread.name.startswith("tfps-data")]
+    worker.close()
+    for thread in running:
+        thread.join(jobs.DEADLINE_S)
+    assert threads() <= before
+    assert not server._data._connections
+    assert not server._data._strangers
+
+
+@pytest.mark.parametrize(("token", "rank", "error"), [("wrong", 0, ClosedError), (None, 7, ConnectError)])
+def test_who_is_no_member_is_refused_and_told_why(
+    token: str | None, rank: int, error: type[Exception], cluster: Cluster
+) -> None:
+    server = cluster.pserver(1)
+    member = cluster.raw(server.address)
+    with pytest.raises(error):
+        dial(server.address, data_port(server), token or member.token, rank, jobs.DEADLINE_S)
+
+
+def test_a_second_connection_of_a_rank_is_refused_and_the_first_goes_on(cluster: Cluster) -> None:
+    server = cluster.pserver(1)
+    worker = cluster.worker([server.address], config=TCP)
+    worker.declare([SUM])
+    with pytest.raises(ConnectError, match="has a stream already"):
+        dial(server.address, data_port(server), worker._token, 0, jobs.DEADLINE_S)
+    assert jobs.push(worker, 0, bytes(40_000)).wait().error is None
+
+
+def test_a_stranger_does_not_disturb_a_running_job(cluster: Cluster) -> None:
+    server = cluster.pserver(1)
+    worker = cluster.worker([server.address], config=TCP)
+    worker.declare([SUM])
+    for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"tfps" + bytes(200)):
+        with socket.create_connection(("127.0.0.1", data_port(server)), jobs.DEADLINE_S) as stranger:
+            stranger.sendall(said)
+            stranger.shutdown(socket.SHUT_WR)
+            while stranger.recv(1000):
+                pass
+    assert jobs.push(worker, 0, bytes(40_000)).wait().error is None
+
+
+def test_strangers_that_say_nothing_are_bounded(cluster: Cluster) -> None:
+    server = cluster.pserver(1)
+    worker = cluster.worker([server.address], config=TCP)
+    worker.declare([SUM])
+    strangers = [socket.create_connection(("127.0.0.1", data_port(server)), jobs.DEADLINE_S) for _ in range(70)]
+    ended = [each for each in strangers[64:] if each.recv(1) == b""]
+    assert len(ended) == 6
+    assert jobs.push(worker, 0, bytes(40_000)).wait().error is None
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_worker_whose_connection_breaks_within_a_frame_has_died(cluster: Cluster) -> None:
+    server = cluster.pserver(2)
+    worker, other = cluster.workers([server.address], 2, config=TCP)
+    jobs.together(lambda: worker.declare([SUM]), lambda: other.declare([SUM]))
+    (connection,) = [each for each in server._data._connections if _is_of(each, other)]
+    connection.shut_down()
+    error = jobs.push(worker, 0, bytes(40_000)).error()
+    assert isinstance(error, WorkerLostError)
+    assert str(error).startswith("rank 1 (")
+    assert isinstance(jobs.Failed(other).wait(), WorkerLostError | PserverLostError)
+
+
+def _is_of(connection: object, worker: object) -> bool:
+    """Whether this end's other end is the worker's."""
+    path, _ = worker._streams[0]._running  # type: ignore[attr-defined]
+    here = path._connection._socket.getsockname()
+    return bool(connection._socket.getpeername() == here)  # type: ignore[attr-defined]
+
+
+def test_auto_takes_grpc_where_the_data_port_cannot_be_reached(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = cluster.pserver(1)
+    server._data.close()
+    config = Config(slice_bytes=1024, shared_memory=False, connect_timeout_s=jobs.DEADLINE_S)
+    worker = cluster.worker([server.address], config=config)
+    worker.declare([SUM])
+    assert jobs.push(worker, 0, bytes(40_000)).wait().error is None
+    (line,) = [record.getMessage() for record in caplog.records if "data port" in record.getMessage()]
+    assert f"pserver {server.address}: its data port {data_port(server)} cannot be reached" in line
+    assert "slices go through gRPC" in line
+
+
+def test_tcp_says_that_the_data_port_cannot_be_reached(cluster: Cluster) -> None:
+    server = cluster.pserver(1)
+    server._data.close()
+    with pytest.raises(ConnectError, match=r"data port \d+ cannot be reached: .*refused.*transport=\"auto\""):
+        cluster.worker([server.address], config=TCP)
+
+
+def test_a_data_port_in_use_is_refused(cluster: Cluster) -> None:
+    server = cluster.pserver(1)
+    with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{data_port(server)} for data connections"):
+        ParameterServer("127.0.0.1", 0, workers=1, data_port=data_port(server))
+
+
+def test_a_refusal_is_one_frame(cluster: Cluster) -> None:
+    server = cluster.pserver(1)
+    with socket.create_connection(("127.0.0.1", data_port(server)), jobs.DEADLINE_S) as stranger:
+        stranger.sendall(b"nobody, " + bytes(100))
+        part = decode_part(stranger.recv(PART_BYTES, socket.MSG_WAITALL))
+        assert part.header.kind == Kind.ERROR
+        assert b"no worker of tfps" in stranger.recv(part.total, socket.MSG_WAITALL)

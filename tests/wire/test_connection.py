@@ -1,0 +1,238 @@
+"""Data connections between real sockets: order, ends, and what strangers send."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import jobs
+import numpy as np
+import pytest
+
+from tfps.errors import ConnectError, ProtocolError, WorkerLostError
+from tfps.trace.recorder import Recorder
+from tfps.wire import frames
+from tfps.wire.connection import Connection, dial, greet
+from tfps.wire.frames import Header, Kind
+from tfps.wire.parts import Part, encode_part
+from tfps.wire.send_queue import Outgoing, SendQueue
+from tfps.wire.shared_memory import Place
+
+Got = list[tuple[Header, bytes]]
+
+
+class Taking:
+    """A receiver that keeps what it gets, and tells when `expected` frames have come."""
+
+    def __init__(self, expected: int = 0) -> None:
+        self.got: Got = []
+        self.notices: Got = []
+        self.all = threading.Event()
+        self._expected = expected
+
+    def memory(self, header: Header, nbytes: int) -> memoryview | None:
+        return None
+
+    def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
+        self.got.append((header._replace(received=0), bytes(payload)))
+        if len(self.got) == self._expected:
+            self.all.set()
+
+    def notice(self, header: Header, payload: memoryview) -> None:
+        self.notices.append((header, bytes(payload)))
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = socket.create_connection(server.getsockname())
+        there, _ = server.accept()
+        with here, there:
+            yield here, there
+
+
+def queue() -> SendQueue:
+    sends = SendQueue(2**20, "priority", piggyback=True, recorder=Recorder())
+    sends.use_connection()
+    return sends
+
+
+def item(priority: int, nbytes: int, bucket: int = 0) -> Outgoing:
+    payload = np.full(nbytes, bucket, np.uint8)
+    return Outgoing(Header(Kind.PUSH, bucket=bucket, priority=priority), nbytes, payload.data)
+
+
+@contextlib.contextmanager
+def sending(connection: Connection, sends: SendQueue) -> Iterator[None]:
+    """Sends meanwhile, and closes the queue at the end."""
+
+    def send() -> None:
+        with contextlib.suppress(OSError):
+            connection.send(sends)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        sends.close()
+        connection.shut_down()
+        thread.join(jobs.DEADLINE_S)
+        assert not thread.is_alive()
+
+
+def receiving(connection: Connection, taking: Taking, kind: Kind = Kind.PUSH) -> list[object]:
+    """Receives on a thread of its own; what that returned or raised, once it has ended."""
+    ended: list[object] = []
+
+    def receive() -> None:
+        try:
+            ended.append(connection.receive(kind, queue(), taking))
+        except Exception as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=receive, daemon=True)
+    thread.start()
+    ended_thread.append(thread)
+    return ended
+
+
+ended_thread: list[threading.Thread] = []
+
+
+def the_end(ended: list[object]) -> object:
+    ended_thread.pop().join(jobs.DEADLINE_S)
+    (result,) = ended
+    return result
+
+
+def stuck(sends: SendQueue) -> None:
+    """Returns when the sender has begun and takes nothing any more, as the socket is full."""
+    before, deadline_s = -1, time.monotonic() + jobs.DEADLINE_S
+    while (now := sends.load.in_flight_bytes) != before or not now:
+        assert time.monotonic() < deadline_s
+        before = now
+        threading.Event().wait(0.05)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 100_000, 5_000_001])
+def test_slices_of_any_size_arrive_as_they_were(nbytes: int, pair: tuple[socket.socket, socket.socket]) -> None:
+    here, there = map(Connection, pair)
+    sends, taking = queue(), Taking(3)
+    ended = receiving(there, taking)
+    with sending(here, sends):
+        sends.put([item(5, nbytes, bucket=n) for n in range(3)])
+        assert taking.all.wait(jobs.DEADLINE_S)
+    assert the_end(ended) is None
+    expected = [(Header(Kind.PUSH, bucket=n, priority=5), bytes([n]) * nbytes) for n in range(3)]
+    assert taking.got == expected
+
+
+def test_an_urgent_slice_overtakes_one_that_is_under_way(pair: tuple[socket.socket, socket.socket]) -> None:
+    # Nobody receives, so that the large slice gets stuck: then the urgent one comes.
+    here, there = map(Connection, pair)
+    sends, taking = queue(), Taking(2)
+    with sending(here, sends):
+        sends.put([item(9, 40_000_000, bucket=9)])
+        stuck(sends)
+        sends.put([item(0, 10_000)])
+        ended = receiving(there, taking)
+        assert taking.all.wait(jobs.DEADLINE_S)
+    assert [header.bucket for header, _ in taking.got] == [0, 9]
+    assert set(taking.got[1][1]) == {9}
+    assert the_end(ended) is None
+
+
+def test_a_failed_queue_tells_the_other_end(pair: tuple[socket.socket, socket.socket]) -> None:
+    here, there = map(Connection, pair)
+    sends = queue()
+    ended = receiving(there, Taking())
+    with sending(here, sends):
+        sends.fail(WorkerLostError("rank 1 died"))
+        error = the_end(ended)
+    assert isinstance(error, WorkerLostError)
+    assert str(error) == "rank 1 died"
+
+
+def test_a_frame_outside_the_window_arrives_whole(pair: tuple[socket.socket, socket.socket]) -> None:
+    here, there = map(Connection, pair)
+    sends, taking = queue(), Taking(1)
+    ended = receiving(there, taking)
+    with sending(here, sends):
+        sends.put_urgent(frames.encode(Header(Kind.LAYOUT), b"layout"))
+        sends.put([item(0, 1)])
+        assert taking.all.wait(jobs.DEADLINE_S)
+    assert taking.notices == [(Header(Kind.LAYOUT), b"layout")]
+    assert the_end(ended) is None
+
+
+CUTS = {
+    "in a header": encode_part(Part(Header(Kind.PUSH), 8, 0, 8))[:10],
+    "before a payload": encode_part(Part(Header(Kind.PUSH), 8, 0, 8)),
+    "in a payload": encode_part(Part(Header(Kind.PUSH), 8, 0, 8)) + b"abc",
+}
+
+
+@pytest.mark.parametrize("where", CUTS)
+def test_a_connection_cut_within_a_frame_is_broken(where: str, pair: tuple[socket.socket, socket.socket]) -> None:
+    here, there = pair
+    taking = Taking()
+    ended = receiving(Connection(there), taking)
+    here.sendall(CUTS[where])
+    here.close()
+    error = the_end(ended)
+    assert isinstance(error, ConnectionResetError)
+    assert "ended within a frame, after" in str(error)
+    assert not taking.got
+
+
+def test_garbage_is_refused(pair: tuple[socket.socket, socket.socket]) -> None:
+    here, there = pair
+    ended = receiving(Connection(there), Taking())
+    here.sendall(b"GET / HTTP/1.1\r\nHost: somewhere.example\r\n\r\n")
+    here.close()
+    assert isinstance(the_end(ended), ProtocolError | ConnectionResetError)
+
+
+@pytest.mark.parametrize("kind", [Kind.PUSH, Kind.REPLY])
+def test_data_of_the_wrong_direction_is_refused(kind: Kind, pair: tuple[socket.socket, socket.socket]) -> None:
+    here, there = pair
+    other = Kind.REPLY if kind is Kind.PUSH else Kind.PUSH
+    ended = receiving(Connection(there), Taking(), kind)
+    here.sendall(encode_part(Part(Header(other), 0, 0, 0)))
+    error = the_end(ended)
+    assert isinstance(error, ProtocolError)
+    assert f"must be {kind.name}, ACK or ERROR here, got {other.name}" in str(error)
+
+
+def test_a_stranger_is_told_apart_from_a_worker(pair: tuple[socket.socket, socket.socket]) -> None:
+    here, there = pair
+    here.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises(ConnectError, match="no worker of tfps"):
+        greet(there, jobs.DEADLINE_S)
+
+
+def test_who_does_not_say_who_it_is_is_not_waited_for(pair: tuple[socket.socket, socket.socket]) -> None:
+    with pytest.raises(TimeoutError):
+        greet(pair[1], 0.05)
+
+
+def test_a_worker_says_what_it_has_reached() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def answer() -> None:
+            connected, _ = server.accept()
+            with connected:
+                connected.sendall(b"HTTP/1.1 400 Bad Request\r\n" * 4)
+                connected.recv(1000)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        with pytest.raises(ConnectionRefusedError, match="is not a tfps pserver"):
+            dial(f"127.0.0.1:{port}", port, "token", 0, jobs.DEADLINE_S)
+        thread.join(jobs.DEADLINE_S)

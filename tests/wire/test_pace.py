@@ -1,0 +1,44 @@
+"""Parts of about a millisecond of the link, against a socket that takes bytes at a given rate."""
+
+from __future__ import annotations
+
+import pytest
+
+from tfps.wire.pace import MAX_BYTES, MIN_BYTES, PART_S, UNSENT_S, Pace
+
+
+def paced(rate: float, seconds: float = 1.0) -> Pace:
+    """After so long of sending on a link of `rate` bytes per second that is always full."""
+    pace, now_s = Pace(), 0.0
+    while now_s < seconds:
+        now_s += pace.part_bytes / rate
+        pace.sent(pace.part_bytes, waited=True, now_s=now_s)
+    return pace
+
+
+@pytest.mark.parametrize("mbit", [200, 300, 1000, 2500, 5000])
+def test_a_part_takes_about_a_millisecond(mbit: int) -> None:
+    pace = paced(mbit * 1e6 / 8)
+    assert PART_S / 2 <= pace.part_bytes / (mbit * 1e6 / 8) <= 2 * PART_S
+    assert pace.unsent_bytes == pace.part_bytes * UNSENT_S / PART_S
+
+
+def test_slow_and_fast_links_stay_within_bounds() -> None:
+    assert paced(1e5).part_bytes == MIN_BYTES
+    assert paced(1e11, 0.1).part_bytes == MAX_BYTES
+
+
+def test_a_socket_that_takes_all_at_once_gets_larger_parts() -> None:
+    pace = Pace()
+    for _ in range(200):
+        pace.sent(pace.part_bytes, waited=False, now_s=0.0)
+    assert pace.part_bytes == MAX_BYTES
+
+
+def test_an_idle_link_says_nothing_of_its_rate() -> None:
+    pace = paced(1.25e8)
+    before = pace.part_bytes
+    for second in range(2, 20):  # one part per second
+        pace.idle()
+        pace.sent(100, waited=True, now_s=float(second))
+    assert pace.part_bytes == before
