@@ -20,7 +20,8 @@ def own(header: Header, nbytes: int) -> memoryview | None:
 
 def parts_of(header: Header, payload: bytes, sizes: list[int]) -> list[tuple[Part, bytes]]:
     """The payload in parts of `sizes`, in turn."""
-    found, offset = [], 0
+    found: list[tuple[Part, bytes]] = []
+    offset = 0
     for size in itertools.cycle(sizes):
         if offset == len(payload):
             return found

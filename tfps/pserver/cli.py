@@ -25,6 +25,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, help="number of workers of a job")
     parser.add_argument("--job", default="", help="serve only jobs of this name (default: any, one at a time)")
     parser.add_argument(
+        "--data-port",
+        type=int,
+        default=0,
+        help="port on which slices come from other hosts, of which workers are told; 0 picks a free one (default: 0)",
+    )
+    parser.add_argument(
         "--metrics-port",
         type=int,
         help="serve Prometheus metrics and /healthz over HTTP on this port, 0 picks a free one (default: do not)",
@@ -36,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--json belongs to --status")
     if options.workers is None and options.status is None:
         parser.error("the following arguments are required: --workers")
-    for name in ("port", "metrics_port"):
+    for name in ("port", "data_port", "metrics_port"):
         if (port := getattr(options, name)) is not None and not 0 <= port < 65536:
             parser.error(f"--{name.replace('_', '-')} must be from 0 to 65535, got {port}")
     try:
@@ -56,7 +62,9 @@ def _serve(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="tfps_pserver: %(message)s", stream=sys.stderr)
     stop = Flag()
     _at_signals(stop.set)
-    server = ParameterServer(options.host, options.port, workers=options.workers, job=options.job)
+    server = ParameterServer(
+        options.host, options.port, workers=options.workers, job=options.job, data_port=options.data_port
+    )
     try:
         with_metrics = None if options.metrics_port is None else _metrics(server, options.host, options.metrics_port)
         print(f"tfps_pserver ready at {server.address} workers={options.workers}", flush=True)
