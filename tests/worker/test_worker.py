@@ -388,8 +388,8 @@ def test_close_ends_all_threads_of_the_worker(cluster: Cluster) -> None:
     before = set(threading.enumerate())
     (worker,) = job(cluster, 1, bucket(8), pservers=2)
     push(worker, 0, bytes(8)).wait()
-    own = [t for t in set(threading.enumerate()) - before if t.name.startswith(("tfps-recv", "tfps-watch"))]
-    assert sorted(t.name for t in own) == ["tfps-recv-0", "tfps-recv-1", "tfps-watch"]
+    own = [t for t in set(threading.enumerate()) - before if t.name.startswith(("tfps-recv", "tfps-deadlines"))]
+    assert sorted(t.name for t in own) == ["tfps-deadlines", "tfps-recv-0", "tfps-recv-1"]
     worker.close()
     assert not any(thread.is_alive() for thread in own)
 
