@@ -296,7 +296,7 @@ class Holding(Job):
     def _reply(self, *reply: Any) -> None:
         with self._holding:
             self._held.append(reply)
-            if len(self._held) < sum(len(bucket.slices) for bucket in self._buckets):
+            if len(self._held) < sum(len(bucket.slices) for bucket in self._shard.buckets):
                 return
             held, self._held = self._held, []
         for each in held:
