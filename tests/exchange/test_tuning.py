@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jobs import DEADLINE_S, Cluster, poll, push, summed, together, use
+from recorded import sends
 
 from tfps.config import FIRST_WINDOW_BYTES, Config
 from tfps.errors import ProtocolError, TfpsError
@@ -95,8 +96,8 @@ def test_all_ranks_change_at_the_same_step(cluster: Cluster) -> None:
     together(*(functools.partial(train, worker, range(4)) for worker in members))
     sizes = []
     for recorder in recorders:
-        sends = [event for event in recorder.events() if event.kind == "send" and event.bucket == 0]
-        sizes.append({step: max(e.nbytes for e in sends if e.step == step) for step in range(3, 7)})
+        of_first = [each for each in sends(recorder) if each.bucket == 0]
+        sizes.append({step: max(each.nbytes for each in of_first if each.step == step) for step in range(3, 7)})
     assert sizes[0] == sizes[1] == {3: 1024, 4: 1024, 5: 5000, 6: 5000}
 
 

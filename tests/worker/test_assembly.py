@@ -28,7 +28,7 @@ class Host:
 
     def __post_init__(self) -> None:
         self.recorder = Recorder()
-        self.recorder.start(events=False)
+        self.recorder.start()
 
     def recorded(self) -> Recorded:
         process = Process(self.role, self.number, "host", self.measured_ns, self.error_ns)  # type: ignore[arg-type]

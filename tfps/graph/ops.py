@@ -272,7 +272,7 @@ def send(
 ) -> tf.Operation:
     """Hands `data` (flat uint8, from any device) to the host; waits for nothing but its inputs.
 
-    `times`, seconds, go with it (see moments.py), behind the time when the data was there.
+    `times`, seconds, go with it (see timestamps.py), behind the time when the data was there.
     """
     with tf.device(HOST):
         if indices is None:

@@ -101,7 +101,6 @@ class Job:
                     config.policy,
                     piggyback=False,
                     recorder=self._recorder,
-                    name=f"rank {member.rank}",
                     rank=member.rank,
                 )
             return member

@@ -2,7 +2,7 @@
 
 Three threads. "tfps-pump" takes messages from the TensorFlow queue into the exchange; "tfps-apply" runs updates and
 answers pulls, most urgent first. Neither blocks on the network; receiver threads of the exchange only put replies into
-a heap. "tfps-watch" finds gates that nobody will open any more.
+a heap. "tfps-gates" finds gates that nobody will open any more.
 
 Tested in tests/strategy/test_strategy.py.
 """
@@ -84,7 +84,7 @@ class Runtime:
         self._threads = [
             threading.Thread(target=_on_host, args=(self._pump,), name="tfps-pump", daemon=True),
             threading.Thread(target=_on_host, args=(self._apply,), name="tfps-apply", daemon=True),
-            threading.Thread(target=self._watch, name="tfps-watch", daemon=True),
+            threading.Thread(target=self._watch, name="tfps-gates", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -293,9 +293,6 @@ class Runtime:
             payload = pack_sparse(memoryview(indices), payload)
         elif transfer.spec.nbytes and not data.shape[0]:  # of a replica without rows, which contributes nothing
             payload = data = None
-        if self.recorder.with_events:
-            self.recorder.record("gradient", bucket=transfer.bucket, nbytes=_size(payload))
-
         if isinstance(transfer, DeferredUpdate):
             transfer.ready_s = time.monotonic()
             if self._rounds.skipped(number, transfer):
@@ -360,8 +357,6 @@ class Runtime:
             history = self._history.setdefault(transfer.bucket, deque(maxlen=_HISTORY_STEPS))
             history.append(Round(transfer.ready_s, time.monotonic()))
         self.spans.done[transfer.bucket] = sent[-1], self.spans.now()
-        if self.recorder.with_events:
-            self.recorder.record("applied", bucket=transfer.bucket)
         if self.recorder.enabled:
             self.spans.updated(begin, transfer, sent[-1])
 

@@ -110,7 +110,7 @@ class DeferredUpdate(Transfer):
         group.transfers.add(self)
         self.ready_s = 0.0  # when the last gradient came
         self.kept: tuple[str, ...] = ()  # names of what the update reads as of the send
-        self.read = -1  # the variable whose read is noted (see moments.py)
+        self.read = -1  # the variable whose read is noted (see timestamps.py)
         self.whole = False  # whether its messages say when the forward pass was
         self.functions: list[Callable[..., Any]] = []  # one per local replica
         self.invariants: Any = None  # who compares digests of the update, see invariants.py

@@ -215,7 +215,8 @@ def _elements(variable: Any) -> int:
 def _mentioned(what: str) -> Iterator[None]:
     """Says `what` once if the block takes long."""
     timer = threading.Timer(_PATIENCE_S, logger.warning, ["tfps: waits: %s", what])
-    timer.name, timer.daemon = "tfps-patience", True
+    timer.name = "tfps-combine-patience"
+    timer.daemon = True
     timer.start()
     try:
         yield

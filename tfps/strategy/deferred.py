@@ -22,8 +22,8 @@ import tensorflow as tf
 from tfps.exchange.interface import BucketKind, BucketSpec
 from tfps.exchange.slicing import bucket_limit
 from tfps.graph import ops as graph_ops
-from tfps.graph.moments import Moments, Passages
 from tfps.graph.tf_private import distribute_lib, flat_call, ops, outer_graphs
+from tfps.graph.timestamps import PassedGates, Timestamps
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.strategy import invariants
@@ -92,7 +92,7 @@ class GraphState:
     reduced: dict[int, Reduced] = field(default_factory=dict)  # by id of the result
     noted: dict[int, list[Noted]] = field(default_factory=dict)  # by replica
     inputs: list[tf.Tensor] = field(default_factory=list)  # what the replica function got
-    passages: Passages = field(default_factory=Passages)
+    passed: PassedGates = field(default_factory=PassedGates)
     reductions: Counter[Any] = field(default_factory=Counter)  # so far, by replica; of the outermost graph only
 
 
@@ -185,7 +185,7 @@ class Emitter:
         group = self._groups.setdefault((self._emissions[replica], len(wanted)), Group())
         self._emissions[replica] += 1
         ticket = graph_ops.ticket() if replica == 0 else tf.constant(0, tf.int64)
-        moments = Moments(graph, lambda graph: states(graph).passages, lambda graph: states(graph).inputs, replica)
+        timestamps = Timestamps(graph, lambda graph: states(graph).passed, lambda graph: states(graph).inputs, replica)
         most_urgent = min((spec.priority for _, spec in wanted), default=0)  # the last to be sent
         for index, (bucket, key, spec, trace) in enumerate(zip(buckets, keys, specs, traced, strict=True)):
             if trace is None:
@@ -204,14 +204,14 @@ class Emitter:
             transfer.labels = _labels(bucket, trace.deferral)
             transfer.gates += [item.variable.gates[replica] for item in bucket]
             ids_of = [item.variable._unique_id for item in bucket]
-            noted = moments.of_bucket(ids_of, whole=spec.priority == most_urgent)
+            noted = timestamps.of_bucket(ids_of, whole=spec.priority == most_urgent)
             if replica == 0:
                 transfer.read, transfer.whole = noted.variable, noted.whole
             carries = index % self._replicas == replica
             self._send(bucket, trace, transfer, ticket, graph, replica, carries, noted.times)
             bucket.clear()  # the update's function holds this list: without this the graph would keep itself alive
             trace.deferral.release()
-        moments.done()
+        timestamps.done()
 
     def _trace(self, bucket: list[Noted], graph: tf.Graph, replica: int) -> Traced | None:
         """The update of `bucket` as a function of the reduced bytes, None if it cannot run later."""

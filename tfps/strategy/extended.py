@@ -14,7 +14,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfps.errors import TfpsError, UnsupportedError, from_text
-from tfps.graph.moments import Passage
 from tfps.graph.picture import Picture
 from tfps.graph.shares import LastBatch, share_of_gradients, with_share
 from tfps.graph.tf_private import (
@@ -27,6 +26,7 @@ from tfps.graph.tf_private import (
     outer_graphs,
     values,
 )
+from tfps.graph.timestamps import PassedGate
 from tfps.input import datasets, generators
 from tfps.input.staging import Staging
 from tfps.keras_hooks.added_losses import own_losses
@@ -333,10 +333,10 @@ class Extended(CrossReplica):
         state = self._state_of(graph)
         return state.inputs if state is not None else []
 
-    def note_passage(self, variable: GatedVariable, replica: int, graph: tf.Graph, passed: tf.Operation) -> None:
+    def note_passed(self, variable: GatedVariable, replica: int, graph: tf.Graph, passed: tf.Operation) -> None:
         """The gate of `variable` has been passed in `graph` by the op `passed`."""
-        passages = self._state(graph).passages.by_variable
-        passages.setdefault((variable._unique_id, replica), Passage(passed, passed.inputs[1]))
+        gates = self._state(graph).passed.by_variable
+        gates.setdefault((variable._unique_id, replica), PassedGate(passed, passed.inputs[1]))
 
     # Reductions and updates in replica context.
 

@@ -169,7 +169,7 @@ class GatedVariable(values.MirroredVariable):
         self._passed[replica].add(graph)
         passed = pass_gate(self.gates[replica], self._values[replica].handle, after)
         if self.owner is None:
-            extended.note_passage(self, replica, graph, passed)
+            extended.note_passed(self, replica, graph, passed)
 
     @property
     def local(self) -> bool:

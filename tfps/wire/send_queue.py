@@ -77,7 +77,6 @@ class SendQueue:
         *,
         piggyback: bool,
         recorder: Recorder,
-        name: str = "",
         rank: int = NONE,
         pserver: int = NONE,
     ) -> None:
@@ -91,7 +90,6 @@ class SendQueue:
         self._by_priority = policy == "priority"
         self._piggyback = piggyback
         self._recorder = recorder
-        self._name = name
         self._rank, self._pserver = rank, pserver
         self._changed = threading.Condition()  # guards all below; notified when `take` may have something to give
         self._heap: list[tuple[int, int, Outgoing, int]] = []  # last: when it was put, if recorded
@@ -203,8 +201,6 @@ class SendQueue:
                 raise ProtocolError(f"acknowledged bytes must be at most the {self._sent} sent, got {total}")
             self._measure(total)
             self._acked = total
-            if self._recorder.with_events:
-                self._recorder.record("acked", stream=self._name, in_flight=self._sent - self._acked)
             if self._heap and self._sent - self._acked < self._window_bytes:
                 self._changed.notify()
 
@@ -244,14 +240,3 @@ class SendQueue:
         _, _, bucket, index, priority, step, _ = item.header
         recorder, nbytes = self._recorder, item.nbytes
         recorder.sent(put_ns, recorder.clock(), step, bucket, index, priority, nbytes, self._rank, self._pserver)
-        if recorder.with_events:
-            recorder.record(
-                "send",
-                stream=self._name,
-                bucket=bucket,
-                index=index,
-                priority=priority,
-                step=step,
-                nbytes=nbytes,
-                in_flight=self._sent - self._acked,
-            )

@@ -40,7 +40,7 @@ class Switch:
             if self._on:
                 return False
             self._on = True
-            self._recorder.start(events=False)
+            self._recorder.start()
             return True
 
     def off(self) -> bool:

@@ -103,10 +103,9 @@ class Worker:
                 config.policy,
                 piggyback=True,
                 recorder=self._recorder,
-                name=f"pserver {address}",
                 pserver=index,
             )
-            for index, address in enumerate(addresses)
+            for index in range(len(addresses))
         ]
         self._streams = [self._stream(index) for index in range(len(addresses))]
         self._watch = threading.Thread(target=self._watch_deadlines, name="tfps-deadlines", daemon=True)

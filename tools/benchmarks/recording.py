@@ -48,7 +48,7 @@ class _Job:
         """One step, seconds and CPU seconds."""
         for recorder in self._recorders:
             if recorded:
-                recorder.start(events=False)
+                recorder.start()
             else:
                 recorder.stop()
         wall_s, cpu_s = time.perf_counter(), time.process_time()
