@@ -31,7 +31,7 @@ from tfps.runtime.declared import Buckets
 from tfps.runtime.interrupts import indivisible, wait
 from tfps.runtime.report import History, Report, Round, make_report
 from tfps.runtime.step_spans import StepSpans
-from tfps.runtime.transfers import DeferredUpdate, Rounds, Transfer
+from tfps.runtime.transfers import DeferredUpdate, Pull, Rounds, Transfer
 from tfps.trace.recorder import Recorder
 from tfps.worker.embedded import EmbeddedExchange
 from tfps.worker.patience import PATIENCE_S
@@ -241,7 +241,7 @@ class Runtime:
         """
         mark = next(self._marks)
         with tf.init_scope(), tf.device(HOST):
-            self._messages.enqueue([np.int64(_DRAINED), np.int64(mark), _NO_BYTES, _NO_BYTES, _NO_TIMES])
+            self._messages.enqueue([np.int64(_DRAINED), np.int64(mark), _NO_BYTES, _NO_BYTES, _NO_TIMES, self.queue])
 
         def done() -> bool:
             return self.exchange.failure is not None or (self._mark >= mark and self._under_way == 0)
@@ -253,7 +253,7 @@ class Runtime:
         dequeue = tf.raw_ops.QueueDequeueV2
         while True:
             try:
-                identity, ticket, data, indices, times = dequeue(handle=self.queue, component_types=MESSAGE)
+                identity, ticket, data, indices, times, results = dequeue(handle=self.queue, component_types=MESSAGE)
             except (tf.errors.OutOfRangeError, tf.errors.CancelledError):  # closed
                 return
             if int(identity) == _DRAINED:
@@ -264,6 +264,8 @@ class Runtime:
             self._messages_seen += 1
             transfer = self._transfers[int(identity)]
             self._exchanged += transfer.exchanges
+            if isinstance(transfer, Pull):
+                transfer.waiting.append(results)
             try:
                 self._start(transfer, ticket, data, indices, times)
             except Exception as error:  # without this thread nothing would move any more
