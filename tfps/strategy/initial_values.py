@@ -18,7 +18,7 @@ from tfps.launch.progress import Progress
 from tfps.runtime.interrupts import indivisible
 from tfps.runtime.runtime import Runtime
 from tfps.strategy.names import common_name
-from tfps.strategy.variables import OnReadVariable
+from tfps.strategy.on_read_variable import OnReadVariable
 
 _BATCH_BYTES = 64 * 2**20  # exchanged at once; more would only need more memory
 _WHAT = "initial values"
