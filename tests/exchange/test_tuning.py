@@ -30,9 +30,9 @@ from tfps.worker.worker import Worker
 
 CONFIG = Config(slice_bytes=1024, window_bytes=4096, step_timeout_s=DEADLINE_S, connect_timeout_s=DEADLINE_S)
 SPECS = [
-    BucketSpec("large", "sum", 20_000, "float32", 1),
-    BucketSpec("small", "sum", 400, "float32", 0),
-    BucketSpec("gathered", "gather", 0, "uint8", 2),
+    BucketSpec(("large",), "sum", 20_000, "float32", 1),
+    BucketSpec(("small",), "sum", 400, "float32", 0),
+    BucketSpec(("gathered",), "gather", 0, "uint8", 2),
 ]
 
 
@@ -143,7 +143,7 @@ def test_a_job_with_auto_sizes_tunes_itself_once_the_network_was_busy(
     monkeypatch.setattr("tfps.worker.tuner._BUSY_S", 0.001)
     config = Config(window_bytes=1024, step_timeout_s=DEADLINE_S)  # so small that slices wait on any network
     members = cluster.workers(cluster.pservers(2, 2), 2, config=config)
-    specs = [BucketSpec(f"b{number}", "sum", 200_000, "float32", number) for number in range(12)]
+    specs = [BucketSpec((f"b{number}",), "sum", 200_000, "float32", number) for number in range(12)]
     ids = together(*(functools.partial(worker.declare, specs) for worker in members))[0]
     tuned = threading.Event()
     tune = members[0]._tuner._tune
@@ -293,7 +293,7 @@ def sharing(cluster: Cluster, *shared: bool, pservers: int = 1) -> list[Worker]:
     members = together(
         *(functools.partial(cluster.worker, addresses, rank, config=config) for rank, config in enumerate(configs))
     )
-    spec = BucketSpec("large", "sum", 8_000_000, "float32", 0)
+    spec = BucketSpec(("large",), "sum", 8_000_000, "float32", 0)
     together(*(functools.partial(worker.declare, [spec]) for worker in members))
     for _ in range(3):
         for pending in [push(worker, 0, bytes(spec.nbytes)) for worker in members]:

@@ -112,7 +112,7 @@ def test_one_worker_goes_on_after_an_interrupted_exchange(
 
 
 def bucket(items: int) -> BucketSpec:
-    return BucketSpec(f"b{items}", "sum", 4 * items, "float32", 0)
+    return BucketSpec((f"b{items}",), "sum", 4 * items, "float32", 0)
 
 
 @pytest.mark.parametrize("again", [4, 5], ids=["the same", "something else"])

@@ -46,9 +46,9 @@ def started(cluster: Cluster, shifts: dict[str, float] | None = None) -> tuple[l
         *(functools.partial(cluster.worker, addresses, rank, recorder=recorders[rank]) for rank in range(2))
     )
     specs = [
-        BucketSpec("first", "sum", 5000, "float32", 0),
-        BucketSpec("second/kernel, second/bias", "sum", 9000, "float32", 1),
-        BucketSpec("words", "gather", 0, "uint8", 2),
+        BucketSpec(("first",), "sum", 5000, "float32", 0),
+        BucketSpec(("second/kernel", "second/bias"), "sum", 9000, "float32", 1),
+        BucketSpec(("words",), "gather", 0, "uint8", 2),
     ]
     together(*(functools.partial(worker.declare, specs) for worker in workers))
     return workers, recorders

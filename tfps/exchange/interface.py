@@ -40,28 +40,30 @@ class BucketSpec:
     """One bucket as all ranks must declare it.
 
     Args:
-        name: names of the variables in it, for messages: `"dense/kernel, dense/bias"`.
+        names: of the variables in it (`("dense/kernel", "dense/bias")`), or one that says what else it is.
         kind: `"sum"` adds the payloads of all ranks, `"gather"` returns them one by one.
         nbytes: sum: payload size of every rank; gather: 0 (every rank's size is free, also from step to step).
         dtype: numpy dtype name of the items of a sum (`"float32"`); gather: `"uint8"`.
         priority: 0 = most urgent.
         occasional: not exchanged every step; the balance of the others over pservers leaves it out.
-        alike: how every rank calls it, where `name` has numbers that a rank counts for itself: what is compared and
-            what places are found by. Empty: the name.
+        alike: how every rank calls them, where `names` have numbers that a rank counts for itself: what is compared and
+            what places are found by. Empty: the names.
 
     Raises:
         ConfigError: a value is out of range; the message names the field.
     """
 
-    name: str
+    names: tuple[str, ...]
     kind: BucketKind
     nbytes: int
     dtype: str
     priority: int
     occasional: bool = False
-    alike: str = ""
+    alike: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.names, tuple) or not self.names:
+            raise ConfigError(f"names must be a tuple of at least one name, got {self.names!r}")
         if self.kind not in ("sum", "gather"):
             raise ConfigError(f"kind must be 'sum' or 'gather', got {self.kind!r}")
         if not 0 <= self.priority < 2**32:
@@ -73,9 +75,19 @@ class BucketSpec:
             raise ConfigError(f"a gather must have nbytes 0 and dtype 'uint8', got {self.nbytes} and {self.dtype!r}")
 
     @property
-    def common_name(self) -> str:
+    def name(self) -> str:
+        """For messages: `"dense/kernel, dense/bias"`."""
+        return ", ".join(self.names)
+
+    @property
+    def common_names(self) -> tuple[str, ...]:
         """The same on all ranks."""
-        return self.alike or self.name
+        return self.alike or self.names
+
+    @property
+    def common_name(self) -> str:
+        """The same on all ranks, in one text."""
+        return ", ".join(self.common_names)
 
     def __str__(self) -> str:
         size = f" {self.nbytes} bytes {self.dtype}" if self.kind == "sum" else ""

@@ -64,6 +64,6 @@ class Buckets:
         declared, found = dict(self._declared), []
         for bucket in range(len(declared)):
             key, spec = declared[bucket]
-            variables = tuple(spec.name.split(", ")) if key[0] == "update" else ()
+            variables = spec.names if key[0] == "update" else ()
             found.append(Bucket(spec.name, variables, spec.priority, spec.nbytes))
         return found

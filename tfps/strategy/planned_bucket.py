@@ -42,8 +42,8 @@ class PlannedBucket:
         self.ids = [variable._unique_id for variable in self.variables]
         kind: BucketKind = "gather" if first.sparse else "sum"
         self.spec = BucketSpec(
-            name=", ".join(map(own_name, self.variables)),
-            alike=", ".join(map(common_name, self.variables)),
+            names=tuple(map(own_name, self.variables)),
+            alike=tuple(map(common_name, self.variables)),
             kind=kind,
             nbytes=0 if first.sparse else sum(item.nbytes for item in noted),
             dtype="uint8" if first.sparse else first.dtype.name,

@@ -143,7 +143,7 @@ def _axis(axis: Any, value: tf.Tensor) -> int:
 
 
 def _gather_spec(name: str) -> BucketSpec:
-    return BucketSpec(name=name, kind="gather", nbytes=0, dtype="uint8", priority=0, occasional=True)
+    return BucketSpec(names=(name,), kind="gather", nbytes=0, dtype="uint8", priority=0, occasional=True)
 
 
 def _spec(value: Any) -> BucketSpec:
@@ -155,7 +155,7 @@ def _spec(value: Any) -> BucketSpec:
     if not value.shape.is_fully_defined():
         return _gather_spec(name)
     return BucketSpec(
-        name=name,
+        names=(name,),
         kind="sum",
         nbytes=value.shape.num_elements() * dtype.size,
         dtype=dtype.name,

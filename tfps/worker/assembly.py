@@ -91,7 +91,7 @@ def assemble(
 def named(buckets: Sequence[Bucket], specs: Sequence[BucketSpec]) -> list[Bucket]:
     """The buckets of a capture: as described, and the others as they were declared."""
     others = specs[len(buckets) :]
-    return [*buckets, *(Bucket(one.name, tuple(one.name.split(", ")), one.priority, one.nbytes) for one in others)]
+    return [*buckets, *(Bucket(one.name, one.names, one.priority, one.nbytes) for one in others)]
 
 
 _EMPTY = np.empty(0, RECORD)

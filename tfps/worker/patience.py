@@ -132,7 +132,7 @@ class Blame:
         if not whom or buckets[number].current is not push or (whom == self._said and now_s < self._said_s + _AGAIN_S):
             return
         self._said, self._said_s = whom, now_s
-        name, *more = buckets[number].spec.name.split(", ")
+        name, *more = buckets[number].spec.names
         what = f"{name}{f' and {len(more)} more' if more else ''}"
         logger.warning("tfps: waits for %s; %.0f s so far, step %d of %s", whom, now_s - started_s, push.step, what)
 
