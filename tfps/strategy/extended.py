@@ -182,7 +182,7 @@ class Extended(CrossReplica):
                 variable.share_gates(colocate_with)
             elif variable.trainable and variable.dtype in _FLOATING and variable.shape.is_fully_defined():
                 variable.make_gates()
-                self._runtime.watch(variable.gates)
+                self._runtime.gate_watch.add(variable.gates)
         self._initial_values.created(variable)
         return variable
 

@@ -37,7 +37,7 @@ def picture(graph: tf.Graph, runtime: Runtime) -> Picture:
 
     Reads are also those of the functions around it: of a branch of a tf.cond, the forward pass is there.
     """
-    gates = {id(gate.handle): gate for gate in runtime.gates()}
+    gates = {id(gate.handle): gate for gate in runtime.gate_watch.gates()}
     shown: dict[str, Gate] = {}  # by variable; of one local replica
     reads: list[Read] = []
     sent: dict[str, Sent] = {}  # the replicas of a worker send a bucket together
