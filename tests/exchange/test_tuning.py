@@ -24,7 +24,7 @@ from tfps.protos import tfps_pb2 as pb
 from tfps.trace.recorder import Recorder
 from tfps.wire.send_queue import Throughput
 from tfps.wire.shared_memory import Sharing
-from tfps.worker.bucket import Bucket
+from tfps.worker.bucket import PushedBucket
 from tfps.worker.tuner import Tuner, measure
 from tfps.worker.worker import Worker
 
@@ -187,7 +187,7 @@ def test_what_small_slices_could_not_show_is_seen_at_a_second_look(
     queues: Any = [link]
     tuner = Tuner(Config(), [raw.pserver], queues, Sharing(wanted=False), lambda *chosen: sizes.append(chosen))
     tuner.probe()
-    trained, announced = Bucket(SPECS[0], Cutting([], [])), Bucket(SPECS[2], Cutting([], []))
+    trained, announced = PushedBucket(SPECS[0], Cutting([], [])), PushedBucket(SPECS[2], Cutting([], []))
     for steps in range(1, 20):
         trained.steps, trained.started_s = steps, 0.1 * steps
         announced.steps, announced.started_s = 3 * steps, 0.0  # a round that runs ahead says nothing of the step

@@ -10,7 +10,7 @@ from jobs import push
 
 from tfps.errors import TfpsError
 from tfps.exchange.interface import BucketSpec
-from tfps.trace.capture import Bucket, Span
+from tfps.trace.capture import CapturedBucket, Span
 from tfps.trace.recorder import Recorder
 from tfps.worker.embedded import EmbeddedExchange
 
@@ -51,7 +51,7 @@ def test_a_capture_has_what_was_recorded_in_the_process() -> None:
         capture = exchange.stop_trace([], "run", (3,), {"model": "small"})
         recorder.span("update", 5, 7, step=3, bucket=0)
         assert capture.spans == (Span("update", 0, "updates", 5, 7, 3, 0, rank=0),)
-        assert capture.buckets == (Bucket("a, b", ("a", "b"), 0, 8),)
+        assert capture.buckets == (CapturedBucket("a, b", ("a", "b"), 0, 8),)
         assert [process.name for process in capture.processes] == ["worker 0"]
     exchange.start_trace()
     exchange.close()

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfps.errors import ClosedError, ConfigError, ProtocolError, TfpsError
-from tfps.trace.capture import Bucket, Capture, Setting
+from tfps.trace.capture import Capture, CapturedBucket, Setting
 
 Payload = bytes | bytearray | memoryview | NDArray[Any]  # C-contiguous; collections.abc.Buffer needs Python 3.12
 BucketKind = Literal["sum", "gather"]
@@ -208,7 +208,7 @@ class Exchange(Protocol):
         """
 
     def stop_trace(
-        self, buckets: Sequence[Bucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
+        self, buckets: Sequence[CapturedBucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
     ) -> Capture:
         """Ends it everywhere and collects what was recorded, which takes half a minute at most. For rank 0 only.
 

@@ -36,7 +36,7 @@ from tfps.wire.status import JobStatus
 
 
 @dataclass(slots=True)
-class _Bucket:
+class _ServedBucket:
     """A declared bucket; `slices` has what this pserver owns of it, by index (a gather: index 0).
 
     `slices` is only ever replaced as a whole, so that streams read it without a lock.
@@ -74,7 +74,7 @@ class Job:
         self._queues: dict[int, SendQueue] = {}
         self._ends: dict[int, Callable[[], object]] = {}  # how to end the streams of pushes
         self._declarations: list[_Declaration] = []
-        self._buckets: list[_Bucket] = []  # only grows, so that streams read it without the lock
+        self._buckets: list[_ServedBucket] = []  # only grows, so that streams read it without the lock
         self._failure: TfpsError | None = None
 
     # Membership
@@ -313,7 +313,7 @@ class Job:
         for queue in self._queues.values():
             queue.put_urgent(frame)
 
-    def _cut_anew(self, bucket: _Bucket, step: int) -> None:
+    def _cut_anew(self, bucket: _ServedBucket, step: int) -> None:
         """Changes to the next cutting, if `step` is cut so. All of the last step is over then, on all pservers."""
         with self._changed:
             for first in sorted(first for first in bucket.next if first <= step):
@@ -332,10 +332,10 @@ class Job:
                 item.round.step = cutting.step
         return owned
 
-    def _new_buckets(self, specs: Sequence[BucketSpec]) -> Iterator[_Bucket]:
+    def _new_buckets(self, specs: Sequence[BucketSpec]) -> Iterator[_ServedBucket]:
         workers, slice_bytes = self._membership.workers, self._config.first_slice_bytes
         for spec in specs:
-            bucket = _Bucket(spec)
+            bucket = _ServedBucket(spec)
             if spec.kind == "gather":
                 if self._placer.place_gather(spec.common_name) == self._index:
                     bucket.slices[0] = item = OwnedSlice(self._recorder)

@@ -27,7 +27,7 @@ from tfps.exchange.interface import BucketSpec, Exchange, Reply
 from tfps.exchange.sparse import pack_sparse, unpack_sparse
 from tfps.graph import tf_private
 from tfps.graph.ops import HOST, MESSAGE, tensor_of
-from tfps.runtime.declared import Buckets
+from tfps.runtime.declared import DeclaredBuckets
 from tfps.runtime.gate_watch import GateWatch, stopped_step
 from tfps.runtime.interrupts import indivisible, wait
 from tfps.runtime.report import History, Report, Round, make_report
@@ -57,7 +57,7 @@ class Runtime:
         self._transfers: dict[int, Transfer] = {}
         self._retired: list[int] = []
         self._ids = itertools.count()
-        self.declared = Buckets(exchange)
+        self.declared = DeclaredBuckets(exchange)
         self._ready: list[tuple[int, int, Transfer, Any, Reply]] = []
         self._arrivals = itertools.count()
         self._has_ready = threading.Condition()  # truth: _ready, _closed, _under_way or _mark has changed

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from tfps.errors import TfpsError
-from tfps.trace.capture import Bucket, Capture, Span
+from tfps.trace.capture import Capture, CapturedBucket, Span
 from tfps.trace.intervals import Interval, Intervals, clip, difference, intersection, total, union
 
 _NEGLIGIBLE = 0.03  # of a step
@@ -412,7 +412,7 @@ def _attribute(gates: list[Span], bounds: Interval, spent: Counter[tuple[int, in
             spent[heap[0][3].bucket, heap[0][3].variable] += after - now
 
 
-def _variable(buckets: tuple[Bucket, ...], bucket: int, variable: int) -> str:
+def _variable(buckets: tuple[CapturedBucket, ...], bucket: int, variable: int) -> str:
     if bucket < 0:
         return "?"
     return buckets[bucket].variables[variable] if variable >= 0 else buckets[bucket].name
