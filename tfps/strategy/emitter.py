@@ -177,17 +177,17 @@ class Emitter:
         buckets = [PlannedBucket(each, graph, replica, order) for each in fused]
         for bucket in buckets:
             self._trace(bucket)
-        ids = self._declare([bucket for bucket in buckets if bucket.function is not None], graph)
-        group = self._groups.setdefault((self._emissions[replica], len(ids)), Group())
+        numbers = self._declare([bucket for bucket in buckets if bucket.function is not None], graph)
+        group = self._groups.setdefault((self._emissions[replica], len(numbers)), Group())
         self._emissions[replica] += 1
         ticket = graph_ops.ticket() if replica == 0 else tf.constant(0, tf.int64)
         moments = Moments(graph, lambda each: self.state(each).passages, lambda each: self.state(each).inputs, replica)
-        last = min((bucket.spec.priority for bucket in ids), default=0)  # the most urgent is the last to be sent
+        last = min((bucket.spec.priority for bucket in numbers), default=0)  # the most urgent is the last to be sent
         for index, bucket in enumerate(buckets):
-            if bucket not in ids:
+            if bucket not in numbers:
                 bucket.update_in_graph()
                 continue
-            transfer = self._transfer(bucket, ids[bucket], group)
+            transfer = self._transfer(bucket, numbers[bucket], group)
             transfer.leads = bucket.spec.priority == last
             noted_times = moments.of_bucket(bucket.ids, whole=transfer.leads)
             if replica == 0:
@@ -212,13 +212,13 @@ class Emitter:
                 )
 
     def _declare(self, buckets: list[PlannedBucket], graph: tf.Graph) -> dict[PlannedBucket, int]:
-        """The ids of `buckets`, which `graph` sends."""
+        """As what number each of `buckets`, which `graph` sends, is declared."""
         with ops.init_scope():
-            ids = self._runtime.buckets([(bucket.key, bucket.spec) for bucket in buckets])
+            numbers = self._runtime.buckets([(bucket.key, bucket.spec) for bucket in buckets])
         if buckets:
             self.graphs.pop(graph.name, None)
             self.graphs[graph.name] = weakref.ref(graph)
-        return dict(zip(buckets, ids, strict=True))
+        return dict(zip(buckets, numbers, strict=True))
 
     def _transfer(self, bucket: PlannedBucket, number: int, group: Group) -> DeferredUpdate:
         """What becomes of the messages of `bucket`, which was declared as `number`; local replicas share it."""

@@ -39,7 +39,7 @@ class PlannedBucket:
         first = noted[0]
         self.noted, self.graph, self.replica = noted, graph, replica
         self.variables = [item.variable for item in noted]
-        self.ids = [variable._unique_id for variable in self.variables]
+        self.ids = [variable._unique_id for variable in self.variables]  # of TensorFlow
         kind: BucketKind = "gather" if first.sparse else "sum"
         self.spec = BucketSpec(
             names=tuple(map(own_name, self.variables)),
@@ -147,10 +147,10 @@ class PlannedBucket:
         transfer.functions.append(flat_call(self.function))
         transfer.kept = self.deferral.kept_names()
         transfer.labels = self._labels()
-        transfer.gates += [variable.gates[self.replica] for variable in self.variables]
+        gates = [variable.gates[self.replica] for variable in self.variables]
+        transfer.gates += gates
         gradients = [item.reduced.gradient for item in self.noted]
         data, indices = self._payload(gradients) if carries else (tf.constant([], tf.uint8), None)
-        gates = [variable.gates[self.replica] for variable in self.variables]
         after = tf.nest.flatten(gradients, expand_composites=True)
         after = [graph_ops.check_open(queue, after)]
         closed = graph_ops.close_gates(gates, self._handles, after)
