@@ -192,7 +192,7 @@ class Trainer:
             self._buckets.append(list(range(len(specs), len(specs) + len(sizes))))
             for nbytes in sizes:
                 self._payloads[len(specs)] = np.ones(nbytes // 4, np.float32)
-                specs.append(BucketSpec(f"b{number}.{len(specs)}", "sum", nbytes, "float32", number))
+                specs.append(BucketSpec((f"b{number}.{len(specs)}",), "sum", nbytes, "float32", number))
         worker.declare(specs)
         self._ready_after = {min(members): bucket for bucket, members in enumerate(plan.layers)}  # in backward
         self._needed_by = {layer: bucket for bucket, members in enumerate(plan.layers) for layer in members}

@@ -14,9 +14,9 @@ from tfps.trace.recorder import Recorder
 
 CONFIG = Config(slice_bytes=1024, window_bytes=4096)
 SPECS = [
-    BucketSpec("kernel", "sum", 10_000, "float32", 0),
-    BucketSpec("words", "gather", 0, "uint8", 1),
-    BucketSpec("bias", "sum", 400, "float32", 2),
+    BucketSpec(("kernel",), "sum", 10_000, "float32", 0),
+    BucketSpec(("words",), "gather", 0, "uint8", 1),
+    BucketSpec(("bias",), "sum", 400, "float32", 2),
 ]
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tfps.trace.capture import Bucket, Capture, Process, Span
+from tfps.trace.capture import Capture, CapturedBucket, Process, Span
 from tfps.trace.recorder import UNKNOWN, Recorder
 from tfps.worker.assembly import Recorded, assemble
 
-BUCKETS = [Bucket("a", ("a",), 0, 8)]
+BUCKETS = [CapturedBucket("a", ("a",), 0, 8)]
 MS = 1_000_000
 
 
@@ -55,7 +55,7 @@ def job(*ahead_ns: int, measure: Callable[[int, int], int], error_ns: int = MS) 
     ]
 
 
-def assembled(hosts: Sequence[Host], buckets: Sequence[Bucket] = BUCKETS) -> Capture:
+def assembled(hosts: Sequence[Host], buckets: Sequence[CapturedBucket] = BUCKETS) -> Capture:
     return assemble([host.recorded() for host in hosts], buckets)
 
 

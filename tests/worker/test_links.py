@@ -11,7 +11,7 @@ from jobs import Cluster, push
 
 from tfps.exchange.interface import BucketSpec
 
-SPEC = BucketSpec("kernel", "sum", 1 << 20, "float32", 0)
+SPEC = BucketSpec(("kernel",), "sum", 1 << 20, "float32", 0)
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def bucket(nbytes: int, priority: int = 0, name: str = "b") -> BucketSpec:
-    return BucketSpec(name, "sum", nbytes, "float32", priority)
+    return BucketSpec((name,), "sum", nbytes, "float32", priority)
 
 
 def declare(workers: list[Worker], *specs: BucketSpec) -> list[int]:
@@ -149,7 +149,7 @@ def test_slices_are_spread_evenly_over_pservers(cluster: Cluster) -> None:
 @pytest.mark.parametrize("placement", ["round_robin", "hash"])
 def test_other_placements_work_alike(cluster: Cluster, placement: Any) -> None:
     config = Config(slice_bytes=1024, window_bytes=4096, placement=placement)
-    specs = [bucket(10_000, 0, "x"), BucketSpec("g", "gather", 0, "uint8", 0), bucket(3000, 0, "y")]
+    specs = [bucket(10_000, 0, "x"), BucketSpec(("g",), "gather", 0, "uint8", 0), bucket(3000, 0, "y")]
     workers = job(cluster, 2, *specs, pservers=3, config=config)
     for pending in [push(w, b, np.ones(n, np.float32)) for w in workers for b, n in ((0, 2500), (2, 750))]:
         assert set(summed(pending.wait()).tolist()) == {2}
@@ -473,7 +473,7 @@ import jobs
 from tfps.exchange.interface import BucketSpec
 from tfps.worker.worker import Worker
 worker = Worker(sys.argv[1:], rank=1, config=jobs.CONFIG)
-worker.declare([BucketSpec("b", "sum", 5000, "float32", 0)])
+worker.declare([BucketSpec(("b",), "sum", 5000, "float32", 0)])
 for _ in range(3):
     jobs.push(worker, 0, bytes(5000)).wait()
 print("ready", flush=True)

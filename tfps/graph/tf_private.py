@@ -244,6 +244,22 @@ def translate_errors(translated: Callable[[str], Exception | None]) -> None:
         owner.__call__ = translating(owner.__call__)
 
 
+@functools.cache
+def before_calls(prepare: Callable[[FuncGraph], None]) -> None:
+    """Calls `prepare` with the graph of each function right before it runs, or before a graph calls it.
+
+    A function is traced to the end then, and no public hook lies between that and its first run; once per process.
+    """
+    call_flat = ConcreteFunction._call_flat
+
+    @functools.wraps(call_flat)
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        prepare(self.graph)
+        return call_flat(self, *arguments, **named)
+
+    ConcreteFunction._call_flat = call
+
+
 def stopped() -> bool:
     """Whether this thread runs a replica function for another one that has been interrupted (Ctrl-C) meanwhile.
 

@@ -165,8 +165,8 @@ class Combiner:
     def _declared(self, part: _Part) -> int:
         first, *more = part.variables
         spec = BucketSpec(
-            name=f"values of {own_name(first)} and {len(more)} more variables",
-            alike=f"values of {common_name(first)} and {len(more)} more variables",
+            names=(f"values of {own_name(first)} and {len(more)} more variables",),
+            alike=(f"values of {common_name(first)} and {len(more)} more variables",),
             kind="sum",
             nbytes=sum(map(_elements, part.variables)) * part.dtype.itemsize,
             dtype=part.dtype.name,

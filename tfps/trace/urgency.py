@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tfps.trace.capture import Bucket, Span
+from tfps.trace.capture import CapturedBucket, Span
 from tfps.trace.intervals import Interval
 
 
@@ -35,7 +35,7 @@ class Inversion:
 
 
 def costs(
-    gates: Mapping[int, Sequence[Span]], steps: Iterable[Mapping[int, Interval]], buckets: Sequence[Bucket]
+    gates: Mapping[int, Sequence[Span]], steps: Iterable[Mapping[int, Interval]], buckets: Sequence[CapturedBucket]
 ) -> tuple[Cost, ...]:
     """Exposed time by variable, the most expensive first; adds up to that of all workers.
 
@@ -51,7 +51,9 @@ def costs(
     return tuple(sorted(found, key=lambda cost: (-cost.exposed_ns, cost.variable)))
 
 
-def inversions(spans: Mapping[str, Sequence[Span]], buckets: Sequence[Bucket]) -> tuple[set[int], Inversion | None]:
+def inversions(
+    spans: Mapping[str, Sequence[Span]], buckets: Sequence[CapturedBucket]
+) -> tuple[set[int], Inversion | None]:
     """The messages (by id) that a more urgent one waited behind, and the most frequent pair.
 
     Args:
@@ -104,9 +106,9 @@ def _attribute(gates: Sequence[Span], bounds: Interval, spent: Counter[tuple[int
             spent[heap[0][3].bucket, heap[0][3].variable] += after - now
 
 
-def _variable(buckets: Sequence[Bucket], bucket: int, variable: int) -> str:
+def _variable(buckets: Sequence[CapturedBucket], bucket: int, variable: int) -> str:
     return buckets[bucket].variables[variable] if bucket >= 0 and variable >= 0 else _name(buckets, bucket)
 
 
-def _name(buckets: Sequence[Bucket], bucket: int) -> str:
+def _name(buckets: Sequence[CapturedBucket], bucket: int) -> str:
     return buckets[bucket].name if bucket >= 0 else "?"

@@ -41,7 +41,7 @@ class Push:
 
 
 @dataclass(slots=True)
-class Bucket:
+class PushedBucket:
     """A declared bucket; of a gather, `cutting` has the one owner and no slices."""
 
     spec: BucketSpec

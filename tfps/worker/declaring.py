@@ -51,7 +51,7 @@ class Declarations:
             details=details,
             buckets=[
                 pb.Bucket(
-                    name=spec.common_name,
+                    names=spec.common_names,
                     kind=spec.kind,
                     nbytes=spec.nbytes,
                     dtype=spec.dtype,

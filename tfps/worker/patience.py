@@ -13,7 +13,7 @@ from tfps.errors import PserverLostError, TfpsError, WaitTimeoutError
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire.control import Pserver
 from tfps.wire.status import status_of
-from tfps.worker.bucket import Bucket, Push
+from tfps.worker.bucket import Push, PushedBucket
 from tfps.worker.membership import Membership
 
 logger = logging.getLogger("tfps")
@@ -84,7 +84,7 @@ class Blame:
             return str(error)
         return f"{', '.join(missing)} to {'declare the same variables' if number else 'join'}" if missing else ""
 
-    def pushing(self, number: int, bucket: Bucket, push: Push) -> list[Answer]:
+    def pushing(self, number: int, bucket: PushedBucket, push: Push) -> list[Answer]:
         """What those pservers say from which replies to `push` of bucket `number` are missing."""
         with bucket.lock:
             owners = sorted({owner for index, owner in enumerate(bucket.cutting.owners) if index not in push.arrived})
@@ -98,7 +98,7 @@ class Blame:
                 answers.append(Answer(pserver.address, error=error))
         return answers
 
-    def timeout(self, number: int, bucket: Bucket, push: Push, limit_s: float) -> TfpsError:
+    def timeout(self, number: int, bucket: PushedBucket, push: Push, limit_s: float) -> TfpsError:
         """The error of a push that has waited for `limit_s`, with the ranks it waits for."""
         what = f"bucket '{bucket.spec.name}' step {push.step}: no result within {limit_s:.3g} s"
         blame = [
@@ -110,7 +110,7 @@ class Blame:
         ]
         return WaitTimeoutError(f"{what}; {'; '.join(blame)}")
 
-    def look(self, buckets: Sequence[Bucket]) -> None:
+    def look(self, buckets: Sequence[PushedBucket]) -> None:
         """Says whom the oldest push waits for, if it is too old and the same ones have not been named just now."""
         now_s = time.monotonic()
         waiting = [
@@ -133,7 +133,7 @@ class Blame:
         if not whom or buckets[number].current is not push or (whom == self._said and now_s < self._said_s + _AGAIN_S):
             return
         self._said, self._said_s = whom, now_s
-        name, *more = buckets[number].spec.name.split(", ")
+        name, *more = buckets[number].spec.names
         what = f"{name}{f' and {len(more)} more' if more else ''}"
         logger.warning("tfps: waits for %s; %.0f s so far, step %d of %s", whom, now_s - started_s, push.step, what)
 

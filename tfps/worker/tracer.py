@@ -12,7 +12,7 @@ from typing import Any
 from tfps.errors import TfpsError, UnsupportedError
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.recording import messages
-from tfps.trace.capture import Bucket, Capture, Process, Setting
+from tfps.trace.capture import Capture, CapturedBucket, Process, Setting
 from tfps.trace.recorder import Recorder
 from tfps.wire.control import Pserver
 from tfps.wire.frames import Header
@@ -80,7 +80,7 @@ class Tracer:
             raise
 
     def stop(
-        self, buckets: Sequence[Bucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
+        self, buckets: Sequence[CapturedBucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
     ) -> Capture:
         """See `Exchange.stop_trace`; `buckets` are all that there are."""
         self._check_rank()

@@ -26,8 +26,7 @@ from tfps.exchange.interface import (
 from tfps.exchange.layout import Cutting, Layout, cut_anew, cut_sum, tunable
 from tfps.exchange.placement import Placer
 from tfps.protos import tfps_pb2 as pb
-from tfps.trace import capture
-from tfps.trace.capture import NONE, Capture, Setting
+from tfps.trace.capture import NONE, Capture, CapturedBucket, Setting
 from tfps.trace.recorder import Recorder
 from tfps.wire.control import Pserver, layout_message, layout_of
 from tfps.wire.frames import Header, Kind
@@ -36,7 +35,7 @@ from tfps.wire.send_queue import Outgoing, SendQueue
 from tfps.wire.shared_memory import Place, Sharing
 from tfps.wire.stream import WorkerStream
 from tfps.worker.assembly import named
-from tfps.worker.bucket import Bucket, Push
+from tfps.worker.bucket import Push, PushedBucket
 from tfps.worker.declaring import Declarations
 from tfps.worker.joining import join, leave
 from tfps.worker.links import Links
@@ -85,7 +84,7 @@ class Worker:
         self.slice_bytes, self.window_bytes = config.first_slice_bytes, config.first_window_bytes  # now, if tuned
         self._recorder = recorder or Recorder()
         self._state = FailureState()
-        self._buckets: list[Bucket] = []
+        self._buckets: list[PushedBucket] = []
         self._declaring = threading.Lock()  # one declaration after the other
         self._placer = Placer(len(addresses), config.placement)
         # As asked for, until the first pserver has answered: without a token.
@@ -240,10 +239,10 @@ class Worker:
             self._buckets.extend(map(self._new_bucket, specs))
             return list(range(first, len(self._buckets)))
 
-    def _new_bucket(self, spec: BucketSpec) -> Bucket:
+    def _new_bucket(self, spec: BucketSpec) -> PushedBucket:
         if spec.kind == "gather":
-            return Bucket(spec, Cutting([], [self._placer.place_gather(spec.common_name)]))
-        return Bucket(spec, cut_sum(spec, self.config.first_slice_bytes, self._placer))
+            return PushedBucket(spec, Cutting([], [self._placer.place_gather(spec.common_name)]))
+        return PushedBucket(spec, cut_sum(spec, self.config.first_slice_bytes, self._placer))
 
     # Tuning
 
@@ -312,7 +311,7 @@ class Worker:
         self._tracer.start()
 
     def stop_trace(
-        self, buckets: Sequence[capture.Bucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
+        self, buckets: Sequence[CapturedBucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
     ) -> Capture:
         specs = [bucket.spec for bucket in list(self._buckets)]
         sizes = {"slice_bytes": self.slice_bytes, "window_bytes": self.window_bytes}
@@ -335,7 +334,7 @@ class Worker:
         if end is not None:
             on_reply(Reply(error=end))
 
-    def _start_next(self, number: int, bucket: Bucket) -> None:
+    def _start_next(self, number: int, bucket: PushedBucket) -> None:
         """Sends the oldest waiting push if none is outstanding. The caller holds the bucket's lock."""
         if (push := bucket.start_next()) is None:
             return

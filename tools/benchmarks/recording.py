@@ -38,7 +38,7 @@ class _Job:
         with ThreadPoolExecutor(2) as pool:
             make = lambda rank: Worker(addresses, rank=rank, config=config, recorder=self._recorders[rank])  # noqa: E731
             self._workers = list(pool.map(make, range(2)))
-            specs = [BucketSpec(f"b{i}", "sum", step_bytes // BUCKETS, "float32", i) for i in range(BUCKETS)]
+            specs = [BucketSpec((f"b{i}",), "sum", step_bytes // BUCKETS, "float32", i) for i in range(BUCKETS)]
             (self._buckets, _) = pool.map(lambda worker: worker.declare(specs), self._workers)
         for worker in self._workers:
             stack.callback(worker.close)
