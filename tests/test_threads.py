@@ -1,14 +1,47 @@
-"""A pool of daemon threads: what it runs, on how many threads, and that nothing waits for them."""
+"""A pool of daemon threads: what it runs, on how many threads, and that nothing waits for them. All threads' names."""
 
 from __future__ import annotations
 
+import ast
 import signal
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import jobs
 import pytest
 
 from tfps.threads import DaemonPool, Flag
+
+PACKAGE = Path(__file__).resolve().parent.parent / "tfps"
+
+
+def named(tree: ast.AST) -> Iterator[ast.expr | None]:
+    """What names the threads that a module starts; None: nothing."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called == "Thread":
+                yield next((keyword.value for keyword in node.keywords if keyword.arg == "name"), None)
+            elif called == "DaemonPool":
+                yield node.args[1]
+        elif isinstance(node, ast.Assign) and any(
+            isinstance(to, ast.Attribute) and to.attr == "name" for to in node.targets
+        ):
+            yield from [node.value] if "tfps-" in ast.unparse(node.value) else []  # of a Timer, which takes no name
+
+
+def test_no_two_threads_are_called_alike() -> None:
+    names = []
+    for path in PACKAGE.rglob("*.py"):
+        for name in named(ast.parse(path.read_text(encoding="utf-8"))):
+            if path.name == "threads.py" and isinstance(name, ast.Name):
+                continue  # of a pool, whose user names it
+            assert name is not None, f"a thread in {path} has no name"
+            names.append(ast.unparse(name).removeprefix("f").strip("'\""))
+    assert len(names) > 12
+    assert all(name.startswith("tfps-") for name in names)
+    assert sorted(set(names)) == sorted(names)
 
 
 def test_calls_return_what_they_return_and_raise_what_they_raise() -> None:

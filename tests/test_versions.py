@@ -7,7 +7,9 @@ import importlib.metadata
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from typing import Any
 
+import keras
 import pytest
 import tensorflow as tf
 from tensorflow.python.autograph.impl import conversion
@@ -40,7 +42,7 @@ def import_strategy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensorflow", "keras", "environment", "message"),
+    ("tensorflow", "keras_version", "environment", "message"),
     [
         ("2.17.1", "3.8.0", {}, rf"{SUPPORTED}, got TensorFlow 2\.17\.1; pip install"),
         ("1.15.0", None, {}, rf"{SUPPORTED}, got TensorFlow 1\.15\.0"),
@@ -50,20 +52,21 @@ def import_strategy() -> None:
     ],
 )
 def test_what_is_too_old_is_refused_with_what_is_supported(
-    tensorflow: str, keras: str | None, environment: Mapping[str, str], message: str
+    tensorflow: str, keras_version: str | None, environment: Mapping[str, str], message: str
 ) -> None:
     with pytest.raises(ImportError, match=message):
-        check_versions(tensorflow, keras, environment)
+        check_versions(tensorflow, keras_version, environment)
 
 
 @pytest.mark.parametrize(
-    ("tensorflow", "keras"), [("2.18.0", "3.8.0"), ("2.21.0", "3.15.1"), ("2.20.0-rc1", "3.11.0"), ("2.19.1", None)]
+    ("tensorflow", "keras_version"),
+    [("2.18.0", "3.8.0"), ("2.21.0", "3.15.1"), ("2.20.0-rc1", "3.11.0"), ("2.19.1", None)],
 )
-def test_what_is_supported_is_taken_without_a_word(tensorflow: str, keras: str | None) -> None:
+def test_what_is_supported_is_taken_without_a_word(tensorflow: str, keras_version: str | None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", ResourceWarning)  # what earlier tests left may be collected meanwhile
-        check_versions(tensorflow, keras, {"TF_USE_LEGACY_KERAS": "0"})
+        check_versions(tensorflow, keras_version, {"TF_USE_LEGACY_KERAS": "0"})
 
 
 def test_these_versions_are_supported() -> None:
@@ -104,6 +107,32 @@ def test_a_newer_tensorflow_without_a_private_name_is_refused_by_that_name(monke
         pytest.warns(UserWarning),
         pytest.raises(ImportError, match=r"TensorFlow 2\.30\.0 does not fit: .* has no create_mirrored_variable"),
     ):
+        import_strategy()
+
+
+@pytest.mark.usefixtures("again")
+@pytest.mark.parametrize(
+    ("owner", "name", "library"),
+    [
+        (tf_private.mirrored_strategy.MirroredExtended, "_input_workers_with_options", "TensorFlow"),
+        (tf_private.values, "SyncOnReadVariable", "TensorFlow"),
+        (keras.callbacks.ModelCheckpoint, "_get_file_path", "Keras"),
+        (keras.optimizers.LossScaleOptimizer, "check_finite", "Keras"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_what_lacks_a_private_name_is_refused_by_that_name(
+    owner: Any, name: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(ImportError, match=rf"{SUPPORTED}; {library} \S+ does not fit: .* has no (attribute ')?{name}"):
+        import_strategy()
+
+
+@pytest.mark.usefixtures("again")
+def test_what_no_longer_gives_its_instances_a_private_attribute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keras.callbacks.BackupAndRestore, "__init__", lambda self: None)
+    with pytest.raises(ImportError, match=r"BackupAndRestore.* has no _weights_path"):
         import_strategy()
 
 

@@ -192,7 +192,7 @@ class Trainer:
             self._buckets.append(list(range(len(specs), len(specs) + len(sizes))))
             for nbytes in sizes:
                 self._payloads[len(specs)] = np.ones(nbytes // 4, np.float32)
-                specs.append(BucketSpec(f"b{number}.{len(specs)}", "sum", nbytes, "float32", number))
+                specs.append(BucketSpec((f"b{number}.{len(specs)}",), "sum", nbytes, "float32", number))
         worker.declare(specs)
         self._ready_after = {min(members): bucket for bucket, members in enumerate(plan.layers)}  # in backward
         self._needed_by = {layer: bucket for bucket, members in enumerate(plan.layers) for layer in members}
@@ -296,7 +296,7 @@ class Holding(Job):
     def _reply(self, *reply: Any) -> None:
         with self._holding:
             self._held.append(reply)
-            if len(self._held) < sum(len(bucket.slices) for bucket in self._buckets):
+            if len(self._held) < sum(len(bucket.slices) for bucket in self._shard.buckets):
                 return
             held, self._held = self._held, []
         for each in held:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from tfps.trace.capture import Bucket, Capture, Kind, Process, Span, lane_of
+from tfps.trace.capture import Capture, CapturedBucket, Kind, Process, Span, lane_of
 from tfps.trace.capture_file import chrome_path, write_chrome
 from tools import model_profiles, simulation
 from tools.model_profiles import Profile
@@ -79,7 +79,7 @@ class _Converter:
         self._bucket_of = {layer: bucket for bucket, members in enumerate(plan.layers) for layer in members}
         names = [tuple(profile.layers[layer].name for layer in members) for members in plan.layers]
         self.buckets = tuple(
-            Bucket(", ".join(names[number]), names[number], number, sum(piece.nbytes for piece in pieces))
+            CapturedBucket(", ".join(names[number]), names[number], number, sum(piece.nbytes for piece in pieces))
             for number, pieces in enumerate(plan.pieces)
         )
         self.processes = (

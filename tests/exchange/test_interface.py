@@ -52,10 +52,10 @@ def declared(ranks: list[Exchange], *specs: BucketSpec) -> list[int]:
 
 
 def sum_spec(nbytes: int, priority: int = 0, dtype: str = "float32") -> BucketSpec:
-    return BucketSpec(f"b{nbytes}", "sum", nbytes, dtype, priority)
+    return BucketSpec((f"b{nbytes}",), "sum", nbytes, dtype, priority)
 
 
-GATHER = BucketSpec("g", "gather", 0, "uint8", 1)
+GATHER = BucketSpec(("g",), "gather", 0, "uint8", 1)
 
 
 def test_ranks_are_numbered(ranks: list[Exchange]) -> None:
@@ -266,6 +266,8 @@ def test_replies_over_the_wire_are_aligned_writable_and_ones_own(ranks: list[Exc
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
+        ({"names": "x"}, "names must be a tuple of at least one name, got 'x'"),
+        ({"names": ()}, "names must be a tuple"),
         ({"kind": "mean"}, "kind must be 'sum' or 'gather', got 'mean'"),
         ({"priority": -1}, "priority must be from 0"),
         ({"nbytes": 6}, r"nbytes must be a multiple of 4 \(float32\), got 6"),
@@ -276,7 +278,7 @@ def test_replies_over_the_wire_are_aligned_writable_and_ones_own(ranks: list[Exc
     ],
 )
 def test_a_spec_out_of_range_is_refused(fields: dict[str, Any], rule: str) -> None:
-    good: dict[str, Any] = {"name": "x", "kind": "sum", "nbytes": 8, "dtype": "float32", "priority": 0}
+    good: dict[str, Any] = {"names": ("x",), "kind": "sum", "nbytes": 8, "dtype": "float32", "priority": 0}
     with pytest.raises(ConfigError, match=rule):
         BucketSpec(**(good | fields))
 

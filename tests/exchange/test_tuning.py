@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jobs import DEADLINE_S, Cluster, poll, push, summed, together, use
+from recorded import sends
 
 from tfps.config import FIRST_WINDOW_BYTES, Config
 from tfps.errors import ProtocolError, TfpsError
@@ -24,15 +25,15 @@ from tfps.protos import tfps_pb2 as pb
 from tfps.trace.recorder import Recorder
 from tfps.wire.send_queue import Throughput
 from tfps.wire.shared_memory import Sharing
-from tfps.worker.bucket import Bucket
+from tfps.worker.bucket import PushedBucket
 from tfps.worker.tuner import Tuner, measure
 from tfps.worker.worker import Worker
 
 CONFIG = Config(slice_bytes=1024, window_bytes=4096, step_timeout_s=DEADLINE_S, connect_timeout_s=DEADLINE_S)
 SPECS = [
-    BucketSpec("large", "sum", 20_000, "float32", 1),
-    BucketSpec("small", "sum", 400, "float32", 0),
-    BucketSpec("gathered", "gather", 0, "uint8", 2),
+    BucketSpec(("large",), "sum", 20_000, "float32", 1),
+    BucketSpec(("small",), "sum", 400, "float32", 0),
+    BucketSpec(("gathered",), "gather", 0, "uint8", 2),
 ]
 
 
@@ -95,8 +96,8 @@ def test_all_ranks_change_at_the_same_step(cluster: Cluster) -> None:
     together(*(functools.partial(train, worker, range(4)) for worker in members))
     sizes = []
     for recorder in recorders:
-        sends = [event for event in recorder.events() if event.kind == "send" and event.bucket == 0]
-        sizes.append({step: max(e.nbytes for e in sends if e.step == step) for step in range(3, 7)})
+        of_first = [each for each in sends(recorder) if each.bucket == 0]
+        sizes.append({step: max(each.nbytes for each in of_first if each.step == step) for step in range(3, 7)})
     assert sizes[0] == sizes[1] == {3: 1024, 4: 1024, 5: 5000, 6: 5000}
 
 
@@ -143,7 +144,7 @@ def test_a_job_with_auto_sizes_tunes_itself_once_the_network_was_busy(
     monkeypatch.setattr("tfps.worker.tuner._BUSY_S", 0.001)
     config = Config(window_bytes=1024, step_timeout_s=DEADLINE_S)  # so small that slices wait on any network
     members = cluster.workers(cluster.pservers(2, 2), 2, config=config)
-    specs = [BucketSpec(f"b{number}", "sum", 200_000, "float32", number) for number in range(12)]
+    specs = [BucketSpec((f"b{number}",), "sum", 200_000, "float32", number) for number in range(12)]
     ids = together(*(functools.partial(worker.declare, specs) for worker in members))[0]
     tuned = threading.Event()
     tune = members[0]._tuner._tune
@@ -187,7 +188,7 @@ def test_what_small_slices_could_not_show_is_seen_at_a_second_look(
     queues: Any = [link]
     tuner = Tuner(Config(), [raw.pserver], queues, Sharing(wanted=False), lambda *chosen: sizes.append(chosen))
     tuner.probe()
-    trained, announced = Bucket(SPECS[0], Cutting([], [])), Bucket(SPECS[2], Cutting([], []))
+    trained, announced = PushedBucket(SPECS[0], Cutting([], [])), PushedBucket(SPECS[2], Cutting([], []))
     for steps in range(1, 20):
         trained.steps, trained.started_s = steps, 0.1 * steps
         announced.steps, announced.started_s = 3 * steps, 0.0  # a round that runs ahead says nothing of the step
@@ -219,7 +220,7 @@ def test_fixed_sizes_are_never_changed(cluster: Cluster) -> None:
 )
 def test_a_malformed_layout_is_refused(cluster: Cluster, layout: Any, rule: str) -> None:
     (worker,) = job(cluster, 1, 1)
-    request = pb.TuneRequest(token=worker._token, rank=0, layout=layout)
+    request = pb.TuneRequest(token=worker._membership.token, rank=0, layout=layout)
     with pytest.raises(ProtocolError, match=rule):
         worker._pservers[0].call("Tune", request, DEADLINE_S)
     train(worker, range(2))
@@ -293,7 +294,7 @@ def sharing(cluster: Cluster, *shared: bool, pservers: int = 1) -> list[Worker]:
     members = together(
         *(functools.partial(cluster.worker, addresses, rank, config=config) for rank, config in enumerate(configs))
     )
-    spec = BucketSpec("large", "sum", 8_000_000, "float32", 0)
+    spec = BucketSpec(("large",), "sum", 8_000_000, "float32", 0)
     together(*(functools.partial(worker.declare, [spec]) for worker in members))
     for _ in range(3):
         for pending in [push(worker, 0, bytes(spec.nbytes)) for worker in members]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
+import jobs
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -78,19 +80,17 @@ def test_a_gate_with_an_error_raises_it_in_the_graph() -> None:
 @pytest.mark.parametrize("used", [True, False], ids=["used", "unused"])
 def test_a_pull_sends_only_if_its_result_is_used(used: bool) -> None:
     messages = tf.queue.FIFOQueue(10, graph_ops.MESSAGE)
-    results = tf.queue.FIFOQueue(10, graph_ops.PULLED)
 
-    def answer() -> None:
-        _, ticket, _, indices, _ = messages.dequeue()
-        results.enqueue(["", ticket, np.array([7], np.uint8), indices])
+    def reply() -> None:
+        _, ticket, _, indices, _, results = messages.dequeue()
+        graph_ops.answer(results, ["", ticket, np.array([7], np.uint8), indices])
 
     if used:
-        threading.Thread(target=answer, daemon=True).start()
+        threading.Thread(target=reply, daemon=True).start()
 
     @tf.function(autograph=False)
     def step(value: Any) -> Any:
-        empty = tf.constant([], tf.uint8)
-        data, _ = graph_ops.pull(messages.queue_ref, results.queue_ref, 3, graph_ops.to_bytes(value), empty)
+        data, _ = graph_ops.pull(messages.queue_ref, 3, graph_ops.to_bytes(value), tf.constant([], tf.uint8))
         return (data if used else value), tf.constant(1)
 
     np.testing.assert_array_equal(step(tf.constant([5], tf.uint8))[0], [7 if used else 5])
@@ -99,13 +99,92 @@ def test_a_pull_sends_only_if_its_result_is_used(used: bool) -> None:
 
 def test_a_pull_refuses_the_reply_that_a_stopped_step_has_left_behind() -> None:
     messages = tf.queue.FIFOQueue(10, graph_ops.MESSAGE)
-    results = tf.queue.FIFOQueue(10, graph_ops.PULLED)
-    results.enqueue(["", np.int64(1), np.array([7], np.uint8), np.empty(0, np.uint8)])
+
+    def reply() -> None:
+        *_, results = messages.dequeue()
+        graph_ops.answer(results, ["", np.int64(1), np.array([7], np.uint8), np.empty(0, np.uint8)])
+
+    threading.Thread(target=reply, daemon=True).start()
 
     @tf.function(autograph=False)
     def step(value: Any) -> Any:
-        empty = tf.constant([], tf.uint8)
-        return graph_ops.pull(messages.queue_ref, results.queue_ref, 3, graph_ops.to_bytes(value), empty)[0]
+        return graph_ops.pull(messages.queue_ref, 3, graph_ops.to_bytes(value), tf.constant([], tf.uint8))[0]
 
     with pytest.raises((tf.errors.InvalidArgumentError, tfps.TfpsError), match="reply to another step"):
         step(tf.constant([5], tf.uint8))
+
+
+def test_a_pull_keeps_its_queue_from_run_to_run_and_each_pull_has_its_own() -> None:
+    """So the reply that a stopped run has left behind is found, and never another pull's."""
+    messages = tf.queue.FIFOQueue(10, graph_ops.MESSAGE)
+    answered: dict[int, list[Any]] = {}
+
+    def replies() -> None:
+        for _ in range(4):
+            transfer, ticket, data, indices, _, results = messages.dequeue()
+            answered.setdefault(int(transfer), []).append(results)
+            graph_ops.answer(results, ["", ticket, data, indices])
+
+    thread = threading.Thread(target=replies, daemon=True)
+    thread.start()
+
+    @tf.function(autograph=False)
+    def step(value: Any) -> Any:
+        data, empty = graph_ops.to_bytes(value), tf.constant([], tf.uint8)
+        return [graph_ops.pull(messages.queue_ref, transfer, data, empty)[0] for transfer in (3, 4)]
+
+    for number in (5, 6):
+        np.testing.assert_array_equal(step(tf.constant([number], tf.uint8)), [[number], [number]])
+    thread.join(60)
+    (first, again), (other, _) = answered[3], answered[4]
+    assert not any(int(tf.raw_ops.QueueSizeV2(handle=queue)) for queue in (first, again, other))
+    graph_ops.answer(first, ["", np.int64(1), np.array([7], np.uint8), np.empty(0, np.uint8)])
+    assert [int(tf.raw_ops.QueueSizeV2(handle=queue)) for queue in (first, again, other)] == [1, 1, 0]
+
+
+def test_the_reply_to_a_function_that_is_gone_is_dropped() -> None:
+    messages = tf.queue.FIFOQueue(10, graph_ops.MESSAGE)
+    came: list[Any] = []
+
+    def reply() -> None:
+        _, ticket, data, indices, _, results = messages.dequeue()
+        graph_ops.answer(results, ["", ticket, data, indices])
+        came.append(results)
+
+    thread = threading.Thread(target=reply, daemon=True)
+    thread.start()
+
+    def run() -> None:
+        @tf.function(autograph=False)
+        def step(value: Any) -> Any:
+            return graph_ops.pull(messages.queue_ref, 3, graph_ops.to_bytes(value), tf.constant([], tf.uint8))[0]
+
+        step(tf.constant([5], tf.uint8))
+
+    run()
+    thread.join(60)
+
+    def gone() -> bool:
+        gc.collect()
+        try:
+            return int(tf.raw_ops.QueueSizeV2(handle=came[0])) < 0
+        except tf.errors.NotFoundError:
+            return True
+
+    jobs.poll(gone)
+    graph_ops.answer(came[0], ["", np.int64(1), np.array([7], np.uint8), np.empty(0, np.uint8)])
+
+
+def test_what_a_run_needs_is_what_its_outputs_and_stateful_ops_need() -> None:
+    counter = tf.Variable(0.0)
+
+    @tf.function(autograph=False)
+    def step(value: Any) -> Any:
+        returned, added = tf.multiply(value, 2.0, name="returned"), tf.multiply(value, 3.0, name="added")
+        tf.multiply(value, 4.0, name="unused")
+        counter.assign_add(added)
+        return returned
+
+    found = graph_ops.needed(step.get_concrete_function(tf.constant(1.0)).graph)
+    assert {"returned", "added"} <= found
+    assert "unused" not in found

@@ -25,7 +25,6 @@ from tfps.exchange.interface import Exchange, Payload, Reply
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver import server
 from tfps.pserver.server import ParameterServer
-from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.control import PROTOCOL_VERSION, PULL, PUSH, RANK_KEY, TOKEN_KEY, Pserver, method, settings_of
 from tfps.worker.worker import Worker
@@ -289,9 +288,3 @@ def poll(done: Callable[[], bool]) -> None:
             return
         tick.wait(0.01)
     raise TimeoutError("what the test waits for did not happen")
-
-
-def wait_for_events(recorder: Recorder, enough: Callable[[list[Any]], bool]) -> list[Any]:
-    """The recorder's events as soon as `enough` says so (polled, with a deadline)."""
-    poll(lambda: enough(recorder.events()))
-    return recorder.events()

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from tfps.input import generators
 
@@ -66,3 +69,24 @@ def test_only_what_python_makes_in_batches_of_its_own_is_cut() -> None:
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     assert not generators.of_whole_job(generated([4]).with_options(options))
+
+
+class Batches(keras.utils.PyDataset):
+    """Two batches of three rows."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return np.zeros([3, 2], np.float32), np.full([3], index)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_keras_makes_of_a_py_dataset_is_cut(workers: int) -> None:
+    adapter = PyDatasetAdapter(Batches(workers=workers))
+    assert generators.of_whole_job(adapter.get_tf_dataset())
+
+
+def test_what_keras_makes_of_a_generator_is_cut() -> None:
+    adapter = GeneratorDataAdapter(Batches()[index] for index in range(2))
+    assert generators.of_whole_job(adapter.get_tf_dataset())

@@ -75,8 +75,8 @@ def accumulation(job: Job) -> dict[str, Any]:
     pushes = 0
     if job.strategy:
         assert job.strategy._runtime.settle(60.0)  # variables can be read a moment before an update is noted
-        applied = [event for event in job.strategy.recorder.stop() if event.kind == "applied"]
-        pushes = sum(not job.strategy._runtime.declared.spec(event.bucket).occasional for event in applied)
+        job.strategy.recorder.stop()
+        pushes = sum(span.kind == "update" for span in job.strategy.recorder.spans())
         pushes //= job.strategy.update_buckets()
     return {**weights(model), **history(fit), "own pushes": pushes}
 

@@ -32,7 +32,7 @@ def test_it_prints_one_line_serves_and_ends_cleanly_on_sigterm() -> None:
     with jobs.python(*SERVE, "--workers=1") as process:
         address = ready(process)
         worker = Worker([address], config=jobs.CONFIG)
-        (bucket,) = worker.declare([BucketSpec("b", "sum", 8, "float32", 0)])
+        (bucket,) = worker.declare([BucketSpec(("b",), "sum", 8, "float32", 0)])
         jobs.push(worker, bucket, bytes(8)).wait()
         process.send_signal(signal.SIGTERM)
         error = jobs.Failed(worker).wait()

@@ -104,7 +104,7 @@ def test_a_pserver_with_metrics_starts_fast_and_is_seen_by_curl_json_table_and_l
         assert cpu_s < max(START_S, START_FACTOR * bare_s), "a pserver starts in under a second, also with metrics"
 
         workers = cluster.workers([address], 2)
-        spec = BucketSpec("dense", "sum", 4000, "float32", 0)
+        spec = BucketSpec(("dense",), "sum", 4000, "float32", 0)
         jobs.together(*(functools.partial(worker.declare, [spec]) for worker in workers))
         for pending in [jobs.push(worker, 0, np.ones(1000, np.float32)) for worker in workers]:
             pending.wait()

@@ -26,7 +26,7 @@ TCP = Config(
     connect_timeout_s=jobs.DEADLINE_S,
     step_timeout_s=jobs.DEADLINE_S,
 )
-SUM = BucketSpec("b", "sum", 40_000, "float32", 0)
+SUM = BucketSpec(("b",), "sum", 40_000, "float32", 0)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_second_connection_of_a_rank_is_refused_and_the_first_goes_on(cluster:
     worker = cluster.worker([server.address], config=TCP)
     worker.declare([SUM])
     with pytest.raises(ConnectError, match="has a stream already"):
-        dial(server.address, data_port(server), worker._token, 0, jobs.DEADLINE_S)
+        dial(server.address, data_port(server), worker._membership.token, 0, jobs.DEADLINE_S)
     assert jobs.push(worker, 0, bytes(40_000)).wait().error is None
 
 

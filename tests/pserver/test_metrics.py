@@ -78,7 +78,7 @@ def test_a_job_of_two_workers_shows_in_every_metric(cluster: Cluster) -> None:
     server = cluster.pserver(2)
     metrics = serve(cluster, server)
     workers = cluster.workers([server.address], 2)
-    spec = BucketSpec("dense", "sum", NUMBERS.nbytes, "float32", 0)
+    spec = BucketSpec(("dense",), "sum", NUMBERS.nbytes, "float32", 0)
     jobs.together(*(lambda worker=worker: worker.declare([spec]) for worker in workers))
     waiting = jobs.push(workers[0], 0, NUMBERS)
     jobs.poll(lambda: server.status().job.open_slices == 4)  # a slice that has been received need not be in its round
@@ -110,12 +110,12 @@ def test_the_late_rank_has_the_wait_and_a_gather_counts_it_once(cluster: Cluster
     server = cluster.pserver(2)
     members = [cluster.raw(server.address, rank).open() for rank in range(2)]
     jobs.together(*(member.declare for member in members))
-    gather = pb.Bucket(name="words", kind="gather", nbytes=0, dtype="uint8", priority=1)
+    gather = pb.Bucket(names=["words"], kind="gather", nbytes=0, dtype="uint8", priority=1)
     jobs.together(*(lambda member=member: member.declare(gather, number=1) for member in members))
     late_s = 1000.0
     members[1].send(frames.encode(Header(Kind.PUSH, LAST, 0, 0, 1), bytes(10)))
     jobs.poll(lambda: server.status().job.open_slices == 1)
-    slice_ = server._job._buckets[0].slices[0]
+    slice_ = server._job._shard.buckets[0].slices[0]
     with slice_.lock:  # rank 1 may still be about to read it
         slice_.first_ns -= int(late_s * 1e9)  # as if it had come so much earlier
     members[0].send(frames.encode(Header(Kind.PUSH, 0, 0, 0, 1), bytes(1024)))
@@ -150,7 +150,7 @@ def test_errors_are_counted_by_call_and_by_class(cluster: Cluster) -> None:
 def test_tuning_a_job_counts_as_no_error(cluster: Cluster) -> None:
     server = cluster.pserver(1)
     worker = cluster.worker([server.address], config=Config(connect_timeout_s=jobs.DEADLINE_S))
-    worker.declare([BucketSpec("dense", "sum", 4000, "float32", 0)])  # rank 0 measures round trips here
+    worker.declare([BucketSpec(("dense",), "sum", 4000, "float32", 0)])  # rank 0 measures round trips here
     assert server.status().errors == ()
 
 

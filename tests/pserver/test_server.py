@@ -31,8 +31,8 @@ from tfps.wire import frames
 from tfps.wire.frames import EMPTY, HEADER_BYTES, LAST, MAX_FRAME_BYTES, Header, Kind
 from tfps.wire.send_queue import Outgoing, SendQueue
 
-SUM = pb.Bucket(name="dense", kind="sum", nbytes=2000, dtype="float32", priority=3)  # slices of 1024 and 976 bytes
-GATHER = pb.Bucket(name="words", kind="gather", nbytes=0, dtype="uint8", priority=1)
+SUM = pb.Bucket(names=["dense"], kind="sum", nbytes=2000, dtype="float32", priority=3)  # slices of 1024 and 976 bytes
+GATHER = pb.Bucket(names=["words"], kind="gather", nbytes=0, dtype="uint8", priority=1)
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_a_stream_of_a_stranger_is_refused_alone(cluster: Cluster, token: str | 
 def test_other_protocol_versions_refuse_each_other_by_name(cluster: Cluster) -> None:
     address = cluster.pserver(1).address
     with pytest.raises(
-        ConnectError, match=f"pserver {address}: the pserver speaks protocol version 3, the worker versi"
+        ConnectError, match=f"pserver {address}: the pserver speaks protocol version 4, the worker versi"
     ):
         cluster.raw(address, protocol_version=1)
 
@@ -235,7 +235,7 @@ def test_declarations_out_of_order_are_refused(cluster: Cluster, number: int, ru
 def test_a_malformed_bucket_is_refused(cluster: Cluster) -> None:
     member = cluster.raw(cluster.pserver(1).address).open().declare()
     with pytest.raises(ConfigError, match="numeric numpy dtype, got 'nonsense'"):
-        member.declare(pb.Bucket(name="x", kind="sum", nbytes=4, dtype="nonsense"), number=1)
+        member.declare(pb.Bucket(names=["x"], kind="sum", nbytes=4, dtype="nonsense"), number=1)
 
 
 def test_a_malformed_setting_is_refused(cluster: Cluster) -> None:
@@ -259,7 +259,8 @@ def test_a_malformed_reply_fails_the_worker_and_names_the_pserver(cluster: Clust
     make, rule = MALFORMED_REPLIES[what]
     server = cluster.pserver(2)
     other = cluster.raw(server.address, 1).open()
-    spec, bucket = BucketSpec("b", "sum", 8, "float32", 0), pb.Bucket(name="b", kind="sum", nbytes=8, dtype="float32")
+    spec = BucketSpec(("b",), "sum", 8, "float32", 0)
+    bucket = pb.Bucket(names=["b"], kind="sum", nbytes=8, dtype="float32")
 
     worker = together(lambda: cluster.worker([server.address], 0), other.declare)[0]
     together(lambda: worker.declare([spec]), lambda: other.declare(bucket, number=1))
@@ -304,7 +305,7 @@ from tfps.worker.worker import Worker
 
 server = ParameterServer("127.0.0.1", 0, workers=1)
 worker = Worker([server.address])
-(bucket,) = worker.declare([BucketSpec("b", "sum", 8, "float32", 0)])
+(bucket,) = worker.declare([BucketSpec(("b",), "sum", 8, "float32", 0)])
 worker.push(bucket, bytes(8), lambda reply: None)
 if sys.argv[1] == "raise":
     raise RuntimeError("the script failed")

@@ -19,7 +19,7 @@ import tensorflow as tf
 import tfps
 from tfps.errors import InterruptError
 from tfps.exchange.interface import BucketSpec
-from tfps.runtime.declared import Buckets
+from tfps.runtime.declared import DeclaredBuckets
 
 SUM = tf.distribute.ReduceOp.SUM
 Together = tuple[tfps.Strategy, companion.Companion]
@@ -112,7 +112,7 @@ def test_one_worker_goes_on_after_an_interrupted_exchange(
 
 
 def bucket(items: int) -> BucketSpec:
-    return BucketSpec(f"b{items}", "sum", 4 * items, "float32", 0)
+    return BucketSpec((f"b{items}",), "sum", 4 * items, "float32", 0)
 
 
 @pytest.mark.parametrize("again", [4, 5], ids=["the same", "something else"])
@@ -120,7 +120,7 @@ def test_a_declaration_that_was_interrupted_may_come_again(again: int) -> None:
     with jobs.Cluster() as cluster:
         servers = [cluster.pserver(2) for _ in range(2)]
         workers = cluster.workers([server.address for server in servers], 2)
-        first, second = map(Buckets, workers)
+        first, second = map(DeclaredBuckets, workers)
         sending = interrupt_when(lambda: [rank[:6] for rank in servers[0]._job.undeclared()] == ["rank 1"])
         with pytest.raises(KeyboardInterrupt):
             first.ids([("x", bucket(4))])
@@ -134,7 +134,7 @@ def test_a_declaration_that_the_others_have_completed_meanwhile_is_known_when_it
     with jobs.Cluster() as cluster:
         servers = [cluster.pserver(2) for _ in range(2)]
         workers = cluster.workers([server.address for server in servers], 2)
-        first, second = map(Buckets, workers)
+        first, second = map(DeclaredBuckets, workers)
         declare = workers[0].declare
         agreed = threading.Event()
 

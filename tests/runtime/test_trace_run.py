@@ -25,7 +25,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import tfps
 from tests.strategy.test_overlap import CONFIG, LAYERS, UNITS, Watched, fit
-from tfps.graph.moments import Moments
+from tfps.graph.timestamps import Timestamps
 from tfps.runtime import trace_run
 from tfps.runtime.step_spans import StepSpans
 from tfps.trace.capture import Capture, Span
@@ -173,10 +173,10 @@ def test_a_custom_loop_is_recorded_with_the_wait_for_its_batches(tmp_path: Path)
 
 def note_what_is_wanted(monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:
     """From now on, steps add ("wanted", unique id of a variable) to `seen` when they have noted that they want it."""
-    read = Moments._read
+    read = Timestamps._read
 
-    def watched(moments: Moments, variables: Sequence[str]) -> Any:
-        notes, number = read(moments, variables)
+    def watched(timestamps: Timestamps, variables: Sequence[str]) -> Any:
+        notes, number = read(timestamps, variables)
 
         def say(at: Any) -> Any:
             seen.append(("wanted", variables[number]))
@@ -187,7 +187,7 @@ def note_what_is_wanted(monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> Non
             notes[0].set_shape([])
         return notes, number
 
-    monkeypatch.setattr(Moments, "_read", watched)
+    monkeypatch.setattr(Timestamps, "_read", watched)
 
 
 def test_a_gate_is_seen_where_a_reply_was_late_and_nowhere_else(
@@ -197,7 +197,7 @@ def test_a_gate_is_seen_where_a_reply_was_late_and_nowhere_else(
         seen: list[Any] = []
         note_what_is_wanted(monkeypatch, seen)
         with strategy.scope():
-            layers = [Watched(number, lambda kind, layer: None) for number in range(LAYERS)]
+            layers = [Watched(number, lambda layer: None) for number in range(LAYERS)]
             model = keras.Sequential([keras.layers.Input((UNITS,)), *layers])
             model.compile("sgd", "mse", jit_compile=False)
         fit(model, 1)

@@ -12,7 +12,7 @@ from tfps.runtime.transfers import DeferredUpdate, Group, Rounds, Transfer
 
 
 def test_a_round_with_several_replicas_starts_when_all_have_closed_their_gates() -> None:
-    transfer = Transfer(0, BucketSpec("b", "sum", 4, "float32", 0), messages=3)
+    transfer = Transfer(0, BucketSpec(("b",), "sum", 4, "float32", 0), messages=3)
     data, empty = tf.constant([1, 2, 3, 4], tf.uint8), tf.constant([], tf.uint8)
     none, times = tf.constant(0, tf.int64), tf.constant([], tf.float64)
     for ticket in (7, 8):
@@ -25,7 +25,7 @@ def test_a_round_with_several_replicas_starts_when_all_have_closed_their_gates()
 
 def group_of(*buckets: int) -> list[DeferredUpdate]:
     group = Group()
-    return [DeferredUpdate(b, BucketSpec(f"b{b}", "sum", 4, "float32", b), 1, group) for b in buckets]
+    return [DeferredUpdate(b, BucketSpec((f"b{b}",), "sum", 4, "float32", b), 1, group) for b in buckets]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))

@@ -83,7 +83,7 @@ class Rank:
         self.failed = jobs.Failed(worker)
 
     def declare(self) -> None:
-        specs = [(name, BucketSpec(name, "sum", 4, "float32", 0)) for name in ("a, b, c, d, e", "f")]
+        specs = [(names, BucketSpec(names, "sum", 4, "float32", 0)) for names in (tuple("abcde"), ("f",))]
         ids = self.runtime.buckets(specs)
         self.updates = [DeferredUpdate(id_, spec, 1, Group()) for id_, (_, spec) in zip(ids, specs, strict=True)]
         for update in self.updates:
@@ -170,7 +170,7 @@ def test_each_bucket_is_weighed_once_in_so_many_rounds(bucket: int, every: int) 
         addresses = cluster.pservers(1, 2)
         workers = jobs.together(*(lambda rank=rank: cluster.worker(addresses, rank) for rank in range(2)))
         rank = Rank(workers[0], every)
-        update = DeferredUpdate(bucket, BucketSpec("b", "sum", 4, "float32", 0), 1, Group())
+        update = DeferredUpdate(bucket, BucketSpec(("b",), "sum", 4, "float32", 0), 1, Group())
         due = []
         for update.round in range(3 * every):
             due.append(bool(rank.invariants.weigh(update)))

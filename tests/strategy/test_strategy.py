@@ -25,7 +25,7 @@ from keras_versions import KERAS_3_8
 
 import tfps
 from tfps.errors import ClosedError
-from tfps.runtime import runtime
+from tfps.runtime import gate_watch
 from tfps.strategy import strategy as strategies
 
 
@@ -260,7 +260,7 @@ def test_a_forgotten_step_function_frees_its_transfers(strategy: tfps.Strategy) 
 def test_a_step_that_fails_in_backward_leaves_no_reader_waiting(
     strategy: tfps.Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime, "_WATCH_S", 0.05)
+    monkeypatch.setattr(gate_watch, "_LOOK_S", 0.05)
     model, x, y = compiled(strategy)
     model.fit(x, y, verbose=0)
     gate = model.trainable_variables[0].value.gates[0]

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tfps.errors import TfpsError
-from tfps.trace.capture import KINDS, Bucket, Capture, Kind, Process, Span, lane_of, rows
+from tfps.trace.capture import KINDS, Capture, CapturedBucket, Kind, Process, Span, lane_of, rows
 from tfps.trace.capture_file import chrome_path, read, write_chrome
 
 PROCESSES = (
@@ -22,7 +22,7 @@ PROCESSES = (
     Process("pserver", 0, "c:7070"),
 )
 START = b'[{"name":"tfps","ph":"M","pid":0,"tid":0,"args":'
-BUCKETS = (Bucket("dense/kernel", ("dense/kernel",), 0, 8), Bucket("a, b", ("a", "b"), 1, 400))
+BUCKETS = (CapturedBucket("dense/kernel", ("dense/kernel",), 0, 8), CapturedBucket("a, b", ("a", "b"), 1, 400))
 
 
 def spans() -> st.SearchStrategy[Span]:

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfps.errors import TfpsError
-from tfps.trace.capture import Bucket, Capture, Kind, Process, Span, lane_of
+from tfps.trace.capture import Capture, CapturedBucket, Kind, Process, Span, lane_of
 from tfps.trace.intervals import Intervals, clip, difference, intersection, total, union
 from tfps.trace.summary import Summary, summarize
 from tools import model_profiles, simulation
 from tools.synthetic_captures import POLICIES, repeated, synthetic_capture
 
-BUCKETS = (Bucket("a", ("a",), 0, 100), Bucket("b, c", ("b", "c"), 1, 200))
+BUCKETS = (CapturedBucket("a", ("a",), 0, 100), CapturedBucket("b, c", ("b", "c"), 1, 200))
 
 
 def make(spans: list[Span], workers: int = 1, pservers: int = 1, **more: Any) -> Summary:

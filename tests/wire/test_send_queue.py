@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from recorded import sends
 
 from tfps.config import Policy
 from tfps.errors import ClosedError, ProtocolError
@@ -188,13 +189,14 @@ def test_failing_wakes_a_waiting_sender_with_the_first_error() -> None:
     assert str(error) == "first"
 
 
-def test_events_tell_what_was_in_flight() -> None:
+def test_the_load_says_what_is_in_flight_and_the_recorder_what_was_sent() -> None:
     recorder = Recorder()
     recorder.start()
-    sends = SendQueue(100, "priority", piggyback=True, recorder=recorder, name="s")
-    sends.put([item(3, bucket=7)])
-    taken(sends)
-    sends.acked(10)
-    send, acked = recorder.stop()
-    assert (send.kind, send.bucket, send.priority, send.nbytes, send.in_flight) == ("send", 7, 3, 10, 10)
-    assert (acked.kind, acked.in_flight) == ("acked", 0)
+    one = SendQueue(100, "priority", piggyback=True, recorder=recorder, pserver=2)
+    one.put([item(3, bucket=7)])
+    taken(one)
+    assert one.load.in_flight_bytes == 10
+    one.acked(10)
+    assert one.load.in_flight_bytes == 0
+    (sent,) = sends(recorder)
+    assert (sent.bucket, sent.priority, sent.nbytes, sent.rank, sent.pserver) == (7, 3, 10, -1, 2)

@@ -27,7 +27,7 @@ from tfps.wire.frames import EMPTY, SHARED, Header, Kind
 from tfps.wire.shared_memory import Arena, Attached, Place
 from tfps.worker.worker import Worker
 
-SPECS = [BucketSpec("large", "sum", 20_000, "float32", 0), BucketSpec("small", "sum", 400, "float32", 1)]
+SPECS = [BucketSpec(("large",), "sum", 20_000, "float32", 0), BucketSpec(("small",), "sum", 400, "float32", 1)]
 
 
 @pytest.fixture
@@ -247,8 +247,8 @@ def sharing(cluster: jobs.Cluster) -> tuple[jobs.RawWorker, Arena]:
     raw = cluster.raw(server.address, memory=offer)
     assert raw.joined.shared_memory
     raw.open().declare()
-    gather = pb.Bucket(name="g", kind="gather", dtype="uint8")
-    raw.declare(pb.Bucket(name="b", kind="sum", nbytes=1024, dtype="float32"), gather, number=1)
+    gather = pb.Bucket(names=["g"], kind="gather", dtype="uint8")
+    raw.declare(pb.Bucket(names=["b"], kind="sum", nbytes=1024, dtype="float32"), gather, number=1)
     return raw, arena
 
 
@@ -294,7 +294,7 @@ def test_a_place_in_memory_that_was_not_offered_fails_the_job(cluster: jobs.Clus
     raw = cluster.raw(cluster.pserver(1).address)
     assert not raw.joined.shared_memory
     raw.open().declare()
-    raw.declare(pb.Bucket(name="b", kind="sum", nbytes=1024, dtype="float32"), number=1)
+    raw.declare(pb.Bucket(names=["b"], kind="sum", nbytes=1024, dtype="float32"), number=1)
     raw.send(frames.encode_shared(Header(Kind.PUSH), Place(0, 1024)))
     assert "bucket 'b' must come in frames" in str(raw.read_error())
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tfps.trace.capture import Bucket, Capture, Process, Span
+from tfps.trace.capture import Capture, CapturedBucket, Process, Span
 from tfps.trace.recorder import UNKNOWN, Recorder
 from tfps.worker.assembly import Recorded, assemble
 
-BUCKETS = [Bucket("a", ("a",), 0, 8)]
+BUCKETS = [CapturedBucket("a", ("a",), 0, 8)]
 MS = 1_000_000
 
 
@@ -28,7 +28,7 @@ class Host:
 
     def __post_init__(self) -> None:
         self.recorder = Recorder()
-        self.recorder.start(events=False)
+        self.recorder.start()
 
     def recorded(self) -> Recorded:
         process = Process(self.role, self.number, "host", self.measured_ns, self.error_ns)  # type: ignore[arg-type]
@@ -55,7 +55,7 @@ def job(*ahead_ns: int, measure: Callable[[int, int], int], error_ns: int = MS) 
     ]
 
 
-def assembled(hosts: Sequence[Host], buckets: Sequence[Bucket] = BUCKETS) -> Capture:
+def assembled(hosts: Sequence[Host], buckets: Sequence[CapturedBucket] = BUCKETS) -> Capture:
     return assemble([host.recorded() for host in hosts], buckets)
 
 

@@ -10,7 +10,7 @@ from jobs import push
 
 from tfps.errors import TfpsError
 from tfps.exchange.interface import BucketSpec
-from tfps.trace.capture import Bucket, Span
+from tfps.trace.capture import CapturedBucket, Span
 from tfps.trace.recorder import Recorder
 from tfps.worker.embedded import EmbeddedExchange
 
@@ -18,7 +18,7 @@ from tfps.worker.embedded import EmbeddedExchange
 def test_the_payload_itself_comes_back_untouched() -> None:
     exchange = EmbeddedExchange()
     total, gathered = exchange.declare(
-        [BucketSpec("s", "sum", 8, "float32", 0), BucketSpec("g", "gather", 0, "uint8", 0)]
+        [BucketSpec(("s",), "sum", 8, "float32", 0), BucketSpec(("g",), "gather", 0, "uint8", 0)]
     )
     payload = np.zeros(2, np.float32)
     pending = push(exchange, total, payload)
@@ -32,7 +32,7 @@ def test_the_payload_itself_comes_back_untouched() -> None:
 def test_it_starts_no_threads() -> None:
     before = set(threading.enumerate())
     exchange = EmbeddedExchange()
-    (bucket,) = exchange.declare([BucketSpec("s", "sum", 8, "float32", 0)])
+    (bucket,) = exchange.declare([BucketSpec(("s",), "sum", 8, "float32", 0)])
     push(exchange, bucket, bytes(8)).wait()
     assert set(threading.enumerate()) <= before  # those of earlier tests may end meanwhile
 
@@ -40,7 +40,7 @@ def test_it_starts_no_threads() -> None:
 def test_a_capture_has_what_was_recorded_in_the_process() -> None:
     recorder = Recorder()
     exchange = EmbeddedExchange(recorder=recorder)
-    exchange.declare([BucketSpec("a, b", "sum", 8, "float32", 0)])
+    exchange.declare([BucketSpec(("a", "b"), "sum", 8, "float32", 0)])
     for _ in range(2):
         with pytest.raises(TfpsError, match="no capture is being recorded"):
             exchange.stop_trace([], "run", (), {})
@@ -51,7 +51,7 @@ def test_a_capture_has_what_was_recorded_in_the_process() -> None:
         capture = exchange.stop_trace([], "run", (3,), {"model": "small"})
         recorder.span("update", 5, 7, step=3, bucket=0)
         assert capture.spans == (Span("update", 0, "updates", 5, 7, 3, 0, rank=0),)
-        assert capture.buckets == (Bucket("a, b", ("a", "b"), 0, 8),)
+        assert capture.buckets == (CapturedBucket("a, b", ("a", "b"), 0, 8),)
         assert [process.name for process in capture.processes] == ["worker 0"]
     exchange.start_trace()
     exchange.close()

@@ -22,7 +22,7 @@ from tfps.worker import patience
 from tfps.worker.patience import saying
 
 ME = f"{socket.gethostname()}:{os.getpid()}"
-SPEC = BucketSpec("dense/kernel, dense/bias", "sum", 4000, "float32", 0)
+SPEC = BucketSpec(("dense/kernel", "dense/bias"), "sum", 4000, "float32", 0)
 ONES = np.ones(1000, np.float32)
 
 

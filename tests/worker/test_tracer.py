@@ -16,7 +16,7 @@ from tfps.errors import ClosedError, TfpsError, UnsupportedError, WorkerLostErro
 from tfps.exchange.interface import BucketSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.server import ParameterServer
-from tfps.trace.capture import Bucket, Capture, Span
+from tfps.trace.capture import Capture, CapturedBucket, Span
 from tfps.trace.recorder import Recorder
 from tfps.trace.summary import summarize
 from tfps.wire import frames
@@ -46,9 +46,9 @@ def started(cluster: Cluster, shifts: dict[str, float] | None = None) -> tuple[l
         *(functools.partial(cluster.worker, addresses, rank, recorder=recorders[rank]) for rank in range(2))
     )
     specs = [
-        BucketSpec("first", "sum", 5000, "float32", 0),
-        BucketSpec("second/kernel, second/bias", "sum", 9000, "float32", 1),
-        BucketSpec("words", "gather", 0, "uint8", 2),
+        BucketSpec(("first",), "sum", 5000, "float32", 0),
+        BucketSpec(("second/kernel", "second/bias"), "sum", 9000, "float32", 1),
+        BucketSpec(("words",), "gather", 0, "uint8", 2),
     ]
     together(*(functools.partial(worker.declare, specs) for worker in workers))
     return workers, recorders
@@ -71,7 +71,7 @@ def begin(workers: list[Worker], recorders: list[Recorder]) -> None:
 
 
 def end(workers: list[Worker]) -> Capture:
-    return workers[0].stop_trace([Bucket("first", ("a", "b"), 0, 5000)], "run", (0, 1, 2), {"model": "small"})
+    return workers[0].stop_trace([CapturedBucket("first", ("a", "b"), 0, 5000)], "run", (0, 1, 2), {"model": "small"})
 
 
 def chains(capture: Capture) -> dict[tuple[int, int, int, int], dict[str, Span]]:
@@ -128,9 +128,9 @@ def test_every_slice_has_a_complete_chain_in_order_of_time_in_every_capture(clus
     assert [process.name for process in capture.processes] == ["worker 0", "worker 1", "pserver 0", "pserver 1"]
     assert all(process.host for process in capture.processes)
     assert capture.buckets == (
-        Bucket("first", ("a", "b"), 0, 5000),
-        Bucket("second/kernel, second/bias", ("second/kernel", "second/bias"), 1, 9000),  # as declared
-        Bucket("words", ("words",), 2, 0),
+        CapturedBucket("first", ("a", "b"), 0, 5000),
+        CapturedBucket("second/kernel, second/bias", ("second/kernel", "second/bias"), 1, 9000),  # as declared
+        CapturedBucket("words", ("words",), 2, 0),
     )
     assert (capture.name, capture.steps) == ("run", (0, 1, 2))
     assert capture.settings == {"policy": "priority", "slice_bytes": 1024, "window_bytes": 4096, "model": "small"}

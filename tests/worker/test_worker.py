@@ -7,6 +7,7 @@ import functools
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import jobs
 import numpy as np
 import pytest
 from jobs import Cluster, attempt, push, summed, together, use
+from recorded import note_in_flight, sends
 
 from tfps.config import Config
 from tfps.errors import (
@@ -45,7 +47,7 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def bucket(nbytes: int, priority: int = 0, name: str = "b") -> BucketSpec:
-    return BucketSpec(name, "sum", nbytes, "float32", priority)
+    return BucketSpec((name,), "sum", nbytes, "float32", priority)
 
 
 def declare(workers: list[Worker], *specs: BucketSpec) -> list[int]:
@@ -71,7 +73,7 @@ def test_an_urgent_slice_overtakes_waiting_ones(cluster: Cluster) -> None:
         pushes = [push(first, b, bytes(size)) for b, size in ((0, 200 * 1024), (1, 1024))]
     for pending in [*pushes, *(push(second, b, None) for b in (0, 1))]:
         pending.wait()
-    assert [e.bucket for e in recorder.stop() if e.kind == "send" and e.nbytes] == [1] + [0] * 200
+    assert [each.bucket for each in sends(recorder) if each.nbytes] == [1] + [0] * 200
 
 
 def test_fifo_sends_in_order_of_arrival(cluster: Cluster) -> None:
@@ -81,28 +83,35 @@ def test_fifo_sends_in_order_of_arrival(cluster: Cluster) -> None:
     recorder.start()
     for pending in [push(worker, 0, bytes(50 * 1024)), push(worker, 1, bytes(1024))]:
         pending.wait()
-    order = [e.bucket for e in recorder.stop() if e.kind == "send"]
-    assert order == [0] * 50 + [1]
+    assert [each.bucket for each in sends(recorder)] == [0] * 50 + [1]
 
 
 @pytest.mark.parametrize("window_bytes", [1, 1500, 8192])
 def test_in_flight_bytes_never_exceed_window_plus_one_slice_in_either_direction(
     cluster: Cluster, window_bytes: int
 ) -> None:
-    here, there = Recorder(), Recorder()
+    here, there = [Recorder(), Recorder()], Recorder()
     config = Config(slice_bytes=1024, window_bytes=window_bytes)
     server = cluster.pserver(2, recorder=there)
-    workers = cluster.workers([server.address], 2, config=config, recorder=here)
+    workers = together(
+        *(
+            functools.partial(cluster.worker, [server.address], rank, config=config, recorder=here[rank])
+            for rank in range(2)
+        )
+    )
     declare(workers, *(bucket(30_000, priority) for priority in range(4)))
-    here.start()
-    there.start()
+    pushed = [
+        note_in_flight(recorder, {(-1, 0): worker._queues[0]}) for recorder, worker in zip(here, workers, strict=True)
+    ]
+    replied = note_in_flight(there, {(rank, -1): server._job._queues[rank] for rank in range(2)})
+    for recorder in (*here, there):
+        recorder.start()
     for _ in range(3):
         for pending in [push(w, b, np.ones(7500, np.float32)) for w in workers for b in range(4)]:
             assert set(summed(pending.wait()).tolist()) == {2}
-    for recorder in (here, there):
-        sends = [event for event in recorder.stop() if event.kind == "send"]
-        assert len(sends) == 2 * 3 * 4 * 30
-        assert max(event.in_flight for event in sends) < window_bytes + 1024
+    for in_flight in ([*pushed[0], *pushed[1]], replied):
+        assert len(in_flight) == 2 * 3 * 4 * 30
+        assert max(in_flight) < window_bytes + 1024
 
 
 def test_windows_full_of_different_slices_do_not_deadlock(cluster: Cluster) -> None:
@@ -130,10 +139,9 @@ def test_slices_are_spread_evenly_over_pservers(cluster: Cluster) -> None:
     recorder.start()
     for pending in [push(worker, b, bytes(size)) for b, size in enumerate((9 * 1024, 400, 5000))]:
         pending.wait()
-    per_pserver: dict[str, int] = {}
-    for event in recorder.stop():
-        if event.kind == "send":
-            per_pserver[event.stream] = per_pserver.get(event.stream, 0) + event.nbytes
+    per_pserver: Counter[int] = Counter()
+    for each in sends(recorder):
+        per_pserver[each.pserver] += each.nbytes
     assert len(per_pserver) == 3
     assert max(per_pserver.values()) - min(per_pserver.values()) <= 1024
 
@@ -141,7 +149,7 @@ def test_slices_are_spread_evenly_over_pservers(cluster: Cluster) -> None:
 @pytest.mark.parametrize("placement", ["round_robin", "hash"])
 def test_other_placements_work_alike(cluster: Cluster, placement: Any) -> None:
     config = Config(slice_bytes=1024, window_bytes=4096, placement=placement)
-    specs = [bucket(10_000, 0, "x"), BucketSpec("g", "gather", 0, "uint8", 0), bucket(3000, 0, "y")]
+    specs = [bucket(10_000, 0, "x"), BucketSpec(("g",), "gather", 0, "uint8", 0), bucket(3000, 0, "y")]
     workers = job(cluster, 2, *specs, pservers=3, config=config)
     for pending in [push(w, b, np.ones(n, np.float32)) for w in workers for b, n in ((0, 2500), (2, 750))]:
         assert set(summed(pending.wait()).tolist()) == {2}
@@ -388,8 +396,8 @@ def test_close_ends_all_threads_of_the_worker(cluster: Cluster) -> None:
     before = set(threading.enumerate())
     (worker,) = job(cluster, 1, bucket(8), pservers=2)
     push(worker, 0, bytes(8)).wait()
-    own = [t for t in set(threading.enumerate()) - before if t.name.startswith(("tfps-recv", "tfps-watch"))]
-    assert sorted(t.name for t in own) == ["tfps-recv-0", "tfps-recv-1", "tfps-watch"]
+    own = [t for t in set(threading.enumerate()) - before if t.name.startswith(("tfps-recv", "tfps-deadlines"))]
+    assert sorted(t.name for t in own) == ["tfps-deadlines", "tfps-recv-0", "tfps-recv-1"]
     worker.close()
     assert not any(thread.is_alive() for thread in own)
 
@@ -465,7 +473,7 @@ import jobs
 from tfps.exchange.interface import BucketSpec
 from tfps.worker.worker import Worker
 worker = Worker(sys.argv[1:], rank=1, config=jobs.CONFIG)
-worker.declare([BucketSpec("b", "sum", 5000, "float32", 0)])
+worker.declare([BucketSpec(("b",), "sum", 5000, "float32", 0)])
 for _ in range(3):
     jobs.push(worker, 0, bytes(5000)).wait()
 print("ready", flush=True)

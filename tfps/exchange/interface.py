@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfps.errors import ClosedError, ConfigError, ProtocolError, TfpsError
-from tfps.trace.capture import Bucket, Capture, Setting
+from tfps.trace.capture import Capture, CapturedBucket, Setting
 
 Payload = bytes | bytearray | memoryview | NDArray[Any]  # C-contiguous; collections.abc.Buffer needs Python 3.12
 BucketKind = Literal["sum", "gather"]
@@ -40,28 +40,30 @@ class BucketSpec:
     """One bucket as all ranks must declare it.
 
     Args:
-        name: names of the variables in it, for messages: `"dense/kernel, dense/bias"`.
+        names: of the variables in it (`("dense/kernel", "dense/bias")`), or one that says what else it is.
         kind: `"sum"` adds the payloads of all ranks, `"gather"` returns them one by one.
         nbytes: sum: payload size of every rank; gather: 0 (every rank's size is free, also from step to step).
         dtype: numpy dtype name of the items of a sum (`"float32"`); gather: `"uint8"`.
         priority: 0 = most urgent.
         occasional: not exchanged every step; the balance of the others over pservers leaves it out.
-        alike: how every rank calls it, where `name` has numbers that a rank counts for itself: what is compared and
-            what places are found by. Empty: the name.
+        alike: how every rank calls them, where `names` have numbers that a rank counts for itself: what is compared and
+            what places are found by. Empty: the names.
 
     Raises:
         ConfigError: a value is out of range; the message names the field.
     """
 
-    name: str
+    names: tuple[str, ...]
     kind: BucketKind
     nbytes: int
     dtype: str
     priority: int
     occasional: bool = False
-    alike: str = ""
+    alike: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.names, tuple) or not self.names:
+            raise ConfigError(f"names must be a tuple of at least one name, got {self.names!r}")
         if self.kind not in ("sum", "gather"):
             raise ConfigError(f"kind must be 'sum' or 'gather', got {self.kind!r}")
         if not 0 <= self.priority < 2**32:
@@ -73,9 +75,19 @@ class BucketSpec:
             raise ConfigError(f"a gather must have nbytes 0 and dtype 'uint8', got {self.nbytes} and {self.dtype!r}")
 
     @property
-    def common_name(self) -> str:
+    def name(self) -> str:
+        """For messages: `"dense/kernel, dense/bias"`."""
+        return ", ".join(self.names)
+
+    @property
+    def common_names(self) -> tuple[str, ...]:
         """The same on all ranks."""
-        return self.alike or self.name
+        return self.alike or self.names
+
+    @property
+    def common_name(self) -> str:
+        """The same on all ranks, in one text."""
+        return ", ".join(self.common_names)
 
     def __str__(self) -> str:
         size = f" {self.nbytes} bytes {self.dtype}" if self.kind == "sum" else ""
@@ -196,7 +208,7 @@ class Exchange(Protocol):
         """
 
     def stop_trace(
-        self, buckets: Sequence[Bucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
+        self, buckets: Sequence[CapturedBucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
     ) -> Capture:
         """Ends it everywhere and collects what was recorded, which takes half a minute at most. For rank 0 only.
 

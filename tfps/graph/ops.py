@@ -7,6 +7,7 @@ Unstage would).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -21,8 +22,9 @@ HOST = "/device:CPU:0"
 _RESOURCE = tf.TensorSpec([], tf.resource)
 _BYTES = tf.TensorSpec([None], tf.uint8)
 _TIMES = tf.TensorSpec([None], tf.float64)
-# What a send hands to the host: transfer id, ticket, data, indices of a sparse gradient, times (see `send`).
-MESSAGE = [tf.int64, tf.int64, tf.uint8, tf.uint8, tf.float64]
+# What a graph hands to the host: transfer id, ticket, data, indices of a sparse gradient, times (see `send`), and the
+# queue in which a pull waits for its reply. Other messages, to which no graph waits for a reply, have any queue there.
+MESSAGE = [tf.int64, tf.int64, tf.uint8, tf.uint8, tf.float64, tf.resource]
 # What the host hands to a pull: error text or "", the ticket of the message, data, indices.
 PULLED = [tf.string, tf.int64, tf.uint8, tf.uint8]
 PASS, CLOSE, SEND, PULL = "tfps_pass_gate", "tfps_close_gates", "tfps_send", "tfps_pull"  # functions below
@@ -252,10 +254,10 @@ def _send_function() -> Any:
     number = tf.TensorSpec([], tf.int64)
 
     @tf.function(autograph=False, input_signature=[_RESOURCE, number, number, _BYTES, _BYTES, _TIMES])
-    def tfps_send(queue: Any, exchange: Any, ticket: Any, data: Any, indices: Any, times: Any) -> tf.Tensor:
+    def tfps_send(queue: Any, transfer: Any, ticket: Any, data: Any, indices: Any, times: Any) -> tf.Tensor:
         with tf.control_dependencies([data, indices]):
             times = tf.concat([tf.reshape(tf.timestamp(), [1]), times], 0)
-        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[exchange, ticket, data, indices, times])
+        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, ticket, data, indices, times, queue])
         with tf.control_dependencies([sent]):
             return tf.constant(True)
 
@@ -264,7 +266,7 @@ def _send_function() -> Any:
 
 def send(
     queue: tf.Tensor,
-    exchange: int,
+    transfer: int,
     ticket: tf.Tensor,
     data: tf.Tensor,
     indices: tf.Tensor | None = None,
@@ -272,26 +274,28 @@ def send(
 ) -> tf.Operation:
     """Hands `data` (flat uint8, from any device) to the host; waits for nothing but its inputs.
 
-    `times`, seconds, go with it (see moments.py), behind the time when the data was there.
+    `times`, seconds, go with it (see timestamps.py), behind the time when the data was there.
     """
     with tf.device(HOST):
         if indices is None:
             indices = tf.constant([], tf.uint8)
         noted = tf.stack([tf.cast(each, tf.float64) for each in times]) if times else tf.constant([], tf.float64)
-        sent = _send_function()(queue, tf.constant(exchange, tf.int64), ticket, data, indices, noted)
+        sent = _send_function()(queue, tf.constant(transfer, tf.int64), ticket, data, indices, noted)
         tf_private.set_read_only_inputs(sent, [0])
     return sent.op
 
 
 @functools.cache
 def _pull_function() -> Any:
-    @tf.function(autograph=False, input_signature=[_RESOURCE, _RESOURCE, tf.TensorSpec([], tf.int64), _BYTES, _BYTES])
-    def tfps_pull(queue: Any, results: Any, exchange: Any, data: Any, indices: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    @tf.function(autograph=False, input_signature=[_RESOURCE, tf.TensorSpec([], tf.int64), _BYTES, _BYTES])
+    def tfps_pull(queue: Any, transfer: Any, data: Any, indices: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        # The kernel owns this queue: a pull that is pruned has none, and one that runs keeps it from step to step.
+        results = tf.raw_ops.FIFOQueueV2(component_types=PULLED, capacity=16)
         # A step that TensorFlow stops here leaves its reply behind: the next one must not take it for its own.
         with tf.control_dependencies([data, indices]):
             now = tf.timestamp()
         ticket, times = tf.bitcast(now, tf.int64), tf.reshape(now, [1])
-        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[exchange, ticket, data, indices, times])
+        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, ticket, data, indices, times, results])
         with tf.control_dependencies([sent]):
             error, echoed, *pulled = tf.raw_ops.QueueDequeueV2(handle=results, component_types=PULLED)
         with tf.control_dependencies([tf.debugging.Assert(tf.equal(error, ""), [error])]):
@@ -302,18 +306,42 @@ def _pull_function() -> Any:
     return tfps_pull.get_concrete_function()
 
 
-def pull(queue: tf.Tensor, results: tf.Tensor, exchange: int, data: tf.Tensor, indices: tf.Tensor) -> list[tf.Tensor]:
+def pull(queue: tf.Tensor, transfer: int, data: tf.Tensor, indices: tf.Tensor) -> list[tf.Tensor]:
     """Sends `data` and waits for the reduced bytes: [data, indices], both flat uint8.
 
-    A *stateless* call around stateful ops: it is pruned when nothing uses its result.
+    A *stateless* call around stateful ops: it is pruned when nothing uses its result (see `needed`).
     """
     with tf.device(HOST):
-        arguments = [queue, results, tf.constant(exchange, tf.int64), data, indices]
-        pulled = call_stateless(_pull_function(), arguments)
-        tf_private.set_read_only_inputs(pulled[0], [0, 1])
+        pulled = call_stateless(_pull_function(), [queue, tf.constant(transfer, tf.int64), data, indices])
+        tf_private.set_read_only_inputs(pulled[0], [0])
         for tensor in pulled:
             tensor.set_shape([None])
     return pulled
+
+
+def answer(results: tf.Tensor, reply: Sequence[Any]) -> None:
+    """Hands `reply`, as in PULLED, to the pull that waits in the queue `results`; called by the runtime's threads."""
+    # Where the function that waited was deleted meanwhile its queue is gone, too: nobody waits any more.
+    with contextlib.suppress(tf.errors.NotFoundError):
+        tf.raw_ops.QueueEnqueueV2(handle=results, components=reply)
+
+
+def needed(graph: tf.Graph) -> set[str]:
+    """Names of the ops of the function `graph`, traced to the end, that its runs need; TensorFlow may prune others."""
+    found: set[str] = set()
+    waiting = [*(output.op for output in graph.outputs), *graph.control_outputs]
+    waiting += [op for op in graph.get_operations() if op.op_def.is_stateful]
+    while waiting:
+        op = waiting.pop()
+        if op.name not in found:
+            found.add(op.name)
+            waiting += before(op)
+    return found
+
+
+def before(op: tf.Operation) -> list[tf.Operation]:
+    """What `op` comes after, by data and control edges."""
+    return [*(each.op for each in op.inputs), *op.control_inputs]
 
 
 def is_gate_op(op: tf.Operation) -> bool:
@@ -341,7 +369,7 @@ def _request_function() -> Any:
     @tf.function(autograph=False, input_signature=[_RESOURCE, _RESOURCE, number, number])
     def tfps_request(queue: Any, order: Any, transfer: Any, number: Any) -> tf.Tensor:
         nothing, times = tf.constant([], tf.uint8), tf.constant([], tf.float64)
-        asked = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, number, nothing, nothing, times])
+        asked = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, number, nothing, nothing, times, queue])
         with tf.control_dependencies([asked]):
             return tf.constant(True)
 

@@ -18,6 +18,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tfps.graph.private_names import needs
+
 SUPPORTED = "TensorFlow 2.18 to 2.21 with Keras 3 (3.8 or newer)"
 _OLDEST, _NEWEST, _OLDEST_KERAS = (2, 18), (2, 21), (3, 8)
 
@@ -75,11 +77,12 @@ try:
     from tensorflow.core.framework import attr_value_pb2  # says which resource inputs of a call are only read
     from tensorflow.python.autograph.core import config as autograph_config  # which modules AutoGraph leaves alone
     from tensorflow.python.autograph.core import config_lib as autograph_rules
+    from tensorflow.python.data.ops import flat_map_op  # what Dataset.from_generator ends with
     from tensorflow.python.distribute import (
         distribute_lib,  # ReplicaContext with an id: the public constructor is for the current replica
         distribute_utils,  # regroup; create_mirrored_variable, the only way to bring a variable class of one's own
         input_lib,  # distributed datasets, the base of those that are staged; empty batches
-        input_util,  # distributed datasets that are sharded over workers (`input_context`)
+        mirrored_run,  # the threads of replicas
         mirrored_strategy,  # MirroredExtended: local devices, replica threads, PerReplica values
         values,  # MirroredVariable, DistributedValues
         values_util,  # current replica id as a number
@@ -87,7 +90,10 @@ try:
     from tensorflow.python.eager import record  # whether a gradient tape follows what is computed now
     from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction  # see flat_call
     from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function  # see translate_errors
-    from tensorflow.python.framework import ops  # the graph under construction, init_scope that leaves it
+    from tensorflow.python.framework import (
+        auto_control_deps_utils,  # the attribute that says what is only read
+        ops,  # the graph under construction, init_scope that leaves it
+    )
     from tensorflow.python.framework.composite_tensor import CompositeTensor  # what an iterator as an argument must be
     from tensorflow.python.framework.func_graph import FuncGraph  # whose outer graphs can be followed
     from tensorflow.python.ops import (
@@ -96,38 +102,85 @@ try:
     )
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # a variable outside of any strategy
 
-    # Strategies without merge_call decide so by this method; all names below must exist for the overrides to take
-    # effect.
-    for _owner, _names in {
-        autograph_config: ("CONVERSION_RULES",),
-        mirrored_strategy.MirroredExtended: (
-            "_create_variable",
-            "_use_merge_call",
-            "_replica_ctx_all_reduce",
-            "_replica_ctx_update",
-            "_batch_reduce_to",
-            "_reduce_to",
-            "_gather_to_implementation",
-            "_update",
-            "_call_for_each_replica",
-            "_experimental_distribute_dataset",
-            "_distribute_datasets_from_function",
-            "_get_replica_id_in_sync_group",
-            "_get_local_replica_id",
-        ),
-        values.MirroredVariable: ("_get_replica", "handle", "value", "read_value", "_dense_var_to_tensor", "values"),
-        input_lib.DistributedDataset: ("__iter__", "element_spec"),
-        input_lib.DistributedDatasetsFromFunction: ("__iter__", "element_spec"),
-        ConcreteFunction: ("_call_flat", "__call__"),
-        Function: ("__call__",),
-        control_flow_v2_func_graphs: ("CondBranchFuncGraph", "ControlFlowFuncGraph"),
-        record: ("could_possibly_record",),
-        distribute_utils: ("create_mirrored_variable", "VARIABLE_CLASS_MAPPING", "VARIABLE_POLICY_MAPPING", "regroup"),
-    }.items():
-        for _name in _names:
-            if not hasattr(_owner, _name):
-                raise ImportError(f"{_owner} has no {_name}")
-except ImportError as error:
+    # What Extended overrides: without these methods its own would never be called. Strategies without merge_call decide
+    # so by the first one.
+    needs(
+        mirrored_strategy.MirroredExtended,
+        "_use_merge_call",
+        "_num_replicas_in_sync",
+        "_get_replica_id_in_sync_group",
+        "_get_local_replica_id",
+        "_create_variable",
+        "_call_for_each_replica",
+        "_replica_ctx_all_reduce",
+        "_replica_ctx_update",
+        "_reduce_to",
+        "_batch_reduce_to",
+        "_gather_to_implementation",
+        "_local_results",
+        "_experimental_distribute_dataset",
+        "_distribute_datasets_from_function",
+        "_experimental_distribute_values_from_function",
+        "experimental_between_graph",
+        "should_checkpoint",
+        "should_save_summary",
+    )
+    # What it uses of its base class.
+    needs(mirrored_strategy.MirroredExtended, "_container_strategy", "_devices", "_broadcast_to")
+    needs(mirrored_strategy.MirroredExtended, "_get_variable_creator_initial_value")  # replicas begin with the first's
+    needs(mirrored_strategy.MirroredExtended, "_input_workers_with_options", "_input_workers_devices")
+    needs(mirrored_strategy.MirroredStrategy, "_collective_key_base")  # which MirroredExtended asks its strategy for
+
+    # Replicas.
+    needs(distribute_lib.ReplicaContext, "_replica_id", "_update")
+    needs(distribute_lib, "get_replica_context", "in_cross_replica_context", "get_update_replica_id")
+    needs(distribute_lib, "enter_or_assert_strategy")
+    needs(values_util, "get_current_replica_id_as_int", "in_replica_update_context", "is_saving_non_distributed")
+    needs(mirrored_run, "_MirroredReplicaThread")
+    needs(mirrored_run._MirroredReplicaThread, "coord")  # see stopped; else Ctrl-C would not reach replica functions
+
+    # Variables: what is overridden, then what is used.
+    needs(distribute_utils, "create_mirrored_variable", "VARIABLE_CLASS_MAPPING", "VARIABLE_POLICY_MAPPING", "regroup")
+    needs(distribute_utils, "is_mirrored")
+    needs(values.MirroredVariable, "_get", "_get_cross_replica", "_get_replica", "_update_replica")
+    needs(values.MirroredVariable, "handle", "value", "read_value", "values", "_dense_var_to_tensor")
+    needs(values.MirroredVariable, "_export_to_saved_model_graph")
+    needs(values.SyncOnReadVariable, "_get_cross_replica", "_update_replica", "_gather_saveables_for_checkpoint")
+    needs(values, "_SyncOnReadSaveable")
+    needs(values._SyncOnReadSaveable, "restore", "_sync_on_read_variable")
+    needs(values.DistributedVariable, "_values", "_primary", "_get_on_device_or_primary", "_devices", "_aggregation")
+    needs(values.DistributedVariable, "_distribute_strategy", "_common_name", "_unique_id")
+    needs(values.DistributedVariable, "_distributed_container")  # which it gives to its components
+    needs(values, "DistributedValues", "Mirrored", "PerReplicaSpec")
+
+    # Datasets and iterators: what is overridden, then what is used.
+    for _dataset in (input_lib.DistributedDataset, input_lib.DistributedDatasetsFromFunction):
+        needs(_dataset, "__iter__", "element_spec", "_enable_get_next_as_optional", "_strategy")
+    needs(input_lib.DistributedDataset, "_cloned_datasets")
+    needs(input_lib.DistributedDatasetsFromFunction, "_datasets")
+    needs(input_lib, "_dummy_tensor_fn")
+    needs(tf.TypeSpec, "_serialize", "_component_specs", "_to_components", "_from_components")
+    needs(CompositeTensor, "_type_spec")
+    for _spec in (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec):
+        needs(_spec, "_batch", "_unbatch")
+    needs(tf.data.Dataset, "_inputs")  # see made_by_generator; what it does with them is checked in effects.py
+    needs(flat_map_op, "_FlatMapDataset")
+    needs(flat_map_op._FlatMapDataset, "_map_func")
+
+    # Functions and graphs.
+    needs(autograph_config, "CONVERSION_RULES")
+    needs(autograph_rules, "DoNotConvert")
+    needs(Function, "__call__", "_clone")
+    needs(ConcreteFunction, "__call__", "_call_flat")
+    needs(control_flow_v2_func_graphs, "CondBranchFuncGraph", "ControlFlowFuncGraph")
+    needs(control_flow_util, "GraphOrParentsInXlaContext")
+    needs(attr_value_pb2, "AttrValue")
+    needs(auto_control_deps_utils, "READ_ONLY_RESOURCE_INPUTS_ATTR")  # what it does is checked in effects.py
+    needs(tf.Operation, "_set_attr")
+    needs(tf.Graph, "_is_function")
+    needs(ops, "get_default_graph", "init_scope")
+    needs(record, "could_possibly_record")
+except (ImportError, AttributeError) as error:  # a module, or a class in one
     raise ImportError(f"tfps supports {SUPPORTED}; TensorFlow {tf.__version__} does not fit: {error}") from error
 
 
@@ -191,6 +244,22 @@ def translate_errors(translated: Callable[[str], Exception | None]) -> None:
         owner.__call__ = translating(owner.__call__)
 
 
+@functools.cache
+def before_calls(prepare: Callable[[FuncGraph], None]) -> None:
+    """Calls `prepare` with the graph of each function right before it runs, or before a graph calls it.
+
+    A function is traced to the end then, and no public hook lies between that and its first run; once per process.
+    """
+    call_flat = ConcreteFunction._call_flat
+
+    @functools.wraps(call_flat)
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        prepare(self.graph)
+        return call_flat(self, *arguments, **named)
+
+    ConcreteFunction._call_flat = call
+
+
 def stopped() -> bool:
     """Whether this thread runs a replica function for another one that has been interrupted (Ctrl-C) meanwhile.
 
@@ -220,7 +289,7 @@ def set_read_only_inputs(call: tf.Tensor, indices: list[int]) -> None:
     only.
     """
     value = attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue(i=indices))
-    call.op._set_attr("_read_only_resource_inputs", value)
+    call.op._set_attr(auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR, value)
 
 
 def in_xla(graph: tf.Graph) -> bool:
@@ -237,7 +306,7 @@ def made_by_generator(dataset: tf.data.Dataset) -> bool:
         function = getattr(getattr(dataset, "_map_func", None), "function", None)
         if any(op.type == "GeneratorDataset" for op in (function.graph.get_operations() if function else ())):
             return True
-        inputs: list[tf.data.Dataset] = getattr(dataset, "_inputs", list)()
+        inputs: list[tf.data.Dataset] = dataset._inputs()
         if len(inputs) != 1 or "Batch" in type(dataset).__name__:
             return False
         dataset = inputs[0]

@@ -129,7 +129,7 @@ class Lockstep:
         self._warned = False
         with tf.init_scope(), tf.device(graph_ops.HOST):
             self.order = tf.queue.FIFOQueue(1, [tf.bool], [[]], name="tfps_order")  # a resource to order requests by
-        self.spec = BucketSpec("batches", "sum", 3 * 8 * self._workers, "int64", priority=0, occasional=True)
+        self.spec = BucketSpec(("batches",), "sum", 3 * 8 * self._workers, "int64", priority=0, occasional=True)
         runtime.declare_later("batches", self.spec)
         self._eager = Request(self, None)
         runtime.adopt(self._eager, None)

@@ -12,82 +12,67 @@ from typing import Any
 
 import keras
 
+from tfps.graph.private_names import needs
 from tfps.graph.tf_private import SUPPORTED
 
 
 def _class_that_defines(cls: type, name: str) -> Any:
     """The class among `cls` and its bases that defines `name`."""
-    for each in cls.__mro__:
-        if name in vars(each):
-            return each
-    raise _missing(cls, name)
-
-
-def _missing(owner: Any, name: str) -> ImportError:
-    return ImportError(f"tfps supports {SUPPORTED}; Keras {keras.__version__} does not fit: {owner} has no {name}")
-
-
-def needs(owner: Any, *names: str) -> None:
-    """Checks that `owner` has `names`.
-
-    Raises:
-        ImportError: it has not.
-    """
-    for name in names:
-        if not hasattr(owner, name):
-            raise _missing(owner, name)
+    needs(cls, name)
+    return next(each for each in cls.__mro__ if name in vars(each))
 
 
 try:
     from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope  # its graphs never run
     from keras.src.backend.tensorflow import trainer as trainer_module  # joins what the steps of replicas return
     from keras.src.losses import loss as loss_module  # where a loss becomes a mean, divided by the number of replicas
-except ImportError as error:
+
+    # Wrapped where batches do not divide evenly (weighing.py).
+    needs(loss_module, "scale_loss_for_distribution", "unscale_loss_for_distribution")
+    needs(loss_module, "reduce_weighted_values", "apply_mask")
+    needs(trainer_module, "reduce_per_replica")
+    needs(keras.optimizers.Optimizer, "_backend_apply_gradients")
+    needs(keras.Model, "compute_loss", "_maybe_symbolic_build")  # the latter takes one batch for a model's shapes
+    needs(keras.metrics.Mean, "update_state")
+    needs(trainer_module.TFEpochIterator, "_distributed_dataset")  # what says how its batches look
+
+    # Wrapped because ranks and replicas would do or decide it for themselves.
+    needs(keras.Model, "distribute_strategy")  # which models are meant
+    needs(keras.Model, "_get_metrics_result_or_logs")  # what `fit` and `evaluate` report of a step's logs (logs.py)
+    needs(keras.callbacks.TerminateOnNaN, "on_batch_end")  # logs.py
+    needs(keras.Model, "predict", "predict_on_batch")  # predictions.py
+    needs(keras.optimizers.LossScaleOptimizer, "check_finite")  # loss_scaling.py
+    needs(keras.random.SeedGenerator, "next")  # by which all layers and keras.random draw their seeds (seeds.py)
+    needs(keras.Layer, "add_loss", "_losses")  # added_losses.py
+
+    # Wrapped because several ranks save (saving.py): where callbacks decide to, and the path by the logs.
+    needs(keras.Model, "save", "save_weights", "export")
+    needs(keras.callbacks.ModelCheckpoint, "_save_model", "_get_file_path")
+    needs(keras.callbacks.BackupAndRestore, "_save_model", "_weights_path", "on_train_begin", "on_train_end")
+    needs(keras.Model, "_initial_epoch")  # where BackupAndRestore says at which epoch `fit` begins
+
+    # For models and optimizers that were created outside of the scope (compiling.py). `compile` is replaced where it is
+    # defined and not in `keras.Model`: `compile_from_config` asks whether a model's `compile` is still that class's,
+    # and calls none that is not.
+    Trainer = _class_that_defines(keras.Model, "compile")
+    needs(Trainer, "compile")
+    needs(keras.optimizers.Optimizer, "build", "_distribution_strategy")
+    needs(keras.Variable, "_initialize")  # gives a Keras variable a tf.Variable, as when it is created
+except (ImportError, AttributeError) as error:  # a module, or a class in one
     raise ImportError(f"tfps supports {SUPPORTED}; Keras {keras.__version__} does not fit: {error}") from error
-
-# Wrapped where batches do not divide evenly (weighing.py).
-needs(loss_module, "scale_loss_for_distribution", "unscale_loss_for_distribution")
-needs(loss_module, "reduce_weighted_values", "apply_mask")
-needs(trainer_module, "reduce_per_replica")
-needs(keras.optimizers.Optimizer, "_backend_apply_gradients")
-needs(keras.Model, "compute_loss", "_maybe_symbolic_build")  # the latter takes one batch for a model's shapes
-needs(keras.metrics.Mean, "update_state")
-needs(keras.Layer, "add_loss")
-
-# Defines `compile`. Replaced there and not in `keras.Model`: `compile_from_config` asks whether a model's `compile` is
-# still this class's, and calls none that is not.
-Trainer = _class_that_defines(keras.Model, "compile")
-
-# Gives a Keras variable a tf.Variable, as when it is created: for those that were created outside of the scope.
-needs(keras.Variable, "_initialize")
 
 
 def distributed_dataset(epochs: Any) -> Any:
-    """What an iterator over epochs of `fit` distributes.
-
-    Raises:
-        ImportError: this Keras keeps it elsewhere.
-    """
-    needs(epochs, "_distributed_dataset")
+    """What an iterator over epochs of `fit` distributes."""
     return epochs._distributed_dataset
 
 
 def losses_of(layer: Any) -> list[Any]:
-    """What `layer` has added in its last call; the list itself.
-
-    Raises:
-        ImportError: this Keras keeps it elsewhere.
-    """
-    needs(layer, "_losses")
+    """What `layer` has added in its last call; the list itself."""
     losses: list[Any] = layer._losses
     return losses
 
 
 def adopt_optimizer(optimizer: Any, strategy: Any) -> None:
-    """Makes `optimizer` create its slots under `strategy`, as if it had been created in that scope.
-
-    Raises:
-        ImportError: this Keras keeps the strategy elsewhere.
-    """
-    needs(optimizer, "_distribution_strategy")
+    """Makes `optimizer` create its slots under `strategy`, as if it had been created in that scope."""
     optimizer._distribution_strategy = strategy

@@ -21,10 +21,7 @@ import tensorflow as tf
 
 from tfps.errors import MismatchError
 from tfps.graph.shares import UNKNOWN
-from tfps.keras_hooks.keras_private import needs
 from tfps.keras_hooks.weighing import mean
-
-needs(keras.Model, "_get_metrics_result_or_logs")  # what `fit` and `evaluate` report of a step's logs
 
 
 @functools.cache

@@ -19,12 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfps.keras_hooks.keras_private import needs
 from tfps.keras_hooks.logs import agreed_logs
-
-# Where callbacks save: the decision, and the path by the logs.
-needs(keras.callbacks.ModelCheckpoint, "_save_model", "_get_file_path")
-needs(keras.callbacks.BackupAndRestore, "_save_model", "on_train_begin", "on_train_end")
 
 
 @functools.cache
@@ -140,7 +135,7 @@ def _take_from_first_rank(strategy: Any, model: Any) -> None:
     """Gives `model` the weights, optimizer state and first epoch that it has on rank 0, on all ranks."""
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    epoch = getattr(model, "_initial_epoch", None)
+    epoch = model._initial_epoch
     with strategy.scope():
         first = tf.Variable(-1 if epoch is None else epoch, dtype=tf.int64, trainable=False, name="first_epoch")
     variables = {id(each.value): each.value for each in [*model.weights, *model.optimizer.variables]}

@@ -17,10 +17,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfps.keras_hooks.keras_private import needs
-
-needs(keras.random.SeedGenerator, "next")  # by which all layers and keras.random draw their seeds
-
 _APART = 0x9E3779B1  # odd, so that no two ranks get the same seed
 _SEEDS = 2**31 - 1  # how many seeds TensorFlow tells apart
 

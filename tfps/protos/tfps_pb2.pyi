@@ -6,20 +6,20 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Bucket(_message.Message):
-    __slots__ = ["dtype", "kind", "name", "nbytes", "occasional", "priority"]
+    __slots__ = ["dtype", "kind", "names", "nbytes", "occasional", "priority"]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
-    NAME_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     OCCASIONAL_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     dtype: str
     kind: str
-    name: str
+    names: _containers.RepeatedScalarFieldContainer[str]
     nbytes: int
     occasional: bool
     priority: int
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., nbytes: _Optional[int] = ..., dtype: _Optional[str] = ..., priority: _Optional[int] = ..., occasional: bool = ...) -> None: ...
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., kind: _Optional[str] = ..., nbytes: _Optional[int] = ..., dtype: _Optional[str] = ..., priority: _Optional[int] = ..., occasional: bool = ...) -> None: ...
 
 class ClockReply(_message.Message):
     __slots__ = ["failure", "time_ns"]

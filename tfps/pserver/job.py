@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tfps.config import Config
@@ -17,15 +17,14 @@ from tfps.errors import (
     WaitTimeoutError,
     WorkerLostError,
 )
-from tfps.exchange.aggregate import GatherRound, SumRound
-from tfps.exchange.interface import BucketSpec, parse_dtype
-from tfps.exchange.layout import Cutting, Layout, cut_anew, cut_sum
-from tfps.exchange.placement import Placer
-from tfps.exchange.slicing import Slice, cut
+from tfps.exchange.interface import BucketSpec
+from tfps.exchange.layout import Layout
+from tfps.exchange.slicing import cut
 from tfps.pserver.job_status import ErrorCounts, job_status
 from tfps.pserver.membership import Applicant, Member, Membership, State, first_difference
-from tfps.pserver.owned_slice import OwnedSlice, Taken
+from tfps.pserver.owned_slice import Taken
 from tfps.pserver.recording import Recording
+from tfps.pserver.shard import Shard
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.control import PULL, PUSH, layout_message
@@ -33,18 +32,6 @@ from tfps.wire.frames import EMPTY, LAST, Header, Kind
 from tfps.wire.send_queue import Outgoing, SendQueue
 from tfps.wire.shared_memory import Attached, Place, Target
 from tfps.wire.status import JobStatus
-
-
-@dataclass(slots=True)
-class _Bucket:
-    """A declared bucket; `slices` has what this pserver owns of it, by index (a gather: index 0).
-
-    `slices` is only ever replaced as a whole, so that streams read it without a lock.
-    """
-
-    spec: BucketSpec
-    slices: dict[int, OwnedSlice] = field(default_factory=dict)
-    next: dict[int, dict[int, OwnedSlice]] = field(default_factory=dict)  # by the first step; guarded by Job._changed
 
 
 @dataclass(slots=True)
@@ -67,14 +54,10 @@ class Job:
         self.recording = Recording(recorder)
         self._changed = threading.Condition()  # guards all below; notified when a waiting declare may go on
         self._membership = Membership(workers, name)
-        self._config = Config()
-        self._pservers = 1
-        self._placer = Placer(1, "balanced")
-        self._index = 0  # this pserver's place in the workers' lists
+        self._shard = Shard(Config(), workers, 1, 0, recorder)  # the first to join says what it is of
         self._queues: dict[int, SendQueue] = {}
         self._ends: dict[int, Callable[[], object]] = {}  # how to end the streams of pushes
         self._declarations: list[_Declaration] = []
-        self._buckets: list[_Bucket] = []  # only grows, so that streams read it without the lock
         self._failure: TfpsError | None = None
 
     # Membership
@@ -109,10 +92,8 @@ class Job:
             first = not self._membership.members
             member = self._membership.join(applicant, time.monotonic())
             if first:
-                self._config = config
-                self._pservers = applicant.pservers
-                self._placer = Placer(applicant.pservers, config.placement)
-                self._index = applicant.pserver_index
+                of = self._membership.workers, applicant.pservers, applicant.pserver_index
+                self._shard = Shard(config, *of, self._recorder)
             if member.state is State.JOINED:
                 member.memory = memory
                 self._queues[member.rank] = SendQueue(
@@ -120,7 +101,6 @@ class Job:
                     config.policy,
                     piggyback=False,
                     recorder=self._recorder,
-                    name=f"rank {member.rank}",
                     rank=member.rank,
                 )
             return member
@@ -177,7 +157,7 @@ class Job:
             if ended := self.recording.gone(rank):
                 self._announce(Header(Kind.TRACE, step=ended))
         self._queues[rank].close()
-        for bucket in self._buckets:
+        for bucket in self._shard.buckets:
             for item in bucket.slices.values():
                 with item.lock:
                     waited_for = item.round.started and rank not in item.round.arrived
@@ -192,7 +172,7 @@ class Job:
                 return
             self._failure = error
             self._errors.add("job", error)
-            self._buckets = []
+            self._shard.clear()
             self._changed.notify_all()
         self.recording.fail(error)
         for queue in list(self._queues.values()):
@@ -268,7 +248,7 @@ class Job:
             return True
         if len(declaration.lines) < self._membership.workers or self._membership.not_streaming():
             return False
-        self._buckets.extend(self._new_buckets(declaration.specs))
+        self._shard.add(declaration.specs)
         declaration.agreed = True
         declaration.lines = {r: [] for r in declaration.lines}  # only who declared still counts
         self._changed.notify_all()
@@ -283,10 +263,7 @@ class Job:
         """
         with self._changed:
             self._raise_failure()
-            specs = [bucket.spec for bucket in self._buckets]
-            found = cut_anew(specs, layout, self._pservers, self._config.placement)
-            for number, cutting in found.items():
-                self._buckets[number].next[cutting.step] = self._slices_of(specs[number], cutting)
+            self._shard.cut_anew(layout)
             self._announce(Header(Kind.LAYOUT), layout_message(layout).SerializeToString())
             for queue in self._queues.values():
                 queue.set_window(layout.window_bytes)
@@ -302,9 +279,9 @@ class Job:
             self._raise_failure()
             if on:
                 others = set(range(1, self._membership.workers)) - set(self._membership.gone())
-                self.recording.start(number, () if self._index else others)
+                self.recording.start(number, () if self._shard.index else others)
             else:
-                self.recording.stop(number, self._index)
+                self.recording.stop(number, self._shard.index)
             self._announce(Header(Kind.TRACE, index=int(on), step=number))
 
     def _announce(self, header: Header, payload: bytes = b"") -> None:
@@ -312,37 +289,6 @@ class Job:
         frame = frames.encode(header, payload)
         for queue in self._queues.values():
             queue.put_urgent(frame)
-
-    def _cut_anew(self, bucket: _Bucket, step: int) -> None:
-        """Changes to the next cutting, if `step` is cut so. All of the last step is over then, on all pservers."""
-        with self._changed:
-            for first in sorted(first for first in bucket.next if first <= step):
-                bucket.slices = bucket.next.pop(first)
-
-    def _slices_of(self, spec: BucketSpec, cutting: Cutting) -> dict[int, OwnedSlice]:
-        """What this pserver owns of a sum."""
-        owned = {}
-        for index, (piece, owner) in enumerate(zip(cutting.slices, cutting.owners, strict=True)):
-            if owner == self._index:
-                owned[index] = item = OwnedSlice(self._recorder)
-                label = f"slice {index} of bucket '{spec.name}'"
-                dtype, deterministic = parse_dtype(spec.dtype), self._config.deterministic
-                workers = self._membership.workers
-                item.round = SumRound(label, workers, dtype, piece.nbytes, deterministic, item.allocate)
-                item.round.step = cutting.step
-        return owned
-
-    def _new_buckets(self, specs: Sequence[BucketSpec]) -> Iterator[_Bucket]:
-        workers, slice_bytes = self._membership.workers, self._config.first_slice_bytes
-        for spec in specs:
-            bucket = _Bucket(spec)
-            if spec.kind == "gather":
-                if self._placer.place_gather(spec.common_name) == self._index:
-                    bucket.slices[0] = item = OwnedSlice(self._recorder)
-                    item.round = GatherRound(f"bucket '{spec.name}'", workers, slice_bytes)
-            else:
-                bucket.slices = self._slices_of(spec, cut_sum(spec, slice_bytes, self._placer))
-            yield bucket
 
     # Rounds
 
@@ -355,17 +301,19 @@ class Job:
         Raises:
             ProtocolError: the frame fits no declared slice, or not the step of it.
         """
-        if not 0 <= header.bucket < len(self._buckets):
+        buckets = self._shard.buckets
+        if not 0 <= header.bucket < len(buckets):
             if self._failure is not None:
                 return  # its stream is about to end
-            raise ProtocolError(f"bucket must be one of the {len(self._buckets)} declared ones, got {header.bucket}")
-        bucket = self._buckets[header.bucket]
+            raise ProtocolError(f"bucket must be one of the {len(buckets)} declared ones, got {header.bucket}")
+        bucket = buckets[header.bucket]
         if header.priority != bucket.spec.priority:
             name, rule = bucket.spec.name, bucket.spec.priority
             raise ProtocolError(f"priority of bucket '{name}' must be {rule}, got {header.priority}")
         gather = bucket.spec.kind == "gather"
         if bucket.next:
-            self._cut_anew(bucket, header.step)
+            with self._changed:
+                bucket.advance(header.step)
         item = bucket.slices.get(0 if gather else header.index)
         if item is None:
             raise ProtocolError(f"bucket '{bucket.spec.name}' has no slice {header.index} on this pserver")
@@ -387,10 +335,11 @@ class Job:
         """The ranks for whose push of any slice of `bucket` others wait."""
         with self._changed:
             self._raise_failure()
-            if not 0 <= bucket < len(self._buckets):
-                raise ProtocolError(f"bucket must be one of the {len(self._buckets)} declared ones, got {bucket}")
+            buckets = self._shard.buckets
+            if not 0 <= bucket < len(buckets):
+                raise ProtocolError(f"bucket must be one of the {len(buckets)} declared ones, got {bucket}")
             ranks: set[int] = set()
-            for item in self._buckets[bucket].slices.values():
+            for item in buckets[bucket].slices.values():
                 with item.lock:
                     ranks.update(item.round.missing() if item.round.started else ())
             return [self._membership.describe(rank) for rank in sorted(ranks)]
@@ -408,25 +357,38 @@ class Job:
         """How the job is doing. Streams run meanwhile: numbers of theirs may be a slice apart."""
         with self._changed:
             loads = {rank: queue.load for rank, queue in self._queues.items()}
-            rounds = [item.round for bucket in self._buckets for item in bucket.slices.values()]
-            return job_status(self._membership, self._failure, len(self._buckets), rounds, loads)
+            buckets = self._shard.buckets
+            rounds = [item.round for bucket in buckets for item in bucket.slices.values()]
+            return job_status(self._membership, self._failure, len(buckets), rounds, loads)
 
     def _reply(self, push: Header, result: memoryview, gather: bool, taken: Taken) -> None:
-        limit = self._config.first_slice_bytes
-        pieces = cut(len(result), limit) if gather else [Slice(0, len(result))]
-        items = []
-        for index, piece in enumerate(pieces):
-            flags = LAST if gather and index == len(pieces) - 1 else 0
-            header = Header(Kind.REPLY, flags, push.bucket, index if gather else push.index, push.priority, push.step)
-            # Encoded once: all ranks get the same bytes object.
-            if taken.blank is not None:
-                frame = taken.blank.finish(header)
-            else:
-                frame = frames.encode(header, result[piece.offset : piece.offset + piece.nbytes])
-            items.append(Outgoing(header, piece.nbytes, frame=frame))
-        for rank, queue in list(self._queues.items()):
-            if (target := taken.targets.get(rank)) is None:
-                queue.put(items)
-            else:
-                content = memoryview(frame)[frames.HEADER_BYTES :]  # a sum has one piece
-                queue.put([Outgoing(header, len(content), content, target=target)])
+        queues = dict(self._queues)
+        if gather:
+            _reply_gather(queues.values(), push, result, self._shard.config.first_slice_bytes)
+        else:
+            _reply_sum(queues, push, result, taken)
+
+
+def _reply_sum(queues: Mapping[int, SendQueue], push: Header, result: memoryview, taken: Taken) -> None:
+    """Sends the sum that `push` has completed to all ranks: where they want it, or in a frame, the same for all."""
+    header = Header(Kind.REPLY, 0, push.bucket, push.index, push.priority, push.step)
+    frame = frames.encode(header, result) if taken.blank is None else taken.blank.finish(header)
+    content = memoryview(frame)[frames.HEADER_BYTES :]
+    for rank, queue in queues.items():
+        if (target := taken.targets.get(rank)) is None:
+            queue.put([Outgoing(header, len(content), frame=frame)])
+        else:
+            queue.put([Outgoing(header, len(content), content, target=target)])
+
+
+def _reply_gather(queues: Iterable[SendQueue], push: Header, result: memoryview, piece_bytes: int) -> None:
+    """Sends what `push` has completed to all ranks, in pieces of `piece_bytes`."""
+    pieces = cut(len(result), piece_bytes)
+    items = []
+    for index, piece in enumerate(pieces):
+        flags = LAST if index == len(pieces) - 1 else 0
+        header = Header(Kind.REPLY, flags, push.bucket, index, push.priority, push.step)
+        frame = frames.encode(header, result[piece.offset : piece.offset + piece.nbytes])  # once for all ranks
+        items.append(Outgoing(header, piece.nbytes, frame=frame))
+    for queue in queues:
+        queue.put(items)

@@ -51,7 +51,7 @@ class Recording:
             self.number, self._runs = number, True
             self._parts.clear()
             self._expected = set(uploading)
-            self._recorder.start(events=False)
+            self._recorder.start()
             self._changed.notify_all()
 
     def stop(self, number: int, index: int) -> None:

@@ -215,7 +215,9 @@ class ParameterServer:
         return reply
 
     def _declare(self, request: Any, context: grpc.ServicerContext) -> Any:
-        specs = [BucketSpec(b.name, b.kind, b.nbytes, b.dtype, b.priority, b.occasional) for b in request.buckets]
+        specs = [
+            BucketSpec(tuple(b.names), b.kind, b.nbytes, b.dtype, b.priority, b.occasional) for b in request.buckets
+        ]
         job = self._job_of(request.token)
         job.declare(request.rank, request.number, request.details, specs, request.timeout_s)
         return pb.DeclareReply()

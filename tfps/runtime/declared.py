@@ -12,10 +12,10 @@ from typing import Any
 from tfps.exchange.interface import BucketSpec, Exchange
 from tfps.runtime.interrupts import wait
 from tfps.threads import sheltered
-from tfps.trace.capture import Bucket
+from tfps.trace.capture import CapturedBucket
 
 
-class Buckets:
+class DeclaredBuckets:
     """Declares each key once. Any thread."""
 
     def __init__(self, exchange: Exchange) -> None:
@@ -59,11 +59,11 @@ class Buckets:
         """As declared."""
         return self._declared[bucket][1]
 
-    def known(self) -> list[Bucket]:
+    def known(self) -> list[CapturedBucket]:
         """All of them by id, as a capture names them."""
         declared, found = dict(self._declared), []
         for bucket in range(len(declared)):
             key, spec = declared[bucket]
-            variables = tuple(spec.name.split(", ")) if key[0] == "update" else ()
-            found.append(Bucket(spec.name, variables, spec.priority, spec.nbytes))
+            variables = spec.names if key[0] == "update" else ()
+            found.append(CapturedBucket(spec.name, variables, spec.priority, spec.nbytes))
         return found

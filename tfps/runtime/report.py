@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 import pathlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from tfps.errors import TfpsError
 from tfps.exchange.interface import Link
+from tfps.trace.intervals import Interval, Intervals, clip, union
+from tfps.trace.step_times import NEGLIGIBLE, Limit, StepTimes, limit_of, overlap, step_times
 
 MIN_STEPS = 4
-_NEGLIGIBLE = 0.03  # of a step
 
 
 class Round(NamedTuple):
@@ -87,7 +88,7 @@ class Report:
             f"network in use {_ms(self.wire_s)} of it, {self.overlap:.0%} of that while computing",
             f"limit: {self.limit}",
         ]
-        if self.exposed_wait_s < _NEGLIGIBLE * self.step_s:
+        if limit_of(self.step_s, self.exposed_wait_s) is Limit.COMPUTATION:
             lines.append("nothing can be won by a faster network, more pservers or other settings")
         else:
             lines.append(f"with twice the bandwidth: {_ms(self.with_twice_the_bandwidth_s)} a step")
@@ -95,7 +96,7 @@ class Report:
         helped = self.without_schedule_s / self.step_s
         lines.append(
             f"without priorities and barriers per variable: {_ms(self.without_schedule_s)} a step"
-            if helped > 1 + _NEGLIGIBLE
+            if helped > 1 + NEGLIGIBLE
             else "the order of sending makes no difference here"
         )
         return "\n".join(lines)
@@ -122,11 +123,11 @@ def make_report(
     buckets = sorted((h for h in histories if len(h.rounds) == longest), key=lambda h: h.priority)
     rounds = [[history.rounds[step] for history in buckets] for step in range(longest)]
     backward = _backward(rounds)
-    waits, factors = zip(*(_explain(now, after, backward) for now, after in pairwise(rounds)), strict=True)
+    steps, factors = zip(*(_explain(now, after, backward) for now, after in pairwise(rounds)), strict=True)
     ends = [max(one.ready_s for one in step) for step in rounds]
     step_s = statistics.median(after - now for now, after in pairwise(ends))
-    exposed_s = min(statistics.median(waits), step_s)
-    wire_s = statistics.median(_covered(step) for step in rounds)
+    exposed_s = min(_median_s(step.exposed_ns for step in steps), step_s)
+    wire_s = _median_s(step.under_way_ns for step in steps)
     factor = statistics.median(factors)
     layers = tuple(
         Layer(history.name, factor * seconds, seconds, history.nbytes)
@@ -142,7 +143,7 @@ def make_report(
         compute_s=step_s - exposed_s,
         exposed_wait_s=exposed_s,
         wire_s=wire_s,
-        overlap=max(0.0, 1 - exposed_s / wire_s) if wire_s else 1.0,
+        overlap=overlap(max(wire_s - exposed_s, 0.0), wire_s),
         bytes_per_s=bytes_per_s,
         limit=limit,
         without_schedule_s=max(model.in_order_s() * calibration, step_s),
@@ -166,34 +167,36 @@ def _backward(rounds: Sequence[Sequence[Round]]) -> list[float]:
     return [statistics.median(times) if len(times) > len(rounds) / 2 else mean for times in own]
 
 
-def _explain(now: Sequence[Round], after: Sequence[Round], backward: Sequence[float]) -> tuple[float, float]:
-    """How long the forward pass between two steps waited, and its time as a multiple of backward's."""
+def _explain(now: Sequence[Round], after: Sequence[Round], backward: Sequence[float]) -> tuple[StepTimes, float]:
+    """The step from the last gradient of `now` to that of `after`, and its forward time as a multiple of backward's."""
     start_s, end_s = max(one.ready_s for one in now), min(one.ready_s for one in after)
     # The first gradient's own backward lies between as well: as if its layers were passed twice more.
     weights = [*backward[:-1], 3 * backward[-1]]
 
-    def run(factor: float) -> tuple[float, float]:
-        """When the forward pass would end, and how long it would have waited."""
-        clock_s, waited_s = start_s, 0.0
+    def run(factor: float) -> tuple[float, Intervals]:
+        """When the forward pass would end, and when it would have waited."""
+        clock_s, waits = start_s, []
         for one, weight in zip(now, weights, strict=True):
-            waited_s += max(one.done_s - clock_s, 0.0)
+            waits.append(_ns(clock_s, one.done_s))
             clock_s = max(clock_s, one.done_s) + factor * weight
-        return clock_s, waited_s
+        return clock_s, union(waits)
 
     low, high = 0.0, (end_s - start_s) / sum(weights) if sum(weights) else 0.0
     for _ in range(50):
         middle = (low + high) / 2
         low, high = (middle, high) if run(middle)[0] < end_s else (low, middle)
-    return min(run(low)[1], max(end_s - start_s, 0.0)), low
+    bounds = _ns(start_s, max(one.ready_s for one in after))
+    gates = clip(run(low)[1], *_ns(start_s, end_s))
+    under_way = union(_ns(*one) for one in (*now, *after))
+    return step_times(bounds, [bounds], gates, [], under_way), low
 
 
-def _covered(step: Sequence[Round]) -> float:
-    """Seconds in which at least one bucket was under way."""
-    total_s, until_s = 0.0, float("-inf")
-    for one in sorted(step):
-        total_s += max(one.done_s - max(one.ready_s, until_s), 0.0)
-        until_s = max(until_s, one.done_s)
-    return total_s
+def _ns(begin_s: float, end_s: float) -> Interval:
+    return round(begin_s * 1e9), round(end_s * 1e9)
+
+
+def _median_s(times_ns: Iterable[int]) -> float:
+    return statistics.median(times_ns) / 1e9
 
 
 def _busy(links: Sequence[Link]) -> list[Link]:
@@ -212,7 +215,7 @@ def _rate(links: Sequence[Link]) -> float:
 
 
 def _limit(step_s: float, exposed_s: float, nbytes: int, links: Sequence[Link]) -> str:
-    if exposed_s < _NEGLIGIBLE * step_s:
+    if limit_of(step_s, exposed_s) is Limit.COMPUTATION:
         return "computation"
     cpu_s, busiest = max(((link.cpu_s_per_step or 0.0, link.pserver) for link in links), default=(0.0, ""))
     if cpu_s > 0.8 * step_s:

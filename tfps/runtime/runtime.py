@@ -1,8 +1,8 @@
 """The host side of the graph: takes what sends hand over, exchanges it, and applies what comes back.
 
-Three threads. "tfps-pump" takes messages from the TensorFlow queue into the exchange; "tfps-apply" runs updates and
+Two threads. "tfps-pump" takes messages from the TensorFlow queue into the exchange; "tfps-apply" runs updates and
 answers pulls, most urgent first. Neither blocks on the network; receiver threads of the exchange only put replies into
-a heap. "tfps-watch" finds gates that nobody will open any more.
+a heap.
 
 Tested in tests/strategy/test_strategy.py.
 """
@@ -22,16 +22,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfps.errors import ClosedError, TfpsError, WaitTimeoutError, to_text
+from tfps.errors import ClosedError, TfpsError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec, Exchange, Reply
 from tfps.exchange.sparse import pack_sparse, unpack_sparse
 from tfps.graph import tf_private
-from tfps.graph.ops import HOST, MESSAGE, Gate, tensor_of
-from tfps.runtime.declared import Buckets
+from tfps.graph.ops import HOST, MESSAGE, tensor_of
+from tfps.runtime.declared import DeclaredBuckets
+from tfps.runtime.gate_watch import GateWatch, stopped_step
 from tfps.runtime.interrupts import indivisible, wait
 from tfps.runtime.report import History, Report, Round, make_report
 from tfps.runtime.step_spans import StepSpans
-from tfps.runtime.transfers import DeferredUpdate, Rounds, Transfer
+from tfps.runtime.transfers import DeferredUpdate, Pull, Rounds, Transfer
 from tfps.trace.recorder import Recorder
 from tfps.worker.embedded import EmbeddedExchange
 from tfps.worker.patience import PATIENCE_S
@@ -42,8 +43,6 @@ _NO_TIMES = np.empty(0, np.float64)
 _DRAINED = -1  # in place of a transfer's id: everything before it has been started
 _HISTORY_STEPS = 16
 _TICK_S = 0.2
-_WATCH_S = 1.0  # between two looks at the gates
-_LOST_AFTER = 30  # looks without any message, at a gate that stays closed
 
 
 class Runtime:
@@ -58,7 +57,7 @@ class Runtime:
         self._transfers: dict[int, Transfer] = {}
         self._retired: list[int] = []
         self._ids = itertools.count()
-        self.declared = Buckets(exchange)
+        self.declared = DeclaredBuckets(exchange)
         self._ready: list[tuple[int, int, Transfer, Any, Reply]] = []
         self._arrivals = itertools.count()
         self._has_ready = threading.Condition()  # truth: _ready, _closed, _under_way or _mark has changed
@@ -68,23 +67,21 @@ class Runtime:
         self._pushed: Counter[int] = Counter()  # rounds of each bucket; guarded by _has_ready
         self.steps = 0  # training steps that have been sent; pump thread writes
         self.on_step: Callable[[int], None] | None = None  # hears of each of them, on the pump thread; must be short
-        self._gates: weakref.WeakSet[Gate] = weakref.WeakSet()
         self._rounds = Rounds()
         self._history: dict[int, deque[Round]] = {}  # of the last steps of updates, by bucket; apply thread writes
         self.lockstep: Any = None  # see lockstep.py
         self.invariants: Any = None  # see invariants.py
         self.trace_run: Any = None  # what is being recorded; see trace_run.py
-        self._messages_seen = 0  # pump thread writes, watch thread reads
+        self._messages_seen = 0  # pump thread writes
         self._exchanged = 0  # of them, those that lead to an exchange; pump thread only
         self._exchanged_now = 0  # by `exchange_now`
         self._before_close: list[Callable[[], None]] = []
         self._under_way = 0  # messages whose transfer has not finished; guarded by _has_ready
-        self._wake_watch = threading.Event()  # set at failure and close
+        self.gate_watch = GateWatch(exchange, self._activity)
         exchange.add_failure_listener(self._report)
         self._threads = [
             threading.Thread(target=_on_host, args=(self._pump,), name="tfps-pump", daemon=True),
             threading.Thread(target=_on_host, args=(self._apply,), name="tfps-apply", daemon=True),
-            threading.Thread(target=self._watch, name="tfps-watch", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -150,14 +147,6 @@ class Runtime:
         """What was adopted as number `identity`, if its graph still exists."""
         return self._transfers.get(identity)
 
-    def gates(self) -> list[Gate]:
-        """Those of all variables."""
-        return list(self._gates)
-
-    def watch(self, gates: Sequence[Gate]) -> None:
-        """Looks after `gates` as long as they exist."""
-        self._gates.update(gates)
-
     def exchange_now(self, bucket: int, payload: Any, tick: Callable[[float], None] | None = None) -> Reply:
         """Pushes and waits for the reply, on the calling thread; `tick` hears now and then what part of it is here.
 
@@ -216,17 +205,14 @@ class Runtime:
         self.exchange.close()
         with tf.init_scope():
             self._messages.close(cancel_pending_enqueues=True)
-        pump, *others = self._threads
+        pump, apply = self._threads
         pump.join()  # whatever it has pushed is answered, so that the next thread sees it
         with self._has_ready:
             self._closed = True
             self._has_ready.notify_all()
-        self._wake_watch.set()
-        for thread in others:
-            thread.join()
-        for gate in list(self._gates):
-            if gate.closed:
-                gate.open(to_text(ClosedError("the strategy was closed before the gradient had come back")))
+        apply.join()
+        self.gate_watch.stop()
+        self.gate_watch.give_up(ClosedError("the strategy was closed before the gradient had come back"))
 
     def _drain(self) -> None:
         """Waits until everything that was sent has been applied, or nothing can be any more."""
@@ -241,7 +227,7 @@ class Runtime:
         """
         mark = next(self._marks)
         with tf.init_scope(), tf.device(HOST):
-            self._messages.enqueue([np.int64(_DRAINED), np.int64(mark), _NO_BYTES, _NO_BYTES, _NO_TIMES])
+            self._messages.enqueue([np.int64(_DRAINED), np.int64(mark), _NO_BYTES, _NO_BYTES, _NO_TIMES, self.queue])
 
         def done() -> bool:
             return self.exchange.failure is not None or (self._mark >= mark and self._under_way == 0)
@@ -253,7 +239,7 @@ class Runtime:
         dequeue = tf.raw_ops.QueueDequeueV2
         while True:
             try:
-                identity, ticket, data, indices, times = dequeue(handle=self.queue, component_types=MESSAGE)
+                identity, ticket, data, indices, times, results = dequeue(handle=self.queue, component_types=MESSAGE)
             except (tf.errors.OutOfRangeError, tf.errors.CancelledError):  # closed
                 return
             if int(identity) == _DRAINED:
@@ -264,6 +250,8 @@ class Runtime:
             self._messages_seen += 1
             transfer = self._transfers[int(identity)]
             self._exchanged += transfer.exchanges
+            if isinstance(transfer, Pull):
+                transfer.waiting.append(results)
             try:
                 self._start(transfer, ticket, data, indices, times)
             except Exception as error:  # without this thread nothing would move any more
@@ -293,13 +281,10 @@ class Runtime:
             payload = pack_sparse(memoryview(indices), payload)
         elif transfer.spec.nbytes and not data.shape[0]:  # of a replica without rows, which contributes nothing
             payload = data = None
-        if self.recorder.with_events:
-            self.recorder.record("gradient", bucket=transfer.bucket, nbytes=_size(payload))
-
         if isinstance(transfer, DeferredUpdate):
             transfer.ready_s = time.monotonic()
             if self._rounds.skipped(number, transfer):
-                raise TfpsError(_stopped(self.exchange.rank, transfer.spec.name))
+                raise stopped_step(self.exchange.rank, transfer.spec.name)
         done = self.spans.done.get(transfer.bucket)
         step = self.push(transfer, payload, ticket, data)
         if self.recorder.enabled:
@@ -360,8 +345,6 @@ class Runtime:
             history = self._history.setdefault(transfer.bucket, deque(maxlen=_HISTORY_STEPS))
             history.append(Round(transfer.ready_s, time.monotonic()))
         self.spans.done[transfer.bucket] = sent[-1], self.spans.now()
-        if self.recorder.with_events:
-            self.recorder.record("applied", bucket=transfer.bucket)
         if self.recorder.enabled:
             self.spans.updated(begin, transfer, sent[-1])
 
@@ -374,38 +357,16 @@ class Runtime:
         indices, gathered = unpack_sparse(reply.parts or [])
         return ticket, tf.constant(gathered), tf.constant(indices)
 
+    def _activity(self) -> tuple[int, int]:
+        """How many messages are under way, and how many there have been."""
+        with self._has_ready:
+            return self._under_way, self._messages_seen
+
     def _report(self, error: TfpsError) -> None:
-        self._wake_watch.set()
+        self.gate_watch.wake()
         with self._has_ready:
             self._has_ready.notify_all()
         logger.error("tfps: training stopped: %s", error)
-
-    def _watch(self) -> None:
-        """Puts an error into gates that stay closed although nothing is under way.
-
-        TensorFlow stops a step at its first error, wherever it is: a reader may then hold a token, or a send may
-        have closed its gates without having sent.
-        """
-        looks: weakref.WeakKeyDictionary[Gate, int] = weakref.WeakKeyDictionary()
-        seen = -1
-        while not self._closed:
-            self._wake_watch.wait(_WATCH_S)
-            failure = self.exchange.failure
-            if failure is None:
-                with self._has_ready:
-                    quiet = self._under_way == 0 and self._messages_seen == seen
-                seen = self._messages_seen
-                closed = [gate for gate in list(self._gates) if gate.closed] if quiet else []
-                looks = weakref.WeakKeyDictionary({gate: looks.get(gate, 0) + 1 for gate in closed})
-                lost = [gate for gate, count in looks.items() if count >= _LOST_AFTER]
-                if not lost:
-                    continue
-                failure = TfpsError(_stopped(self.exchange.rank, lost[0].name))
-                self.exchange.fail(failure)
-            for gate in list(self._gates):
-                if gate.closed:
-                    gate.open(to_text(failure))
-            threading.Event().wait(_WATCH_S)
 
 
 def _size(payload: Any) -> int:
@@ -415,11 +376,3 @@ def _size(payload: Any) -> int:
 def _on_host(work: Callable[[], None]) -> None:
     with tf.device(HOST):
         work()
-
-
-def _stopped(rank: int, name: str) -> str:
-    """What to say of a step that TensorFlow has stopped."""
-    return (
-        f"rank {rank}: a step was stopped by an error before it had sent the gradient of {name}; "
-        "the variables may be half updated: restore a checkpoint under a new strategy"
-    )

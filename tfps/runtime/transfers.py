@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ import tensorflow as tf
 
 from tfps.errors import TfpsError, to_text
 from tfps.exchange.interface import BucketSpec
-from tfps.graph.ops import HOST, PULLED, Gate
+from tfps.graph.ops import Gate, answer
 
+UNDECLARED = -1  # in place of a bucket's id
 _NO_BYTES = np.empty(0, np.uint8)
 
 
@@ -110,7 +112,7 @@ class DeferredUpdate(Transfer):
         group.transfers.add(self)
         self.ready_s = 0.0  # when the last gradient came
         self.kept: tuple[str, ...] = ()  # names of what the update reads as of the send
-        self.read = -1  # the variable whose read is noted (see moments.py)
+        self.read = -1  # the variable whose read is noted (see timestamps.py)
         self.whole = False  # whether its messages say when the forward pass was
         self.functions: list[Callable[..., Any]] = []  # one per local replica
         self.invariants: Any = None  # who compares digests of the update, see invariants.py
@@ -132,15 +134,26 @@ class DeferredUpdate(Transfer):
 
 
 class Pull(Transfer):
-    """Hands the reduced bytes back to the graph that waits for them."""
+    """Hands the reduced bytes back to the graph that waits for them.
 
-    def __init__(self, bucket: int, spec: BucketSpec) -> None:
-        super().__init__(bucket, spec)
-        with tf.init_scope(), tf.device(HOST):
-            self.results = tf.queue.FIFOQueue(16, PULLED, name="tfps_pulled")
+    Its bucket is declared before the graph runs for the first time, if its result is used (see pulls.py).
+    """
+
+    def __init__(self, spec: BucketSpec) -> None:
+        super().__init__(UNDECLARED, spec)
+        # Queues in which the graph waits, for each message the one that came with it; replies come in this order.
+        self.waiting: deque[tf.Tensor] = deque()
+        self.declare: Callable[[], None] = lambda: None  # for a graph whose first run was not seen
+
+    def collect(
+        self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
+    ) -> tuple[int, tf.Tensor, tf.Tensor] | None:
+        if self.bucket == UNDECLARED:
+            self.declare()
+        return super().collect(ticket, data, indices, times)
 
     def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
-        self.results.enqueue(["", ticket, data, indices])
+        answer(self.waiting.popleft(), ["", ticket, data, indices])
 
     def fail(self, error: TfpsError) -> None:
-        self.results.enqueue([to_text(error), np.int64(0), _NO_BYTES, _NO_BYTES])
+        answer(self.waiting.popleft(), [to_text(error), np.int64(0), _NO_BYTES, _NO_BYTES])

@@ -165,8 +165,8 @@ class Combiner:
     def _declared(self, part: _Part) -> int:
         first, *more = part.variables
         spec = BucketSpec(
-            name=f"values of {own_name(first)} and {len(more)} more variables",
-            alike=f"values of {common_name(first)} and {len(more)} more variables",
+            names=(f"values of {own_name(first)} and {len(more)} more variables",),
+            alike=(f"values of {common_name(first)} and {len(more)} more variables",),
             kind="sum",
             nbytes=sum(map(_elements, part.variables)) * part.dtype.itemsize,
             dtype=part.dtype.name,
@@ -215,7 +215,8 @@ def _elements(variable: Any) -> int:
 def _mentioned(what: str) -> Iterator[None]:
     """Says `what` once if the block takes long."""
     timer = threading.Timer(_PATIENCE_S, logger.warning, ["tfps: waits: %s", what])
-    timer.name, timer.daemon = "tfps-patience", True
+    timer.name = "tfps-combine-patience"
+    timer.daemon = True
     timer.start()
     try:
         yield

@@ -6,7 +6,6 @@ Tested in tests/integration/test_semantics.py.
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfps.errors import TfpsError, UnsupportedError, from_text
-from tfps.graph.moments import Passage
 from tfps.graph.picture import Picture
 from tfps.graph.shares import LastBatch, share_of_gradients, with_share
 from tfps.graph.tf_private import (
@@ -24,7 +22,6 @@ from tfps.graph.tf_private import (
     in_xla,
     mirrored_strategy,
     ops,
-    outer_graphs,
     values,
 )
 from tfps.input import datasets, generators
@@ -35,14 +32,15 @@ from tfps.keras_hooks.seeds import stateful_apart
 from tfps.runtime.runtime import Runtime
 from tfps.strategy.combined import Combiner
 from tfps.strategy.cross_replica import MEAN, SUM, CrossReplica
-from tfps.strategy.deferred import Emitter, GraphState, Noted, Reduced, Reduction, deferrable, find_reduced
+from tfps.strategy.deferred import Reduced, Reduction
+from tfps.strategy.emitter import Emitter
 from tfps.strategy.graph_view import picture, traced_function
 from tfps.strategy.initial_values import InitialValues
 from tfps.strategy.invariants import Invariants
+from tfps.strategy.on_read_variable import OnReadVariable
 from tfps.strategy.reductions import Reductions, divide, identity
-from tfps.strategy.variables import GatedVariable, OnReadVariable, container_of, updating
+from tfps.strategy.variables import GatedVariable, container_of, updating
 
-_numbers = itertools.count()
 _FLOATING = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _VARIABLE_CLASSES = {
     **distribute_utils.VARIABLE_CLASS_MAPPING,
@@ -79,9 +77,7 @@ class Extended(CrossReplica):
         self.combiner = Combiner(runtime, len(self._devices))
         self._invariants = Invariants.of(runtime, check_every)
         self._emitter = Emitter(strategy, runtime, len(self._devices), slice_bytes, self._invariants)
-        self._state_name = f"_tfps_state_{next(_numbers)}"
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
-        self._touched: list[weakref.ref[tf.Graph]] = []  # graphs that got a state since the last replica function ended
         self._lifted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     # Replicas and workers.
@@ -186,7 +182,7 @@ class Extended(CrossReplica):
                 variable.share_gates(colocate_with)
             elif variable.trainable and variable.dtype in _FLOATING and variable.shape.is_fully_defined():
                 variable.make_gates()
-                self._runtime.watch(variable.gates)
+                self._runtime.gate_watch.add(variable.gates)
         self._initial_values.created(variable)
         return variable
 
@@ -196,8 +192,8 @@ class Extended(CrossReplica):
 
     def note_local_write(self, variable: Any) -> None:
         """A replica writes its component of `variable` without telling the others."""
-        state = None if tf.executing_eagerly() else self._state_of(ops.get_default_graph())
-        self.combiner.note_write(variable, state.inputs if state else [])
+        inputs = [] if tf.executing_eagerly() else self._emitter.inputs(ops.get_default_graph())
+        self.combiner.note_write(variable, inputs)
 
     def of_first_replica(self, variable: GatedVariable, value: tf.Tensor) -> tf.Tensor:
         """In a replica function: the `value` for `variable` that this worker's first replica has."""
@@ -263,80 +259,24 @@ class Extended(CrossReplica):
                 )
             given = tf.nest.flatten((args, kwargs), expand_composites=True)
             symbolic = [each for each in given if tf.is_symbolic_tensor(each)]
-            self._state(graph).inputs = [each for each in symbolic if each.graph is graph]
-            self._emitter.end_of_call()  # of a call whose trace an exception ended
-            self._touched.clear()
+            self._emitter.begin_call(graph, [each for each in symbolic if each.graph is graph])
             self._replica_graph = graph
             try:
                 with stateful_apart(graph, self._runtime.exchange.rank if self.shards else 0):
                     result = super()._call_for_each_replica(fn, args, kwargs)
             finally:
                 self._replica_graph = None
-            self._finish(graph)
+            self._emitter.end_call(graph)
         self._initial_values.agree()
         return result
 
-    def _finish(self, graph: tf.Graph) -> None:
-        """Emits what is still noted at the end of a replica function."""
-        self._emit_all(graph)
-        self._emitter.end_of_call()
-        touched, self._touched = self._touched, []
-        for other in [graph, *(each for ref in touched if (each := ref()) is not None)]:
-            state = self._state(other)
-            if any(state.noted.values()):
-                names = ", ".join(noted.variable.name for each in state.noted.values() for noted in each)
-                raise UnsupportedError(
-                    f"{other.name}: only some results of one all_reduce were used to update variables inside a tf.cond "
-                    f"or tf.while_loop ({names}); reduce them in a call of their own"
-                )
-
-    def _emit_all(self, graph: tf.Graph) -> None:
-        state = self._state_of(graph)
-        if state is None:
-            return
-        for replica in sorted(state.noted):
-            number = self._get_replica_id_in_sync_group(replica)
-            context = distribute_lib.ReplicaContext(self._container_strategy(), number)
-            with graph.as_default(), tf.control_dependencies(None), context:
-                self._emit(state, graph, replica)
-
-    def _emit(self, state: GraphState, graph: tf.Graph, replica: int) -> None:
-        self._emitter.emit(state, graph, replica, self._state(outer_graphs(graph)[-1]).first_use, self._state)
-
-    def _state_of(self, graph: tf.Graph) -> GraphState | None:
-        return getattr(graph, self._state_name, None)
-
-    def _state(self, graph: tf.Graph) -> GraphState:
-        state = self._state_of(graph)
-        if state is None:
-            state = GraphState()
-            # On the graph itself: the state holds tensors of the graph, in a table of ours both would live for ever.
-            setattr(graph, self._state_name, state)
-            self._touched.append(weakref.ref(graph))
-        return state
-
     def note_access(self, variable: GatedVariable, graph: tf.Graph) -> list[tf.Tensor]:
-        """Called before any access in a graph under construction: notes the forward order, emits what waits.
+        """See `Emitter.note_access`."""
+        return self._emitter.note_access(variable, graph)
 
-        Returns what the access must come after: the input of the step, where it is in `graph`.
-        """
-        chain = outer_graphs(graph)
-        if not chain:
-            return []
-        for each in chain:
-            state = self._state_of(each)
-            if state is not None and any(state.noted.values()):
-                self._emit_all(each)
-        if variable.gates and variable.owner is None:
-            first_use = self._state(chain[-1]).first_use
-            first_use.setdefault(variable._unique_id, len(first_use))
-        state = self._state_of(graph)
-        return state.inputs if state is not None else []
-
-    def note_passage(self, variable: GatedVariable, replica: int, graph: tf.Graph, passed: tf.Operation) -> None:
-        """The gate of `variable` has been passed in `graph` by the op `passed`."""
-        passages = self._state(graph).passages.by_variable
-        passages.setdefault((variable._unique_id, replica), Passage(passed, passed.inputs[1]))
+    def note_passed(self, variable: GatedVariable, replica: int, graph: tf.Graph, passed: tf.Operation) -> None:
+        """See `Emitter.note_passed`."""
+        self._emitter.note_passed(variable, replica, graph, passed)
 
     # Reductions and updates in replica context.
 
@@ -361,14 +301,11 @@ class Extended(CrossReplica):
         if tf.executing_eagerly():
             summed = self._reductions.sum_all(own, ())
         else:
-            graph = ops.get_default_graph()
-            root = self._state(outer_graphs(graph)[-1])
-            root.reductions[replica] += 1
-            summed = self._reductions.sum_all(own, (root.reductions[replica], replica))
+            summed = self._reductions.sum_all(own, self._emitter.next_reduction(replica))
             if reduce_op == SUM:
                 reduction = Reduction(len(flat), None if share is None else share.has_rows)
                 for gradient, result in zip(local, summed, strict=True):
-                    self._state(graph).reduced[id(result)] = Reduced(gradient, result, reduction)
+                    self._emitter.note_reduced(Reduced(gradient, result, reduction))
         if reduce_op == MEAN:
             summed = [divide(each, self._num_replicas_in_sync) for each in summed]
         return tf.nest.pack_sequence_as(value, summed)
@@ -380,30 +317,16 @@ class Extended(CrossReplica):
                 f"variable {getattr(var, 'name', var)!r} was not created under this strategy; build and compile the "
                 "model inside `with strategy.scope():`"
             )
-        reduced = find_reduced(self._state_of, args[0]) if args and not kwargs else None
-        if reduced is None or not deferrable(variable, reduced.gradient):
-            with updating():
-                result = super()._replica_ctx_update(variable, fn, args, kwargs or {}, group)
-            if self._invariants is not None and tf.executing_eagerly():
-                self._invariants.note_eager(variable, fn, args[1:])
-            return result
-        graph, replica = ops.get_default_graph(), distribute_lib.get_replica_context()._replica_id
-        state = self._state(graph)
-        if any(noted.variable is variable for noted in state.noted.get(replica, ())):
-            self._emit(state, graph, replica)  # the second update of a variable comes after its first
-        state.noted.setdefault(replica, []).append(Noted(variable, fn, tuple(args[1:]), reduced))
-        noted = reduced.reduction.noted
-        noted[id(graph)] += 1
-        if noted[id(graph)] == reduced.reduction.size:
-            self._emit(state, graph, replica)
-        return tf.no_op() if group else None
+        if args and not kwargs and self._emitter.defers(variable, fn, args[0], args[1:]):
+            return tf.no_op() if group else None
+        with updating():
+            result = super()._replica_ctx_update(variable, fn, args, kwargs or {}, group)
+        if self._invariants is not None and tf.executing_eagerly():
+            self._invariants.note_eager(variable, fn, args[1:])
+        return result
 
     def _cross_replica_key(self) -> tuple[Any, ...]:
-        if tf.executing_eagerly():
-            return ()
-        root = self._state(outer_graphs(ops.get_default_graph())[-1])
-        root.reductions["cross-replica"] += 1
-        return (root.reductions["cross-replica"], "cross-replica")
+        return () if tf.executing_eagerly() else self._emitter.next_reduction("cross-replica")
 
     def _local_results(self, val: Any) -> Any:
         return val.values if isinstance(val, GatedVariable) else super()._local_results(val)

@@ -10,11 +10,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfps.errors import ConfigError, TfpsError
-from tfps.graph.ops import CLOSE, PASS, PULL, SEND, Gate, called
+from tfps.graph.ops import CLOSE, PASS, PULL, SEND, Gate, before, called, needed
 from tfps.graph.picture import Picture, Read, Sent
 from tfps.graph.tf_private import outer_graphs
 from tfps.runtime.runtime import Runtime
-from tfps.runtime.transfers import DeferredUpdate, Transfer
+from tfps.runtime.transfers import UNDECLARED, DeferredUpdate, Transfer
 
 
 def traced_function(graphs: Mapping[str, weakref.ref[tf.Graph]], name: str | None) -> tf.Graph:
@@ -37,7 +37,7 @@ def picture(graph: tf.Graph, runtime: Runtime) -> Picture:
 
     Reads are also those of the functions around it: of a branch of a tf.cond, the forward pass is there.
     """
-    gates = {id(gate.handle): gate for gate in runtime.gates()}
+    gates = {id(gate.handle): gate for gate in runtime.gate_watch.gates()}
     shown: dict[str, Gate] = {}  # by variable; of one local replica
     reads: list[Read] = []
     sent: dict[str, Sent] = {}  # the replicas of a worker send a bucket together
@@ -45,14 +45,14 @@ def picture(graph: tf.Graph, runtime: Runtime) -> Picture:
         for op, key, after in _walk(each, partial(_key, closed_for=_closed_for(each, gates, runtime))):
             if key and each is graph and (transfer := runtime.transfer(int(key.split()[1]))) is not None:
                 others = tuple(sorted(after - {key}))
-                before = sent.get(key)
-                sent[key] = _sent(key, transfer, others, runtime) if before is None else before.also_after(others)
+                known = sent.get(key)
+                sent[key] = _sent(key, transfer, others, runtime) if known is None else known.also_after(others)
             elif called(op) == PASS and (gate := gates.get(id(_outermost(op.inputs[0])))) is not None:
                 read = Read(f"{gate.name} {op.name}", _short(gate.name), tuple(sorted(after)))
-                known = any(
+                is_known = any(
                     other.variable == read.variable and (not after or other.after == read.after) for other in reads
                 )
-                if shown.setdefault(gate.name, gate) is gate and not known:
+                if shown.setdefault(gate.name, gate) is gate and not is_known:
                     reads.append(read)
     return Picture(
         function=graph.name,
@@ -66,7 +66,7 @@ def _key(op: Any, closed_for: dict[str, str]) -> str:
     """Which transfer `op` belongs to: a send, a pull, or the close before a send; empty for others."""
     kind = called(op)
     if kind in (SEND, PULL):
-        return f"transfer {tf.get_static_value(op.inputs[1 if kind == SEND else 2])}"
+        return f"transfer {tf.get_static_value(op.inputs[1])}"
     return closed_for.get(op.name, "")
 
 
@@ -98,7 +98,7 @@ def _sent(key: str, transfer: Transfer, after: Sequence[str], runtime: Runtime) 
         priority=transfer.spec.priority,
         nbytes=transfer.spec.nbytes,
         kept=update.kept if update else (),
-        owners=runtime.exchange.owners(transfer.bucket),
+        owners=runtime.exchange.owners(transfer.bucket) if transfer.bucket != UNDECLARED else (),
         after=after,
     )
 
@@ -108,23 +108,15 @@ def _walk(graph: tf.Graph, key_of: Callable[[Any], str]) -> Iterator[tuple[Any, 
 
     An op comes after those with a key that are nearest before it on any path of data or control edges.
     """
-    operations = graph.get_operations()
-    needed = {op.name for op in [*(output.op for output in graph.outputs), *graph.control_outputs]}
-    for op in reversed(operations):
-        if op.name in needed:
-            needed.update(before.name for before in _before(op))
+    run = needed(graph)
     nearest: dict[str, frozenset[str]] = {}
     nothing: frozenset[str] = frozenset()
-    for op in operations:
-        if op.name in needed:
-            after = nothing.union(*(nearest.get(before.name, nothing) for before in _before(op)))
+    for op in graph.get_operations():
+        if op.name in run:
+            after = nothing.union(*(nearest.get(earlier.name, nothing) for earlier in before(op)))
             key = key_of(op)
             yield op, key, after
             nearest[op.name] = frozenset([key]) if key else after
-
-
-def _before(op: Any) -> list[Any]:
-    return [*(each.op for each in op.inputs), *op.control_inputs]
 
 
 def _outermost(tensor: Any) -> Any:

@@ -18,7 +18,7 @@ from tfps.launch.progress import Progress
 from tfps.runtime.interrupts import indivisible
 from tfps.runtime.runtime import Runtime
 from tfps.strategy.names import common_name
-from tfps.strategy.variables import OnReadVariable
+from tfps.strategy.on_read_variable import OnReadVariable
 
 _BATCH_BYTES = 64 * 2**20  # exchanged at once; more would only need more memory
 _WHAT = "initial values"
@@ -76,7 +76,7 @@ class InitialValues:
 
     def _sum(self, variables: list[Any], progress: Progress) -> None:
         total = sum(map(_nbytes, variables))
-        spec = BucketSpec(name=_WHAT, kind="sum", nbytes=total, dtype="uint8", priority=0, occasional=True)
+        spec = BucketSpec(names=(_WHAT,), kind="sum", nbytes=total, dtype="uint8", priority=0, occasional=True)
         bucket, payload = self._declared(variables, spec), None
         if self._runtime.exchange.rank == 0:
             payload = np.concatenate([_bytes(variable) for variable in variables])
@@ -93,7 +93,7 @@ class InitialValues:
 
     def _gather(self, variables: list[Any]) -> None:
         """Those of which only rank 0 knows how many bytes they have."""
-        spec = BucketSpec(name=_WHAT, kind="gather", nbytes=0, dtype="uint8", priority=0, occasional=True)
+        spec = BucketSpec(names=(_WHAT,), kind="gather", nbytes=0, dtype="uint8", priority=0, occasional=True)
         bucket, payload = self._declared(variables, spec), None
         if self._runtime.exchange.rank == 0:
             values = [tf.io.serialize_tensor(variable.values[0]).numpy() for variable in variables]

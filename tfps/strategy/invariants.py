@@ -41,7 +41,7 @@ _SHOWN = 3  # variables of a bucket in a message
 class _Subject:
     """What rows are about: names of the weights and of the values that their update reads, and who has numbers."""
 
-    weights: str
+    weights: tuple[str, ...]
     labels: tuple[str, ...]
     floating: tuple[bool | None, ...]  # None: a checksum
 
@@ -59,7 +59,7 @@ class Invariants:
         self._rows = min(every, _MOST_ROWS)
         workers = runtime.exchange.workers
         self._spec = BucketSpec(
-            name=f"checks every {every} steps",  # a rank with another number is refused by this name
+            names=(f"checks every {every} steps",),  # a rank with another number is refused by this name
             kind="sum",
             nbytes=workers * self._rows * _WIDTH * 8,
             dtype="int64",
@@ -107,10 +107,10 @@ class Invariants:
             if due and (other != first).any():
                 rank = self._runtime.exchange.rank
                 raise MismatchError(
-                    f"rank {rank}: after step {transfer.round + 1} of {_names(transfer.spec.name)} its devices 0 and "
+                    f"rank {rank}: after step {transfer.round + 1} of {_names(transfer.spec.names)} its devices 0 and "
                     f"{replica} have different weights or learning rates; change them by the strategy's variables only"
                 )
-        subject = _Subject(transfer.spec.name, *transfer.labels)
+        subject = _Subject(transfer.spec.names, *transfer.labels)
         self._add(transfer.bucket + 1, subject, [transfer.round, *map(int, first)])
 
     def note_eager(self, variable: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
@@ -126,7 +126,7 @@ class Invariants:
         labels = names_of(function, arguments)
         values = [each for each in arguments if _is_number(each)][:KEPT]
         subject = _Subject(
-            str(variable.name).removesuffix(":0"),
+            (str(variable.name).removesuffix(":0"),),
             tuple(labels.get(id(each), "a value") for each in values),
             tuple(floating(each) for each in values),
         )
@@ -318,8 +318,7 @@ def _hexadecimal(value: Any) -> str:
     return f"{int(value) & (2**64 - 1):016x}"
 
 
-def _names(names: str) -> str:
+def _names(names: Sequence[str]) -> str:
     """The first of the names of a bucket's variables."""
-    shown = names.split(", ")
-    rest = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return ", ".join(shown[:_SHOWN]) + rest
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + rest

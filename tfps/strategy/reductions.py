@@ -19,9 +19,8 @@ from tfps.errors import UnsupportedError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.sparse import pack_sparse, unpack_sparse
 from tfps.graph import ops as graph_ops
-from tfps.graph.tf_private import ops
 from tfps.runtime.runtime import Runtime
-from tfps.runtime.transfers import Pull
+from tfps.strategy.pulls import pull
 
 
 class Reductions:
@@ -45,11 +44,7 @@ class Reductions:
             return [identity(value) for value in values]
         if tf.executing_eagerly():
             return [self._now(value) for value in values]
-        specs = [_spec(value) for value in values]
-        keys = [("pull", *key, index, spec) for index, spec in enumerate(specs)]
-        with ops.init_scope():
-            buckets = self._runtime.buckets(list(zip(keys, specs, strict=True)))
-        return [self._pull(value, bucket, spec) for value, bucket, spec in zip(values, buckets, specs, strict=True)]
+        return [self._pull(value, (*key, index)) for index, value in enumerate(values)]
 
     def gather(self, components: list[tf.Tensor], axis: Any, key: tuple[Any, ...]) -> tf.Tensor:
         """The local replicas' `components` and those of all workers, joined along `axis` in the order of replica ids.
@@ -76,9 +71,7 @@ class Reductions:
             reply = self._runtime.exchange_now(bucket, pack_sparse(shape.numpy(), data.numpy()))
             shape, data = map(tf.constant, unpack_sparse(reply.parts or []))
         else:
-            with ops.init_scope():
-                (bucket,) = self._runtime.buckets([(("pull", *key, spec), spec)])
-            data, shape = self._pulled(bucket, spec, data, shape)
+            data, shape = pull(self._runtime, key, spec, data, shape)
         shapes = tf.reshape(graph_ops.from_raw(shape, tf.int64), [-1, rank])
         message = f"gather along axis {axis}: all other sizes must be the same on all workers"
         with tf.control_dependencies([tf.debugging.assert_equal(shapes[:, 1:], shapes[:1, 1:], message)]):
@@ -89,13 +82,9 @@ class Reductions:
         joined.set_shape([None if each == axis else size for each, size in enumerate(local.shape)])
         return joined
 
-    def _pulled(self, bucket: int, spec: BucketSpec, data: tf.Tensor, indices: tf.Tensor) -> list[tf.Tensor]:
-        transfer = Pull(bucket, spec)
-        self._runtime.adopt(transfer, ops.get_default_graph())
-        return graph_ops.pull(self._runtime.queue, transfer.results.queue_ref, transfer.id, data, indices)
-
-    def _pull(self, value: Any, bucket: int, spec: BucketSpec) -> Any:
-        pulled = self._pulled(bucket, spec, *_encode(value))
+    def _pull(self, value: Any, key: tuple[Any, ...]) -> Any:
+        spec = _spec(value)
+        pulled = pull(self._runtime, key, spec, *_encode(value))
         return _decode(value, spec, pulled[0], pulled[1], self._runtime.exchange.workers)
 
     def _now(self, value: Any) -> Any:
@@ -154,7 +143,7 @@ def _axis(axis: Any, value: tf.Tensor) -> int:
 
 
 def _gather_spec(name: str) -> BucketSpec:
-    return BucketSpec(name=name, kind="gather", nbytes=0, dtype="uint8", priority=0, occasional=True)
+    return BucketSpec(names=(name,), kind="gather", nbytes=0, dtype="uint8", priority=0, occasional=True)
 
 
 def _spec(value: Any) -> BucketSpec:
@@ -166,7 +155,7 @@ def _spec(value: Any) -> BucketSpec:
     if not value.shape.is_fully_defined():
         return _gather_spec(name)
     return BucketSpec(
-        name=name,
+        names=(name,),
         kind="sum",
         nbytes=value.shape.num_elements() * dtype.size,
         dtype=dtype.name,

@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfps.config import Config, TraceRequest, unknown_variables
 from tfps.errors import ConfigError, in_graph_error
 from tfps.exchange.interface import Exchange
+from tfps.graph.effects import check_effects
 from tfps.graph.tf_private import translate_errors
 from tfps.keras_hooks.added_losses import note_added_losses
 from tfps.keras_hooks.logs import agree_on_logs
@@ -60,6 +61,7 @@ class Strategy(tf.distribute.Strategy):
     Raises:
         ConfigError: an argument or an environment variable is malformed.
         ConnectError: a pserver cannot be reached or refuses this worker.
+        UnsupportedError: this TensorFlow does not do what tfps needs of it.
         WaitTimeoutError: not all workers joined within `config.connect_timeout_s`.
     """
 
@@ -79,6 +81,7 @@ class Strategy(tf.distribute.Strategy):
         self._collective_key_base = next(_collective_key_bases)  # two strategies' local reductions must not meet
         _show_messages()
         devices = _devices(devices)
+        check_effects()
         self._user = next(_users)
         self._connection = _connect(cluster, self.config, self._user)
         self._pservers = cluster.pservers

@@ -1,5 +1,7 @@
 """Variables of a tfps strategy: mirrored over the local devices, with a gate in front of every access.
 
+Those whose components are combined when they are read are in on_read_variable.py.
+
 An access is any use of a replica's component, whether it reads or writes. Inside a deferred update the updated
 variable and its own slots are accessed directly; every other variable is read as it was when the gradient was sent.
 
@@ -9,7 +11,6 @@ Tested in tests/integration/test_semantics.py and tests/strategy/test_combined.p
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,7 +22,6 @@ from tfps.errors import UnsupportedError
 from tfps.graph.ops import HOST, Gate, pass_gate, write_after
 from tfps.graph.shares import current_share
 from tfps.graph.tf_private import ResourceVariable, distribute_lib, in_xla, ops, outer_graphs, values, values_util
-from tfps.keras_hooks.keras_private import in_symbolic_scope
 
 
 class _Tracing(threading.local):
@@ -53,13 +53,8 @@ class Deferral:
 
     def __init__(self, variables: list[GatedVariable], graph: tf.Graph) -> None:
         self.variables = variables
-        self.graph: tf.Graph | None = graph
+        self._graph = graph
         self.kept: dict[int, tuple[ResourceVariable, tf.Tensor, Any]] = {}
-
-    def release(self) -> None:
-        """After the send has been built: lets go of the sending graph."""
-        self.graph = None
-        self.kept.clear()
 
     def kept_names(self) -> tuple[str, ...]:
         """Names of what is kept."""
@@ -76,9 +71,7 @@ class Deferral:
     def keep_variable(self, variable: GatedVariable) -> tf.Tensor:
         """Inside the update: the value that `variable` had at the send."""
         if id(variable) not in self.kept:
-            if self.graph is None:
-                raise RuntimeError("a deferred update is traced once only")
-            with deferring(None), self.graph.as_default(), tf.control_dependencies(None):
+            with deferring(None), self._graph.as_default(), tf.control_dependencies(None):
                 tensor = tf.convert_to_tensor(variable)
         else:
             tensor = self.kept[id(variable)][1]
@@ -169,7 +162,7 @@ class GatedVariable(values.MirroredVariable):
         self._passed[replica].add(graph)
         passed = pass_gate(self.gates[replica], self._values[replica].handle, after)
         if self.owner is None:
-            extended.note_passage(self, replica, graph, passed)
+            extended.note_passed(self, replica, graph, passed)
 
     @property
     def local(self) -> bool:
@@ -290,113 +283,6 @@ class GatedVariable(values.MirroredVariable):
     def _dense_var_to_tensor(self, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> tf.Tensor:
         kept = self._kept()
         return super()._dense_var_to_tensor(dtype, name, as_ref) if kept is None else kept
-
-
-class OnReadVariable(values.SyncOnReadVariable):
-    """A variable whose replicas' components are combined when it is read outside a step: a metric's.
-
-    Reads in a graph outside of `strategy.run` combine within that graph, at every run, on all ranks.
-    """
-
-    _combined: tf.Tensor | None = None  # None: no replica has written yet, or combined before the last `assign`
-
-    def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
-        if self._aggregation != tf.VariableAggregation.NONE:
-            self._distribute_strategy.extended.note_local_write(self)
-        return super()._update_replica(update_fn, value, **kwargs)
-
-    def take_combined(self, value: Any) -> None:
-        """Keeps `value` for reads; the components go on as they are."""
-        self._combined = tf.constant(value, self.dtype)
-
-    def _get_cross_replica(self) -> Any:
-        extended = self._distribute_strategy.extended
-        if in_symbolic_scope():
-            return self._primary  # there is nothing to combine, and ranks that have built their model do not come here
-        if (
-            not tf.executing_eagerly()
-            or extended.combiner.single
-            or self._aggregation == tf.VariableAggregation.NONE
-            or values_util.is_saving_non_distributed()
-        ):
-            return super()._get_cross_replica()
-        extended.combiner.refresh()
-        return tf.identity(self.current())
-
-    def current(self) -> tf.Tensor:
-        """The value, where all that replicas have written is combined."""
-        if self._combined is None:  # all ranks have what they were given alike
-            components = [component.read_value() for component in self._values]
-            if self._aggregation == tf.VariableAggregation.SUM:
-                self._combined = tf.add_n(components) * tf.cast(self._distribute_strategy.num_workers, self.dtype)
-            else:
-                self._combined = components[0]
-        return self._combined
-
-    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
-        if not self._outside():
-            value = self._counted(value, lambda: self._get_on_device_or_primary().read_value())
-            return super().assign(value, use_locking, name, read_value)
-        if not tf.executing_eagerly():
-            self._distribute_strategy.extended.note_local_write(self)
-            return super().assign(value, use_locking, name, read_value)
-        value = tf.convert_to_tensor(value, self.dtype)
-        nothing = tf.zeros_like(value)
-        for replica, component in enumerate(self._values):
-            # The first replica of all holds a sum: a part for each would not add up to the same for whole numbers.
-            mine = self._aggregation != tf.VariableAggregation.SUM or replica == self._distribute_strategy.rank == 0
-            with tf.device(component.device):
-                component.assign(value if mine else nothing)
-        self._combined = tf.identity(value)
-        return self._combined if read_value else None
-
-    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._changed_outside():
-            return super().assign_add(self._counted(value, None), *args, **kwargs)
-        return self.assign(self.read_value() + tf.convert_to_tensor(value, self.dtype))
-
-    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._changed_outside():
-            return super().assign_sub(self._counted(value, None), *args, **kwargs)
-        return self.assign(self.read_value() - tf.convert_to_tensor(value, self.dtype))
-
-    def _counted(self, value: Any, before: Callable[[], tf.Tensor] | None) -> Any:
-        """What a replica writes; one without rows leaves `before`, or (None) adds nothing."""
-        share = None if self._aggregation == tf.VariableAggregation.NONE else current_share()
-        if share is None or not share.may_be_empty:
-            return value
-        return share.only_if_rows(tf.convert_to_tensor(value, self.dtype), before() if before else None)
-
-    def _outside(self) -> bool:
-        """Whether this is neither in a replica function nor in an update."""
-        if values_util.is_saving_non_distributed():
-            return False
-        with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
-            return distribute_lib.in_cross_replica_context() and not values_util.in_replica_update_context()
-
-    def _changed_outside(self) -> bool:
-        """Whether it is for this class to change the value: eagerly, outside a step. TensorFlow refuses a sum."""
-        if not self._outside() or self._aggregation == tf.VariableAggregation.SUM:
-            return False
-        if not tf.executing_eagerly():
-            self._distribute_strategy.extended.note_local_write(self)
-            return False
-        return True
-
-    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
-        factories = super()._gather_saveables_for_checkpoint()
-        return {key: functools.partial(_OnReadSaveable, self, self._common_name) for key in factories}
-
-
-class _OnReadSaveable(values._SyncOnReadSaveable):
-    """Restores by `assign`, so that the variable knows."""
-
-    def __init__(self, variable: OnReadVariable, default_name: str, name: str | None = None) -> None:
-        super().__init__(variable, name or default_name)
-
-    def restore(self, restored_tensors: Any, restored_shapes: Any) -> Any:
-        (tensor,) = restored_tensors
-        return self._sync_on_read_variable.assign(tensor)
 
 
 def container_of(component: Any) -> Any:

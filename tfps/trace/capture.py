@@ -61,7 +61,7 @@ class Span(NamedTuple):
         step: the round of the exchange that it belongs to; of a gate the one whose update it waits for.
         bucket: position in `Capture.buckets`.
         slice: number of the slice in its bucket; none where the whole bucket is concerned.
-        variable: position in `Bucket.variables`, of a gate.
+        variable: position in `CapturedBucket.variables`, of a gate.
         priority: 0 is the most urgent.
         nbytes: of the payload.
         rank: the worker that it is for: whose push, queue, reply or gate; of an aggregate the worker that it waited
@@ -136,7 +136,7 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class CapturedBucket:
     """Variables that share slices and an update.
 
     Args:
@@ -169,7 +169,7 @@ class Capture:
     """
 
     processes: tuple[Process, ...]
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[CapturedBucket, ...]
     spans: tuple[Span, ...]
     steps: tuple[int, ...] = ()
     settings: Mapping[str, Setting] = field(default_factory=dict)

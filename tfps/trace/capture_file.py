@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tfps.errors import TfpsError
-from tfps.trace.capture import KINDS, NONE, Bucket, Capture, Kind, Process, Span, by_lane, rows
+from tfps.trace.capture import KINDS, NONE, Capture, CapturedBucket, Kind, Process, Span, by_lane, rows
 
 FORMAT = 1
 SUFFIX = ".trace.json.gz"
@@ -138,7 +138,7 @@ def from_columns(content: dict[str, Any]) -> Capture:
     )
     return Capture(
         processes=tuple(Process(**process) for process in content["processes"]),
-        buckets=tuple(Bucket(**{**one, "variables": tuple(one["variables"])}) for one in content["buckets"]),
+        buckets=tuple(CapturedBucket(**{**one, "variables": tuple(one["variables"])}) for one in content["buckets"]),
         spans=tuple(map(Span._make, spans)),
         steps=tuple(content["steps"]),
         settings=content["settings"],

@@ -1,14 +1,11 @@
-"""Records what happens to slices, for tests and for people who ask why a step is slow."""
+"""Records what happens to slices, for people who ask why a step is slow."""
 
 from __future__ import annotations
 
 import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -37,66 +34,32 @@ SENT = 100  # a slice was put into a queue (begin_ns, may be UNKNOWN) and taken 
 ARRIVED = 101  # it has come to the other end, at that time
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One thing that happened: `kind`, `time_ns` (the recorder's clock, nanoseconds) and free fields."""
-
-    kind: str
-    time_ns: int
-    fields: dict[str, Any] = field(default_factory=dict)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.fields[name]
-        except KeyError:
-            raise AttributeError(f"event {self.kind!r} has no field {name!r}, only {sorted(self.fields)}") from None
-
-
 class Recorder:
-    """Ring buffers of events (for tests) and of spans (for captures), whatever thread recorded them.
+    """A ring buffer of spans, whatever thread recorded them.
 
-    Off until `start` is called; callers check `enabled`, or `with_events`, first, so that a recorder that is off costs
-    one attribute read.
+    Off until `start` is called; callers check `enabled` first, so that a recorder that is off costs one attribute read.
 
     Args:
-        capacity, span_capacity: how many of each are kept, the latest. A span takes 65 bytes, and Python's 41.
+        capacity: how many are kept, the latest. A span takes 65 bytes, and Python's 41.
         clock: all times of this process in a capture, nanoseconds.
     """
 
-    def __init__(
-        self,
-        capacity: int = 100_000,
-        span_capacity: int = 1_000_000,
-        clock: Callable[[], int] = time.monotonic_ns,
-    ) -> None:
+    def __init__(self, capacity: int = 1_000_000, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.enabled = False
-        self.with_events = False
         self.started_ns = 0  # the last time
         self.clock = clock
-        self._events: deque[Event] = deque(maxlen=capacity)
         # Bytes and not tuples: quickly made, nothing for the garbage collector, ready to be sent.
-        self._spans: deque[bytes] = deque(maxlen=span_capacity)
-        self._lock = threading.Lock()  # guards the order of _events
+        self._spans: deque[bytes] = deque(maxlen=capacity)
 
-    def start(self, *, events: bool = True) -> None:
-        """Forgets what was before and starts recording: spans, and `events` unless they are only in the way."""
-        with self._lock:
-            self._events.clear()
-            self._spans.clear()
-            self.started_ns = self.clock()
-            self.enabled, self.with_events = True, events
+    def start(self) -> None:
+        """Forgets what was before and starts recording."""
+        self._spans.clear()
+        self.started_ns = self.clock()
+        self.enabled = True
 
-    def stop(self) -> list[Event]:
-        """Stops recording and returns the events."""
-        with self._lock:
-            self.enabled = self.with_events = False
-            return list(self._events)
-
-    def record(self, kind: str, **fields: Any) -> None:
-        """Adds an event; callable from any thread."""
-        if self.with_events:
-            with self._lock:
-                self._events.append(Event(kind, self.clock(), fields))
+    def stop(self) -> None:
+        """Stops recording; what was recorded stays."""
+        self.enabled = False
 
     def span(
         self,
@@ -156,8 +119,3 @@ class Recorder:
         records = np.frombuffer(self.records(), RECORD)
         found = records[records["kind"] < len(KINDS)]
         return [Span(KINDS[code], NONE, "", *rest) for code, *rest in found.tolist()]
-
-    def events(self) -> list[Event]:
-        """The events so far, oldest first."""
-        with self._lock:
-            return list(self._events)

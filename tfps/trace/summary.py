@@ -6,32 +6,27 @@ they begin. Where a step has several bounds, those of its lowest rank count for 
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 from tfps.errors import TfpsError
-from tfps.trace.capture import Bucket, Capture, Span
+from tfps.trace.capture import Capture, Span
 from tfps.trace.intervals import Interval, Intervals, clip, difference, intersection, total, union
+from tfps.trace.step_times import Limit, limit_of, overlap, step_times
+from tfps.trace.urgency import Cost, Inversion, costs, inversions
 
-_NEGLIGIBLE = 0.03  # of a step
 _SHOWN_INVERSIONS = 0.05  # of all messages
 _UNEVEN = 1.3  # times the mean of the others
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStep:
-    """One step of one worker, nanoseconds.
+    """One step of one worker, nanoseconds; see `StepTimes`.
 
     Attributes:
-        compute_ns: forward and backward, without waiting for gates or input.
-        exposed_ns: at least one read waited at a gate.
-        input_ns: it waited for its input batch.
         under_way_ns: at least one of its slices was on the way: queued, sent, summed or coming back.
-        hidden_ns: of that, while no read waited.
     """
 
     step: int
@@ -86,7 +81,7 @@ class Totals:
     @property
     def overlap(self) -> float:
         """What part of the exchange's time cost nothing: no read waited meanwhile. 1 where nothing was exchanged."""
-        return self.hidden_ns / self.under_way_ns if self.under_way_ns else 1.0
+        return overlap(self.hidden_ns, self.under_way_ns)
 
     @property
     def slowest(self) -> int | None:
@@ -104,25 +99,6 @@ class StepSummary:
     end_ns: int
     totals: Totals
     workers: tuple[WorkerStep, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What waiting for one variable cost: nanoseconds over all workers and steps, each instant counted once per worker,
-    for the most urgent of the variables that were waited for."""
-
-    variable: str
-    bucket: int
-    exposed_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Inversion:
-    """The pair of buckets that was most often in the wrong order."""
-
-    waiting: str
-    sent: str
-    times: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +157,7 @@ class _Summarizer:
             kind: self._per_key((span.pserver, span) for span in self._kinds[kind]) for kind in ("wire", "reply_wire")
         }
         self._waited = self._per_key((span.rank, span) for span in self._kinds["aggregate"])
-        self._wrong, self._pairs = self._inversions()
+        self._wrong, self._inversion = inversions(self._kinds, capture.buckets)
 
     def run(self) -> Summary:
         """Step by step, then all together."""
@@ -192,24 +168,9 @@ class _Summarizer:
         steps = []
         for step, bounds in sorted(self._bounds.items()):
             workers = []
-            for rank, (begin, end) in sorted(bounds.items()):
-                gates = clip(self._gates[rank], begin, end)
-                waiting = clip(inputs[rank], begin, end)
-                busy = clip(computing[rank], begin, end)
-                under_way = clip(self._under_way[rank], begin, end)
-                workers.append(
-                    WorkerStep(
-                        step=step,
-                        rank=rank,
-                        begin_ns=begin,
-                        end_ns=end,
-                        compute_ns=total(difference(busy, union(gates + waiting))),
-                        exposed_ns=total(gates),
-                        input_ns=total(waiting),
-                        under_way_ns=total(under_way),
-                        hidden_ns=total(difference(under_way, gates)),
-                    )
-                )
+            for rank, own in sorted(bounds.items()):
+                times = step_times(own, computing[rank], self._gates[rank], inputs[rank], self._under_way[rank])
+                workers.append(WorkerStep(step, rank, *own, **times._asdict()))
             begin, end = bounds[min(bounds)]
             totals = self._totals([[one] for one in workers], [(begin, end)], messages[step], sums[step])
             steps.append(StepSummary(step, begin, end, totals, tuple(workers)))
@@ -222,8 +183,8 @@ class _Summarizer:
             workers=len(self._ranks),
             totals=totals,
             steps=tuple(steps),
-            costs=self._costs(),
-            inversion=self._pairs,
+            costs=costs(self._gates_by_rank(), self._bounds.values(), self._capture.buckets),
+            inversion=self._inversion,
             limit=self._limit(totals),
         )
 
@@ -236,6 +197,12 @@ class _Summarizer:
     def _per_rank(self, kinds: list[str]) -> dict[int, Intervals]:
         processes = self._capture.processes
         return self._per_key((processes[span.process].number, span) for kind in kinds for span in self._kinds[kind])
+
+    def _gates_by_rank(self) -> dict[int, list[Span]]:
+        found: dict[int, list[Span]] = defaultdict(list)
+        for span in self._kinds["gate"]:
+            found[self._capture.processes[span.process].number].append(span)
+        return found
 
     def _slices_under_way(self) -> dict[int, Intervals]:
         """Per rank, from the first to the last that is known of each of its slices."""
@@ -299,57 +266,12 @@ class _Summarizer:
             messages=len(messages),
         )
 
-    def _inversions(self) -> tuple[set[int], Inversion | None]:
-        """The messages (by id) that a more urgent one waited behind, and the most frequent pair."""
-        wrong: set[int] = set()
-        pairs: Counter[tuple[int, int]] = Counter()
-        for queued, sent in (("queued", "wire"), ("reply_queued", "reply_wire")):
-            waiting: dict[tuple[int, int], list[Span]] = defaultdict(list)
-            for span in self._kinds[queued]:
-                waiting[span.rank, span.pserver].append(span)
-            messages: dict[tuple[int, int], list[Span]] = defaultdict(list)
-            for span in self._kinds[sent]:
-                messages[span.rank, span.pserver].append(span)
-            for queue, own in messages.items():
-                line, position, heap = waiting[queue], 0, list[tuple[int, int, int]]()
-                for span in own:
-                    while position < len(line) and line[position].begin_ns < span.begin_ns:
-                        one = line[position]
-                        heapq.heappush(heap, (one.priority, one.end_ns, one.bucket))
-                        position += 1
-                    while heap and heap[0][1] <= span.begin_ns:
-                        heapq.heappop(heap)
-                    if heap and heap[0][0] < span.priority:
-                        wrong.add(id(span))
-                        pairs[heap[0][2], span.bucket] += 1
-        if not pairs:
-            return wrong, None
-        (first, second), times = pairs.most_common(1)[0]
-        return wrong, Inversion(self._name(first), self._name(second), times)
-
-    def _name(self, bucket: int) -> str:
-        return self._capture.buckets[bucket].name if bucket >= 0 else "?"
-
-    def _costs(self) -> tuple[Cost, ...]:
-        """Exposed time by variable, the most expensive first; adds up to that of all workers."""
-        spent: Counter[tuple[int, int]] = Counter()
-        gates: dict[int, list[Span]] = defaultdict(list)
-        for span in self._kinds["gate"]:
-            gates[self._capture.processes[span.process].number].append(span)
-        for rank in self._ranks:
-            for bounds in self._bounds.values():
-                if rank in bounds:
-                    _attribute(gates[rank], bounds[rank], spent)
-        buckets = self._capture.buckets
-        costs = [Cost(_variable(buckets, *key), key[0], ns) for key, ns in spent.items()]
-        return tuple(sorted(costs, key=lambda cost: (-cost.exposed_ns, cost.variable)))
-
     def _limit(self, totals: Totals) -> str:
         """What a step waits for, in words."""
-        least = _NEGLIGIBLE * totals.duration_ns
-        if max(totals.exposed_ns, totals.input_ns) < least:
+        limit = limit_of(totals.duration_ns, totals.exposed_ns, totals.input_ns)
+        if limit is Limit.COMPUTATION:
             return f"computation: waiting is {_part(totals.exposed_ns + totals.input_ns, totals.duration_ns)} of a step"
-        if totals.input_ns > totals.exposed_ns:
+        if limit is Limit.INPUT:
             return f"input: workers wait for batches in {_part(totals.input_ns, totals.duration_ns)} of a step"
         causes: Counter[str] = Counter()
         links: Counter[int] = Counter()
@@ -392,30 +314,6 @@ class _Summarizer:
 
 
 _NETWORK = "the network: messages of the waiting worker are on the wire"
-
-
-def _attribute(gates: list[Span], bounds: Interval, spent: Counter[tuple[int, int]]) -> None:
-    """Adds to each variable the time in which it was the most urgent one that was waited for."""
-    begin, end = bounds
-    line = sorted((max(one.begin_ns, begin), min(one.end_ns, end), one) for one in gates if one.end_ns > begin)
-    line = [one for one in line if one[0] < one[1]]
-    times = sorted({one[0] for one in line} | {one[1] for one in line})
-    heap: list[tuple[int, int, int, Span]] = []
-    position = 0
-    for now, after in pairwise(times):
-        while position < len(line) and line[position][0] <= now:
-            heapq.heappush(heap, (line[position][2].priority, position, line[position][1], line[position][2]))
-            position += 1
-        while heap and heap[0][2] <= now:
-            heapq.heappop(heap)
-        if heap:
-            spent[heap[0][3].bucket, heap[0][3].variable] += after - now
-
-
-def _variable(buckets: tuple[Bucket, ...], bucket: int, variable: int) -> str:
-    if bucket < 0:
-        return "?"
-    return buckets[bucket].variables[variable] if variable >= 0 else buckets[bucket].name
 
 
 def _busiest(links: Counter[int]) -> int | None:

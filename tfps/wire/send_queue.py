@@ -91,7 +91,6 @@ class SendQueue:
         *,
         piggyback: bool,
         recorder: Recorder,
-        name: str = "",
         rank: int = NONE,
         pserver: int = NONE,
     ) -> None:
@@ -106,7 +105,6 @@ class SendQueue:
         self._piggyback = piggyback
         self._windowless = False
         self._recorder = recorder
-        self._name = name
         self._rank, self._pserver = rank, pserver
         self._changed = threading.Condition()  # guards all below; notified when `take` may have something to give
         # With when it was put, if recorded, and how much of its payload has been taken.
@@ -267,8 +265,6 @@ class SendQueue:
                 raise ProtocolError(f"acknowledged bytes must be at most the {self._sent} sent, got {total}")
             self._measure(total)
             self._acked = total
-            if self._recorder.with_events:
-                self._recorder.record("acked", stream=self._name, in_flight=self._sent - self._acked)
             if self._may_send():
                 self._changed.notify()
 
@@ -308,14 +304,3 @@ class SendQueue:
         _, _, bucket, index, priority, step, _ = item.header
         recorder, nbytes = self._recorder, item.nbytes
         recorder.sent(put_ns, recorder.clock(), step, bucket, index, priority, nbytes, self._rank, self._pserver)
-        if recorder.with_events:
-            recorder.record(
-                "send",
-                stream=self._name,
-                bucket=bucket,
-                index=index,
-                priority=priority,
-                step=step,
-                nbytes=nbytes,
-                in_flight=self._sent - self._acked,
-            )

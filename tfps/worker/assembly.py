@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfps.exchange.interface import BucketSpec
-from tfps.trace.capture import KINDS, NONE, Bucket, Capture, Kind, Process, Setting, Span, lane_of
+from tfps.trace.capture import KINDS, NONE, Capture, CapturedBucket, Kind, Process, Setting, Span, lane_of
 from tfps.trace.recorder import ARRIVED, RECORD, SENT, UNKNOWN
 
 _KEY = ("step", "bucket", "slice", "rank", "pserver")
@@ -50,7 +50,7 @@ class _Messages:
 
 def assemble(
     recorded: Sequence[Recorded],
-    buckets: Sequence[Bucket],
+    buckets: Sequence[CapturedBucket],
     name: str = "",
     steps: Sequence[int] = (),
     settings: Mapping[str, Setting] | None = None,
@@ -88,16 +88,16 @@ def assemble(
     return Capture(tuple(processes), tuple(buckets), tuple(spans), tuple(steps), dict(settings or {}), name)
 
 
-def named(buckets: Sequence[Bucket], specs: Sequence[BucketSpec]) -> list[Bucket]:
+def named(buckets: Sequence[CapturedBucket], specs: Sequence[BucketSpec]) -> list[CapturedBucket]:
     """The buckets of a capture: as described, and the others as they were declared."""
     others = specs[len(buckets) :]
-    return [*buckets, *(Bucket(one.name, tuple(one.name.split(", ")), one.priority, one.nbytes) for one in others)]
+    return [*buckets, *(CapturedBucket(one.name, one.names, one.priority, one.nbytes) for one in others)]
 
 
 _EMPTY = np.empty(0, RECORD)
 
 
-def _array(recorded: Recorded, buckets: Sequence[Bucket]) -> NDArray[Any]:
+def _array(recorded: Recorded, buckets: Sequence[CapturedBucket]) -> NDArray[Any]:
     """Its records, each with the rank (of a worker's) and the pserver (of a pserver's) that they are of."""
     array = np.frombuffer(recorded.records, RECORD)
     array = array[array["bucket"] < len(buckets)]

@@ -42,7 +42,7 @@ class Push:
 
 
 @dataclass(slots=True)
-class Bucket:
+class PushedBucket:
     """A declared bucket; of a gather, `cutting` has the one owner and no slices."""
 
     spec: BucketSpec
@@ -65,6 +65,23 @@ class Bucket:
         self.started_s = push.started_s
         self.steps += 1
         return push
+
+    def hold(self) -> int | None:
+        """The first step that all ranks can cut anew, and holds the one before back; None if there is none yet."""
+        with self.lock:
+            # Two steps: so everybody knows the bucket. No other worker can have left the next step behind.
+            if self.steps < 2 or self.next:
+                return None
+            self.hold_at = self.steps + 1
+            return self.steps + 2
+
+    def drop_pushes(self) -> list[Push]:
+        """Forgets all pushes, and returns them."""
+        with self.lock:
+            pushes = [push for push in (self.current, *self.waiting) if push is not None]
+            self.current = None
+            self.waiting.clear()
+            return pushes
 
     def pieces(self, payload: memoryview | None, piece_bytes: int) -> list[tuple[int, Slice, int]]:
         """Index, range and flags of every frame of a push; a gather is cut into `piece_bytes`."""

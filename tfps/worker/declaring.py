@@ -15,6 +15,7 @@ from tfps.errors import InterruptError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire.control import Pserver
+from tfps.worker.membership import Membership
 from tfps.worker.patience import Blame, saying
 
 _LOOK_S = 1.0  # how often a wait for the other ranks looks whether it shall end
@@ -22,11 +23,10 @@ _ANSWER_MARGIN_S = 10.0  # how much later than the pserver's own deadline a call
 
 
 class Declarations:
-    """A worker's declarations, one after the other; `token` and `rank` are the worker's, once it has joined."""
+    """A worker's declarations, one after the other."""
 
-    def __init__(self, pservers: Sequence[Pserver], blame: Blame) -> None:
-        self.token, self.rank = "", -1
-        self._pservers, self._blame = pservers, blame
+    def __init__(self, pservers: Sequence[Pserver], blame: Blame, membership: Membership) -> None:
+        self._pservers, self._blame, self._membership = pservers, blame, membership
         self._number = 0  # of the next
 
     def declare(
@@ -45,13 +45,13 @@ class Declarations:
             TfpsError: the job has failed.
         """
         request = pb.DeclareRequest(
-            token=self.token,
-            rank=self.rank,
+            token=self._membership.token,
+            rank=self._membership.rank,
             number=self._number,
             details=details,
             buckets=[
                 pb.Bucket(
-                    name=spec.common_name,
+                    names=spec.common_names,
                     kind=spec.kind,
                     nbytes=spec.nbytes,
                     dtype=spec.dtype,
@@ -79,6 +79,8 @@ class Declarations:
                 return
             except WaitTimeoutError as error:
                 if stop is not None and stop.is_set():
-                    raise InterruptError(f"rank {self.rank}: interrupted while it waited for other ranks") from None
+                    raise InterruptError(
+                        f"rank {self._membership.rank}: interrupted while it waited for other ranks"
+                    ) from None
                 if time.monotonic() >= deadline_s:
                     raise WaitTimeoutError(f"pserver {pserver.address}: after {timeout_s:.3g} s {error}") from None

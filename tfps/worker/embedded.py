@@ -21,7 +21,7 @@ from tfps.exchange.interface import (
     as_bytes,
     check_payload,
 )
-from tfps.trace.capture import Bucket, Capture, Process, Setting
+from tfps.trace.capture import Capture, CapturedBucket, Process, Setting
 from tfps.trace.recorder import Recorder
 from tfps.worker.assembly import Recorded, assemble, named
 from tfps.worker.tracer import NOT_RUNNING, RUNNING, Switch
@@ -80,7 +80,7 @@ class EmbeddedExchange:
             raise TfpsError(RUNNING)
 
     def stop_trace(
-        self, buckets: Sequence[Bucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
+        self, buckets: Sequence[CapturedBucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
     ) -> Capture:
         if not self._switch.off():
             raise TfpsError(NOT_RUNNING)

@@ -13,7 +13,8 @@ from tfps.errors import PserverLostError, TfpsError, WaitTimeoutError
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire.control import Pserver
 from tfps.wire.status import status_of
-from tfps.worker.bucket import Bucket, Push
+from tfps.worker.bucket import Push, PushedBucket
+from tfps.worker.membership import Membership
 
 logger = logging.getLogger("tfps")
 PATIENCE_S = 5.0  # before a wait is mentioned
@@ -45,6 +46,16 @@ def saying(whom: Callable[[], str]) -> Iterator[None]:
         thread.join(2 * _ASK_TIMEOUT_S)
 
 
+def join_blocked_by(pserver: Pserver) -> str:
+    """Why `pserver` does not answer a Join; empty if it is about to."""
+    try:
+        status = status_of(pserver.call("Status", pb.StatusRequest(details=True), _ASK_TIMEOUT_S))
+    except TfpsError:
+        return f"pserver {pserver.address}, which does not answer; is tfps_pserver running there?"
+    members = ", ".join(f"rank {m.rank} ({m.host}:{m.pid})" for m in status.job.members if m.state != "gone")
+    return f"pserver {pserver.address}, where an earlier job has not ended: {members} is there" if members else ""
+
+
 class Answer(NamedTuple):
     """What a pserver said of a push: the ranks that it waits for, or why it did not answer."""
 
@@ -56,38 +67,28 @@ class Answer(NamedTuple):
 class Blame:
     """Finds whom a worker waits for, by asking its pservers; each question has a deadline.
 
-    `token` and `rank` are those of the worker, once it has joined. `look` is for one thread.
+    `look` is for one thread.
     """
 
-    def __init__(self, pservers: Sequence[Pserver]) -> None:
-        self.token, self.rank = "", -1
-        self._pservers = pservers
+    def __init__(self, pservers: Sequence[Pserver], membership: Membership) -> None:
+        self._pservers, self._membership = pservers, membership
         self._asked_s = float("-inf")
         self._said, self._said_s = "", 0.0  # who was mentioned last, and when
 
-    def joining(self, pserver: Pserver) -> str:
-        """Why `pserver` does not answer a Join; empty if it is about to."""
-        try:
-            status = status_of(pserver.call("Status", pb.StatusRequest(details=True), _ASK_TIMEOUT_S))
-        except TfpsError:
-            return f"pserver {pserver.address}, which does not answer; is tfps_pserver running there?"
-        members = ", ".join(f"rank {m.rank} ({m.host}:{m.pid})" for m in status.job.members if m.state != "gone")
-        return f"pserver {pserver.address}, where an earlier job has not ended: {members} is there" if members else ""
-
     def declaring(self, pserver: Pserver, number: int) -> str:
         """Who has not joined (`number` 0), or not declared what this worker has; empty if nobody."""
-        request = pb.WaitingRequest(token=self.token, rank=self.rank, declaration=True)
+        request = pb.WaitingRequest(token=self._membership.token, rank=self._membership.rank, declaration=True)
         try:
             missing = self._others(pserver.call("Waiting", request, _ASK_TIMEOUT_S).missing)
         except TfpsError as error:
             return str(error)
         return f"{', '.join(missing)} to {'declare the same variables' if number else 'join'}" if missing else ""
 
-    def pushing(self, number: int, bucket: Bucket, push: Push) -> list[Answer]:
+    def pushing(self, number: int, bucket: PushedBucket, push: Push) -> list[Answer]:
         """What those pservers say from which replies to `push` of bucket `number` are missing."""
         with bucket.lock:
             owners = sorted({owner for index, owner in enumerate(bucket.cutting.owners) if index not in push.arrived})
-        request = pb.WaitingRequest(token=self.token, rank=self.rank, bucket=number)
+        request = pb.WaitingRequest(token=self._membership.token, rank=self._membership.rank, bucket=number)
         answers = []
         for pserver in (self._pservers[owner] for owner in owners):
             try:
@@ -97,7 +98,7 @@ class Blame:
                 answers.append(Answer(pserver.address, error=error))
         return answers
 
-    def timeout(self, number: int, bucket: Bucket, push: Push, limit_s: float) -> TfpsError:
+    def timeout(self, number: int, bucket: PushedBucket, push: Push, limit_s: float) -> TfpsError:
         """The error of a push that has waited for `limit_s`, with the ranks it waits for."""
         what = f"bucket '{bucket.spec.name}' step {push.step}: no result within {limit_s:.3g} s"
         blame = [
@@ -109,7 +110,7 @@ class Blame:
         ]
         return WaitTimeoutError(f"{what}; {'; '.join(blame)}")
 
-    def look(self, buckets: Sequence[Bucket]) -> None:
+    def look(self, buckets: Sequence[PushedBucket]) -> None:
         """Says whom the oldest push waits for, if it is too old and the same ones have not been named just now."""
         now_s = time.monotonic()
         waiting = [
@@ -132,10 +133,10 @@ class Blame:
         if not whom or buckets[number].current is not push or (whom == self._said and now_s < self._said_s + _AGAIN_S):
             return
         self._said, self._said_s = whom, now_s
-        name, *more = buckets[number].spec.name.split(", ")
+        name, *more = buckets[number].spec.names
         what = f"{name}{f' and {len(more)} more' if more else ''}"
         logger.warning("tfps: waits for %s; %.0f s so far, step %d of %s", whom, now_s - started_s, push.step, what)
 
     def _others(self, ranks: Sequence[str]) -> list[str]:
         """Without this worker, whose own message may still be on its way."""
-        return [rank for rank in ranks if not rank.startswith(f"rank {self.rank} ")]
+        return [rank for rank in ranks if not rank.startswith(f"rank {self._membership.rank} ")]

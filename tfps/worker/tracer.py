@@ -12,11 +12,12 @@ from typing import Any
 from tfps.errors import TfpsError, UnsupportedError
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.recording import messages
-from tfps.trace.capture import Bucket, Capture, Process, Setting
+from tfps.trace.capture import Capture, CapturedBucket, Process, Setting
 from tfps.trace.recorder import Recorder
 from tfps.wire.control import Pserver
 from tfps.wire.frames import Header
 from tfps.worker.assembly import Recorded, assemble
+from tfps.worker.membership import Membership
 
 logger = logging.getLogger("tfps")
 
@@ -39,7 +40,7 @@ class Switch:
             if self._on:
                 return False
             self._on = True
-            self._recorder.start(events=False)
+            self._recorder.start()
             return True
 
     def off(self) -> bool:
@@ -53,13 +54,10 @@ class Switch:
 
 
 class Tracer:
-    """What a worker of a job with pservers does for captures; see Records in protos/tfps.proto.
+    """What a worker of a job with pservers does for captures; see Records in protos/tfps.proto."""
 
-    `token` and `rank` are those of the worker, once it has joined.
-    """
-
-    def __init__(self, recorder: Recorder, pservers: Sequence[Pserver]) -> None:
-        self.token, self.rank, self.workers = "", -1, 0
+    def __init__(self, recorder: Recorder, pservers: Sequence[Pserver], membership: Membership) -> None:
+        self._membership, self._rank = membership, membership.rank
         self._switch = Switch(recorder)
         self._recorder, self._pservers = recorder, pservers
         self._lock = threading.Lock()  # guards all below
@@ -82,7 +80,7 @@ class Tracer:
             raise
 
     def stop(
-        self, buckets: Sequence[Bucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
+        self, buckets: Sequence[CapturedBucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
     ) -> Capture:
         """See `Exchange.stop_trace`; `buckets` are all that there are."""
         self._check_rank()
@@ -97,18 +95,22 @@ class Tracer:
         return assemble(self._recorded(parts, clocks), buckets, name, steps, settings)
 
     def _check_rank(self) -> None:
-        if self.rank != 0:
-            raise UnsupportedError(f"captures are begun and ended by rank 0, for all workers; this is rank {self.rank}")
+        if self._rank != 0:
+            raise UnsupportedError(
+                f"captures are begun and ended by rank 0, for all workers; this is rank {self._rank}"
+            )
 
     def _trace(self, pserver: Pserver, on: bool) -> None:
-        request = pb.TraceRequest(token=self.token, rank=self.rank, number=self._number, on=on)
+        request = pb.TraceRequest(token=self._membership.token, rank=self._rank, number=self._number, on=on)
         pserver.call("Trace", request, _CALL_TIMEOUT_S)
 
     def _collect(self, pserver: Pserver, deadline_s: float) -> list[Any]:
         found: list[Any] = []
         while True:
             left_s = max(deadline_s - time.monotonic(), 0.0)
-            request = pb.CollectRequest(token=self.token, rank=self.rank, number=self._number, timeout_s=left_s)
+            request = pb.CollectRequest(
+                token=self._membership.token, rank=self._rank, number=self._number, timeout_s=left_s
+            )
             reply = pserver.call("Collect", request, left_s + _CALL_TIMEOUT_S)
             if not reply.HasField("records"):
                 return found
@@ -117,7 +119,7 @@ class Tracer:
     def _warn(self, parts: Sequence[Any]) -> None:
         """Says what is missing."""
         there = {part.number for part in parts if part.last and not part.pserver}
-        if missing := [f"rank {rank}" for rank in range(1, self.workers) if rank not in there]:
+        if missing := [f"rank {rank}" for rank in range(1, self._membership.workers) if rank not in there]:
             logger.warning(
                 "tfps: the capture lacks what %s has recorded: it did not come within %.0f s, or the worker has left",
                 ", ".join(missing),
@@ -132,7 +134,7 @@ class Tracer:
     def _recorded(self, parts: Sequence[Any], clocks: Sequence[tuple[int, int]]) -> list[Recorded]:
         """What each process has recorded, workers first."""
         found = [Recorded(Process("worker", 0, socket.gethostname()), self._recorder.records())]
-        for rank in range(1, self.workers):
+        for rank in range(1, self._membership.workers):
             own = [part for part in parts if not part.pserver and part.number == rank]
             about = (own[0].host, own[0].clock_offset_ns, own[0].clock_error_ns) if own else ("", 0, 0)
             found.append(Recorded(Process("worker", rank, *about), b"".join(part.records for part in own)))
@@ -145,7 +147,7 @@ class Tracer:
 
     def take(self, header: Header) -> None:
         """A TRACE frame, of any pserver: the first one that says something new counts. On the receiver threads."""
-        if self.rank == 0:
+        if self._rank == 0:
             return
         with self._lock:
             if header.index and header.step > self._number:
@@ -158,19 +160,19 @@ class Tracer:
 
     def _upload(self) -> None:
         """Sends to the first pserver what has been recorded."""
-        number, parts = self._number, messages(self._recorder, number=self.rank, host=socket.gethostname())
+        number, parts = self._number, messages(self._recorder, number=self._rank, host=socket.gethostname())
         try:
             offset_ns, error_ns = measure(self._pservers[0], self._recorder.clock)
             for part in parts:
                 part.clock_offset_ns, part.clock_error_ns = -offset_ns, error_ns
-                request = pb.UploadRequest(token=self.token, rank=self.rank, number=number, records=part)
+                request = pb.UploadRequest(token=self._membership.token, rank=self._rank, number=number, records=part)
                 self._pservers[0].call("Upload", request, COLLECT_TIMEOUT_S)
         except TfpsError as error:  # rank 0 says what it lacks; that the job has failed is said by others
-            logger.info("tfps: rank %d could not hand in what it has recorded: %s", self.rank, error)
+            logger.info("tfps: rank %d could not hand in what it has recorded: %s", self._rank, error)
 
     def close(self, failed: bool) -> None:
         """Ends a capture that is recorded; what this rank has of it is handed in if the job has not `failed`."""
-        if self._switch.off() and self.rank != 0 and not failed:
+        if self._switch.off() and self._rank != 0 and not failed:
             self._upload()
         with self._lock:
             uploading = self._uploading

@@ -20,7 +20,7 @@ from tfps.wire.control import Pserver
 from tfps.wire.send_queue import SendQueue, Throughput
 from tfps.wire.shared_memory import Sharing
 from tfps.wire.status import MemberStatus, status_of
-from tfps.worker.bucket import Bucket
+from tfps.worker.bucket import PushedBucket
 
 logger = logging.getLogger("tfps")
 
@@ -84,7 +84,7 @@ class Tuner:
         self._round_trip_s = max(min(_seconds(call, p) for _ in range(_PROBES)) for p in self._pservers)
         self._network_s = max(min(_seconds(_connect, p) for _ in range(_PROBES)) for p in self._pservers)
 
-    def look(self, buckets: Sequence[Bucket]) -> None:
+    def look(self, buckets: Sequence[PushedBucket]) -> None:
         """Tunes if enough has been measured."""
         # Of what is trained: announcements of batches and the like run ahead, and have rounds of their own.
         leader = max((b for b in buckets if tunable(b.spec)), key=lambda bucket: bucket.steps, default=None)

@@ -7,20 +7,10 @@ import os
 import socket
 import threading
 import time
-import uuid
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
 
 from tfps.config import Config, check_address
-from tfps.errors import (
-    ConfigError,
-    InterruptError,
-    ProtocolError,
-    PserverLostError,
-    TfpsError,
-    WaitTimeoutError,
-)
+from tfps.errors import ConfigError, InterruptError, ProtocolError, PserverLostError, TfpsError, WaitTimeoutError
 from tfps.exchange.interface import (
     BucketSpec,
     FailureListener,
@@ -35,42 +25,34 @@ from tfps.exchange.interface import (
 from tfps.exchange.layout import Cutting, Layout, cut_anew, cut_sum, tunable
 from tfps.exchange.placement import Placer
 from tfps.protos import tfps_pb2 as pb
-from tfps.trace import capture
-from tfps.trace.capture import NONE, Capture, Setting
+from tfps.trace.capture import Capture, CapturedBucket, Setting
 from tfps.trace.recorder import Recorder
-from tfps.wire.control import (
-    PROTOCOL_VERSION,
-    Pserver,
-    failure_of,
-    layout_message,
-    layout_of,
-    memory_message,
-    settings_of,
-)
-from tfps.wire.frames import SHARED, Header, Kind
+from tfps.wire.control import Pserver, layout_message, layout_of
+from tfps.wire.frames import Header, Kind
 from tfps.wire.memory import tune_malloc
 from tfps.wire.send_queue import Outgoing, SendQueue
-from tfps.wire.shared_memory import Place, Sharing
+from tfps.wire.shared_memory import Sharing
 from tfps.wire.stream import WorkerStream
 from tfps.wire.tcp_path import open_path
 from tfps.worker.assembly import named
-from tfps.worker.bucket import Bucket, Push
+from tfps.worker.bucket import Push, PushedBucket
 from tfps.worker.declaring import Declarations
-from tfps.worker.patience import Blame, saying
+from tfps.worker.incoming import Incoming
+from tfps.worker.joining import join, leave
+from tfps.worker.links import Links
+from tfps.worker.membership import Membership
+from tfps.worker.patience import Blame
 from tfps.worker.tracer import Tracer
 from tfps.worker.tuner import Tuner
 
-_LEAVE_TIMEOUT_S = 5.0
 _TUNE_TIMEOUT_S = 30.0
-_STATUS_TIMEOUT_S = 10.0
-_LEAST_BUSY_S = 0.02  # for a throughput that means something
 
 
 class Worker:
     """A member of a job on all its pservers. See `Exchange`.
 
     The constructor returns when all workers have joined. Per pserver one of gRPC's threads sends and "tfps-recv-<i>"
-    receives and calls `on_reply`; "tfps-watch" looks after deadlines.
+    receives and calls `on_reply`; "tfps-deadlines" looks after deadlines.
 
     Args:
         pservers: `host:port` of each, in the same order for every worker.
@@ -100,14 +82,14 @@ class Worker:
         addresses = [check_address(address) for address in pservers]
         tune_malloc()
         self.config = config = config or Config()
-        self.rank, self.workers = -1 if rank is None else rank, workers or 0
         self.slice_bytes, self.window_bytes = config.first_slice_bytes, config.first_window_bytes  # now, if tuned
         self._recorder = recorder or Recorder()
         self._state = FailureState()
-        self._buckets: list[Bucket] = []
+        self._buckets: list[PushedBucket] = []
         self._declaring = threading.Lock()  # one declaration after the other
         self._placer = Placer(len(addresses), config.placement)
-        self._token = ""
+        # As asked for, until the first pserver has answered: without a token.
+        self._membership = Membership(-1 if rank is None else rank, workers or 0, token="")
         self._memory = Sharing(config.shared_memory)
         self._step = 0  # for messages
         self._farewell: TfpsError | None = None  # what the pservers are told why this worker failed
@@ -121,28 +103,39 @@ class Worker:
                 config.policy,
                 piggyback=True,
                 recorder=self._recorder,
-                name=f"pserver {address}",
                 pserver=index,
             )
-            for index, address in enumerate(addresses)
+            for index in range(len(addresses))
         ]
         self._streams = [
-            WorkerStream(address, index, self._queues[index], _Incoming(self, index), self._fail, self._when)
+            WorkerStream(address, index, self._queues[index], self._incoming(index), self._fail, self._when)
             for index, address in enumerate(addresses)
         ]
-        self._cpu_s: list[float] = []  # of each pserver when the first buckets were declared
-        self._blame = Blame(self._pservers)
-        self._declarations = Declarations(self._pservers, self._blame)
-        self._tracer = Tracer(self._recorder, self._pservers)
-        self._tuner = Tuner(config, self._pservers, self._queues, self._memory, self.tune)
-        self._watch = threading.Thread(target=self._watch_deadlines, name="tfps-watch", daemon=True)
+        self._watch = threading.Thread(target=self._watch_deadlines, name="tfps-deadlines", daemon=True)
         try:
-            self._join(job)
+            deadline_s = time.monotonic() + config.connect_timeout_s
+            self._join(job, deadline_s)
+            self._blame = Blame(self._pservers, self._membership)
+            self._declarations = Declarations(self._pservers, self._blame, self._membership)
+            self._tracer = Tracer(self._recorder, self._pservers, self._membership)
+            self._links = Links(self._pservers, self._queues, self._memory, self._membership)
+            self._tuner = Tuner(config, self._pservers, self._queues, self._memory, self.tune)
+            # Ends when all workers are here: whatever is built above is there before any frame comes.
+            self._declarations.declare([], [], max(deadline_s - time.monotonic(), 0.1))
         except BaseException as error:
             self.fail(error if isinstance(error, TfpsError) else TfpsError(f"joining failed: {error!r}"))
-            self.close()
+            self._state.close()
+            self._hang_up()
             raise
         self._watch.start()
+
+    @property
+    def rank(self) -> int:
+        return self._membership.rank
+
+    @property
+    def workers(self) -> int:
+        return self._membership.workers
 
     @property
     def failure(self) -> TfpsError | None:
@@ -158,39 +151,24 @@ class Worker:
 
     # Joining and leaving
 
+    def _incoming(self, pserver: int) -> Incoming:
+        workers = lambda: self.workers  # noqa: E731 (not known before it has joined)
+        return Incoming(
+            pserver, self._buckets, self._state, self._recorder, workers, self._start_next, self._take_notice
+        )
+
     def _when(self) -> str:
         return f"at step {self._step}"
 
-    def _join(self, job: str) -> None:
-        deadline = time.monotonic() + self.config.connect_timeout_s
-        request = pb.JoinRequest(
-            protocol_version=PROTOCOL_VERSION,
-            job=job,
-            rank=self.rank,
-            workers=self.workers,
-            uid=uuid.uuid4().hex,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            pservers=len(self._pservers),
-            settings=settings_of(self.config),
-            memory=memory_message(self._memory.offer),
-        )
-        for index, pserver in enumerate(self._pservers):
-            request.pserver_index = index
-            with saying(partial(self._blame.joining, pserver)):
-                reply = pserver.join(request, max(deadline - time.monotonic(), 0.1), self.config.connect_timeout_s)
-            queue, port = self._queues[index], reply.data_port
-            path = open_path(self.config.transport, pserver, index, queue, port, reply.token, reply.rank, self._when)
+    def _join(self, job: str, deadline_s: float) -> None:
+        joined = join(self._pservers, self.config, self._memory, deadline_s, job, self.rank, self.workers)
+        for index, (membership, shares_memory, data_port) in enumerate(joined):
+            self._membership = membership
+            pserver, queue, transport = self._pservers[index], self._queues[index], self.config.transport
+            path = open_path(transport, pserver, index, queue, data_port, membership.token, membership.rank, self._when)
             self._streams[index].start(path)
-            if reply.shared_memory:
+            if shares_memory:
                 self._memory.pservers.add(index)
-            self.rank = request.rank = reply.rank
-            self.workers = request.workers = reply.workers
-            self._token = request.token = reply.token
-        self._blame.token, self._blame.rank = self._token, self.rank
-        self._declarations.token, self._declarations.rank = self._token, self.rank
-        self._tracer.token, self._tracer.rank, self._tracer.workers = self._token, self.rank, self.workers
-        self._declarations.declare([], [], max(deadline - time.monotonic(), 0.1))
 
     def close(self) -> None:
         if not self._state.close():
@@ -200,6 +178,10 @@ class Worker:
         if self._watch.is_alive() and threading.current_thread() is not self._watch:
             self._watch.join()  # it may still be telling the pservers of a failure
         self._tracer.close(failed=self._state.failure is not None)
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Leaves the job, and gives back what it took."""
         self._leave()
         for stream in self._streams:
             stream.close()
@@ -208,19 +190,13 @@ class Worker:
         self._memory.close()
 
     def _leave(self) -> None:
-        """Tells every pserver, once; one that cannot be reached any more will notice by itself."""
+        """Tells every pserver, once, if this worker has joined any."""
         with self._leaving:
             first, self._left = not self._left, True
         if not first:
             return
-        farewell = None if self._farewell is None else failure_of(self._farewell)
-        for pserver in self._pservers:
-            if self._token:
-                request = pb.LeaveRequest(token=self._token, rank=self.rank, failure=farewell)
-                try:
-                    pserver.call("Leave", request, _LEAVE_TIMEOUT_S)
-                except TfpsError:
-                    continue
+        if self._membership.token:
+            leave(self._pservers, self._membership, self._farewell)
 
     def fail(self, error: TfpsError) -> None:
         self._fail(error, told=False)
@@ -238,11 +214,7 @@ class Worker:
         """Answers all outstanding pushes with the reason of the end."""
         error = self._state.end
         for bucket in list(self._buckets):
-            with bucket.lock:
-                pushes = [push for push in (bucket.current, *bucket.waiting) if push is not None]
-                bucket.current = None
-                bucket.waiting.clear()
-            for push in pushes:
+            for push in bucket.drop_pushes():
                 push.on_reply(Reply(error=error))
 
     def _check_open(self) -> None:
@@ -266,16 +238,15 @@ class Worker:
                 raise
             if self.rank == 0 and any(map(tunable, specs)):
                 self._tuner.probe()
-            if not self._cpu_s:
-                self._cpu_s = [self._status(pserver).cpu_s for pserver in self._pservers]
+            self._links.begin()
             first = len(self._buckets)
             self._buckets.extend(map(self._new_bucket, specs))
             return list(range(first, len(self._buckets)))
 
-    def _new_bucket(self, spec: BucketSpec) -> Bucket:
+    def _new_bucket(self, spec: BucketSpec) -> PushedBucket:
         if spec.kind == "gather":
-            return Bucket(spec, Cutting([], [self._placer.place_gather(spec.common_name)]))
-        return Bucket(spec, cut_sum(spec, self.config.first_slice_bytes, self._placer))
+            return PushedBucket(spec, Cutting([], [self._placer.place_gather(spec.common_name)]))
+        return PushedBucket(spec, cut_sum(spec, self.config.first_slice_bytes, self._placer))
 
     # Tuning
 
@@ -289,14 +260,10 @@ class Worker:
         """
         steps = {}
         for number, bucket in enumerate(list(self._buckets)):
-            if tunable(bucket.spec):
-                with bucket.lock:
-                    # Two steps: so everybody knows the bucket. No other worker can have left the next step behind.
-                    if bucket.steps >= 2 and not bucket.next:
-                        steps[number] = bucket.steps + 2
-                        bucket.hold_at = bucket.steps + 1
+            if tunable(bucket.spec) and (step := bucket.hold()) is not None:
+                steps[number] = step
         layout = Layout(slice_bytes, window_bytes, steps)
-        request = pb.TuneRequest(token=self._token, rank=self.rank, layout=layout_message(layout))
+        request = pb.TuneRequest(token=self._membership.token, rank=self.rank, layout=layout_message(layout))
         try:
             for pserver in self._pservers:
                 pserver.call("Tune", request, _TUNE_TIMEOUT_S)
@@ -310,7 +277,7 @@ class Worker:
                 bucket.hold_at = None
                 self._start_next(number, bucket)
 
-    def take_notice(self, pserver: int, header: Header, payload: memoryview) -> None:
+    def _take_notice(self, pserver: int, header: Header, payload: memoryview) -> None:
         """Every pserver sends a layout; the first one counts for the buckets, each for its own window."""
         if header.kind == Kind.TRACE:
             self._tracer.take(header)
@@ -339,18 +306,7 @@ class Worker:
 
     def links(self) -> list[Link]:
         steps = max((bucket.steps for bucket in list(self._buckets)), default=0)
-        found = []
-        for index, (pserver, queue) in enumerate(zip(self._pservers, self._queues, strict=True)):
-            busy = queue.throughput
-            rate = busy.nbytes / busy.seconds if busy.seconds >= _LEAST_BUSY_S else 0.0
-            cpu_s = None
-            if steps and self._cpu_s:
-                cpu_s = (self._status(pserver).cpu_s - self._cpu_s[index]) / steps
-            found.append(Link(pserver.address, rate, cpu_s, index in self._memory.pservers))
-        return found
-
-    def _status(self, pserver: Pserver) -> Any:
-        return pserver.call("Status", pb.StatusRequest(token=self._token), _STATUS_TIMEOUT_S)
+        return self._links.measured(steps)
 
     # Captures
 
@@ -359,7 +315,7 @@ class Worker:
         self._tracer.start()
 
     def stop_trace(
-        self, buckets: Sequence[capture.Bucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
+        self, buckets: Sequence[CapturedBucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
     ) -> Capture:
         specs = [bucket.spec for bucket in list(self._buckets)]
         sizes = {"slice_bytes": self.slice_bytes, "window_bytes": self.window_bytes}
@@ -382,7 +338,7 @@ class Worker:
         if end is not None:
             on_reply(Reply(error=end))
 
-    def _start_next(self, number: int, bucket: Bucket) -> None:
+    def _start_next(self, number: int, bucket: PushedBucket) -> None:
         """Sends the oldest waiting push if none is outstanding. The caller holds the bucket's lock."""
         if (push := bucket.start_next()) is None:
             return
@@ -393,50 +349,6 @@ class Worker:
         for queue, items in zip(self._queues, shards, strict=True):
             if items:
                 queue.put(items)
-
-    # Replies; on the receiver threads
-
-    def _pushed(self, header: Header) -> tuple[Bucket, Push | None]:
-        """What a reply answers; no push once the exchange has ended.
-
-        Raises:
-            ProtocolError: there is nothing that it could answer.
-        """
-        if not 0 <= header.bucket < len(self._buckets):
-            raise ProtocolError(f"bucket must be one of the {len(self._buckets)} declared ones, got {header.bucket}")
-        bucket = self._buckets[header.bucket]
-        with bucket.lock:
-            push = bucket.current
-            if push is None:
-                if self._state.end is not None:
-                    return bucket, None
-                raise ProtocolError(f"a reply of bucket '{bucket.spec.name}' must follow a push, got one without")
-            if header.step != push.step:
-                raise ProtocolError(f"step of bucket '{bucket.spec.name}' must be {push.step}, got {header.step}")
-            return bucket, push
-
-    def place(self, pserver: int, header: Header, nbytes: int) -> memoryview | None:
-        """Where a reply is to be received; see `Receiver`."""
-        bucket, push = self._pushed(header)
-        return None if push is None else bucket.place(pserver, push, header.index, nbytes)
-
-    def take(self, pserver: int, header: Header, payload: memoryview, place: Place | None) -> None:
-        """Takes a reply."""
-        bucket, push = self._pushed(header)
-        if self._recorder.enabled:
-            now_ns = self._recorder.clock()
-            self._recorder.arrived(now_ns, header.step, header.bucket, header.index, NONE, pserver)
-        if push is None:
-            return
-        reply = bucket.take(pserver, push, header, payload, place, self.workers)
-        if reply is None:
-            return
-        with bucket.lock:
-            if bucket.current is not push:
-                return  # a failure has replied to it meanwhile
-            bucket.current = None
-            self._start_next(header.bucket, bucket)
-        push.on_reply(reply)
 
     # Deadlines
 
@@ -457,21 +369,3 @@ class Worker:
             self._leave()
             for queue in self._queues:
                 queue.close()
-
-
-class _Incoming:
-    """The frames of one pserver; see `Receiver`."""
-
-    def __init__(self, worker: Worker, pserver: int) -> None:
-        self._worker, self._pserver = worker, pserver
-
-    def memory(self, header: Header, nbytes: int) -> memoryview | None:
-        if header.kind != Kind.REPLY or header.flags & SHARED:
-            return None
-        return self._worker.place(self._pserver, header, nbytes)
-
-    def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
-        self._worker.take(self._pserver, header, payload, place)
-
-    def notice(self, header: Header, payload: memoryview) -> None:
-        self._worker.take_notice(self._pserver, header, payload)

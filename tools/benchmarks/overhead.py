@@ -77,7 +77,7 @@ class Subject:
     def run(self, recorded: bool = False) -> dict[str, float]:
         """Seconds and CPU seconds per step, updates included."""
         if recorded and self.strategy:
-            self.strategy.recorder.start(events=False)
+            self.strategy.recorder.start()
         clock = Clock()
         self.model.fit(self.x, self.y, batch_size=self.batch, shuffle=False, verbose=0, callbacks=[clock])
         if recorded and self.strategy:

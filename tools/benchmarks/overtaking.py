@@ -1,9 +1,9 @@
 """How long an urgent slice of 64 KiB takes behind bulk, on a host and its pserver with a link between them.
 
 Through the real worker and pserver, in both directions: pushes and replies, as a capture of the job has them. Bulk is
-pushed all the time; four times a second an urgent slice comes. Its time is from when it is wanted (pushed, or summed up)
-to when it has arrived, over its own time on the wire. Beside it, how full the link was: payload in the busier direction,
-over what TCP can carry of the link's rate. Needs root, for network namespaces.
+pushed all the time; four times a second an urgent slice comes. Its time is from when it is wanted (pushed, or summed
+up) to when it has arrived, over its own time on the wire. Beside it, how full the link was: payload in one direction,
+over what TCP can carry at the link's rate. Needs root, for network namespaces.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def _work(address: str, transport: Any) -> dict[str, Any]:
     from tfps.worker.worker import Worker
 
     worker = Worker([address], config=Config.from_environment(transport=transport, shared_memory=False))
-    bulk = [BucketSpec(f"bulk{n}", "sum", BULK_BYTES, "float32", 9) for n in range(BULK_BUCKETS)]
-    *numbers, urgent = worker.declare([*bulk, BucketSpec("urgent", "sum", URGENT_BYTES, "float32", 0)])
+    bulk = [BucketSpec((f"bulk{n}",), "sum", BULK_BYTES, "float32", 9) for n in range(BULK_BUCKETS)]
+    *numbers, urgent = worker.declare([*bulk, BucketSpec(("urgent",), "sum", URGENT_BYTES, "float32", 0)])
     payload, urgent_payload = np.ones(BULK_BYTES // 4, np.float32), np.ones(URGENT_BYTES // 4, np.float32)
     stopping, left = threading.Event(), threading.Semaphore(0)
     replied = [0]

@@ -38,7 +38,7 @@ class _Job:
         with ThreadPoolExecutor(2) as pool:
             make = lambda rank: Worker(addresses, rank=rank, config=config, recorder=self._recorders[rank])  # noqa: E731
             self._workers = list(pool.map(make, range(2)))
-            specs = [BucketSpec(f"b{i}", "sum", step_bytes // BUCKETS, "float32", i) for i in range(BUCKETS)]
+            specs = [BucketSpec((f"b{i}",), "sum", step_bytes // BUCKETS, "float32", i) for i in range(BUCKETS)]
             (self._buckets, _) = pool.map(lambda worker: worker.declare(specs), self._workers)
         for worker in self._workers:
             stack.callback(worker.close)
@@ -48,7 +48,7 @@ class _Job:
         """One step, seconds and CPU seconds."""
         for recorder in self._recorders:
             if recorded:
-                recorder.start(events=False)
+                recorder.start()
             else:
                 recorder.stop()
         wall_s, cpu_s = time.perf_counter(), time.process_time()

@@ -147,7 +147,7 @@ def _work(addresses: list[str], steps: int) -> None:
 
     sizes = [min(BUCKET_BYTES, STEP_BYTES - start) for start in range(0, STEP_BYTES, BUCKET_BYTES)]
     worker = Worker(addresses, config=Config.from_environment())
-    buckets = worker.declare([BucketSpec(f"b{i}", "sum", size, "float32", i) for i, size in enumerate(sizes)])
+    buckets = worker.declare([BucketSpec((f"b{i}",), "sum", size, "float32", i) for i, size in enumerate(sizes)])
     payloads = [np.ones(size // 4, np.float32) for size in sizes]
 
     def step() -> None:

@@ -1,0 +1,74 @@
+"""What must follow from private names of TensorFlow that would otherwise fail without a word.
+
+That these names are there is checked when tf_private.py is imported; that they still do what tfps needs, here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfps.errors import UnsupportedError
+from tfps.graph.tf_private import SUPPORTED, made_by_generator, set_read_only_inputs
+
+
+def orders_what_is_not_only_read() -> bool:
+    """Whether a later use of a variable waits for a call that has it as an input and declares no input only read."""
+    return _second_waits(lambda resource: None, only_read=[])
+
+
+def leaves_unordered_what_is_only_read() -> bool:
+    """Whether calls that put something into one queue do not wait for each other if they declare it only read."""
+    return not _second_waits(lambda queue: tf.raw_ops.QueueEnqueueV2(handle=queue, components=[0]), only_read=[0])
+
+
+def finds_generators() -> bool:
+    """Whether batches that Python makes are told from rows, and from batches that TensorFlow makes of them."""
+    made = tf.data.Dataset.from_generator(lambda: iter([[0]]), output_signature=tf.TensorSpec([None], tf.int64))
+    return made_by_generator(made.prefetch(1)) and not made_by_generator(made.batch(1))
+
+
+@functools.cache
+def check_effects() -> None:
+    """Checks all of these, when the first strategy of a process is made: a tenth of a second.
+
+    Raises:
+        UnsupportedError: one is missing; the message says which versions are supported.
+    """
+    with tf.init_scope():
+        for effect, without in {
+            orders_what_is_not_only_read: "variables could be read before their update",
+            leaves_unordered_what_is_only_read: "gradients would wait for each other",
+            finds_generators: "workers would get whole batches of a generator in turn, not their rows of each",
+        }.items():
+            if not effect():
+                raise UnsupportedError(
+                    f"tfps supports {SUPPORTED}; TensorFlow {tf.__version__} does not fit: {without} "
+                    f"({effect.__name__} is False)"
+                )
+
+
+def _second_waits(uses: Callable[[tf.Tensor], Any], only_read: list[int]) -> bool:
+    """Whether of two calls of `uses`, which declare `only_read`, TensorFlow lets the second one wait for the first."""
+    resource = tf.TensorSpec([], tf.resource)
+
+    @tf.function(autograph=False, input_signature=[resource])
+    def tfps_use(resource: tf.Tensor) -> tf.Tensor:
+        uses(resource)
+        return tf.constant(True)
+
+    calls: list[tf.Operation] = []
+
+    @tf.function(autograph=False, input_signature=[resource])
+    def tfps_two_uses(resource: tf.Tensor) -> None:
+        for _ in range(2):
+            call = tfps_use.get_concrete_function()(resource)
+            set_read_only_inputs(call, only_read)
+            calls.append(call.op)
+
+    tfps_two_uses.get_concrete_function()
+    first, second = calls
+    return first in second.control_inputs

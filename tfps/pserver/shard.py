@@ -1,0 +1,83 @@
+"""A pserver's shard of a job: the slices that it owns of every bucket, as they are cut now and from a later step on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tfps.config import Config
+from tfps.exchange.aggregate import GatherRound, SumRound
+from tfps.exchange.interface import BucketSpec, parse_dtype
+from tfps.exchange.layout import Cutting, Layout, cut_anew, cut_sum
+from tfps.exchange.placement import Placer
+from tfps.pserver.owned_slice import OwnedSlice
+from tfps.trace.recorder import Recorder
+
+
+@dataclass(slots=True)
+class OwnedBucket:
+    """A declared bucket; `slices` has what this pserver owns of it, by index (a gather: index 0).
+
+    `slices` is only ever replaced as a whole, so that streams read it without a lock.
+    """
+
+    spec: BucketSpec
+    slices: dict[int, OwnedSlice] = field(default_factory=dict)
+    next: dict[int, dict[int, OwnedSlice]] = field(default_factory=dict)  # by the first step
+
+    def advance(self, step: int) -> None:
+        """Changes to the next cutting, if `step` is cut so. All of the last step is over then, on all pservers."""
+        for first in sorted(first for first in self.next if first <= step):
+            self.slices = self.next.pop(first)
+
+
+class Shard:
+    """What one pserver owns. The caller's lock guards all changes, and `next` of the buckets.
+
+    Args:
+        workers: of the job.
+        pservers: of the job, of which this one is number `index` in the workers' lists.
+    """
+
+    def __init__(self, config: Config, workers: int, pservers: int, index: int, recorder: Recorder) -> None:
+        self.config, self.index = config, index
+        self.buckets: list[OwnedBucket] = []  # only grows, until `clear`: streams read it without the lock
+        self._workers, self._pservers, self._recorder = workers, pservers, recorder
+        self._placer = Placer(pservers, config.placement)
+
+    def add(self, specs: Sequence[BucketSpec]) -> None:
+        """Adds buckets that all ranks have declared."""
+        for spec in specs:
+            bucket = OwnedBucket(spec)
+            if spec.kind == "sum":
+                bucket.slices = self._slices(spec, cut_sum(spec, self.config.first_slice_bytes, self._placer))
+            elif self._placer.place_gather(spec.common_name) == self.index:
+                bucket.slices[0] = item = OwnedSlice(self._recorder)
+                item.round = GatherRound(f"bucket '{spec.name}'", self._workers, self.config.first_slice_bytes)
+            self.buckets.append(bucket)
+
+    def cut_anew(self, layout: Layout) -> None:
+        """Prepares the cuttings of `layout`, each from its step on.
+
+        Raises:
+            ProtocolError: the layout does not fit the buckets.
+        """
+        specs = [bucket.spec for bucket in self.buckets]
+        for number, cutting in cut_anew(specs, layout, self._pservers, self.config.placement).items():
+            self.buckets[number].next[cutting.step] = self._slices(specs[number], cutting)
+
+    def clear(self) -> None:
+        """Forgets all buckets."""
+        self.buckets = []
+
+    def _slices(self, spec: BucketSpec, cutting: Cutting) -> dict[int, OwnedSlice]:
+        """What this pserver owns of a sum."""
+        owned = {}
+        dtype, deterministic = parse_dtype(spec.dtype), self.config.deterministic
+        for index, (piece, owner) in enumerate(zip(cutting.slices, cutting.owners, strict=True)):
+            if owner == self.index:
+                owned[index] = item = OwnedSlice(self._recorder)
+                label = f"slice {index} of bucket '{spec.name}'"
+                item.round = SumRound(label, self._workers, dtype, piece.nbytes, deterministic, item.allocate)
+                item.round.step = cutting.step
+        return owned

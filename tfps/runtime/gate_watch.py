@@ -1,0 +1,88 @@
+"""Looks after the gates of all variables: nobody shall wait at one that nobody will open any more.
+
+TensorFlow stops a step at its first error, wherever it is: a reader may then hold a token, or a send may have closed
+its gates without having sent.
+
+Tested in tests/strategy/test_strategy.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+from tfps.errors import TfpsError, to_text
+from tfps.exchange.interface import Exchange
+from tfps.graph.ops import Gate
+
+_LOOK_S = 1.0  # between two looks at the gates
+_LOST_AFTER = 30  # looks without any message, at a gate that stays closed
+
+
+class GateWatch:
+    """Puts an error into gates that stay closed although nothing is under way, and into all after a failure.
+
+    Args:
+        exchange: which fails when a gate is lost.
+        activity: says how many messages are under way, and how many there have been. Called by the thread "tfps-gates".
+    """
+
+    def __init__(self, exchange: Exchange, activity: Callable[[], tuple[int, int]]) -> None:
+        self._exchange, self._activity = exchange, activity
+        self._gates: weakref.WeakSet[Gate] = weakref.WeakSet()
+        self._stopped = False
+        self._wake = threading.Event()  # set at failure and stop
+        self._thread = threading.Thread(target=self._run, name="tfps-gates", daemon=True)
+        self._thread.start()
+
+    def add(self, gates: Sequence[Gate]) -> None:
+        """Looks after `gates` as long as they exist."""
+        self._gates.update(gates)
+
+    def gates(self) -> list[Gate]:
+        """Those of all variables."""
+        return list(self._gates)
+
+    def wake(self) -> None:
+        """The exchange has failed."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stopped = True
+        self._wake.set()
+        self._thread.join()
+
+    def give_up(self, error: TfpsError) -> None:
+        """Puts `error` into all gates that are closed."""
+        for gate in self.gates():
+            if gate.closed:
+                gate.open(to_text(error))
+
+    def _run(self) -> None:
+        looks: weakref.WeakKeyDictionary[Gate, int] = weakref.WeakKeyDictionary()
+        seen = -1
+        while not self._stopped:
+            self._wake.wait(_LOOK_S)
+            failure = self._exchange.failure
+            if failure is None:
+                under_way, messages = self._activity()
+                quiet, seen = under_way == 0 and messages == seen, messages
+                closed = [gate for gate in self.gates() if gate.closed] if quiet else []
+                looks = weakref.WeakKeyDictionary({gate: looks.get(gate, 0) + 1 for gate in closed})
+                lost = [gate for gate, count in looks.items() if count >= _LOST_AFTER]
+                if not lost:
+                    continue
+                failure = stopped_step(self._exchange.rank, lost[0].name)
+                self._exchange.fail(failure)
+            self.give_up(failure)
+            threading.Event().wait(_LOOK_S)
+
+
+def stopped_step(rank: int, name: str) -> TfpsError:
+    """What to say of a step that TensorFlow has stopped before it had sent the gradient of `name`."""
+    return TfpsError(
+        f"rank {rank}: a step was stopped by an error before it had sent the gradient of {name}; "
+        "the variables may be half updated: restore a checkpoint under a new strategy"
+    )

@@ -1,0 +1,233 @@
+"""When noted updates become ops of the graph under construction, and which transfers their sends share.
+
+Tested in tests/strategy/test_strategy.py, tests/strategy/test_overlap.py and tests/integration/test_workers.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfps.errors import UnsupportedError
+from tfps.graph import ops as graph_ops
+from tfps.graph.tf_private import distribute_lib, ops, outer_graphs
+from tfps.graph.timestamps import PassedGate, Timestamps
+from tfps.runtime.runtime import Runtime
+from tfps.runtime.transfers import DeferredUpdate, Group
+from tfps.strategy.deferred import GraphState, Noted, Reduced, deferrable, find_reduced, fuse
+from tfps.strategy.invariants import Invariants
+from tfps.strategy.planned_bucket import PlannedBucket
+from tfps.strategy.variables import GatedVariable
+
+logger = logging.getLogger("tfps")
+_FIRST_BUCKET_BYTES = 64 * 1024
+_numbers = itertools.count()
+
+
+class Emitter:
+    """What one strategy notes in graphs under construction, and emits. Used by the threads that trace."""
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        runtime: Runtime,
+        replicas: int,
+        slice_bytes: int,
+        compared: Invariants | None,
+    ) -> None:
+        self._strategy, self._runtime, self._compared = strategy, runtime, compared
+        self._replicas, self._slice_bytes = replicas, slice_bytes
+        # Without a network there is nothing to expose, and the fewer buckets the better.
+        self._first_bytes = slice_bytes if runtime.alone else _FIRST_BUCKET_BYTES
+        self._warned: set[str] = set()
+        self._state_name = f"_tfps_state_{next(_numbers)}"
+        self._touched: list[weakref.ref[tf.Graph]] = []  # graphs that got a state since the last call ended
+        # Of the replica functions being traced: transfers by bucket and how often its replica has come to it. The
+        # replicas of one worker share a transfer, also where each traces a tf.cond of its own.
+        self._transfers: dict[tuple[Any, int], DeferredUpdate] = {}
+        self._occurrences: Counter[tuple[Any, int]] = Counter()
+        self._groups: dict[tuple[int, int], Group] = {}  # by number of the emission in its replica
+        self._emissions: Counter[int] = Counter()
+        self.graphs: dict[str, weakref.ref[tf.Graph]] = {}  # that send, by name; the one traced last at the end
+
+    # What is known of a graph.
+
+    def state_of(self, graph: tf.Graph) -> GraphState | None:
+        """The state of `graph`, if it has one."""
+        return getattr(graph, self._state_name, None)
+
+    def state(self, graph: tf.Graph) -> GraphState:
+        """The state of `graph`, which has one from now on."""
+        state = self.state_of(graph)
+        if state is None:
+            state = GraphState()
+            # On the graph itself: the state holds tensors of the graph, in a table of ours both would live for ever.
+            setattr(graph, self._state_name, state)
+            self._touched.append(weakref.ref(graph))
+        return state
+
+    def inputs(self, graph: tf.Graph) -> list[tf.Tensor]:
+        """What the replica function that is traced in `graph` itself got; nothing where it is around `graph`."""
+        state = self.state_of(graph)
+        return state.inputs if state is not None else []
+
+    def next_reduction(self, who: Any) -> tuple[int, Any]:
+        """A key of the next reduction by `who` in the graph under construction, the same in every retrace."""
+        reductions = self.state(outer_graphs(ops.get_default_graph())[-1]).reductions
+        reductions[who] += 1
+        return reductions[who], who
+
+    # What is noted.
+
+    def note_access(self, variable: GatedVariable, graph: tf.Graph) -> list[tf.Tensor]:
+        """Called before any access in a graph under construction: notes the forward order, emits what waits.
+
+        Returns what the access must come after: the input of the step, where it is in `graph`.
+        """
+        chain = outer_graphs(graph)
+        if not chain:
+            return []
+        for each in chain:
+            state = self.state_of(each)
+            if state is not None and any(state.noted.values()):
+                self._emit_all(each)
+        if variable.gates and variable.owner is None:
+            first_use = self.state(chain[-1]).first_use
+            first_use.setdefault(variable._unique_id, len(first_use))
+        return self.inputs(graph)
+
+    def note_passed(self, variable: GatedVariable, replica: int, graph: tf.Graph, passed: tf.Operation) -> None:
+        """The gate of `variable` has been passed in `graph` by the op `passed`."""
+        gates = self.state(graph).passed.by_variable
+        gates.setdefault((variable._unique_id, replica), PassedGate(passed, passed.inputs[1]))
+
+    def note_reduced(self, reduced: Reduced) -> None:
+        """`reduced` has come out of an `all_reduce` in the graph under construction."""
+        self.state(ops.get_default_graph()).reduced[id(reduced.result)] = reduced
+
+    def defers(self, variable: GatedVariable, function: Callable[..., Any], gradient: Any, arguments: Any) -> bool:
+        """Notes `function(component, gradient, *arguments)` if it can run behind the step; else says False."""
+        reduced = find_reduced(self.state_of, gradient)
+        if reduced is None or not deferrable(variable, reduced.gradient):
+            return False
+        graph, replica = ops.get_default_graph(), distribute_lib.get_replica_context()._replica_id
+        state = self.state(graph)
+        if any(noted.variable is variable for noted in state.noted.get(replica, ())):
+            self._emit(graph, replica)  # the second update of a variable comes after its first
+        state.noted.setdefault(replica, []).append(Noted(variable, function, tuple(arguments), reduced))
+        noted = reduced.reduction.noted
+        noted[id(graph)] += 1
+        if noted[id(graph)] == reduced.reduction.size:
+            self._emit(graph, replica)
+        return True
+
+    # When it is emitted.
+
+    def begin_call(self, graph: tf.Graph, inputs: list[tf.Tensor]) -> None:
+        """Replica functions will be traced in `graph`, which get `inputs`."""
+        self.state(graph).inputs = inputs
+        self._forget_call()  # of a call whose trace an exception ended
+        self._touched.clear()
+
+    def end_call(self, graph: tf.Graph) -> None:
+        """All replicas of one call have been traced: emits what is still noted.
+
+        Raises:
+            UnsupportedError: in a branch or a loop only some results of a reduction have become updates.
+        """
+        self._emit_all(graph)
+        self._forget_call()
+        touched, self._touched = self._touched, []
+        for other in [graph, *(each for ref in touched if (each := ref()) is not None)]:
+            state = self.state(other)
+            if any(state.noted.values()):
+                names = ", ".join(noted.variable.name for each in state.noted.values() for noted in each)
+                raise UnsupportedError(
+                    f"{other.name}: only some results of one all_reduce were used to update variables inside a tf.cond "
+                    f"or tf.while_loop ({names}); reduce them in a call of their own"
+                )
+
+    def _forget_call(self) -> None:
+        self._transfers.clear()
+        self._occurrences.clear()
+        self._groups.clear()
+        self._emissions.clear()
+
+    def _emit_all(self, graph: tf.Graph) -> None:
+        state = self.state_of(graph)
+        if state is None:
+            return
+        for replica in sorted(state.noted):
+            number = self._strategy.extended._get_replica_id_in_sync_group(replica)
+            context = distribute_lib.ReplicaContext(self._strategy, number)
+            with graph.as_default(), tf.control_dependencies(None), context:
+                self._emit(graph, replica)
+
+    def _emit(self, graph: tf.Graph, replica: int) -> None:
+        """Emits all noted updates of `replica`."""
+        order = self.state(outer_graphs(graph)[-1]).first_use
+        noted = self.state(graph).noted.pop(replica, [])
+        fused = fuse(noted, order, self._slice_bytes, self._first_bytes)
+        buckets = [PlannedBucket(each, graph, replica, order) for each in fused]
+        for bucket in buckets:
+            self._trace(bucket)
+        numbers = self._declare([bucket for bucket in buckets if bucket.function is not None], graph)
+        group = self._groups.setdefault((self._emissions[replica], len(numbers)), Group())
+        self._emissions[replica] += 1
+        ticket = graph_ops.ticket() if replica == 0 else tf.constant(0, tf.int64)
+        timestamps = Timestamps(
+            graph, lambda each: self.state(each).passed, lambda each: self.state(each).inputs, replica
+        )
+        last = min((bucket.spec.priority for bucket in numbers), default=0)  # the most urgent is the last to be sent
+        for index, bucket in enumerate(buckets):
+            if bucket not in numbers:
+                bucket.update_in_graph()
+                continue
+            transfer = self._transfer(bucket, numbers[bucket], group)
+            transfer.leads = bucket.spec.priority == last
+            noted_times = timestamps.of_bucket(bucket.ids, whole=transfer.leads)
+            if replica == 0:
+                transfer.read, transfer.whole = noted_times.variable, noted_times.whole
+            carries = index % self._replicas == replica
+            bucket.send(transfer, self._runtime.queue, ticket, carries, noted_times.times)
+        timestamps.done()
+
+    def _trace(self, bucket: PlannedBucket) -> None:
+        """Traces the update of `bucket`; where it cannot run later, it has no function."""
+        try:
+            bucket.trace(self._strategy, compared=self._compared is not None)
+        except Exception as error:  # whatever it is: in the graph it either works or raises again
+            where = getattr(bucket.noted[0].function, "__qualname__", repr(bucket.noted[0].function))
+            if where not in self._warned:
+                self._warned.add(where)
+                logger.warning(
+                    "tfps: the update of %s (and others like it) runs inside the step, where it waits for the network: "
+                    "%s",
+                    bucket.variables[0].name,
+                    error,
+                )
+
+    def _declare(self, buckets: list[PlannedBucket], graph: tf.Graph) -> dict[PlannedBucket, int]:
+        """As what number each of `buckets`, which `graph` sends, is declared."""
+        with ops.init_scope():
+            numbers = self._runtime.buckets([(bucket.key, bucket.spec) for bucket in buckets])
+        if buckets:
+            self.graphs.pop(graph.name, None)
+            self.graphs[graph.name] = weakref.ref(graph)
+        return dict(zip(buckets, numbers, strict=True))
+
+    def _transfer(self, bucket: PlannedBucket, number: int, group: Group) -> DeferredUpdate:
+        """What becomes of the messages of `bucket`, which was declared as `number`; local replicas share it."""
+        occurrence = bucket.key, self._occurrences[bucket.key, bucket.replica]
+        self._occurrences[bucket.key, bucket.replica] += 1
+        if occurrence not in self._transfers:
+            transfer = self._transfers[occurrence] = DeferredUpdate(number, bucket.spec, self._replicas, group)
+            transfer.invariants = self._compared
+            self._runtime.adopt(transfer, bucket.graph)
+        return self._transfers[occurrence]

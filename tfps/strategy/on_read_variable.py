@@ -1,0 +1,123 @@
+"""Variables that each replica writes for itself and that are combined when they are read: those of metrics.
+
+Tested in tests/strategy/test_combined.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfps.graph.shares import current_share
+from tfps.graph.tf_private import distribute_lib, values, values_util
+from tfps.keras_hooks.keras_private import in_symbolic_scope
+
+
+class OnReadVariable(values.SyncOnReadVariable):
+    """A variable whose replicas' components are combined when it is read outside a step: a metric's.
+
+    Reads in a graph outside of `strategy.run` combine within that graph, at every run, on all ranks.
+    """
+
+    _combined: tf.Tensor | None = None  # None: no replica has written yet, or combined before the last `assign`
+
+    def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+        if self._aggregation != tf.VariableAggregation.NONE:
+            self._distribute_strategy.extended.note_local_write(self)
+        return super()._update_replica(update_fn, value, **kwargs)
+
+    def take_combined(self, value: Any) -> None:
+        """Keeps `value` for reads; the components go on as they are."""
+        self._combined = tf.constant(value, self.dtype)
+
+    def _get_cross_replica(self) -> Any:
+        extended = self._distribute_strategy.extended
+        if in_symbolic_scope():
+            return self._primary  # there is nothing to combine, and ranks that have built their model do not come here
+        if (
+            not tf.executing_eagerly()
+            or extended.combiner.single
+            or self._aggregation == tf.VariableAggregation.NONE
+            or values_util.is_saving_non_distributed()
+        ):
+            return super()._get_cross_replica()
+        extended.combiner.refresh()
+        return tf.identity(self.current())
+
+    def current(self) -> tf.Tensor:
+        """The value, where all that replicas have written is combined."""
+        if self._combined is None:  # all ranks have what they were given alike
+            components = [component.read_value() for component in self._values]
+            if self._aggregation == tf.VariableAggregation.SUM:
+                self._combined = tf.add_n(components) * tf.cast(self._distribute_strategy.num_workers, self.dtype)
+            else:
+                self._combined = components[0]
+        return self._combined
+
+    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+        if not self._outside():
+            value = self._counted(value, lambda: self._get_on_device_or_primary().read_value())
+            return super().assign(value, use_locking, name, read_value)
+        if not tf.executing_eagerly():
+            self._distribute_strategy.extended.note_local_write(self)
+            return super().assign(value, use_locking, name, read_value)
+        value = tf.convert_to_tensor(value, self.dtype)
+        nothing = tf.zeros_like(value)
+        for replica, component in enumerate(self._values):
+            # The first replica of all holds a sum: a part for each would not add up to the same for whole numbers.
+            mine = self._aggregation != tf.VariableAggregation.SUM or replica == self._distribute_strategy.rank == 0
+            with tf.device(component.device):
+                component.assign(value if mine else nothing)
+        self._combined = tf.identity(value)
+        return self._combined if read_value else None
+
+    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._changed_outside():
+            return super().assign_add(self._counted(value, None), *args, **kwargs)
+        return self.assign(self.read_value() + tf.convert_to_tensor(value, self.dtype))
+
+    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._changed_outside():
+            return super().assign_sub(self._counted(value, None), *args, **kwargs)
+        return self.assign(self.read_value() - tf.convert_to_tensor(value, self.dtype))
+
+    def _counted(self, value: Any, before: Callable[[], tf.Tensor] | None) -> Any:
+        """What a replica writes; one without rows leaves `before`, or (None) adds nothing."""
+        share = None if self._aggregation == tf.VariableAggregation.NONE else current_share()
+        if share is None or not share.may_be_empty:
+            return value
+        return share.only_if_rows(tf.convert_to_tensor(value, self.dtype), before() if before else None)
+
+    def _outside(self) -> bool:
+        """Whether this is neither in a replica function nor in an update."""
+        if values_util.is_saving_non_distributed():
+            return False
+        with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
+            return distribute_lib.in_cross_replica_context() and not values_util.in_replica_update_context()
+
+    def _changed_outside(self) -> bool:
+        """Whether it is for this class to change the value: eagerly, outside a step. TensorFlow refuses a sum."""
+        if not self._outside() or self._aggregation == tf.VariableAggregation.SUM:
+            return False
+        if not tf.executing_eagerly():
+            self._distribute_strategy.extended.note_local_write(self)
+            return False
+        return True
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+        factories = super()._gather_saveables_for_checkpoint()
+        return {key: functools.partial(_OnReadSaveable, self, self._common_name) for key in factories}
+
+
+class _OnReadSaveable(values._SyncOnReadSaveable):
+    """Restores by `assign`, so that the variable knows."""
+
+    def __init__(self, variable: OnReadVariable, default_name: str, name: str | None = None) -> None:
+        super().__init__(variable, name or default_name)
+
+    def restore(self, restored_tensors: Any, restored_shapes: Any) -> Any:
+        (tensor,) = restored_tensors
+        return self._sync_on_read_variable.assign(tensor)

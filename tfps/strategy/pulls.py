@@ -1,0 +1,111 @@
+"""Pulls in graphs, declared right before they run for the first time, and only where their result is used.
+
+While a program is traced nobody knows whether the result of `all_reduce` is used otherwise than by a deferred update.
+When a function is called, it and the functions that it calls are traced to the end: what no output and no stateful op
+of its graph needs is pruned. The other pulls are declared then, in the order of tracing, which is the same on all
+ranks; the messages of a run come in any order.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from tfps.errors import TfpsError
+from tfps.exchange.interface import BucketSpec
+from tfps.graph import ops as graph_ops
+from tfps.graph.tf_private import before_calls, ops, outer_graphs
+from tfps.runtime.runtime import Runtime
+from tfps.runtime.transfers import UNDECLARED, Pull
+
+_NAME = "_tfps_pulls"
+
+
+@dataclass(eq=False)
+class _TracedPull:
+    """A pull, the op that calls it, and what its bucket is declared by."""
+
+    runtime: Runtime
+    transfer: Pull
+    key: tuple[Any, ...]
+    op: tf.Operation
+
+
+@dataclass(eq=False)
+class _Pulls:
+    """Those of one graph and of the functions that it calls, in the order of tracing."""
+
+    traced: dict[_TracedPull, None] = field(default_factory=dict)
+    settled: bool = False  # those that the graph needs have been declared
+
+    def add(self, pulls: Iterable[_TracedPull]) -> None:
+        self.traced.update(dict.fromkeys(pulls))
+        self.settled = False
+
+
+def pull(
+    runtime: Runtime, key: tuple[Any, ...], spec: BucketSpec, data: tf.Tensor, indices: tf.Tensor
+) -> list[tf.Tensor]:
+    """In a graph under construction: sends `data` and waits for the reduced bytes, [data, indices], flat uint8.
+
+    `key` is the same for the same call on every rank and in every retrace.
+    """
+    before_calls(_prepare)
+    graph, transfer = ops.get_default_graph(), Pull(spec)
+    runtime.adopt(transfer, graph)
+    pulled = graph_ops.pull(runtime.queue, transfer.id, data, indices)
+    around = _add(graph, [_TracedPull(runtime, transfer, ("pull", *key, spec), pulled[0].op)])
+    transfer.declare = lambda: _declare_late(runtime, around(), spec.name)
+    return pulled
+
+
+def _add(graph: tf.Graph, pulls: Iterable[_TracedPull]) -> weakref.ref[_Pulls]:
+    """Adds `pulls` to `graph` and all graphs around it; returns what the outermost one has."""
+    found = _Pulls()
+    for each in outer_graphs(graph):
+        # On the graph itself: they hold ops of the graph, in a table of ours both would live for ever.
+        found = getattr(each, _NAME, None) or _Pulls()
+        setattr(each, _NAME, found)
+        found.add(pulls)
+    return weakref.ref(found)
+
+
+def _prepare(graph: tf.Graph) -> None:
+    """The function `graph` runs next, or whenever the graph under construction does.
+
+    Raises:
+        TfpsError: a pull could not be declared.
+    """
+    pulls: _Pulls | None = getattr(graph, _NAME, None)
+    if pulls is None or pulls.settled:
+        return
+    if not tf.executing_eagerly():  # a function may have been traced for another caller
+        _add(ops.get_default_graph(), pulls.traced)
+        return
+    needed = {each: graph_ops.needed(each) for each in {one.op.graph for one in pulls.traced}}
+    _declare([each for each in pulls.traced if each.op.name in needed[each.op.graph]])
+    pulls.settled = True
+
+
+def _declare(pulls: Iterable[_TracedPull]) -> None:
+    new = [each for each in pulls if each.transfer.bucket == UNDECLARED]
+    for runtime in dict.fromkeys(each.runtime for each in new):
+        own = [each for each in new if each.runtime is runtime]
+        buckets = runtime.buckets([(each.key, each.transfer.spec) for each in own])
+        for each, bucket in zip(own, buckets, strict=True):
+            each.transfer.bucket = bucket
+
+
+def _declare_late(runtime: Runtime, pulls: _Pulls | None, name: str) -> None:
+    """A message has come of the reduction `name`, which its graph did not seem to need. Called by the pump thread.
+
+    Its function is a dataset's, whose runs nobody sees, or only a gradient needs its result. Others of the same graph
+    may follow, on every rank in another order: they are declared together.
+    """
+    if pulls is None:
+        raise TfpsError(f"the graph that reduces {name} is gone")
+    _declare([each for each in pulls.traced if each.runtime is runtime])

@@ -1,0 +1,23 @@
+"""A worker's place in its job.
+
+Tested in tests/worker/test_joining.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """What the first pserver answers to Join, and every other call carries; all pservers of a job know it.
+
+    Attributes:
+        rank: this worker's number, from 0.
+        workers: how many the job has.
+        token: proves that the worker belongs to the job.
+    """
+
+    rank: int
+    workers: int
+    token: str
