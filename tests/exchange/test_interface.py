@@ -24,10 +24,11 @@ SIZES = (4, 1024, 1028, 10_000, 0)  # one item, one slice, a bit more, many slic
 @pytest.fixture(
     params=[
         (0, 1, "embedded"),
-        (1, 1, "sockets"),
+        (1, 1, "grpc"),
         (1, 2, "shared memory"),
         (2, 3, "both"),
-        (3, 2, "sockets"),
+        (3, 2, "tcp"),
+        (2, 3, "grpc"),
         (2, 2, "shared memory"),
     ],
     ids=lambda p: f"{p[1]} workers over {p[0]} pservers, {p[2]}" if p[0] else "embedded",

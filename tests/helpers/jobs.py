@@ -8,6 +8,7 @@ import os
 import queue
 import secrets
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -26,12 +27,16 @@ from tfps.protos import tfps_pb2 as pb
 from tfps.pserver import server
 from tfps.pserver.server import ParameterServer
 from tfps.wire import frames
+from tfps.wire.connection import dial
 from tfps.wire.control import PROTOCOL_VERSION, PULL, PUSH, RANK_KEY, TOKEN_KEY, Pserver, method, settings_of
+from tfps.wire.parts import PART_BYTES, decode_part
+from tfps.wire.tcp_path import open_path
+from tfps.worker import worker as worker_module
 from tfps.worker.worker import Worker
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEADLINE_S = 60.0  # how long a test waits for what must happen; never reached if all is well
-Transport = Literal["sockets", "shared memory", "both"]
+Transport = Literal["tcp", "grpc", "shared memory", "both"]
 CONFIG = Config(slice_bytes=1024, window_bytes=4096, connect_timeout_s=DEADLINE_S, step_timeout_s=DEADLINE_S)
 
 
@@ -170,16 +175,27 @@ def unused_ports(count: int) -> int:
 
 
 def use(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What slices pass through from now on, to pservers in this process; "both": sockets to the first of them."""
+    """What slices pass through from now on, to pservers in this process; "both": TCP to the first of them."""
     attached = server._attached
     if transport != "shared memory":
         monkeypatch.setattr(
             server, "_attached", lambda join: attached(join) if transport == "both" and join.pserver_index else None
         )
+    if transport == "grpc":
+        monkeypatch.setattr(worker_module, "open_path", lambda _, *more: open_path("grpc", *more))
+    monkeypatch.setattr(RawWorker, "over_tcp", transport == "tcp")
+
+
+def _as_part(message: bytes) -> bytes:
+    """A frame, maybe a malformed one, as one part."""
+    header, payload = message[: frames.HEADER_BYTES], message[frames.HEADER_BYTES :]
+    return header + struct.pack("<III", len(payload), 0, len(payload)) + payload
 
 
 class RawWorker:
-    """Speaks the protocol by hand, so that it can be spoken wrongly."""
+    """Speaks the protocol by hand, so that it can be spoken wrongly; over TCP or, if not `over_tcp`, over gRPC."""
+
+    over_tcp = False
 
     def __init__(self, address: str, rank: int = -1, config: Config = CONFIG, **join: Any) -> None:
         self.pserver = Pserver(address)
@@ -201,6 +217,12 @@ class RawWorker:
 
     def open(self) -> RawWorker:
         """Opens both streams."""
+        if self.over_tcp:
+            self.data: socket.socket = dial(
+                self.pserver.address, self.joined.data_port, self.token, self.rank, DEADLINE_S
+            )._socket
+            self.data.settimeout(DEADLINE_S)
+            return self
         self.pulling = self._pull(self.token, str(self.rank))
         self.pushing = self._push(self._outbox, self.token, str(self.rank))
         return self
@@ -240,10 +262,21 @@ class RawWorker:
         return self
 
     def send(self, message: bytes) -> None:
-        self._outbox.put(message)
+        if self.over_tcp:
+            with contextlib.suppress(OSError):  # the pserver has heard enough
+                self.data.sendall(_as_part(message))
+        else:
+            self._outbox.put(message)
 
     def read(self) -> tuple[frames.Header, bytes]:
         """The next frame."""
+        if self.over_tcp:
+            received = b""
+            while True:
+                part = decode_part(self.data.recv(PART_BYTES, socket.MSG_WAITALL))
+                received += self.data.recv(part.nbytes, socket.MSG_WAITALL)
+                if len(received) == part.total:
+                    return part.header, received
         header, payload = frames.decode(next(self.pulling))
         return header, bytes(payload)
 

@@ -35,8 +35,12 @@ SUM = pb.Bucket(names=["dense"], kind="sum", nbytes=2000, dtype="float32", prior
 GATHER = pb.Bucket(names=["words"], kind="gather", nbytes=0, dtype="uint8", priority=1)
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
+OVER_GRPC = pytest.mark.parametrize("cluster", ["grpc"], indirect=True)
+
+
+@pytest.fixture(params=["tcp", "grpc"])
+def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    jobs.use(request.param, monkeypatch)
     with Cluster() as cluster:
         yield cluster
 
@@ -60,7 +64,7 @@ def test_a_slice_comes_back_to_all_when_all_have_pushed(cluster: Cluster) -> Non
         member.send(frames.encode(slice_push(), np.ones(256, np.float32).tobytes()))
     for member in members:
         header, payload = member.read()
-        assert header == Header(Kind.REPLY, priority=3)
+        assert header._replace(received=0) == Header(Kind.REPLY, priority=3)
         assert np.frombuffer(payload, np.float32).tolist() == [2] * 256
 
 
@@ -95,7 +99,14 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize("what", MALFORMED)
+MESSAGES = ["truncated header", "no bytes", "oversized frame"]  # which a connection has none of; see test_parts.py
+
+
+@pytest.mark.parametrize(
+    ("cluster", "what"),
+    [(path, what) for path in ("tcp", "grpc") for what in MALFORMED if path == "grpc" or what not in MESSAGES],
+    indirect=["cluster"],
+)
 def test_a_malformed_frame_fails_the_job_and_names_the_rank(cluster: Cluster, what: str) -> None:
     message, rule = MALFORMED[what]
     members = pair(cluster)
@@ -134,7 +145,8 @@ def test_a_bug_while_a_reply_is_sent_is_reported_as_what_it_is(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     members = pair(cluster)
-    monkeypatch.setattr(SendQueue, "take", lambda _: bytearray(2**62))
+    for name in ("take", "take_parts"):
+        monkeypatch.setattr(SendQueue, name, lambda *_: bytearray(2**62))
     for member in members:
         member.send(frames.encode(GOOD, bytes(1024)))
     for member in members:
@@ -153,6 +165,7 @@ def test_a_bug_in_a_call_is_reported_as_what_it_is(
     assert "tfps: failed in Declare" in caplog.text
 
 
+@OVER_GRPC
 @pytest.mark.parametrize("stream", ["pushing", "pulling"])
 def test_a_stream_that_breaks_fails_the_job_and_ends_the_other(cluster: Cluster, stream: str) -> None:
     members = pair(cluster)
@@ -254,6 +267,7 @@ MALFORMED_REPLIES: dict[str, tuple[Callable[[], bytes], str]] = {
 }
 
 
+@OVER_GRPC  # for TCP see tests/wire/test_parts.py and test_connection.py
 @pytest.mark.parametrize("what", MALFORMED_REPLIES)
 def test_a_malformed_reply_fails_the_worker_and_names_the_pserver(cluster: Cluster, what: str) -> None:
     make, rule = MALFORMED_REPLIES[what]

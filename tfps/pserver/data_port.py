@@ -21,13 +21,18 @@ _LINGER_S = 5.0  # for a worker to end its half of a connection whose other half
 
 
 class Session:
-    """What a data connection is for: a member of a job. See `DataPort`."""
+    """What a data connection is for: a member of a job.
+
+    Args:
+        fail: makes an error that ended a thread of the connection the job's; gives what workers are told.
+        ended: called when a direction has ended, for whatever reason; again for the other one.
+    """
 
     def __init__(
         self,
         queue: SendQueue,
         receiver: Receiver,
-        fail: Callable[[Exception, str], None],
+        fail: Callable[[Exception, str], TfpsError],
         ended: Callable[[], None],
     ) -> None:
         self.queue, self.receiver, self.fail, self.ended = queue, receiver, fail, ended
@@ -60,25 +65,27 @@ class DataPort:
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port} for data connections: {error.strerror}") from error
         self.port = int(self._listening.getsockname()[1])
-        self._lock = threading.Lock()  # guards the next three
+        self._lock = threading.Condition()  # guards the next three; notified when a connection has ended
         self._strangers: set[socket.socket] = set()
         self._connections: set[Connection] = set()
         self._closed = False
         threading.Thread(target=self._accept, name="tfps-accept", daemon=True).start()
 
-    def close(self) -> None:
-        """Ends all connections; what their queues still hold is lost."""
+    def close(self, grace_s: float = 0.0) -> None:
+        """Ends all connections, at once if they have not ended within `grace_s`: those whose jobs are over do."""
         with self._lock:
             self._closed = True
-            strangers, connections = list(self._strangers), list(self._connections)
+            strangers = list(self._strangers)
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes `accept`
         self._listening.close()
         for stranger in strangers:
             with contextlib.suppress(OSError):
                 stranger.shutdown(socket.SHUT_RDWR)
-        for connection in connections:
-            connection.shut_down()
+        with self._lock:
+            self._lock.wait_for(lambda: not self._connections, grace_s)
+            for connection in self._connections:
+                connection.shut_down()
 
     def _accept(self) -> None:
         while True:
@@ -126,7 +133,7 @@ class DataPort:
         opened.queue.use_connection()
         receiver = threading.current_thread()
         sender = threading.Thread(
-            target=self._send, args=(connection, opened, receiver), name=f"tfps-data-send-{rank}", daemon=True
+            target=self._send, args=(connection, opened, receiver, rank), name=f"tfps-data-send-{rank}", daemon=True
         )
         receiver.name = f"tfps-data-recv-{rank}"
         sender.start()
@@ -138,17 +145,18 @@ class DataPort:
             opened.fail(error, f"while it took a push of rank {rank}")
         opened.ended()
         sender.join()
+        connection.close()
         with self._lock:
             self._connections.discard(connection)
-        connection.close()
+            self._lock.notify_all()
 
-    def _send(self, connection: Connection, session: Session, receiver: threading.Thread) -> None:
+    def _send(self, connection: Connection, session: Session, receiver: threading.Thread, rank: int) -> None:
         try:
             connection.send(session.queue)
         except OSError:
             pass
         except Exception as error:
-            session.fail(error, "while it sent a reply")
+            connection.tell(session.fail(error, f"while it sent to rank {rank}"))
         session.ended()
         # The worker reads an ERROR before it ends its half. Closing at once could take that from it: what is still
         # coming in would be answered with a reset.

@@ -111,8 +111,9 @@ class ParameterServer:
             self._stopped = True
             job = self._job
         job.fail(PserverLostError(f"pserver {self.address} was stopped"))
-        self._server.stop(grace_s).wait()
-        self._data.close()
+        stopping = self._server.stop(grace_s)
+        self._data.close(grace_s)
+        stopping.wait()
         self._pool.shutdown(wait=False)
 
     @property
@@ -292,8 +293,7 @@ class ParameterServer:
         except TfpsError as error:
             yield frames.encode_error(error)
         except Exception as error:
-            job.fail(failure := self._bug(f"while it sent to rank {rank}", error))
-            yield frames.encode_error(failure)
+            yield frames.encode_error(self._fail(job, rank, error, f"while it sent to rank {rank}"))
 
     def _open_session(self, token: str, rank: int) -> Session:
         """Of a data connection, which is both streams."""
@@ -303,15 +303,23 @@ class ParameterServer:
         fail = functools.partial(self._fail, job, rank)
         return Session(queue, _Pushes(job, rank), fail, functools.partial(job.stream_ended, rank))
 
-    def _fail(self, job: Job, rank: int, error: Exception, when: str) -> None:
+    def _fail(self, job: Job, rank: int, error: Exception, when: str) -> TfpsError:
+        """Ends the job with an error of a stream of `rank`; what its workers are told."""
         if isinstance(error, ProtocolError):
-            job.fail(ProtocolError(f"rank {rank}: {error}"))
-        elif not job.over:  # else it may be due to what has been taken down
-            job.fail(self._bug(when, error))
+            failure: TfpsError = ProtocolError(f"rank {rank}: {error}")
+        elif job.over:  # it may be due to what has been taken down
+            return self._failed(when, error)
+        else:
+            failure = self._bug(when, error)
+        job.fail(failure)
+        return failure
 
     def _bug(self, when: str, error: Exception) -> TfpsError:
         """Logs an error that should not have happened, such as a MemoryError; what to tell the workers of it."""
         logger.error("tfps: failed %s", when, exc_info=error)
+        return self._failed(when, error)
+
+    def _failed(self, when: str, error: Exception) -> TfpsError:
         return TfpsError(f"pserver {self.address}: failed {when}: {error!r}; its log says where")
 
 

@@ -64,8 +64,14 @@ class Connection:
         try:
             self._send_all(queue)
         except TfpsError as error:
-            self._send([*_whole(frames.encode_error(error))], 0)
+            self.tell(error)
         with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def tell(self, error: TfpsError) -> None:
+        """Sends `error`, the last frame, from the thread that has sent."""
+        with contextlib.suppress(OSError):
+            self._send(_whole(frames.encode_error(error)))
             self._socket.shutdown(socket.SHUT_WR)
 
     def _send_all(self, queue: SendQueue) -> None:
@@ -84,12 +90,12 @@ class Connection:
             buffers: list[Any] = []
             for each in taken:
                 buffers.extend(_encoded(each))
-            nbytes = self._send(buffers, sum(map(len, buffers)))
+            self._send(buffers)
+            nbytes = sum(each.end - each.begin for each in taken)
             if self._pace.sent(nbytes, waited=waited, now_s=time.monotonic()):
                 self._set_unsent()
 
-    def _send(self, buffers: Sequence[Any], nbytes: int) -> int:
-        """Sends all of `buffers`; the bytes that were."""
+    def _send(self, buffers: Sequence[Any]) -> None:
         rest = list(buffers)
         while rest:
             try:
@@ -101,7 +107,6 @@ class Connection:
                 sent -= len(rest.pop(0))
             if sent:
                 rest[0] = memoryview(rest[0])[sent:]
-        return nbytes
 
     def _set_unsent(self) -> None:
         if _NOT_SENT_LOWAT is not None:
