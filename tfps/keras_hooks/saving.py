@@ -19,8 +19,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfps.keras_hooks.agreed_logs import agreed_logs
 from tfps.keras_hooks.keras_private import needs
-from tfps.keras_hooks.logs import agreed_logs
 
 # Where callbacks save: the decision, and the path by the logs.
 needs(keras.callbacks.ModelCheckpoint, "_save_model", "_get_file_path")
