@@ -25,7 +25,7 @@ def main(*pservers: str) -> None:
     data = np.random.default_rng(0).random((160, 16), np.float32)
     model.fit(data, data, batch_size=8, epochs=5, verbose=0)
     assert len(model.trainable_variables) == 100
-    assert strategy.update_buckets() > 10
+    assert strategy._runtime.update_buckets() > 10
     print("ended", float(np.abs(model.get_weights()[0]).sum()))
     strategy.close()
 

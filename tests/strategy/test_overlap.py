@@ -56,7 +56,7 @@ class Watched(keras.layers.Dense):
 
 def build(strategy: tfps.Strategy, on_last_gradient: Any = None) -> keras.Model:
     def report(kind: str, layer: int) -> None:
-        strategy.recorder.record(kind, layer=layer)
+        strategy._runtime.recorder.record(kind, layer=layer)
 
     with strategy.scope():
         layers = [Watched(n, report, on_last_gradient if n == 0 else None) for n in range(LAYERS)]
@@ -71,7 +71,7 @@ def fit(model: keras.Model, steps: int) -> None:
 
 
 def kinds(strategy: tfps.Strategy, kind: str) -> list[Any]:
-    return [event for event in strategy.recorder.events() if event.kind == kind]
+    return [event for event in strategy._runtime.recorder.events() if event.kind == kind]
 
 
 def wait_until(truth: Any) -> bool:
@@ -89,12 +89,12 @@ def test_the_first_send_is_seen_before_the_last_gradient_exists(monkeypatch: pyt
         sent_before: list[bool] = []
 
         def on_last_gradient() -> None:  # layer 0 is the last that backward reaches
-            if strategy.recorder.enabled:
+            if strategy._runtime.recorder.enabled:
                 sent_before.append(wait_until(lambda: kinds(strategy, "send")))
 
         model = build(strategy, on_last_gradient)
         fit(model, 1)
-        strategy.recorder.start()
+        strategy._runtime.recorder.start()
         fit(model, 1)
         assert sent_before == [True]
 
@@ -107,7 +107,7 @@ def test_the_next_forward_pass_runs_before_the_last_reply_of_the_step(monkeypatc
         last = max(other.specs, key=lambda spec: spec.priority)
         assert last.priority == LAYERS - 1
         other.holds = lambda spec: spec is last
-        strategy.recorder.start()
+        strategy._runtime.recorder.start()
         trainer = threading.Thread(target=fit, args=(model, 2))
         trainer.start()
         # Two steps have two forward passes of layer 3; the second one runs although layer 4 has not come back.
@@ -206,7 +206,7 @@ def test_small_neighbours_share_a_bucket_and_large_variables_are_sliced(monkeypa
         updates = [spec for spec in other.specs if "kernel" in spec.name]
         assert [len(spec.name.split(", ")) for spec in updates] == [1, 7]  # the large kernel, all that follows
         model.get_weights()  # nothing of the first step leaves any more
-        strategy.recorder.start()
+        strategy._runtime.recorder.start()
         model.fit(data, data[:, :4], batch_size=8, verbose=0)
         model.get_weights()
         sends = [(event.bucket, event.index) for event in kinds(strategy, "send") if event.nbytes > 64]
@@ -219,7 +219,7 @@ def test_bytes_in_flight_never_exceed_the_window_by_more_than_a_slice(monkeypatc
     with companion.strategy_with_companion(monkeypatch, config) as (strategy, _):
         model = build(strategy)
         fit(model, 1)
-        strategy.recorder.start()
+        strategy._runtime.recorder.start()
         fit(model, 3)
         model.get_weights()  # the last slices have left when their replies are back
         in_flight = [event.in_flight for event in kinds(strategy, "send")]

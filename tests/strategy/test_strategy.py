@@ -91,7 +91,7 @@ def test_updates_are_deferred(
     with caplog.at_level(logging.WARNING, "tfps"):
         training.train(strategy, getattr(keras.optimizers, name), build, epochs=1)
     assert "runs inside the step" not in caplog.text
-    assert strategy.update_buckets() > 0
+    assert strategy._runtime.update_buckets() > 0
 
 
 def test_an_update_that_writes_a_foreign_variable_runs_in_the_step_and_says_so_once(
@@ -100,7 +100,7 @@ def test_an_update_that_writes_a_foreign_variable_runs_in_the_step_and_says_so_o
     with caplog.at_level(logging.WARNING, "tfps"):
         training.train(strategy, keras.optimizers.Adafactor, epochs=1)
     assert caplog.text.count("runs inside the step") == 1
-    assert strategy.update_buckets() == 0
+    assert strategy._runtime.update_buckets() == 0
 
 
 def test_jit_compile_is_refused_at_the_first_step(strategy: tfps.Strategy) -> None:
