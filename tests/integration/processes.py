@@ -51,6 +51,7 @@ def finish(processes: Sequence[Process], timeout_s: float = TIMEOUT_S) -> list[t
     results: list[tuple[int, str]] = []
     for process in processes:
         output, _ = process.communicate(timeout=timeout_s)
+        assert process.returncode is not None
         results.append((process.returncode, output))
     return results
 
