@@ -23,6 +23,9 @@ if TYPE_CHECKING:
         ConnectError as ConnectError,
     )
     from tfps.errors import (
+        InterruptError as InterruptError,
+    )
+    from tfps.errors import (
         MismatchError as MismatchError,
     )
     from tfps.errors import (
@@ -49,6 +52,7 @@ _ERRORS = (
     "ClosedError",
     "ConfigError",
     "ConnectError",
+    "InterruptError",
     "MismatchError",
     "ProtocolError",
     "PserverLostError",

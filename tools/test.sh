@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that has to hold before a change is taken: style, types, tests.
-#   tools/test.sh                 what is quick enough to run often
+#   tools/test.sh                 everything but the tests marked "long"
+#   tools/test.sh --quick         for while one edits, within 90 seconds: what starts no workers and trains no models
 #   tools/test.sh --long          also the tests marked "long"
 #   tools/test.sh --matrix        only the core suite, on the oldest and the newest TensorFlow and Python
 #   tools/test.sh --matrix 2.19:3.11 2.20:3.13 -- -k fit     on these, with options for pytest
@@ -14,10 +15,21 @@ if [[ ${1:-} == --matrix ]]; then
     exec .venv/bin/python tools/matrix.py "$@"
 fi
 
+# What --quick leaves out; a new file of tests belongs to it until it is named here.
+slow=(
+    tests/{integration,tensorboard,tools}
+    tests/input/test_{lockstep,staging}.py
+    tests/launch/test_cli.py
+    tests/runtime/test_{interrupts,trace_run}.py
+    tests/strategy/test_{combined,compiling,exactness,graph_view,overlap,strategy}.py
+    tests/test_callbacks.py
+)
 arguments=()
 for argument in "$@"; do
     if [[ $argument == --long ]]; then
         arguments+=(-m "long or not long")
+    elif [[ $argument == --quick ]]; then
+        arguments+=("${slow[@]/#/--ignore=}")
     else
         arguments+=("$argument")
     fi

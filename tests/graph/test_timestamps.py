@@ -36,7 +36,7 @@ def embedded_words() -> keras.Model:
     return keras.Sequential([keras.layers.Input((8,)), *layers, keras.layers.Dense(10)])
 
 
-@pytest.fixture(params=[convolutions, embedded_words], ids=lambda build: build.__name__)
+@pytest.fixture(scope="module", params=[convolutions, embedded_words], ids=lambda build: build.__name__)
 def graph(request: pytest.FixtureRequest) -> Any:
     """The graph of a training step whose buckets have one variable or two."""
     strategy = tfps.Strategy(config=tfps.Config(slice_bytes=1024))

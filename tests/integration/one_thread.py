@@ -21,11 +21,11 @@ def main(*pservers: str) -> None:
     with strategy.scope():
         layers = [keras.layers.Dense(16, activation="tanh") for _ in range(50)]
         model = keras.Sequential([keras.layers.Input((16,)), *layers])
-        model.compile("adam", "mse")
-    data = np.random.default_rng(0).random((160, 16), np.float32)
-    model.fit(data, data, batch_size=8, epochs=5, verbose=0)
+        model.compile("sgd", "mse")
+    data = np.random.default_rng(0).random((80, 16), np.float32)
+    model.fit(data, data, batch_size=8, epochs=2, verbose=0)
     assert len(model.trainable_variables) == 100
-    assert strategy.update_buckets() > 10
+    assert strategy._runtime.update_buckets() > 10
     print("ended", float(np.abs(model.get_weights()[0]).sum()))
     strategy.close()
 

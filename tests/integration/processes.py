@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import preloaded
+from preloaded import Process
 
 HERE = Path(__file__).resolve().parent
 PYTHONPATH = os.pathsep.join([str(HERE.parent / "helpers"), str(HERE.parent.parent)])  # and this copy of tfps
 TIMEOUT_S = 240.0
+_started = itertools.count()
 
 
-def start(script: str, *arguments: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+def start(script: str, *arguments: str, environment: Mapping[str, str]) -> Process:
     """One worker process; its output is collected. It imports the package beside these tests, installed or not."""
-    return subprocess.Popen(
-        [sys.executable, str(HERE / script), *arguments],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": PYTHONPATH, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": PYTHONPATH, **environment}
+    return preloaded.start(next(_started) % 2, HERE / script, arguments, environment)
 
 
 def worker_environment(addresses: Sequence[str], rank: int, workers: int, **more: str) -> dict[str, str]:
@@ -34,7 +32,7 @@ def worker_environment(addresses: Sequence[str], rank: int, workers: int, **more
 @contextmanager
 def started(
     script: str, addresses: Sequence[str], workers: int, arguments: Sequence[Sequence[str]], **more: str
-) -> Iterator[list[subprocess.Popen[str]]]:
+) -> Iterator[list[Process]]:
     """`workers` processes, each with its `arguments`; none survives the block."""
     processes = [
         start(script, *arguments[rank], environment=worker_environment(addresses, rank, workers, **more))
@@ -44,21 +42,21 @@ def started(
         yield processes
     finally:
         for process in processes:
-            with suppress(ProcessLookupError):
-                process.kill()
+            process.kill()
             process.communicate()
 
 
-def finish(processes: Sequence[subprocess.Popen[str]], timeout_s: float = TIMEOUT_S) -> list[tuple[int, str]]:
+def finish(processes: Sequence[Process], timeout_s: float = TIMEOUT_S) -> list[tuple[int, str]]:
     """Exit code and output of each process."""
     results: list[tuple[int, str]] = []
     for process in processes:
         output, _ = process.communicate(timeout=timeout_s)
+        assert process.returncode is not None
         results.append((process.returncode, output))
     return results
 
 
-def outputs(processes: Sequence[subprocess.Popen[str]], timeout_s: float = TIMEOUT_S) -> list[Any]:
+def outputs(processes: Sequence[Process], timeout_s: float = TIMEOUT_S) -> list[Any]:
     """The outputs of processes that must all end well."""
     results = finish(processes, timeout_s)
     for rank, (code, output) in enumerate(results):

@@ -70,14 +70,14 @@ def accumulation(job: Job) -> dict[str, Any]:
     """Accumulated over three steps: something is sent when it is applied only."""
     model = job.compiled(lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3))
     if job.strategy:
-        job.strategy.recorder.start()
+        job.strategy._runtime.recorder.start()
     fit = model.fit(*data(), epochs=2, **OPTIONS)
     pushes = 0
     if job.strategy:
         assert job.strategy._runtime.settle(60.0)  # variables can be read a moment before an update is noted
-        job.strategy.recorder.stop()
-        pushes = sum(span.kind == "update" for span in job.strategy.recorder.spans())
-        pushes //= job.strategy.update_buckets()
+        job.strategy._runtime.recorder.stop()
+        pushes = sum(span.kind == "update" for span in job.strategy._runtime.recorder.spans())
+        pushes //= job.strategy._runtime.update_buckets()
     return {**weights(model), **history(fit), "own pushes": pushes}
 
 

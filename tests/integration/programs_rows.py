@@ -136,15 +136,24 @@ def masked(job: Job) -> dict[str, Any]:
     return {**weights(model), **history(fit)}
 
 
-def by_sample_weights(job: Job) -> dict[str, Any]:
-    """So does one that is divided by the sum of sample weights; other losses divide by rows all the same."""
+def _weighted(job: Job, *reductions: str) -> dict[str, Any]:
     loss, ends = keras.losses.SparseCategoricalCrossentropy, {}
-    for reduction in ("mean_with_sample_weight", "sum_over_batch_size", "sum"):
+    for reduction in reductions:
         x, y = data(29)
         model = job.compiled(lambda: SGD(0.01), build=dense, loss=loss(from_logits=True, reduction=reduction))
         fit = model.fit(*(x, y), sample_weight=np.linspace(0, 3, 29), batch_size=8, epochs=2, shuffle=False, verbose=0)
         ends.update({f"{reduction}/{name}": value for name, value in {**weights(model), **history(fit)}.items()})
     return ends
+
+
+def by_sample_weights(job: Job) -> dict[str, Any]:
+    """So does one that is divided by the sum of sample weights."""
+    return _weighted(job, "mean_with_sample_weight")
+
+
+def other_reductions(job: Job) -> dict[str, Any]:
+    """Other losses divide by rows, also where samples have weights."""
+    return _weighted(job, "sum_over_batch_size", "sum")
 
 
 class Guide(keras.Model):

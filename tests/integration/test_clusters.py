@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import processes
+from preloaded import Process
 
 from tfps.pserver.server import ParameterServer
 
 
 def test_every_way_to_describe_a_cluster_makes_a_job_whose_workers_end_equal(tmp_path: Path) -> None:
     servers = [ParameterServer("127.0.0.1", 0, workers=2) for _ in range(4)]
-    running: list[subprocess.Popen[str]] = []
+    running: list[Process] = []
     try:
         ports = [server.address.rpartition(":")[2] for server in servers]
         files = [tmp_path / f"{rank}.npz" for rank in range(2)]

@@ -24,19 +24,10 @@ pytestmark = pytest.mark.timeout(600)
 # The first of each pair belongs to the quick suite, the second is long.
 PROGRAMS = {
     "programs_training": (
+        ["loop_function", "own_logs", "guide_steps", "logs_that_differ", "gan", "helper_models", "strings"],
         [
-            *("loop_function", "own_logs", "guide_steps", "logs_that_differ", "gan", "shared_variables"),
-            *("helper_models", "strings"),
-        ],
-        [
-            "own_train_step",
-            "loop_eager",
-            "loop_epoch_function",
-            "gradients_none",
-            "compile_again",
-            "fine_tuning",
-            "train_on_batch",
-            "two_strategies",
+            *("own_train_step", "loop_eager", "loop_epoch_function", "gradients_none", "compile_again"),
+            *("fine_tuning", "train_on_batch", "two_strategies", "shared_variables"),
         ],
     ),
     "programs_precision": (
@@ -44,17 +35,17 @@ PROGRAMS = {
         ["loss_scaling_growth", "mixed_bfloat16", "float64", "options_of_optimizers", "regularizers_and_constraints"],
     ),
     "programs_input": (
-        ["weighted", "stopping", "autoshard_off"],
+        ["stopping"],
         [
-            *("evaluated", "steps_per_execution", "generator", "py_dataset", "autoshard_data", "autoshard_file"),
-            *("from_function", "shuffled", "uneven"),
+            *("weighted", "evaluated", "steps_per_execution", "generator", "py_dataset", "autoshard_data"),
+            *("autoshard_file", "autoshard_off", "from_function", "shuffled", "uneven"),
         ],
     ),
     "programs_saving": (
-        ["checkpoints_shared", "saved_in_epochs", "backup_shared", "weights_set"],
+        ["saved_in_epochs", "backup_shared"],
         [
-            *("checkpoints_own", "backup_own", "saved", "saved_in_one_place", "tensorboard", "tf_checkpoint"),
-            "weights_set_on_one_rank",
+            *("checkpoints_shared", "checkpoints_own", "backup_own", "saved", "saved_in_one_place", "tensorboard"),
+            *("tf_checkpoint", "weights_set", "weights_set_on_one_rank"),
         ],
     ),
 }

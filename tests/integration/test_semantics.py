@@ -25,7 +25,7 @@ def pservers() -> Iterator[Callable[[int], list[str]]]:
         server.stop()
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_two_workers_do_what_tf_distribute_documents(pservers: Callable[[int], list[str]], devices: int) -> None:
     with processes.started("api.py", pservers(2), 2, [[str(devices)]] * 2) as running:
         for output in processes.outputs(running):

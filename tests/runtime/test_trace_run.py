@@ -211,7 +211,7 @@ def test_a_gate_is_seen_where_a_reply_was_late_and_nowhere_else(
             # With that of `fit(1)` the third forward pass: it has come as far as it may.
             last = ("wanted", model.trainable_variables[-1].value._unique_id)
             jobs.poll(lambda: seen.count(last) == 3)
-            released_ns = strategy.recorder.clock()
+            released_ns = strategy._runtime.recorder.clock()
             other.release()
             trainer.join(jobs.DEADLINE_S)
         capture = captured(tmp_path)

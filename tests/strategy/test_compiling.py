@@ -52,7 +52,9 @@ def fine_tuned(strategy: tfps.Strategy | None, optimizer: Callable[[], Any]) -> 
     return [np.asarray(variable.numpy()).tobytes() for variable in variables], reported
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", ["instance", "loss scaling", *(pytest.param(name, marks=pytest.mark.long) for name in ("name", "average"))]
+)
 def test_a_model_compiled_again_outside_of_the_scope_trains_as_in_plain_keras(
     strategy: tfps.Strategy, name: str
 ) -> None:

@@ -34,6 +34,8 @@ MODELS = [
     training.subclassed,
     training.lstm,
 ]
+# A statistic, a sparse gradient, and a loop inside the step.
+TELLING = (training.batch_normalization, training.embedding_sparse, training.lstm)
 
 
 @pytest.fixture
@@ -47,8 +49,21 @@ def optimizer(name: str, **options: Any) -> Callable[[], keras.optimizers.Optimi
     return lambda: getattr(keras.optimizers, name)(**options)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+QUICK = ("SGD", "Adam")  # with everything; others only with what joins several things, and what remains is long
+
+
+@pytest.mark.parametrize(
+    ("name", "eager"),
+    [
+        pytest.param(
+            *(name, eager),
+            marks=pytest.mark.long if eager and name not in QUICK else (),
+            id=f"{'eager' if eager else 'graph'}-{name}",
+        )
+        for name in OPTIMIZERS
+        for eager in (False, True)
+    ],
+)
 def test_every_optimizer_ends_bitwise_equal_to_plain_keras(strategy: tfps.Strategy, name: str, eager: bool) -> None:
     options: dict[str, Any] = {"run_eagerly": eager, "epochs": 1 if eager else 2, "jit_compile": False}
     assert training.train(strategy, optimizer(name), **options) == training.train(None, optimizer(name), **options)
@@ -70,7 +85,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "weight_decay": {"weight_decay": 0.01},
     "ema": {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 3},
     "accumulation": {"gradient_accumulation_steps": 3},
-    "accumulation_clipped": {"gradient_accumulation_steps": 2, "global_clipnorm": 0.1, "weight_decay": 0.01},
+    "several": {
+        "gradient_accumulation_steps": 2,
+        "global_clipnorm": 0.1,
+        "weight_decay": 0.01,
+        "learning_rate": keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.5),
+    },
 }
 
 
@@ -82,9 +102,8 @@ def as_written() -> Iterator[None]:
     tf.config.optimizer.set_experimental_options({"arithmetic_optimization": True})
 
 
-QUICK = ("SGD", "Adam")  # with all options; others only with those that join several, what remains is long
 COMBINATIONS = [
-    pytest.param(name, options, marks=() if name in QUICK or options == "accumulation_clipped" else pytest.mark.long)
+    pytest.param(name, options, marks=() if name in QUICK or options == "several" else pytest.mark.long)
     for name in OPTIMIZERS
     for options in OPTIONS
 ]
@@ -94,7 +113,7 @@ COMBINATIONS = [
 def test_optimizer_options_end_bitwise_equal_to_plain_keras(
     request: pytest.FixtureRequest, strategy: tfps.Strategy, name: str, options: str
 ) -> None:
-    if name == "SGD" and options in ("global_clipnorm", "accumulation", "accumulation_clipped"):
+    if name == "SGD" and options in ("global_clipnorm", "accumulation", "several"):
         # Where (gradient * scale) * learning_rate stands in one graph TensorFlow turns it into gradient * (scale *
         # learning_rate); here the sum over workers lies between the two products.
         request.getfixturevalue("as_written")
@@ -102,13 +121,15 @@ def test_optimizer_options_end_bitwise_equal_to_plain_keras(
     assert training.train(strategy, build) == training.train(None, build)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in OPTIMIZERS]
+)
 def test_a_learning_rate_schedule_is_read_as_of_the_step(strategy: tfps.Strategy, name: str) -> None:
     build = optimizer(name, learning_rate=keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.5))
     assert training.train(strategy, build) == training.train(None, build)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "Nadam"])
+@pytest.mark.parametrize("name", ["SGD", pytest.param("Adam", marks=pytest.mark.long), "Nadam"])
 def test_constraints_apply_after_the_update(strategy: tfps.Strategy, name: str) -> None:
     def constrained() -> Any:
         return training.mlp(kernel_constraint=keras.constraints.MaxNorm(0.5), bias_constraint="non_neg")
@@ -116,11 +137,21 @@ def test_constraints_apply_after_the_update(strategy: tfps.Strategy, name: str) 
     assert training.train(strategy, optimizer(name), constrained) == training.train(None, optimizer(name), constrained)
 
 
-@pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
-@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+@pytest.mark.parametrize(
+    ("name", "eager", "build"),
+    [
+        pytest.param(
+            *(name, eager, build),
+            marks=pytest.mark.long if eager and (name == "SGD" or build not in TELLING) else (),
+            id=f"{'eager' if eager else 'graph'}-{name}-{build.__name__}",
+        )
+        for name in QUICK
+        for eager in (False, True)
+        for build in MODELS
+    ],
+)
 def test_every_kind_of_model_ends_bitwise_equal_to_plain_keras(
-    strategy: tfps.Strategy, build: training.Build, name: str, eager: bool
+    strategy: tfps.Strategy, name: str, eager: bool, build: training.Build
 ) -> None:
     options: dict[str, Any] = {"run_eagerly": eager, "epochs": 1 if eager else 2, "jit_compile": False}
     distributed = training.train(strategy, optimizer(name), build, **options)
@@ -170,10 +201,20 @@ def several_steps(strategy: tf.distribute.Strategy | None, build: training.Build
     )
 
 
-@pytest.mark.parametrize("build", [training.mlp, *MODELS], ids=lambda build: build.__name__)
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [
+        pytest.param(
+            *(name, build),
+            marks=pytest.mark.long if name == "SGD" or build not in TELLING else (),
+            id=f"{name}-{build.__name__}",
+        )
+        for name in QUICK
+        for build in (training.mlp, *MODELS)
+    ],
+)
 def test_several_steps_per_execution_end_bitwise_equal_to_plain_keras(
-    strategy: tfps.Strategy, build: training.Build, name: str
+    strategy: tfps.Strategy, name: str, build: training.Build
 ) -> None:
     assert several_steps(strategy, build, name) == several_steps(None, build, name)
 

@@ -47,7 +47,7 @@ def test_the_picture_of_a_fit_has_every_read_and_every_bucket_and_nothing_waits(
     picture = drawn(remote, keras.optimizers.Adam)
     assert (picture.function, picture.workers) == ("one_step_on_data", 1)
     assert names(read.variable for read in picture.reads) == FORWARD
-    assert len(picture.sent) == remote.update_buckets() > 2
+    assert len(picture.sent) == remote._runtime.update_buckets() > 2
     by_priority = sorted(picture.sent, key=lambda each: each.priority)
     assert names(name for each in by_priority for name in each.variables) == FORWARD
     assert sum(each.nbytes for each in picture.sent) == 4 * (64 * 32 + 32 + 32 * 32 + 32 + 32 * 10 + 10)

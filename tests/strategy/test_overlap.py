@@ -212,7 +212,7 @@ def test_small_neighbours_share_a_bucket_and_large_variables_are_sliced(monkeypa
 
 
 def test_bytes_in_flight_never_exceed_the_window_by_more_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tfps.Config(slice_bytes=512, window_bytes=1024)
+    config = tfps.Config(slice_bytes=512, window_bytes=1024, transport="grpc")
     with companion.strategy_with_companion(monkeypatch, config) as (strategy, _):
         model = build(strategy)
         fit(model, 1)

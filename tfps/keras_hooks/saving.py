@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfps.keras_hooks.logs import agreed_logs
+from tfps.keras_hooks.agreed_logs import agreed_logs
 
 
 @functools.cache

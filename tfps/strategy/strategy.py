@@ -22,7 +22,7 @@ from tfps.exchange.interface import Exchange
 from tfps.graph.effects import check_effects
 from tfps.graph.tf_private import translate_errors
 from tfps.keras_hooks.added_losses import note_added_losses
-from tfps.keras_hooks.logs import agree_on_logs
+from tfps.keras_hooks.agreed_logs import agree_on_logs
 from tfps.keras_hooks.loss_scaling import agree_on_finite
 from tfps.keras_hooks.predictions import predict_everything
 from tfps.keras_hooks.saving import share_files
@@ -57,6 +57,9 @@ class Strategy(tf.distribute.Strategy):
             of its own (docs/semantics.md, "Cluster").
         devices: local devices, as for `tf.distribute.MirroredStrategy`; default: all local GPUs, else the CPU.
         config: settings; default: `tfps.Config` with what `TFPS_...` environment variables say.
+
+    Attributes:
+        config: the settings in use.
 
     Raises:
         ConfigError: an argument or an environment variable is malformed.
@@ -120,10 +123,6 @@ class Strategy(tf.distribute.Strategy):
     def pservers(self) -> tuple[str, ...]:
         """Addresses of the pservers; empty when the pserver is embedded."""
         return self._pservers
-
-    def update_buckets(self) -> int:
-        """How many buckets with deferred updates there are; each is one exchange per step."""
-        return self._runtime.update_buckets()
 
     def report(self) -> Report:
         """Where the time of the last steps went on this worker, what limits it, and what would help; printable.
@@ -192,11 +191,6 @@ class Strategy(tf.distribute.Strategy):
         finally:
             run.stop()
             run.write_profile()
-
-    @property
-    def recorder(self) -> Recorder:
-        """Records what happens to slices while it is started."""
-        return self._runtime.recorder
 
     def close(self) -> None:
         """Leaves the job and ends all threads, after which training raises. Happens by itself when the process ends.

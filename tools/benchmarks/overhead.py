@@ -77,11 +77,11 @@ class Subject:
     def run(self, recorded: bool = False) -> dict[str, float]:
         """Seconds and CPU seconds per step, updates included."""
         if recorded and self.strategy:
-            self.strategy.recorder.start()
+            self.strategy._runtime.recorder.start()
         clock = Clock()
         self.model.fit(self.x, self.y, batch_size=self.batch, shuffle=False, verbose=0, callbacks=[clock])
         if recorded and self.strategy:
-            self.strategy.recorder.stop()
+            self.strategy._runtime.recorder.stop()
         return {"step_s": clock.step_s, "cpu_s": clock.cpu_s}
 
 
@@ -114,7 +114,7 @@ def run(quick: bool) -> common.Outcome:
                     "extra_cpu_s": pair["tfps"]["cpu_s"] - pair["plain"]["cpu_s"],
                 }
             )
-        updates = strategy.update_buckets()
+        updates = strategy._runtime.update_buckets()
         variables = len(subjects["tfps"].model.trainable_variables)
         extra = common.median(of_model, "extra_cpu_s") * 1e3
         headline |= {

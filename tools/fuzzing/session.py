@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pathlib
 import time
@@ -51,15 +52,15 @@ class Session:
     largest: float = 0.0
     failures: list[Result] = field(default_factory=list)
 
-    def run(self) -> None:
-        """Runs cases until the time is over."""
+    def run(self, pool: Pool | None = None) -> None:
+        """Runs cases until the time is over, on `pool` or on one of its own."""
         self._start = time.monotonic()
         # One process for what is compared with, beside the workers.
-        with Pool(1 + max(self.workers)) as pool:
+        with contextlib.nullcontext(pool) if pool else Pool(1 + max(self.workers)) as processes:
             for number in itertools.count():
                 if self._is_over():
                     return
-                self._try(draw(f"{self.seed} {number}", self.workers, self.without), pool)
+                self._try(draw(f"{self.seed} {number}", self.workers, self.without), processes)
 
     def _is_over(self) -> bool:
         return time.monotonic() - self._start > self.minutes * 60 or sum(self.ran.values()) >= self.most_cases

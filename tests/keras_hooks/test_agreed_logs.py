@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import tfps
-from tfps.keras_hooks.logs import Said, Value, conclude
+from tfps.keras_hooks.agreed_logs import Said, Value, conclude
 
 
 def said(values: dict[str, Any], same: dict[str, list[int]] | None = None, weight: int = 1) -> Said:

@@ -1,4 +1,4 @@
-"""What Keras' `fit` and `evaluate` report and decide by, where each rank would go by its own part of the data.
+"""Logs that all ranks agree on: Keras' dicts of the metrics of an epoch or a batch, which callbacks decide by.
 
 Metrics are combined over ranks when they are read. What a `train_step` or `test_step` returns is this rank's own,
 nested as the program likes: at the end of an epoch all ranks say what they have, in one exchange, and draw the same
