@@ -1,4 +1,7 @@
-"""What a worker and a pserver send each other, whichever data path it takes, and the worker's end of it."""
+"""What a worker and a pserver send each other, whichever data path it takes, and the worker's end of it.
+
+Tested in tests/wire/test_grpc_path.py, tests/wire/test_connection.py and tests/worker/test_worker.py.
+"""
 
 from __future__ import annotations
 
