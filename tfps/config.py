@@ -1,4 +1,4 @@
-"""Settings of a tfps job, and the only place that reads the environment."""
+"""Settings of a tfps job; the only module that reads environment variables."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ Placement = Literal["balanced", "round_robin", "hash"]
 Transport = Literal["auto", "tcp", "grpc"]
 Auto = Literal["auto"]
 
-MAX_SLICE_BYTES = 64 * 2**20  # one gRPC message; beyond this nothing overlaps any more
-# Until a tuned job knows better: small, so that also a small model has more to send than a window holds, which is when
-# bandwidth can be measured.
+MAX_SLICE_BYTES = 64 * 2**20  # one gRPC message; beyond this nothing overlaps
+# Initial sizes if tuned: small, so that even a small model fills the window; only then can bandwidth be measured.
 FIRST_SLICE_BYTES, FIRST_WINDOW_BYTES = 128 * 1024, 512 * 1024
-BUCKET_BYTES = 2**20  # to which neighbours are fused, where slices are tuned
+BUCKET_BYTES = 2**20  # up to which neighbors are fused if slices are tuned
 
 
 @dataclass(frozen=True)
@@ -29,27 +28,26 @@ class Config:
     """How gradients are cut, ordered and exchanged. All workers of a job must have equal values.
 
     Args:
-        slice_bytes: largest slice in bytes. Smaller slices let urgent ones overtake sooner, each costs about 0.25 ms
-            of CPU. `"auto"` measures during the first steps and then chooses, the same for all workers.
-        window_bytes: bytes per pserver and direction that may be sent but not yet acknowledged; one slice more may
-            be on the way. Small windows keep the line in front of an urgent slice short, large ones fill long links.
-            `"auto"` as above.
+        slice_bytes: maximum slice size in bytes. Smaller slices let urgent ones overtake sooner; each costs about
+            0.25 ms of CPU. `"auto"` measures during the first steps, then chooses one size for all workers.
+        window_bytes: bytes in flight (sent, not acknowledged) per pserver and direction; one slice may exceed it.
+            Small windows keep the queue before an urgent slice short, large ones fill long links. `"auto"` as above.
         policy: `"priority"` sends what the forward pass needs first (P3, https://anandj.in/wp-content/uploads/sysml.pdf);
-            `"fifo"` sends in the order in which backward makes gradients.
+            `"fifo"` sends in the order in which the backward pass produces gradients.
         placement: which pserver owns a slice: `"balanced"` by bytes, `"round_robin"` or `"hash"` of its name.
-        deterministic: sum in rank order, so that runs repeat bitwise; costs pserver memory (one slice per worker).
-        staging_depth: input batches that lie ready on each device while it computes: 0, or at least 2 (one is copied
-            while the other waits). 0 leaves input to TensorFlow; with several workers, which have to agree on where
-            the data ends, one batch lies ready all the same.
-        shared_memory: slices to and from pservers on the same host (Linux) pass through memory that both map. False
-            sends them through sockets like all others, to measure those. Workers may differ in it.
-        transport: what carries slices to and from pservers on other hosts: `"tcp"` is a connection of its own to the
-            pserver's data port, `"grpc"` the streams of the control connection, for several times the CPU per byte.
-            `"auto"` takes TCP, and gRPC where the data port cannot be reached. Workers may differ in it.
-        check_every: how often workers compare what must be equal on all of them, in steps: each weight every so many
-            steps; learning rate and step counter of each step, all of them together as often. 0: never.
+        deterministic: sum in rank order, so runs repeat bitwise; costs pserver memory (one slice per worker).
+        staging_depth: input batches staged on each device while it computes: 0, or at least 2 (one is copied while
+            the other waits). 0 leaves input to TensorFlow; several workers must agree on the end of the data, so they
+            still stage one batch.
+        shared_memory: slices to and from pservers on the same host (Linux) use shared memory. False sends them through
+            sockets, to measure those. Workers may differ in it.
+        transport: carries slices to and from pservers on other hosts: `"tcp"` is a separate connection to the
+            pserver's data port, `"grpc"` the streams of the control connection, at several times the CPU per byte.
+            `"auto"` uses TCP, or gRPC if the data port is unreachable. Workers may differ in it.
+        check_every: interval in steps at which workers compare values that must be equal: each weight once per
+            interval; learning rate and step counter of each step, all together once per interval. 0: never.
         connect_timeout_s: seconds to wait for pservers to answer and for all workers to join.
-        step_timeout_s: seconds that one exchange may take before the step fails and the missing ranks are named.
+        step_timeout_s: seconds one exchange may take before the step fails with an error that names missing ranks.
 
     Raises:
         ConfigError: a value is out of range; the message names the field.
@@ -98,25 +96,25 @@ class Config:
 
     @property
     def first_slice_bytes(self) -> int:
-        """Size of slices before anything is tuned."""
+        """Slice size before tuning."""
         return FIRST_SLICE_BYTES if self.slice_bytes == "auto" else self.slice_bytes
 
     @property
     def bucket_bytes(self) -> int:
-        """To what size small neighbours are fused into one bucket."""
+        """Size up to which small neighbors are fused into one bucket."""
         return BUCKET_BYTES if self.slice_bytes == "auto" else self.slice_bytes
 
     @property
     def first_window_bytes(self) -> int:
-        """The window before anything is tuned."""
+        """Window size before tuning."""
         return FIRST_WINDOW_BYTES if self.window_bytes == "auto" else self.window_bytes
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None, **explicit: Any) -> Config:
-        """The defaults, overridden by `TFPS_<FIELD>` variables, overridden by `explicit` arguments.
+        """Returns the defaults, overridden by `TFPS_<FIELD>` variables, overridden by `explicit` arguments.
 
         Raises:
-            ConfigError: a variable cannot be read as its field's type, or the value is out of range.
+            ConfigError: a variable cannot be parsed as its field's type, or the value is out of range.
         """
         environment = os.environ if environment is None else environment
         values: dict[str, Any] = {}
@@ -147,7 +145,7 @@ def _parse(name: str, text: str, default: Any) -> Any:
 
 @dataclass(frozen=True)
 class Launch:
-    """What `tfps_launch` (or whoever starts the processes) tells a worker through its environment.
+    """Settings that `tfps_launch` (or another launcher) passes to a worker in environment variables.
 
     `TFPS_PSERVERS` (comma separated `host:port`), `TFPS_RANK`, `TFPS_WORKERS`, `TFPS_JOB`.
     """
@@ -180,7 +178,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """The capture that `TFPS_TRACE` asks an unchanged program for.
+    """The capture that `TFPS_TRACE` requests from an unchanged program.
 
     Args:
         log_dir: the directory that `tensorboard --logdir` gets.
@@ -193,7 +191,7 @@ class TraceRequest:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> TraceRequest | None:
-        """Reads `TFPS_TRACE=DIRECTORY:FIRST-LAST`; None where it is not set.
+        """Reads `TFPS_TRACE=DIRECTORY:FIRST-LAST`; returns None if it is not set.
 
         Raises:
             ConfigError: it is malformed.
@@ -209,27 +207,27 @@ class TraceRequest:
         return cls(found[1], *check_steps("environment variable TFPS_TRACE", (int(found[2]), int(found[3]))))
 
 
-_OTHERS = ("PSERVERS", "RANK", "WORKERS", "JOB", "TRACE", "PEERS_HOME", "PEER_WORK")  # the last two: of tools/
-# What Kubernetes tells every container of a service that is called "tfps" or "tfps-...".
+_OTHERS = ("PSERVERS", "RANK", "WORKERS", "JOB", "TRACE", "PEERS_HOME", "PEER_WORK")  # the last two: for tools/
+# Variables that Kubernetes sets in every container for a service named "tfps" or "tfps-...".
 _OF_A_SERVICE = re.compile(r"TFPS_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP)(_\w+)?)?)")
 
 
 def unknown_variables(environment: Mapping[str, str] | None = None) -> list[str]:
-    """A line for each variable `TFPS_...` that nobody reads, such as a setting with a wrong letter."""
+    """Returns a line for each unknown `TFPS_...` variable, such as a misspelled setting."""
     known = [f"TFPS_{name}" for name in (*(field.name.upper() for field in dataclasses.fields(Config)), *_OTHERS)]
     lines = []
     for name in sorted(os.environ if environment is None else environment):
         if name.startswith("TFPS_") and name not in known and not _OF_A_SERVICE.fullmatch(name):
             (nearest,) = difflib.get_close_matches(name, known, 1, 0.0)
-            lines.append(f"the environment variable {name} is none of tfps and is not used; is it {nearest}?")
+            lines.append(f"the environment variable {name} is unknown to tfps and ignored; did you mean {nearest}?")
     return lines
 
 
 def check_steps(what: str, steps: Any) -> tuple[int, int]:
-    """Returns `steps` if they are a first and a last step.
+    """Returns `steps` if it is a pair of first and last step.
 
     Raises:
-        ConfigError: they are not; the message begins with `what`.
+        ConfigError: it is not; the message begins with `what`.
     """
     numbers = list(steps) if isinstance(steps, (tuple, list)) else []
     whole = len(numbers) == 2 and all(isinstance(each, int) and not isinstance(each, bool) for each in numbers)

@@ -1,4 +1,4 @@
-"""The errors of tfps: one base class, one class per thing that a caller can react to differently."""
+"""The errors of tfps: a base class, and one class per situation that callers may handle differently."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _IN_GRAPH = re.compile(r"\[(tfps\.errors\.\w+: .*)\]$", re.MULTILINE)  # as Tens
 
 
 class TfpsError(Exception):
-    """Base class of every error that tfps raises by itself."""
+    """Base class of all tfps errors."""
 
 
 class ConfigError(TfpsError, ValueError):
-    """A setting is malformed or out of range; the message names the field, the rule and what was received."""
+    """A setting is malformed or out of range; the message names the field, the rule and the value received."""
 
 
 class ConnectError(TfpsError):
@@ -23,15 +23,15 @@ class ConnectError(TfpsError):
 
 
 class MismatchError(TfpsError):
-    """The workers do not agree on what they train; the message names the first difference and what each rank has."""
+    """The workers disagree on what they train; the message names the first difference and each rank's value."""
 
 
 class ProtocolError(TfpsError):
-    """A message that the protocol does not allow: truncated, of unknown type, of a wrong size, key or step."""
+    """A message violates the protocol: truncated, of unknown type, or with a wrong size, key or step."""
 
 
 class WaitTimeoutError(TfpsError, TimeoutError):
-    """A wait ended at its deadline; the message says for what and for whom it waited."""
+    """A wait timed out; the message says for what and for whom."""
 
 
 class WorkerLostError(TfpsError):
@@ -39,11 +39,11 @@ class WorkerLostError(TfpsError):
 
 
 class InterruptError(TfpsError):
-    """A worker was interrupted (Ctrl-C) in the middle of something that all ranks do together; the message names it."""
+    """A worker was interrupted (Ctrl-C) during a collective operation; the message names it."""
 
 
 class PserverLostError(TfpsError):
-    """A pserver that served this worker stopped or cannot be reached any more."""
+    """A pserver that served this worker has stopped or become unreachable."""
 
 
 class ClosedError(TfpsError):
@@ -51,23 +51,23 @@ class ClosedError(TfpsError):
 
 
 class UnsupportedError(TfpsError, NotImplementedError):
-    """The program asks for something that tfps does not support; the message names the way around."""
+    """The program uses something that tfps does not support; the message names a workaround."""
 
 
 def to_text(error: TfpsError) -> str:
-    """`error` as a text that ops of a graph can carry; see `from_text` and `in_graph_error`."""
+    """Returns `error` as text that graph ops can carry; see `from_text` and `in_graph_error`."""
     return f"tfps.errors.{type(error).__name__}: {error}"
 
 
 def from_text(text: str) -> TfpsError | None:
-    """The error that `to_text` made `text` of, None if it did not."""
+    """Returns the error that `to_text` turned into `text`, None for any other text."""
     found = _TEXT.fullmatch(text)
     kind = globals().get(found[1]) if found else None
     return kind(found[2]) if found and isinstance(kind, type) and issubclass(kind, TfpsError) else None
 
 
 def in_graph_error(message: str) -> TfpsError | None:
-    """The error of tfps that an error of a graph with this message was raised for, if it was."""
+    """Returns the tfps error behind a graph error with this message, None if there is none."""
     if (found := _IN_GRAPH.search(message)) is None:
         return None
     text = found[1]

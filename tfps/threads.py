@@ -1,4 +1,4 @@
-"""Threads that a process which ends does not wait for, and what a handler of signals may tell a thread by."""
+"""Daemon threads, and a flag that signal handlers may set."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
-_END_S = 5.0  # for a sheltered call that has been told to end
+_END_S = 5.0  # for a sheltered call that was told to stop
 
 
 class Flag:
-    """As `threading.Event`, but may be set by a handler of signals.
+    """Like `threading.Event`, but a signal handler may set it.
 
-    An Event set while `wait`, on the same thread, has its lock would wait for that for ever.
+    Setting an Event while `wait` holds its lock on the same thread would deadlock.
     """
 
     def __init__(self) -> None:
-        self._tokens = queue.SimpleQueue[None]()  # its `put` may be called anywhere
+        self._tokens = queue.SimpleQueue[None]()  # its `put` is reentrant
 
     def set(self) -> None:
         self._tokens.put(None)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until it is set, or so long; whether it is."""
+        """Waits until it is set or `timeout_s` is over; returns whether it is set."""
         with contextlib.suppress(queue.Empty):
             self._tokens.get(timeout=timeout_s)
-            self.set()  # it stays so
+            self.set()  # it stays set
             return True
         return False
 
 
 def sheltered(call: Callable[[threading.Event], _T], wait: Callable[[threading.Event], object]) -> _T:
-    """What `call` returns or raises; it runs on a thread of its own, so that Ctrl-C cannot stop it half-way.
+    """Runs `call` on a separate thread, where Ctrl-C cannot interrupt it; returns or raises what it does.
 
     Args:
-        call: gets an event that is set when Ctrl-C (any exception) has ended the wait for it: then it shall end soon.
+        call: gets an event that is set when Ctrl-C (or any exception) ends the wait: then it should return soon.
         wait: waits until an event is set.
     """
     future: Future[_T] = Future()
@@ -56,20 +56,20 @@ def sheltered(call: Callable[[threading.Event], _T], wait: Callable[[threading.E
         wait(done)
     except BaseException:
         stop.set()
-        done.wait(_END_S)  # so that what the program does next finds it done or not begun; Ctrl-C again does not wait
+        done.wait(_END_S)  # so the program's next action finds it done or not begun; a second Ctrl-C ends this wait
         raise
     return future.result()
 
 
 class DaemonPool(Executor):
-    """As `ThreadPoolExecutor`, but of daemon threads.
+    """Like `ThreadPoolExecutor`, but with daemon threads.
 
-    Python joins the threads of a ThreadPoolExecutor at its end, before anybody could tell them to end: one that waits
-    for a peer would keep the process alive for ever.
+    Python joins the threads of a ThreadPoolExecutor at exit, before anything can stop them: a thread waiting for a
+    peer would keep the process alive forever.
 
     Args:
-        limit: threads at most; what comes then waits.
-        name: of the threads, before a number.
+        limit: maximum number of threads; further calls wait.
+        name: prefix of thread names.
     """
 
     def __init__(self, limit: int, name: str) -> None:
@@ -81,7 +81,7 @@ class DaemonPool(Executor):
         self._closed = False
 
     def submit(self, fn: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
-        """Calls `fn` on one of the threads.
+        """Schedules `fn` on one of the threads.
 
         Raises:
             RuntimeError: the pool was shut down.
@@ -107,7 +107,7 @@ class DaemonPool(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Takes nothing more; threads end when what was submitted is done."""
+        """Accepts no more calls; threads end once submitted calls are done."""
         with self._lock:
             self._closed = True
             threads = list(self._threads)
@@ -118,6 +118,6 @@ class DaemonPool(Executor):
     def _run(self) -> None:
         while (call := self._work.get()) is not None:
             call()
-            del call  # what it holds must not live until the next one
+            del call  # frees what it holds before the next one
             self._idle.release()
         self._work.put(None)  # for the next thread

@@ -1,4 +1,4 @@
-"""The version of the package, the only place that says it (setup.py reads it without importing tfps).
+"""The package's version, defined only here (setup.py reads it without importing tfps).
 
 Tested in tests/test_versions.py.
 """

@@ -1,4 +1,4 @@
-"""Where staged batches lie: in areas, taken apart into their tensors.
+"""Storage for staged batches: areas that hold their tensors.
 
 Tested in tests/input/test_staging.py.
 """
@@ -33,7 +33,7 @@ class Area:
             tf.raw_ops.MapStage(key=key, indices=self._indices, values=tensors, **self._attributes)
 
     def take(self, key: tf.Tensor) -> list[tf.Tensor]:
-        """Takes out what `key` has, which must be there. Eagerly or as graph ops."""
+        """Removes and returns the tensors of `key`, which must exist. Works eagerly and in graphs."""
         with tf.device(self.device):
             return list(tf.raw_ops.MapUnstage(key=key, indices=self._indices, **self._attributes))
 
@@ -47,11 +47,11 @@ class Area:
 
 
 class Stage:
-    """Batches of one structure, one per local replica: how they are taken apart, where they lie, and put together.
+    """Stores batches of one structure, one per local replica, as flat tensors in areas.
 
     Args:
         element_spec: of one replica's batch.
-        areas: gives the area for (replica, dtypes, on the host).
+        areas: returns the area for (replica, dtypes, on the host).
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Stage:
                 area.put(number, [flat[index] for index in indices])
 
     def take(self, key: tf.Tensor) -> list[Any]:
-        """The batches of `key`, one per replica; eagerly or as graph ops."""
+        """Returns the batches of `key`, one per replica. Works eagerly and in graphs."""
         batches = []
         for areas in self._areas:
             flat: list[Any] = [None] * len(self._shapes)

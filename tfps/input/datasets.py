@@ -1,6 +1,6 @@
-"""Distributed datasets and iterators whose batches are staged; to a program they are what tf.distribute has.
+"""Distributed datasets and iterators with staged batches, used like those of tf.distribute.
 
-TensorFlow's own distributed dataset shards and rebatches; only its iterator is replaced.
+TensorFlow's distributed dataset still shards and rebatches; only its iterator is replaced.
 
 Tested in tests/input/test_staging.py and tests/integration/test_input.py.
 """
@@ -31,12 +31,12 @@ PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
 
 
 class StagedIteratorSpec(tf.TypeSpec):
-    """Spec of a `StagedIterator`: equal for all iterators over one dataset, so that a new epoch needs no new trace.
+    """Spec of a `StagedIterator`: equal for all iterators over one dataset, so a new epoch needs no retracing.
 
     Args:
         number: of the staging.
         element_spec: of one replica's batch.
-        on_devices: whether batches lie on the replicas' devices, else on the host.
+        on_devices: True if batches are staged on the replicas' devices, False for the host.
     """
 
     __slots__ = ("_element_spec", "_number", "_on_devices")
@@ -51,14 +51,14 @@ class StagedIteratorSpec(tf.TypeSpec):
 
     @property
     def element_spec(self) -> Any:
-        """Of what `get_next` returns."""
+        """Spec of what `get_next` returns."""
         replicas = len(self.staging.devices)
         if replicas == 1:
             return self._element_spec
         return tf.nest.map_structure(lambda spec: values.PerReplicaSpec(*[spec] * replicas), self._element_spec)
 
     def take(self, key: tf.Tensor) -> Any:
-        """The batch of `key`, a PerReplica where there are several replicas."""
+        """Returns the batch of `key`, a PerReplica if there are several replicas."""
         stage = self.staging.stage(self._element_spec, on_devices=self._on_devices)
         return distribute_utils.regroup(stage.take(key), always_wrap=stage.replicas > 1)
 
@@ -77,10 +77,10 @@ class StagedIteratorSpec(tf.TypeSpec):
 
 
 class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
-    """Takes the batches that a `Feed` stages; inside a graph, an argument like any other.
+    """Yields the batches that a `Feed` stages. Can be passed to a `tf.function` as an argument.
 
     Args:
-        tokens: resource of the queue of keys.
+        tokens: resource handle of the key queue.
         number: of the feed, int64 scalar.
         feed: None inside a graph.
     """
@@ -97,7 +97,7 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
         return self._spec
 
     def components(self) -> list[tf.Tensor]:
-        """What a graph needs of this iterator."""
+        """Returns the tensors that represent this iterator in a graph."""
         if self._feed is not None:
             self._feed.start()
         return [self._tokens, self._number]
@@ -117,11 +117,11 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
             raise StopIteration from None
 
     def get_next(self) -> Any:
-        """The next batch, for all local replicas.
+        """Returns the next batch, for all local replicas.
 
         Raises:
             tf.errors.OutOfRangeError: the data has ended, here or on another worker.
-            tf.errors.InvalidArgumentError: the input pipeline failed where this batch should have been made.
+            tf.errors.InvalidArgumentError: the input pipeline failed at this batch.
         """
         key = self._token()
         if tf.executing_eagerly():
@@ -133,7 +133,7 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
         return self._spec.take(key)
 
     def get_next_as_optional(self) -> tf.experimental.Optional:
-        """The next batch, or nothing at the end of the data.
+        """Returns the next batch, or an empty optional at the end of the data.
 
         Raises:
             tf.errors.InvalidArgumentError: as `get_next`.
@@ -151,7 +151,7 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
         return tf.cond(tf.equal(key, END), nothing, batch)
 
     def _token(self) -> tf.Tensor:
-        """The next key, or END, once there is no error."""
+        """Returns the next key or END; raises if the feed reports an error."""
         if tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None:
             raise ValueError(
                 "next(iterator) must be called outside of the replica function: "
@@ -185,7 +185,7 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
 
 
 class _Staged:
-    """What both kinds of distributed datasets share: `iter` gives a `StagedIterator`."""
+    """Base of both kinds of distributed datasets: `iter` returns a `StagedIterator`."""
 
     staging: Staging
     on_devices = True
@@ -198,7 +198,7 @@ class _Staged:
             return iterator if lockstep is None else LoopIterator(iterator, self.staging, Loop(lockstep))
         pads = self._enable_get_next_as_optional
         element_spec = self.sources[0].element_spec
-        if pads and len(self.staging.devices) > 1:  # some replicas may get a batch of no examples at the end
+        if pads and len(self.staging.devices) > 1:  # some replicas may get an empty batch at the end
             element_spec = of_any_size(element_spec)
         spec = StagedIteratorSpec(self.staging.number, element_spec, self.on_devices)
         stage = self.staging.stage(element_spec, on_devices=self.on_devices)
@@ -207,14 +207,14 @@ class _Staged:
         if min(known) >= 0:
             each = known if len(known) == stage.replicas else [known[0] / stage.replicas]
             batches = math.ceil(max(each)) if pads else math.floor(min(each))
-        meets = self._strategy.extended.shards  # else this worker goes through it for itself
+        meets = self._strategy.extended.shards  # else this worker iterates alone
         feed = Feed(self.staging, stage, self.sources, element_spec, pads, batches, meets)
         with tf.device(HOST):
             return StagedIterator(spec, feed.tokens.queue_ref, tf.constant(feed.number, tf.int64), feed)
 
 
 class StagedDataset(_Staged, DistributedDataset):
-    """A distributed dataset of which this worker's part is staged."""
+    """A distributed dataset that stages this worker's part."""
 
     @property
     def sources(self) -> list[tf.data.Dataset]:  # type: ignore[override]
@@ -222,7 +222,7 @@ class StagedDataset(_Staged, DistributedDataset):
 
 
 class StagedDatasetFromFunction(_Staged, DistributedDatasetsFromFunction):
-    """As `StagedDataset`, of datasets that a function makes."""
+    """Like `StagedDataset`, for datasets that a function returns."""
 
     @property
     def sources(self) -> list[tf.data.Dataset]:  # type: ignore[override]
@@ -232,19 +232,19 @@ class StagedDatasetFromFunction(_Staged, DistributedDatasetsFromFunction):
 def distribute_dataset(
     extended: Any, staging: Staging | None, dataset: Any, context: tf.distribute.InputContext, options: Any
 ) -> Any:
-    """What `experimental_distribute_dataset` returns; `staging` is None where nothing is staged.
+    """Returns the result of `experimental_distribute_dataset`; with `staging` None, nothing is staged.
 
     Raises:
-        UnsupportedError: `options` ask for one dataset per replica, which only a function can make.
+        UnsupportedError: `options` ask for one dataset per replica, which requires a dataset function.
     """
     if options and options.experimental_replication_mode == PER_REPLICA:
         raise UnsupportedError(
             "InputReplicationMode.PER_REPLICA works with distribute_datasets_from_function only, as in TensorFlow"
         )
     if options is None and len(extended._devices) == 1 and "CPU" in extended._devices[0]:
-        # With one device "per replica" means the same and spares TensorFlow's iterator over several devices, which
-        # takes a tenth of a second to make at each epoch and may crash the process when it is deleted early (a race
-        # of its background thread, seen in TensorFlow 2.21 as a core dump in MultiDeviceBuffer::BackgroundThread).
+        # With one device "per replica" is equivalent and avoids TensorFlow's multi-device iterator, which takes 0.1 s
+        # to create at each epoch and may crash the process when deleted early (a race in its background thread,
+        # seen in TensorFlow 2.21 as a core dump in MultiDeviceBuffer::BackgroundThread).
         options = tf.distribute.InputOptions(
             experimental_fetch_to_device=False, experimental_replication_mode=PER_REPLICA
         )
@@ -266,7 +266,7 @@ def distribute_datasets_from_function(
     context: tf.distribute.InputContext,
     options: Any,
 ) -> Any:
-    """What `distribute_datasets_from_function` returns."""
+    """Returns the result of `distribute_datasets_from_function`."""
     workers = _input_workers(extended, options)
     arguments = {
         "input_workers": workers,
@@ -283,7 +283,7 @@ def _input_workers(extended: Any, options: Any) -> Any:
     try:
         return extended._input_workers_with_options(options)
     finally:
-        extended._input_workers_devices = before  # which TensorFlow would change for good, for all later datasets
+        extended._input_workers_devices = before  # TensorFlow would change it for all later datasets
 
 
 def _made(staging: Staging | None, plain: Any, staged: Any, arguments: dict[str, Any], options: Any) -> Any:
@@ -292,6 +292,6 @@ def _made(staging: Staging | None, plain: Any, staged: Any, arguments: dict[str,
         return plain(**arguments)
     made = staged(**arguments)
     made.staging = staging
-    # Batches for CPU devices are on the host in any case.
+    # Batches for CPU devices are always on the host.
     made.on_devices = options is None or options.experimental_fetch_to_device
     return made

@@ -1,7 +1,7 @@
-"""Batches that Python makes (`keras.utils.PyDataset`, generators): each worker trains on its rows of each of them.
+"""Batches made in Python (`keras.utils.PyDataset`, generators): each worker trains on its rows of every batch.
 
-TensorFlow would give the workers whole batches in turn, each cut into as many steps as there are replicas: batches of
-other rows than in one process, and more steps for the first workers where their number cannot be divided.
+TensorFlow would give the workers whole batches in turn, each cut into one step per replica: batches would have other
+rows than in one process, and some workers would get more steps than others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tfps.graph.tf_private import made_by_generator
 
 
 def of_whole_job(dataset: Any) -> bool:
-    """Whether `dataset` yields batches that Python has made, of a size that TensorFlow does not know."""
+    """Returns whether `dataset` yields batches made in Python, whose size TensorFlow does not know."""
     if not isinstance(dataset, tf.data.Dataset) or not made_by_generator(dataset):
         return False
     policy = dataset.options().experimental_distribute.auto_shard_policy
@@ -23,9 +23,9 @@ def of_whole_job(dataset: Any) -> bool:
 
 
 def own_rows(dataset: tf.data.Dataset, replicas: int, first: int, count: int) -> tf.data.Dataset:
-    """The rows of replicas `first` to `first + count - 1` of `replicas`, one element each.
+    """Returns the rows of replicas `first` to `first + count - 1` of `replicas`, one element each.
 
-    Parts of one batch differ by at most one row; where it has fewer rows than replicas, some have none.
+    Parts of a batch differ by at most one row; if it has fewer rows than replicas, some are empty.
     """
 
     def parts(*batch: Any) -> tf.data.Dataset:
@@ -37,7 +37,7 @@ def own_rows(dataset: tf.data.Dataset, replicas: int, first: int, count: int) ->
 
 
 def _leading(value: Any) -> Any:
-    """Number of rows of `value`, None if it has none."""
+    """Returns the number of rows of `value`, None if it has no row dimension."""
     if isinstance(value, tf.RaggedTensor):
         return value.nrows(tf.int32)
     if isinstance(value, tf.SparseTensor):
@@ -50,7 +50,7 @@ def _part(replica: int, replicas: int, batch: tuple[Any, ...]) -> Any:
         rows = _leading(value)
         if rows is None:
             return value
-        start, end = (-(-rows * part // replicas) for part in (replica, replica + 1))  # the first ones have more
+        start, end = (-(-rows * part // replicas) for part in (replica, replica + 1))  # the first parts may be larger
         if isinstance(value, tf.SparseTensor):
             shape = tf.cast(value.dense_shape, tf.int64)
             begin = tf.concat([[tf.cast(start, tf.int64)], tf.zeros_like(shape[1:])], 0)

@@ -1,7 +1,7 @@
-"""How uneven data ends an epoch: workers that train take their n-th batch together, or none of them does.
+"""Ends an epoch on all ranks together: a training worker takes batch n once every rank has one.
 
-A rank announces for each batch, one step ahead, whether it has one; the sum of these announcements over the ranks comes
-back while the step before computes. Where a rank has none, the data ends there for all of them.
+Each rank announces one step ahead whether it has the next batch; the announcements are summed over all ranks while the
+previous step computes. If one rank has no batch, the data ends there for all of them.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import Transfer
 
 logger = logging.getLogger("tfps")
-_NONE, _UNKNOWN, _FAILED = 0, -1, -2  # what a rank says instead of how many batches are left, this one included
+_NONE, _UNKNOWN, _FAILED = 0, -1, -2  # sent in place of the number of batches left, including this one
 CLOSED = graph_ops.CLOSED
 
 
-Answer = Callable[[int | None, str, int], None]  # the key of a batch, or None and why; rows on all ranks together
+Answer = Callable[[int | None, str, int], None]  # batch key, or None and the reason; rows summed over all ranks
 
 
 @dataclass(eq=False)
 class _Verdict:
-    """What all ranks together have said of one position: all have a batch, or why there is none."""
+    """The ranks' joint result for one position: all have a batch, or the reason why not."""
 
     all_have: bool
     error: str = ""
     warning: str = ""
-    rows: int = UNKNOWN  # of the batch on all ranks together
+    rows: int = UNKNOWN  # of the batch, summed over all ranks
 
 
 class Line:
-    """One iterator's batches as the ranks go through them. Any thread may set `gone`; the rest is `Lockstep`'s."""
+    """State of one iterator across the ranks. Any thread may set `gone`; `Lockstep` guards the rest."""
 
     def __init__(
         self,
@@ -58,37 +58,37 @@ class Line:
         self._lockstep, self.batches, self.answer = lockstep, batches, answer
         self.meets, self.foresees = meets, foresees
         self.gone = False
-        self.place: int | None = None  # among the iterators that are gone through together: the same on all ranks
-        self.asked = self.known = self.owed = 0  # positions that were asked for, that exist, that may be announced
-        self.agreed = 0  # positions before this one exist on all ranks, as far as they were announced
-        self.stops = False  # not on all ranks: the position `agreed`
-        self.end: int | None = None  # the first position that does not exist, for which `error` says why
+        self.place: int | None = None  # index among the iterators in lockstep, the same on all ranks
+        self.asked = self.known = self.owed = 0  # number of positions requested, existing, due for announcement
+        self.agreed = 0  # announced positions before this one exist on all ranks
+        self.stops = False  # True if some rank has no batch at position `agreed`
+        self.end: int | None = None  # the first position without a batch; `error` is the reason
         self.error = ""
         self.over = False  # END has been answered
-        self.mark: int | None = None  # exchanges of this worker at the last request
+        self.mark: int | None = None  # this worker's exchange count at the last request
         self.ready: dict[int, int] = {}  # keys of staged batches, by position
         self.rows: dict[int, int] = {}  # of batches that may still be announced, by position
-        self.waiting: deque[tuple[int, bool]] = deque()  # requests: position, whether ranks go together
+        self.waiting: deque[tuple[int, bool]] = deque()  # requests: position, whether in lockstep
         self.verdicts: dict[int, _Verdict] = {}
 
     def exists(self, position: int, rows: int) -> None:
-        """There is a batch at `position`, with `rows` on this rank."""
+        """Notes that a batch exists at `position`, with `rows` on this rank."""
         with self._lockstep.changes(self):
             self.known = position + 1
             self.rows[position] = rows
 
     def staged(self, position: int, key: int) -> None:
-        """The batch at `position` can be taken."""
+        """Notes that the batch at `position` is ready."""
         with self._lockstep.changes(self):
             self.ready[position] = key
 
     def ended(self, error: str) -> None:
-        """There is no further batch, because of `error` or ("") because the data has ended."""
+        """Notes that there are no more batches: because of `error`, or ("") at the end of the data."""
         with self._lockstep.changes(self):
             self.end, self.error = self.known, error
 
     def leave(self) -> list[int]:
-        """Nobody takes batches any more; returns the keys of those that are left."""
+        """Stops answering requests; returns the keys of batches not taken."""
         with self._lockstep.changes(self):
             self.gone = True
             left, self.ready = list(self.ready.values()), {}
@@ -96,7 +96,7 @@ class Line:
         return left
 
     def close(self) -> None:
-        """Whoever waits is told that the strategy is closed; others hear what they may wait for."""
+        """Tells waiting requests that the strategy is closed, and sends announcements other ranks may wait for."""
         with self._lockstep.changes(self):
             self.gone = True
             while self.waiting:
@@ -104,31 +104,31 @@ class Line:
                 self.answer(None, CLOSED, UNKNOWN)
 
     def code(self, position: int) -> int | None:
-        """What to announce of `position`; None: not known yet."""
+        """Returns what to announce for `position`, None if not known yet."""
         if position < self.known:
             return _UNKNOWN if self.batches is None else max(self.batches - position, 1)
         if self.end is not None:
             return _FAILED if self.error and position == self.end else _NONE
-        if self.gone:  # nobody here will ask for it; who counts batches may have left before the end was seen
+        if self.gone:  # not requested here any more; a counting loop may leave before it sees the end
             return _NONE if self.batches is not None and position >= self.batches else _UNKNOWN
         return None
 
 
 class Lockstep:
-    """All iterators of the strategies of one runtime with several workers."""
+    """Coordinates all iterators of one runtime's strategies across several workers."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._workers, self._rank = runtime.exchange.workers, runtime.exchange.rank
-        # Guards all below and every Line. Reentrant: a push that fails calls `_failed`.
+        # Guards everything below and every Line. Reentrant: a failing push calls `_failed`.
         self._lock = threading.RLock()
         self._lines: weakref.WeakValueDictionary[int, Line] = weakref.WeakValueDictionary()
-        self._owed: deque[tuple[Line, int]] = deque()  # in the order of requests, which is the same on all ranks
+        self._owed: deque[tuple[Line, int]] = deque()  # in request order, the same on all ranks
         self._places = itertools.count()
         self._failure = ""
         self._warned = False
         with tf.init_scope(), tf.device(graph_ops.HOST):
-            self.order = tf.queue.FIFOQueue(1, [tf.bool], [[]], name="tfps_order")  # a resource to order requests by
+            self.order = tf.queue.FIFOQueue(1, [tf.bool], [[]], name="tfps_order")  # a resource that orders requests
         self.spec = BucketSpec(("batches",), "sum", 3 * 8 * self._workers, "int64", priority=0, occasional=True)
         runtime.declare_later("batches", self.spec)
         self._eager = Request(self, None)
@@ -137,7 +137,7 @@ class Lockstep:
 
     @staticmethod
     def of(runtime: Runtime) -> Lockstep:
-        """The one of `runtime`: strategies that share it announce their batches in one order."""
+        """Returns the Lockstep of `runtime`: strategies that share it announce batches in one order."""
         if runtime.lockstep is None:
             runtime.lockstep = Lockstep(runtime)
             runtime.before_close(runtime.lockstep.close)
@@ -152,14 +152,14 @@ class Lockstep:
         meets: bool = False,
         foresees: bool = True,
     ) -> Line:
-        """Begins a line.
+        """Creates a line.
 
         Args:
-            number: its own; -1 or less: of a loop inside a function.
-            batches: how many there are; None: unknown.
+            number: its unique number; negative for a loop inside a function.
+            batches: how many there are; None if unknown.
             answer: called once per request, on any thread.
-            meets: the ranks go together at the first batch that eager code takes.
-            foresees: whether there is a next batch is known before it is asked for.
+            meets: the ranks synchronize at the first batch that eager code takes.
+            foresees: whether the end of the data is known before the next batch is requested.
         """
         line = Line(self, batches, answer, meets, foresees)
         with self._lock:
@@ -167,22 +167,22 @@ class Lockstep:
         return line
 
     def changes(self, line: Line) -> _Changes:
-        """A context in which `line` changes; after it, what has become possible is done."""
+        """Returns a context for changing `line`; on exit, requests that can now be answered are."""
         return _Changes(self._lock, lambda: self._advance(line))
 
     def request_in_graph(self, number: tf.Tensor) -> tf.Operation:
-        """The op that asks for the next batch of the line with `number`."""
+        """Returns the op that requests the next batch of line `number`."""
         graph = ops.get_default_graph()
         request = Request(self, outer_graphs(graph)[-1])
         self.runtime.adopt(request, graph)
         return request.send(number)
 
     def request_eagerly(self, number: int) -> None:
-        """Asks for the next batch of the line with `number`.
+        """Requests the next batch of line `number`.
 
         Raises:
             ClosedError: the strategy was closed.
-            TfpsError: another rank did not come to its first batch.
+            TfpsError: another rank did not reach its first batch.
         """
         with self._lock:
             line = self._lines.get(number)
@@ -195,12 +195,12 @@ class Lockstep:
             raise ClosedError("the strategy is closed, a batch was asked for") from None
 
     def request(self, number: int, trains: bool, eager: bool) -> None:
-        """Somebody waits for the next batch of line `number`. Called by the pump thread.
+        """Handles a request for the next batch of line `number`. Called by the pump thread.
 
-        Ranks go together where the graph that asks exchanges something, and where something has been exchanged since
-        the last request: then a training loop takes its batches outside of the graph. Evaluation and prediction
-        exchange nothing between batches, and use all of them. What an eager loop is for is not known at its first
-        batch; there ranks go together too, as one that has none could not follow the others into training.
+        Ranks run in lockstep if the requesting graph exchanges something, or if anything was exchanged since the last
+        request (a training loop that takes batches outside of the graph). Evaluation and prediction exchange nothing
+        between batches and use all of them. At an eager loop's first batch its purpose is unknown; ranks run in
+        lockstep there too, because a rank without a batch could not follow the others into training.
         """
         with self._lock:
             line = self._lines.get(number)
@@ -216,7 +216,7 @@ class Lockstep:
                 if line.place is None:
                     line.place = next(self._places)
                     line.agreed = position
-                if position > line.owed:  # those between were taken after steps that exchanged nothing
+                if position > line.owed:  # those between followed steps that exchanged nothing
                     line.agreed = position
                 start, line.owed = max(line.owed, position), position + 1 + (trains and line.foresees)
                 self._owed.extend((line, each) for each in range(start, line.owed))
@@ -224,7 +224,7 @@ class Lockstep:
             self._advance(line)
 
     def close(self) -> None:
-        """Announces what others may wait for, and wakes whoever waits here."""
+        """Announces what other ranks may wait for, and fails local requests."""
         with self._lock:
             for line in list(self._lines.values()):
                 line.gone = True
@@ -232,7 +232,7 @@ class Lockstep:
             self._fail(CLOSED)
 
     def decide(self, line: Line, position: int, said: np.ndarray[Any, Any]) -> None:
-        """Takes what the ranks have said of `position`: int64 [3, workers], codes, places and rows."""
+        """Handles the ranks' announcements for `position`: int64 [3, workers] of codes, places and rows."""
         codes, places, rows = said
         own = places[self._rank]
         if (places != own).any():
@@ -296,10 +296,10 @@ class Lockstep:
             line.answer(*answer, UNKNOWN if verdict is None else verdict.rows)
 
     def _push_owed(self) -> None:
-        """Announces what is owed and known, in the order of requests.
+        """Sends due announcements whose result is known, in request order.
 
-        A position is announced when all ranks have the one before it: a rank that counts its batches does not ask for
-        the one after its last, so that others must not announce a further one for having asked.
+        A position is announced once all ranks have the previous one: a rank that counts its batches never requests
+        one past its last, so other ranks must not announce that one just because they requested it.
         """
         while self._owed:
             line, position = self._owed[0]
@@ -312,7 +312,7 @@ class Lockstep:
             self._owed.popleft()
             said = np.zeros([3, self._workers], np.int64)
             said[:, self._rank] = code, ((line.place + 1) << 32) + position, line.rows.get(position, UNKNOWN)
-            # Whoever is here has traced an exchange or met the others, so this bucket has been declared: no wait.
+            # This rank has traced an exchange or synchronized, so the bucket is already declared: no wait.
             (bucket,) = self.runtime.buckets([("batches", self.spec)])
             self.runtime.push(_Announcement(self, line, position, bucket, self.spec), said)
 
@@ -332,7 +332,7 @@ class Lockstep:
 
 
 class _Changes:
-    """Holds the lock; at the end, while it still does, calls `then`."""
+    """Holds the lock; calls `then` before releasing it."""
 
     def __init__(self, lock: Any, then: Callable[[], None]) -> None:
         self._lock, self._then = lock, then
@@ -348,7 +348,7 @@ class _Changes:
 
 
 class Request(Transfer):
-    """Messages that ask for a batch, from one graph (None: from eager code); their ticket is the line's number."""
+    """Batch requests from one graph (`root` None: from eager code); their ticket is the line number."""
 
     exchanges = False
 
@@ -359,7 +359,7 @@ class Request(Transfer):
         self._trains: bool | None = None if root is not None else False
 
     def send(self, ticket: tf.Tensor) -> tf.Operation:
-        """The op that sends a message; messages of one graph keep their order."""
+        """Returns the op that sends a message; messages of one graph stay in order."""
         lockstep = self.lockstep
         return graph_ops.request(lockstep.runtime.queue, lockstep.order.queue_ref, self.id, ticket)
 
@@ -367,7 +367,7 @@ class Request(Transfer):
         self.lockstep.request(int(ticket), self.trains(), self._root is None)
 
     def trains(self) -> bool:
-        """Whether the graph exchanges something; it is complete when this is called."""
+        """Returns whether the graph, which must be complete, exchanges anything."""
         if self._trains is None:
             root = self._root() if self._root is not None else None
             self._trains = root is not None and any(has_function(root, name) for name in graph_ops.exchange_functions())
@@ -378,7 +378,7 @@ class Request(Transfer):
 
 
 class _Announcement(Transfer):
-    """What this rank says of one batch, until it is known what all say."""
+    """This rank's announcement of one batch, until the result of all ranks arrives."""
 
     def __init__(self, lockstep: Lockstep, line: Line, position: int, bucket: int, spec: BucketSpec) -> None:
         super().__init__(bucket, spec)
@@ -393,7 +393,7 @@ class _Announcement(Transfer):
 
 
 def _nobody(key: int | None, error: str, rows: int) -> None:
-    """Takes the place of who waited for answers."""
+    """Replaces the receiver of answers."""
 
 
 def _where(place: int) -> str:

@@ -1,7 +1,7 @@
-"""Loops over a dataset inside a function: several workers agree on each batch that such a loop takes.
+"""Loops over a dataset inside a `tf.function`: several workers agree on each batch.
 
-Each run of the function makes an iterator of its own, which no thread on the host could follow: TensorFlow's iterator
-reads, and the ranks decide whether a batch is used.
+Each run of the function creates its own iterator, which no host thread could follow: TensorFlow's iterator reads, and
+the ranks decide whether to use a batch.
 
 Tested in tests/integration/test_input.py.
 """
@@ -19,15 +19,15 @@ from tfps.graph.tf_private import ops, outer_graphs, values
 from tfps.input.lockstep import CLOSED, Line, Lockstep, Request
 from tfps.input.staging import Staging
 
-_BEGINS, _NONE = -3, -2  # what a loop says instead of the rows of its next batch
-_numbers = itertools.count(-1, -1)  # beside those of feeds
+_BEGINS, _NONE = -3, -2  # sent in place of the number of rows of the next batch
+_numbers = itertools.count(-1, -1)  # distinct from those of feeds
 
 
 class Loop(Request):
-    """A loop over a dataset inside a function: TensorFlow's iterator reads, the ranks decide whether a batch is used.
+    """A dataset loop inside a function: TensorFlow's iterator reads, the ranks decide whether to use a batch.
 
-    Each run of the function is a line of its own. Its batches are not known ahead, so the ranks agree on each when it
-    is there: a round trip per batch that trains.
+    Each run of the function is a separate line. Its batches are not known ahead, so the ranks agree on each one when it
+    is read: a round trip per training batch.
     """
 
     def __init__(self, lockstep: Lockstep) -> None:
@@ -36,7 +36,7 @@ class Loop(Request):
         lockstep.runtime.adopt(self, graph)
         self._line: Line | None = None  # of this run; pump thread only
         with tf.init_scope(), tf.device(HOST):
-            # Whether the batch is used, an error, the rows of the batch on all workers together.
+            # Whether to use the batch, an error, the rows of the batch summed over all workers.
             self._answers = tf.queue.FIFOQueue(1000, [tf.bool, tf.string, tf.int64], [[], [], []], name="tfps_loop")
 
     def begin(self) -> None:
@@ -44,7 +44,7 @@ class Loop(Request):
         self.send(tf.constant(_BEGINS, tf.int64))
 
     def may_use(self, has_batch: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Whether all ranks have a next batch, and its rows on all of them, where this one says what it has."""
+        """Announces this rank's batch; returns whether all ranks have one, and its rows summed over them."""
         asked = self.send(tf.where(has_batch, rows, tf.constant(_NONE, tf.int64)))
         with tf.control_dependencies([asked]), tf.device(HOST):
             used, error, total = tf.raw_ops.QueueDequeueV2(
@@ -75,7 +75,7 @@ class Loop(Request):
         if self._line is not None:
             self._line.leave()
         with tf.device(HOST):
-            while int(self._answers.size()):  # to a run that was stopped
+            while int(self._answers.size()):  # left from a stopped run
                 self._answers.dequeue()
         self._number = next(_numbers)
         self._line = self.lockstep.line(self._number, None, self._answer, foresees=False)
@@ -86,9 +86,9 @@ class Loop(Request):
 
 
 class LoopIterator:
-    """TensorFlow's iterator inside a function, where several workers agree on each batch.
+    """Wraps TensorFlow's iterator inside a function; several workers agree on each batch.
 
-    It is made anew by each run of the function, which a thread that stages could not follow.
+    Each run of the function creates a new one, which a staging thread could not follow.
     """
 
     def __init__(self, iterator: Any, staging: Staging, loop: Loop) -> None:
@@ -102,7 +102,7 @@ class LoopIterator:
         return self.get_next()
 
     def get_next_as_optional(self) -> tf.experimental.Optional:
-        """The next batch; nothing at the end of the data, here or (where the function trains) on another worker."""
+        """Returns the next batch; empty at the end of the data, here or (if the function trains) on another worker."""
         batch = self._iterator.get_next_as_optional()
         replicas = len(self._staging.devices)
         rows = tf.cond(
@@ -119,13 +119,13 @@ class LoopIterator:
 
     @staticmethod
     def _rows(batch: Any, replicas: int) -> tf.Tensor:
-        """Of each replica's part of `batch`, int64 [replicas]."""
+        """Returns the rows of each replica's part of `batch`, int64 [replicas]."""
         parts = [tf.nest.map_structure(lambda each, i=i: _part(each, i), batch) for i in range(replicas)]
         found = [rows_of(part) for part in parts]
         return tf.stack([tf.constant(UNKNOWN, tf.int64) if rows is None else rows for rows in found])
 
     def get_next(self) -> Any:
-        """The next batch.
+        """Returns the next batch.
 
         Raises:
             tf.errors.OutOfRangeError: the data has ended.

@@ -1,8 +1,8 @@
-"""The double buffer: batches that lie ready on the devices that will use them, put there by a thread of their own.
+"""The double buffer: a thread copies batches to the devices ahead of the steps that use them.
 
-An area (MapStage) per device holds batches by key, and a small queue per iterator holds the keys in order. A step takes
-a key, then the batch of that key, which is there for certain: taking a key is an asynchronous kernel that holds no
-thread of TensorFlow's pools while it waits, taking a batch that is not there would block one.
+One area (MapStage) per device holds batches by key; a small queue per iterator holds the keys in order. A step takes a
+key, then its batch, which is always there: waiting for a key uses an asynchronous kernel, which blocks no thread of
+TensorFlow's pools; waiting for a missing batch would block one.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from tfps.input.lockstep import Lockstep
 from tfps.runtime.runtime import Runtime
 
 logger = logging.getLogger("tfps")
-# The key of a batch and ""; or END and why there is no batch ("": the data has ended). And the rows of the batch on all
-# workers together and of each local replica, UNKNOWN where they are.
+# A batch key and "", or END and the reason ("" at the end of the data); then the rows of the batch: summed over all
+# workers, and per local replica (UNKNOWN if not known).
 TOKEN = [tf.int64, tf.string, tf.int64]
 END = -1
-_JOIN_S = 2.0  # for a thread that may be inside the user's generator, which nothing can interrupt
+_JOIN_S = 2.0  # for a thread that may be inside the user's generator, which cannot be interrupted
 _MISSING = object()
 
 
 class Staging:
-    """All batches that one strategy has staged, and the threads that do it.
+    """Owns one strategy's staged batches and staging threads.
 
     Args:
         devices: of the local replicas.
-        depth: batches that may lie ready per iterator and device.
-        last_batch: where graphs note the rows of the batches that they take; None: there is one replica in all.
+        depth: batches staged ahead per iterator and device.
+        last_batch: where graphs note the rows of the batches they take; None if the job has one replica.
     """
 
     def __init__(self, runtime: Runtime, devices: Sequence[str], depth: int, last_batch: LastBatch | None) -> None:
@@ -50,20 +50,20 @@ class Staging:
         self.number = next(_numbers)
         _stagings[self.number] = self
         self._areas: dict[tuple[int, tuple[tf.DType, ...], bool], Area] = {}
-        self._lock = threading.RLock()  # guards the next two; the garbage collector may close this at any place
+        self._lock = threading.RLock()  # guards the next two; reentrant: the garbage collector may call close anywhere
         self._running: set[Feed] = set()
         with tf.init_scope(), tf.device(HOST):
-            # Whoever takes from it gets the OutOfRangeError that the end of data is.
+            # Dequeuing from it raises OutOfRangeError, like the end of data.
             self.ended = tf.queue.FIFOQueue(1, [tf.int64], [[]], name="tfps_ended")
             self.ended.close()
 
     @staticmethod
     def of(number: int) -> Staging:
-        """The staging with this number, which must exist."""
+        """Returns the staging with this number, which must exist."""
         return _stagings[number]
 
     def stage(self, element_spec: Any, *, on_devices: bool = True) -> Stage:
-        """Where batches with this spec per replica are staged."""
+        """Returns the stage for batches with this per-replica spec."""
 
         def area(replica: int, dtypes: tuple[tf.DType, ...], on_host: bool) -> Area:
             on_host = on_host or not on_devices
@@ -77,27 +77,27 @@ class Staging:
         return Stage(element_spec, len(self.devices), area)
 
     def staged(self) -> int:
-        """How many lists of tensors lie in all areas."""
+        """Returns the number of tensor lists in all areas."""
         with self._lock:
             areas = list(self._areas.values())
         return sum(area.size() for area in areas)
 
     def no_batch(self) -> tf.Tensor:
-        """An op that fails as the end of data does; an int64 scalar."""
+        """Returns the result (int64 scalar) of an op that fails like the end of data."""
         with tf.device(HOST):
             return tf.raw_ops.QueueDequeueV2(handle=self.ended.queue_ref, component_types=[tf.int64])[0]
 
     def started(self, feed: Feed) -> bool:
-        """`feed` begins to fill; False if nothing may be staged any more."""
+        """Registers `feed` as running; returns False if staging is closed."""
         with self._lock:
             if not self.closed:
                 self._running.add(feed)
             return not self.closed
 
     def finished(self, feed: Feed) -> None:
-        """`feed` has ended and its batches are out; the last one clears what a step that failed has left behind.
+        """Notes that `feed` has ended and removed its batches; the last one clears what failed steps left behind.
 
-        Not at the close: a step that is still under way would wait for ever for the batch whose token it has.
+        Not on close: a step still running would wait forever for the batch of its token.
         """
         with self._lock:
             self._running.discard(feed)
@@ -106,9 +106,9 @@ class Staging:
                     area.clear()
 
     def close(self) -> None:
-        """Ends all threads, except one that is inside the user's code: it ends when that returns.
+        """Ends all threads. A thread inside the user's code ends when that code returns.
 
-        Called when the strategy is closed, maybe before the runtime that it shares with others.
+        Called when the strategy is closed, possibly before the runtime it shares with others.
         """
         with self._lock:
             self.closed = True
@@ -124,14 +124,14 @@ _stagings: weakref.WeakValueDictionary[int, Staging] = weakref.WeakValueDictiona
 
 
 class Feed:
-    """The host's side of one iterator: its queue of keys and the thread that fills it, from the first use on.
+    """Host side of one iterator: its key queue and the thread that fills it, started on first use.
 
     Args:
-        datasets: of this worker: one for all replicas, which take turns, or one for each.
+        datasets: this worker's: one that all replicas read in turn, or one per replica.
         element_spec: of one replica's batch.
-        pads: replicas for which nothing is left at the end get an empty batch; else what the others have is dropped.
-        batches: steps that the data is good for; None: unknown or without end.
-        meets: with several workers, they go together at the first batch that eager code takes.
+        pads: replicas without data at the end get an empty batch; otherwise the last, partial group is dropped.
+        batches: number of steps in the data; None if unknown or infinite.
+        meets: several workers synchronize at the first batch that eager code takes.
     """
 
     def __init__(
@@ -148,16 +148,16 @@ class Feed:
         self._element_spec, self._pads = element_spec, pads
         with tf.device(
             HOST
-        ):  # now, as without staging: an iterator that is not used counts where data is shuffled anew
+        ):  # now, as without staging: even an unused iterator advances reshuffling
             self._sources = [iter(dataset) for dataset in datasets]
-        self._rows: dict[int, list[int]] = {}  # of each local replica, by key of what is staged
+        self._rows: dict[int, list[int]] = {}  # of each local replica, by key of the staged batch
         self._unknown = [UNKNOWN] * (1 + stage.replicas)
         self._lock = threading.Lock()  # guards _thread
         self._thread: threading.Thread | None = None
         self.number = next(_feed_numbers)
         self.stopped = False
         with tf.init_scope(), tf.device(HOST):
-            # With several workers a token is there only when it has been asked for, and `room` limits what is staged.
+            # With several workers tokens are enqueued only on request, and `room` limits how much is staged.
             together = staging.lockstep is not None
             self.tokens = tf.queue.FIFOQueue(
                 1000 if together else staging.depth - 1, TOKEN, [[], [], [1 + stage.replicas]], name="tfps_batches"
@@ -170,7 +170,7 @@ class Feed:
                 self._make_room()
 
     def start(self) -> None:
-        """Begins to fill, if that has not happened; called when the iterator is used for the first time."""
+        """Starts the thread on the iterator's first use; later calls do nothing."""
         with self._lock:
             if self._thread is not None or self.stopped:
                 return
@@ -181,7 +181,7 @@ class Feed:
             self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread, which takes out what it has staged. Any thread, also in a finalizer: takes no lock."""
+        """Ends the thread, which removes what it has staged. Takes no lock, so any thread or finalizer may call it."""
         self.stopped = True
         if self._line is not None:
             self._line.gone = True
@@ -191,7 +191,7 @@ class Feed:
                 self._room.close(cancel_pending_enqueues=True)
 
     def close(self) -> None:
-        """As `stop`; who waits for a batch is told that the strategy is closed."""
+        """Like `stop`, and tells waiting requests that the strategy is closed."""
         if self._line is not None:
             self._line.close()
         self.stop()
@@ -217,7 +217,7 @@ class Feed:
                     self._stage.put(staged, batches)
                     if self._staging.spans.recorder.enabled:
                         self._staging.spans.staged(begin, batches)
-                    key = staged  # not before: what is only half there cannot be taken out
+                    key = staged  # only now: a partly staged batch cannot be taken out
                     self._offer(position, key)
                     key = END
                     del batches
@@ -226,7 +226,7 @@ class Feed:
                 if self.stopped:
                     return
                 text = _text(error)
-            except Exception as error:  # of the user's input pipeline, whatever it is: raised by the step it belongs to
+            except Exception as error:  # any error of the user's input pipeline: its step raises it
                 text = _text(error)
             self._end(text)
         except (tf.errors.CancelledError, tf.errors.OutOfRangeError):  # stopped
@@ -236,7 +236,7 @@ class Feed:
             self._staging.finished(self)
 
     def _read(self) -> Iterator[list[Any]]:
-        """Groups of batches, one per replica."""
+        """Yields groups of batches, one per replica."""
         sources, self._sources = self._sources, []
         replicas = self._stage.replicas
         while not self.stopped:
@@ -268,7 +268,7 @@ class Feed:
             self._put_token(key, "", [_sum(rows), *rows])
 
     def _end(self, text: str) -> None:
-        """Says that there are no more batches, as often as somebody asks, until this iterator is dropped."""
+        """Answers every further request with the end of data, until the iterator is dropped."""
         if self._line is not None:
             self._line.ended(text)
             while True:
@@ -282,18 +282,18 @@ class Feed:
             self.tokens.enqueue([tf.constant(key, tf.int64), text, tf.constant(rows, tf.int64)])
 
     def _answer(self, key: int | None, text: str, rows: int) -> None:
-        """The answer to one request; None: there is no batch. Called by `lockstep`, on any thread."""
+        """Answers one request; `key` None: there is no batch. Called by `lockstep`, on any thread."""
         try:
             if key is None:
                 self._put_token(END, text, self._unknown)
             else:
                 self._put_token(key, text, [rows, *self._rows.pop(key)])
                 self._make_room()
-        except tf.errors.CancelledError:  # stopped: nobody waits any more
+        except tf.errors.CancelledError:  # stopped: nothing waits any more
             pass
 
     def _take_out(self, key: int) -> None:
-        """Removes what this thread has staged and nobody has taken."""
+        """Removes staged batches that nothing has taken."""
         with tf.device(HOST):
             left = [] if key == END else [key]
             while int(self.tokens.size()):
@@ -310,7 +310,7 @@ _feed_numbers = itertools.count()
 
 
 def _rows(batches: Sequence[Any]) -> list[int]:
-    """Of each replica's batch, UNKNOWN where it has no dimension."""
+    """Returns the rows of each replica's batch, UNKNOWN if it has no dimension."""
     with tf.device(HOST):
         found = [rows_of(batch) for batch in batches]
     return [UNKNOWN if rows is None else int(rows) for rows in found]
@@ -321,5 +321,5 @@ def _sum(rows: list[int]) -> int:
 
 
 def _text(error: Exception) -> str:
-    """What a step says of an error of the input pipeline: its class and its own words."""
+    """Returns the message for an input pipeline error: its class and its text."""
     return f"the input pipeline failed: {type(error).__name__}: {getattr(error, 'message', None) or error}"

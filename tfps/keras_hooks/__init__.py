@@ -1,3 +1,3 @@
-"""What is wrapped of Keras. First of all it is checked that all of it is there."""
+"""Wrappers around Keras. Importing this package first checks that every wrapped name exists."""
 
 from tfps.keras_hooks import keras_private as keras_private

@@ -1,7 +1,7 @@
-"""Losses that layers add (`add_loss`), where replica functions wait for each other in eager mode: each keeps its own.
+"""Keeps each replica's `add_loss` losses when replica functions wait for each other in eager mode.
 
-Keras keeps them in the layer, which the replicas of a worker share. Eagerly these run one after the other until each
-needs a sum over all: the second one's forward pass would replace the first one's losses before this one has read them.
+Keras keeps these losses in the layer, which the replicas of a worker share. In eager mode replicas run one after the
+other until each needs a sum over all: the second forward pass would overwrite the first replica's losses unread.
 
 Tested in tests/integration/test_rows.py.
 """
@@ -21,7 +21,7 @@ from tfps.keras_hooks.keras_private import losses_of
 
 
 class _Layers(threading.local):
-    """Those to which this thread has added losses."""
+    """Layers to which this thread has added losses."""
 
     def __init__(self) -> None:
         self.layers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -32,7 +32,7 @@ _thread = _Layers()
 
 @functools.cache
 def note_added_losses() -> None:
-    """Makes Keras tell this module of layers that add losses; done once per process."""
+    """Makes Keras report layers that add losses to this module; done once per process."""
     original = keras.Layer.add_loss
 
     @functools.wraps(original)
@@ -45,7 +45,7 @@ def note_added_losses() -> None:
 
 @contextlib.contextmanager
 def own_losses() -> Iterator[None]:
-    """While the replica function that runs in this thread waits, others may run."""
+    """Preserves this thread's added losses while its replica function waits and others run."""
     mine = [(layer, list(losses_of(layer))) for layer in _thread.layers]
     yield
     for layer, losses in mine:

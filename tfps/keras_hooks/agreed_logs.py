@@ -1,9 +1,8 @@
-"""Logs that all ranks agree on: Keras' dicts of the metrics of an epoch or a batch, which callbacks decide by.
+"""Makes Keras' logs, by which callbacks decide, equal on all ranks.
 
-Metrics are combined over ranks when they are read. What a `train_step` or `test_step` returns is this rank's own,
-nested as the program likes: at the end of an epoch all ranks say what they have, in one exchange, and draw the same
-conclusions. A value that is a metric's result on every rank becomes the result over all of them, other numbers their
-mean.
+Metrics are combined over ranks when read. The logs that a `train_step` or `test_step` returns are local and may be
+nested: at the end of an epoch all ranks exchange them once and draw the same conclusions. A value that equals a
+metric's result on every rank becomes that metric's global result; other numbers become their mean.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tfps.keras_hooks.weighing import mean
 
 @functools.cache
 def agree_on_logs(strategy_class: type[tf.distribute.Strategy]) -> None:
-    """Makes Keras ask all ranks, for models of a `strategy_class` with several workers; done once per process."""
+    """Makes Keras ask all ranks, for models of a `strategy_class` with several replicas; done once per process."""
 
     def strategy_of(model: Any) -> Any:
         strategy = getattr(model, "distribute_strategy", None)
@@ -47,7 +46,7 @@ def agree_on_logs(strategy_class: type[tf.distribute.Strategy]) -> None:
     def on_batch_end(self: Any, batch: int, logs: Any = None) -> None:
         strategy = strategy_of(self.model)
         if strategy is not None and logs and logs.get("loss") is not None:
-            # A loss that is not finite on one rank: all stop at this batch, or the others would wait for that rank.
+            # If one rank's loss is not finite, all stop at this batch; else the others would wait for that rank.
             loss = tf.cast(logs["loss"], tf.float64)
             logs = {**logs, "loss": strategy.reduce(tf.distribute.ReduceOp.MEAN, loss, axis=None).numpy()}
         stop(self, batch, logs)
@@ -56,18 +55,18 @@ def agree_on_logs(strategy_class: type[tf.distribute.Strategy]) -> None:
 
 
 def agreed_logs(model: Any, logs: dict[str, Any]) -> dict[str, Any]:
-    """What all ranks have where each has `logs` of its own, within an epoch; all of them call it at the same batch."""
+    """Returns logs that all ranks agree on, within an epoch; all ranks must call it at the same batch."""
     return {name: np.asarray(value)[()] for name, value in model._get_metrics_result_or_logs(logs).items()}
 
 
 def weight(rows: tf.Tensor) -> int:
-    """What this rank counts in a mean over ranks, its local replicas having had `rows`; -1: unknown."""
+    """Returns this rank's weight in a mean over ranks, given its replicas' `rows`; -1 if unknown."""
     return -1 if UNKNOWN in rows.numpy() else int(sum(rows.numpy()))
 
 
 @dataclass(frozen=True)
 class Value:
-    """One leaf of the logs. `content` is a number's bytes in hex; for anything else a text, and `dtype` is empty."""
+    """One leaf of the logs. `content` is a number's bytes in hex; for other values a text, with `dtype` empty."""
 
     dtype: str
     shape: list[int]
@@ -75,7 +74,7 @@ class Value:
 
     @classmethod
     def of(cls, leaf: Any) -> Value:
-        """What `leaf` is."""
+        """Converts `leaf`."""
         try:
             tensor = tf.convert_to_tensor(leaf)
         except (TypeError, ValueError):
@@ -85,7 +84,7 @@ class Value:
         return cls(tensor.dtype.name, tensor.shape.as_list(), tensor.numpy().tobytes().hex())
 
     def number(self) -> np.ndarray[Any, Any]:
-        """The number, or numbers, in 64 bits."""
+        """Returns the number or numbers as float64."""
         dtype = tf.as_dtype(self.dtype).as_numpy_dtype
         return np.frombuffer(bytes.fromhex(self.content), dtype).reshape(self.shape).astype(np.float64)
 
@@ -95,14 +94,14 @@ class Value:
 
 @dataclass(frozen=True)
 class Said:
-    """What one rank says of its logs.
+    """One rank's logs, as sent to the others.
 
     Args:
         weight: of this rank in a mean; see `weight`.
-        are_metrics: its logs are what the model's metrics have, so that Keras takes those.
+        are_metrics: the logs are the model's metrics, so Keras uses those.
         names: of the leaves.
-        values: of the leaves, unless `are_metrics`.
-        same: for each leaf, which of the model's metrics have the same result on this rank alone.
+        values: of the leaves; empty if `are_metrics`.
+        same: for each leaf, indices of the model's metrics whose local result is equal.
     """
 
     weight: int
@@ -113,20 +112,20 @@ class Said:
 
     @classmethod
     def parse(cls, line: str) -> Said:
-        """What another rank has said."""
+        """Parses a rank's line."""
         said = json.loads(line)
         return cls(**{**said, "values": [Value(**each) for each in said["values"]]})
 
 
 def conclude(ranks: Sequence[Said], metrics: Sequence[str]) -> list[int | np.ndarray[Any, Any] | None]:
-    """What becomes of each leaf: a metric's result (its number), a mean over ranks, or None where all have the same.
+    """Decides for each leaf: a metric's result (its index), a mean over ranks, or None if all ranks have the same.
 
     Args:
-        ranks: what they said of logs with the same names.
+        ranks: their logs, which have the same names.
         metrics: names of the model's metrics.
 
     Raises:
-        MismatchError: a leaf cannot be made the same.
+        MismatchError: a leaf cannot be made equal.
     """
     found: list[int | np.ndarray[Any, Any] | None] = []
     for leaf, name in enumerate(ranks[0].names):
@@ -148,7 +147,7 @@ def conclude(ranks: Sequence[Said], metrics: Sequence[str]) -> list[int | np.nda
 
 
 def _average(values: Sequence[np.ndarray[Any, Any]], weights: Sequence[int]) -> np.ndarray[Any, Any]:
-    """The mean of `values` by `weights`, alike where one of them is not known; NaN of no rows does not count."""
+    """Returns the mean of `values` by `weights` (equal weights if one is unknown); weight 0 excludes a NaN."""
     if min(weights) < 0 or not any(weights):
         weights = [1] * len(values)
     used = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
@@ -156,7 +155,7 @@ def _average(values: Sequence[np.ndarray[Any, Any]], weights: Sequence[int]) -> 
 
 
 def _agreed(strategy: Any, model: Any, logs: Any, are_metrics: bool) -> Any:
-    """`logs` as they are on all ranks, which all come here.
+    """Returns `logs` as agreed by all ranks, which must all call this.
 
     `are_metrics`: they have the names of the model's metrics.
     """
@@ -173,7 +172,7 @@ def _agreed(strategy: Any, model: Any, logs: Any, are_metrics: bool) -> Any:
     )
     ranks = _exchanged(strategy, said)
     if any(each.are_metrics for each in ranks) and all(each.are_metrics or not each.names for each in ranks):
-        return model.get_metrics_result()  # also of a rank that has had no batch
+        return model.get_metrics_result()  # also if a rank has had no batch
     for rank, each in enumerate(ranks):
         if (each.names, each.are_metrics) != (ranks[0].names, ranks[0].are_metrics):
             raise MismatchError(
@@ -194,14 +193,14 @@ def _agreed(strategy: Any, model: Any, logs: Any, are_metrics: bool) -> Any:
 
 
 def _exchanged(strategy: Any, said: Said) -> list[Said]:
-    """What all ranks have said, in their order."""
+    """Returns the logs of all ranks, in rank order."""
     line = json.dumps(dataclasses.asdict(said)) + "\n"
     lines = strategy.gather(tf.constant(np.frombuffer(line.encode(), np.uint8)), axis=0)
     return [Said.parse(each) for each in lines.numpy().tobytes().decode().splitlines()]
 
 
 def _own_results(strategy: Any, model: Any, rows: tf.Tensor) -> list[tuple[str, Any]]:
-    """Name and result of each of the model's metrics for this worker's replicas alone, as a step returns it."""
+    """Returns name and local result of each of the model's metrics, as a step returns them."""
     results = keras.tree.flatten_with_path(strategy.run(model.get_metrics_result))
     return [(str(path[-1]), mean(rows, result)) for path, result in results]
 

@@ -1,7 +1,7 @@
-"""Every private name of Keras that tfps uses, checked here only, each with its reason.
+"""Every private Keras name that tfps uses, with its reason; checked only here.
 
 Raises:
-    ImportError: one of these names is gone; the message says which versions are supported.
+    ImportError: a name is missing; the message says which versions are supported.
 
 Tested in tests/test_versions.py.
 """
@@ -17,14 +17,14 @@ from tfps.graph.tf_private import SUPPORTED
 
 
 def _class_that_defines(cls: type, name: str) -> Any:
-    """The class among `cls` and its bases that defines `name`."""
+    """Returns the class among `cls` and its bases that defines `name`."""
     needs(cls, name)
     return next(each for each in cls.__mro__ if name in vars(each))
 
 
 try:
     from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope  # its graphs never run
-    from keras.src.backend.tensorflow import trainer as trainer_module  # joins what the steps of replicas return
+    from keras.src.backend.tensorflow import trainer as trainer_module  # combines the results of replicas' steps
     from keras.src.losses import loss as loss_module  # where a loss becomes a mean, divided by the number of replicas
 
     # Wrapped where batches do not divide evenly (weighing.py).
@@ -32,28 +32,27 @@ try:
     needs(loss_module, "reduce_weighted_values", "apply_mask")
     needs(trainer_module, "reduce_per_replica")
     needs(keras.optimizers.Optimizer, "_backend_apply_gradients")
-    needs(keras.Model, "compute_loss", "_maybe_symbolic_build")  # the latter takes one batch for a model's shapes
+    needs(keras.Model, "compute_loss", "_maybe_symbolic_build")  # the latter takes a batch to infer shapes
     needs(keras.metrics.Mean, "update_state")
-    needs(trainer_module.TFEpochIterator, "_distributed_dataset")  # what says how its batches look
+    needs(trainer_module.TFEpochIterator, "_distributed_dataset")  # has the spec of its batches
 
-    # Wrapped because ranks and replicas would do or decide it for themselves.
-    needs(keras.Model, "distribute_strategy")  # which models are meant
-    needs(keras.Model, "_get_metrics_result_or_logs")  # what `fit` and `evaluate` report of a step's logs (logs.py)
-    needs(keras.callbacks.TerminateOnNaN, "on_batch_end")  # logs.py
+    # Wrapped because ranks and replicas would otherwise act or decide separately.
+    needs(keras.Model, "distribute_strategy")  # tells which models to handle
+    needs(keras.Model, "_get_metrics_result_or_logs")  # logs that `fit` and `evaluate` report (agreed_logs.py)
+    needs(keras.callbacks.TerminateOnNaN, "on_batch_end")  # agreed_logs.py
     needs(keras.Model, "predict", "predict_on_batch")  # predictions.py
     needs(keras.optimizers.LossScaleOptimizer, "check_finite")  # loss_scaling.py
-    needs(keras.random.SeedGenerator, "next")  # by which all layers and keras.random draw their seeds (seeds.py)
+    needs(keras.random.SeedGenerator, "next")  # source of all seeds of layers and keras.random (seeds.py)
     needs(keras.Layer, "add_loss", "_losses")  # added_losses.py
 
-    # Wrapped because several ranks save (saving.py): where callbacks decide to, and the path by the logs.
+    # Wrapped because several ranks save (saving.py): where callbacks decide to save, and build paths from logs.
     needs(keras.Model, "save", "save_weights", "export")
     needs(keras.callbacks.ModelCheckpoint, "_save_model", "_get_file_path")
     needs(keras.callbacks.BackupAndRestore, "_save_model", "_weights_path", "on_train_begin", "on_train_end")
-    needs(keras.Model, "_initial_epoch")  # where BackupAndRestore says at which epoch `fit` begins
+    needs(keras.Model, "_initial_epoch")  # set by BackupAndRestore: the first epoch of `fit`
 
-    # For models and optimizers that were created outside of the scope (compiling.py). `compile` is replaced where it is
-    # defined and not in `keras.Model`: `compile_from_config` asks whether a model's `compile` is still that class's,
-    # and calls none that is not.
+    # For models and optimizers created outside of the scope (compiling.py). `compile` is replaced in the class that
+    # defines it, not in `keras.Model`: `compile_from_config` skips a model whose `compile` is not that class's.
     Trainer = _class_that_defines(keras.Model, "compile")
     needs(Trainer, "compile")
     needs(keras.optimizers.Optimizer, "build", "_distribution_strategy")
@@ -63,12 +62,12 @@ except (ImportError, AttributeError) as error:  # a module, or a class in one
 
 
 def distributed_dataset(epochs: Any) -> Any:
-    """What an iterator over epochs of `fit` distributes."""
+    """Returns the distributed dataset of `fit`'s epoch iterator."""
     return epochs._distributed_dataset
 
 
 def losses_of(layer: Any) -> list[Any]:
-    """What `layer` has added in its last call; the list itself."""
+    """Returns the list (no copy) of losses that `layer` added in its last call."""
     losses: list[Any] = layer._losses
     return losses
 

@@ -1,7 +1,7 @@
-"""Loss scaling: a gradient that is not finite on one rank skips the step on all of them.
+"""Loss scaling: a non-finite gradient on one rank skips the step on all ranks.
 
-Keras decides by the gradients of one worker. Were the ranks to decide differently, some would wait for gradients that
-the others never send, and the loss scales would drift apart.
+Keras decides by one worker's gradients. If ranks decided differently, some would wait for gradients that others never
+send, and the loss scales would diverge.
 
 Tested in tests/integration/test_programs.py.
 """

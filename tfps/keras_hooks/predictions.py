@@ -1,7 +1,7 @@
-"""`Model.predict` where several ranks run the same program: each predicts all that it is given, as one process does.
+"""`Model.predict` with several ranks: each rank predicts all of its input, as a single process does.
 
-Keras joins the predictions of this worker's replicas only, in the order of their batches: of a shard, no rank would
-have them all. Predicting needs no other rank, so one rank alone may do it, too.
+Keras concatenates only the predictions of this worker's replicas: with sharded data no rank would have all of them.
+Predicting needs no other rank, so a single rank may call it.
 
 Tested in tests/integration/test_semantics.py.
 """
@@ -19,13 +19,13 @@ import tensorflow as tf
 
 
 class Sharding(threading.local):
-    """Whether this thread divides work between workers: not while it predicts; other threads may train meanwhile."""
+    """Per-thread switch for dividing work between workers: off while predicting; other threads may train."""
 
     on = True
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Meanwhile datasets go to this worker's replicas whole, iterators wait for nobody, noise is one process'."""
+        """In the block datasets are not sharded, iterators do not wait for other ranks, noise is a single process's."""
         before, self.on = self.on, False
         try:
             yield
@@ -33,7 +33,7 @@ class Sharding(threading.local):
             self.on = before
 
     def kept_off(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` for the threads of replicas, which are others."""
+        """Wraps `function` so that it is off in replica threads, too."""
 
         def in_replica(*arguments: Any, **options: Any) -> Any:
             with self.off():

@@ -1,9 +1,9 @@
-"""Keras' own ways to save, where several ranks run the same program.
+"""Saving with Keras when several ranks run the same program.
 
-`Model.save` and `save_weights` write beside the path and move the file there when it is complete: ranks that share the
-directory put the same content in each other's place, ranks that do not have a file of their own. What is no single
-local file (`export`, shards, an object store) is written by rank 0 only. `BackupAndRestore` is rank 0's: it alone
-writes, and what it restores becomes everybody's. A save never waits for other ranks.
+`Model.save` and `save_weights` write a temporary file next to the path and rename it when complete: ranks that share
+the directory overwrite each other with equal content, other ranks each get a file. Anything but a single local file
+(`export`, shards, an object store) is written by rank 0 only. `BackupAndRestore` writes and restores on rank 0, which
+passes the restored state to all ranks. A save never waits for other ranks.
 
 Tested in tests/integration/test_programs.py.
 """
@@ -24,10 +24,10 @@ from tfps.keras_hooks.agreed_logs import agreed_logs
 
 @functools.cache
 def share_files(strategy_class: type[tf.distribute.Strategy]) -> None:
-    """Makes Keras' ways to save safe for several ranks, for models of a `strategy_class`; done once per process."""
+    """Makes saving with Keras safe for several ranks, for models of a `strategy_class`; done once per process."""
 
     def strategy_of(model: Any) -> Any:
-        """The strategy of `model` if it has several workers, else None."""
+        """Returns the strategy of `model` if it has several workers, else None."""
         strategy = getattr(model, "distribute_strategy", None)
         return strategy if isinstance(strategy, strategy_class) and strategy.num_workers > 1 else None
 
@@ -41,7 +41,7 @@ def share_files(strategy_class: type[tf.distribute.Strategy]) -> None:
             if not one_file(str(filepath), *arguments[1:], **options) or not overwrite:
                 return _first_rank_only(strategy, functools.partial(original, self), filepath, *arguments, **options)
             path = Path(filepath)
-            part = path.with_name(f".rank{strategy.rank}.{path.name}")  # keeps the ending, by which Keras goes
+            part = path.with_name(f".rank{strategy.rank}.{path.name}")  # keeps the suffix: Keras picks the format by it
             try:
                 result = original(self, part, *arguments, **options)
                 part.replace(path)
@@ -69,7 +69,7 @@ def share_files(strategy_class: type[tf.distribute.Strategy]) -> None:
 
 
 def _first_rank_only(strategy: Any, save: Callable[..., Any], filepath: Any, *arguments: Any, **options: Any) -> Any:
-    """Other ranks write to a place that is thrown away, so that they take part in whatever saving needs of them."""
+    """Saves on rank 0; other ranks write to a temporary directory, so they take part in any collective work."""
     if strategy.rank == 0:
         return save(filepath, *arguments, **options)
     with tempfile.TemporaryDirectory(prefix="tfps-") as scratch:
@@ -92,10 +92,10 @@ def _share_checkpoint(strategy_of: Callable[[Any], Any]) -> None:
         if strategy_of(self.model) is not None:
             if (
                 batch is not None
-            ):  # within an epoch each rank has logs of its own, by which it would decide and name files
+            ):  # within an epoch logs are local; ranks would decide and name files differently
                 logs = agreed_logs(self.model, logs or {})
             if "://" not in str(self.filepath):
-                # All ranks may come to make it at once, which Keras does not expect.
+                # Several ranks may create it at once, which Keras does not expect.
                 Path(self._get_file_path(epoch, batch, logs)).parent.mkdir(parents=True, exist_ok=True)
         original(self, epoch, batch, logs)
 
@@ -132,7 +132,7 @@ def _share_backup(strategy_of: Callable[[Any], Any]) -> None:
 
 
 def _take_from_first_rank(strategy: Any, model: Any) -> None:
-    """Gives `model` the weights, optimizer state and first epoch that it has on rank 0, on all ranks."""
+    """Copies rank 0's weights, optimizer state and first epoch of `model` to all ranks."""
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     epoch = model._initial_epoch

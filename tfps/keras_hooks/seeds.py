@@ -1,8 +1,7 @@
-"""Replicas draw random numbers of their own: with the same on all, n replicas would draw one n-th of the noise.
+"""Gives each replica different random numbers: with equal ones, n replicas would draw one n-th of the noise.
 
-What is stored stays the same everywhere: states of seed generators are rank 0's, and are checkpointed and restored as
-such. Only the seed that a replica draws from them has its id mixed in. The first replica of all draws what one process
-would.
+Stored state stays equal everywhere: seed generators have rank 0's state, which is checkpointed and restored. Only the
+drawn seed has the replica id mixed in. Replica 0 draws what a single process would.
 
 Tested in tests/integration/test_semantics.py.
 """
@@ -18,12 +17,12 @@ import keras
 import tensorflow as tf
 
 _APART = 0x9E3779B1  # odd, so that no two ranks get the same seed
-_SEEDS = 2**31 - 1  # how many seeds TensorFlow tells apart
+_SEEDS = 2**31 - 1  # number of seeds that TensorFlow distinguishes
 
 
 @functools.cache
 def draw_apart(strategy_class: type[tf.distribute.Strategy]) -> None:
-    """Makes Keras mix the id of a replica into its seeds, in replicas of a `strategy_class`; done once per process."""
+    """Makes Keras mix the replica id into its seeds, in replicas of a `strategy_class`; done once per process."""
     draw = keras.random.SeedGenerator.next
 
     @functools.wraps(draw)
@@ -42,10 +41,10 @@ def draw_apart(strategy_class: type[tf.distribute.Strategy]) -> None:
 
 @contextlib.contextmanager
 def stateful_apart(graph: tf.Graph, rank: int) -> Iterator[None]:
-    """`tf.random.normal` and its like, traced in `graph` meanwhile, draw other numbers on each rank.
+    """In the block, `tf.random.normal` and the like, traced in `graph`, draw different numbers on each rank.
 
-    Replicas of one worker have ops of their own, whose seeds TensorFlow makes different. Without `tf.random.set_seed`
-    processes differ by themselves.
+    Replicas of one worker have separate ops, whose seeds TensorFlow makes different. Without `tf.random.set_seed`
+    processes differ anyway.
     """
     before = graph.seed
     if before is not None:

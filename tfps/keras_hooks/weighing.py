@@ -1,8 +1,8 @@
-"""Keras' losses, metrics and gradients where a batch does not divide evenly: each replica counts by its rows.
+"""Weighs Keras' losses, metrics and gradients by rows when a batch does not divide evenly between replicas.
 
-Keras divides a replica's mean by the number of replicas; their sum is then the mean of means. Here each is multiplied
-by the replica's share of the batch instead, which is the same number where the batch divides evenly. A mean over
-something else than rows (unmasked positions, sample weights) counts by that, which all replicas sum while they train.
+Keras divides a replica's mean by the number of replicas; their sum is the mean of means. Here each is multiplied by
+the replica's share of the batch instead, the same number if the batch divides evenly. A mean over unmasked positions or
+sample weights is weighed by those, which all replicas sum during training.
 
 Tested in tests/integration/test_rows.py.
 """
@@ -22,12 +22,12 @@ from tfps.graph.tf_private import is_differentiated
 from tfps.keras_hooks.keras_private import distributed_dataset, loss_module, trainer_module
 
 logger = logging.getLogger("tfps")
-_WHOLE = "_tfps_whole"  # marks a loss that is this replica's own mean, although its gradient counts by its share
+_WHOLE = "_tfps_whole"  # marks a loss that is the replica's mean, while its gradient is weighed by the share
 
 
 @functools.cache
 def weigh_by_rows(strategy_class: type[tf.distribute.Strategy]) -> None:
-    """Makes Keras weigh replicas, in replica functions of strategies of tfps; done once per process."""
+    """Makes Keras weigh replicas, in replica functions of tfps strategies; done once per process."""
     _weigh_losses()
     _track_whole_losses()
     _weigh_tracked_scalars()
@@ -68,7 +68,7 @@ def _weigh_losses() -> None:
             loss = reduce_values(values, sample_weight, mask, reduction, dtype)
             if share is None or loss.shape != (0,) or reduction in (None, "none"):
                 return loss
-            # What it knows to be empty Keras leaves as it is; but other replicas wait for this one to be weighed.
+            # Keras returns a loss known to be empty as it is; but other replicas wait for its weight.
             loss = tf.reduce_sum(loss)
             return loss if reduction == "sum" else scale_loss(loss)
 
@@ -78,8 +78,8 @@ def _weigh_losses() -> None:
             return reduced()
         if not is_differentiated():
             _say_once(
-                "outside of training, each replica takes a loss over unmasked positions, by sample weights or as a sum "
-                "for itself, and these count by rows: where batches do not divide, it is not exactly one process'"
+                "outside of training, each replica computes masked, sample-weighted or summed losses locally, and "
+                "these count by rows: if batches do not divide evenly, the result is not exactly that of one process"
             )
             return reduced()
         if reduction == "sum":  # over replicas the gradients are summed
@@ -94,18 +94,18 @@ def _weigh_losses() -> None:
 
 
 def _even(share: Share, dtype: Any) -> Any:
-    """What Keras multiplies a replica's loss by, to the bit."""
+    """Returns the factor that Keras multiplies a replica's loss by, bit for bit."""
     return keras.ops.cast(1.0 / share.replicas, dtype)
 
 
 def _unscaled(share: Share, value: Any) -> Any:
-    """The replica's own mean, of which `value` is the share."""
+    """Returns the replica's mean, of which `value` is the share."""
     count = keras.ops.cast(share.replicas, value.dtype)
     return tf.math.divide_no_nan(value * count, share.relative(value.dtype))
 
 
 def _amount(sample_weight: Any, mask: Any, dtype: Any, reduction: str) -> Any:
-    """What a mean divides by: the sum of sample weights, or how many positions are not masked."""
+    """Returns the divisor of a mean: the sum of sample weights, or the number of unmasked positions."""
     if sample_weight is None:
         return tf.reduce_sum(tf.cast(mask, dtype))
     weights = tf.convert_to_tensor(sample_weight)
@@ -114,14 +114,14 @@ def _amount(sample_weight: Any, mask: Any, dtype: Any, reduction: str) -> Any:
 
 
 def _track_whole_losses() -> None:
-    """A `train_step` that tracks what `compute_loss` returns tracks the loss, not the part that its gradient is of."""
+    """Makes `compute_loss` return the whole loss, for a `train_step` that tracks it; the gradient is of the share."""
     original = keras.Model.compute_loss
 
     @functools.wraps(original)
     def compute_loss(self: Any, *arguments: Any, **options: Any) -> Any:
         loss = original(self, *arguments, **options)
         share = current_share()
-        # A program that overrides it may add terms of its own to what this returns.
+        # A program's override may add terms to the result.
         if share is None or loss is None or type(self).compute_loss is not compute_loss:
             return loss
 
@@ -162,7 +162,7 @@ def _leave_out_empty_replicas() -> None:
     def apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> Any:
         share = current_share()
         if share is not None and self.gradient_accumulation_steps:
-            # What has been accumulated comes from steps in which this replica may have had rows.
+            # Accumulated gradients may come from steps in which this replica had rows.
             return original(self, [share.only_if_rows(each) for each in grads], trainable_variables)
         with reducing_gradients():
             return original(self, grads, trainable_variables)
@@ -171,10 +171,10 @@ def _leave_out_empty_replicas() -> None:
 
 
 def _build_by_first_replica(strategy_class: type[tf.distribute.Strategy]) -> None:
-    """Keras builds a model by the mean of the replicas' first batches, which there is not where their sizes differ.
+    """Replaces the mean of the replicas' first batches, with which Keras builds a model: it fails if sizes differ.
 
-    What the dataset says of a batch suffices. Taking one would be no harm, but that a shuffled dataset has its second
-    order then in the first epoch.
+    The dataset's spec suffices where complete. Taking a batch would give a shuffled dataset its second order in the
+    first epoch.
     """
     original = keras.Model._maybe_symbolic_build
 
@@ -192,7 +192,7 @@ def _build_by_first_replica(strategy_class: type[tf.distribute.Strategy]) -> Non
 
 
 def _weigh_results(strategy_class: type[tf.distribute.Strategy]) -> None:
-    """What the steps of this worker's replicas return counts by rows, too."""
+    """Makes results of replicas' steps count by rows, too."""
     original = trainer_module.reduce_per_replica
 
     @functools.wraps(original)
@@ -205,7 +205,7 @@ def _weigh_results(strategy_class: type[tf.distribute.Strategy]) -> None:
 
 
 def mean(rows: tf.Tensor, value: Any) -> Any:
-    """What local replicas have, `value`, as one: their mean, by their `rows` where these differ."""
+    """Returns the mean of the local replicas' `value`, weighed by their `rows` if these differ."""
     if not isinstance(value, tf.distribute.DistributedValues):
         return value
     each = tf.stack(value.values)
@@ -219,7 +219,7 @@ def mean(rows: tf.Tensor, value: Any) -> Any:
 
 
 def described_batch(epochs: Any) -> Any:
-    """Specs of one replica's batch of what `fit` goes through, None where they do not say all sizes but the first."""
+    """Returns the specs of one replica's batch in `fit`, None if any size but the first is undefined."""
     dataset = distributed_dataset(epochs)
     spec = dataset.sources[0].element_spec if hasattr(dataset, "sources") else dataset.element_spec
     for each in tf.nest.flatten(spec):
@@ -229,7 +229,7 @@ def described_batch(epochs: Any) -> Any:
 
 
 def _example(value: Any) -> Any:
-    """The first replica's part of `value`, with a row at least: Keras takes losses of no rows for vectors."""
+    """Returns the first replica's part of `value`, with at least one row: Keras takes losses of no rows for vectors."""
     if isinstance(value, tf.distribute.DistributedValues):
         value = value.values[0]
     if isinstance(value, tf.Tensor) and value.shape.rank and value.shape[0] == 0:

@@ -1,4 +1,4 @@
-"""The buckets that one strategy's connection has declared, by what they are for.
+"""The buckets that one strategy's connection has declared, by key.
 
 Tested in tests/runtime/test_interrupts.py.
 """
@@ -16,24 +16,24 @@ from tfps.trace.capture import CapturedBucket
 
 
 class DeclaredBuckets:
-    """Declares each key once. Any thread."""
+    """Declares each key once. Thread-safe."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._declaring = threading.Lock()  # guards writing to all below
+        self._declaring = threading.Lock()  # guards writes to all below
         self._ids: dict[Any, int] = {}
         self._declared: dict[int, tuple[Any, BucketSpec]] = {}  # by id
-        self._later: list[tuple[Any, BucketSpec]] = []  # to declare with the next ones
+        self._later: list[tuple[Any, BucketSpec]] = []  # to declare with the next new ones
 
     def ids(self, wanted: Sequence[tuple[Any, BucketSpec]], details: Sequence[str] = ()) -> list[int]:
-        """The ids of `wanted`, pairs of a key and what to declare where the key is new.
+        """Returns the ids of `wanted`, pairs of a key and the spec to declare if the key is new.
 
-        It may be interrupted (Ctrl-C) and called again, on any of the ranks: either all of them have declared what is
-        new, and it is known the next time, or none has.
+        May be interrupted (Ctrl-C) on any rank and called again: either all ranks have declared the new keys, and the
+        next call knows them, or none has.
 
         Raises:
-            MismatchError: the ranks do not agree.
-            WaitTimeoutError: a rank did not come.
+            MismatchError: the ranks disagree.
+            WaitTimeoutError: a rank did not declare in time.
         """
         if any(key not in self._ids for key, _ in wanted):
             sheltered(lambda stop: self._declare(wanted, details, stop), wait)
@@ -41,26 +41,26 @@ class DeclaredBuckets:
 
     def _declare(self, wanted: Sequence[tuple[Any, BucketSpec]], details: Sequence[str], stop: threading.Event) -> None:
         with self._declaring:
-            # What is declared later may be among what is wanted now.
+            # Wanted keys may be among the later ones.
             new = {key: spec for key, spec in dict([*self._later, *wanted]).items() if key not in self._ids}
             if not any(key in new for key, _ in wanted):
-                return  # by a call that was interrupted and has ended only now
+                return  # declared by an interrupted call that has only just ended
             ids = self._exchange.declare(list(new.values()), details, stop)
             self._declared.update(zip(ids, new.items(), strict=True))
             self._ids.update(zip(new, ids, strict=True))
             self._later.clear()
 
     def later(self, key: Any, spec: BucketSpec) -> None:
-        """Declares a bucket together with the next new ones, so that it costs no wait of its own."""
+        """Declares a bucket together with the next new ones, so it costs no extra wait."""
         with self._declaring:
             self._later.append((key, spec))
 
     def spec(self, bucket: int) -> BucketSpec:
-        """As declared."""
+        """Returns the spec that `bucket` was declared with."""
         return self._declared[bucket][1]
 
     def known(self) -> list[CapturedBucket]:
-        """All of them by id, as a capture names them."""
+        """Returns all buckets by id, as a capture describes them."""
         declared, found = dict(self._declared), []
         for bucket in range(len(declared)):
             key, spec = declared[bucket]

@@ -1,7 +1,7 @@
-"""Looks after the gates of all variables: nobody shall wait at one that nobody will open any more.
+"""Watches the gates of all variables, so that nothing waits at a gate that will never open.
 
-TensorFlow stops a step at its first error, wherever it is: a reader may then hold a token, or a send may have closed
-its gates without having sent.
+TensorFlow stops a step at its first error: a reader may then hold a token, or a send may have closed its gates without
+sending.
 
 Tested in tests/strategy/test_strategy.py.
 """
@@ -16,16 +16,16 @@ from tfps.errors import TfpsError, to_text
 from tfps.exchange.interface import Exchange
 from tfps.graph.ops import Gate
 
-_LOOK_S = 1.0  # between two looks at the gates
-_LOST_AFTER = 30  # looks without any message, at a gate that stays closed
+_LOOK_S = 1.0  # interval between checks of the gates
+_LOST_AFTER = 30  # checks without any message after which a closed gate is lost
 
 
 class GateWatch:
-    """Puts an error into gates that stay closed although nothing is under way, and into all after a failure.
+    """Puts an error into gates that stay closed with nothing in flight, and into all closed gates after a failure.
 
     Args:
-        exchange: which fails when a gate is lost.
-        activity: says how many messages are under way, and how many there have been. Called by the thread "tfps-gates".
+        exchange: fails when a gate is lost.
+        activity: returns the number of messages in flight and in total. Called by the thread "tfps-gates".
     """
 
     def __init__(self, exchange: Exchange, activity: Callable[[], tuple[int, int]]) -> None:
@@ -37,15 +37,15 @@ class GateWatch:
         self._thread.start()
 
     def add(self, gates: Sequence[Gate]) -> None:
-        """Looks after `gates` as long as they exist."""
+        """Watches `gates` while they exist."""
         self._gates.update(gates)
 
     def gates(self) -> list[Gate]:
-        """Those of all variables."""
+        """Returns the gates of all variables."""
         return list(self._gates)
 
     def wake(self) -> None:
-        """The exchange has failed."""
+        """Wakes the thread after a failure of the exchange."""
         self._wake.set()
 
     def stop(self) -> None:
@@ -55,7 +55,7 @@ class GateWatch:
         self._thread.join()
 
     def give_up(self, error: TfpsError) -> None:
-        """Puts `error` into all gates that are closed."""
+        """Puts `error` into all closed gates."""
         for gate in self.gates():
             if gate.closed:
                 gate.open(to_text(error))
@@ -81,7 +81,7 @@ class GateWatch:
 
 
 def stopped_step(rank: int, name: str) -> TfpsError:
-    """What to say of a step that TensorFlow has stopped before it had sent the gradient of `name`."""
+    """Returns the error for a step that TensorFlow stopped before it sent the gradient of `name`."""
     return TfpsError(
         f"rank {rank}: a step was stopped by an error before it had sent the gradient of {name}; "
         "the variables may be half updated: restore a checkpoint under a new strategy"

@@ -1,4 +1,4 @@
-"""What Ctrl-C does to a rank that is in the middle of something that all ranks do together."""
+"""Handles Ctrl-C during operations that all ranks do together."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _TICK_S = 0.2
 
 
 def wait(done: threading.Event, timeout_s: float = float("inf")) -> bool:
-    """Waits until `done` is set; whether it was in time.
+    """Waits until `done` is set; returns False on timeout.
 
     Raises:
-        KeyboardInterrupt: this thread was interrupted, or the one for which it runs a replica function.
+        KeyboardInterrupt: this thread was interrupted, or the thread for which it runs a replica function.
     """
     deadline_s = time.monotonic() + timeout_s
     while not done.wait(max(min(_TICK_S, deadline_s - time.monotonic()), 0.0)):
@@ -31,10 +31,10 @@ def wait(done: threading.Event, timeout_s: float = float("inf")) -> bool:
 
 @contextlib.contextmanager
 def indivisible(exchange: Exchange, what: str) -> Iterator[None]:
-    """In the block this rank does `what` with the others, which it can neither leave out nor repeat by itself.
+    """Marks a block in which this rank does `what` with the others; no rank can skip or repeat it alone.
 
-    Where the block is interrupted (Ctrl-C), nobody can know which ranks have had its values, and to which of their next
-    ones those of a second try would be added: the job fails, on all ranks. One worker by itself goes on.
+    If the block is interrupted (Ctrl-C), it is unknown which ranks got its values, and to which of their next values
+    those of a retry would be added: the job fails on all ranks. A single worker continues.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""Where the time of a step goes, and what would make it shorter: from the times of gradients and updates alone.
+"""Reports where a step's time goes and what would shorten it, from the times of gradients and updates alone.
 
-Layers are not timed: how long the forward pass of a bucket's layers takes is taken to be in proportion to the time
-between its gradient and the one before it, by the factor that explains when the next step's first gradient came.
+Layers are not timed: the forward time of a bucket's layers is assumed proportional to the time between its gradient
+and the previous one. The factor is the one that explains when the next step's first gradient came.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIN_STEPS = 4
 
 
 class Round(NamedTuple):
-    """One step of one bucket on this worker, seconds of one clock: gradient there; variables updated."""
+    """One step of one bucket on this worker: when its gradient was ready and its variables were updated (seconds)."""
 
     ready_s: float
     done_s: float
@@ -31,7 +31,7 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The last steps of one bucket. Buckets are compared in the order of `priority`, that of first use."""
+    """The last steps of one bucket. Buckets are ordered by `priority`, the order of first use."""
 
     name: str
     priority: int
@@ -41,7 +41,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A bucket's part of the computation."""
+    """One bucket's share of the computation."""
 
     name: str
     forward_s: float
@@ -55,16 +55,16 @@ class Report:
 
     Attributes:
         step_s: from one step to the next.
-        compute_s: of it, everything but waiting for parameters: forward, backward, input.
-        exposed_wait_s: of it, how long the forward pass waited for parameters.
-        wire_s: how long something was on its way to or from the pservers.
-        overlap: what part of wire_s cost no time: 1 - exposed_wait_s / wire_s.
-        bytes_per_s: payload to all pservers together while something was waiting; 0 if the network always kept up.
-        limit: what the step waits for, in words.
-        without_schedule_s: the step with the same network, sent in the order of gradients and with one barrier for all.
-        with_twice_the_bandwidth_s, with_one_more_pserver_s: the step as it would probably be.
+        compute_s: part of step_s not spent waiting for parameters: forward, backward, input.
+        exposed_wait_s: part of step_s in which the forward pass waited for parameters.
+        wire_s: time with data in flight to or from the pservers.
+        overlap: part of wire_s that cost no time: 1 - exposed_wait_s / wire_s.
+        bytes_per_s: payload rate to all pservers together while data was queued; 0 if the network always kept up.
+        limit: the bottleneck, in words.
+        without_schedule_s: estimated step if gradients were sent as they come, with one barrier for all variables.
+        with_twice_the_bandwidth_s, with_one_more_pserver_s: estimated step.
         layers: the profile of the model, in forward order.
-        slice_bytes, window_bytes: as they are now; 0 where there is no pserver.
+        slice_bytes, window_bytes: current sizes; 0 without pservers.
     """
 
     step_s: float
@@ -111,15 +111,15 @@ class Report:
 def make_report(
     histories: Sequence[History], links: Sequence[Link], slice_bytes: int = 0, window_bytes: int = 0
 ) -> Report:
-    """What the times say; sizes are as they are now.
+    """Returns the report; `slice_bytes` and `window_bytes` are the current sizes.
 
     Raises:
-        TfpsError: there are too few steps yet.
+        TfpsError: too few steps so far.
     """
     longest = max((len(history.rounds) for history in histories), default=0)
     if longest < MIN_STEPS:
         raise TfpsError(f"a report needs at least {MIN_STEPS} training steps after the first ones, got {longest}")
-    # Only what takes part in every step: other models, or a second optimizer's, have steps of their own.
+    # Only buckets of every step: other models and a second optimizer have separate steps.
     buckets = sorted((h for h in histories if len(h.rounds) == longest), key=lambda h: h.priority)
     rounds = [[history.rounds[step] for history in buckets] for step in range(longest)]
     backward = _backward(rounds)
@@ -156,7 +156,7 @@ def make_report(
 
 
 def _backward(rounds: Sequence[Sequence[Round]]) -> list[float]:
-    """Seconds between each bucket's gradient and the one before; of the first, whose start is not seen, the mean."""
+    """Returns seconds between each bucket's gradient and the previous one; for the first, the mean of the others."""
     own: list[list[float]] = [[] for _ in rounds[0]]
     for step in rounds:
         order = sorted(range(len(step)), key=lambda bucket: step[bucket].ready_s)
@@ -168,13 +168,13 @@ def _backward(rounds: Sequence[Sequence[Round]]) -> list[float]:
 
 
 def _explain(now: Sequence[Round], after: Sequence[Round], backward: Sequence[float]) -> tuple[StepTimes, float]:
-    """The step from the last gradient of `now` to that of `after`, and its forward time as a multiple of backward's."""
+    """Returns the step from the last gradient of `now` to that of `after`, and the ratio of forward to backward time."""
     start_s, end_s = max(one.ready_s for one in now), min(one.ready_s for one in after)
-    # The first gradient's own backward lies between as well: as if its layers were passed twice more.
+    # The first gradient's backward time is included, too: as if its layers were passed twice more.
     weights = [*backward[:-1], 3 * backward[-1]]
 
     def run(factor: float) -> tuple[float, Intervals]:
-        """When the forward pass would end, and when it would have waited."""
+        """Returns when the forward pass would end, and its waits."""
         clock_s, waits = start_s, []
         for one, weight in zip(now, weights, strict=True):
             waits.append(_ns(clock_s, one.done_s))
@@ -200,13 +200,13 @@ def _median_s(times_ns: Iterable[int]) -> float:
 
 
 def _busy(links: Sequence[Link]) -> list[Link]:
-    """Those that something waited for; ways through shared memory only if there are no others."""
+    """Returns links that were busy; those through shared memory only if there are no others."""
     busy = [link for link in links if link.bytes_per_s]
     return [link for link in busy if not link.shared_memory] or busy
 
 
 def _rate(links: Sequence[Link]) -> float:
-    """Bytes per second to all pservers together, of which each gets as many, in the time that the network takes."""
+    """Returns bytes per second to all pservers together, in network time; each pserver gets an equal part."""
     busy = _busy(links)
     rate = sum(link.bytes_per_s for link in busy)
     if busy and not busy[0].shared_memory:
@@ -221,7 +221,7 @@ def _limit(step_s: float, exposed_s: float, nbytes: int, links: Sequence[Link]) 
     if cpu_s > 0.8 * step_s:
         return f"pserver {busiest}: its CPU ({cpu_s / step_s:.0%} of one core)"
     busy, rate = _busy(links), _rate(links)
-    # Where this worker's gradients leave much faster than a step lasts, it is not the network that it waits for.
+    # If this worker's gradients take much less than a step to send, the network is not the limit.
     if not busy or nbytes / rate < 0.3 * step_s:
         return "other workers, which come later to each step than this one"
     slowest = min(busy, key=lambda link: link.bytes_per_s)
@@ -233,7 +233,7 @@ def _limit(step_s: float, exposed_s: float, nbytes: int, links: Sequence[Link]) 
 
 
 class Timed(Protocol):
-    """A layer, for `least_step_s`."""
+    """A layer as `least_step_s` needs it."""
 
     @property
     def forward_s(self) -> float: ...
@@ -246,11 +246,11 @@ class Timed(Protocol):
 
 
 def least_step_s(layers: Sequence[Timed], compute_s: float, exchange_s: Callable[[int], float]) -> float:
-    """Seconds that a step takes at least (docs/lower_bound.md), with layers in forward order.
+    """Returns the lower bound of a step in seconds (docs/lower_bound.md), with layers in forward order.
 
     Args:
         compute_s: of a step without any waiting.
-        exchange_s: how long the exchange of so many bytes takes at least.
+        exchange_s: lower bound of the time to exchange a number of bytes.
     """
     best, before_s, nbytes = compute_s, 0.0, 0
     for layer in layers:
@@ -262,17 +262,17 @@ def least_step_s(layers: Sequence[Timed], compute_s: float, exchange_s: Callable
 
 
 class _Model:
-    """The step that a profile and a bandwidth allow, with what was measured."""
+    """Estimates steps from a measured profile and bandwidth."""
 
     def __init__(self, layers: Sequence[Layer], compute_s: float, bytes_per_s: float) -> None:
         self._layers, self._compute_s, self._bytes_per_s = layers, compute_s, bytes_per_s
 
     def step_s(self, faster: float) -> float:
-        """With a network that is so many times as fast."""
+        """Returns the step with a network `faster` times as fast."""
         return least_step_s(self._layers, self._compute_s, lambda nbytes: self._wire_s(nbytes) / faster)
 
     def in_order_s(self) -> float:
-        """Sent in the order of gradients, with the next forward pass waiting for everything."""
+        """Returns the step if gradients are sent as they come and the next forward pass waits for all of them."""
         clock_s = sent_s = 0.0
         for layer in reversed(self._layers):
             clock_s += layer.backward_s

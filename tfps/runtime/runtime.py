@@ -1,7 +1,7 @@
-"""The host side of the graph: takes what sends hand over, exchanges it, and applies what comes back.
+"""The host side of the graph: takes messages of send ops, exchanges them, and applies the replies.
 
-Two threads. "tfps-pump" takes messages from the TensorFlow queue into the exchange; "tfps-apply" runs updates and
-answers pulls, most urgent first. Neither blocks on the network; receiver threads of the exchange only put replies into
+Two threads. "tfps-pump" moves messages from the TensorFlow queue into the exchange; "tfps-apply" runs updates and
+answers pulls, most urgent first. Neither blocks on the network; the exchange's receiver threads only push replies onto
 a heap.
 
 Tested in tests/strategy/test_strategy.py.
@@ -40,7 +40,7 @@ from tfps.worker.patience import PATIENCE_S
 logger = logging.getLogger("tfps")
 _NO_BYTES = np.empty(0, np.uint8)
 _NO_TIMES = np.empty(0, np.float64)
-_DRAINED = -1  # in place of a transfer's id: everything before it has been started
+_DRAINED = -1  # in place of a transfer's id: all messages before it have been started
 _HISTORY_STEPS = 16
 _TICK_S = 0.2
 
@@ -63,17 +63,17 @@ class Runtime:
         self._has_ready = threading.Condition()  # truth: _ready, _closed, _under_way or _mark has changed
         self._closing = self._closed = False
         self._marks = itertools.count(1)
-        self._mark = 0  # the last of them that the pump thread has come to; guarded by _has_ready
+        self._mark = 0  # the last mark that the pump thread has reached; guarded by _has_ready
         self._pushed: Counter[int] = Counter()  # rounds of each bucket; guarded by _has_ready
-        self.steps = 0  # training steps that have been sent; pump thread writes
-        self.on_step: Callable[[int], None] | None = None  # hears of each of them, on the pump thread; must be short
+        self.steps = 0  # training steps sent; pump thread writes
+        self.on_step: Callable[[int], None] | None = None  # called for each step on the pump thread; must be short
         self._rounds = Rounds()
-        self._history: dict[int, deque[Round]] = {}  # of the last steps of updates, by bucket; apply thread writes
+        self._history: dict[int, deque[Round]] = {}  # last steps of updates, by bucket; apply thread writes
         self.lockstep: Any = None  # see lockstep.py
         self.invariants: Any = None  # see invariants.py
-        self.trace_run: Any = None  # what is being recorded; see trace_run.py
+        self.trace_run: Any = None  # the capture being recorded; see trace_run.py
         self._messages_seen = 0  # pump thread writes
-        self._exchanged = 0  # of them, those that lead to an exchange; pump thread only
+        self._exchanged = 0  # messages that led to an exchange; pump thread only
         self._exchanged_now = 0  # by `exchange_now`
         self._before_close: list[Callable[[], None]] = []
         self._under_way = 0  # messages whose transfer has not finished; guarded by _has_ready
@@ -88,36 +88,36 @@ class Runtime:
 
     @property
     def alone(self) -> bool:
-        """There is one worker and no network: what is exchanged comes back as it is."""
+        """Whether there is one worker and no network: exchanged data comes back unchanged."""
         return isinstance(self.exchange, EmbeddedExchange)
 
     @property
     def queue(self) -> tf.Tensor:
-        """The queue that sends put their messages into."""
+        """The queue that receives the messages of send ops."""
         return self._messages.queue_ref
 
     def buckets(self, wanted: Sequence[tuple[Any, BucketSpec]], details: Sequence[str] = ()) -> list[int]:
-        """Bucket ids of `wanted`, pairs of a key and what to declare where the key is new.
+        """Returns the bucket ids of `wanted`, pairs of a key and the spec to declare if the key is new.
 
-        It may be interrupted (Ctrl-C) and called again: what has been declared by then is known.
+        May be interrupted (Ctrl-C) and called again: buckets declared by then are known.
 
         Raises:
-            MismatchError: the ranks do not agree.
-            WaitTimeoutError: a rank did not come.
+            MismatchError: the ranks disagree.
+            WaitTimeoutError: a rank did not declare in time.
         """
         return self.declared.ids(wanted, details)
 
     def declare_later(self, key: Any, spec: BucketSpec) -> None:
-        """Declares a bucket together with the next new ones, so that it costs no wait of its own."""
+        """Declares a bucket together with the next new ones, so it costs no extra wait."""
         self.declared.later(key, spec)
 
     @property
     def exchanges(self) -> int:
-        """How many exchanges the program has asked for so far. Exact on the pump thread."""
+        """Number of exchanges that the program has requested so far. Exact on the pump thread."""
         return self._exchanged + self._exchanged_now
 
     def update_buckets(self) -> int:
-        """Number of buckets that deferred updates use."""
+        """Returns the number of buckets that deferred updates use."""
         return len({transfer.bucket for transfer in self._transfers.values() if isinstance(transfer, DeferredUpdate)})
 
     def report(self) -> Report:
@@ -129,7 +129,7 @@ class Runtime:
         return make_report(histories, self.exchange.links(), self.exchange.slice_bytes, self.exchange.window_bytes)
 
     def adopt(self, transfer: Transfer, graph: tf.Graph | None) -> None:
-        """Gives `transfer` an id; it is forgotten when `graph` and all graphs around it are gone (None: never)."""
+        """Registers `transfer` under a new id until `graph` and all enclosing graphs are gone (None: forever)."""
         transfer.id = next(self._ids)
         self._transfers[transfer.id] = transfer
         graphs = [] if graph is None else tf_private.outer_graphs(graph)
@@ -144,14 +144,14 @@ class Runtime:
             weakref.finalize(each, gone).atexit = False
 
     def transfer(self, identity: int) -> Transfer | None:
-        """What was adopted as number `identity`, if its graph still exists."""
+        """Returns the transfer with this id, None if its graph is gone."""
         return self._transfers.get(identity)
 
     def exchange_now(self, bucket: int, payload: Any, tick: Callable[[float], None] | None = None) -> Reply:
-        """Pushes and waits for the reply, on the calling thread; `tick` hears now and then what part of it is here.
+        """Pushes and waits for the reply on the calling thread; `tick` periodically gets the received fraction.
 
         Raises:
-            TfpsError: what made the exchange fail.
+            TfpsError: the exchange failed.
         """
         with indivisible(self.exchange, self.declared.spec(bucket).name):
             return self._exchange_now(bucket, payload, tick)
@@ -170,7 +170,7 @@ class Runtime:
             step = self._pushed[bucket]
             self._pushed[bucket] += 1
         self.exchange.push(bucket, payload, on_reply)
-        deadline_s = time.monotonic() + self.wait_s * 2  # the exchange itself fails earlier and says why
+        deadline_s = time.monotonic() + self.wait_s * 2  # the exchange fails earlier and says why
         while not wait(done, _TICK_S if tick else self.wait_s * 2) and time.monotonic() < deadline_s:
             if tick is not None:
                 tick(self.exchange.progress(bucket))
@@ -186,13 +186,13 @@ class Runtime:
         return replies[0]
 
     def before_close(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` first when the runtime is closed."""
+        """Registers `callback` to be called when the runtime begins to close."""
         self._before_close.append(callback)
 
     def close(self, *, drain: bool = True) -> None:
-        """Finishes what is under way, for which other workers wait too, ends the threads and leaves the job.
+        """Finishes pending exchanges, which other workers need too, ends the threads and leaves the job.
 
-        Without `drain`, what is under way fails with ClosedError.
+        Without `drain`, pending exchanges fail with ClosedError.
         """
         with self._has_ready:
             if self._closing:
@@ -206,7 +206,7 @@ class Runtime:
         with tf.init_scope():
             self._messages.close(cancel_pending_enqueues=True)
         pump, apply = self._threads
-        pump.join()  # whatever it has pushed is answered, so that the next thread sees it
+        pump.join()  # all its pushes are answered now, so the apply thread sees the replies
         with self._has_ready:
             self._closed = True
             self._has_ready.notify_all()
@@ -215,15 +215,15 @@ class Runtime:
         self.gate_watch.give_up(ClosedError("the strategy was closed before the gradient had come back"))
 
     def _drain(self) -> None:
-        """Waits until everything that was sent has been applied, or nothing can be any more."""
+        """Waits until everything sent has been applied, or the exchange has failed."""
         if not self.settle(PATIENCE_S):
             logger.warning("tfps: leaves when the other workers have finished their last step")
             self.settle(self.wait_s)
 
     def settle(self, timeout_s: float) -> bool:
-        """Waits until everything that has been sent so far has been applied, or nothing can be; whether it was in time.
+        """Waits until everything sent so far has been applied or the exchange fails; returns False on timeout.
 
-        Meanwhile nothing must be sent.
+        Nothing may be sent meanwhile.
         """
         mark = next(self._marks)
         with tf.init_scope(), tf.device(HOST):
@@ -254,16 +254,16 @@ class Runtime:
                 transfer.waiting.append(results)
             try:
                 self._start(transfer, ticket, data, indices, times)
-            except Exception as error:  # without this thread nothing would move any more
+            except Exception as error:  # this thread must survive: everything depends on it
                 self._break(transfer, error)
             del transfer
             if self._retired:
                 idle = int(self._messages.size()) == 0
-                while idle and self._retired:  # their graphs are gone: nothing of them can come any more
+                while idle and self._retired:  # their graphs are gone: no more messages can come
                     self._transfers.pop(self._retired.pop(), None)
 
     def _break(self, transfer: Transfer, error: Exception) -> None:
-        """Fails the job, and whoever waits for `transfer`, because of an error of this rank."""
+        """Fails the job and `transfer` because of an error on this rank."""
         if not isinstance(error, TfpsError):
             error = TfpsError(f"rank {self.exchange.rank}: the exchange of {transfer.spec.name} failed: {error}")
         self.exchange.fail(error)
@@ -279,7 +279,7 @@ class Runtime:
         payload: Any = memoryview(data)
         if transfer.spec.kind == "gather":
             payload = pack_sparse(memoryview(indices), payload)
-        elif transfer.spec.nbytes and not data.shape[0]:  # of a replica without rows, which contributes nothing
+        elif transfer.spec.nbytes and not data.shape[0]:  # a replica without rows contributes nothing
             payload = data = None
         if isinstance(transfer, DeferredUpdate):
             transfer.ready_s = time.monotonic()
@@ -295,16 +295,16 @@ class Runtime:
                 self.on_step(self.steps)
 
     def push(self, transfer: Transfer, payload: Any, ticket: Any = 0, data: Any = None) -> int:
-        """Pushes `payload` (`data`, as a tensor); the apply thread will call `transfer.finish` or `fail`.
+        """Pushes `payload` (`data` as a tensor) and returns the bucket's round.
 
-        Returns the round of the bucket.
+        The apply thread will call `transfer.finish` or `fail`.
         """
 
         def on_reply(reply: Reply) -> None:
             with self._has_ready:
                 item = (transfer.spec.priority, next(self._arrivals), transfer, (payload, ticket, data, step), reply)
                 heapq.heappush(self._ready, item)
-                self._has_ready.notify_all()  # close may wait beside the apply thread
+                self._has_ready.notify_all()  # close may wait, too
 
         with self._has_ready:
             self._under_way += 1
@@ -329,7 +329,7 @@ class Runtime:
             with self._has_ready:
                 self._under_way -= 1
                 self._has_ready.notify_all()
-            del transfer, sent, reply  # the buffers are free while this thread waits
+            del transfer, sent, reply  # frees the buffers while this thread waits
 
     def _finish(self, transfer: Transfer, sent: Any, reply: Reply) -> None:
         if reply.error is not None:
@@ -339,7 +339,7 @@ class Runtime:
         transfer.round = sent[-1]
         try:
             transfer.finish(*self._tensors(transfer.spec, sent, reply))
-        except Exception as error:  # its readers must not wait for ever, nor the other workers
+        except Exception as error:  # neither its readers nor other workers may wait forever
             self._break(transfer, error)
         if isinstance(transfer, DeferredUpdate):
             history = self._history.setdefault(transfer.bucket, deque(maxlen=_HISTORY_STEPS))
@@ -349,16 +349,16 @@ class Runtime:
             self.spans.updated(begin, transfer, sent[-1])
 
     def _tensors(self, spec: BucketSpec, sent: Any, reply: Reply) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Ticket, data and indices of `reply` as flat uint8 tensors, without a copy where possible."""
+        """Returns ticket, and data and indices of `reply` as flat uint8 tensors, without a copy if possible."""
         payload, ticket, data, _ = sent
         if spec.kind == "sum":
-            # The embedded exchange hands back the very buffer that was pushed: then the tensor is already here.
+            # The embedded exchange returns the pushed buffer itself: then reuse its tensor.
             return ticket, (data if reply.sum is payload else tensor_of(reply.sum)), self._no_indices
         indices, gathered = unpack_sparse(reply.parts or [])
         return ticket, tf.constant(gathered), tf.constant(indices)
 
     def _activity(self) -> tuple[int, int]:
-        """How many messages are under way, and how many there have been."""
+        """Returns the number of messages in flight and in total."""
         with self._has_ready:
             return self._under_way, self._messages_seen
 

@@ -1,6 +1,6 @@
-"""What a worker's spans say of its steps: from the notes that come with sends to spans of the capture.
+"""Turns the timestamps ("notes") that come with sends into a worker's spans of steps.
 
-The notes are seconds of the wall clock, of which TensorFlow gives microseconds; spans are of the recorder's clock.
+Notes are wall clock seconds, to the microsecond; spans use the recorder's clock.
 
 Tested in tests/runtime/test_trace_run.py.
 """
@@ -21,14 +21,14 @@ from tfps.exchange.interface import BucketSpec
 from tfps.runtime.transfers import DeferredUpdate, Transfer
 from tfps.trace.recorder import Recorder
 
-_WAITED_NS = 20_000  # less is the turns that ops take
-_STEPS_OPEN = 8  # steps of which some sends may have come and others not
-_COMPARE_NS = 1_000_000_000  # between two comparisons of the clocks
+_WAITED_NS = 20_000  # less is scheduling delay of ops
+_STEPS_OPEN = 8  # maximum number of incomplete steps
+_COMPARE_NS = 1_000_000_000  # interval between comparisons of the clocks
 
 
 @dataclass(eq=False)
 class _Step:
-    """A step of which some sends have come; nanoseconds of the recorder's clock, 0 where unknown."""
+    """A step with some of its sends; nanoseconds of the recorder's clock, 0 if unknown."""
 
     asked_ns: int
     missing: int
@@ -43,27 +43,27 @@ class _Step:
 class StepSpans:
     """Records steps, forward and backward passes, gates, gradients and input of one worker, while the recorder is on.
 
-    The pump thread calls `sent`; whoever runs the program calls the others.
+    The pump thread calls `sent`, other threads the rest.
     """
 
     def __init__(self, recorder: Recorder, rank: int) -> None:
         self.recorder, self.rank = recorder, rank
-        self.steps: deque[tuple[int, int]] = deque(maxlen=100_000)  # those that were recorded: number, begin_ns
+        self.steps: deque[tuple[int, int]] = deque(maxlen=100_000)  # recorded steps: number, begin_ns
         self.reduced = False  # something was reduced outside of a graph
-        self.done: dict[int, tuple[int, int]] = {}  # by bucket: its last update's step and end; apply thread writes
+        self.done: dict[int, tuple[int, int]] = {}  # by bucket: step and end of its last update; apply thread writes
         self._offset_ns = 0  # wall clock minus the recorder's
         self._compared_ns = -_COMPARE_NS
         self._open: dict[int, _Step] = {}  # by ticket; pump thread only
         self._until_ns = 0  # the end of the last step
-        self._asked_ns = 0  # when the program asked first for a batch, outside of a graph
+        self._asked_ns = 0  # the first request for a batch outside of a graph
         self._eager_steps = 0
 
     def now(self) -> int:
-        """Nanoseconds of the recorder's clock."""
+        """Returns nanoseconds of the recorder's clock."""
         return self.recorder.clock()
 
     def wall_offset_ns(self) -> int:
-        """The wall clock minus the recorder's, as of a moment ago."""
+        """Returns the wall clock minus the recorder's, measured at most a second ago."""
         if self.now() - self._compared_ns >= _COMPARE_NS:
             found = []
             for _ in range(5):
@@ -73,15 +73,15 @@ class StepSpans:
         return self._offset_ns
 
     def sent(self, transfer: Transfer, step: int, ticket: int, nbytes: int, done: tuple[int, int] | None) -> None:
-        """A message of `transfer` went out, in round `step` of its bucket; `done` is what `done` said of it before."""
+        """Records a message of `transfer` in round `step` of its bucket; `done` is its `self.done` before the send."""
         if not isinstance(transfer, DeferredUpdate):
             return
-        first, *others = [each.numpy().tolist() for each in transfer.times]  # no ops of TensorFlow: they cost more
+        first, *others = [each.numpy().tolist() for each in transfer.times]  # no TensorFlow ops: they cost more
         ready = self._ns(max(first[0], *(each[0] for each in others)) if others else first[0])
         spec = transfer.spec
         self.ready(ready, transfer.bucket, spec, step, nbytes)
         begin, forward, wanted, opened = map(self._ns, first[1:]) if len(first) > 1 else (0, 0, 0, 0)
-        # Notes are ops that take their turn: they may be late, never early. Its gates were open when an update ended.
+        # Notes are ops, so they may be late, never early. The gates were open once the last update ended.
         opened = min(opened, ready, done[1]) if done is not None and done[0] == step - 1 else min(opened, ready)
         if wanted and opened - wanted > _WAITED_NS:
             self.waited(wanted, opened, transfer.bucket, spec, step - 1, transfer.read)
@@ -89,7 +89,7 @@ class StepSpans:
 
     def _add(self, transfer: DeferredUpdate, number: int, ticket: int, ready: int, begin: int, forward: int) -> None:
         if ticket not in self._open:
-            while len(self._open) >= _STEPS_OPEN:  # recording began in the middle of it, or it was stopped
+            while len(self._open) >= _STEPS_OPEN:  # the step was stopped, or recording began in the middle of it
                 del self._open[next(iter(self._open))]
             asked = self._ns(float(np.int64(ticket).view(np.float64)))
             self._open[ticket] = _Step(asked, len(transfer.group.transfers), first_ns=ready)
@@ -104,7 +104,7 @@ class StepSpans:
                 self._record(step)
 
     def _record(self, step: _Step) -> None:
-        """A step is complete: its spans, which begin where the one before ended at the earliest."""
+        """Records the spans of a complete step, which begin no earlier than the previous step ended."""
         asked = max(step.asked_ns, self._until_ns)
         forward = min(step.forward_ns or step.first_ns, step.first_ns)
         begin = max(min(step.begin_ns or asked, forward), self._until_ns)
@@ -118,18 +118,18 @@ class StepSpans:
         self._until_ns = end
 
     def ready(self, at_ns: int, bucket: int, spec: BucketSpec, step: int, nbytes: int) -> None:
-        """The gradient of a bucket exists on the host."""
+        """Records that a bucket's gradient is ready on the host."""
         self.recorder.span(
             "ready", at_ns, at_ns, step=step, bucket=bucket, priority=spec.priority, nbytes=nbytes, rank=self.rank
         )
 
     def waited(self, begin_ns: int, end_ns: int, bucket: int, spec: BucketSpec, step: int, variable: int = -1) -> None:
-        """The program waited for round `step` of a bucket."""
+        """Records a wait of the program for round `step` of a bucket."""
         of = {"step": step, "bucket": bucket, "variable": variable, "priority": spec.priority, "rank": self.rank}
         self.recorder.span("gate", begin_ns, end_ns, **of)
 
     def updated(self, begin_ns: int, transfer: Transfer, step: int) -> None:
-        """An update has ended, or a pull has its result."""
+        """Records the end of an update, or the result of a pull."""
         now = self.done.get(transfer.bucket, (step, 0))[1]
         if isinstance(transfer, DeferredUpdate):
             span = {"step": step, "bucket": transfer.bucket, "priority": transfer.spec.priority, "rank": self.rank}
@@ -139,20 +139,20 @@ class StepSpans:
             self.waited(ready, now, transfer.bucket, transfer.spec, step)
 
     def input(self, begin_ns: int) -> None:
-        """The program has its batch that it asked for at `begin_ns`, outside of a graph."""
+        """Records the wait for a batch that the program requested at `begin_ns`, outside of a graph."""
         if not self._asked_ns:
             self._asked_ns = begin_ns
         self.recorder.span("input", begin_ns, self.now(), rank=self.rank)
 
     def staged(self, begin_ns: int, batches: Any) -> None:
-        """Batches have been copied to the devices."""
+        """Records a copy of batches to the devices."""
         leaves = [each for each in tf.nest.flatten(batches, expand_composites=True) if tf.is_tensor(each)]
         nbytes = sum(each.dtype.size * (each.shape.num_elements() or 0) for each in leaves)
         self.recorder.span("staging", begin_ns, self.now(), nbytes=nbytes, rank=self.rank)
 
     @contextlib.contextmanager
     def eager_step(self) -> Iterator[None]:
-        """A replica function runs outside of a graph: a step, as a whole, if it reduces something."""
+        """Records a replica function run outside of a graph as one step if it reduces something."""
         begin, self.reduced = self.now(), False
         yield
         if not self.reduced or not self.recorder.enabled:
@@ -164,10 +164,10 @@ class StepSpans:
         self._until_ns = end
 
     def _asked(self, begin_ns: int) -> int:
-        """When the program asked for the batch of the step that begins, where that was outside of a graph."""
+        """Returns when the program requested the step's batch, if outside of a graph; else `begin_ns`."""
         asked = self._asked_ns
         if asked > begin_ns:
-            return begin_ns  # it asked for a later one: messages of this one were taken late
+            return begin_ns  # the request is for a later step: this step's messages were taken late
         self._asked_ns = 0
         known = asked > max(self._until_ns, self.recorder.started_ns)
         return asked if known else begin_ns
@@ -177,5 +177,5 @@ class StepSpans:
         self.steps.append((number, begin_ns))
 
     def _ns(self, seconds: float) -> int:
-        """A note in nanoseconds of the recorder's clock; 0 stays 0."""
+        """Converts a note to nanoseconds of the recorder's clock; 0 stays 0."""
         return round(seconds * 1e9) - self.wall_offset_ns() if seconds else 0

@@ -1,4 +1,4 @@
-"""Captures of training: begun and ended on rank 0, written for TensorBoard, Perfetto and `tfps_trace`."""
+"""Captures of training: started and stopped on rank 0, written for TensorBoard, Perfetto and `tfps_trace`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _END_S = 60.0  # for a capture that is written when the strategy is closed
 
 
 class TraceRun:
-    """One capture that is being recorded. Rank 0 only.
+    """A capture being recorded. Rank 0 only.
 
     Args:
-        log_dir: the directory that `tensorboard --logdir` gets.
-        name: of the run; None: the time.
-        of_fit: begun by a callback, which does not hear of it when an exception ends `fit`.
+        log_dir: the directory for `tensorboard --logdir`.
+        name: of the run; None for the current time.
+        of_fit: started by a callback, which is not told if an exception ends `fit`.
 
     Raises:
-        ConfigError: `name` is no file name.
-        TfpsError: a capture is being recorded already.
+        ConfigError: `name` is not a file name.
+        TfpsError: a capture is already being recorded.
     """
 
     def __init__(self, runtime: Runtime, log_dir: str | Path, name: str | None = None, *, of_fit: bool = False) -> None:
@@ -51,11 +51,11 @@ class TraceRun:
         self._capture: Capture | None = None
 
     def stop(self, choose: Callable[[Sequence[int]], Sequence[int]] = lambda steps: steps, settle: bool = True) -> None:
-        """Ends it and writes the capture, once the last step's updates are done.
+        """Stops recording and writes the capture, once the last step's updates are done.
 
         Args:
-            choose: which of the steps that were recorded were asked for.
-            settle: whether nothing is sent just now, so that the end of what was sent can be waited for.
+            choose: returns the requested steps among the recorded ones.
+            settle: wait for pending updates; only while nothing is being sent.
 
         Raises:
             TfpsError: nothing could be collected.
@@ -79,13 +79,13 @@ class TraceRun:
         self._say(path)
 
     def abandon(self) -> None:
-        """Ends it without writing anything."""
+        """Stops recording without writing anything."""
         self._runtime.trace_run = None
         with contextlib.suppress(TfpsError):
             self._runtime.exchange.stop_trace([], self._name, [], {})
 
     def write_profile(self) -> None:
-        """Writes the file for the Profile tab, with what TensorFlow profiled in the same directory meanwhile.
+        """Writes the file for the Profile tab, merged with TensorFlow's profiles of the same time and directory.
 
         Raises:
             TfpsError: a profile is damaged.
@@ -97,7 +97,7 @@ class TraceRun:
             write_xplane(self._capture, path, profiles, self._runtime.spans.wall_offset_ns())
 
     def _free_name(self) -> str:
-        """The run's name, numbered if there is such a run: TensorBoard would go on to show what it knows of that."""
+        """Returns the run's name, numbered if it exists: TensorBoard would keep showing the earlier run."""
         run, number = self._name, 1
         while chrome_path(self._log_dir, run).exists() or profile_path(self._log_dir, run).exists():
             number += 1
@@ -132,11 +132,11 @@ def _listed(steps: Sequence[int]) -> str:
     return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
 
 
-_requests: set[TraceRequest] = set()  # that a strategy of this process has taken
+_requests: set[TraceRequest] = set()  # taken by a strategy of this process
 
 
 def record_unattended(runtime: Runtime, request: TraceRequest | None) -> None:
-    """Records what `TFPS_TRACE` asks for, of the first strategy of this process. Rank 0 only; nothing on others."""
+    """Records the capture that `TFPS_TRACE` requests, for this process's first strategy. Does nothing but on rank 0."""
     if request is None or request in _requests:
         return
     _requests.add(request)
@@ -145,7 +145,7 @@ def record_unattended(runtime: Runtime, request: TraceRequest | None) -> None:
 
 
 class _Unattended:
-    """Records some training steps of a program that knows nothing of it; ends on a thread of its own, "tfps-trace"."""
+    """Records some training steps of an unmodified program; a thread, "tfps-trace", writes the capture."""
 
     def __init__(self, runtime: Runtime, request: TraceRequest) -> None:
         self._runtime, self._request = runtime, request
@@ -159,9 +159,9 @@ class _Unattended:
         self._thread.start()
 
     def _heard(self, sent: int) -> None:
-        """So many steps have been sent. The next one may have been computed meanwhile, and the one after it have begun.
+        """Handles `sent` steps sent. The next step may be computed already, and the one after it begun.
 
-        That one waits for what is sent on this, the pump thread: a third one is recorded from its begin.
+        That one waits for sends of this, the pump thread: so the third one is recorded from its beginning.
         """
         if self._run is None and sent >= self._request.first - 2:
             try:
@@ -169,8 +169,8 @@ class _Unattended:
             except TfpsError as error:
                 self._runtime.on_step = None
                 self._warn(error)
-        # Updates are done one after the other: those of the last step wanted have been noted when one of the next step
-        # begins, and for that one the step that has now been sent has waited.
+        # Updates run one after the other: those of the last wanted step are recorded once one of the next step begins,
+        # and the step just sent has waited for that one.
         if sent >= self._request.last + 3:
             self._runtime.on_step = None
             self._end.set()

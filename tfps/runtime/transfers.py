@@ -1,4 +1,4 @@
-"""Transfers: what becomes of the messages of one send in one graph, from the TensorFlow queue to what a reply does."""
+"""Transfers: handle the messages of one send op, from the TensorFlow queue to the effect of the reply."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _NO_BYTES = np.empty(0, np.uint8)
 
 
 class Transfer:
-    """What becomes of the messages of one send in one graph; one round is under way at a time.
+    """Handles the messages of one send in one graph, one round at a time.
 
     `exchanges`: whether its messages lead to an exchange.
 
     Args:
-        bucket: id that the exchange gave.
-        spec: what the bucket is.
+        bucket: its id in the exchange.
+        spec: of the bucket.
         messages: messages per round, one per local replica; one of them carries the data.
     """
 
@@ -34,19 +34,19 @@ class Transfer:
     def __init__(self, bucket: int, spec: BucketSpec, messages: int = 1) -> None:
         self.id = -1
         self.bucket, self.spec, self.messages = bucket, spec, messages
-        self.round = 0  # of the bucket, that comes back; apply thread only
+        self.round = 0  # the bucket's round that has come back; apply thread only
         self._arrived = 0  # this and the next two: pump thread only
         self._ticket = 0
         self._carried: tuple[tf.Tensor, tf.Tensor] | None = None
-        self.times: list[tf.Tensor] = []  # of the messages of the round, the first replica's in front
+        self.times: list[tf.Tensor] = []  # of the round's messages, the first replica's first
 
     def collect(
         self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
     ) -> tuple[int, tf.Tensor, tf.Tensor] | None:
-        """What to push once all messages of the round are here, else None. Called by the pump thread.
+        """Returns what to push once all messages of the round are here, else None. Called by the pump thread.
 
-        With several local replicas one message carries the sum over them, the others only say that their replica has
-        closed its gates: the update may not start before. The first replica's has the ticket, the others have 0.
+        With several local replicas one message carries their sum; the others only confirm that their replica has closed
+        its gates, before which the update may not start. The first replica's message has the ticket, the others 0.
         """
         first = int(ticket)
         self._ticket = first or self._ticket
@@ -66,29 +66,29 @@ class Transfer:
         raise TypeError(f"{type(self).__name__} must say what becomes of a reply")
 
     def fail(self, error: TfpsError) -> None:
-        """Wakes whoever waits for this round. Called by the apply thread."""
+        """Passes `error` to everything that waits for this round. Called by the apply thread."""
         raise TypeError(f"{type(self).__name__} must say what becomes of a failure")
 
 
 class Group:
-    """Transfers that one graph sends together, all with one ticket."""
+    """Transfers that one graph sends together, with the same ticket."""
 
     def __init__(self) -> None:
         self.transfers: weakref.WeakSet[DeferredUpdate] = weakref.WeakSet()
 
 
 class Rounds:
-    """Finds steps that an error has stopped between two sends. Pump thread only.
+    """Detects steps that an error stopped between two sends. Pump thread only.
 
-    Gates order the sends of one bucket: once a later step sends a bucket, an earlier step that has sent others of its
-    group but not this one never will, and the ranks' rounds would no longer be of the same step.
+    Gates order the sends of one bucket: once a later step sends a bucket, an earlier step that has sent only others of
+    its group never will, and rounds would no longer belong to the same step on all ranks.
     """
 
     def __init__(self) -> None:
-        self._missing: dict[int, set[DeferredUpdate]] = {}  # by ticket: what of the group has not been sent yet
+        self._missing: dict[int, set[DeferredUpdate]] = {}  # by ticket: the group's unsent transfers
 
     def skipped(self, ticket: int, transfer: DeferredUpdate) -> bool:
-        """Notes that `transfer` is sent; whether an earlier step has skipped its bucket."""
+        """Notes that `transfer` is sent; returns whether an earlier step has skipped its bucket."""
         for earlier, missing in self._missing.items():
             if earlier == ticket:
                 break
@@ -111,11 +111,11 @@ class DeferredUpdate(Transfer):
         self.group = group
         group.transfers.add(self)
         self.ready_s = 0.0  # when the last gradient came
-        self.kept: tuple[str, ...] = ()  # names of what the update reads as of the send
-        self.read = -1  # the variable whose read is noted (see timestamps.py)
-        self.whole = False  # whether its messages say when the forward pass was
+        self.kept: tuple[str, ...] = ()  # names of values that the update reads as of the send
+        self.read = -1  # the variable whose read has a timestamp (see timestamps.py)
+        self.whole = False  # whether its messages include the times of the forward pass
         self.functions: list[Callable[..., Any]] = []  # one per local replica
-        self.invariants: Any = None  # who compares digests of the update, see invariants.py
+        self.invariants: Any = None  # compares digests of the update, see invariants.py
         self.leads = False  # whether each digest is compared
         self.labels: tuple[tuple[str, ...], tuple[bool | None, ...]] = (), ()  # of the values in a digest
         self.gates: list[Gate] = []
@@ -134,16 +134,16 @@ class DeferredUpdate(Transfer):
 
 
 class Pull(Transfer):
-    """Hands the reduced bytes back to the graph that waits for them.
+    """Returns the reduced bytes to the graph that waits for them.
 
-    Its bucket is declared before the graph runs for the first time, if its result is used (see pulls.py).
+    If the result is used, the bucket is declared before the graph's first run (see pulls.py).
     """
 
     def __init__(self, spec: BucketSpec) -> None:
         super().__init__(UNDECLARED, spec)
-        # Queues in which the graph waits, for each message the one that came with it; replies come in this order.
+        # For each message, the queue at which the graph waits; replies come in this order.
         self.waiting: deque[tf.Tensor] = deque()
-        self.declare: Callable[[], None] = lambda: None  # for a graph whose first run was not seen
+        self.declare: Callable[[], None] = lambda: None  # for a graph whose first run was not noticed
 
     def collect(
         self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor

@@ -1,7 +1,7 @@
-"""A capture for TensorBoard's Profile tab, beside what TensorFlow's own profiler saw in the same window.
+"""Writes a capture for TensorBoard's Profile tab, merged with TensorFlow's profiles of the same time.
 
-The Profile tab reads the XSpace files of a run's folder and shows a process per plane. Only planes with names of
-devices are shown as timelines, hence `/device:CUSTOM:worker0`.
+The Profile tab reads the XSpace files in a run's folder and shows each plane as a process. Only planes with device
+names get timelines, hence `/device:CUSTOM:worker0`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _NUMBERS = ("step", "bucket", "slice", "priority", "nbytes", "rank", "pserver")
 
 
 def profile_path(log_dir: str | Path, run: str) -> Path:
-    """Where the Profile tab looks for a run: `<log_dir>/plugins/profile/<run>/tfps.xplane.pb`."""
+    """Returns the run's file for the Profile tab: `<log_dir>/plugins/profile/<run>/tfps.xplane.pb`."""
     return Path(log_dir) / "plugins" / "profile" / run / FILE
 
 
 def overlapping_profiles(log_dir: str | Path, since_s: float) -> list[Path]:
-    """What TensorFlow's profiler has written in `log_dir` (or a folder of it) since `since_s`, of the wall clock."""
+    """Returns profiles written by TensorFlow in `log_dir` or a subfolder since `since_s` (wall clock)."""
     folder = Path(log_dir)
     found = [*folder.glob("plugins/profile/*/*.xplane.pb"), *folder.glob("*/plugins/profile/*/*.xplane.pb")]
     return sorted(file for file in found if file.name != FILE and file.stat().st_mtime >= since_s)
@@ -36,14 +36,14 @@ def overlapping_profiles(log_dir: str | Path, since_s: float) -> list[Path]:
 def write_xplane(
     capture: Capture, path: str | Path, profiles: Sequence[Path] = (), wall_offset_ns: int | None = None
 ) -> None:
-    """Writes one file with a plane per process, and all of `profiles`, files of TensorFlow's profiler, before them.
+    """Writes one file: all of TensorFlow's `profiles`, then a plane per process.
 
-    Lines are rows of lanes, since events of one line must not overlap. Lines of the profiler count from the begin of
-    its profile, which it says in the wall clock; they are moved to the capture's clock where the difference is known
+    Lines are rows of lanes, since events of one line must not overlap. TensorFlow's lines count from the start of its
+    profile, given in wall clock time; they are moved to the capture's clock if the difference is known
     (`wall_offset_ns`, the wall clock minus the capture's).
 
     Raises:
-        TfpsError: one of `profiles` is no XSpace.
+        TfpsError: one of `profiles` is not an XSpace.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def _load(file: Path) -> Any:
 
 
 def _began_ns(space: Any) -> int:
-    """When the profile began, by the wall clock; 0 where it does not say."""
+    """Returns the profile's start in wall clock time, 0 if it has none."""
     for plane in space.planes:
         for stat in plane.stats:
             if plane.stat_metadata[stat.metadata_id].name == "profile_start_time":
@@ -128,7 +128,7 @@ def _stat(plane: Any, known: dict[str, int], stat: Any, name: str, value: int | 
 
 
 def _numbered(known: dict[str, int], table: Any, name: str) -> int:
-    """The number of a name in a plane's table of names, where it is put if it is new."""
+    """Returns the number of a name in a plane's name table; adds it if new."""
     if name not in known:
         known[name] = number = len(table) + 1
         table[number].id, table[number].name = number, name
