@@ -111,7 +111,7 @@ def test_a_trace_ends_after_its_beginning() -> None:
 def test_a_variable_that_nobody_reads_is_named_with_the_nearest_that_somebody_does() -> None:
     (line,) = unknown_variables({"TFPS_SLICE_BYTE": "1", "TFPS_RANK": "0", "TFPS_TRACE": "", "HOME": ""})
     assert "TFPS_SLICE_BYTE is unknown to tfps" in line
-    assert line.endswith("is it TFPS_SLICE_BYTES?")
+    assert line.endswith("did you mean TFPS_SLICE_BYTES?")
 
 
 def test_every_variable_that_tfps_reads_or_sets_is_known() -> None:

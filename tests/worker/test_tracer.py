@@ -279,7 +279,7 @@ def test_a_worker_that_hands_in_nothing_is_named_and_left_out(
     assert read_trace(half.raw) == (1, 0)
     assert [process.name for process in capture.processes] == ["worker 0", "worker 1", "pserver 0"]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "the capture lacks what rank 1 has recorded" in caplog.text
+    assert "the capture lacks the records of rank 1" in caplog.text
     with pytest.raises(ClosedError, match="does not know capture 1, or not any more"):
         upload(half, 1)
     half.worker.start_trace()
@@ -303,7 +303,7 @@ def test_nobody_waits_for_what_a_worker_that_has_left_can_not_hand_in(
     started_s = time.monotonic()
     half.worker.stop_trace([], "", (), {})
     assert time.monotonic() - started_s < tracer.COLLECT_TIMEOUT_S / 2
-    assert "the capture lacks what rank 1 has recorded" in caplog.text
+    assert "the capture lacks the records of rank 1" in caplog.text
 
 
 @pytest.mark.parametrize("ended", [False, True])

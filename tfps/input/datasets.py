@@ -232,7 +232,7 @@ class StagedDatasetFromFunction(_Staged, DistributedDatasetsFromFunction):
 def distribute_dataset(
     extended: Any, staging: Staging | None, dataset: Any, context: tf.distribute.InputContext, options: Any
 ) -> Any:
-    """Returns the result of `experimental_distribute_dataset`; with `staging` None, nothing is staged.
+    """Returns what `experimental_distribute_dataset` does; `staging` None: no staging.
 
     Raises:
         UnsupportedError: `options` ask for one dataset per replica, which requires a dataset function.

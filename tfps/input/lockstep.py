@@ -253,7 +253,7 @@ class Lockstep:
     def _verdict(self, line: Line, position: int, codes: np.ndarray[Any, Any]) -> _Verdict:
         failed, ended = np.flatnonzero(codes == _FAILED), np.flatnonzero(codes == _NONE)
         if failed.size:
-            theirs = f"tfps: the input pipeline of rank {failed[0]} failed at batch {position}; its log says how"
+            theirs = f"tfps: the input pipeline of rank {failed[0]} failed at batch {position}; see its log"
             return _Verdict(False, line.error if self._rank in failed else theirs)
         if not ended.size:
             return _Verdict(True)
@@ -266,7 +266,7 @@ class Lockstep:
         return _Verdict(
             False,
             warning=f"tfps: the data of rank {', '.join(map(str, ended))} ended after {position} batches, so the epoch "
-            f"ends there on all workers; batches dropped: {dropped}. This is said once. To use all data, give every "
+            f"ends there on all workers; batches dropped: {dropped}. This is logged once. To use all data, give every "
             "worker as many batches, or use dataset.repeat() with steps_per_epoch",
         )
 

@@ -146,9 +146,7 @@ class Feed:
     ) -> None:
         self._staging, self._stage = staging, stage
         self._element_spec, self._pads = element_spec, pads
-        with tf.device(
-            HOST
-        ):  # now, as without staging: even an unused iterator advances reshuffling
+        with tf.device(HOST):  # now, as without staging: even an unused iterator advances reshuffling
             self._sources = [iter(dataset) for dataset in datasets]
         self._rows: dict[int, list[int]] = {}  # of each local replica, by key of the staged batch
         self._unknown = [UNKNOWN] * (1 + stage.replicas)

@@ -1,3 +1,3 @@
-"""Wrappers around Keras. Importing this package first checks that every wrapped name exists."""
+"""Wrappers around Keras. Importing it first checks that every name exists."""
 
 from tfps.keras_hooks import keras_private as keras_private

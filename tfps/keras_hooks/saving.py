@@ -90,9 +90,7 @@ def _share_checkpoint(strategy_of: Callable[[Any], Any]) -> None:
     @functools.wraps(original)
     def save_model(self: Any, epoch: int, batch: int | None, logs: Any) -> None:
         if strategy_of(self.model) is not None:
-            if (
-                batch is not None
-            ):  # within an epoch logs are local; ranks would decide and name files differently
+            if batch is not None:  # within an epoch logs are local; ranks would decide and name files differently
                 logs = agreed_logs(self.model, logs or {})
             if "://" not in str(self.filepath):
                 # Several ranks may create it at once, which Keras does not expect.

@@ -56,7 +56,7 @@ class DeclaredBuckets:
             self._later.append((key, spec))
 
     def spec(self, bucket: int) -> BucketSpec:
-        """Returns the spec that `bucket` was declared with."""
+        """Returns the declared spec."""
         return self._declared[bucket][1]
 
     def known(self) -> list[CapturedBucket]:

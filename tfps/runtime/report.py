@@ -89,7 +89,7 @@ class Report:
             f"limit: {self.limit}",
         ]
         if limit_of(self.step_s, self.exposed_wait_s) is Limit.COMPUTATION:
-            lines.append("nothing can be won by a faster network, more pservers or other settings")
+            lines.append("a faster network, more pservers or other settings would not help")
         else:
             lines.append(f"with twice the bandwidth: {_ms(self.with_twice_the_bandwidth_s)} a step")
             lines.append(f"with one more pserver: {_ms(self.with_one_more_pserver_s)} a step")
@@ -168,7 +168,7 @@ def _backward(rounds: Sequence[Sequence[Round]]) -> list[float]:
 
 
 def _explain(now: Sequence[Round], after: Sequence[Round], backward: Sequence[float]) -> tuple[StepTimes, float]:
-    """Returns the step from the last gradient of `now` to that of `after`, and the ratio of forward to backward time."""
+    """Returns the step from the last gradient of `now` to that of `after`, and its forward/backward time ratio."""
     start_s, end_s = max(one.ready_s for one in now), min(one.ready_s for one in after)
     # The first gradient's backward time is included, too: as if its layers were passed twice more.
     weights = [*backward[:-1], 3 * backward[-1]]
@@ -206,7 +206,7 @@ def _busy(links: Sequence[Link]) -> list[Link]:
 
 
 def _rate(links: Sequence[Link]) -> float:
-    """Returns bytes per second to all pservers together, in network time; each pserver gets an equal part."""
+    """Returns bytes per second to all pservers, assuming equal parts, over the time that the network takes."""
     busy = _busy(links)
     rate = sum(link.bytes_per_s for link in busy)
     if busy and not busy[0].shared_memory:

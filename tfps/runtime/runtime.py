@@ -217,7 +217,7 @@ class Runtime:
     def _drain(self) -> None:
         """Waits until everything sent has been applied, or the exchange has failed."""
         if not self.settle(PATIENCE_S):
-            logger.warning("tfps: leaves when the other workers have finished their last step")
+            logger.warning("tfps: leaves once the other workers have finished their last step")
             self.settle(self.wait_s)
 
     def settle(self, timeout_s: float) -> bool:

@@ -40,7 +40,7 @@ class TraceRun:
 
     def __init__(self, runtime: Runtime, log_dir: str | Path, name: str | None = None, *, of_fit: bool = False) -> None:
         if name is not None and not re.fullmatch(r"[^/\\\0.][^/\\\0]*", name):
-            raise ConfigError(f"name of a trace must be a file name, as it is that of its run, got {name!r}")
+            raise ConfigError(f"name of a trace must be a file name, because the run gets it, got {name!r}")
         self._runtime, self.of_fit = runtime, of_fit
         self._log_dir = Path(log_dir)
         self._name = name or time.strftime("%Y-%m-%d_%H-%M-%S")

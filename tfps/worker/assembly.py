@@ -1,7 +1,7 @@
-"""Makes a capture of what its processes have recorded: clocks aligned, the halves of messages joined. No I/O.
+"""Assembles a capture from the records of its processes: aligns clocks, joins sends with arrivals. No I/O.
 
-A slice's time on the wire begins in one process and ends in another. So every message also says that it cannot have
-come before it was sent, which bounds how the clocks of both may differ, usually closer than measured round trips do.
+A slice's time on the wire begins in one process and ends in another. No message arrives before it was sent, which
+bounds the difference of the two clocks, usually more tightly than measured round trips do.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tfps.trace.capture import KINDS, NONE, Capture, CapturedBucket, Kind, Proce
 from tfps.trace.recorder import ARRIVED, RECORD, SENT, UNKNOWN
 
 _KEY = ("step", "bucket", "slice", "rank", "pserver")
-_ANY = 2**62  # more than clocks differ
+_ANY = 2**62  # more than any clock difference
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What one process has recorded.
+    """The records of one process.
 
     Args:
-        process: its `clock_offset_ns` and `clock_error_ns` are as measured: of a pserver what has to be added to its
-            times to give rank 0's, of a worker what gives pserver 0's.
+        process: with measured `clock_offset_ns` and `clock_error_ns`. The offset is added to a pserver's times to get
+            rank 0's, and to a worker's to get pserver 0's.
         records: an array of `tfps.trace.recorder.RECORD`.
     """
 
@@ -37,13 +37,13 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class _Messages:
-    """Messages in one direction that were seen at both ends, one per row: as sent, and when they came."""
+    """Messages in one direction recorded at both ends, one per row: the sender's record and the arrival time."""
 
     sent: NDArray[Any]
     arrived_ns: NDArray[np.int64]
 
     def between(self, rank: int, pserver: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """When those between two processes were sent and have come."""
+        """Returns send and arrival times of the messages between two processes."""
         chosen = (self.sent["rank"] == rank) & (self.sent["pserver"] == pserver)
         return self.sent["end_ns"][chosen], self.arrived_ns[chosen]
 
@@ -55,9 +55,7 @@ def assemble(
     steps: Sequence[int] = (),
     settings: Mapping[str, Setting] | None = None,
 ) -> Capture:
-    """The capture.
-
-    Spans of buckets that are not there are left out, and messages whose begin or end nobody has recorded.
+    """Returns the capture, without spans of unknown buckets and messages recorded at one end only.
 
     Args:
         recorded: one per process of the job, workers by rank, then pservers by number.
@@ -89,7 +87,7 @@ def assemble(
 
 
 def named(buckets: Sequence[CapturedBucket], specs: Sequence[BucketSpec]) -> list[CapturedBucket]:
-    """The buckets of a capture: as described, and the others as they were declared."""
+    """Returns all buckets of a capture: those described, then the others as declared."""
     others = specs[len(buckets) :]
     return [*buckets, *(CapturedBucket(one.name, one.names, one.priority, one.nbytes) for one in others)]
 
@@ -98,10 +96,10 @@ _EMPTY = np.empty(0, RECORD)
 
 
 def _array(recorded: Recorded, buckets: Sequence[CapturedBucket]) -> NDArray[Any]:
-    """Its records, each with the rank (of a worker's) and the pserver (of a pserver's) that they are of."""
+    """Returns the records, with the process's number as rank (for a worker) or pserver."""
     array = np.frombuffer(recorded.records, RECORD)
     array = array[array["bucket"] < len(buckets)]
-    variables = np.array([len(bucket.variables) for bucket in buckets] + [0])  # the last: of no bucket
+    variables = np.array([len(bucket.variables) for bucket in buckets] + [0])  # the last: for no bucket
     array["variable"][array["variable"] >= variables[array["bucket"]]] = NONE
     array["end_ns"] = np.maximum(array["begin_ns"], array["end_ns"])
     array["rank" if recorded.process.role == "worker" else "pserver"] = recorded.process.number
@@ -120,7 +118,7 @@ def _messages(senders: NDArray[Any], receivers: NDArray[Any]) -> _Messages:
 
 
 def _aligned(processes: Sequence[Process], pushes: _Messages, replies: _Messages) -> list[Process]:
-    """The processes with their clocks' offsets to rank 0's and by how much those may be wrong."""
+    """Returns the processes with their clock offsets to rank 0 and the maximum errors of these."""
     workers = [process for process in processes if process.role == "worker"]
     pservers = [process for process in processes if process.role == "pserver"]
     found: list[Process] = []
@@ -134,14 +132,14 @@ def _aligned(processes: Sequence[Process], pushes: _Messages, replies: _Messages
         for pserver in found:
             low, high = _bounds(pushes, replies, worker.number, pserver.number)
             bounds.append((low + pserver.clock_offset_ns, high + pserver.clock_offset_ns))
-        # Each of these is relative to a pserver, whose own offset may be wrong by `most`, in either direction.
+        # Each bound is relative to a pserver, whose offset may be wrong by up to `most` in either direction.
         one = _within(worker, worker.clock_offset_ns + found[0].clock_offset_ns, bounds, slack_ns=2 * most)
         moved.append(replace(one, clock_error_ns=one.clock_error_ns + most))
     return [*moved, *found]
 
 
 def _bounds(pushes: _Messages, replies: _Messages, rank: int, pserver: int) -> tuple[int, int]:
-    """Least and most that may be added to a worker's times to give a pserver's: nothing comes before it is sent."""
+    """Returns the bounds of a worker's clock offset to a pserver: nothing arrives before it is sent."""
     sent, arrived = pushes.between(rank, pserver)
     high = int((arrived - sent).min()) if len(sent) else _ANY
     sent, arrived = replies.between(rank, pserver)
@@ -150,10 +148,10 @@ def _bounds(pushes: _Messages, replies: _Messages, rank: int, pserver: int) -> t
 
 
 def _within(process: Process, measured_ns: int, bounds: Sequence[tuple[int, int]], slack_ns: int = 0) -> Process:
-    """With the middle of what its measured offset and the bounds leave; they may miss each other by `slack_ns`.
+    """Returns `process` with the middle of the range that its measured offset and the bounds allow.
 
-    If they leave nothing, a clock has drifted since: then what is left by the bounds counts, which are from the time
-    of the capture itself, and if that is nothing, too, what was measured.
+    Lower and upper limits may cross by `slack_ns`. An empty range means that a clock has drifted: then the bounds
+    alone count, which are from the capture itself; if these contradict each other, too, the measured offset.
     """
     error_ns = process.clock_error_ns
     low, high = max(low for low, _ in bounds), min(high for _, high in bounds)
@@ -174,7 +172,7 @@ def _wires(
     messages: _Messages,
     chosen: NDArray[np.bool_],
 ) -> Iterator[Span]:
-    """The messages that a process has sent, to others whose clocks have these offsets."""
+    """Yields spans of the messages that a process has sent to others with these clock offsets."""
     rows, arrived_ns = messages.sent[chosen].copy(), messages.arrived_ns[chosen]
     rows["begin_ns"] = rows["end_ns"] + process.clock_offset_ns
     there = np.array([offsets[one] for one in rows[other].tolist()], np.int64)

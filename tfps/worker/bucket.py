@@ -1,4 +1,4 @@
-"""A bucket on its worker: pushes, one outstanding at a time, and the assembly of what comes back.
+"""A bucket on its worker: pushes, one outstanding at a time, and the assembly of replies.
 
 Tested in tests/worker/test_worker.py.
 """
@@ -33,30 +33,30 @@ class Push:
     on_reply: OnReply
     step: int = 0
     started_s: float = 0.0
-    region: Region | None = None  # where slices of pservers on this host come and go, and all of the result is
+    region: Region | None = None  # for slices of pservers on this host; holds the whole result
     buffer: NDArray[np.uint8] | None = None  # a sum's result
     arrived: set[int] = field(default_factory=set)  # slices of a sum
-    placed: set[int] = field(default_factory=set)  # those of them that are received into `buffer` itself
+    placed: set[int] = field(default_factory=set)  # the ones received directly into `buffer`
     copied: int = 0
     parts: list[memoryview] = field(default_factory=list)  # a gather's result
 
 
 @dataclass(slots=True)
 class PushedBucket:
-    """A declared bucket; of a gather, `cutting` has the one owner and no slices."""
+    """A declared bucket; for a gather, `cutting` has one owner and no slices."""
 
     spec: BucketSpec
     cutting: Cutting  # of the current push
     lock: threading.Lock = field(default_factory=threading.Lock)  # guards all below
     steps: int = 0
-    started_s: float = 0.0  # when the last of them began
+    started_s: float = 0.0  # when the last step began
     current: Push | None = None
     waiting: deque[Push] = field(default_factory=deque)
-    next: dict[int, Cutting] = field(default_factory=dict)  # by the first step that is cut so
+    next: dict[int, Cutting] = field(default_factory=dict)  # by the first step that uses it
     hold_at: int | None = None  # a step that may not start yet
 
     def start_next(self) -> Push | None:
-        """The oldest waiting push, if none is outstanding and it may start. The caller holds the lock."""
+        """Starts and returns the oldest waiting push, if none is outstanding and it may start. Caller holds lock."""
         if self.current is not None or not self.waiting or self.steps == self.hold_at:
             return None
         self.cutting = self.next.pop(self.steps, self.cutting)
@@ -67,16 +67,16 @@ class PushedBucket:
         return push
 
     def hold(self) -> int | None:
-        """The first step that all ranks can cut anew, and holds the one before back; None if there is none yet."""
+        """Returns the first step that all ranks can cut anew and holds back the one before; None if too early."""
         with self.lock:
-            # Two steps: so everybody knows the bucket. No other worker can have left the next step behind.
+            # After two steps all ranks know the bucket. No other worker can be past the next step.
             if self.steps < 2 or self.next:
                 return None
             self.hold_at = self.steps + 1
             return self.steps + 2
 
     def drop_pushes(self) -> list[Push]:
-        """Forgets all pushes, and returns them."""
+        """Removes and returns all pushes."""
         with self.lock:
             pushes = [push for push in (self.current, *self.waiting) if push is not None]
             self.current = None
@@ -84,7 +84,7 @@ class PushedBucket:
             return pushes
 
     def pieces(self, payload: memoryview | None, piece_bytes: int) -> list[tuple[int, Slice, int]]:
-        """Index, range and flags of every frame of a push; a gather is cut into `piece_bytes`."""
+        """Returns index, range and flags of every frame of a push; a gather is cut into `piece_bytes`."""
         empty = EMPTY if payload is None else 0
         if self.spec.kind == "sum":
             return [(index, piece, empty) for index, piece in enumerate(self.cutting.slices)]
@@ -93,7 +93,7 @@ class PushedBucket:
         return [(index, piece, empty | (LAST if index == last else 0)) for index, piece in enumerate(pieces)]
 
     def frames(self, number: int, push: Push, piece_bytes: int, memory: Sharing) -> Iterator[tuple[int, Outgoing]]:
-        """What to send for `push` of this bucket, which has this `number`, and to which pserver."""
+        """Yields pserver and frame for each message of `push`; `number` is this bucket's."""
         owners = self.cutting.owners
         if self.spec.kind == "sum" and not memory.pservers.isdisjoint(owners):
             push.region = memory.allocate(self.spec.nbytes)
@@ -107,10 +107,10 @@ class PushedBucket:
             yield owner, Outgoing(header, 0 if payload is None else piece.nbytes, payload, target=target)
 
     def place(self, pserver: int, push: Push, index: int, nbytes: int) -> memoryview | None:
-        """Where slice `index` of the reply to `push` is to be received; None for a gather, of which pieces are kept.
+        """Returns the memory to receive slice `index` of the reply into; None for a gather, which keeps its pieces.
 
         Raises:
-            ProtocolError: it is none of the reply, or was here before.
+            ProtocolError: the slice does not belong to the reply, or is a duplicate.
         """
         if self.spec.kind != "sum":
             return None
@@ -123,13 +123,13 @@ class PushedBucket:
     def take(
         self, pserver: int, push: Push, header: Header, payload: memoryview, place: Place | None, workers: int
     ) -> Reply | None:
-        """Takes one frame of the reply to `push`; the reply when it is complete.
+        """Takes one frame of the reply to `push`; returns the reply once complete.
 
         Args:
-            place: where the slice is, if it is not in the payload.
+            place: location of the slice if it is not in the payload.
 
         Raises:
-            ProtocolError: the frame is none of the reply, or was here before.
+            ProtocolError: the frame does not belong to the reply, or is a duplicate.
         """
         if self.spec.kind == "sum":
             return self._take_slice(pserver, push, header.index, payload, place)
@@ -148,7 +148,7 @@ class PushedBucket:
         else:
             self._check_size(index, where, len(payload))
         if index in push.placed:
-            push.placed.remove(index)  # once: another one has not been placed
+            push.placed.remove(index)  # once: a duplicate would not have been placed
         else:
             buffer = self._arrives(push, index)
             if place is None:
@@ -168,7 +168,7 @@ class PushedBucket:
             raise ProtocolError(f"slice {index} of bucket '{name}' must have {where.nbytes} bytes, got {nbytes}")
 
     def _arrives(self, push: Push, index: int) -> NDArray[np.uint8]:
-        """Notes that a slice comes; the buffer that it belongs to."""
+        """Notes that a slice arrives; returns its buffer."""
         with self.lock:
             if index in push.arrived:
                 raise ProtocolError(f"slice {index} of bucket '{self.spec.name}' must be replied to once, got it twice")

@@ -1,4 +1,4 @@
-"""How a worker declares on all pservers: what all ranks have declared is declared everywhere, or it is nowhere.
+"""Declares buckets atomically: on all pservers once all ranks declare them, else nowhere.
 
 Tested in tests/runtime/test_interrupts.py.
 """
@@ -18,16 +18,16 @@ from tfps.wire.control import Pserver
 from tfps.worker.membership import Membership
 from tfps.worker.patience import Blame, saying
 
-_LOOK_S = 1.0  # how often a wait for the other ranks looks whether it shall end
-_ANSWER_MARGIN_S = 10.0  # how much later than the pserver's own deadline a call gives up
+_LOOK_S = 1.0  # interval at which a wait for other ranks checks whether to stop
+_ANSWER_MARGIN_S = 10.0  # by how much a call's deadline exceeds the pserver's
 
 
 class Declarations:
-    """A worker's declarations, one after the other."""
+    """Makes a worker's declarations, one after the other."""
 
     def __init__(self, pservers: Sequence[Pserver], blame: Blame, membership: Membership) -> None:
         self._pservers, self._blame, self._membership = pservers, blame, membership
-        self._number = 0  # of the next
+        self._number = 0  # of the next declaration
 
     def declare(
         self,
@@ -41,7 +41,7 @@ class Declarations:
         Raises:
             InterruptError: `stop` was set meanwhile; nothing has been declared.
             MismatchError: the ranks differ.
-            WaitTimeoutError: names the ranks that did not come.
+            WaitTimeoutError: some ranks did not declare in time; the message names them.
             TfpsError: the job has failed.
         """
         request = pb.DeclareRequest(
@@ -67,9 +67,9 @@ class Declarations:
         self._number += 1
 
     def _declare(self, pserver: Pserver, request: Any, timeout_s: float, stop: threading.Event | None) -> None:
-        """On one pserver, in calls of `_LOOK_S`; what one of them has announced, it has taken back when it times out.
+        """Declares on one pserver, in calls of `_LOOK_S`; a call that times out withdraws its declaration.
 
-        What all have declared on the first pserver they all declare on the others, so there the wait must not end.
+        Buckets declared by all ranks on the first pserver must be declared on the others, so that wait has no `stop`.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:

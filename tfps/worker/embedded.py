@@ -1,4 +1,4 @@
-"""The exchange of a job of one worker: no pserver, no sockets, no serialisation, no copies."""
+"""The exchange of a single-worker job: no pserver, no sockets, no serialization, no copies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tfps.worker.tracer import NOT_RUNNING, RUNNING, Switch
 
 
 class EmbeddedExchange:
-    """Replies to a push at once, on the calling thread, with the very payload that was pushed. See `Exchange`."""
+    """Replies to a push at once, on the calling thread, with the pushed payload itself. See `Exchange`."""
 
     rank = 0
     workers = 1

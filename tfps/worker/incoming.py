@@ -1,4 +1,4 @@
-"""What a worker does with the frames of one pserver: replies go back into the buckets that wait for them.
+"""Handles one pserver's frames on a worker: passes replies to waiting buckets.
 
 Tested in tests/worker/test_worker.py.
 """
@@ -17,11 +17,11 @@ from tfps.worker.bucket import Push, PushedBucket
 
 
 class Incoming:
-    """A `tfps.wire.stream.Receiver`, for the thread that receives from this pserver.
+    """A `tfps.wire.stream.Receiver`, used by the thread that receives from this pserver.
 
     Args:
-        buckets: all that are declared, by number; grows meanwhile.
-        workers: how many the job has, once this one has joined.
+        buckets: all declared buckets, by number; grows over time.
+        workers: returns the job's number of workers, once this one has joined.
         start_next: begins the next push of a bucket; called with the bucket's lock held.
         on_notice: gets every LAYOUT and TRACE.
     """
@@ -57,7 +57,7 @@ class Incoming:
             return
         with bucket.lock:
             if bucket.current is not push:
-                return  # a failure has replied to it meanwhile
+                return  # already answered by a failure
             bucket.current = None
             self._start_next(header.bucket, bucket)
         push.on_reply(reply)
@@ -66,10 +66,10 @@ class Incoming:
         self._on_notice(self._pserver, header, payload)
 
     def _pushed(self, header: Header) -> tuple[PushedBucket, Push | None]:
-        """What a reply answers; no push once the exchange has ended.
+        """Returns the bucket and push that a reply answers; no push once the exchange has ended.
 
         Raises:
-            ProtocolError: there is nothing that it could answer.
+            ProtocolError: the reply matches no push.
         """
         if not 0 <= header.bucket < len(self._buckets):
             raise ProtocolError(f"bucket must be one of the {len(self._buckets)} declared ones, got {header.bucket}")

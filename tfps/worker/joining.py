@@ -1,4 +1,4 @@
-"""How a worker joins a job on all its pservers, one after the other, and how it leaves."""
+"""Joins a job on all its pservers, one after the other, and leaves it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _LEAVE_TIMEOUT_S = 5.0
 
 
 class Joined(NamedTuple):
-    """What one pserver answered to Join.
+    """One pserver's answer to Join.
 
     Attributes:
         membership: the same from all pservers.
         shares_memory: whether this pserver uses the worker's memory instead of sockets.
-        data_port: where it takes data connections; 0: it takes none.
+        data_port: its port for data connections, 0 if none.
     """
 
     membership: Membership
@@ -44,13 +44,13 @@ def join(
     rank: int,
     workers: int,
 ) -> Iterator[Joined]:
-    """Joins one pserver per item. The first gives the worker its place in the job; the others are told of it.
+    """Joins one pserver per item. The first one assigns rank and number of workers, which the others are told.
 
     Args:
         memory: offered to all of them.
         deadline_s: of `time.monotonic`.
-        rank: -1 for the order of joining.
-        workers: 0 to take the number that the pservers were started with.
+        rank: -1 to assign ranks in order of joining.
+        workers: 0 for the number that the pservers were started with.
 
     Raises:
         ConnectError: a pserver cannot be reached or refuses this worker.
@@ -77,7 +77,7 @@ def join(
 
 
 def leave(pservers: Sequence[Pserver], membership: Membership, failure: TfpsError | None) -> None:
-    """Tells every pserver that this worker leaves, and why if it failed; one that is gone will notice by itself."""
+    """Tells every pserver that this worker leaves, and why if it failed; ignores unreachable pservers."""
     farewell = None if failure is None else failure_of(failure)
     for pserver in pservers:
         request = pb.LeaveRequest(token=membership.token, rank=membership.rank, failure=farewell)

@@ -1,4 +1,4 @@
-"""What a worker has measured of the ways to its pservers."""
+"""Measurements of a worker's links to its pservers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tfps.wire.shared_memory import Sharing
 from tfps.worker.membership import Membership
 
 _STATUS_TIMEOUT_S = 10.0
-_LEAST_BUSY_S = 0.02  # for a throughput that means something
+_LEAST_BUSY_S = 0.02  # minimum for a meaningful throughput
 
 
 class Links:
-    """Measures the ways to all pservers. Its methods are called one at a time.
+    """Measures the links to all pservers. Not thread-safe.
 
     Args:
-        queues: of the pservers, in their order.
+        queues: of the pservers, in the same order.
         memory: knows which of them use shared memory.
     """
 
@@ -39,7 +39,7 @@ class Links:
             self._cpu_s = [self._cpu_s_of(pserver) for pserver in self._pservers]
 
     def measured(self, steps: int) -> list[Link]:
-        """What was measured so far, in `steps` steps.
+        """Returns the measurements of the `steps` steps so far.
 
         Raises:
             TfpsError: a pserver did not answer.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What the first pserver answers to Join, and every other call carries; all pservers of a job know it.
+    """The first pserver's answer to Join, sent with every later call; all pservers of a job know it.
 
     Attributes:
         rank: this worker's number, from 0.

@@ -1,4 +1,4 @@
-"""One line that says whom this worker waits for, when it has waited for longer than a few seconds."""
+"""Logs whom this worker waits for once a wait takes longer than a few seconds."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tfps.worker.bucket import Push, PushedBucket
 from tfps.worker.membership import Membership
 
 logger = logging.getLogger("tfps")
-PATIENCE_S = 5.0  # before a wait is mentioned
-_AGAIN_S = 60.0  # before a wait for the same ones is mentioned again
+PATIENCE_S = 5.0  # before a wait is logged
+_AGAIN_S = 60.0  # before a wait for the same ranks is logged again
 _ASK_TIMEOUT_S = 5.0
 
 
@@ -26,13 +26,13 @@ _ASK_TIMEOUT_S = 5.0
 def saying(whom: Callable[[], str]) -> Iterator[None]:
     """Logs `tfps: waits for <whom>` once if the block takes too long.
 
-    `whom` is called on a thread, again and again as long as it says "".
+    `whom` is called on a thread, repeatedly while it returns "".
     """
     over = threading.Event()
 
     def say() -> None:
         while not over.wait(PATIENCE_S):
-            with contextlib.suppress(Exception):  # a line less is no reason to fail
+            with contextlib.suppress(Exception):  # a missing log line must not fail the job
                 if (text := whom()) and not over.is_set():
                     logger.warning("tfps: waits for %s", text)
                     return
@@ -47,7 +47,7 @@ def saying(whom: Callable[[], str]) -> Iterator[None]:
 
 
 def join_blocked_by(pserver: Pserver) -> str:
-    """Why `pserver` does not answer a Join; empty if it is about to."""
+    """Returns why `pserver` does not answer a Join, "" if it is about to."""
     try:
         status = status_of(pserver.call("Status", pb.StatusRequest(details=True), _ASK_TIMEOUT_S))
     except TfpsError:
@@ -57,7 +57,7 @@ def join_blocked_by(pserver: Pserver) -> str:
 
 
 class Answer(NamedTuple):
-    """What a pserver said of a push: the ranks that it waits for, or why it did not answer."""
+    """A pserver's answer about a push: the ranks it waits for, or why it did not answer."""
 
     pserver: str
     missing: Sequence[str] = ()
@@ -65,18 +65,18 @@ class Answer(NamedTuple):
 
 
 class Blame:
-    """Finds whom a worker waits for, by asking its pservers; each question has a deadline.
+    """Finds out whom a worker waits for by asking its pservers; each call has a deadline.
 
-    `look` is for one thread.
+    Only one thread may call `look`.
     """
 
     def __init__(self, pservers: Sequence[Pserver], membership: Membership) -> None:
         self._pservers, self._membership = pservers, membership
         self._asked_s = float("-inf")
-        self._said, self._said_s = "", 0.0  # who was mentioned last, and when
+        self._said, self._said_s = "", 0.0  # whom the last log line named, and when
 
     def declaring(self, pserver: Pserver, number: int) -> str:
-        """Who has not joined (`number` 0), or not declared what this worker has; empty if nobody."""
+        """Returns the ranks yet to join (`number` 0) or to declare what this worker has; "" if none."""
         request = pb.WaitingRequest(token=self._membership.token, rank=self._membership.rank, declaration=True)
         try:
             missing = self._others(pserver.call("Waiting", request, _ASK_TIMEOUT_S).missing)
@@ -85,7 +85,7 @@ class Blame:
         return f"{', '.join(missing)} to {'declare the same variables' if number else 'join'}" if missing else ""
 
     def pushing(self, number: int, bucket: PushedBucket, push: Push) -> list[Answer]:
-        """What those pservers say from which replies to `push` of bucket `number` are missing."""
+        """Asks the pservers that still owe replies to `push` of bucket `number`."""
         with bucket.lock:
             owners = sorted({owner for index, owner in enumerate(bucket.cutting.owners) if index not in push.arrived})
         request = pb.WaitingRequest(token=self._membership.token, rank=self._membership.rank, bucket=number)
@@ -99,7 +99,7 @@ class Blame:
         return answers
 
     def timeout(self, number: int, bucket: PushedBucket, push: Push, limit_s: float) -> TfpsError:
-        """The error of a push that has waited for `limit_s`, with the ranks it waits for."""
+        """Returns the error for a push that has waited for `limit_s`, naming the ranks it waits for."""
         what = f"bucket '{bucket.spec.name}' step {push.step}: no result within {limit_s:.3g} s"
         blame = [
             str(answer.error)
@@ -111,7 +111,7 @@ class Blame:
         return WaitTimeoutError(f"{what}; {'; '.join(blame)}")
 
     def look(self, buckets: Sequence[PushedBucket]) -> None:
-        """Says whom the oldest push waits for, if it is too old and the same ones have not been named just now."""
+        """Logs whom the oldest push waits for if it takes too long, unless the same was logged recently."""
         now_s = time.monotonic()
         waiting = [
             (push.started_s, number) for number, each in enumerate(buckets) if (push := each.current) is not None
@@ -138,5 +138,5 @@ class Blame:
         logger.warning("tfps: waits for %s; %.0f s so far, step %d of %s", whom, now_s - started_s, push.step, what)
 
     def _others(self, ranks: Sequence[str]) -> list[str]:
-        """Without this worker, whose own message may still be on its way."""
+        """Returns `ranks` without this worker, whose message may still be in flight."""
         return [rank for rank in ranks if not rank.startswith(f"rank {self._membership.rank} ")]

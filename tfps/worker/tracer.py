@@ -1,4 +1,4 @@
-"""A worker's part in captures: rank 0 begins, ends and collects them; the others do as the pservers say."""
+"""A worker's part in captures: rank 0 starts, stops and collects them; other ranks follow the pservers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROUND_TRIPS = 20
 
 
 class Switch:
-    """Whether a capture is recorded in this process; any thread."""
+    """Switches recording of this process on and off. Thread-safe."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -35,7 +35,7 @@ class Switch:
         self._on = False
 
     def on(self) -> bool:
-        """Begins; False if it has."""
+        """Starts recording; returns False if already on."""
         with self._lock:
             if self._on:
                 return False
@@ -44,7 +44,7 @@ class Switch:
             return True
 
     def off(self) -> bool:
-        """Ends; False if it has."""
+        """Stops recording; returns False if already off."""
         with self._lock:
             if not self._on:
                 return False
@@ -54,7 +54,7 @@ class Switch:
 
 
 class Tracer:
-    """What a worker of a job with pservers does for captures; see Records in protos/tfps.proto."""
+    """Handles captures for a worker of a job with pservers; see Records in protos/tfps.proto."""
 
     def __init__(self, recorder: Recorder, pservers: Sequence[Pserver], membership: Membership) -> None:
         self._membership, self._rank = membership, membership.rank
@@ -82,7 +82,7 @@ class Tracer:
     def stop(
         self, buckets: Sequence[CapturedBucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
     ) -> Capture:
-        """See `Exchange.stop_trace`; `buckets` are all that there are."""
+        """See `Exchange.stop_trace`; `buckets` must be complete."""
         self._check_rank()
         if not self._switch.off():
             raise TfpsError(NOT_RUNNING)
@@ -117,11 +117,11 @@ class Tracer:
             found.append(reply.records)
 
     def _warn(self, parts: Sequence[Any]) -> None:
-        """Says what is missing."""
+        """Logs what is missing."""
         there = {part.number for part in parts if part.last and not part.pserver}
         if missing := [f"rank {rank}" for rank in range(1, self._membership.workers) if rank not in there]:
             logger.warning(
-                "tfps: the capture lacks what %s has recorded: it did not come within %.0f s, or the worker has left",
+                "tfps: the capture lacks the records of %s: they did not come within %.0f s, or the worker has left",
                 ", ".join(missing),
                 COLLECT_TIMEOUT_S,
             )
@@ -129,10 +129,10 @@ class Tracer:
         if self._recorder.full:
             full.insert(0, "worker 0")
         if full:
-            logger.warning("tfps: the capture lacks the begin of what %s recorded: it was too much", ", ".join(full))
+            logger.warning("tfps: the capture lacks the first records of %s: there were too many", ", ".join(full))
 
     def _recorded(self, parts: Sequence[Any], clocks: Sequence[tuple[int, int]]) -> list[Recorded]:
-        """What each process has recorded, workers first."""
+        """Returns each process's records, workers first."""
         found = [Recorded(Process("worker", 0, socket.gethostname()), self._recorder.records())]
         for rank in range(1, self._membership.workers):
             own = [part for part in parts if not part.pserver and part.number == rank]
@@ -146,7 +146,7 @@ class Tracer:
     # The other ranks
 
     def take(self, header: Header) -> None:
-        """A TRACE frame, of any pserver: the first one that says something new counts. On the receiver threads."""
+        """Handles a TRACE frame of any pserver; repeated ones have no effect. Called by the receiver threads."""
         if self._rank == 0:
             return
         with self._lock:
@@ -159,7 +159,7 @@ class Tracer:
                 self._uploading.start()
 
     def _upload(self) -> None:
-        """Sends to the first pserver what has been recorded."""
+        """Sends the records to the first pserver."""
         number, parts = self._number, messages(self._recorder, number=self._rank, host=socket.gethostname())
         try:
             offset_ns, error_ns = measure(self._pservers[0], self._recorder.clock)
@@ -167,11 +167,11 @@ class Tracer:
                 part.clock_offset_ns, part.clock_error_ns = -offset_ns, error_ns
                 request = pb.UploadRequest(token=self._membership.token, rank=self._rank, number=number, records=part)
                 self._pservers[0].call("Upload", request, COLLECT_TIMEOUT_S)
-        except TfpsError as error:  # rank 0 says what it lacks; that the job has failed is said by others
-            logger.info("tfps: rank %d could not hand in what it has recorded: %s", self._rank, error)
+        except TfpsError as error:  # rank 0 logs what it lacks; a failed job is reported elsewhere
+            logger.info("tfps: rank %d could not upload its records: %s", self._rank, error)
 
     def close(self, failed: bool) -> None:
-        """Ends a capture that is recorded; what this rank has of it is handed in if the job has not `failed`."""
+        """Stops recording; uploads this rank's records if the job has not `failed`."""
         if self._switch.off() and self._rank != 0 and not failed:
             self._upload()
         with self._lock:
@@ -185,7 +185,7 @@ NOT_RUNNING = "no capture is being recorded: begin one (start_trace, on rank 0)"
 
 
 def measure(pserver: Pserver, clock: Callable[[], int]) -> tuple[int, int]:
-    """What has to be added to a pserver's times to give this process's, and by how much that may be wrong."""
+    """Returns the offset to add to a pserver's times to get this process's, and its maximum error."""
     best = offset_ns = 0
     for _ in range(_ROUND_TRIPS):
         before_ns = clock()

@@ -1,4 +1,4 @@
-"""Rank 0's measurements during the first steps, and the change of sizes, or two, that follow.
+"""Measures during the first steps on rank 0, then changes slice and window sizes once or twice.
 
 Tested in tests/exchange/test_tuning.py.
 """
@@ -26,23 +26,23 @@ logger = logging.getLogger("tfps")
 
 _PROBES = 5
 _PROBE_TIMEOUT_S = 5.0
-_STEPS, _BUSY_S = 2, 0.1  # the least that a measurement needs
+_STEPS, _BUSY_S = 2, 0.1  # minimum for a measurement
 _GIVE_UP_STEPS = 50  # by then the network would have been busy if it mattered
 _MIN_MESSAGE_S, _MAX_MESSAGE_S = 100e-6, 2e-3  # Python and gRPC on both ends take about 0.15 ms at best
 
 
 class Tuner:
-    """Tunes a job, if `config` has anything that is "auto". Its methods are called one at a time.
+    """Tunes a job if any size in `config` is "auto". Not thread-safe.
 
-    If that makes slices larger it looks a second time: where the processors were the limit and not the network, what
-    was measured with small slices is too little, and slices become as large as they may be.
+    If tuning makes slices larger, it measures a second time: if processors and not the network were the limit, the
+    rate measured with small slices is too low, and slices get the maximum size.
 
-    What passes through shared memory is measured only where there is nothing else. If all of rank 0 does, but not all
-    of the others, it asks the pservers how fast those receive.
+    Shared memory is measured only if there is nothing else. If all of rank 0's pservers use it, but not all of the
+    other ranks', it asks the pservers how fast those ranks receive.
 
     Args:
-        memory: who has this worker's.
-        tune: what to do with slice and window bytes.
+        memory: knows which pservers use shared memory.
+        tune: called with slice and window bytes.
     """
 
     def __init__(
@@ -55,17 +55,17 @@ class Tuner:
     ) -> None:
         self._config, self._pservers, self._queues, self._tune = config, pservers, queues, tune
         self._memory = memory
-        self._ask = False  # pservers, what the network carries
+        self._ask = False  # whether to ask the pservers for the network's throughput
         self._most = MAX_SLICE_BYTES
         self.done = config.slice_bytes != "auto" and config.window_bytes != "auto"
         self._round_trip_s = self._network_s = 0.0
-        self._first: tuple[float, int] | None = None  # when a step had first been made, and how many then
+        self._first: tuple[float, int] | None = None  # time and step count at the first look
         self._busy_then: Sequence[Throughput] = ()
-        self._measured: Measured | None = None  # at the first look
-        self._steps_then = 0  # the second look is after this step
+        self._measured: Measured | None = None  # by the first measurement
+        self._steps_then = 0  # the second measurement is after this step
 
     def probe(self) -> None:
-        """Measures the round trips, before anything else is under way. The slowest pserver counts.
+        """Measures round trips while nothing else is in flight. The slowest pserver counts.
 
         Raises:
             PserverLostError: a pserver did not answer.
@@ -86,7 +86,7 @@ class Tuner:
 
     def look(self, buckets: Sequence[PushedBucket]) -> None:
         """Tunes if enough has been measured."""
-        # Of what is trained: announcements of batches and the like run ahead, and have rounds of their own.
+        # Only gradients: announcements of batches and the like run ahead, with separate rounds.
         leader = max((b for b in buckets if tunable(b.spec)), key=lambda bucket: bucket.steps, default=None)
         if leader is None:
             return
@@ -112,7 +112,7 @@ class Tuner:
         if self._measured is None:
             slice_bytes = self._change(measured, *choose(measured, most_slice_bytes=self._most))
             self.done = self._config.slice_bytes != "auto" or slice_bytes <= self._config.first_slice_bytes
-            # The change is two steps ahead for whoever is at this one, and others may be one further.
+            # The change is two steps ahead for a rank at this step, and other ranks may be one further.
             self._measured, self._first, self._steps_then = measured, None, steps + 3
             return
         if limited_by_handling(self._measured, measured):
@@ -130,12 +130,12 @@ class Tuner:
         return far or [queue.throughput for queue in self._queues]
 
     def _members(self) -> list[Sequence[MemberStatus]]:
-        """All workers, as each pserver sees them."""
+        """Returns all workers, as each pserver sees them."""
         request = pb.StatusRequest(details=True)
         return [status_of(pserver.call("Status", request, _PROBE_TIMEOUT_S)).job.members for pserver in self._pservers]
 
     def _change(self, measured: Measured, slice_bytes: int, window_bytes: int) -> int:
-        """Changes what is "auto"; the size of slices from now on."""
+        """Changes sizes that are "auto"; returns the new slice size."""
         if self._config.slice_bytes != "auto":
             slice_bytes = self._config.slice_bytes
         if self._config.window_bytes != "auto":
@@ -153,14 +153,14 @@ class Tuner:
 
 
 def measure(busy: Sequence[Throughput], round_trip_s: float, network_s: float, step_s: float) -> Measured:
-    """All streams together: they are busy at about the same time, the longest of them all the time."""
+    """Combines all streams: they are busy at about the same time, the longest of them throughout."""
     bytes_per_s = sum(one.nbytes for one in busy) / max(one.seconds for one in busy)
     message_s = min(max((round_trip_s - network_s) / 2, _MIN_MESSAGE_S), _MAX_MESSAGE_S)
     return Measured(bytes_per_s, round_trip_s, message_s, step_s, len(busy))
 
 
 def _connect(pserver: Pserver) -> None:
-    """One round trip between kernels."""
+    """Makes one round trip between kernels."""
     host, _, port = pserver.address.rpartition(":")
     with contextlib.suppress(OSError):
         socket.create_connection((host.strip("[]"), int(port)), _PROBE_TIMEOUT_S).close()

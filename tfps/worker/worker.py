@@ -1,4 +1,4 @@
-"""The exchange of a worker with its pservers: slices out, most urgent first; replies back into buckets."""
+"""A worker's exchange with its pservers: sends slices, most urgent first, and puts replies into buckets."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ class Worker:
     """A member of a job on all its pservers. See `Exchange`.
 
     The constructor returns when all workers have joined. Per pserver one of gRPC's threads sends and "tfps-recv-<i>"
-    receives and calls `on_reply`; "tfps-deadlines" looks after deadlines.
+    receives and calls `on_reply`; "tfps-deadlines" checks deadlines.
 
     Args:
         pservers: `host:port` of each, in the same order for every worker.
-        rank: None for the order of joining.
-        workers: None to take the number that the pservers were started with.
+        rank: None to assign ranks in order of joining.
+        workers: None for the number that the pservers were started with.
         job: name of the job; a pserver serves one at a time.
 
     Raises:
         ConfigError: an address is malformed, or rank and workers contradict each other.
         ConnectError: a pserver cannot be reached or refuses this worker; the message names it.
         MismatchError: the settings differ between workers.
-        WaitTimeoutError: names the ranks that did not join within `config.connect_timeout_s`.
+        WaitTimeoutError: some ranks did not join within `config.connect_timeout_s`; the message names them.
     """
 
     def __init__(
@@ -82,17 +82,17 @@ class Worker:
         addresses = [check_address(address) for address in pservers]
         tune_malloc()
         self.config = config = config or Config()
-        self.slice_bytes, self.window_bytes = config.first_slice_bytes, config.first_window_bytes  # now, if tuned
+        self.slice_bytes, self.window_bytes = config.first_slice_bytes, config.first_window_bytes  # current sizes
         self._recorder = recorder or Recorder()
         self._state = FailureState()
         self._buckets: list[PushedBucket] = []
-        self._declaring = threading.Lock()  # one declaration after the other
+        self._declaring = threading.Lock()  # serializes declarations
         self._placer = Placer(len(addresses), config.placement)
-        # As asked for, until the first pserver has answered: without a token.
+        # As requested, without a token, until the first pserver has answered.
         self._membership = Membership(-1 if rank is None else rank, workers or 0, token="")
         self._memory = Sharing(config.shared_memory)
         self._step = 0  # for messages
-        self._farewell: TfpsError | None = None  # what the pservers are told why this worker failed
+        self._farewell: TfpsError | None = None  # why this worker failed, for the pservers
         self._leaving = threading.Lock()  # guards _left
         self._left = False
         self._wake = threading.Event()  # set by a failure and by close
@@ -120,7 +120,7 @@ class Worker:
             self._tracer = Tracer(self._recorder, self._pservers, self._membership)
             self._links = Links(self._pservers, self._queues, self._memory, self._membership)
             self._tuner = Tuner(config, self._pservers, self._queues, self._memory, self.tune)
-            # Ends when all workers are here: whatever is built above is there before any frame comes.
+            # Ends when all workers have joined: everything above is built before any frame comes.
             self._declarations.declare([], [], max(deadline_s - time.monotonic(), 0.1))
         except BaseException as error:
             self.fail(error if isinstance(error, TfpsError) else TfpsError(f"joining failed: {error!r}"))
@@ -143,7 +143,7 @@ class Worker:
 
     @property
     def shared_bytes(self) -> int:
-        """How much memory it shares with pservers on its host."""
+        """Bytes of memory shared with pservers on this host."""
         return self._memory.nbytes
 
     def add_failure_listener(self, listener: FailureListener) -> None:
@@ -176,12 +176,12 @@ class Worker:
         self._end_pushes()
         self._wake.set()
         if self._watch.is_alive() and threading.current_thread() is not self._watch:
-            self._watch.join()  # it may still be telling the pservers of a failure
+            self._watch.join()  # it may still be reporting a failure to the pservers
         self._tracer.close(failed=self._state.failure is not None)
         self._hang_up()
 
     def _hang_up(self) -> None:
-        """Leaves the job, and gives back what it took."""
+        """Leaves the job and releases all resources."""
         self._leave()
         for stream in self._streams:
             stream.close()
@@ -190,7 +190,7 @@ class Worker:
         self._memory.close()
 
     def _leave(self) -> None:
-        """Tells every pserver, once, if this worker has joined any."""
+        """Tells every pserver once that this worker leaves, if it has joined any."""
         with self._leaving:
             first, self._left = not self._left, True
         if not first:
@@ -202,7 +202,7 @@ class Worker:
         self._fail(error, told=False)
 
     def _fail(self, error: TfpsError, told: bool) -> None:
-        """Fails with `error`, which a pserver has told to all workers, or which only this worker knows of."""
+        """Fails with `error`; `told`: it came from a pserver, which told all workers."""
         if self._farewell is None:
             who = f"rank {self.rank} ({socket.gethostname()}:{os.getpid()})"
             self._farewell = error if told else type(error)(f"{who} failed: {error}")
@@ -211,7 +211,7 @@ class Worker:
             self._wake.set()
 
     def _end_pushes(self) -> None:
-        """Answers all outstanding pushes with the reason of the end."""
+        """Answers all pending pushes with the reason why the exchange ended."""
         error = self._state.end
         for bucket in list(self._buckets):
             for push in bucket.drop_pushes():
@@ -231,7 +231,7 @@ class Worker:
             try:
                 self._declarations.declare(specs, details, self.config.step_timeout_s, stop)
             except InterruptError:
-                self._check_open()  # or it was another rank, which has failed the job
+                self._check_open()  # another rank may have failed the job
                 raise
             except TfpsError as error:
                 self._fail(error, told=not isinstance(error, (PserverLostError, WaitTimeoutError)))
@@ -251,12 +251,12 @@ class Worker:
     # Tuning
 
     def tune(self, slice_bytes: int, window_bytes: int) -> None:
-        """Cuts all buckets anew from the step after the next, on all workers and pservers, and changes the window now.
+        """Recuts all buckets from the step after next on all workers and pservers; changes the window at once.
 
         For rank 0 only; see Layout in protos/tfps.proto.
 
         Raises:
-            TfpsError: a pserver did not take it; the exchange has failed.
+            TfpsError: a pserver did not accept it; the exchange has failed.
         """
         steps = {}
         for number, bucket in enumerate(list(self._buckets)):
@@ -278,7 +278,7 @@ class Worker:
                 self._start_next(number, bucket)
 
     def _take_notice(self, pserver: int, header: Header, payload: memoryview) -> None:
-        """Every pserver sends a layout; the first one counts for the buckets, each for its own window."""
+        """Handles a TRACE or a layout: the first pserver's layout recuts the buckets, each sets its own window."""
         if header.kind == Kind.TRACE:
             self._tracer.take(header)
             return
@@ -331,7 +331,7 @@ class Worker:
         target = self._buckets[bucket]
         check_payload([target.spec], 0, None if view is None else view.nbytes)
         with target.lock:
-            # Under the lock: a failure either is seen here or sees this push.
+            # Under the lock: either this sees a failure, or the failure sees this push.
             if (end := self._state.end) is None:
                 target.waiting.append(Push(view, on_reply))
                 self._start_next(bucket, target)
@@ -339,7 +339,7 @@ class Worker:
             on_reply(Reply(error=end))
 
     def _start_next(self, number: int, bucket: PushedBucket) -> None:
-        """Sends the oldest waiting push if none is outstanding. The caller holds the bucket's lock."""
+        """Sends the oldest waiting push if none is outstanding. Caller holds the bucket's lock."""
         if (push := bucket.start_next()) is None:
             return
         self._step = max(self._step, push.step)
@@ -356,7 +356,7 @@ class Worker:
         limit_s = self.config.step_timeout_s
         while not self._wake.wait(min(1.0 if self._tuner.done else 0.1, limit_s / 4)):
             if self.rank == 0 and not self._tuner.done:
-                with contextlib.suppress(TfpsError):  # which has failed the exchange
+                with contextlib.suppress(TfpsError):  # it has failed the exchange
                     self._tuner.look(list(self._buckets))
             self._blame.look(list(self._buckets))
             for number, bucket in enumerate(list(self._buckets)):
