@@ -1,11 +1,11 @@
-"""Trains with a backup: started again after it was interrupted, it goes on at the epoch where it was.
+"""Trains with a backup: after an interruption, a restart resumes at the interrupted epoch.
 
 python examples/backup.py --stop-after 3                        # ends in the fourth epoch, as if it had been killed
-python examples/backup.py                                       # goes on with the fourth epoch
+python examples/backup.py                                       # resumes with the fourth epoch
 tfps_launch --workers 2 --pservers 2 examples/backup.py         # several processes on this machine
 
-Rank 0 alone writes the backup, and what it restores becomes everybody's: no directory has to be shared. For longer
-jobs give save_freq a number of batches.
+Only rank 0 writes and restores the backup, and all ranks receive its values: the directory need not be shared. For
+longer jobs set save_freq to a number of batches.
 """
 
 import argparse
@@ -20,7 +20,7 @@ BATCH_SIZE = 64  # of the whole job: each of two workers gets 32
 
 
 class Stop(keras.callbacks.Callback):
-    """Ends the program after some epochs without a word, as a crash would."""
+    """Ends the program abruptly after some epochs, like a crash."""
 
     def __init__(self, epochs: int) -> None:
         super().__init__()

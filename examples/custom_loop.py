@@ -1,4 +1,4 @@
-"""Trains a small network on the handwritten digits with a loop of its own instead of `fit`.
+"""Trains a small network on the handwritten digits with a custom training loop instead of `fit`.
 
 python examples/custom_loop.py                                  # one process, pserver inside it
 tfps_launch --workers 2 --pservers 2 examples/custom_loop.py    # several processes on this machine
@@ -38,7 +38,7 @@ def main() -> None:
     def train_step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
             losses = keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True)
-            # Gradients are summed over workers: divide by the batch of the whole job.
+            # Gradients are summed over workers: divide by the global batch size.
             loss = tf.nn.compute_average_loss(losses, global_batch_size=BATCH_SIZE)
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
         return loss
@@ -59,7 +59,7 @@ def main() -> None:
 
     for batch in strategy.experimental_distribute_dataset(test):
         distributed_test_step(batch)
-    result = float(accuracy.result())  # over all workers; all of them have to ask for it
+    result = float(accuracy.result())  # over all workers; every worker has to call it
     if strategy.rank == 0:
         print(f"test_accuracy={result:.4f} workers={strategy.num_workers}")
     strategy.close()

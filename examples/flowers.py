@@ -19,7 +19,7 @@ import tfps
 
 
 def generated(count: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Five kinds of blossoms on grass: [count, size, size, 3] float32 from 0 to 255, and their kinds."""
+    """Returns images of five kinds of blossoms, [count, size, size, 3] float32 from 0 to 255, and their kinds."""
     random = np.random.default_rng(1)
     kinds = random.integers(0, 5, count)
     y, x = np.mgrid[-1 : 1 : size * 1j, -1 : 1 : size * 1j]
@@ -35,7 +35,7 @@ def generated(count: int, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def load(options: argparse.Namespace) -> tuple[tf.data.Dataset, int]:
-    """Batches of the whole job (every worker takes its part of each), and the number of kinds."""
+    """Returns global batches (every worker takes its part of each), and the number of kinds."""
     if options.data is None:
         images, kinds = generated(options.images, options.size)
         dataset = tf.data.Dataset.from_tensor_slices((images, kinds)).shuffle(len(images), seed=1)
@@ -59,7 +59,7 @@ def main() -> None:
     keras.utils.set_random_seed(1)  # the same on all workers, so that they shuffle alike
     dataset, kinds = load(options)
     # Each worker decodes all images and takes its part of every batch. With more than a few workers write the images
-    # into several TFRecord files and leave this out: then each worker reads files of its own.
+    # into several TFRecord files and leave this out: then each worker reads different files.
     sharding = tf.data.Options()
     sharding.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
 

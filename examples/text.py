@@ -1,6 +1,6 @@
 """Trains a small text model: an embedding, whose gradient is sparse, tells two kinds of sentences apart.
 
-The sentences are generated: what they are about decides, not which words surround it.
+The sentences are generated: only the topic words tell the kinds apart, not the words around them.
 
 python examples/text.py                                         # one process, pserver inside it
 tfps_launch --workers 2 --pservers 2 examples/text.py           # several processes on this machine
@@ -24,7 +24,7 @@ AROUND = ["the", "a", "my", "your", "some", "this", "old", "new", "small", "big"
 
 
 def sentences(count: int) -> tuple[list[str], np.ndarray]:
-    """Texts of 12 words, three of which say what they are about, and what that is."""
+    """Returns texts of 12 words, three of them topic words, and the label of each."""
     choose = random.Random(1)
     labels = [choose.randrange(2) for _ in range(count)]
     texts = []

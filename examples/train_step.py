@@ -1,4 +1,4 @@
-"""Trains on the handwritten digits with a `train_step` of the model's own, as in Keras' guide to customizing `fit`.
+"""Trains on the handwritten digits with a custom `train_step`, as in Keras' guide to customizing `fit`.
 
 python examples/train_step.py                                  # one process, pserver inside it
 tfps_launch --workers 2 --pservers 2 examples/train_step.py    # several processes on this machine
@@ -15,7 +15,7 @@ import tfps
 
 
 class Classifier(keras.Model):
-    """Also keeps its outputs small, and tracks by how much that adds to the loss."""
+    """Adds a penalty on large outputs to the loss, and tracks it."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -27,7 +27,7 @@ class Classifier(keras.Model):
             outputs = self(x, training=True)
             loss = self.compute_loss(y=y, y_pred=outputs)  # the mean over this worker's rows
             penalty = 1e-3 * tf.reduce_mean(outputs**2)
-            # Gradients are summed over replicas. That of `loss` counts by rows; a mean of your own has to be divided.
+            # Gradients are summed over replicas. That of `loss` is weighted by rows; divide your own means.
             total = loss + penalty / self.distribute_strategy.num_replicas_in_sync
         gradients = tape.gradient(total, self.trainable_variables)
         self.optimizer.apply(gradients, self.trainable_variables)
