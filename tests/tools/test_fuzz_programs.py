@@ -129,8 +129,10 @@ def add_to_a_weight(text: str, rank: int) -> str:
 
 
 def keep_own_logs(text: str, rank: int) -> str:
-    """Metrics are not combined over ranks."""
-    return f"{text}\n\nimport tfps.strategy.combined\n\ntfps.strategy.combined.Combiner.refresh = lambda self: None\n"
+    """Metrics are not combined over ranks, in this program alone: its process runs others, too."""
+    begin = "def main(strategy, folder):\n"
+    assert begin in text
+    return text.replace(begin, f"{begin}    strategy.extended.combiner.refresh = lambda: None\n")
 
 
 def train_slowly(text: str, rank: int) -> str:
