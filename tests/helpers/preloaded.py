@@ -29,7 +29,7 @@ class Process:
     """A script that runs, with what tests use of `subprocess.Popen`; stdout and stderr are one text."""
 
     def __init__(self, stdout: TextIO, status: TextIO) -> None:
-        self.stdout, self._status = stdout, status
+        self.stdout, self._status = stdout, status  # the process' number stays its own until `status` is closed
         self.pid = int(status.readline())
         self.returncode: int | None = None
         self._read: list[str] = []
@@ -66,12 +66,12 @@ class Process:
 def start(number: int, script: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> Process:
     """Runs `script`, forked from process `number`: those of another number hash texts in another order."""
     out, theirs = os.pipe()
-    status, reports = os.pipe()
+    status, reports = socket.socketpair()
     request = json.dumps([str(script), list(arguments), dict(environment)]).encode()
-    socket.send_fds(_preloaded(number), [request], [theirs, reports])
+    socket.send_fds(_preloaded(number), [request], [theirs, reports.fileno()])
     os.close(theirs)
-    os.close(reports)
-    return Process(os.fdopen(out), os.fdopen(status))
+    reports.close()
+    return Process(os.fdopen(out), os.fdopen(status.detach()))
 
 
 @functools.cache
@@ -109,8 +109,11 @@ def _serve(requests: socket.socket) -> str | None:
         if child := os.fork():  # this process only waits, to say how the script has ended
             os.close(out)
             os.write(reports, b"%d\n" % child)
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
             os.write(reports, b"%d\n" % code)
+            os.read(reports, 1)  # until nobody can send it a signal any more
+            os.waitpid(child, 0)
             os._exit(0)
         os.close(reports)
         os.dup2(out, 1)
