@@ -164,4 +164,4 @@ def test_a_refusal_is_one_frame(cluster: Cluster) -> None:
         stranger.sendall(b"nobody, " + bytes(100))
         part = decode_part(stranger.recv(PART_BYTES, socket.MSG_WAITALL))
         assert part.header.kind == Kind.ERROR
-        assert b"no worker of tfps" in stranger.recv(part.total, socket.MSG_WAITALL)
+        assert b"not a tfps worker" in stranger.recv(part.total, socket.MSG_WAITALL)

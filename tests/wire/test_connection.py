@@ -212,7 +212,7 @@ def test_data_of_the_wrong_direction_is_refused(kind: Kind, pair: tuple[socket.s
 def test_a_stranger_is_told_apart_from_a_worker(pair: tuple[socket.socket, socket.socket]) -> None:
     here, there = pair
     here.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    with pytest.raises(ConnectError, match="no worker of tfps"):
+    with pytest.raises(ConnectError, match="not a tfps worker"):
         greet(there, jobs.DEADLINE_S)
 
 

@@ -1,4 +1,4 @@
-"""Joins the contributions of all ranks, one step after the other. No I/O and no locks: the caller holds the slice's."""
+"""Combines the contributions of all ranks, step by step. No I/O and no locks: the caller holds the slice's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Allocate = Callable[[int], NDArray[np.uint8]]
 
 
 class Round:
-    """Who has contributed to the current step of `label` (for messages)."""
+    """The ranks that have contributed to the current step; `label` is for messages."""
 
     __slots__ = ("arrived", "label", "step", "workers")
 
@@ -28,7 +28,7 @@ class Round:
         self.arrived: set[int] = set()
 
     def missing(self) -> list[int]:
-        """The ranks without which the step cannot be completed."""
+        """The ranks that have not contributed yet."""
         return [rank for rank in range(self.workers) if rank not in self.arrived]
 
     @property
@@ -50,9 +50,9 @@ class Round:
 class SumRound(Round):
     """Adds one slice over all ranks.
 
-    The sum is taken as contributions arrive or, if `deterministic`, in rank order, which keeps all of them until the
-    last. The first is kept by reference and never written to; the sum of two and more goes into the uint8 array that
-    `allocate` gives for the slice's size.
+    Contributions are added as they arrive or, if `deterministic`, in rank order, which keeps all until the last. The
+    first is kept by reference and never written to; sums go into the uint8 array that `allocate` returns for the
+    slice's size.
     """
 
     __slots__ = ("_allocate", "_deterministic", "_owned", "_parts", "_sum", "dtype", "nbytes")
@@ -120,7 +120,7 @@ class GatherRound(Round):
         """Takes the next piece of `rank`.
 
         Raises:
-            ProtocolError: wrong step, index or size, or the rank's last piece was there already.
+            ProtocolError: wrong step, index or size, or the rank's last piece has come already.
         """
         self._check(rank, step)
         pieces = self._pieces[rank]

@@ -1,4 +1,4 @@
-"""What the TensorFlow layer sees of the transport: buckets that are pushed and come back summed or gathered."""
+"""The transport's interface for the TensorFlow layer: buckets are pushed and come back summed or gathered."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ BucketKind = Literal["sum", "gather"]
 
 
 def parse_dtype(name: str) -> np.dtype[Any]:
-    """The numeric numpy dtype called `name`, also `bfloat16` and the other types of ml_dtypes where that is installed.
+    """The numeric numpy dtype called `name`, also `bfloat16` and other ml_dtypes types if installed.
 
     Raises:
-        ConfigError: there is no such dtype, or it is not one that can be summed.
+        ConfigError: there is no such dtype, or it cannot be summed.
     """
     with contextlib.suppress(ImportError):
-        import ml_dtypes  # noqa: F401  # makes its names known; a pserver without it serves the dtypes of numpy
+        import ml_dtypes  # noqa: F401  # registers its names; a pserver without it serves numpy's dtypes
     try:
         dtype = np.dtype(name)
     except TypeError:
@@ -40,14 +40,14 @@ class BucketSpec:
     """One bucket as all ranks must declare it.
 
     Args:
-        names: of the variables in it (`("dense/kernel", "dense/bias")`), or one that says what else it is.
+        names: of its variables (`("dense/kernel", "dense/bias")`), or one name for anything else.
         kind: `"sum"` adds the payloads of all ranks, `"gather"` returns them one by one.
-        nbytes: sum: payload size of every rank; gather: 0 (every rank's size is free, also from step to step).
+        nbytes: sum: payload size of every rank; gather: 0 (sizes may differ by rank and step).
         dtype: numpy dtype name of the items of a sum (`"float32"`); gather: `"uint8"`.
         priority: 0 = most urgent.
-        occasional: not exchanged every step; the balance of the others over pservers leaves it out.
-        alike: how every rank calls them, where `names` have numbers that a rank counts for itself: what is compared and
-            what places are found by. Empty: the names.
+        occasional: not exchanged every step; balanced over pservers apart from the others.
+        alike: names common to all ranks, for comparison and placement, if `names` contain numbers counted per rank.
+            Empty: `names`.
 
     Raises:
         ConfigError: a value is out of range; the message names the field.
@@ -81,12 +81,12 @@ class BucketSpec:
 
     @property
     def common_names(self) -> tuple[str, ...]:
-        """The same on all ranks."""
+        """Names that are the same on all ranks."""
         return self.alike or self.names
 
     @property
     def common_name(self) -> str:
-        """The same on all ranks, in one text."""
+        """`common_names` in one string."""
         return ", ".join(self.common_names)
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class BucketSpec:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What was measured of the way to one pserver.
+    """Measurements of the path to one pserver.
 
     Args:
         bytes_per_s: payload while something was waiting to be sent; 0: nothing ever waited.
@@ -115,8 +115,8 @@ class Reply:
     """What comes back for one push; exactly one of the fields is set.
 
     Attributes:
-        sum: uint8 array of the bucket's size, writable, 64-byte aligned, owned by whoever receives it (the embedded
-            exchange gives the very payload object that was pushed).
+        sum: uint8 array of the bucket's size, writable, 64-byte aligned, owned by the receiver (the embedded exchange
+            returns the pushed payload object itself).
         parts: one bytes-like per rank, in rank order.
         error: why there is no result.
     """
@@ -143,24 +143,24 @@ class Exchange(Protocol):
 
     @property
     def slice_bytes(self) -> int:
-        """How large slices are at most, as tuned; 0 where nothing is cut."""
+        """Maximum size of slices, as tuned; 0 where nothing is cut."""
 
     @property
     def window_bytes(self) -> int:
-        """How much may be in flight per pserver and direction, as tuned; 0 where nothing is."""
+        """Maximum bytes in flight per pserver and direction, as tuned; 0 where none are."""
 
     @property
     def failure(self) -> TfpsError | None:
-        """Why the exchange can do nothing any more, or None."""
+        """Why the exchange has failed, or None."""
 
     def owners(self, bucket: int) -> list[int]:
-        """Number of the pserver of each slice of `bucket`, as it is cut now; empty where nothing is cut."""
+        """Number of the pserver of each slice of `bucket`, as cut now; empty where nothing is cut."""
 
     def progress(self, bucket: int) -> float:
-        """What part of the current push of `bucket` has come back, 0 to 1."""
+        """Fraction of the current push of `bucket` that has come back, 0 to 1."""
 
     def links(self) -> list[Link]:
-        """What was measured of the ways to the pservers; empty if there are none."""
+        """Measurements of the paths to the pservers; empty if there are none."""
 
     def declare(
         self, specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: threading.Event | None = None
@@ -170,13 +170,13 @@ class Exchange(Protocol):
         Args:
             specs: the buckets; a job may declare several times, every rank in the same order.
             details: free lines that must agree as well (`"variable dense/kernel (64, 10) float32"`); compared first.
-            stop: set by another thread, it ends the wait within a second. Then nothing has been declared, on any rank,
-                unless all ranks have come by then: then it returns as ever.
+            stop: when another thread sets it, the wait ends within a second. Then nothing has been declared, on any
+                rank, unless all ranks have come by then: it returns normally.
 
         Raises:
             InterruptError: the wait was ended by `stop`.
             MismatchError: names the first line that differs and what each rank has.
-            WaitTimeoutError: names the ranks that did not come within `config.step_timeout_s`.
+            WaitTimeoutError: names the ranks missing after `config.step_timeout_s`.
             TfpsError: the exchange failed meanwhile or was closed.
         """
 
@@ -189,38 +189,38 @@ class Exchange(Protocol):
 
         Args:
             bucket: an id that `declare` returned.
-            payload: C-contiguous bytes that nobody modifies before the reply. None contributes nothing to a sum (if
+            payload: C-contiguous bytes, not modified before the reply. None contributes nothing to a sum (if
                 only one rank contributes, the result is bit-identical to its bytes; if none does, zeros) and an empty
                 part to a gather.
 
         Raises:
-            ProtocolError: there is no such bucket, or the payload has not its size.
+            ProtocolError: there is no such bucket, or the payload has the wrong size.
         """
 
     def start_trace(self) -> None:
-        """Begins to record a capture on all workers and pservers, in their recorders. For rank 0 only.
+        """Starts recording a capture on all workers and pservers, in their recorders. For rank 0 only.
 
-        Returns when all pservers record; each of the other workers begins when it hears of it, a moment later.
+        Returns when all pservers record; other workers start when told, a moment later.
 
         Raises:
             UnsupportedError: this is another rank.
-            TfpsError: one is being recorded, or the exchange has failed or was closed.
+            TfpsError: a capture is being recorded, or the exchange has failed or was closed.
         """
 
     def stop_trace(
         self, buckets: Sequence[CapturedBucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
     ) -> Capture:
-        """Ends it everywhere and collects what was recorded, which takes half a minute at most. For rank 0 only.
+        """Stops recording everywhere and collects the records, in half a minute at most. For rank 0 only.
 
-        What a worker has not handed in by then is left out, which is logged. Offsets of clocks are measured here.
+        Records that a worker has not uploaded by then are left out, which is logged. Clock offsets are measured here.
 
         Args:
-            buckets: by id, as people shall see them; those of higher ids are described as they were declared.
-            settings: beside the policy and the sizes of slices and windows.
+            buckets: by id, as shown to users; those of higher ids appear as declared.
+            settings: in addition to the policy and the sizes of slices and windows.
 
         Raises:
             UnsupportedError: this is another rank.
-            TfpsError: none is being recorded, or the exchange has failed meanwhile.
+            TfpsError: no capture is being recorded, or the exchange has failed meanwhile.
         """
 
     def add_failure_listener(self, listener: FailureListener) -> None:
@@ -241,7 +241,7 @@ def as_bytes(payload: Payload | None) -> memoryview | None:
     """
     if payload is None:
         return None
-    # numpy first: a memoryview of a zero-size or of an exotic dtype's (bfloat16) array cannot be cast
+    # numpy first: memoryviews of zero-size arrays and of exotic dtypes (bfloat16) cannot be cast
     if isinstance(payload, np.ndarray):
         if not payload.flags.c_contiguous:
             raise ProtocolError(f"a payload must be C-contiguous, got an array with strides {payload.strides}")
@@ -256,7 +256,7 @@ def check_payload(specs: Sequence[BucketSpec], bucket: int, nbytes: int | None) 
     """The declared spec of `bucket`, if a payload of `nbytes` (None: no payload) may be pushed to it.
 
     Raises:
-        ProtocolError: there is no such bucket, or the payload has not its size.
+        ProtocolError: there is no such bucket, or the payload has the wrong size.
     """
     if not 0 <= bucket < len(specs):
         raise ProtocolError(f"bucket must be one of the {len(specs)} declared ones, got {bucket}")
@@ -267,7 +267,7 @@ def check_payload(specs: Sequence[BucketSpec], bucket: int, nbytes: int | None) 
 
 
 class FailureState:
-    """First failure of an exchange and those who want to know of it; any thread."""
+    """First failure of an exchange and its listeners; any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards all below
@@ -296,7 +296,7 @@ class FailureState:
         return True
 
     def close(self) -> bool:
-        """False if it was closed before."""
+        """Closes; False if it was closed before."""
         with self._lock:
             first, self._closed = not self._closed, True
             return first

@@ -1,5 +1,4 @@
-"""How buckets are cut and placed, at first and when a job is tuned. Workers and pservers find the same by
-themselves.
+"""How buckets are cut and placed, at first and when a job is tuned. Workers and pservers compute the same on their own.
 
 Tested in tests/exchange/test_tuning.py.
 """
@@ -23,7 +22,7 @@ class Layout:
     Args:
         slice_bytes: of the listed buckets from the given steps on.
         window_bytes: from now on.
-        steps: bucket -> the first step that is cut so.
+        steps: bucket -> the first step with the new slices.
     """
 
     slice_bytes: int
@@ -33,7 +32,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """The slices of a sum: `owners[i]` is the pserver of slice i. `step`: the first that is cut so."""
+    """The slices of a sum from `step` on; `owners[i]` is the pserver of slice i."""
 
     slices: Sequence[Slice]
     owners: Sequence[int]
@@ -52,7 +51,7 @@ def tunable(spec: BucketSpec) -> bool:
 
 
 def cut_anew(specs: Sequence[BucketSpec], layout: Layout, pservers: int, placement: Placement) -> dict[int, Cutting]:
-    """The new cutting of every bucket that `layout` lists; `specs` are those of all buckets, by number.
+    """The new cutting of every bucket in `layout`; `specs` has all buckets, by number.
 
     Raises:
         ProtocolError: the layout does not fit the buckets.

@@ -1,6 +1,6 @@
 """Decides which pserver owns a slice.
 
-Workers and pservers decide by themselves: equal calls in equal order give equal answers.
+Workers and pservers decide independently: equal calls in equal order give equal answers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Placer:
     """Places the slices of one bucket after another on pservers 0 to `pservers` - 1. Not thread-safe.
 
     `"balanced"` takes the pserver with the fewest bytes so far, so that any two differ by at most one slice;
-    `"round_robin"` takes them in turn; `"hash"` takes the one that the slice's name says, whatever came before.
+    `"round_robin"` takes them in turn; `"hash"` takes the one given by the slice's name alone.
     """
 
     def __init__(self, pservers: int, placement: Placement) -> None:
@@ -30,11 +30,11 @@ class Placer:
 
     @property
     def bytes_per_pserver(self) -> list[int]:
-        """What each pserver owns so far, gathers and occasional buckets not counted."""
+        """Bytes that each pserver owns so far, without gathers and occasional buckets."""
         return list(self._bytes)
 
     def place(self, name: str, sizes: Sequence[int], occasional: bool = False) -> list[int]:
-        """The owner of each slice of bucket `name`; `sizes` in bytes. Occasional ones are balanced by themselves."""
+        """The owner of each slice of bucket `name`; `sizes` in bytes. Occasional ones are balanced apart."""
         load = self._occasional if occasional else self._bytes
         owners = []
         for index, nbytes in enumerate(sizes):
@@ -44,7 +44,7 @@ class Placer:
         return owners
 
     def place_gather(self, name: str) -> int:
-        """The one owner of a gather, whose size is not known: by number of gathers instead of bytes."""
+        """The owner of a gather. Gathers are counted instead of bytes, as their sizes are unknown."""
         owner = self._next(f"{name}:0", self._gathers)
         self._gathers[owner] += 1
         return owner

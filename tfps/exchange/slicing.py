@@ -1,4 +1,4 @@
-"""Cuts buckets into slices, and says how large a bucket may grow."""
+"""Cuts buckets into slices, and limits the size of buckets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Slice:
 def cut(nbytes: int, slice_bytes: int, item_bytes: int = 1) -> list[Slice]:
     """Cuts [0, nbytes) at multiples of `slice_bytes`, rounded down to whole items (at least one); the last is shorter.
 
-    An empty bucket has one empty slice, so that it is pushed and replied to as any other.
+    An empty bucket has one empty slice, so that it is pushed and replied to like any other.
 
     Raises:
         ConfigError: a size is out of range, or nbytes is not a whole number of items.
@@ -32,9 +32,9 @@ def cut(nbytes: int, slice_bytes: int, item_bytes: int = 1) -> list[Slice]:
 
 
 def bucket_limit(before: int, slice_bytes: int, first_bytes: int) -> int:
-    """How many bytes a bucket may be fused to that comes after `before` bytes, in the order of first use.
+    """The size limit of a fused bucket that follows `before` bytes in the order of first use, in bytes.
 
-    The first bucket's last gradient is the last of the step, and its update the first that the next step needs: all of
-    its exchange is exposed. So the first is small, and each further one is at most as large as all before it.
+    The first bucket gets the last gradient of a step, and the next step needs its update first: its whole exchange is
+    exposed. So it is small, and each further one is at most as large as all before it.
     """
     return min(slice_bytes, max(first_bytes, before))

@@ -1,4 +1,4 @@
-"""How a rank's rows of a sparse gradient become one payload of a gather."""
+"""Packs a rank's rows of a sparse gradient into one payload of a gather."""
 
 from __future__ import annotations
 

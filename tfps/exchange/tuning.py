@@ -1,4 +1,4 @@
-"""From what was measured to sizes of slices and windows."""
+"""Chooses sizes of slices and windows from measurements."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from dataclasses import dataclass
 
 _KIB = 1024
 MIN_SLICE_BYTES, MAX_SLICE_BYTES = 32 * _KIB, 1024 * _KIB
-MAX_SHARED_SLICE_BYTES = 4096 * _KIB  # without sockets: what is left is what a message costs
+MAX_SHARED_SLICE_BYTES = 4096 * _KIB  # without sockets only the cost per message matters
 MAX_WINDOW_BYTES = 64 * 1024 * _KIB
-_OVERHEAD = 20  # a slice takes at least so many times as long on the wire as it costs to handle it
-_FASTER = 1.25  # so many times faster with larger slices: the processors are the limit, not the network
-_DELAY = 0.015  # of a step that one slice per pserver may take on the wire: what may stand in front of an urgent one
+_OVERHEAD = 20  # least ratio of a slice's time on the wire to its handling cost
+_FASTER = 1.25  # if larger slices are so much faster, CPUs are the limit, not the network
+_DELAY = 0.015  # of a step that one slice per pserver may take on the wire, ahead of an urgent one
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What rank 0 has measured.
+    """Rank 0's measurements.
 
     Args:
         bytes_per_s: payload that all pservers together received from this worker while it had something to send.
         round_trip_s: of a small call through gRPC, on an idle connection.
-        message_s: what one message costs on the way, without the network: the part of the round trip that the network
-            itself does not explain, halved.
+        message_s: cost of one message without the network: half the part of the round trip that the network does not
+            explain.
         step_s: of one training step.
         pservers: their number.
     """
@@ -38,9 +38,9 @@ def choose(
 ) -> tuple[int, int]:
     """Slice and window size in bytes.
 
-    Slices are as large as an urgent one can wait for without being noticed in the step, but never so small that their
-    handling takes more than a fraction of their wire time. The windows of all pservers together keep the link busy
-    while receipts, one per half a window, come back; whatever more they hold stands in front of urgent slices.
+    Slices are so large that an urgent one's wait for another is negligible in a step, but large enough for handling to
+    be a fraction of their wire time. The windows of all pservers together keep the link busy while receipts, one per
+    half window, come back; anything more would only delay urgent slices.
     """
     unnoticed = _DELAY * measured.step_s * measured.bytes_per_s / measured.pservers
     slice_bytes = max(_OVERHEAD * measured.message_s * measured.bytes_per_s, unnoticed)
@@ -50,10 +50,10 @@ def choose(
 
 
 def limited_by_handling(before: Measured, after: Measured) -> bool:
-    """Whether larger slices, with which `after` was measured, have shown that `before` the wire was not the limit."""
+    """Whether the larger slices of `after` show that the wire was not the limit in `before`."""
     return after.bytes_per_s > _FASTER * before.bytes_per_s
 
 
 def _rounded(nbytes: float) -> int:
-    """To 16 KiB, at least one."""
+    """Rounds to multiples of 16 KiB, at least one."""
     return max(round(nbytes / (16 * _KIB)), 1) * 16 * _KIB

@@ -21,7 +21,7 @@ from tfps.errors import ConfigError
 if TYPE_CHECKING:
     from tfps.launch.supervisor import Command, Process, Supervisor
 
-START_S = 60.0  # a pserver needs less than a second; a machine that is busy or has slow disks may need more
+START_S = 60.0  # a pserver needs less than a second; a busy machine or slow disks may take more
 _PORTS = 65536
 _WORKER_COLOURS = (32, 36, 34, 33)
 _PSERVER_COLOUR = 35
@@ -32,7 +32,7 @@ _READY = re.compile(r"tfps_pserver ready at (?P<address>\S+:\d+) workers=\d+")
 class Plan:
     """What to start: `script` with its arguments (a module if `is_module`), and on how many processes.
 
-    `metrics_port`: of pserver 0, the next ones have the next ports; 0: free ones; None: no metrics.
+    `metrics_port` is pserver 0's, others count up from it; 0 picks free ports; None: no metrics.
     """
 
     script: str
@@ -58,7 +58,7 @@ class Plan:
 
 
 def parse(argv: Sequence[str]) -> Plan:
-    """The plan that a command line asks for; ends the program with usage and exit code 2 where it is malformed."""
+    """Parses the command line; exits with usage and code 2 if it is malformed."""
     parser = argparse.ArgumentParser(
         prog="tfps_launch",
         usage="tfps_launch [options] script.py [args ...]\n       tfps_launch [options] -m module [args ...]",
@@ -143,7 +143,7 @@ def worker_command(plan: Plan, rank: int, pservers: Sequence[str], job: str, env
 
 
 def pserver_command(plan: Plan, index: int, job: str, environment: Mapping[str, str]) -> Command:
-    """The command of one pserver on a free port; its metrics have a port that the user can know."""
+    """The command of one pserver on a free port, with metrics on a predictable one."""
     from tfps.launch.supervisor import Command
 
     argv = [sys.executable, "-m", "tfps.cli", "--host", "127.0.0.1", "--port", "0"]
@@ -154,7 +154,7 @@ def pserver_command(plan: Plan, index: int, job: str, environment: Mapping[str, 
 
 
 def _inherited(environment: Mapping[str, str]) -> dict[str, str]:
-    # A TF_CONFIG describes another job than the one started here. Unbuffered: lines are shown when they are written.
+    # A TF_CONFIG would describe another job. Unbuffered: lines are shown as they are written.
     kept = {name: value for name, value in environment.items() if name != "TF_CONFIG"}
     return {"PYTHONUNBUFFERED": "1", **kept}
 
@@ -166,7 +166,7 @@ def exit_code(code: int) -> int:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The launcher's exit code, and what to say about it in one line (empty: nothing)."""
+    """The launcher's exit code and a one-line message (may be empty)."""
 
     code: int
     message: str = ""
@@ -200,7 +200,7 @@ def run(plan: Plan, supervisor: Supervisor, environment: Mapping[str, str]) -> O
 
     ordered = [addresses[index] for index in range(plan.pservers)]
     workers = [
-        # The progress bar is rank 0's: it sees a terminal where there is one.
+        # Rank 0 shows the progress bar, so it gets a terminal if there is one.
         supervisor.start(worker_command(plan, rank, ordered, job, environment), terminal=rank == 0)
         for rank in range(plan.workers)
     ]
@@ -214,9 +214,9 @@ def run(plan: Plan, supervisor: Supervisor, environment: Mapping[str, str]) -> O
     supervisor.wait(is_over)
     if not failed:
         return Outcome(0)
-    # Of several at once, one that a signal killed is rather the cause: the others saw it go and said so.
+    # Of several at once, one killed by a signal is the likelier cause: the others report its loss.
     first = min(failed, key=lambda process: (process.code or 0) >= 0)
-    # The others should say what they saw (a stack, whom they waited for) before they are ended.
+    # Lets the others report what they saw (a stack, whom they waited for) before they are ended.
     supervisor.wait(lambda: all(worker.ended for worker in workers), plan.grace_s)
     too_early = " while workers were still running" if first.code == 0 else ""
     message = f"{first.command.name} {first.describe_end()}{too_early}; all others were ended"
@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Interrupted as interrupted:
             outcome = Outcome(128 + interrupted.number, f"{interrupted}; all processes were ended")
         except BrokenPipeError:
-            # Nobody reads any more (`tfps_launch ... | head`). Python would complain once more when it flushes at exit.
+            # The reader is gone (`tfps_launch ... | head`). Keeps Python from complaining when it flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
         except OSError as error:

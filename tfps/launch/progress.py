@@ -1,4 +1,4 @@
-"""How far a long transfer is: a bar in a terminal, one line elsewhere, nothing if it is quick."""
+"""Progress of a long transfer: a bar in a terminal, one line elsewhere, nothing if it is quick."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import time
 from typing import Any
 
 logger = logging.getLogger("tfps")
-_BAR_AFTER_S = 0.5  # a bar that only flashes helps nobody
+_BAR_AFTER_S = 0.5  # no bar that only flashes
 _LINE_AFTER_S = 5.0
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
-    """Shows how many of `total` bytes are through, as a context manager. For one thread.
+    """Context manager that shows how many of `total` bytes are transferred. For one thread.
 
-    The bar is drawn on stderr with rich, where that is installed, and removed at the end.
+    The bar is drawn on stderr with rich, if installed, and removed at the end.
 
     Args:
         what: `"tfps: initial values"`.
@@ -26,7 +26,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total = what, total
         self._done = 0
-        self._started_s = 0.0  # when something was shown first: before, the workers may have waited for each other
+        self._started_s = 0.0  # the first `show`: before, workers may have waited for each other
         self._bar: Any = None
         self._said = False
 
@@ -35,12 +35,12 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             self._bar.stop()
 
     def add(self, nbytes: int) -> None:
-        """So many bytes are through for good."""
+        """Counts `nbytes` as transferred."""
         self._done += nbytes
         self.show(0.0)
 
     def show(self, nbytes: float) -> None:
-        """So many are through beyond those that have been added. To be called a few times per second."""
+        """Shows `nbytes` beyond those added. Call it a few times per second."""
         if not self._total:
             return
         self._started_s = self._started_s or time.monotonic()
@@ -57,7 +57,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
 
 def _bar(what: str, total: int) -> Any:
-    """A started bar of rich; None where there is no terminal or no rich."""
+    """A started rich bar; None without a terminal or rich."""
     if not sys.stderr.isatty():
         return None
     try:

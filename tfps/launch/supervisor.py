@@ -24,15 +24,15 @@ from types import FrameType, TracebackType
 
 from tfps.launch.terminal import Console, LineAssembler
 
-DRAIN_S = 1.0  # how long output may still come after a process has ended, from whoever inherited its pipe
-KILL_S = 10.0  # how long the system may take to end a process that was killed, before we leave without it
+DRAIN_S = 1.0  # how long to read output after a process has ended: its children may hold its pipe
+KILL_S = 10.0  # how long to wait for a killed process before we leave without it
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _READ_BYTES = 65536
 
 
 class Interrupted(Exception):
-    """The supervisor itself was asked to end by a signal."""
+    """A signal asked the supervisor to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"ended by {signal.Signals(number).name}")
@@ -41,7 +41,7 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Command:
-    """What to run: a name for people ("worker 0"), arguments, the whole environment, a terminal colour (31 to 36)."""
+    """What to run: a display name ("worker 0"), arguments, the whole environment, a terminal colour (31 to 36)."""
 
     name: str
     argv: Sequence[str]
@@ -62,7 +62,7 @@ class Process:
 
     @property
     def ended(self) -> bool:
-        """It has ended and all its output has been shown."""
+        """Whether it has ended and all its output has been shown."""
         return self.code is not None and not self.outputs
 
     def describe_end(self) -> str:
@@ -78,7 +78,7 @@ class Process:
 
 @dataclass
 class _Output:
-    """One readable end of a pipe or pty, and what has been made of its bytes so far."""
+    """The readable end of a pipe or pty, and its decoding state."""
 
     process: Process
     fd: int
@@ -89,9 +89,9 @@ class _Output:
 
 
 class Supervisor:
-    """Starts processes in groups of their own and follows them from one thread, the main thread (signals arrive there).
+    """Starts each process in its own group and follows them from the main thread, where signals arrive.
 
-    Use it as a context manager: on leaving, whatever still runs is ended. On Linux the processes also end when the
+    Use it as a context manager: leaving it ends whatever still runs. On Linux the processes also end when the
     supervisor is killed.
 
     Args:
@@ -104,7 +104,7 @@ class Supervisor:
         self._grace_s = grace_s
         self._processes: list[Process] = []
         self._selector = selectors.DefaultSelector()
-        self._signals: list[int] = []  # that ask us to end, not yet raised as Interrupted
+        self._signals: list[int] = []  # ending signals not yet raised as Interrupted
         self._old_handlers: dict[int, object] = {}
         self._wakeup = (-1, -1)
         self._old_wakeup = -1
@@ -114,7 +114,7 @@ class Supervisor:
         for end in self._wakeup:
             os.set_blocking(end, False)
         self._selector.register(self._wakeup[0], selectors.EVENT_READ)
-        # Every signal with a Python handler writes a byte there: that is how the end of a child wakes the loop.
+        # Every signal with a Python handler writes a byte there, so the end of a child wakes the loop.
         self._old_wakeup = signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
         for number in _ENDING_SIGNALS:
             self._old_handlers[number] = signal.signal(number, self._on_signal)
@@ -171,7 +171,7 @@ class Supervisor:
                 stdout=write_ends[0],
                 stderr=write_ends[1],
                 env=dict(command.environment),
-                start_new_session=True,  # Ctrl-C reaches us alone, and the group can be ended with all it has started
+                start_new_session=True,  # only we get Ctrl-C, and the group can be ended with all its children
                 preexec_fn=_end_with_parent(),
             )
         except BaseException:
@@ -192,11 +192,11 @@ class Supervisor:
         return process
 
     def wait(self, until: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Shows output until `until()` holds (True) or the time is over (False).
+        """Shows output until `until()` holds (True) or the time is up (False).
 
         Raises:
             Interrupted: SIGINT, SIGTERM or SIGHUP arrived.
-            BrokenPipeError: nobody reads our output any more.
+            BrokenPipeError: the reader of our output is gone.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -215,7 +215,7 @@ class Supervisor:
             self._reap()
 
     def end(self, processes: Sequence[Process]) -> None:
-        """Ends the processes and all they have started: SIGTERM, after the grace (or another Ctrl-C) SIGKILL."""
+        """Ends the processes and their children: SIGTERM, then SIGKILL after the grace or another Ctrl-C."""
 
         def over() -> bool:
             return all(process.ended for process in processes)
@@ -250,7 +250,7 @@ class Supervisor:
         except BlockingIOError:
             return
         except OSError as error:
-            if error.errno != errno.EIO:  # how Linux says that no process has the pty open any more
+            if error.errno != errno.EIO:  # on Linux: no process has the pty open any more
                 raise
             data = b""
         self._show(output, output.assembler.feed(output.decoder.decode(data, final=not data)))
@@ -258,7 +258,7 @@ class Supervisor:
             self._close(output)
 
     def _close(self, output: _Output) -> None:
-        """Shows what is left and forgets the output."""
+        """Shows the unfinished line and forgets the output."""
         self._selector.unregister(output.fd)
         os.close(output.fd)
         output.process.outputs.remove(output)
@@ -296,7 +296,7 @@ class Supervisor:
                     for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
                         self._read(key.data)
             for output in list(process.outputs):
-                self._read(output)  # what is there already: we may have been kept from reading it in time
+                self._read(output)  # what is there already: we may have been late
             for output in list(process.outputs):
                 self._close(output)
 
@@ -307,21 +307,21 @@ class Supervisor:
                     self._set_size(output.fd, process.command)
 
     def _set_size(self, fd: int, command: Command) -> None:
-        """Makes a pty as wide as what the prefix leaves of our terminal."""
+        """Makes a pty as wide as our terminal less the prefix."""
         columns = max(20, self._console.columns() - len(f"[{command.name}] ") - 1)
         with contextlib.suppress(OSError):
             fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
 
 def _signal_group(process: Process, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody left in it; macOS says so by EPERM
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty; macOS says EPERM
         os.killpg(process.popen.pid, number)
 
 
 def _end_with_parent() -> Callable[[], None] | None:
-    """What a child has to call before it runs the program, so that it ends with this process; None where unknown.
+    """A `preexec_fn` that makes a child end with this process; None if unsupported.
 
-    The only thing that helps against SIGKILL of this process. Linux ties it to the thread that forks: the main thread.
+    Nothing else helps if this process gets SIGKILL. Linux ties it to the thread that forks: the main thread.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -330,7 +330,7 @@ def _end_with_parent() -> Callable[[], None] | None:
 
     def end_with_parent() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended in between
+        if os.getppid() != parent:  # the parent ended in between
             os.kill(os.getpid(), signal.SIGKILL)
 
     return end_with_parent

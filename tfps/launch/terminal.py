@@ -1,7 +1,7 @@
-"""Turns what programs write to a terminal (redraws, colours) into lines, and shows lines of several programs on one.
+"""Turns terminal output (redraws, colours) into lines, and shows lines of several programs on one terminal.
 
-A progress bar is one line that is drawn again and again with carriage returns and backspaces. Whoever puts a prefix in
-front of lines has to follow that as a terminal would, or prints every redraw.
+A progress bar redraws one line with carriage returns and backspaces. To prefix lines without printing every redraw, we
+have to follow that as a terminal would.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import unicodedata
 from typing import BinaryIO, TextIO
 
-MAX_LINE = 65536  # characters; a longer line is cut there, so that a program without newlines cannot fill the memory
+MAX_LINE = 65536  # characters; longer lines are cut, so that a program without newlines cannot fill the memory
 
 _MAX_STYLE = 100  # characters of colour sequences, for programs that never reset
 
@@ -26,7 +26,7 @@ _RESET = "\x1b[0m"
 
 
 class LineAssembler:
-    """Follows one program's output as a terminal would, and gives out lines when they are finished by a newline.
+    """Follows one program's output as a terminal would, and returns lines once a newline finishes them.
 
     Understands carriage return, backspace, tabulator, "erase line" and colours; other control sequences (titles, cursor
     movement between lines) are dropped, because the lines of other programs stand in between. Not thread-safe.
@@ -36,7 +36,7 @@ class LineAssembler:
         self._cells: list[tuple[str, str]] = []  # (colour sequences in force, character) per column
         self._cursor = 0
         self._style = ""
-        self._rest = ""  # the beginning of a control sequence whose end has not been read yet
+        self._rest = ""  # the beginning of an incomplete control sequence
 
     def feed(self, text: str) -> list[str]:
         """Takes the next piece of output, of any size, and returns the lines that it finished, without newlines."""
@@ -67,7 +67,7 @@ class LineAssembler:
         return _render(self._cells)
 
     def finish(self) -> list[str]:
-        """Ends the output: the unfinished line, if there is anything on it."""
+        """Ends the output; returns the unfinished line, if not empty."""
         self._rest = ""
         return [line] if (line := self._take()) else []
 
@@ -127,7 +127,7 @@ def plain(line: str) -> str:
 
 
 def clip(line: str, columns: int) -> str:
-    """The first `columns` columns of `line`, colours kept; a line that wraps could not be redrawn."""
+    """The first `columns` columns of `line`, colours kept; a wrapped line could not be redrawn."""
     parts: list[str] = []
     used = position = 0
     while position < len(line):
@@ -187,7 +187,7 @@ class Console:
         """Writes finished lines; `colour` is a terminal colour from 31 to 36 for the prefix.
 
         Raises:
-            BrokenPipeError: nobody reads any more.
+            BrokenPipeError: the reader is gone.
         """
         if not lines or self._muted:
             return
@@ -207,7 +207,7 @@ class Console:
             self._put(error, text)
 
     def live(self, prefix: str, colour: int, line: str) -> None:
-        """Shows an unfinished line below the others, in place of the one before; an empty one takes it away."""
+        """Shows an unfinished line below the others, replacing the one before; an empty one removes it."""
         if not self._redraws[0] or self._muted:
             return
         text = f"{prefix}{line}" if line else ""
@@ -220,7 +220,7 @@ class Console:
             self._live = text
 
     def mute(self) -> None:
-        """Writes nothing any more (nobody reads)."""
+        """Stops writing: the reader is gone."""
         self._muted = True
 
     def _put(self, error: bool, text: str) -> None:

@@ -1,4 +1,4 @@
-"""`tfps_pserver`: runs one pserver until SIGTERM or Ctrl-C, or shows how one is doing."""
+"""`tfps_pserver`: runs one pserver until SIGTERM or Ctrl-C, or shows the status of one."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from tfps.pserver.server import ParameterServer
 from tfps.threads import Flag
 from tfps.wire.memory import tune_malloc
 
-_INTERVAL_S = 1.0  # between two looks at a pserver
+_INTERVAL_S = 1.0  # between two status requests
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code. Prints one line to stdout, `tfps_pserver ready at HOST:PORT workers=N`."""
+    """Runs the command; returns its exit code. Prints `tfps_pserver ready at HOST:PORT workers=N` to stdout."""
     parser = argparse.ArgumentParser(prog="tfps_pserver", description="Parameter server: sums what workers push.")
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all interfaces)")
     parser.add_argument("--port", type=int, default=7070, help="port to listen on; 0 picks a free one (default: 7070)")
-    parser.add_argument("--workers", type=int, help="number of workers of a job")
+    parser.add_argument("--workers", type=int, help="number of workers in a job")
     parser.add_argument("--job", default="", help="serve only jobs of this name (default: any, one at a time)")
     parser.add_argument(
         "--data-port",
         type=int,
         default=0,
-        help="port on which slices come from other hosts, of which workers are told; 0 picks a free one (default: 0)",
+        help="port for slices from other hosts, announced to workers when they join; 0 picks a free one (default: 0)",
     )
     parser.add_argument(
         "--metrics-port",
         type=int,
         help="serve Prometheus metrics and /healthz over HTTP on this port, 0 picks a free one (default: do not)",
     )
-    parser.add_argument("--status", metavar="HOST:PORT", help="run no pserver but show how this one is doing")
-    parser.add_argument("--json", action="store_true", help="with --status: print one look as JSON")
+    parser.add_argument("--status", metavar="HOST:PORT", help="show the status of this pserver, do not run one")
+    parser.add_argument("--json", action="store_true", help="with --status: print the status once, as JSON")
     options = parser.parse_args(arguments)
     if options.json and options.status is None:
         parser.error("--json belongs to --status")
@@ -77,8 +77,8 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _metrics(server: ParameterServer, host: str, port: int) -> Callable[[], None]:
-    """Starts to serve metrics; how to end that."""
-    from tfps.pserver.metrics import MetricsServer  # imports what a pserver without metrics need not have
+    """Starts serving metrics; returns a function that stops it."""
+    from tfps.pserver.metrics import MetricsServer  # its dependencies are optional
 
     metrics = MetricsServer(server, host, port)
     print(

@@ -1,4 +1,4 @@
-"""`tfps_pserver --status`: how a pserver is doing, as a table that is kept up to date or as JSON."""
+"""`tfps_pserver --status`: the status of a pserver, as a live table or as JSON."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What one member did between two looks at the pserver.
+    """Rates of one member between two status requests.
 
     Attributes:
-        late_s: how long after the first rank's push this rank's came, mean over its slices.
+        late_s: delay of this rank's pushes after the first rank's, mean over its slices.
     """
 
     steps_per_s: float
@@ -32,7 +32,7 @@ class Rates:
 
 
 def rates(before: MemberStatus | None, now: MemberStatus, seconds: float) -> Rates:
-    """Of the member `now`; all 0 if it was not there `before`."""
+    """Rates of the member `now`; all 0 if it was not there `before`."""
     if before is None or before.pid != now.pid or before.received_slices > now.received_slices or seconds <= 0:
         return Rates(0.0, 0.0, 0.0, 0.0)
     slices = now.received_slices - before.received_slices
@@ -46,7 +46,7 @@ def rates(before: MemberStatus | None, now: MemberStatus, seconds: float) -> Rat
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Two looks at a pserver, one after the other."""
+    """Two successive statuses of a pserver."""
 
     address: str
     before: PserverStatus
@@ -62,7 +62,7 @@ class Look:
         return (self.now.cpu_s - self.before.cpu_s) / self.seconds if self.seconds > 0 else 0.0
 
     def members(self) -> list[tuple[MemberStatus, Rates, int]]:
-        """Every member, its rates, and how many steps it is behind the one that is ahead."""
+        """Every member, its rates, and how many steps it is behind the leader."""
         earlier = {member.rank: member for member in self.before.job.members}
         first = max((member.step for member in self.now.job.members), default=0)
         return [
@@ -82,7 +82,7 @@ class Look:
 
 
 class Watcher:
-    """Asks the pserver at `address` again and again. `stop` ends a wait from another thread or a signal.
+    """Polls the pserver at `address`. `stop` ends a wait from another thread or a signal handler.
 
     Raises:
         ConfigError: the address is malformed.
@@ -97,10 +97,10 @@ class Watcher:
         self._stop.set()
 
     def look(self, interval_s: float) -> Look | None:
-        """Waits and looks; the first time looks before, too. None once stopped.
+        """Waits, then asks for the status; the first time also before the wait. None once stopped.
 
         Raises:
-            PserverLostError: nobody answers.
+            PserverLostError: the pserver does not answer.
         """
         before = self._last or self._ask()
         if self._stop.wait(interval_s):
@@ -116,11 +116,11 @@ class Watcher:
 
 
 def show(watcher: Watcher, interval_s: float) -> None:
-    """Shows looks on stdout until the watcher is stopped: in a terminal redrawn in place, else one.
+    """Shows the status on stdout: in a terminal redrawn until the watcher is stopped, else once.
 
     Raises:
         ConfigError: rich is not installed.
-        PserverLostError: nobody answers (any more).
+        PserverLostError: the pserver does not answer.
     """
     try:
         from rich.console import Console
@@ -145,7 +145,7 @@ _COLUMNS = "rank", "process", "state", "step", "steps/s", "behind", "in MB/s", "
 
 
 def table(look: Look) -> Any:
-    """A look as something that rich can print."""
+    """Renders a look for rich."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

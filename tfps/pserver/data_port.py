@@ -1,4 +1,4 @@
-"""Where a pserver takes data connections: a thread that accepts, and two for each worker, one per direction."""
+"""A pserver's data port: one thread accepts, and each worker's connection has two, one per direction."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tfps.wire.send_queue import SendQueue
 from tfps.wire.stream import Receiver
 
 logger = logging.getLogger("tfps")
-_GREETING_S = 5.0  # to say who one is
-_MAX_STRANGERS = 64  # connections that have not, at a time
-_LINGER_S = 5.0  # for a worker to end its half of a connection whose other half has ended
+_GREETING_S = 5.0  # for a client to identify itself
+_MAX_STRANGERS = 64  # unidentified connections at a time
+_LINGER_S = 5.0  # for a worker to end its half of a connection after the pserver's
 
 
 class Session:
-    """What a data connection is for: a member of a job.
+    """The member of a job that a data connection serves.
 
     Args:
-        fail: makes an error that ended a thread of the connection the job's; gives what workers are told.
-        ended: called when a direction has ended, for whatever reason; again for the other one.
+        fail: fails the job with an error of one of the connection's threads; returns what to tell workers.
+        ended: called whenever a direction has ended, for whatever reason.
     """
 
     def __init__(
@@ -43,12 +43,11 @@ class DataPort:
 
     Args:
         port: 0 picks a free one; see `port`.
-        open_session: gets a token and a rank, and gives what the connection is for, or raises TfpsError, which the
-            worker is told.
-        refused: gets that error.
+        open_session: returns the session for a token and a rank, or raises the TfpsError to tell the worker.
+        refused: called with that error.
 
     Raises:
-        ConfigError: the port cannot be had.
+        ConfigError: the port is not available.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class DataPort:
         threading.Thread(target=self._accept, name="tfps-accept", daemon=True).start()
 
     def close(self, grace_s: float = 0.0) -> None:
-        """Ends all connections, at once if they have not ended within `grace_s`: those whose jobs are over do."""
+        """Shuts down connections still open after `grace_s`; those of finished jobs end by then."""
         with self._lock:
             self._closed = True
             strangers = list(self._strangers)
@@ -94,7 +93,7 @@ class DataPort:
             except OSError as error:
                 if self._closed:
                     return
-                logger.warning("tfps: a data connection could not be accepted: %s", error)  # no more files, perhaps
+                logger.warning("tfps: a data connection could not be accepted: %s", error)  # out of files, perhaps
                 threading.Event().wait(0.1)
                 continue
             with self._lock:
@@ -107,7 +106,7 @@ class DataPort:
                 connected.close()
 
     def _serve(self, connected: socket.socket) -> None:
-        """The life of one connection, on a thread of its own: the greeting, then what it receives."""
+        """Runs one connection on its own thread: the greeting, then receiving."""
         opened = None
         try:
             token, rank = greet(connected, _GREETING_S)
@@ -140,7 +139,7 @@ class DataPort:
         try:
             connection.receive(Kind.PUSH, opened.queue, opened.receiver)
         except OSError:
-            pass  # whose it was `ended` says
+            pass  # `ended` tells whether a worker was lost
         except Exception as error:
             opened.fail(error, f"while it took a push of rank {rank}")
         opened.ended()
@@ -158,7 +157,7 @@ class DataPort:
         except Exception as error:
             connection.tell(session.fail(error, f"while it sent to rank {rank}"))
         session.ended()
-        # The worker reads an ERROR before it ends its half. Closing at once could take that from it: what is still
-        # coming in would be answered with a reset.
+        # The worker reads an ERROR before it ends its half. Closing at once could lose the ERROR: incoming data would
+        # be answered with a reset.
         receiver.join(_LINGER_S)
         connection.shut_down()

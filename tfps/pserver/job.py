@@ -36,7 +36,7 @@ from tfps.wire.status import JobStatus
 
 @dataclass(slots=True)
 class _Declaration:
-    """What each rank has announced in its declaration of one number."""
+    """The ranks' declarations of one number."""
 
     lines: dict[int, list[str]] = field(default_factory=dict)
     specs: Sequence[BucketSpec] = ()
@@ -44,7 +44,7 @@ class _Declaration:
 
 
 class Job:
-    """All a pserver knows of one job. Called by the threads of all workers' streams and control calls.
+    """All a pserver knows of one job. Called by the threads of all streams and control calls.
 
     A failure ends the job for all its members; a new job needs a new object.
     """
@@ -54,9 +54,9 @@ class Job:
         self.recording = Recording(recorder)
         self._changed = threading.Condition()  # guards all below; notified when a waiting declare may go on
         self._membership = Membership(workers, name)
-        self._shard = Shard(Config(), workers, 1, 0, recorder)  # the first to join says what it is of
+        self._shard = Shard(Config(), workers, 1, 0, recorder)  # replaced when the first worker joins
         self._queues: dict[int, SendQueue] = {}
-        self._ends: dict[int, Callable[[], object]] = {}  # how to end the streams of pushes
+        self._ends: dict[int, Callable[[], object]] = {}  # end the push streams
         self._declarations: list[_Declaration] = []
         self._failure: TfpsError | None = None
 
@@ -64,7 +64,7 @@ class Job:
 
     @property
     def token(self) -> str:
-        """What members prove themselves with; empty before the first has joined."""
+        """Authenticates members; empty before the first has joined."""
         return self._membership.token
 
     @property
@@ -74,16 +74,16 @@ class Job:
             return self._failure is not None or self._membership.over
 
     def wait_over(self, timeout_s: float) -> bool:
-        """Waits while some members have left and others have not; whether the job is over then.
+        """Waits while some members have left and others have not; returns whether the job is over.
 
-        A script that trains twice comes back while slower workers are still at the end of the first job.
+        A script that trains twice may join again while slower workers still finish the first job.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or not self._membership.ending, timeout_s)
             return self._failure is not None or self._membership.over
 
     def join(self, applicant: Applicant, config: Config, memory: Attached | None = None) -> Member:
-        """Makes a worker, which shares `memory`, a member.
+        """Adds a worker, which shares `memory`, as a member.
 
         Raises:
             ConnectError, MismatchError: see `Membership.join`.
@@ -106,10 +106,10 @@ class Job:
             return member
 
     def open_stream(self, rank: int, stream: str, end: Callable[[], object] | None = None) -> SendQueue:
-        """The queue of `rank`, whose `stream`, "Push" or "Pull", begins now. With both it takes part.
+        """Registers a `stream`, "Push" or "Pull"; returns the rank's queue. With both the rank takes part.
 
         Args:
-            end: ends the stream, once the other has ended. The queue's end is that of "Pull".
+            end: ends the stream once the other has ended. "Pull" ends with the queue.
 
         Raises:
             ConnectError: the rank has not joined, or has such a stream.
@@ -129,12 +129,12 @@ class Job:
             return self._queues[rank]
 
     def stream_ended(self, rank: int) -> None:
-        """A stream of `rank` is at its end, expected (after `leave`, after a failure) or not; so is the other then."""
+        """A stream of `rank` has ended, as expected (after `leave` or a failure) or not; ends the other one."""
         with self._changed:
             member = self._membership.members[rank]
             lost = member.state is not State.GONE
         self._queues[rank].close()
-        if lost:  # before it counts as gone: a push that comes in between would say that it has left
+        if lost:  # before `go`: else a push in between would report that it left
             self.fail(WorkerLostError(f"{member} died at step {member.step}: its connection ended without a leave"))
         with self._changed:
             member.go()
@@ -144,7 +144,7 @@ class Job:
             end()
 
     def leave(self, rank: int, failure: TfpsError | None) -> None:
-        """`rank` leaves; the job fails if it does so because of a failure or if others wait for it."""
+        """Removes `rank`; the job fails if it leaves because of a failure or if others wait for it."""
         with self._changed:
             member = self._membership.members.get(rank)
             if member is None or member.state is State.GONE:
@@ -166,7 +166,7 @@ class Job:
                     return
 
     def fail(self, error: TfpsError) -> None:
-        """Ends the job: every member's stream ends with `error`. Only the first counts."""
+        """Fails the job: every member's streams end with `error`. Only the first error counts."""
         with self._changed:
             if self._failure is not None:
                 return
@@ -198,8 +198,8 @@ class Job:
         """Blocks until all ranks have declared the same. Number 0 waits until all have joined.
 
         Raises:
-            MismatchError: they have not; the job has failed.
-            WaitTimeoutError: names the ranks that did not come. The declaration is taken back: it may come again.
+            MismatchError: they differ; the job has failed.
+            WaitTimeoutError: names the missing ranks. The declaration is withdrawn and may be repeated.
             TfpsError: the job has failed, or this rank has left meanwhile.
         """
         lines = [*details, *map(str, specs)]
@@ -250,12 +250,12 @@ class Job:
             return False
         self._shard.add(declaration.specs)
         declaration.agreed = True
-        declaration.lines = {r: [] for r in declaration.lines}  # only who declared still counts
+        declaration.lines = {r: [] for r in declaration.lines}  # only the ranks still matter
         self._changed.notify_all()
         return True
 
     def tune(self, layout: Layout) -> None:
-        """Cuts buckets anew, from the steps that `layout` says, and tells all workers.
+        """Cuts buckets anew, from the steps in `layout` on, and tells all workers.
 
         Raises:
             ProtocolError: the layout does not fit the buckets.
@@ -269,10 +269,10 @@ class Job:
                 queue.set_window(layout.window_bytes)
 
     def trace(self, number: int, on: bool) -> None:
-        """Begins or ends the recording of a capture, and tells all workers.
+        """Starts or stops recording a capture, and tells all workers.
 
         Raises:
-            ClosedError: there is no such capture to end.
+            ClosedError: there is no such capture.
             TfpsError: the job has failed.
         """
         with self._changed:
@@ -285,7 +285,7 @@ class Job:
             self._announce(Header(Kind.TRACE, index=int(on), step=number))
 
     def _announce(self, header: Header, payload: bytes = b"") -> None:
-        """A frame outside the windows, to all workers."""
+        """Sends a frame outside the windows to all workers."""
         frame = frames.encode(header, payload)
         for queue in self._queues.values():
             queue.put_urgent(frame)
@@ -293,13 +293,13 @@ class Job:
     # Rounds
 
     def push(self, rank: int, header: Header, payload: memoryview, place: Place | None = None) -> None:
-        """Takes a PUSH of `rank`, and replies to all if it is the last of its round. Keeps `payload` by reference.
+        """Takes a PUSH of `rank`; replies to all if it completes the round. Keeps `payload` by reference.
 
         Args:
-            place: where the slice is in the rank's memory, if it is not in `payload`.
+            place: where the slice is in the rank's shared memory, if not in `payload`.
 
         Raises:
-            ProtocolError: the frame fits no declared slice, or not the step of it.
+            ProtocolError: the frame fits no declared slice, or has the wrong step.
         """
         buckets = self._shard.buckets
         if not 0 <= header.bucket < len(buckets):
@@ -325,14 +325,14 @@ class Job:
             payload = payload[:0] if header.flags & EMPTY else target.memory.data
         taken = item.take(rank, header, payload, target)
         member.step = max(member.step, header.step)
-        member.wait_s += taken.wait_ns / 1e9  # its stream's thread alone writes both
+        member.wait_s += taken.wait_ns / 1e9  # only its stream's thread writes both
         if taken.result is not None:
             self._reply(header, taken.result, gather, taken)
         elif gone := [r for r in self._membership.gone() if r in taken.missing]:
             self._fail_left(self._membership.members[gone[0]], taken.step, bucket.spec.name)
 
     def missing(self, bucket: int) -> list[str]:
-        """The ranks for whose push of any slice of `bucket` others wait."""
+        """The ranks whose push of a slice of `bucket` others wait for."""
         with self._changed:
             self._raise_failure()
             buckets = self._shard.buckets
@@ -354,7 +354,7 @@ class Job:
             return [self._membership.describe(rank) for rank in sorted(ranks)]
 
     def status(self) -> JobStatus:
-        """How the job is doing. Streams run meanwhile: numbers of theirs may be a slice apart."""
+        """The job's status. Streams keep running, so their numbers may be a slice apart."""
         with self._changed:
             loads = {rank: queue.load for rank, queue in self._queues.items()}
             buckets = self._shard.buckets
@@ -370,7 +370,7 @@ class Job:
 
 
 def _reply_sum(queues: Mapping[int, SendQueue], push: Header, result: memoryview, taken: Taken) -> None:
-    """Sends the sum that `push` has completed to all ranks: where they want it, or in a frame, the same for all."""
+    """Sends the sum completed by `push` to all ranks: into shared memory, or in one frame for all others."""
     header = Header(Kind.REPLY, 0, push.bucket, push.index, push.priority, push.step)
     frame = frames.encode(header, result) if taken.blank is None else taken.blank.finish(header)
     content = memoryview(frame)[frames.HEADER_BYTES :]
@@ -382,7 +382,7 @@ def _reply_sum(queues: Mapping[int, SendQueue], push: Header, result: memoryview
 
 
 def _reply_gather(queues: Iterable[SendQueue], push: Header, result: memoryview, piece_bytes: int) -> None:
-    """Sends what `push` has completed to all ranks, in pieces of `piece_bytes`."""
+    """Sends the gather completed by `push` to all ranks, in pieces of `piece_bytes`."""
     pieces = cut(len(result), piece_bytes)
     items = []
     for index, piece in enumerate(pieces):

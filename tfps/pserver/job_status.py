@@ -1,4 +1,4 @@
-"""The status of a pserver's job, from its members and rounds, and its count of errors.
+"""The status of a pserver's job, from its members and rounds, and the pserver's error counts.
 
 Tested in tests/pserver/test_metrics.py.
 """
@@ -23,7 +23,7 @@ def job_status(
     rounds: Sequence[SumRound | GatherRound],
     loads: Mapping[int, Load],
 ) -> JobStatus:
-    """The status of a job with these members, rounds of slices and loads of the members' streams."""
+    """Builds the status of a job from its members, rounds and stream loads."""
     arrived = [ranks for round_ in rounds if (ranks := round_.arrived)]  # a round that ends replaces its set
     members = sorted(membership.members.values(), key=lambda member: member.rank)
     return JobStatus(

@@ -1,4 +1,4 @@
-"""Who belongs to a job, as one pserver sees it: decisions only, no I/O and no locks."""
+"""The members of a job, as one pserver sees them: decisions only, no I/O and no locks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from tfps.errors import ConnectError, MismatchError
 from tfps.wire.shared_memory import Attached
 
-STREAM_GRACE_S = 30.0  # a member that has opened no stream by then died between the calls
+STREAM_GRACE_S = 30.0  # a member without a stream by then died between the calls
 
 
 class State(enum.Enum):
-    """Where a member is in its life."""
+    """Life cycle of a member."""
 
     JOINED = "joined"
     STREAMING = "streaming"
@@ -48,21 +48,21 @@ class Member:
     applicant: Applicant
     joined_s: float
     state: State = State.JOINED
-    streams: set[str] = field(default_factory=set)  # those that it has opened: "Push", "Pull"
-    memory: Attached | None = None  # that it shares with this pserver
-    step: int = 0  # the highest that it has pushed
-    wait_s: float = 0.0  # sum over slices of how long after the first rank's push its own came
+    streams: set[str] = field(default_factory=set)  # those opened: "Push", "Pull"
+    memory: Attached | None = None  # shared with this pserver
+    step: int = 0  # the highest pushed
+    wait_s: float = 0.0  # sum over slices of its delay after the first rank's push
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.applicant})"
 
     def go(self) -> None:
-        """It has left or died: nothing of it is kept."""
+        """Marks it as gone (left or died) and drops its memory."""
         self.state, self.memory = State.GONE, None
 
 
 class Membership:
-    """The members of one job. The first to join decides what the others must agree with."""
+    """The members of one job. The first to join sets what the others must match."""
 
     def __init__(self, workers: int, job: str = "") -> None:
         self.workers = workers
@@ -71,7 +71,7 @@ class Membership:
         self._job = job
 
     def join(self, applicant: Applicant, now_s: float) -> Member:
-        """Makes `applicant` a member, or finds that it is one already (a repeated call).
+        """Adds `applicant` as a member; a repeated call returns the same member.
 
         Raises:
             ConnectError: it does not belong here; the message says why and what to do.
@@ -94,7 +94,7 @@ class Membership:
         return str(self.members.get(rank, f"rank {rank} (not joined)"))
 
     def not_streaming(self) -> list[int]:
-        """Ranks that have not joined completely, or are gone."""
+        """Ranks that have not fully joined, or are gone."""
         ranks = range(self.workers)
         return [rank for rank in ranks if rank not in self.members or self.members[rank].state is not State.STREAMING]
 
@@ -153,7 +153,7 @@ class Membership:
                     raise MismatchError(
                         f"{name} must be the same on all workers: {member} has {theirs!r}, this worker {ours!r}"
                     )
-            return  # the others have agreed with the first
+            return  # the others match the first
 
     def _rank_for(self, new: Applicant) -> int:
         if new.rank is None:
@@ -176,7 +176,7 @@ class Membership:
 
 
 def first_difference(lines: Mapping[int, Sequence[str]], describe: Callable[[int], str]) -> str | None:
-    """What differs first between the ranks' declarations, and what each rank has; None if they are equal."""
+    """Describes the first difference between the ranks' declarations; None if they are equal."""
     for number in range(max(map(len, lines.values()), default=0)):
         found = {rank: own[number] if number < len(own) else "nothing" for rank, own in sorted(lines.items())}
         if len(set(found.values())) > 1:

@@ -1,4 +1,4 @@
-"""What a pserver tells Prometheus: `/metrics` and `/healthz`, over HTTP.
+"""Prometheus metrics of a pserver: `/metrics` and `/healthz` over HTTP.
 
 Nothing is counted here: a scrape reads what the pserver keeps anyway. docs/metrics.md lists the names.
 """
@@ -26,9 +26,9 @@ except ImportError as error:
         "metrics need the package prometheus-client, which is not installed: pip install 'tfps[metrics]'"
     ) from error
 
-_REQUEST_TIMEOUT_S = 10.0  # a client that says nothing holds a thread no longer
+_REQUEST_TIMEOUT_S = 10.0  # a silent client holds a thread no longer
 
-# Per member: name, whether it is a total, the value, what it is.
+# Per member: name, whether a total, value, help text.
 _PER_RANK: tuple[tuple[str, bool, Callable[[MemberStatus], float], str], ...] = (
     ("tfps_step", False, lambda m: m.step, "Highest step that the rank has pushed"),
     ("tfps_received_bytes", True, lambda m: m.received_bytes, "Payload of the rank's pushes"),
@@ -49,7 +49,7 @@ _PER_RANK: tuple[tuple[str, bool, Callable[[MemberStatus], float], str], ...] = 
 
 
 class PserverCollector(Collector):
-    """Reads the status of `server` whenever it is asked."""
+    """Makes metrics of the status of `server`, at each scrape."""
 
     def __init__(self, server: ParameterServer) -> None:
         self._server = server
@@ -99,20 +99,20 @@ class _Handler(WSGIRequestHandler):
     timeout = _REQUEST_TIMEOUT_S
 
     def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002
-        """A scrape is no news."""
+        """Logs nothing."""
 
 
 class MetricsServer:
     """Answers HTTP requests about `server` on a thread "tfps-metrics", from construction until `stop`.
 
-    `/metrics` in the formats of Prometheus; `/healthz` with 200 as long as the pserver serves and 503 from its stop on.
+    `/metrics` in Prometheus formats; `/healthz` with 200 while the pserver serves and 503 once it stops.
 
     Args:
         host: address to listen on, as the pserver's.
         port: 0 picks a free one; see `port`.
 
     Raises:
-        ConfigError: the port cannot be had.
+        ConfigError: the port is not available.
     """
 
     def __init__(self, server: ParameterServer, host: str, port: int) -> None:
@@ -133,7 +133,7 @@ class MetricsServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread and gives the port back."""
+        """Ends the thread and frees the port."""
         self._http.shutdown()
         self._thread.join()
         self._http.server_close()

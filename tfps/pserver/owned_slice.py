@@ -1,4 +1,4 @@
-"""A slice on the pserver that owns it: a round, the lock that guards it, and what is recorded of it.
+"""A slice on its owner: its round, the lock that guards it, and its recording.
 
 Tested in tests/pserver/test_job.py.
 """
@@ -20,15 +20,15 @@ from tfps.wire.shared_memory import Target
 
 
 class Taken(NamedTuple):
-    """What a push did.
+    """Result of a push.
 
     Attributes:
-        step: of the round that it belongs to, or, if it completed that, of the next one.
+        step: of its round or, if it completed that, of the next one.
         missing: ranks that the round waits for.
-        wait_ns: how long after the first rank's push this rank's came.
-        result: of the round, if it is complete.
+        wait_ns: this rank's delay after the first rank's push.
+        result: of the round, if complete.
         blank: the reply, if the sum has been written into it.
-        targets: of the ranks that want it somewhere else than in a reply.
+        targets: of the ranks that get the sum in shared memory, not in a frame.
     """
 
     step: int
@@ -40,20 +40,20 @@ class Taken(NamedTuple):
 
 
 class OwnedSlice:
-    """A gather has one, of the whole bucket. `round` is set once, before anything else."""
+    """A slice of a sum, or a whole gather. Set `round` once, before anything else."""
 
     __slots__ = ("_blank", "_recorder", "_targets", "first_ns", "lock", "round")
 
     def __init__(self, recorder: Recorder) -> None:
         self.lock = threading.Lock()
-        self.first_ns = 0  # when the first rank pushed it in this round, by the recorder's clock
+        self.first_ns = 0  # first push of this round, on the recorder's clock
         self.round: SumRound | GatherRound
         self._blank: Blank | None = None
         self._targets: dict[int, Target] = {}
         self._recorder = recorder
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
-        """Where to write the sum: into the reply itself, which saves a copy."""
+        """Memory for the sum: the reply itself, which saves a copy."""
         self._blank = Blank(nbytes)
         return self._blank.payload
 
@@ -61,7 +61,7 @@ class OwnedSlice:
         """Adds a push to the round. Keeps `payload` by reference.
 
         Raises:
-            ProtocolError: the frame does not fit the slice, or not the step of it.
+            ProtocolError: the frame does not fit the slice or its step.
         """
         recorder, result, blank = self._recorder, None, None
         targets: dict[int, Target] = {}
@@ -101,7 +101,7 @@ class OwnedSlice:
         round_.add(rank, header.step, part)
 
     def _record(self, rank: int, header: Header, nbytes: int) -> None:
-        """The round that `rank` has completed. The pieces of a gather belong together."""
+        """Records the round that `rank` completed: one span, also for all pieces of a gather."""
         self._recorder.span(
             "aggregate",
             self.first_ns,

@@ -11,11 +11,11 @@ from tfps.errors import ClosedError, TfpsError
 from tfps.protos import tfps_pb2 as pb
 from tfps.trace.recorder import RECORD, Recorder
 
-_PART_BYTES = 50_000 * RECORD.itemsize  # of one message
+_PART_BYTES = 50_000 * RECORD.itemsize  # per message
 
 
 def messages(recorder: Recorder, **fields: Any) -> list[Any]:
-    """What a recorder has, as messages of a few MB; `fields` are those of Records that say whose it is."""
+    """A recorder's content as messages of a few MB; `fields` are the Records fields that name its owner."""
     records = recorder.records()
     return [
         pb.Records(
@@ -29,7 +29,7 @@ class Recording:
     """The capture of a job as one of its pservers sees it; see Records in protos/tfps.proto. Any thread.
 
     Attributes:
-        number: of the capture, from its begin until all is collected; 0: there is none.
+        number: of the current capture, until all is collected; 0 if none.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -42,7 +42,7 @@ class Recording:
         self._failure: TfpsError | None = None
 
     def start(self, number: int, uploading: Iterable[int]) -> None:
-        """Records from now on; forgets what there is of an earlier capture.
+        """Starts recording; drops an earlier capture.
 
         Args:
             uploading: ranks that will upload to this pserver.
@@ -55,10 +55,10 @@ class Recording:
             self._changed.notify_all()
 
     def stop(self, number: int, index: int) -> None:
-        """Records no more; `index` is this pserver's place in the list of the workers.
+        """Stops recording; `index` is this pserver's place in the workers' list.
 
         Raises:
-            ClosedError: there is no such capture, or not any more.
+            ClosedError: the capture is unknown or over.
         """
         with self._changed:
             self._check(number)
@@ -69,10 +69,10 @@ class Recording:
                 self._changed.notify_all()
 
     def upload(self, number: int, rank: int, part: Any) -> None:
-        """Takes what a worker has recorded, or a part of it.
+        """Takes a part of a worker's records.
 
         Raises:
-            ClosedError: there is no such capture, or not any more.
+            ClosedError: the capture is unknown or over.
         """
         with self._changed:
             self._check(number)
@@ -82,10 +82,10 @@ class Recording:
             self._changed.notify_all()
 
     def collect(self, number: int, timeout_s: float) -> Any | None:
-        """The next part; waits for it. None ends the capture: all is collected, or the time is over.
+        """Waits for the next part. None ends the capture: all is collected, or the time is up.
 
         Raises:
-            ClosedError: there is no such capture, or not any more.
+            ClosedError: the capture is unknown or over.
             TfpsError: the job has failed.
         """
         with self._changed:
@@ -100,7 +100,7 @@ class Recording:
             return None
 
     def gone(self, rank: int) -> int:
-        """`rank` has left, nobody waits for its spans any more; the capture that this ends (rank 0's), or 0."""
+        """`rank` has left: stops waiting for its spans. Returns the capture that this ends (if rank 0 left), or 0."""
         with self._changed:
             self._expected.discard(rank)
             ended = self.number if rank == 0 else 0
@@ -110,7 +110,7 @@ class Recording:
             return ended
 
     def fail(self, error: TfpsError) -> None:
-        """The job has failed."""
+        """Ends the capture with the job's failure."""
         with self._changed:
             self._failure = error
             self._end()

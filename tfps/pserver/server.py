@@ -48,23 +48,23 @@ from tfps.wire.status import PserverStatus, status_message
 from tfps.wire.stream import not_expected
 
 logger = logging.getLogger("tfps")
-_JOIN_MARGIN_S = 1.0  # before a caller's deadline, to tell it why it waits instead of letting it run out
+_JOIN_MARGIN_S = 1.0  # before a caller's deadline: tells it why it waits instead of timing out
 
 
 class ParameterServer:
-    """Serves one job of `workers` workers after the other, from construction until `stop`.
+    """Serves jobs of `workers` workers, one after another, from construction until `stop`.
 
-    Per worker one of gRPC's threads sends replies and another receives, aggregates and queues the replies.
+    Per worker, one thread sends replies and another receives and aggregates pushes and queues the replies.
 
     Args:
         host: address to listen on; `"0.0.0.0"` is every interface.
         port: 0 picks a free one; see `port`.
         workers: how many workers a job has.
         job: serve only jobs of this name.
-        data_port: where data connections are taken; 0 picks a free one. Workers are told.
+        data_port: port for data connections; 0 picks a free one. Workers learn it when they join.
 
     Raises:
-        ConfigError: the number of workers is out of range, or a port cannot be had.
+        ConfigError: the number of workers is out of range, or a port is not available.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class ParameterServer:
         self._job = Job(workers, job, self._recorder, self._errors)
         self._jobs = 0
         self._stopped = False
-        # A worker holds two threads with its streams and may hold one with a call; twice, as a new job's workers may
-        # come before the threads of the last one's streams have ended.
+        # A worker holds two threads for its streams and maybe one for a call; twice that, as a new job's workers may
+        # come before the last job's stream threads have ended.
         self._pool = DaemonPool(6 * workers + 8, "tfps-server")
         self._server = grpc.server(self._pool, options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((self._handlers(),))
@@ -106,7 +106,7 @@ class ParameterServer:
         self._server.start()
 
     def stop(self, grace_s: float = 2.0) -> None:
-        """Ends the job, if there is one, with an error that says so, and the server. May be called again."""
+        """Fails the current job, if any, and stops the server. May be called again."""
         with self._lock:
             self._stopped = True
             job = self._job
@@ -122,7 +122,7 @@ class ParameterServer:
         return self._stopped
 
     def status(self) -> PserverStatus:
-        """How the pserver is doing. What it costs, it costs then: nothing is measured for it meanwhile."""
+        """The pserver's status, computed on request: nothing is measured in between."""
         with self._lock:
             job, jobs = self._job, self._jobs
         return PserverStatus(
@@ -211,7 +211,7 @@ class ParameterServer:
                 reply.rank, reply.shared_memory = member.rank, member.memory is not None
                 self._jobs += first
                 reply.workers, reply.token, reply.data_port = self.workers, self._job.token, self._data.port
-        except TfpsError as error:  # here, as a refusal must name the protocol version, too
+        except TfpsError as error:  # caught here: a refusal must carry the protocol version, too
             reply.failure.CopyFrom(failure_of(error))
         return reply
 
@@ -286,7 +286,7 @@ class ParameterServer:
             yield frames.encode_error(error)  # refused alone, too
             return
         ended = functools.partial(job.stream_ended, rank)
-        if not context.add_callback(ended):  # called also if it breaks while there is nothing to send
+        if not context.add_callback(ended):  # also called if the stream breaks while idle
             ended()
         try:
             yield from outgoing(queue)
@@ -296,7 +296,7 @@ class ParameterServer:
             yield frames.encode_error(self._fail(job, rank, error, f"while it sent to rank {rank}"))
 
     def _open_session(self, token: str, rank: int) -> Session:
-        """Of a data connection, which is both streams."""
+        """Opens the session of a data connection, which is both streams."""
         job = self._job_of(token)
         job.open_stream(rank, PUSH)
         queue = job.open_stream(rank, PULL)
@@ -304,10 +304,10 @@ class ParameterServer:
         return Session(queue, _Pushes(job, rank), fail, functools.partial(job.stream_ended, rank))
 
     def _fail(self, job: Job, rank: int, error: Exception, when: str) -> TfpsError:
-        """Ends the job with an error of a stream of `rank`; what its workers are told."""
+        """Fails the job with an error of a stream of `rank`; returns what to tell its workers."""
         if isinstance(error, ProtocolError):
             failure: TfpsError = ProtocolError(f"rank {rank}: {error}")
-        elif job.over:  # it may be due to what has been taken down
+        elif job.over:  # maybe caused by the teardown
             return self._failed(when, error)
         else:
             failure = self._bug(when, error)
@@ -315,7 +315,7 @@ class ParameterServer:
         return failure
 
     def _bug(self, when: str, error: Exception) -> TfpsError:
-        """Logs an error that should not have happened, such as a MemoryError; what to tell the workers of it."""
+        """Logs an unexpected error, such as a MemoryError; returns what to tell the workers."""
         logger.error("tfps: failed %s", when, exc_info=error)
         return self._failed(when, error)
 
@@ -324,7 +324,7 @@ class ParameterServer:
 
 
 class _Pushes:
-    """The frames of one rank; see `Receiver`. A push is kept where it was received until its sum is complete."""
+    """Receives one rank's frames; see `Receiver`. A push stays where it was received until its sum is complete."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self._job, self._rank = job, rank
@@ -340,12 +340,12 @@ class _Pushes:
 
 
 def _until_broken(messages: Iterator[bytes]) -> Iterator[bytes]:
-    with contextlib.suppress(Exception):  # gRPC's way to say that the stream broke: whose it was stream_ended says
+    with contextlib.suppress(Exception):  # gRPC raises when the stream breaks; stream_ended handles that
         yield from messages
 
 
 def _attached(request: Any) -> Attached | None:
-    """The memory of the worker that joins, if it offers some and it can be had; sockets are always there."""
+    """Attaches a joining worker's memory, if offered and accessible; None: sockets are used."""
     if not request.HasField("memory"):
         return None
     memory = request.memory
@@ -375,7 +375,7 @@ def _reachable(host: str) -> str:
 
 
 def _try_to_listen(host: str, port: int) -> None:
-    """Raises OSError if the port cannot be had: gRPC itself does not tell the reason to its caller."""
+    """Raises OSError if the port is not available: gRPC itself does not report the reason."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does; else lingering connections count

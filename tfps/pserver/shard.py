@@ -1,4 +1,4 @@
-"""A pserver's shard of a job: the slices that it owns of every bucket, as they are cut now and from a later step on."""
+"""A pserver's shard of a job: the slices it owns of every bucket, with current and upcoming cuttings."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from tfps.trace.recorder import Recorder
 
 @dataclass(slots=True)
 class OwnedBucket:
-    """A declared bucket; `slices` has what this pserver owns of it, by index (a gather: index 0).
+    """A declared bucket; `slices` are those this pserver owns, by index (a gather: index 0).
 
-    `slices` is only ever replaced as a whole, so that streams read it without a lock.
+    `slices` is only replaced as a whole, so streams read it without a lock.
     """
 
     spec: BucketSpec
     slices: dict[int, OwnedSlice] = field(default_factory=dict)
-    next: dict[int, dict[int, OwnedSlice]] = field(default_factory=dict)  # by the first step
+    next: dict[int, dict[int, OwnedSlice]] = field(default_factory=dict)  # by first step
 
     def advance(self, step: int) -> None:
-        """Changes to the next cutting, if `step` is cut so. All of the last step is over then, on all pservers."""
+        """Switches to the next cutting if `step` uses it. The step before is over by then, on all pservers."""
         for first in sorted(first for first in self.next if first <= step):
             self.slices = self.next.pop(first)
 
 
 class Shard:
-    """What one pserver owns. The caller's lock guards all changes, and `next` of the buckets.
+    """What one pserver owns. The caller's lock guards all changes and the buckets' `next`.
 
     Args:
-        workers: of the job.
-        pservers: of the job, of which this one is number `index` in the workers' lists.
+        workers: number of workers in the job.
+        pservers: number of pservers; `index` is this one's place in the workers' lists.
     """
 
     def __init__(self, config: Config, workers: int, pservers: int, index: int, recorder: Recorder) -> None:
@@ -71,7 +71,7 @@ class Shard:
         self.buckets = []
 
     def _slices(self, spec: BucketSpec, cutting: Cutting) -> dict[int, OwnedSlice]:
-        """What this pserver owns of a sum."""
+        """The slices of a sum that this pserver owns."""
         owned = {}
         dtype, deterministic = parse_dtype(spec.dtype), self.config.deterministic
         for index, (piece, owner) in enumerate(zip(cutting.slices, cutting.owners, strict=True)):

@@ -1,6 +1,6 @@
 """Serves captures, their summaries and the page that shows them, from TensorBoard's own server.
 
-The page gets a capture's first line as it is in the file (docs/trace_format.md) and makes everything else of it.
+The page gets a capture's first line as stored (docs/trace_format.md) and derives everything else from it.
 
 Tested in tests/tensorboard/test_traceview.py.
 """
@@ -27,8 +27,8 @@ from tfps.trace.summary import summarize
 
 _STATIC = Path(__file__).resolve().parent / "static"
 _TYPES = {".js": "application/javascript", ".css": "text/css"}
-_KEPT = 8  # answers; those of the captures that were looked at last
-_LOOK_S = 2.0  # how long a list of runs is taken to be true
+_KEPT = 8  # cached answers, of the captures viewed last
+_LOOK_S = 2.0  # how long a list of runs is cached
 
 
 class ParameterServersPlugin(base_plugin.TBPlugin):
@@ -45,7 +45,7 @@ class ParameterServersPlugin(base_plugin.TBPlugin):
         self._looked_s = float("-inf")
 
     def get_plugin_apps(self) -> dict[str, Any]:
-        """Path -> what answers it."""
+        """Path -> its handler."""
         static = {f"/{file.name}": _static(file) for file in _STATIC.iterdir() if file.suffix in _TYPES}
         return {
             **static,
@@ -65,7 +65,7 @@ class ParameterServersPlugin(base_plugin.TBPlugin):
         )
 
     def runs(self) -> dict[str, Path]:
-        """Name -> file, the newest first. A name is the file's, after the folder below the log directory if any."""
+        """Name -> file, newest first. A name is the run's, after its folder below the log directory, if any."""
         with self._lock:
             if time.monotonic() - self._looked_s > _LOOK_S:
                 self._runs = _find(self._log_dir)
@@ -76,7 +76,7 @@ class ParameterServersPlugin(base_plugin.TBPlugin):
         return http_util.Respond(request, list(self.runs()), "application/json")
 
     def _serving(self, make: Callable[[Path], bytes]) -> Any:
-        """Answers `?run=NAME` with what `make` makes of its file, gzipped."""
+        """Answers `?run=NAME` with the gzipped result of `make` for its file."""
 
         def serve(request: wrappers.Request) -> Any:
             run = request.args.get("run", "")

@@ -1,4 +1,4 @@
-"""What happened to every slice during some steps, on all workers and pservers: the nouns of a capture.
+"""The data model of a capture: what happened to every slice during some steps, on all workers and pservers.
 
 Files are written and read by `tfps.trace.capture_file`; the format is described in docs/trace_format.md.
 """
@@ -31,7 +31,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 Role = Literal["worker", "pserver"]
 Setting = str | int | float | bool | None
 
-# Where spans of a kind are shown, unless whoever records them has a reason for another lane.
+# The default lane of each kind of span.
 LANES: Mapping[Kind, str] = {
     "step": "steps",
     "forward": "compute",
@@ -47,7 +47,7 @@ LANES: Mapping[Kind, str] = {
     "reply_wire": "to worker {rank}",
     "update": "updates",
 }
-NONE = -1  # of a field that says nothing about a span
+NONE = -1  # a field that does not apply to a span
 
 
 class Span(NamedTuple):
@@ -56,19 +56,18 @@ class Span(NamedTuple):
     Attributes:
         kind: see docs/trace_format.md.
         process: position in `Capture.processes` of where it happened.
-        lane: what is drawn in one line of that process; see `lane_of`.
+        lane: the line of that process it is drawn in; see `lane_of`.
         begin_ns, end_ns: on rank 0's clock.
-        step: the round of the exchange that it belongs to; of a gate the one whose update it waits for.
+        step: its round of the exchange; of a gate, the round whose update it waits for.
         bucket: position in `Capture.buckets`.
-        slice: number of the slice in its bucket; none where the whole bucket is concerned.
+        slice: number of the slice in its bucket; -1 for the whole bucket.
         variable: position in `CapturedBucket.variables`, of a gate.
         priority: 0 is the most urgent.
         nbytes: of the payload.
-        rank: the worker that it is for: whose push, queue, reply or gate; of an aggregate the worker that it waited
-            for, the last to arrive.
+        rank: the worker whose push, queue, reply or gate it is; of an aggregate, the last worker to arrive.
         pserver: the pserver that owns the slice.
 
-    Where there is no such thing a number is -1.
+    Numbers that do not apply are -1.
     """
 
     kind: Kind
@@ -106,11 +105,11 @@ class Process:
     """A worker or a pserver.
 
     Args:
-        role: which of both.
+        role: worker or pserver.
         number: the rank of a worker, the number of a pserver.
-        host: its host, or address, for people.
-        clock_offset_ns: what was added to times of its clock to give rank 0's.
-        clock_error_ns: by how much that may be wrong; half the round trip that it was measured with.
+        host: its host or address, for display.
+        clock_offset_ns: what was added to its times to convert them to rank 0's clock.
+        clock_error_ns: possible error of that: half the round trip of the measurement.
 
     Raises:
         TfpsError: a value is out of range.
@@ -140,10 +139,10 @@ class CapturedBucket:
     """Variables that share slices and an update.
 
     Args:
-        name: for people, as in messages of tfps.
+        name: for display, as in messages of tfps.
         variables: their names, in forward order.
         priority: position of first use in the forward pass; 0 is the most urgent.
-        nbytes: of one worker's gradient; 0 where it differs from step to step.
+        nbytes: of one worker's gradient; 0 if it varies by step.
     """
 
     name: str
@@ -159,9 +158,9 @@ class Capture:
     Args:
         processes: workers by rank, then pservers by number.
         buckets: what is exchanged.
-        spans: everything that happened; kept in the order of `begin_ns`, equal ones as they were given.
-        steps: the steps that were asked for, ascending.
-        settings: of the run, for people and for comparing two: policy, slice_bytes, window_bytes, ...
+        spans: all events, sorted by `begin_ns`; ties keep the given order.
+        steps: the requested steps, ascending.
+        settings: of the run, for display and comparison: policy, slice_bytes, window_bytes, ...
         name: of the run.
 
     Raises:
@@ -212,7 +211,7 @@ class Capture:
         return [process for process in self.processes if process.role == "pserver"]
 
     def variable_name(self, span: Span) -> str:
-        """Of the variable, or of the bucket, or nothing."""
+        """The variable's name, else the bucket's, else empty."""
         if span.bucket < 0:
             return ""
         bucket = self.buckets[span.bucket]
@@ -220,7 +219,7 @@ class Capture:
 
 
 def rows(spans: Iterable[tuple[int, int]]) -> list[int]:
-    """Packs (begin, end), ascending by begin, into as few rows as possible without overlap; the row of each."""
+    """Packs (begin, end), ascending by begin, into as few rows as possible without overlap; returns their rows."""
     busy: list[tuple[int, int]] = []
     free: list[int] = []
     count = 0
@@ -238,7 +237,7 @@ def rows(spans: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def by_lane(spans: Sequence[Span]) -> dict[tuple[int, str], list[int]]:
-    """(process, lane) -> positions of its spans; lanes in the order of their first kind, and of the other end."""
+    """(process, lane) -> positions of its spans; lanes ordered by their first kind, then by the other end."""
     found: dict[tuple[int, str], list[int]] = {}
     for position, span in enumerate(spans):
         found.setdefault((span.process, span.lane), []).append(position)

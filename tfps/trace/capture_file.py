@@ -1,4 +1,4 @@
-"""Files of captures: gzipped Chrome trace events that Perfetto opens, with the capture itself in the first line.
+"""Capture files: gzipped Chrome trace events for Perfetto, with the capture itself in the first line.
 
 Reading needs only that line: columns of numbers, exact to the nanosecond. See docs/trace_format.md.
 
@@ -21,23 +21,23 @@ from tfps.trace.capture import KINDS, NONE, Capture, CapturedBucket, Kind, Proce
 
 FORMAT = 1
 SUFFIX = ".trace.json.gz"
-# A metadata event that others ignore. A member of an outer object would not do: Perfetto stops at unknown ones.
+# A metadata event that others ignore. Perfetto would stop at an unknown member of an outer object.
 _START = b'[{"name":"tfps","ph":"M","pid":0,"tid":0,"args":'
 _END = b"},\n"
-# Written as they are; the others are coded: begin as differences, kind and (process, lane) as positions in lists.
+# Written unchanged; others are coded: begin as differences, kind and (process, lane) as positions in lists.
 _PLAIN = ("step", "bucket", "slice", "variable", "priority", "nbytes", "rank", "pserver")
-_QUEUES: Mapping[Kind, Kind] = {"queued": "wire", "reply_queued": "reply_wire"}  # and what follows
+_QUEUES: Mapping[Kind, Kind] = {"queued": "wire", "reply_queued": "reply_wire"}  # and the next span
 _FLOW = ("wire", "aggregate", "reply_wire", "update")
 _dump = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def chrome_path(log_dir: str | Path, run: str) -> Path:
-    """Where a run's capture is expected: `<log_dir>/plugins/tfps/<run>.trace.json.gz`."""
+    """The path of a run's capture: `<log_dir>/plugins/tfps/<run>.trace.json.gz`."""
     return Path(log_dir) / "plugins" / "tfps" / f"{run}{SUFFIX}"
 
 
 def write_chrome(capture: Capture, path: str | Path) -> None:
-    """Writes a capture; folders are made, and readers see the whole file or none."""
+    """Writes a capture atomically; creates missing folders."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
@@ -51,7 +51,7 @@ def read(path: str | Path) -> Capture:
     """Reads what `write_chrome` wrote, without loss.
 
     Raises:
-        TfpsError: it is not such a file.
+        TfpsError: it is not a capture.
     """
     try:
         return from_columns(json.loads(read_columns(path)))
@@ -60,10 +60,10 @@ def read(path: str | Path) -> Capture:
 
 
 def read_columns(path: str | Path) -> bytes:
-    """The capture's own part of a file: a JSON object, as it was written.
+    """The first line of a file: the capture as a JSON object, as written.
 
     Raises:
-        TfpsError: it is not such a file, or of a newer format.
+        TfpsError: it is not a capture, or of a newer format.
     """
     try:
         with gzip.open(path, "rb") as file:
@@ -147,7 +147,7 @@ def from_columns(content: dict[str, Any]) -> Capture:
 
 
 def _events(capture: Capture) -> Iterator[str]:
-    """Chrome's events as JSON: names, complete events, flows, and how many wait in queues: too many to show each."""
+    """Chrome events as JSON: names, complete events, flows, and counters for queues, as single waits are too many."""
     spans = capture.spans
     origin = spans[0].begin_ns if spans else 0
     threads: dict[int, int] = {}
@@ -198,7 +198,7 @@ def _events(capture: Capture) -> Iterator[str]:
 def _chains(
     spans: tuple[Span, ...], flows: dict[tuple[int, int, int], list[int]], key: tuple[int, int, int]
 ) -> Iterator[list[int]]:
-    """Per rank, what a slice passed in one step, from its push to the update."""
+    """Per rank, the spans of a slice in one step, from its push to the update."""
     step, bucket, index = key
     if index < 0:
         return
@@ -231,12 +231,12 @@ def _span_event(capture: Capture, span: Span, thread: int, origin: int, queued_n
 
 
 def _message(span: Span, kind: Kind) -> tuple[Any, ...]:
-    """What a span on the wire and the one in the queue before it have in common."""
+    """The key that a span on the wire shares with the one in the queue before it."""
     return kind, span.process, span.step, span.bucket, span.slice, span.rank, span.pserver
 
 
 def _counter(process: int, lane: str, queued: Sequence[Span], origin: int) -> Iterator[str]:
-    """How many wait, at each change."""
+    """Counter events: how many wait, at each change."""
     changes = [(span.begin_ns, 1) for span in queued] + [(span.end_ns, -1) for span in queued]
     changes.sort(key=lambda change: (change[0], -change[1]))
     waiting = itertools.accumulate(change for _, change in changes)

@@ -22,8 +22,8 @@ _LINK_CSV = ("pushed_bytes", "replied_bytes", "push_busy_ns", "reply_busy_ns")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="tfps_trace", description="Says where the time of the captured steps went.")
+    """Runs the command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="tfps_trace", description="Shows where the time of captured steps went.")
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="<log_dir>/plugins/tfps/<run>.trace.json.gz"
     )

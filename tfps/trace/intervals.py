@@ -1,4 +1,4 @@
-"""Arithmetic of sets of times. A set is a list of (begin, end), ascending, without overlap and without empty ones.
+"""Operations on sets of times. A set is an ascending list of (begin, end), none empty or overlapping.
 
 Tested in tests/trace/test_summary.py.
 """
@@ -13,7 +13,7 @@ Intervals = list[Interval]
 
 
 def union(found: Iterable[Interval]) -> Intervals:
-    """The times that at least one of any intervals covers."""
+    """The times covered by at least one interval."""
     merged: Intervals = []
     last_begin = last_end = 0
     for begin, end in sorted(found):
@@ -30,7 +30,7 @@ def union(found: Iterable[Interval]) -> Intervals:
 
 
 def total(times: Intervals) -> int:
-    """How long a set is."""
+    """Total length of a set."""
     return sum(end - begin for begin, end in times)
 
 

@@ -1,4 +1,4 @@
-"""Records what happens to slices, for people who ask why a step is slow."""
+"""Records what happens to slices, to find out why a step is slow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from tfps.trace.capture import KINDS, NONE, Kind, Span
 
-# A span as bytes: what a process keeps, and what it sends to whoever collects a capture.
+# A span as bytes, as a process keeps and sends it.
 RECORD = np.dtype(
     [
         ("kind", "u1"),  # position in KINDS, or one of the two below
@@ -28,31 +28,31 @@ RECORD = np.dtype(
     ]
 )
 _pack = struct.Struct("<Bqqqiqiqqii").pack
-UNKNOWN = -(2**63)  # a time that nobody has recorded
+UNKNOWN = -(2**63)  # a time that was not recorded
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
-SENT = 100  # a slice was put into a queue (begin_ns, may be UNKNOWN) and taken to be sent (end_ns)
-ARRIVED = 101  # it has come to the other end, at that time
+SENT = 100  # a slice was queued at begin_ns (may be UNKNOWN) and sent at end_ns
+ARRIVED = 101  # it arrived at the other end at that time
 
 
 class Recorder:
-    """A ring buffer of spans, whatever thread recorded them.
+    """A ring buffer of spans from any thread.
 
     Off until `start` is called; callers check `enabled` first, so that a recorder that is off costs one attribute read.
 
     Args:
-        capacity: how many are kept, the latest. A span takes 65 bytes, and Python's 41.
-        clock: all times of this process in a capture, nanoseconds.
+        capacity: how many of the latest are kept. A span takes 65 bytes plus Python's 41.
+        clock: gives all times of this process in a capture, nanoseconds.
     """
 
     def __init__(self, capacity: int = 1_000_000, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.enabled = False
-        self.started_ns = 0  # the last time
+        self.started_ns = 0  # by the last `start`
         self.clock = clock
-        # Bytes and not tuples: quickly made, nothing for the garbage collector, ready to be sent.
+        # Bytes, not tuples: fast to make, no work for the garbage collector, ready to send.
         self._spans: deque[bytes] = deque(maxlen=capacity)
 
     def start(self) -> None:
-        """Forgets what was before and starts recording."""
+        """Drops earlier spans and starts recording."""
         self._spans.clear()
         self.started_ns = self.clock()
         self.enabled = True
@@ -88,9 +88,9 @@ class Recorder:
         self, put_ns: int, taken_ns: int, step: int, bucket: int, index: int, priority: int, nbytes: int, rank: int,
         pserver: int,
     ) -> None:  # fmt: skip
-        """A slice has left its queue: the end of its time there and the begin of that on the wire.
+        """A slice has left its queue and is now on the wire.
 
-        Of `rank` and `pserver` the other end is given; `put_ns` is UNKNOWN if it was put there before recording began.
+        Give `rank` or `pserver`, the other end; `put_ns` is UNKNOWN if it was queued before recording began.
         """
         if self.enabled:
             self._spans.append(
@@ -98,7 +98,7 @@ class Recorder:
             )
 
     def arrived(self, at_ns: int, step: int, bucket: int, index: int, rank: int, pserver: int) -> None:
-        """A slice has come: the end of its time on the wire. Of `rank` and `pserver` the other end is given."""
+        """A slice has arrived from the wire. Give `rank` or `pserver`, the other end."""
         if self.enabled:
             self._spans.append(_pack(ARRIVED, at_ns, at_ns, step, bucket, index, NONE, NONE, NONE, rank, pserver))
 
@@ -108,13 +108,13 @@ class Recorder:
 
     @property
     def full(self) -> bool:
-        """Whether the first spans may have had to go."""
+        """Whether the first spans may have been dropped."""
         return len(self._spans) == self._spans.maxlen
 
     def spans(self) -> list[Span]:
-        """The spans so far, in the order in which they ended up here; without what `sent` and `arrived` have added.
+        """The spans so far, in the order of recording, without those of `sent` and `arrived`.
 
-        Times are of this recorder's clock; process and lane are not known here.
+        Times are on this recorder's clock; process and lane are unknown here.
         """
         records = np.frombuffer(self.records(), RECORD)
         found = records[records["kind"] < len(KINDS)]

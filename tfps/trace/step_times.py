@@ -1,4 +1,4 @@
-"""Where the time of one step goes: the one count of it, for summaries of captures and for `Strategy.report`.
+"""Where the time of one step goes: the shared figures of capture summaries and `Strategy.report`.
 
 Tested in tests/trace/test_summary.py and tests/runtime/test_report.py.
 """
@@ -19,9 +19,9 @@ class StepTimes(NamedTuple):
     Attributes:
         compute_ns: forward and backward, without waiting for gates or input.
         exposed_ns: at least one read waited at a gate.
-        input_ns: it waited for its input batch.
-        under_way_ns: something of the exchange was under way.
-        hidden_ns: of that, while no read waited.
+        input_ns: the worker waited for its batch.
+        under_way_ns: an exchange was under way.
+        hidden_ns: the part of that while no read waited.
     """
 
     compute_ns: int
@@ -34,13 +34,13 @@ class StepTimes(NamedTuple):
 def step_times(
     bounds: Interval, computing: Intervals, gates: Intervals, inputs: Intervals, under_way: Intervals
 ) -> StepTimes:
-    """The times of a step with these bounds; of the sets of times what is within them counts.
+    """The times of a step; the sets of times are clipped to its `bounds`.
 
     Args:
         computing: forward and backward passes, waiting included.
         gates: when a read waited at a gate.
         inputs: when the worker waited for a batch.
-        under_way: when something of the exchange was under way.
+        under_way: when an exchange was under way.
     """
     busy, exposed, waiting, exchange = (clip(times, *bounds) for times in (computing, gates, inputs, under_way))
     return StepTimes(
@@ -53,12 +53,12 @@ def step_times(
 
 
 def overlap(hidden: float, under_way: float) -> float:
-    """What part of the exchange's time cost nothing: no read waited meanwhile. 1 where nothing was exchanged."""
+    """Fraction of the exchange's time during which no read waited. 1 if nothing was exchanged."""
     return hidden / under_way if under_way else 1.0
 
 
 class Limit(enum.Enum):
-    """What a step spends its time on; of an exchange the cause has to be found."""
+    """What limits a step; the cause of EXCHANGE is found elsewhere."""
 
     COMPUTATION = "computation"
     INPUT = "input"
@@ -66,7 +66,7 @@ class Limit(enum.Enum):
 
 
 def limit_of(duration: float, exposed: float, input_: float = 0.0) -> Limit:
-    """What limits steps of this duration, which wait so long for the exchange and for input; any unit."""
+    """What limits steps of this duration with these waits for exchange and input; any unit."""
     if max(exposed, input_) < NEGLIGIBLE * duration:
         return Limit.COMPUTATION
     return Limit.INPUT if input_ > exposed else Limit.EXCHANGE

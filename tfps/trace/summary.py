@@ -1,7 +1,7 @@
-"""What a capture says: where the time of a step goes, what it waits for, and whether urgent slices went first.
+"""Summary of a capture: where the time of a step goes, what it waits for, and whether urgent slices went first.
 
 Everything is counted within steps: times are clipped to the workers' step spans, messages belong to the step in which
-they begin. Where a step has several bounds, those of its lowest rank count for what is no worker's own.
+they begin. Figures of no single worker use the bounds of the step's lowest rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class WorkerStep:
     """One step of one worker, nanoseconds; see `StepTimes`.
 
     Attributes:
-        under_way_ns: at least one of its slices was on the way: queued, sent, summed or coming back.
+        under_way_ns: at least one of its slices was queued, sent, summed or coming back.
     """
 
     step: int
@@ -41,7 +41,7 @@ class WorkerStep:
 
     @property
     def duration_ns(self) -> int:
-        """Of the step."""
+        """Duration of the step."""
         return self.end_ns - self.begin_ns
 
 
@@ -58,12 +58,12 @@ class LinkUse:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Figures of one step, or of all. Times are means over workers, of all steps together.
+    """Figures of one step, or of all. Times are means over workers, added up over steps.
 
     Attributes:
-        waited_for: rank -> nanoseconds that slices waited for its part, other ranks' being there; added up over slices.
+        waited_for: rank -> nanoseconds that slices waited for this rank, the last to arrive; added up over slices.
         sums: how many slices were summed.
-        inversions: messages that were sent while a more urgent one waited in the same queue; of `messages`.
+        inversions: how many of `messages` were sent while a more urgent one waited in the same queue.
     """
 
     duration_ns: float
@@ -80,7 +80,7 @@ class Totals:
 
     @property
     def overlap(self) -> float:
-        """What part of the exchange's time cost nothing: no read waited meanwhile. 1 where nothing was exchanged."""
+        """Fraction of the exchange's time during which no read waited. 1 if nothing was exchanged."""
         return overlap(self.hidden_ns, self.under_way_ns)
 
     @property
@@ -115,7 +115,7 @@ class Summary:
     limit: str
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, for programs."""
+        """Everything as plain values."""
         content = asdict(self)
         content["totals"].update(_derived(self.totals))
         for step, made in zip(self.steps, content["steps"], strict=True):
@@ -160,7 +160,7 @@ class _Summarizer:
         self._wrong, self._inversion = inversions(self._kinds, capture.buckets)
 
     def run(self) -> Summary:
-        """Step by step, then all together."""
+        """Summarizes each step, then all together."""
         computing = self._per_rank(["forward", "backward"])
         inputs = self._per_rank(["input"])
         messages = self._by_step("wire", "reply_wire")
@@ -205,7 +205,7 @@ class _Summarizer:
         return found
 
     def _slices_under_way(self) -> dict[int, Intervals]:
-        """Per rank, from the first to the last that is known of each of its slices."""
+        """Per rank, when its slices were under way: each from its first to its last span."""
         whole: dict[tuple[int, int, int, int], Interval] = {}
         for kind in ("queued", "wire", "reply_queued", "reply_wire"):
             for span in self._kinds[kind]:
@@ -291,7 +291,7 @@ class _Summarizer:
         return said
 
     def _explain(self, rank: int, causes: Counter[str], links: Counter[int]) -> None:
-        """Adds what happened elsewhere while this rank's reads waited: the first of these causes that applies."""
+        """Attributes the time that this rank's reads waited, each moment to the first cause that applies."""
         bounds = [ranks[rank] for ranks in self._bounds.values() if rank in ranks]
         left = union(one for begin, end in bounds for one in clip(self._gates[rank], begin, end))
         found: dict[int, list[Interval]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""What urgency has cost and won: the variables that steps waited for, and messages that urgent ones waited behind.
+"""Effects of urgency: the variables that steps waited for, and messages that more urgent ones waited behind.
 
 Tested in tests/trace/test_summary.py.
 """
@@ -17,8 +17,8 @@ from tfps.trace.intervals import Interval
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What waiting for one variable cost: nanoseconds over all workers and steps, each instant counted once per worker,
-    for the most urgent of the variables that were waited for."""
+    """Exposed wait for one variable: nanoseconds over all workers and steps. Each instant counts once per worker, for
+    the most urgent variable waited for."""
 
     variable: str
     bucket: int
@@ -27,7 +27,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Inversion:
-    """The pair of buckets that was most often in the wrong order."""
+    """The pair of buckets most often in the wrong order."""
 
     waiting: str
     sent: str
@@ -41,7 +41,7 @@ def costs(
 
     Args:
         gates: when reads waited, by rank.
-        steps: of each step its bounds, by rank.
+        steps: bounds of each step, by rank.
     """
     spent: Counter[tuple[int, int]] = Counter()
     for step in steps:
@@ -89,7 +89,7 @@ def _by_queue(spans: Sequence[Span]) -> dict[tuple[int, int], list[Span]]:
 
 
 def _attribute(gates: Sequence[Span], bounds: Interval, spent: Counter[tuple[int, int]]) -> None:
-    """Adds to each variable the time in which it was the most urgent one that was waited for."""
+    """Adds to each variable the time in which it was the most urgent one waited for."""
     begin, end = bounds
     line = sorted((max(one.begin_ns, begin), min(one.end_ns, end), one) for one in gates if one.end_ns > begin)
     line = [one for one in line if one[0] < one[1]]

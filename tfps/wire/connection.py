@@ -1,8 +1,8 @@
-"""A data connection between a worker and a pserver: plain TCP, both directions, one thread for each at either end.
+"""A data connection between a worker and a pserver: plain TCP, one thread per direction at either end.
 
-A slice is sent in parts, the next of which is chosen when the socket can take it, so that an urgent slice waits for a
-part and not for all that is under way. TCP_NOTSENT_LOWAT keeps what the kernel holds short: without it some megabytes
-would lie in front of an urgent slice.
+Slices are sent in parts. The next part is chosen when the socket can take it, so an urgent slice waits for one part,
+not for all that is under way. TCP_NOTSENT_LOWAT limits what the kernel holds: without it some megabytes would precede
+an urgent slice.
 
 Tested in tests/wire/test_connection.py.
 """
@@ -29,14 +29,14 @@ from tfps.wire.stream import Receiver, take
 
 _HELLO = struct.Struct("<4sHHI")  # magic, version, bytes of the token, rank; then the token
 _MAGIC, _VERSION, _MAX_TOKEN_BYTES = b"tfps", 1, 256
-_IDLE_S = 5e-4  # a wait for something to send that long: the link was idle
+_IDLE_S = 5e-4  # a longer wait for data means an idle link
 _LINUX = ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000)  # s, s, -, ms
 _WAIT_ALL, _DO_NOT_WAIT = socket.MSG_WAITALL, getattr(socket, "MSG_DONTWAIT", 0)
 _NOT_SENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 
 
 class Connection:
-    """One end. `send` and `receive` run on threads of their own; `shut_down` and `close` may come from any.
+    """One end. `send` and `receive` each run on their own thread; `shut_down` and `close` may be called on any.
 
     Args:
         connected: a connected TCP socket, blocking.
@@ -56,7 +56,7 @@ class Connection:
         self._set_unsent()
 
     def send(self, queue: SendQueue) -> None:
-        """Sends what `queue` gives out until it is closed or fails, which the other end gets to know.
+        """Sends what `queue` gives out until it is closed or fails; the other end is told.
 
         Raises:
             OSError: the connection broke.
@@ -69,7 +69,7 @@ class Connection:
             self._socket.shutdown(socket.SHUT_WR)
 
     def tell(self, error: TfpsError) -> None:
-        """Sends `error`, the last frame, from the thread that has sent."""
+        """Sends `error` as the last frame; for the sending thread."""
         with contextlib.suppress(OSError):
             self._send(_whole(frames.encode_error(error)))
             self._socket.shutdown(socket.SHUT_WR)
@@ -113,7 +113,7 @@ class Connection:
             self._socket.setsockopt(socket.IPPROTO_TCP, _NOT_SENT_LOWAT, self._pace.unsent_bytes)
 
     def receive(self, data: Kind, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
-        """Hands all data frames that come in to `receiver` and keeps the receipts of both directions, to the end.
+        """Passes incoming data frames to `receiver` and tracks the receipts of both directions, to the end.
 
         Args:
             data: the kind of data frames in this direction.
@@ -122,7 +122,7 @@ class Connection:
             The error that the other end sent, if it did.
 
         Raises:
-            ProtocolError: a frame is malformed or of a kind that does not come in this direction.
+            ProtocolError: a frame is malformed or of the wrong kind for this direction.
             OSError: the connection broke, maybe within a frame.
         """
         assembler = Assembler(receiver.memory)
@@ -155,12 +155,12 @@ class Connection:
         return True
 
     def shut_down(self) -> None:
-        """Ends both directions; who sends or receives is woken."""
+        """Ends both directions; wakes sender and receiver."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """After both threads have ended."""
+        """Closes the socket, after both threads have ended."""
         self._socket.close()
 
 
@@ -194,11 +194,11 @@ def _whole(frame: bytes) -> tuple[Any, ...]:
 
 
 def dial(address: str, port: int, token: str, rank: int, timeout_s: float) -> Connection:
-    """Opens a worker's data connection to the pserver at `address` (`host:port`), which takes them on `port`.
+    """Opens a worker's data connection to `port` of the pserver at `address` (`host:port`).
 
     Raises:
-        OSError: it cannot be reached there.
-        TfpsError: it refuses this worker, and says why.
+        OSError: it cannot be reached.
+        TfpsError: the error with which it refuses this worker.
     """
     host = address.rpartition(":")[0].strip("[]")
     connected = socket.create_connection((host, port), timeout_s)
@@ -220,31 +220,31 @@ def dial(address: str, port: int, token: str, rank: int, timeout_s: float) -> Co
 
 
 def greet(connected: socket.socket, timeout_s: float) -> tuple[str, int]:
-    """On a pserver: the token and the rank that whoever has connected gives.
+    """On a pserver: receives the client's token and rank.
 
     Raises:
-        ConnectError: it gives none that could be right.
-        OSError: it gives none within `timeout_s`, or has gone.
+        ConnectError: the greeting is malformed or of another version.
+        OSError: no greeting comes within `timeout_s`, or the client is gone.
     """
     deadline_s = time.monotonic() + timeout_s
     head = _exactly(connected, _HELLO.size, deadline_s)
     magic, version, size, rank = _HELLO.unpack(head)
     if magic != _MAGIC or size > _MAX_TOKEN_BYTES:
-        raise ConnectError("what has connected is no worker of tfps")
+        raise ConnectError("the client that connected is not a tfps worker")
     if version != _VERSION:
         raise ConnectError(f"data connections are of version {_VERSION} here, the worker's of version {version}")
     return _exactly(connected, size, deadline_s).decode("utf-8", "replace"), rank
 
 
 def admit(connected: socket.socket) -> Connection:
-    """The pserver's end of a connection whose worker it knows."""
+    """Accepts a known worker; returns the pserver's end."""
     connected.settimeout(None)
     connected.sendall(encode_part(Part(Header(Kind.ACK), 0, 0, 0)))
     return Connection(connected)
 
 
 def refuse(connected: socket.socket, error: TfpsError) -> None:
-    """Says why, and closes."""
+    """Sends `error` and closes."""
     with contextlib.suppress(OSError):
         connected.sendall(b"".join(_whole(frames.encode_error(error))))
         connected.shutdown(socket.SHUT_WR)
@@ -252,13 +252,13 @@ def refuse(connected: socket.socket, error: TfpsError) -> None:
 
 
 def _exactly(connected: socket.socket, nbytes: int, deadline_s: float | None = None) -> bytes:
-    """So many bytes, within the socket's own timeout for each call, or by `deadline_s`."""
+    """Receives `nbytes`, within the socket's timeout per call or by `deadline_s`."""
     found = b""
     while len(found) < nbytes:
         if deadline_s is not None:
             connected.settimeout(max(deadline_s - time.monotonic(), 1e-3))
         piece = connected.recv(nbytes - len(found))
         if not piece:
-            raise ConnectionResetError("the connection ended before it had said who it is")
+            raise ConnectionResetError("the connection ended during the greeting")
         found += piece
     return found

@@ -20,11 +20,11 @@ PUSH, PULL = "Push", "Pull"  # the streams, one per direction
 TOKEN_KEY, RANK_KEY = "tfps-token", "tfps-rank"  # their metadata
 
 _OPTIONS = [
-    # An oversized frame must come through to be named (frames.decode); gRPC would only break the stream.
+    # Oversized frames must come through: frames.decode names them, gRPC would only break the stream.
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    # The send queues' window is the one that counts, gRPC's own only adds messages; large HTTP/2 frames are fewer
-    # pieces to join. Worth at most a few percent of the CPU (tools/bench.py wire).
+    # The send queues' window does the flow control, gRPC's own only adds messages; larger HTTP/2 frames are fewer
+    # pieces to join. Saves at most a few percent of the CPU (tools/bench.py wire).
     ("grpc.http2.max_frame_size", 2**24 - 1),
     ("grpc.http2.lookahead_bytes", 64 * 2**20),
     ("grpc.http2.bdp_probe", 0),
@@ -44,8 +44,8 @@ CHANNEL_OPTIONS = [
     *_OPTIONS,
     ("grpc.enable_http_proxy", 0),  # pservers are inside the cluster
     ("grpc.use_local_subchannel_pool", 1),  # two workers of one process do not share a connection
-    (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),  # replies come without a detour by another thread
-    ("grpc.enable_retries", 0),  # keeps a copy of what it may have to send again
+    (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),  # replies skip a detour through another thread
+    ("grpc.enable_retries", 0),  # retries keep a copy of what is sent
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
@@ -136,7 +136,7 @@ def failure_of(error: TfpsError) -> Any:
 
 
 def raise_failure(reply: Any, prefix: str = "") -> None:
-    """Raises the error that a reply carries, if it does."""
+    """Raises the error that a reply carries, if any."""
     if reply.HasField("failure"):
         raise error_from(reply.failure.code, prefix + reply.failure.text)
 
@@ -158,12 +158,12 @@ class Pserver:
         """Calls Join, waiting for the pserver to come up.
 
         Args:
-            request: who joins.
-            timeout_s: what is left of `limit_s`.
-            limit_s: what the user has set, which the error says.
+            request: a JoinRequest.
+            timeout_s: the rest of `limit_s`.
+            limit_s: the user's setting, for the error message.
 
         Raises:
-            ConnectError: nobody answers within `timeout_s`, it is not a pserver, or it refuses this worker.
+            ConnectError: no answer within `timeout_s`, not a pserver, or it refuses this worker.
             MismatchError: this worker's settings differ from the others'.
         """
         try:
@@ -181,11 +181,11 @@ class Pserver:
         return reply
 
     def call(self, name: str, request: Any, timeout_s: float) -> Any:
-        """Any other control call.
+        """Makes any other control call.
 
         Raises:
-            PserverLostError: the call did not come through.
-            TfpsError: what the pserver answered.
+            PserverLostError: the call failed.
+            TfpsError: the error that the pserver answered.
         """
         try:
             reply = self._calls[name](request, timeout=timeout_s)
@@ -200,7 +200,7 @@ class Pserver:
 
 
 def version_text(pserver: int, worker: int) -> str:
-    """What to tell when protocol versions differ."""
+    """The message for differing protocol versions."""
     return (
         f"the pserver speaks protocol version {pserver}, the worker version {worker}; "
         "install the same version of tfps on both"
@@ -208,7 +208,7 @@ def version_text(pserver: int, worker: int) -> str:
 
 
 def lost(address: str, error: grpc.RpcError, when: str) -> PserverLostError:
-    """What a gRPC error of an established connection means."""
+    """Converts a gRPC error of an established connection."""
     code = error.code() if isinstance(error, grpc.Call) else None
     details = error.details() if isinstance(error, grpc.Call) else str(error)
     return PserverLostError(f"pserver {address}: {code.name if code else 'connection lost'} {when}: {details}")

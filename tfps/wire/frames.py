@@ -1,4 +1,4 @@
-"""The frames of an exchange stream; the only place that knows their bytes. `protos/tfps.proto` documents them."""
+"""The byte format of exchange frames, known only here; documented in `protos/tfps.proto`."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Kind(enum.IntEnum):
 
 
 class Header(NamedTuple):
-    """What precedes the payload.
+    """The header of a frame.
 
-    Of an ACK only `received` counts, of an ERROR `index` (a code), of a LAYOUT none; of a TRACE `step` (the number of
-    the capture) and `index` (1 begins, 0 ends).
+    An ACK uses only `received`, an ERROR `index` (a code), a LAYOUT none; a TRACE `step` (number of the capture) and
+    `index` (1 begins, 0 ends).
     """
 
     kind: int
@@ -81,15 +81,15 @@ def pack_header(header: Header) -> bytes:
 
 
 def encode_shared(header: Header, place: Place) -> bytes:
-    """One message of a slice whose payload has been written to `place`."""
+    """A message for a slice whose payload has been written to `place`."""
     return encode(header._replace(flags=header.flags | SHARED), _PLACE.pack(*place))
 
 
 def decode_place(header: Header, payload: memoryview) -> Place | None:
-    """Where the slice of a frame is, if it is not in its payload.
+    """The place of a shared slice; None if it is in the payload.
 
     Raises:
-        ProtocolError: the payload is no place.
+        ProtocolError: the payload is not a place.
     """
     if not header.flags & SHARED:
         return None
@@ -113,7 +113,7 @@ class Blank:
         self.payload: NDArray[np.uint8] = self._view(HEADER_BYTES, nbytes)
 
     def finish(self, header: Header) -> bytes:
-        """The message, which must not be written to any more."""
+        """The message, which is read-only from now on."""
         self._view(0, HEADER_BYTES)[:] = np.frombuffer(encode(header), np.uint8)
         self.payload.flags.writeable = False
         return self._message
@@ -141,7 +141,7 @@ def decode(message: bytes) -> tuple[Header, memoryview]:
 
 
 def unpack_header(data: bytes | bytearray | memoryview) -> Header:
-    """The reverse of `pack_header`; what follows in `data` is left alone.
+    """The reverse of `pack_header`; ignores what follows in `data`.
 
     Raises:
         ProtocolError: the kind or a flag is unknown.
@@ -160,7 +160,7 @@ def error_code(error: TfpsError) -> int:
 
 
 def error_from(code: int, text: str) -> TfpsError:
-    """The error of a received code; of the base class where the code is unknown (a newer other end)."""
+    """The error of a received code; the base class if unknown (the other end is newer)."""
     return _CODES.get(code, TfpsError)(text)
 
 

@@ -1,4 +1,4 @@
-"""Slices as messages of gRPC streams, one stream per direction: where a data connection is not to be had."""
+"""Slices as messages on gRPC streams, one per direction: the fallback without a data connection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfps.wire.stream import Receiver, take
 
 
 def outgoing(queue: SendQueue) -> Iterator[bytes]:
-    """The messages to send, as the queue gives them out; ends when it is closed.
+    """Yields the messages to send until the queue is closed.
 
     Raises:
         TfpsError: the queue failed.
@@ -36,17 +36,17 @@ def outgoing(queue: SendQueue) -> Iterator[bytes]:
             yield item.frame
         else:
             yield frames.encode(item.header._replace(received=received), item.payload or b"")
-        item = taken = None  # the payload may go while this waits for the next
+        item = taken = None  # frees the payload while waiting for the next
 
 
 def receive(messages: Iterable[bytes], data: Kind, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
-    """Hands all data frames that come in to `receiver` and keeps the receipts of both directions, to the stream's end.
+    """Passes incoming data frames to `receiver` and tracks the receipts of both directions, to the stream's end.
 
     Returns:
         The error that the other end sent, if it did.
 
     Raises:
-        ProtocolError: a frame is malformed or of a kind that does not come in this direction.
+        ProtocolError: a frame is malformed or of the wrong kind for this direction.
         grpc.RpcError: the stream broke (on a pserver: a plain Exception).
     """
     for message in messages:
@@ -54,7 +54,7 @@ def receive(messages: Iterable[bytes], data: Kind, queue: SendQueue, receiver: R
         del message
         if (error := take(header, payload, data, queue, receiver)) is not None:
             return error
-        del payload  # the message's memory is the next one's
+        del payload  # frees its memory for the next message
     return None
 
 
@@ -75,8 +75,8 @@ class GrpcPath:
 
     def finish(self) -> None:
         self._push.cancel()
-        # To the end: gRPC keeps the connection of a stream that is read by the thread that wants it until it has said
-        # what the stream ended with, also if that was cancelled.
+        # Read to the end: with SingleThreadedUnaryStream gRPC keeps the connection until the reader has got the final
+        # status, even if cancelled.
         with contextlib.suppress(grpc.RpcError):
             for _ in self._pull:
                 pass

@@ -1,4 +1,4 @@
-"""Memory for slices: malloc that keeps it, and arrays that TensorFlow can take over without a copy."""
+"""Memory for slices: malloc tuning, and arrays that TensorFlow takes over without a copy."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pathlib
 import numpy as np
 from numpy.typing import NDArray
 
-_RESIDENT = ("RssAnon", "RssFile")  # but not RssShmem, workers' memory that a pserver has mapped
-ALIGNMENT = 64  # bytes; what TensorFlow asks of a buffer that it does not copy
+_RESIDENT = ("RssAnon", "RssFile")  # without RssShmem, workers' memory mapped by a pserver
+ALIGNMENT = 64  # bytes; TensorFlow copies buffers aligned to less
 
 # glibc's malloc.h. Larger mmap thresholds are refused.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
@@ -20,11 +20,11 @@ def tune_malloc(*, one_arena: bool = False) -> bool:
     """Makes glibc's malloc keep freed memory for the next slice instead of giving it back to the kernel.
 
     By default every message above 128 KiB is mapped, faulted in page by page and unmapped again, which halves the
-    throughput of 1 MiB slices. Process-wide; may be called again. False where there is no glibc: then nothing changes.
+    throughput of 1 MiB slices. Process-wide; may be called again. False without glibc: nothing changes.
 
     Args:
-        one_arena: for a process of its own, such as a pserver: threads share what is free. Slices are allocated on one
-            thread and freed on another, so that each thread's arena would keep as much as it ever needed.
+        one_arena: for a dedicated process, such as a pserver: threads share free memory. Slices are allocated on one
+            thread and freed on another, so each thread's arena would keep its peak.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -36,14 +36,14 @@ def tune_malloc(*, one_arena: bool = False) -> bool:
 
 
 def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
-    """A new uninitialised uint8 array of `nbytes`, writable and 64-byte aligned."""
+    """A new uninitialized uint8 array of `nbytes`, writable and 64-byte aligned."""
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes]
 
 
 def resident_bytes() -> int:
-    """How much memory this process holds now, without what others share with it; 0 where the kernel does not say."""
+    """This process's resident memory, without shared memory; 0 if the kernel does not report it."""
     try:
         lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     except OSError:

@@ -1,41 +1,41 @@
 """How much a sender hands to the kernel at a time: about a millisecond of the link, whatever its rate.
 
-What the kernel holds cannot be overtaken any more, so an urgent slice waits for that. Too little leaves the link idle
-between two wake-ups of the sender. docs/transport.md has the measurements.
+An urgent slice cannot overtake what the kernel holds. Too little there leaves the link idle between two wake-ups of
+the sender. docs/transport.md has the measurements.
 """
 
 from __future__ import annotations
 
-PART_S = 1e-3  # of the link, for one part
-UNSENT_S = 2e-3  # of the link, for what the kernel holds and has not sent (TCP_NOTSENT_LOWAT)
+PART_S = 1e-3  # link time of one part
+UNSENT_S = 2e-3  # link time of what the kernel holds unsent (TCP_NOTSENT_LOWAT)
 MIN_BYTES, MAX_BYTES = 16 * 1024, 1024 * 1024
 _FIRST_BYTES = 64 * 1024
-_LEAST_S = 5e-3  # to measure a rate by
+_LEAST_S = 5e-3  # shortest time to measure a rate
 _SMOOTHING = 0.3
-_FREE = 16  # so many parts in a row that the socket took at once: larger ones
+_FREE = 16  # after so many parts in a row without a wait they grow
 
 
 class Pace:
-    """The size of parts, by what the socket has taken. For one thread.
+    """Adapts the size of parts to the socket's rate. For one thread.
 
     Attributes:
         part_bytes: payload bytes to hand over at a time.
-        unsent_bytes: what the kernel shall hold unsent at most.
+        unsent_bytes: the most that the kernel may hold unsent.
     """
 
     def __init__(self) -> None:
         self.part_bytes, self.unsent_bytes = _FIRST_BYTES, 2 * _FIRST_BYTES
         self._rate = 0.0  # bytes per second
-        self._since_s: float | None = None  # the socket has been full ever since, as often as it was asked
-        self._nbytes = 0  # that it has taken since
-        self._free = 0  # parts that it took without a wait
+        self._since_s: float | None = None  # the socket has been full at each check since
+        self._nbytes = 0  # taken since
+        self._free = 0  # parts taken without a wait
 
     def idle(self) -> None:
-        """There was nothing to send: what comes next says nothing of the rate until the socket is full again."""
+        """Notes that there was nothing to send: measuring restarts when the socket is full again."""
         self._since_s = None
 
     def sent(self, nbytes: int, *, waited: bool, now_s: float) -> bool:
-        """The socket has taken `nbytes`, after a wait until it was writable or at once; whether the sizes changed."""
+        """Notes that the socket took `nbytes`, at once or after it `waited`; returns whether the sizes changed."""
         if not waited:
             self._nbytes += nbytes
             self._free += 1
@@ -57,7 +57,7 @@ class Pace:
         return self._set(self._rate * PART_S)
 
     def _set(self, nbytes: float) -> bool:
-        """To a power of two, so that small changes of the rate change nothing."""
+        """Rounds to a power of two, so that small changes of the rate have no effect."""
         part = MIN_BYTES
         while part < MAX_BYTES and 1.5 * part < nbytes:
             part *= 2

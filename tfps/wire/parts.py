@@ -1,7 +1,7 @@
-"""How frames travel on a data connection: in parts, between which a more urgent frame's parts may go.
+"""Frames on a data connection travel in parts, so that more urgent frames can go in between.
 
-A part is its frame's header, which bytes of the frame follow (`Part`), and these bytes. Parts of one frame come in
-order; those of several frames may alternate.
+A part is its frame's header, a range of payload bytes (`Part`), and these bytes. Parts of one frame come in order;
+those of several frames may alternate.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tfps.wire.frames import HEADER_BYTES, Header, pack_header, unpack_header
 
 _REST = struct.Struct("<III")  # payload bytes of the frame, where this part begins, bytes of this part
 PART_BYTES = HEADER_BYTES + _REST.size
-_MAX_OPEN = 4096  # frames of which some parts have come; there is one per level of priority at most
+_MAX_OPEN = 4096  # incomplete frames; at most one per priority level
 
-Memory = Callable[[Header, int], "memoryview | None"]  # where the payload of a frame belongs, if that is known
+Memory = Callable[[Header, int], "memoryview | None"]  # where a frame's payload belongs, if known
 
 
 class Part(NamedTuple):
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
 
 def encode_part(part: Part) -> bytes:
-    """What precedes the payload on a data connection."""
+    """The bytes that precede a part's payload."""
     return pack_header(part.header) + _REST.pack(part.total, part.offset, part.nbytes)
 
 
@@ -53,18 +53,18 @@ def decode_part(data: bytes | bytearray | memoryview) -> Part:
 
 
 class Assembler:
-    """Puts the parts of frames together where their payloads belong. For one thread.
+    """Assembles frames from parts, where their payloads belong. For one thread.
 
     Args:
-        memory: called when the first part of a frame with a payload comes. Memory of its own is taken if it gives None.
+        memory: called for the first part of a frame with a payload. If it returns None, memory is allocated.
     """
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._open: dict[tuple[int, int, int, int], tuple[memoryview, int]] = {}  # payload and what of it has come
+        self._open: dict[tuple[int, int, int, int], tuple[memoryview, int]] = {}  # payload and bytes received
 
     def begin(self, part: Part) -> memoryview:
-        """Where to write the bytes of `part`; call `end` when they are there.
+        """Where to write the bytes of `part`; call `end` once they are written.
 
         Raises:
             ProtocolError: it is not the next part of its frame, or too many frames are open.
@@ -89,7 +89,7 @@ class Assembler:
         return payload[part.offset : part.offset + part.nbytes]
 
     def end(self, part: Part) -> memoryview | None:
-        """The frame's payload, if `part` was the last one of it."""
+        """The frame's payload, if `part` was its last."""
         key, so_far = _key(part.header), part.offset + part.nbytes
         payload, _ = self._open[key]
         if so_far < part.total:

@@ -1,4 +1,4 @@
-"""What waits to be sent on one direction of one stream: most urgent first, and no more in flight than the window."""
+"""The send queue of one direction of one stream: most urgent first, bytes in flight limited by a window."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tfps.trace.recorder import UNKNOWN, Recorder
 from tfps.wire.frames import Header
 from tfps.wire.shared_memory import Target
 
-_MAX_PARTS = 64  # that are given out at once
+_MAX_PARTS = 64  # per call of `take_parts`
 
 
 class Outgoing(NamedTuple):
-    """A frame to be sent: header and `payload`, or everything already encoded in `frame`. `nbytes` is the payload's.
+    """A frame to send: header and `payload`, or everything already encoded in `frame`. `nbytes` is the payload's.
 
-    If `target` is given the payload does not go into the frame but there.
+    With `target`, the payload goes there instead of into the frame.
     """
 
     header: Header
@@ -34,7 +34,7 @@ class Outgoing(NamedTuple):
 
 
 class Next(NamedTuple):
-    """What to send next: payload bytes `begin` to `end` of `item`, or an urgent frame as it is; None: a receipt (ACK).
+    """What to send next: payload bytes `begin` to `end` of `item`, or an urgent encoded frame; None: a receipt (ACK).
 
     `received` is the total to write into the header.
     """
@@ -57,7 +57,8 @@ class Throughput(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What a queue carries: totals of data frames and their payload in both directions, and what is on its way now."""
+    """What a queue carries: totals of data frames and their payload in both directions, and what is queued or in
+    flight."""
 
     sent_slices: int
     sent_bytes: int
@@ -66,22 +67,21 @@ class Load(NamedTuple):
     queued_slices: int
     in_flight_bytes: int
     window_bytes: int
-    busy_bytes: int  # received by the other end while there was something to carry all the time,
-    busy_s: float  # which was so long
+    busy_bytes: int  # received by the other end while the link was busy,
+    busy_s: float  # and how long it was
 
 
 class SendQueue:
     """Orders outgoing frames by (priority, arrival) and keeps the bytes in flight within the window.
 
-    A payload is in flight from `take` until the other end says that it has received it. The next frame is given out
-    while fewer than `window_bytes` are in flight, so there are never more than that plus one slice. Receipts are totals
-    of payload bytes since the stream began. One sender takes; any thread may call anything else.
+    A payload is in flight from `take` until the other end acknowledges it. The next frame is given out while fewer than
+    `window_bytes` are in flight, so at most that plus one slice is. Receipts are totals of payload bytes since the
+    stream began. One sender takes; any thread may call anything else.
 
     Args:
-        piggyback: outgoing data frames carry the receipt for what came in. Where they cannot (a reply's bytes are the
-            same for all ranks, unless they are in shared memory) or none is going out, a receipt of its own is due
-            whenever half a window has come in.
-        rank, pserver: the other end of the stream; one of them.
+        piggyback: outgoing data frames carry receipts. Where they cannot (a reply's bytes are the same for all ranks,
+            unless in shared memory) or none is going out, an ACK is due for every half window received.
+        rank, pserver: the other end of the stream; give one.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class SendQueue:
         self._window_bytes = window_bytes
         self._receipt_bytes = max(window_bytes // 2, 1)
         self._urgent: deque[bytes] = deque()  # frames outside the window, before all others
-        self._receipt_s = 0.0  # when the last receipt came,
-        self._sent_then = 0  # what had been sent by then,
-        self._backlog = False  # and whether frames have been waiting ever since
+        self._receipt_s = 0.0  # when the last receipt came
+        self._sent_then = 0  # what had been sent by then
+        self._backlog = False  # whether frames have been waiting since then
         self._busy = Throughput()
         self._by_priority = policy == "priority"
         self._piggyback = piggyback
@@ -107,7 +107,7 @@ class SendQueue:
         self._recorder = recorder
         self._rank, self._pserver = rank, pserver
         self._changed = threading.Condition()  # guards all below; notified when `take` may have something to give
-        # With when it was put, if recorded, and how much of its payload has been taken.
+        # Priority, arrival, frame, when it was put (if recorded), payload bytes taken.
         self._heap: list[tuple[int, int, Outgoing, int, int]] = []
         self._arrivals = itertools.count()
         self._sent = 0
@@ -131,20 +131,20 @@ class SendQueue:
                 self._changed.notify()
 
     def put_urgent(self, frame: bytes) -> None:
-        """Adds an encoded frame without payload bytes, which leaves next. Ignored after `close` and `fail`."""
+        """Adds an encoded frame outside the window, which leaves next. Ignored after `close` and `fail`."""
         with self._changed:
             if not self._closed and self._failure is None:
                 self._urgent.append(frame)
                 self._changed.notify()
 
     def use_connection(self) -> None:
-        """The stream is a data connection: its socket bounds what is on the way, and every frame carries a receipt."""
+        """Switches to a data connection: its socket limits what is in flight, and every frame carries a receipt."""
         with self._changed:
             self._piggyback = self._windowless = True
             self._changed.notify()
 
     def set_window(self, window_bytes: int) -> None:
-        """Changes the window from now on. The other end must do so too: receipts come per half a window."""
+        """Changes the window from now on. The other end must do so too: receipts come per half window."""
         with self._changed:
             self._window_bytes = window_bytes
             self._receipt_bytes = max(window_bytes // 2, 1)
@@ -152,13 +152,13 @@ class SendQueue:
 
     @property
     def throughput(self) -> Throughput:
-        """What the other end has received while there was something to carry all the time."""
+        """What the other end has received while there was always something to send."""
         with self._changed:
             return self._busy
 
     @property
     def load(self) -> Load:
-        """How much has passed and how much waits."""
+        """The queue's load now."""
         with self._changed:
             return Load(
                 self._sent_slices,
@@ -173,7 +173,7 @@ class SendQueue:
             )
 
     def take(self) -> Next | None:
-        """Waits for the next frame or receipt, as a whole; None once closed.
+        """Waits for the next whole frame or receipt; None once closed.
 
         Raises:
             TfpsError: what `fail` was called with.
@@ -183,10 +183,9 @@ class SendQueue:
             return None if self._closed else self._next(None)
 
     def take_parts(self, limit: int) -> list[Next] | None:
-        """Waits for what is next; all there is, up to `limit` payload bytes, but one at least. None once closed.
+        """Waits, then gives out all that is ready, up to `limit` payload bytes, at least one part. None once closed.
 
-        The rest of a frame comes with a later call, unless something more urgent has come by then. What goes through
-        shared memory stays whole.
+        The rest of a frame follows in a later call, after anything more urgent. Shared-memory frames stay whole.
 
         Raises:
             TfpsError: what `fail` was called with.
@@ -201,7 +200,7 @@ class SendQueue:
             return taken
 
     def wait(self) -> bool:
-        """Waits until `take` would not; False once closed.
+        """Waits until `take` would not block; False once closed.
 
         Raises:
             TfpsError: what `fail` was called with.
@@ -246,7 +245,7 @@ class SendQueue:
             heapq.heappop(self._heap)
             self._backlog = self._backlog and bool(self._heap)
         else:
-            self._heap[0] = priority, arrival, item, put_ns, end  # its place in the order is the same
+            self._heap[0] = priority, arrival, item, put_ns, end  # keeps its place in the order
         self._sent += end - begin
         return Next(item, self._received, begin, end)
 
@@ -269,7 +268,7 @@ class SendQueue:
                 self._changed.notify()
 
     def _measure(self, total: int) -> None:
-        """Counts a receipt if there was something to carry since the last one: sent by then, or waiting."""
+        """Counts a receipt if there was always something to send since the last one: sent by then, or waiting."""
         now_s = time.monotonic()
         if self._backlog or total <= self._sent_then:
             nbytes, seconds = total - self._acked, now_s - self._receipt_s
@@ -285,14 +284,14 @@ class SendQueue:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Drops what waits and ends the sender."""
+        """Drops waiting frames and ends the sender."""
         with self._changed:
             self._closed = True
             self._heap.clear()
             self._changed.notify_all()
 
     def fail(self, error: TfpsError) -> None:
-        """Drops what waits and raises `error` in the sender. Without effect after `close` or an earlier `fail`."""
+        """Drops waiting frames and raises `error` in the sender. Ignored after `close` or an earlier `fail`."""
         with self._changed:
             if self._closed or self._failure is not None:
                 return

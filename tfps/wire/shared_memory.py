@@ -1,6 +1,6 @@
-"""Memory that a worker shares with the pservers on its host, so that slices need not pass through sockets.
+"""Memory that a worker shares with the pservers on its host, so that slices bypass sockets.
 
-The worker owns it, as a memfd of Linux: no name that could be left behind, no limit of a container's /dev/shm.
+The worker owns it, as a Linux memfd: no name is left behind, and a container's /dev/shm limit does not apply.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tfps.errors import ProtocolError
 
 _SECRET_BYTES = 16
-_CHUNK_BYTES = 2**28  # of addresses; memory is only taken for regions
+_CHUNK_BYTES = 2**28  # of address space; only regions take memory
 
 
 class Place(NamedTuple):
@@ -44,20 +44,20 @@ class Offer:
 
 
 class Target(NamedTuple):
-    """The place of a slice and the bytes there: what a push has to be written to, and then its sum."""
+    """The place of a slice and the bytes there: a push is written to them, then its sum."""
 
     place: Place
     memory: NDArray[np.uint8]
 
 
 class Region(NamedTuple):
-    """Part of an arena. It is free again when nothing refers to `array` any more."""
+    """Part of an arena, freed when nothing refers to `array`."""
 
     offset: int
     array: NDArray[np.uint8]  # writable, page-aligned
 
     def place(self, offset: int, nbytes: int) -> Place:
-        """Of a part of it."""
+        """The place of a part of it."""
         return Place(self.offset + offset, nbytes)
 
     def target(self, offset: int, nbytes: int) -> Target:
@@ -67,7 +67,7 @@ class Region(NamedTuple):
 
 @dataclass(slots=True)
 class _Pages:
-    """Part of an arena, in use or free. What is free gives its memory back when something of another size is needed."""
+    """Part of an arena, in use or free. Free pages give their memory back when another size is needed."""
 
     offset: int
     chunk: mmap.mmap
@@ -76,9 +76,9 @@ class _Pages:
 
 
 def host() -> str:
-    """Who has the same is on this host, and reached without a network; empty where the system does not say.
+    """Identifies this host: equal values need no network in between. Empty if the system does not tell.
 
-    Network namespaces count as hosts: that is what they are made for.
+    Network namespaces count as hosts.
     """
     try:
         kernel = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -91,7 +91,7 @@ class Arena:
     """A worker's memory, from which regions are allocated; any thread.
 
     Raises:
-        OSError: this system has no such memory, or no more.
+        OSError: the system has no memfd, or no more memory.
     """
 
     def __init__(self) -> None:
@@ -101,12 +101,12 @@ class Arena:
         self._fd = os.memfd_create("tfps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = weakref.finalize(self, os.close, self._fd)
         os.pwrite(self._fd, secret, 0)
-        self._end = mmap.PAGESIZE  # of what regions have taken
+        self._end = mmap.PAGESIZE  # of allocated regions
         os.ftruncate(self._fd, self._end)
-        # Whoever has mapped it must not be hit by a signal because this process made it shorter.
+        # If this process could shrink it, a signal would hit processes that have mapped it.
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self.offer = Offer(host(), os.getpid(), self._fd, secret)
-        self._lock = threading.Lock()  # guards what follows, but for deques, to which collected arrays add anywhere
+        self._lock = threading.Lock()  # guards what follows, except deques: collected arrays add to them on any thread
         self._chunk: mmap.mmap | None = None
         self._chunk_begin = self._chunk_end = self._end
         self._free: dict[int, deque[_Pages]] = {}  # by size
@@ -118,7 +118,7 @@ class Arena:
             return 0 if self._fd < 0 else os.fstat(self._fd).st_blocks * 512
 
     def allocate(self, nbytes: int) -> Region | None:
-        """A region, uninitialised; None if the system has no more memory."""
+        """An uninitialized region; None if the system has no more memory."""
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
             free = self._free.setdefault(size, deque())
@@ -128,7 +128,7 @@ class Arena:
                 return None
             try:
                 if not pages.backed:
-                    os.posix_fallocate(self._fd, pages.offset, size)  # else a lack of memory would show as a signal
+                    os.posix_fallocate(self._fd, pages.offset, size)  # else lack of memory raises a signal
             except OSError:
                 free.append(pages)
                 return None
@@ -138,7 +138,7 @@ class Arena:
         return Region(pages.offset, array)
 
     def close(self) -> None:
-        """Nobody finds the memory any more. Regions stay as long as somebody uses them."""
+        """Closes the memory to new users. Regions stay while they are used."""
         with self._lock:
             self._close()
             self._fd = -1  # the number may be another file's now
@@ -161,7 +161,7 @@ class Arena:
 
 
 class Sharing:
-    """A worker's side: its arena, if it has one and shall share it, and who has mapped it."""
+    """A worker's side: its arena, if it shares one, and the pservers that have mapped it."""
 
     def __init__(self, wanted: bool) -> None:
         self.pservers: set[int] = set()
@@ -180,7 +180,7 @@ class Sharing:
         return 0 if self._arena is None else self._arena.nbytes
 
     def allocate(self, nbytes: int) -> Region | None:
-        """A region; None if there is no memory, or no more."""
+        """A region; None without an arena or more memory."""
         return None if self._arena is None else self._arena.allocate(nbytes)
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class Attached:
     """A worker's arena, on a pserver. Views are for the thread of one stream.
 
     Raises:
-        OSError: it cannot be reached from here, or is not what it should be.
+        OSError: it is not accessible, or not the offered memory.
     """
 
     def __init__(self, offer: Offer) -> None:
@@ -200,7 +200,7 @@ class Attached:
             raise OSError("the worker is on another host")
         self._fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         weakref.finalize(self, os.close, self._fd)
-        # Where processes are numbered differently, or the offer is wrong, this is some other file.
+        # In another PID namespace, or if the offer is wrong, this is some other file.
         if not fcntl.fcntl(self._fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise OSError("the memory is not sealed")
         if len(offer.secret) != _SECRET_BYTES or os.pread(self._fd, _SECRET_BYTES, 0) != offer.secret:
@@ -208,10 +208,10 @@ class Attached:
         self._map = mmap.mmap(self._fd, 0)
 
     def view(self, place: Place) -> NDArray[np.uint8]:
-        """The bytes there, writable.
+        """The bytes at `place`, writable.
 
         Raises:
-            ProtocolError: they are not all within the arena.
+            ProtocolError: `place` is not within the arena.
         """
         end = place.offset + place.nbytes
         if end > len(self._map) and end <= os.fstat(self._fd).st_size:

@@ -1,4 +1,4 @@
-"""How a pserver is doing, as it tells whoever asks: the Status call, Prometheus and the console read the same.
+"""The status of a pserver, the same for the Status call, Prometheus and the console.
 
 Tested in tests/pserver/test_metrics.py.
 """

@@ -1,4 +1,4 @@
-"""What a worker and a pserver send each other, whichever data path it takes, and the worker's end of it.
+"""The streams between a worker and a pserver, on either data path, and the worker's end of them.
 
 Tested in tests/wire/test_grpc_path.py, tests/wire/test_connection.py and tests/worker/test_worker.py.
 """
@@ -19,17 +19,17 @@ _END_S = 5.0  # for a pserver to end the streams of a worker that has left
 
 
 class Receiver(Protocol):
-    """What takes the frames that come in."""
+    """Takes incoming frames."""
 
     def memory(self, header: Header, nbytes: int) -> memoryview | None:
-        """Where the `nbytes` of payload of a data frame belong, if that is known; called before they are received.
+        """Where the `nbytes` of a data frame's payload belong, if known; called before they are received.
 
         Raises:
             ProtocolError: the frame does not belong here.
         """
 
     def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
-        """Takes a data frame; its payload is where `memory` said, or in shared memory at `place`, else to be kept."""
+        """Takes a data frame; its payload is where `memory` said, or in shared memory at `place`, else new."""
 
     def notice(self, header: Header, payload: memoryview) -> None:
         """Takes a LAYOUT or a TRACE, which only workers get."""
@@ -39,31 +39,31 @@ class Path(Protocol):
     """A worker's streams to and from one pserver: gRPC, or a data connection."""
 
     def receive(self, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
-        """Receives to the end, which a pserver's ERROR may be.
+        """Receives to the end, or until the pserver sends an ERROR, which it returns.
 
         Raises:
-            ProtocolError: a frame is malformed or of a kind that does not come in this direction.
+            ProtocolError: a frame is malformed or of the wrong kind for this direction.
             PserverLostError: the connection broke.
         """
 
     def finish(self) -> None:
-        """Ends both directions, from the thread that has received."""
+        """Ends both directions; for the receiving thread."""
 
     def abort(self) -> None:
-        """Makes `receive` end, from another thread."""
+        """Ends `receive` from another thread."""
 
 
 def take(header: Header, payload: memoryview, data: Kind, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
-    """Takes a frame that has come in: data frames go to `receiver`, receipts to `queue`.
+    """Dispatches an incoming frame: data frames go to `receiver`, receipts to `queue`.
 
     Args:
         data: the kind of data frames in this direction.
 
     Returns:
-        The error in it, if it is one: the last frame.
+        The error of an ERROR frame, which is the last.
 
     Raises:
-        ProtocolError: it is of a kind that does not come in this direction.
+        ProtocolError: it is of the wrong kind for this direction.
     """
     if header.kind == data:
         if (place := frames.decode_place(header, payload)) is None:
@@ -84,14 +84,14 @@ def take(header: Header, payload: memoryview, data: Kind, queue: SendQueue, rece
 
 
 def not_expected(header: Header, data: Kind) -> ProtocolError:
-    """The error for a frame of a kind that does not come in a direction whose data frames are of kind `data`."""
+    """The error for a frame of the wrong kind in a direction whose data frames are of kind `data`."""
     return ProtocolError(f"kind of a frame must be {data.name}, ACK or ERROR here, got {Kind(header.kind).name}")
 
 
 class WorkerStream:
     """The worker's end of both directions to one pserver. The thread "tfps-recv-<index>" receives.
 
-    What ends the stream of pushes shows in that of replies: the pserver ends the one with the other.
+    The end of the push stream shows in the reply stream: the pserver ends both together.
 
     Args:
         address: of the pserver.
@@ -120,13 +120,13 @@ class WorkerStream:
         self._running: tuple[Path, threading.Thread] | None = None
 
     def start(self, path: Path) -> None:
-        """Receives what comes on `path`, which sends already."""
+        """Starts receiving on `path`, which is sending already."""
         thread = threading.Thread(target=self._receive, args=(path,), name=self._name, daemon=True)
         self._running = path, thread
         thread.start()
 
     def close(self) -> None:
-        """Waits for the end of the streams and of the thread; the pserver, which must know of the leave, ends them."""
+        """Waits for the streams and the thread to end. The pserver ends them, so Leave must come before."""
         self._closed = True
         self._queue.close()
         if self._running is None:
@@ -134,7 +134,7 @@ class WorkerStream:
         path, thread = self._running
         if threading.current_thread() is not thread:
             thread.join(_END_S)
-            if thread.is_alive():  # the pserver is not there any more
+            if thread.is_alive():  # the pserver is gone
                 path.abort()
                 thread.join()
 
@@ -148,7 +148,7 @@ class WorkerStream:
             error = ProtocolError(f"pserver {self._address}: {malformed}")
         except PserverLostError as lost:
             error = lost
-        except Exception as bug:  # without a receiver every waiter would wait for ever
+        except Exception as bug:  # without a receiver every waiter would hang
             error = TfpsError(f"pserver {self._address}: receiving failed {self._when()}: {bug!r}")
             error.__cause__ = bug
         if not self._closed:

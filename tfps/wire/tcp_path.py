@@ -19,7 +19,7 @@ from tfps.wire.send_queue import SendQueue
 from tfps.wire.stream import Path, Receiver
 
 logger = logging.getLogger("tfps")
-_DIAL_S = 5.0  # for a data port to answer; a firewall that drops what it does not like never does
+_DIAL_S = 5.0  # for a data port to answer; behind a firewall that drops packets it never does
 
 
 class TcpPath:
@@ -51,7 +51,7 @@ class TcpPath:
         try:
             self._connection.send(self._queue)
         except OSError:
-            self._connection.shut_down()  # the thread that receives says what happened
+            self._connection.shut_down()  # the receiving thread reports what happened
 
 
 def open_path(
@@ -64,14 +64,14 @@ def open_path(
     rank: int,
     when: Callable[[], str],
 ) -> Path:
-    """The data path of a worker that has joined, as `transport` asks for.
+    """Opens the data path of a joined worker, as `transport` says.
 
     Args:
-        data_port: as the pserver said; 0 if it takes no data connections.
+        data_port: the pserver's; 0 if it takes no data connections.
 
     Raises:
         ConnectError: `transport` is "tcp" and the pserver's data port cannot be reached.
-        TfpsError: the pserver refuses this worker, and says why.
+        TfpsError: the error with which the pserver refuses this worker.
     """
     if transport != "grpc":
         try:
