@@ -110,6 +110,7 @@ def _serve(requests: socket.socket) -> str | None:
             os.close(out)
             os.write(reports, b"%d\n" % child)
             ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+            assert ended is not None  # only WNOHANG gives None
             code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
             os.write(reports, b"%d\n" % code)
             os.read(reports, 1)  # until nobody can send it a signal any more
