@@ -1,6 +1,6 @@
 """Data-parallel training of Keras models through gRPC parameter servers.
 
-Names are loaded when they are first used, so that a pserver never imports TensorFlow.
+Names load on first use, so that a pserver never imports TensorFlow.
 """
 
 from __future__ import annotations

@@ -20,18 +20,18 @@ logger = logging.getLogger("tfps")
 
 
 class Metrics(keras.callbacks.Callback):
-    """Writes where the time of steps goes as TensorBoard scalars, into the run `<log_dir>/tfps`.
+    """Writes where step time goes as TensorBoard scalars to the run `<log_dir>/tfps`.
 
-    Rank 0 writes, the other ranks do nothing. What is written is `Strategy.report()`, medians over the last 16 steps;
-    docs/metrics.md has the names. TensorBoard need not be installed.
+    Only rank 0 writes. The values are those of `Strategy.report()`, medians over the last 16 steps; docs/metrics.md
+    lists their names. TensorBoard need not be installed.
 
     Args:
         log_dir: the directory that `tensorboard --logdir` gets.
-        update_freq: `"epoch"` writes at the end of each epoch, a number also after every so many batches. A report
-            costs some milliseconds and asks every pserver.
+        update_freq: `"epoch"` writes at the end of each epoch, a number N also after every N batches. A report
+            costs a few milliseconds and queries every pserver.
 
     Raises:
-        ConfigError: `update_freq` is neither; in `fit`, the model was not built under a `tfps.Strategy`.
+        ConfigError: `update_freq` is invalid; in `fit`, the model was not built under a `tfps.Strategy`.
     """
 
     def __init__(self, log_dir: str | pathlib.Path, update_freq: int | Literal["epoch"] = "epoch") -> None:
@@ -51,7 +51,7 @@ class Metrics(keras.callbacks.Callback):
         self._batches = self._written_at = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._batches = batch + 1  # with steps_per_execution this comes once for several batches
+        self._batches = batch + 1  # with steps_per_execution, Keras calls this once per several batches
         if self._every != "epoch" and self._batches - self._written_at >= self._every:
             self._write()
 
@@ -71,7 +71,7 @@ class Metrics(keras.callbacks.Callback):
         try:
             report = self.model.distribute_strategy.report()
         except TfpsError:
-            return  # too few steps yet; a pserver that is gone stops the training by itself
+            return  # too few steps yet; a lost pserver stops training anyway
         values = [tf.compat.v1.Summary.Value(tag=f"tfps/{k}", simple_value=v) for k, v in scalars(report).items()]
         step = int(self.model.optimizer.iterations.numpy())
         with self._writer.as_default():  # tf.summary.scalar would need TensorBoard
@@ -80,7 +80,7 @@ class Metrics(keras.callbacks.Callback):
 
 
 def scalars(report: Report) -> dict[str, float]:
-    """What of a report is written, by name; sizes only where something is cut into slices."""
+    """Returns the scalars of `report` by name; slice and window sizes only if anything is sliced."""
     found = {
         "step_s": report.step_s,
         "compute_s": report.compute_s,
@@ -98,19 +98,19 @@ def scalars(report: Report) -> dict[str, float]:
 class Trace(keras.callbacks.Callback):
     """Records some steps of `fit` on all workers and pservers, for TensorBoard's tabs "Parameter servers" and Profile.
 
-    Written at the end of the last step (for the Profile tab at the end of `fit`, together with the profile of
-    TensorFlow that the callback TensorBoard has taken meanwhile in the same directory); docs/traceview.md. Rank 0
-    records, whatever the other ranks do; on them the callback does nothing. Training waits meanwhile.
+    Written at the end of the last step; for the Profile tab at the end of `fit`, merged with the TensorFlow profile
+    that the TensorBoard callback took in the same directory (docs/traceview.md). Rank 0 controls the recording; on
+    other ranks the callback does nothing. Training waits for the writing.
 
     Args:
         log_dir: the directory that `tensorboard --logdir` gets.
-        steps: the first and the last batch, both included, counted from 0 from the beginning of `fit`, over all epochs.
-        name: of the run; default: the time.
+        steps: first and last batch, inclusive, counted from 0 over all epochs of `fit`.
+        name: name of the run; default: the current time.
 
     Raises:
-        ConfigError: `steps` are no such pair, `name` is no file name; in `fit`, the model was not built under a
+        ConfigError: `steps` is not such a pair, `name` is not a file name; in `fit`, the model was not built under a
             `tfps.Strategy`.
-        TfpsError: in `fit`, a capture is being recorded already.
+        TfpsError: in `fit`, another capture is already running.
     """
 
     def __init__(self, log_dir: str | pathlib.Path, steps: tuple[int, int] = (10, 20), name: str | None = None) -> None:
@@ -119,14 +119,14 @@ class Trace(keras.callbacks.Callback):
         self._first, self._last = check_steps("steps of tfps.callbacks.Trace", steps)
         self._run: TraceRun | None = None
         self._begun = 0  # the batch at which recording began
-        self._batch = self._before = self._ended = 0  # of the current execution; in earlier epochs; so far
+        self._batch = self._before = self._ended = 0  # first of the execution; in earlier epochs; so far
         self._active = self._recorded = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         strategy = _strategy_of(self)
         self._active = strategy.rank == 0
         left = strategy._runtime.trace_run
-        if left is not None and left.of_fit:  # of a `fit` that an exception has ended
+        if left is not None and left.of_fit:  # left by a `fit` that raised
             left.abandon()
         self._batch = self._before = self._ended = 0
         self._run, self._recorded = None, False
@@ -142,7 +142,7 @@ class Trace(keras.callbacks.Callback):
             self._run = TraceRun(_strategy_of(self)._runtime, self._log_dir, self._name, of_fit=True)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        # Some versions of Keras say the first and some the last batch of an execution.
+        # Keras passes the first or the last batch of an execution, depending on its version.
         count = max(batch - self._batch + 1, self._per_execution)
         if (steps := self.params.get("steps")) is not None:
             count = min(count, max(steps - self._batch, 1))
@@ -173,8 +173,8 @@ class Trace(keras.callbacks.Callback):
                 self._run = None
 
     def _chosen(self, steps: Sequence[int]) -> Sequence[int]:
-        """The `steps` of the batches that were asked for: an execution may have more of them."""
-        if len(steps) != self._ended - self._begun:  # accumulated, or skipped because of the loss scale
+        """Returns the `steps` of the requested batches; an execution may have more."""
+        if len(steps) != self._ended - self._begun:  # gradients accumulated, or steps skipped by loss scaling
             return steps
         return [step for at, step in enumerate(steps, self._begun) if self._first <= at <= self._last]
 
@@ -182,16 +182,16 @@ class Trace(keras.callbacks.Callback):
         try:
             what()
             return True
-        except (TfpsError, OSError) as error:  # no reason to end the training
+        except (TfpsError, OSError) as error:  # must not end training
             logger.warning("tfps: the trace could not be written: %s", error)
             return False
 
 
 def _strategy_of(callback: keras.callbacks.Callback) -> Strategy:
-    """The strategy of the callback's model.
+    """Returns the strategy of the callback's model.
 
     Raises:
-        ConfigError: it is not tfps's.
+        ConfigError: it is not a `tfps.Strategy`.
     """
     strategy = callback.model.distribute_strategy
     if not isinstance(strategy, Strategy):

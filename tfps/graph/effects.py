@@ -1,6 +1,6 @@
-"""What must follow from private names of TensorFlow that would otherwise fail without a word.
+"""Checks behavior of private TensorFlow names that would otherwise fail silently.
 
-That these names are there is checked when tf_private.py is imported; that they still do what tfps needs, here.
+Importing tf_private.py checks that the names exist; this module checks that they still do what tfps needs.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from tfps.graph.tf_private import SUPPORTED, made_by_generator, set_read_only_in
 
 
 def orders_what_is_not_only_read() -> bool:
-    """Whether a later use of a variable waits for a call that has it as an input and declares no input only read."""
+    """Whether a later use of a variable waits for a call that takes it and declares no read-only inputs."""
     return _second_waits(lambda resource: None, only_read=[])
 
 
 def leaves_unordered_what_is_only_read() -> bool:
-    """Whether calls that put something into one queue do not wait for each other if they declare it only read."""
+    """Whether calls that enqueue to one queue run in any order if they declare it read-only."""
     return not _second_waits(lambda queue: tf.raw_ops.QueueEnqueueV2(handle=queue, components=[0]), only_read=[0])
 
 
 def finds_generators() -> bool:
-    """Whether batches that Python makes are told from rows, and from batches that TensorFlow makes of them."""
+    """Whether batches made by a Python generator are told apart from batches that TensorFlow makes of its rows."""
     made = tf.data.Dataset.from_generator(lambda: iter([[0]]), output_signature=tf.TensorSpec([None], tf.int64))
     return made_by_generator(made.prefetch(1)) and not made_by_generator(made.batch(1))
 
 
 @functools.cache
 def check_effects() -> None:
-    """Checks all of these, when the first strategy of a process is made: a tenth of a second.
+    """Runs these checks when a process creates its first strategy; takes 0.1 s.
 
     Raises:
-        UnsupportedError: one is missing; the message says which versions are supported.
+        UnsupportedError: one fails; the message says which versions are supported.
     """
     with tf.init_scope():
         for effect, without in {
@@ -52,7 +52,7 @@ def check_effects() -> None:
 
 
 def _second_waits(uses: Callable[[tf.Tensor], Any], only_read: list[int]) -> bool:
-    """Whether of two calls of `uses`, which declare `only_read`, TensorFlow lets the second one wait for the first."""
+    """Whether TensorFlow makes the second of two calls of `uses`, with read-only inputs `only_read`, wait."""
     resource = tf.TensorSpec([], tf.resource)
 
     @tf.function(autograph=False, input_signature=[resource])

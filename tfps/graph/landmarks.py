@@ -1,7 +1,7 @@
-"""Where a traced training step passes from one part to the next: end of forward, begin of backward, use of a variable.
+"""Finds phases of a traced training step: end of forward, begin of backward, first use of a variable.
 
-TensorFlow marks none of these places. The backward pass is known by the names that tf.GradientTape and tf.gradients
-give to their ops; all else follows from which op uses what. `tests/graph/test_landmarks.py` says what must be found,
+TensorFlow marks none of these places. The backward pass is recognized by the op names of tf.GradientTape and
+tf.gradients; the rest follows from which op uses what. `tests/graph/test_landmarks.py` says what must be found,
 on every supported TensorFlow.
 """
 
@@ -17,10 +17,10 @@ import tensorflow as tf
 
 from tfps.graph.ops import is_gate_op
 
-_BACKWARD = re.compile(r"(^|/)gradient(s|_tape)(_\d+)?/")  # what tf.GradientTape and tf.gradients call their ops
+_BACKWARD = re.compile(r"(^|/)gradient(s|_tape)(_\d+)?/")  # ops of tf.GradientTape and tf.gradients
 _FAR = 16  # ops between a variable and the op that computes something with it
-_DEEP = 6  # ops between that and a tensor with several uses
-_MANY = 4  # tensors that are found at most
+_DEEP = 6  # ops between that op and a tensor with several uses
+_MANY = 4  # tensors returned at most
 _PARAMETERS = ("Const", "ReadVariableOp", "Placeholder")
 
 
@@ -28,8 +28,8 @@ class Landmarks:
     """Finds the places in `graph` as it is now. All tensors that it finds have several uses.
 
     Args:
-        inputs: what the step computes with: its batch.
-        since: number of the step's first op; those before are of steps that have been sent.
+        inputs: the step's batch.
+        since: number of the step's first op; earlier ops belong to steps already sent.
     """
 
     def __init__(self, graph: tf.Graph, inputs: Sequence[tf.Tensor], since: int = 0) -> None:
@@ -49,12 +49,12 @@ class Landmarks:
         return next((number for number in own if _BACKWARD.search(self._operations[number].name)), None)
 
     def last_of_forward(self) -> list[tf.Tensor]:
-        """The last tensors before the backward pass that it needs."""
+        """Returns the last tensors before the backward pass that backward needs."""
         found: list[tf.Tensor] = []
         for op in reversed(self._operations[self._since : self.backward or self._since]):
             for output in op.outputs if op.type not in _PARAMETERS else ():
                 uses = output.consumers()
-                # Where an op makes something for backward alone, it has several results: no rewrite joins such.
+                # An op that makes something for backward alone has several results: no rewrite fuses it.
                 if (len(uses) > 1 or len(op.outputs) > 1) and any(_BACKWARD.search(use.name) for use in uses):
                     found += [output] if has_elements(output) else []
             if len(found) >= _MANY:
@@ -62,7 +62,7 @@ class Landmarks:
         return found[:_MANY]
 
     def first_use(self, handle: tf.Tensor) -> list[tf.Tensor]:
-        """What the first op that computes with the variable of `handle` computes with besides; empty if unclear."""
+        """Returns the other operands of the first op that computes with `handle`'s variable; empty if unclear."""
         order, names = self._order, set[str]()
         heap: list[tuple[int, Any]] = []
 
@@ -87,7 +87,7 @@ class Landmarks:
         return []
 
     def _used_often(self, tensor: tf.Tensor, depth: int) -> list[tf.Tensor]:
-        """`tensor` if it has several uses, else what it is made from; nothing of what is there before the step."""
+        """Returns `tensor` if it has several uses, else such sources of it; nothing that exists before the step."""
         if any(tensor is each for each in self._inputs):
             return [tensor]
         if tensor.op.type in _PARAMETERS or not has_elements(tensor):
@@ -101,6 +101,6 @@ class Landmarks:
 
 
 def has_elements(tensor: tf.Tensor) -> bool:
-    """Whether one number can be taken out of `tensor`."""
+    """Whether one number can be sliced out of `tensor`."""
     numbers = tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_complex
     return bool(numbers and tensor.shape.rank)

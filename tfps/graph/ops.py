@@ -1,8 +1,7 @@
 """The graph ops of tfps: gates, sends, pulls, and the conversion between tensors and bytes.
 
-All are ordinary TensorFlow ops. Queue ops are asynchronous kernels: one that waits holds no thread of TensorFlow's
-pools, so that a hundred closed gates cannot deadlock a pool of one thread (blocking kernels, `py_function` or
-Unstage would).
+All are ordinary TensorFlow ops. Queue ops are asynchronous kernels: while they wait they hold no pool thread, so a
+hundred closed gates cannot deadlock a pool of one thread (blocking kernels, `py_function` or Unstage would).
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _RESOURCE = tf.TensorSpec([], tf.resource)
 _BYTES = tf.TensorSpec([None], tf.uint8)
 _TIMES = tf.TensorSpec([None], tf.float64)
 # What a graph hands to the host: transfer id, ticket, data, indices of a sparse gradient, times (see `send`), and the
-# queue in which a pull waits for its reply. Other messages, to which no graph waits for a reply, have any queue there.
+# queue in which a pull waits for its reply. Messages without a reply put any queue there.
 MESSAGE = [tf.int64, tf.int64, tf.uint8, tf.uint8, tf.float64, tf.resource]
 # What the host hands to a pull: error text or "", the ticket of the message, data, indices.
 PULLED = [tf.string, tf.int64, tf.uint8, tf.uint8]
-PASS, CLOSE, SEND, PULL = "tfps_pass_gate", "tfps_close_gates", "tfps_send", "tfps_pull"  # functions below
+PASS, CLOSE, SEND, PULL = "tfps_pass_gate", "tfps_close_gates", "tfps_send", "tfps_pull"  # names of functions below
 _OTHER_STEP = to_text(
     TfpsError(
         "the reply to another step came back. Either an earlier step was stopped while it waited for a reduction "
@@ -39,7 +38,7 @@ CLOSED = to_text(ClosedError("the strategy is closed"))
 
 
 def wire_dtype(dtype: tf.DType) -> tf.DType:
-    """The dtype in which values of `dtype` are exchanged: half types as float32, so that a sum rounds once.
+    """Returns the dtype in which values of `dtype` are exchanged: half types as float32, so that a sum rounds once.
 
     Raises:
         UnsupportedError: values of `dtype` cannot be summed by a pserver.
@@ -54,7 +53,7 @@ def wire_dtype(dtype: tf.DType) -> tf.DType:
 
 
 def to_bytes(tensor: tf.Tensor) -> tf.Tensor:
-    """`tensor` in its wire dtype as flat uint8 of shape [bytes]; no copy where the dtype is kept."""
+    """Returns `tensor` in its wire dtype as flat uint8 of shape [bytes]; no copy if the dtype is kept."""
     flat = tf.reshape(tf.cast(tensor, wire_dtype(tensor.dtype)), [-1])
     if flat.dtype == tf.uint8:
         return flat
@@ -64,7 +63,7 @@ def to_bytes(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def from_bytes(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """The flat tensor of the wire dtype of `dtype` that lies in `data`, flat uint8; no copy."""
+    """Returns `data`, flat uint8, as a flat tensor of the wire dtype of `dtype`; no copy."""
     wire = wire_dtype(dtype)
     if wire == tf.uint8:
         return data
@@ -74,7 +73,7 @@ def from_bytes(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def to_raw(tensor: tf.Tensor) -> tf.Tensor:
-    """`tensor` of any dtype with a fixed size as flat uint8 of shape [bytes], bit for bit."""
+    """Returns `tensor`, of any fixed-size dtype, as flat uint8 of shape [bytes], bit for bit."""
     flat = tf.reshape(tensor, [-1])
     if flat.dtype in (tf.bool, tf.uint8):
         return tf.cast(flat, tf.uint8)
@@ -82,16 +81,16 @@ def to_raw(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def from_raw(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """The flat tensor whose bytes are `data`, flat uint8: the reverse of `to_raw`."""
+    """Returns the flat tensor whose bytes are `data`, flat uint8: the inverse of `to_raw`."""
     if dtype in (tf.bool, tf.uint8):
         return tf.cast(data, dtype)
     return tf.bitcast(data if dtype.size == 1 else tf.reshape(data, [-1, dtype.size]), dtype)
 
 
 def tensor_of(array: np.ndarray[Any, Any]) -> tf.Tensor:
-    """An eager tensor over the memory of `array` where TensorFlow allows that (64-byte aligned, writable), else a copy.
+    """Returns an eager tensor that shares the memory of `array` if that is 64-byte aligned and writable, else a copy.
 
-    dlpack aborts the process on data that is not aligned, hence the check.
+    dlpack aborts the process on unaligned data, hence the check.
     """
     if array.flags.writeable and array.flags.c_contiguous and array.ctypes.data % 64 == 0 and array.nbytes:
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
@@ -99,7 +98,7 @@ def tensor_of(array: np.ndarray[Any, Any]) -> tf.Tensor:
 
 
 class Gate:
-    """What readers of one variable (on one device) wait at: a queue that holds one token while the value is current.
+    """Makes readers of one variable (on one device) wait: a queue that holds one token while the value is current.
 
     The token is "" or, after a failure, the error's text, which every reader then raises.
     """
@@ -107,13 +106,13 @@ class Gate:
     def __init__(self, name: str) -> None:
         self.name = name  # of the variable
         with tf.init_scope(), tf.device(HOST):
-            # Room for more than the one token: an error is put in even where a token that was thought lost comes back.
+            # Room for more than one token: an error may be added although a token thought lost comes back.
             self._queue = tf.queue.FIFOQueue(8, [tf.string], [[]], name="tfps_gate")
             self.open()
 
     @property
     def closed(self) -> bool:
-        """Whether there is no token just now: a send took it, or a reader holds it for a moment."""
+        """Whether the token is out: a send took it, or a reader holds it for a moment."""
         with tf.init_scope(), tf.device(HOST):
             return int(self._queue.size()) == 0
 
@@ -148,12 +147,12 @@ def _pass_function() -> Any:
 
 
 def pass_gate(gate: Gate, variable: tf.Tensor, after: Sequence[tf.Tensor]) -> tf.Operation:
-    """Orders every later use of the resource `variable` in the current graph behind the opening of `gate`.
+    """Makes every later use of the resource `variable` in the current graph wait until `gate` is open.
 
-    Returns the op that passes it, whose second input is the variable.
+    Returns the op that passes the gate; its second input is the variable.
 
-    `after`: what the step computes with. A step that ends before it has its input (the end of the data is such an
-    end) must not be stopped while it holds a token.
+    `after`: the step's input. A step that ends before it has its input (as at the end of the data) must not be stopped
+    while it holds a token.
     """
     with tf.device(HOST), tf.control_dependencies(after):
         passed = _pass_function()(gate.handle, variable)
@@ -162,13 +161,13 @@ def pass_gate(gate: Gate, variable: tf.Tensor, after: Sequence[tf.Tensor]) -> tf
 
 
 def write_after(variable: Any, after: Sequence[tf.Tensor]) -> None:
-    """Orders every later write of `variable` (a component) in the current graph behind the tensors `after`.
+    """Makes every later write of `variable` (a component) in the current graph wait for the tensors `after`.
 
-    A step whose input ends must not count itself: what it writes need not depend on its input (`iterations`, a seed).
+    A step whose input ends must not count, even if what it writes does not depend on the input (`iterations`, a seed).
     """
     with tf.device(None), tf.control_dependencies(after):
-        # Automatic control dependencies order writes behind a read, but not other reads, and it is pruned where no
-        # write follows. VarIsInitializedOp would count as a write: sends that keep the learning rate would queue up.
+        # Automatic control dependencies order writes, not other reads, after a read, and prune it if no write follows.
+        # VarIsInitializedOp would count as a write: sends that keep the learning rate would queue up.
         tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
 
@@ -197,7 +196,7 @@ def _check_function() -> Any:
 
 
 def check_open(queue: tf.Tensor, after: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Raises in the graph once the runtime behind `queue` is closed: a gate closed then would stay so for ever."""
+    """Raises in the graph once the runtime behind `queue` is closed: a gate closed after that would never open."""
     with tf.device(HOST), tf.control_dependencies(after):
         checked = _check_function()(queue)
         tf_private.set_read_only_inputs(checked, [0])
@@ -207,7 +206,7 @@ def check_open(queue: tf.Tensor, after: Sequence[tf.Tensor]) -> tf.Tensor:
 def close_gates(gates: Sequence[Gate], variables: Sequence[tf.Tensor], after: Sequence[tf.Tensor]) -> tf.Tensor:
     """Closes `gates` after all earlier uses of the resources `variables` in the current graph, before all later ones.
 
-    `after`: the gradients. What follows can then hardly fail, so that gates do not stay closed when a step fails.
+    `after`: the gradients. What follows them can hardly fail, so a failing step does not leave gates closed.
     """
     with tf.device(HOST), tf.control_dependencies(after):
         closed = _close_function(len(gates), len(variables))(*(gate.handle for gate in gates), *variables)
@@ -216,7 +215,7 @@ def close_gates(gates: Sequence[Gate], variables: Sequence[tf.Tensor], after: Se
 
 
 def open_gate(gate: Gate) -> tf.Operation:
-    """The graph op that opens `gate`."""
+    """Builds the graph op that opens `gate`."""
     with tf.device(HOST):
         return tf.raw_ops.QueueEnqueueV2(handle=gate.handle, components=[tf.constant("")])
 
@@ -231,7 +230,7 @@ def _ticket_function() -> Any:
 
 
 def ticket() -> tf.Tensor:
-    """A number (int64, not 0) that is another one at every execution of the current graph.
+    """Returns a number (int64, not 0) that differs at every execution of the current graph.
 
     A *stateless* call, because automatic control dependencies would order a stateful one with every `py_function`.
     """
@@ -240,7 +239,7 @@ def ticket() -> tf.Tensor:
 
 
 def call_stateless(function: Any, arguments: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Calls the concrete `function` by an op that TensorFlow takes for stateless, whatever is in it."""
+    """Calls the concrete `function` through an op that TensorFlow considers stateless, whatever is in it."""
     graph = tf_private.ops.get_default_graph()
     function.add_to_graph(graph)
     captured = [graph.capture(argument) for argument in arguments]
@@ -274,7 +273,7 @@ def send(
 ) -> tf.Operation:
     """Hands `data` (flat uint8, from any device) to the host; waits for nothing but its inputs.
 
-    `times`, seconds, go with it (see timestamps.py), behind the time when the data was there.
+    `times`, in seconds, go with it (see timestamps.py), after the time when the data was ready.
     """
     with tf.device(HOST):
         if indices is None:
@@ -289,9 +288,9 @@ def send(
 def _pull_function() -> Any:
     @tf.function(autograph=False, input_signature=[_RESOURCE, tf.TensorSpec([], tf.int64), _BYTES, _BYTES])
     def tfps_pull(queue: Any, transfer: Any, data: Any, indices: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        # The kernel owns this queue: a pull that is pruned has none, and one that runs keeps it from step to step.
+        # The kernel owns this queue: a pruned pull has none, and one that runs keeps it across steps.
         results = tf.raw_ops.FIFOQueueV2(component_types=PULLED, capacity=16)
-        # A step that TensorFlow stops here leaves its reply behind: the next one must not take it for its own.
+        # A step that TensorFlow stops here leaves its reply behind, which the next step must not take.
         with tf.control_dependencies([data, indices]):
             now = tf.timestamp()
         ticket, times = tf.bitcast(now, tf.int64), tf.reshape(now, [1])
@@ -321,13 +320,13 @@ def pull(queue: tf.Tensor, transfer: int, data: tf.Tensor, indices: tf.Tensor) -
 
 def answer(results: tf.Tensor, reply: Sequence[Any]) -> None:
     """Hands `reply`, as in PULLED, to the pull that waits in the queue `results`; called by the runtime's threads."""
-    # Where the function that waited was deleted meanwhile its queue is gone, too: nobody waits any more.
+    # If the waiting function has been deleted, its queue is gone, too: nothing waits any more.
     with contextlib.suppress(tf.errors.NotFoundError):
         tf.raw_ops.QueueEnqueueV2(handle=results, components=reply)
 
 
 def needed(graph: tf.Graph) -> set[str]:
-    """Names of the ops of the function `graph`, traced to the end, that its runs need; TensorFlow may prune others."""
+    """Returns the names of the ops that runs of the fully traced function `graph` need; others may be pruned."""
     found: set[str] = set()
     waiting = [*(output.op for output in graph.outputs), *graph.control_outputs]
     waiting += [op for op in graph.get_operations() if op.op_def.is_stateful]
@@ -340,7 +339,7 @@ def needed(graph: tf.Graph) -> set[str]:
 
 
 def before(op: tf.Operation) -> list[tf.Operation]:
-    """What `op` comes after, by data and control edges."""
+    """Returns the direct predecessors of `op`, by data and control edges."""
     return [*(each.op for each in op.inputs), *op.control_inputs]
 
 
@@ -350,7 +349,7 @@ def is_gate_op(op: tf.Operation) -> bool:
 
 
 def called(op: tf.Operation) -> str:
-    """The name that the function which `op` calls was written with; empty for other ops."""
+    """Returns the Python name of the function that `op` calls; empty for other ops."""
     if op.type not in ("PartitionedCall", "StatefulPartitionedCall"):
         return ""
     name: str = op.get_attr("f").name
@@ -358,7 +357,7 @@ def called(op: tf.Operation) -> str:
 
 
 def exchange_functions() -> list[str]:
-    """Names of the functions by which a graph exchanges something; as far as one has been used."""
+    """Returns the names of the functions through which a graph exchanges data."""
     return [function().name for function in (_send_function, _pull_function)]
 
 
@@ -377,7 +376,7 @@ def _request_function() -> Any:
 
 
 def request(queue: tf.Tensor, order: tf.Tensor, transfer: int, number: tf.Tensor) -> tf.Tensor:
-    """Asks the host for a batch. Requests of one graph keep their order, by the resource `order`."""
+    """Asks the host for a batch. The resource `order` keeps the requests of one graph in order."""
     with tf.device(HOST):
         asked = _request_function()(queue, order, tf.constant(transfer, tf.int64), number)
         if not tf.executing_eagerly():

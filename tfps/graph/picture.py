@@ -1,4 +1,4 @@
-"""The picture of a step: reads behind gates, sends by priority, updates; as text in Graphviz's language DOT.
+"""Draws a step in Graphviz DOT: reads behind gates, sends by priority, updates.
 
 Tested in tests/strategy/test_graph_view.py.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-_MANY = 6  # variables of one bucket that are named
-# Light to dark, told apart also without seeing colours; dark is urgent.
+_MANY = 6  # variables named per bucket
+# Dark (urgent) to light, distinguishable without color vision.
 _SHADES = ("#08519c", "#2171b5", "#4292c6", "#6baed6", "#9ecae1", "#c6dbef", "#deebf7")
-_DARK = 3  # so many of them need white text
+_DARK = 3  # the first ones, which need white text
 _WARNING = "#d55e00"
 
 
@@ -21,7 +21,7 @@ class Read:
 
     Args:
         key: unique in the picture.
-        after: keys of what is sent before it in the same step, so that it waits for its update.
+        after: keys of the sends in the same step whose updates it waits for.
     """
 
     key: str
@@ -35,10 +35,10 @@ class Sent:
 
     Args:
         key: unique in the picture.
-        variables: whose gates are closed and whose update follows; none for a reduction that the step waits for.
-        kept: names of values that the update will read as they were at the send.
-        owners: the pserver of each slice, by number; empty where nothing is cut.
-        after: keys of what is sent before it in the same step, so that it waits for that.
+        variables: variables whose gates close and whose update follows; none for a reduction that the step waits for.
+        kept: names of values that the update reads as of the send.
+        owners: number of each slice's pserver; empty if nothing is sliced.
+        after: keys of the earlier sends in the same step that it waits for.
     """
 
     key: str
@@ -52,7 +52,7 @@ class Sent:
     after: Sequence[str] = ()
 
     def also_after(self, keys: Sequence[str]) -> Sent:
-        """The same, which comes after `keys`, too."""
+        """Returns a copy that also comes after `keys`."""
         return replace(self, after=tuple(sorted({*self.after, *keys})))
 
 
@@ -66,10 +66,10 @@ class Picture:
     sent: Sequence[Sent] = field(default_factory=list)
 
     def dot(self) -> str:
-        """The picture in DOT; `dot -Tsvg` draws it.
+        """Returns the picture in DOT; `dot -Tsvg` draws it.
 
         From left to right: reads in the order of first use, gradients, sends (the most urgent on top), updates, and the
-        reads of the next step. What is drawn in orange makes a step wait.
+        reads of the next step. Orange marks what makes a step wait.
         """
         return "\n".join(_Writer(self).lines()) + "\n"
 
@@ -87,7 +87,7 @@ class _Writer:
             self._first.setdefault(read.variable, self._ids[read.key])
         names = [name.split("/") for name in self._first]
         model = len(names) > 1 and all(len(name) > 1 and name[0] == names[0][0] for name in names)
-        self._prefix = f"{names[0][0]}/" if model else ""  # says nothing if all begin with it
+        self._prefix = f"{names[0][0]}/" if model else ""  # redundant if all names begin with it
 
     def lines(self) -> Iterator[str]:
         yield "digraph tfps {"

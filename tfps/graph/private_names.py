@@ -1,6 +1,6 @@
-"""Private names of other packages that tfps uses: checked when it is imported, so that nothing fails later.
+"""Checks the private names of other packages that tfps uses at import, so that nothing fails later.
 
-tf_private.py and keras_private.py say which names these are, and why.
+tf_private.py and keras_private.py list these names, and why they are needed.
 
 Tested in tests/test_private_names.py, which also holds that tfps uses no others.
 """

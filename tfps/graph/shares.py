@@ -1,11 +1,10 @@
-"""How many rows of a step's batch each replica has, and what its part of a mean over the whole batch counts for.
+"""Counts the rows of a step's batch that each replica has, and weights its part of a mean over the whole batch.
 
-A loss is a mean over rows. Where a batch does not divide evenly, the mean of the replicas' means is not the mean over
-the batch: a replica with k of n rows counts k / n. One without rows counts nothing, whatever it computes of no rows
-(often NaN).
+A loss is a mean over rows. If a batch does not divide evenly, the mean of the replicas' means is not the mean over the
+batch: a replica with k of n rows counts k / n. A replica without rows counts nothing, whatever it computes (often NaN).
 
-Graphs that take batches themselves know the size of the whole batch from the announcements of the ranks (lockstep.py).
-Where a program hands batches over in another way, replicas sum their rows, while the forward pass already runs.
+Graphs that take batches themselves know the size of the whole batch from the ranks' announcements (lockstep.py). If a
+program passes batches in another way, replicas sum their rows while the forward pass runs.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ UNKNOWN = -1  # in place of a number of rows
 
 
 def rows_of(structure: Any) -> Any:
-    """Size of the first dimension of the first value in `structure` that has one, an int64 scalar; else None.
+    """Returns the first dimension, an int64 scalar, of the first value in `structure` that has one; else None.
 
-    UNKNOWN for a scalar whose number of dimensions the graph does not know.
+    UNKNOWN for a scalar whose rank the graph does not know.
     """
     for value in tf.nest.flatten(structure):
         if isinstance(value, tf.RaggedTensor):
@@ -51,7 +50,7 @@ def rows_of(structure: Any) -> Any:
 
 
 def not_known_to_be_empty(structure: Any) -> Any:
-    """`structure` without static sizes of 0 in first dimensions: some code of Keras takes these for scalars."""
+    """Returns `structure` without static first dimensions of 0, which some Keras code takes for scalars."""
 
     def relaxed(value: Any) -> Any:
         if not tf.is_symbolic_tensor(value) or not value.shape.rank or value.shape[0] != 0:
@@ -62,14 +61,14 @@ def not_known_to_be_empty(structure: Any) -> Any:
 
 
 class LastBatch:
-    """Rows of the batch that the graphs of one strategy took last, and of those that replica functions were given last.
+    """Rows of the last batch that one strategy's graphs took, and of the last ones given to replica functions.
 
-    Variables and no tensors: Keras calls functions within functions, and what one captures of another's graph is
-    lost when it is called from a third.
+    Kept in variables, not tensors: Keras nests functions, and what one captures of another's graph is lost when a
+    third calls it.
     """
 
     def __init__(self, replicas: int) -> None:
-        """`replicas`: on this worker."""
+        """`replicas`: number on this worker."""
         self.replicas = replicas
         self._name = f"_tfps_taken_{id(self)}"
         with tf.init_scope(), tf.device(HOST):
@@ -80,7 +79,7 @@ class LastBatch:
             ]
 
     def note(self, iterator: Any, rows: tf.Tensor) -> None:
-        """In a graph: `iterator` has taken a batch with `rows`, int64 [1 + replicas], unless the first is unknown."""
+        """Notes, in a graph, that `iterator` took a batch of `rows`, int64 [1 + replicas], if the first is known."""
         graph = ops.get_default_graph()
         taken = getattr(graph, self._name, None)
         if taken is None:
@@ -89,13 +88,13 @@ class LastBatch:
         taken.add(iterator)
         rows = tf.ensure_shape(rows, [1 + self.replicas])
         with tf.device(HOST):
-            # Not `where`: a graph that evaluates on another thread must not write what it has read.
+            # Not `where`: a graph that evaluates on another thread must not write back what it read.
             tf.cond(rows[0] >= 0, lambda: self._rows.assign(rows, read_value=False), tf.no_op)
 
     def of_graph(self) -> tf.Tensor | None:
-        """What was noted last, where the current graph and those around it take the batches of one iterator, else None.
+        """Returns the rows noted last if the current and outer graphs take batches of one iterator, else None.
 
-        With several iterators it could be the batch of another one.
+        With several iterators, the rows could be those of another one.
         """
         taken: set[int] = set()
         for graph in outer_graphs(ops.get_default_graph()):
@@ -106,12 +105,12 @@ class LastBatch:
             return self._rows.read_value()
 
     def give(self, replica: int, rows: tf.Tensor | None) -> None:
-        """A replica function begins, eagerly or whenever this graph runs."""
+        """Notes the rows given to a replica function that begins, eagerly or whenever this graph runs."""
         with tf.device(HOST):
             self._given[replica].assign(UNKNOWN if rows is None else rows, read_value=False)
 
     def given(self) -> tf.Tensor:
-        """Rows of each local replica as of the last replica function, int64 [replicas]; UNKNOWN where it had none."""
+        """Returns the rows last given to each local replica, int64 [replicas]; UNKNOWN if none were."""
         with tf.device(HOST):
             return tf.stack([each.read_value() for each in self._given])
 
@@ -123,7 +122,7 @@ class Share:
         rows: of this replica, int64 scalar.
         replicas: in the whole job.
         last: rows of the whole job and of this replica as last noted, if the graph takes batches itself.
-        sum_rows: sums `rows` over all replicas: an exchange.
+        sum_rows: sums `rows` over all replicas, by an exchange.
     """
 
     def __init__(
@@ -137,24 +136,24 @@ class Share:
         self.rows, self.replicas = rows, replicas
         self._sum_rows = sum_rows
         self._total: tf.Tensor | None = None
-        self._weights: list[tf.Tensor] = []  # what replaces the share by rows
-        if last is not None:  # batches that do not come from the iterator are taken to be divided evenly
+        self._weights: list[tf.Tensor] = []  # replace the weight by rows
+        if last is not None:  # batches not from the iterator are assumed to divide evenly
             self._total = tf.where(tf.equal(last[1], rows), last[0], tf.constant(UNKNOWN, tf.int64))
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether it is not certain that this replica has rows."""
+        """Whether this replica may have no rows."""
         known = tf.get_static_value(self.rows)
         return known is None or int(known) == 0
 
     @property
     def has_rows(self) -> tf.Tensor:
-        """A bool scalar."""
+        """Whether this replica has rows, a bool scalar."""
         with self._in_graph():
             return tf.not_equal(self.rows, 0)
 
     def only_if_rows(self, value: Any, otherwise: Any = None) -> Any:
-        """`value`, a tensor or IndexedSlices, where this replica has rows; else zeros, or `otherwise`."""
+        """Returns `value`, a tensor or IndexedSlices, if this replica has rows; else `otherwise` or zeros."""
         if not self.may_be_empty or value is None:
             return value
         if isinstance(value, tf.IndexedSlices):
@@ -162,14 +161,14 @@ class Share:
         return tf.where(self.has_rows, value, tf.zeros_like(value) if otherwise is None else otherwise)
 
     def total(self, *, exchange: bool) -> tf.Tensor | None:
-        """Rows of the whole batch, int64, -1 where unknown; None if only an exchange would tell and it may not."""
+        """Returns the rows of the whole batch, int64, -1 if unknown; None if only a forbidden exchange would tell."""
         if self._total is None and exchange:
             with self._in_graph():
                 self._total = self._sum_rows(self.rows)
         return self._total
 
     def relative(self, dtype: tf.DType, *, exchange: bool = False) -> tf.Tensor:
-        """This replica's rows over the average of all replicas, exactly 1 where all have as many or it is unknown."""
+        """Returns this replica's rows over the average of all replicas, exactly 1 if all are equal or it is unknown."""
         total = self.total(exchange=exchange)
         one = tf.ones([], dtype)
         if total is None:
@@ -177,9 +176,9 @@ class Share:
         return tf.where(self._uneven(self.rows, total), self._of(self.rows * self.replicas, total, dtype), one)
 
     def weight(self, even: tf.Tensor) -> tf.Tensor:
-        """What this replica's mean counts for in the mean over the batch; `even` where all replicas count alike.
+        """Returns the weight of this replica's mean in the mean over the batch; `even` if all replicas count alike.
 
-        While the result is being differentiated all replicas must ask together.
+        If the result is being differentiated, all replicas must call this together.
         """
         if self._weights:
             return tf.cast(self._weights[-1], even.dtype)
@@ -190,7 +189,7 @@ class Share:
 
     @contextlib.contextmanager
     def counting(self, amount: tf.Tensor, even: tf.Tensor) -> Iterator[None]:
-        """What is weighed meanwhile counts by `amount` (of this replica, scalar) instead of by rows."""
+        """Weights by this replica's scalar `amount` instead of by rows within the block."""
         amount = tf.stop_gradient(tf.cast(amount, tf.float64))
         total = self._sum_rows(amount)
         evenly = tf.equal(amount * self.replicas, total)
@@ -207,7 +206,7 @@ class Share:
         return tf.cast(tf.cast(rows, tf.float64) / tf.cast(total, tf.float64), dtype)
 
     def _in_graph(self) -> contextlib.AbstractContextManager[Any]:
-        """In the graph of the replica function: what a branch needs must not exist in this branch alone."""
+        """Enters the replica function's graph: what a branch needs must not exist in that branch alone."""
         if self.graph is None or ops.get_default_graph() is self.graph:
             return contextlib.nullcontext()
         stack = contextlib.ExitStack()
@@ -227,7 +226,7 @@ _current = _Current()
 def with_share(
     function: Callable[..., Any], replicas: int, last_batch: LastBatch, sum_rows: Callable[[tf.Tensor], tf.Tensor]
 ) -> Callable[..., Any]:
-    """`function`, called by each replica, while which its share is the current one; see `Share`."""
+    """Wraps `function`, which each replica calls, so that the replica's share is current meanwhile; see `Share`."""
 
     def shared(*args: Any, **kwargs: Any) -> Any:
         rows, replica = rows_of((args, kwargs)), distribute_lib.get_replica_context()._replica_id
@@ -247,7 +246,7 @@ def with_share(
 
 
 def current_share() -> Share | None:
-    """The share of the replica that this thread traces or runs; None outside, and in functions of their own within."""
+    """Returns the share of the replica that this thread traces or runs; None outside and in nested functions."""
     share = _current.share
     if share is None or (share.graph is None) != tf.executing_eagerly():
         return None
@@ -258,7 +257,7 @@ def current_share() -> Share | None:
 
 @contextlib.contextmanager
 def reducing_gradients() -> Iterator[None]:
-    """What this thread reduces meanwhile are gradients: a replica without rows has none."""
+    """Marks what this thread reduces in the block as gradients: a replica without rows has none."""
     before, _current.gradients = _current.gradients, True
     try:
         yield
@@ -267,6 +266,6 @@ def reducing_gradients() -> Iterator[None]:
 
 
 def share_of_gradients() -> Share | None:
-    """The current share while gradients are reduced, if the replica may have no rows."""
+    """Returns the current share while gradients are reduced, if the replica may have no rows; else None."""
     share = current_share() if _current.gradients else None
     return share if share is not None and share.may_be_empty else None

@@ -36,7 +36,7 @@ def _installed_keras() -> str | None:
 
 
 def check_versions(tensorflow: str, keras: str | None, environment: Mapping[str, str]) -> None:
-    """Refuses what tfps cannot work with, warns of what it does not know.
+    """Rejects versions that tfps cannot work with, warns of untested ones.
 
     Args:
         tensorflow: version, as in "2.21.0".
@@ -50,7 +50,7 @@ def check_versions(tensorflow: str, keras: str | None, environment: Mapping[str,
     if keras is not None and _minor(keras) < _OLDEST_KERAS:  # 3.7 does not divide the loss by the number of replicas
         raise ImportError(f"tfps supports {SUPPORTED}, got Keras {keras}; pip install -U keras")
     legacy = environment.get("TF_USE_LEGACY_KERAS")
-    if legacy in ("true", "True", "1"):  # what TensorFlow itself understands
+    if legacy in ("true", "True", "1"):  # as TensorFlow reads it
         raise ImportError(
             f"tfps supports {SUPPORTED}, but TF_USE_LEGACY_KERAS={legacy} makes tf.keras Keras 2 (tf_keras); unset it"
         )
@@ -69,32 +69,32 @@ except ImportError as error:
 
 check_versions(tf.__version__, _installed_keras(), os.environ)
 
-# Keras 3.10 began to say that the variables of metrics are combined when they are read. Mirrored ones would be summed
-# over replicas at each `total.assign(total + value)`, what had been summed before included.
+# Before 3.10, Keras does not mark metric variables as combined on read. Mirrored ones would be summed over replicas at
+# each `total.assign(total + value)`, including what had been summed before.
 METRICS_ARE_MIRRORED = _minor(_installed_keras() or "3.10") < (3, 10)
 
 try:
-    from tensorflow.core.framework import attr_value_pb2  # says which resource inputs of a call are only read
+    from tensorflow.core.framework import attr_value_pb2  # marks read-only resource inputs of a call
     from tensorflow.python.autograph.core import config as autograph_config  # which modules AutoGraph leaves alone
     from tensorflow.python.autograph.core import config_lib as autograph_rules
     from tensorflow.python.data.ops import flat_map_op  # what Dataset.from_generator ends with
     from tensorflow.python.distribute import (
         distribute_lib,  # ReplicaContext with an id: the public constructor is for the current replica
-        distribute_utils,  # regroup; create_mirrored_variable, the only way to bring a variable class of one's own
-        input_lib,  # distributed datasets, the base of those that are staged; empty batches
-        mirrored_run,  # the threads of replicas
+        distribute_utils,  # regroup; create_mirrored_variable, the only way to use a custom variable class
+        input_lib,  # distributed datasets, base of the staged ones; empty batches
+        mirrored_run,  # replica threads
         mirrored_strategy,  # MirroredExtended: local devices, replica threads, PerReplica values
         values,  # MirroredVariable, DistributedValues
         values_util,  # current replica id as a number
     )
-    from tensorflow.python.eager import record  # whether a gradient tape follows what is computed now
+    from tensorflow.python.eager import record  # whether a gradient tape is recording
     from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction  # see flat_call
     from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function  # see translate_errors
     from tensorflow.python.framework import (
-        auto_control_deps_utils,  # the attribute that says what is only read
+        auto_control_deps_utils,  # the attribute for read-only inputs
         ops,  # the graph under construction, init_scope that leaves it
     )
-    from tensorflow.python.framework.composite_tensor import CompositeTensor  # what an iterator as an argument must be
+    from tensorflow.python.framework.composite_tensor import CompositeTensor  # base of iterator arguments
     from tensorflow.python.framework.func_graph import FuncGraph  # whose outer graphs can be followed
     from tensorflow.python.ops import (
         control_flow_util,  # whether XLA compiles a graph: queues do not exist there
@@ -102,8 +102,8 @@ try:
     )
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # a variable outside of any strategy
 
-    # What Extended overrides: without these methods its own would never be called. Strategies without merge_call decide
-    # so by the first one.
+    # What Extended overrides: if one of these is gone, TensorFlow never calls the override. The first one decides
+    # whether a strategy uses merge_call.
     needs(
         mirrored_strategy.MirroredExtended,
         "_use_merge_call",
@@ -127,9 +127,9 @@ try:
     )
     # What it uses of its base class.
     needs(mirrored_strategy.MirroredExtended, "_container_strategy", "_devices", "_broadcast_to")
-    needs(mirrored_strategy.MirroredExtended, "_get_variable_creator_initial_value")  # replicas begin with the first's
+    needs(mirrored_strategy.MirroredExtended, "_get_variable_creator_initial_value")  # replicas start with the first's
     needs(mirrored_strategy.MirroredExtended, "_input_workers_with_options", "_input_workers_devices")
-    needs(mirrored_strategy.MirroredStrategy, "_collective_key_base")  # which MirroredExtended asks its strategy for
+    needs(mirrored_strategy.MirroredStrategy, "_collective_key_base")  # which MirroredExtended reads from its strategy
 
     # Replicas.
     needs(distribute_lib.ReplicaContext, "_replica_id", "_update")
@@ -189,12 +189,12 @@ DistributedDatasetsFromFunction = input_lib.DistributedDatasetsFromFunction
 
 
 def dummy_batch(element_spec: Any) -> Any:
-    """A batch of no examples, as TensorFlow gives it to replicas for which the data did not suffice."""
+    """Returns an empty batch, as TensorFlow gives it to replicas for which there is no data left."""
     return input_lib._dummy_tensor_fn(element_spec)
 
 
 def of_any_size(element_spec: Any) -> Any:
-    """The spec of batches of `element_spec` that may also have another number of examples."""
+    """Returns `element_spec` with any batch size."""
 
     def rebatched(spec: Any) -> Any:
         try:
@@ -206,11 +206,11 @@ def of_any_size(element_spec: Any) -> Any:
 
 
 def flat_call(function: ConcreteFunction) -> Callable[..., Any]:
-    """A caller of `function` with tensors as its signature has them.
+    """Returns a fast caller of `function`, which takes tensors as in its signature.
 
     It takes 0.07 ms instead of 0.16 ms: arguments are not matched with the signature. The op StatefulPartitionedCall
-    would take 0.02 ms, but all its eager calls share one rendezvous: an error of one ends another that uses
-    two devices.
+    would take 0.02 ms, but all its eager calls share one rendezvous: an error in one ends another that uses two
+    devices.
     """
     captured = function.captured_inputs
 
@@ -222,10 +222,10 @@ def flat_call(function: ConcreteFunction) -> Callable[..., Any]:
 
 @functools.cache
 def translate_errors(translated: Callable[[str], Exception | None]) -> None:
-    """Makes functions raise what `translated` makes of the message of a graph's error, where it makes something of it.
+    """Makes functions raise `translated(message)` instead of a graph's error, unless that is None.
 
-    TensorFlow's class of an error follows from a code, of which there are none to spare: what an op of tfps raises is
-    InvalidArgumentError with a text. Every call of a tf.function passes here, Keras' own included; once per process.
+    TensorFlow derives error classes from codes, of which none is free: tfps ops raise InvalidArgumentError with a text.
+    Wraps every call of a tf.function, those of Keras included; done once per process.
     """
 
     def translating(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -248,7 +248,7 @@ def translate_errors(translated: Callable[[str], Exception | None]) -> None:
 def before_calls(prepare: Callable[[FuncGraph], None]) -> None:
     """Calls `prepare` with the graph of each function right before it runs, or before a graph calls it.
 
-    A function is traced to the end then, and no public hook lies between that and its first run; once per process.
+    The function is fully traced then; no public hook lies between that and its first run. Done once per process.
     """
     call_flat = ConcreteFunction._call_flat
 
@@ -261,32 +261,31 @@ def before_calls(prepare: Callable[[FuncGraph], None]) -> None:
 
 
 def stopped() -> bool:
-    """Whether this thread runs a replica function for another one that has been interrupted (Ctrl-C) meanwhile.
+    """Whether this thread runs a replica function whose caller has been interrupted (Ctrl-C).
 
-    tf.distribute runs replica functions on threads of its own, which Ctrl-C does not reach; who called them waits for
-    their end.
+    tf.distribute runs replica functions on separate threads, which Ctrl-C does not reach; the caller waits for them.
     """
     coordinator = getattr(threading.current_thread(), "coord", None)
     return coordinator is not None and bool(coordinator.should_stop())
 
 
 def has_function(graph: tf.Graph, name: str) -> bool:
-    """Whether `graph` calls the function `name`, itself or in a function that it calls."""
+    """Whether `graph` calls the function `name`, directly or through a function that it calls."""
     return bool(graph._is_function(name))
 
 
-# Functions of tfps are called while a program is traced. Rewriting them takes time, and not every AutoGraph knows every
-# expression; what the program itself hands to them is still rewritten.
+# AutoGraph must not rewrite functions of tfps, which run during tracing: it takes time, and not every version knows
+# every expression. Functions that the program passes to them are still rewritten.
 autograph_config.CONVERSION_RULES = (autograph_rules.DoNotConvert("tfps"), *autograph_config.CONVERSION_RULES)
 
 
 def set_read_only_inputs(call: tf.Tensor, indices: list[int]) -> None:
-    """Tells automatic control dependencies which resource inputs of the call op behind `call` are only read.
+    """Tells automatic control dependencies which resource inputs of the call op of `call` are read-only.
 
-    Two traps end here. A gate's call takes the variable's handle without using it, so TensorFlow infers "read only" and
-    orders nothing behind it: declare it written (no indices). A send takes the shared queue and would be serialised
-    in trace order, so that layer 1's send (the last gradient to exist) holds back all others: declare the queue read
-    only.
+    This avoids two traps. A gate's call takes the variable's handle without using it, so TensorFlow infers "read only"
+    and orders nothing after it: declare it written (no indices). A send takes the shared queue and would be serialized
+    in trace order, so that layer 1's send (the last gradient to exist) holds back all others: declare the queue
+    read-only.
     """
     value = attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue(i=indices))
     call.op._set_attr(auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR, value)
@@ -298,7 +297,7 @@ def in_xla(graph: tf.Graph) -> bool:
 
 
 def made_by_generator(dataset: tf.data.Dataset) -> bool:
-    """Whether `dataset` yields what `Dataset.from_generator` does, as it is; False where TensorFlow does not say.
+    """Whether `dataset` yields batches of `Dataset.from_generator` as they are; False if TensorFlow does not tell.
 
     Keras turns PyDataset and generators into such datasets.
     """
@@ -322,19 +321,19 @@ def outer_graphs(graph: tf.Graph) -> list[tf.Graph]:
 
 
 def branch_free(graph: tf.Graph) -> tf.Graph:
-    """`graph`, or the one around it of which it is a branch of a tf.cond."""
+    """Returns `graph`, or the graph around the tf.cond that it is a branch of."""
     while isinstance(graph, control_flow_v2_func_graphs.CondBranchFuncGraph):
         graph = graph.outer_graph
     return graph
 
 
 def control_flow_free(graph: tf.Graph) -> tf.Graph:
-    """`graph`, or the one around it of which it is a branch of a tf.cond or a part of a tf.while_loop."""
+    """Returns `graph`, or the graph around the tf.cond or tf.while_loop that it is a part of."""
     while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
         graph = graph.outer_graph
     return graph
 
 
 def is_differentiated() -> bool:
-    """Whether a gradient tape of this thread may follow what is computed now: whether it is for training."""
+    """Whether a gradient tape of this thread may record what is computed now, as in training."""
     return bool(record.could_possibly_record())

@@ -1,4 +1,4 @@
-"""Who takes part: addresses of the pservers, this worker's rank, number of workers; from arguments and environment."""
+"""The cluster: pserver addresses, this worker's rank and the number of workers, from arguments and environment."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import tensorflow as tf
 from tfps.config import Launch, check_address
 from tfps.errors import ConfigError
 
-_WORKER_TASKS = ("chief", "master", "worker")  # in the order of ranks
+_WORKER_TASKS = ("chief", "master", "worker")  # in rank order
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Addresses of the pservers (none: embedded), rank and number of workers (None: as the pservers say)."""
+    """Pserver addresses (empty: embedded), rank and number of workers (None: the pservers decide)."""
 
     pservers: tuple[str, ...] = ()
     rank: int | None = None
@@ -28,7 +28,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class _Tasks:
-    """What `source` (TF_CONFIG or a resolver) says. `rank`: None where it does not know which task this process is."""
+    """The tasks in `source` (TF_CONFIG or a resolver). `rank` is None if it does not know this process's task."""
 
     source: str
     pservers: tuple[str, ...] = ()
@@ -41,11 +41,12 @@ def resolve(
     pservers: Sequence[str] | tf.distribute.cluster_resolver.ClusterResolver | None,
     environment: Mapping[str, str] | None = None,
 ) -> Cluster:
-    """The cluster that `pservers` and the environment describe.
+    """Returns the cluster that `pservers` and the environment describe.
 
-    A resolver decides alone. Explicit addresses win over `TFPS_PSERVERS` (set by `tfps_launch`), that over `TF_CONFIG`;
-    with none of them the pserver is embedded. Rank and number of workers come from the resolver, else from `TFPS_RANK`
-    and `TFPS_WORKERS`, else from `TF_CONFIG`, else from the order of joining. An evaluator is on its own: embedded.
+    Only a resolver's addresses count if there is one; else explicit addresses win over `TFPS_PSERVERS` (set by
+    `tfps_launch`), and that over `TF_CONFIG`; without any, the pserver is embedded. Rank and number of workers come
+    from the resolver, else from `TFPS_RANK` and `TFPS_WORKERS`, else from `TF_CONFIG`, else from the order of joining.
+    An evaluator gets an embedded pserver.
 
     Raises:
         ConfigError: an address or `TF_CONFIG` is malformed, they contradict each other, workers have no pserver, or
@@ -98,7 +99,7 @@ def _pservers_of(tasks: _Tasks) -> tuple[str, ...]:
 
 
 def _from_resolver(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> _Tasks:
-    spec = resolver.cluster_spec()  # first: SlurmClusterResolver finds its task while it makes this
+    spec = resolver.cluster_spec()  # first: this makes SlurmClusterResolver find its task
     tasks = spec.as_dict() if spec else {}
     return _from_tasks(tasks, resolver.task_type, resolver.task_id, type(resolver).__name__, may_not_know=True)
 
@@ -122,7 +123,7 @@ def _from_tf_config(text: str) -> _Tasks:
 def _from_tasks(
     tasks: Mapping[str, Any], task_type: str | None, task_index: Any, source: str, may_not_know: bool = False
 ) -> _Tasks:
-    """What the addresses of each task type and the task of this process, from `source`, mean for a job.
+    """Interprets `tasks` (addresses by task type) and this process's task, both from `source`.
 
     Args:
         may_not_know: whether the task may be missing; ranks then come from elsewhere.

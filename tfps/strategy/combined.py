@@ -1,11 +1,10 @@
-"""One value of variables that every replica writes for itself: metrics, moving statistics.
+"""Combines variables that each replica writes for itself: metrics, moving statistics.
 
-A step writes its replica's component and nothing travels. Each graph that writes such variables counts its runs in a
-variable of its own on the host, so that a read knows, without asking anybody, what has been written since the values
-were last combined. All that has been written is then combined in one exchange; what is read after that is known on
-every rank, so that one rank alone may save.
+A step writes its replica's component; nothing is sent. Each graph that writes such variables counts its runs in a
+separate host variable, so a read knows locally what has been written since the last combination. One exchange then
+combines all of it; afterward every rank knows the values, so that one rank alone may save.
 
-Steps are the same on every rank, and so is what has been written: whether a read exchanges is agreed without a word.
+All ranks run the same steps and write the same variables, so they agree without communication whether a read exchanges.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from tfps.strategy.names import common_name, own_name
 
 logger = logging.getLogger("tfps")
 _numbers = itertools.count()
-_PATIENCE_S = 5.0  # before a wait is mentioned
+_PATIENCE_S = 5.0  # before a wait is logged
 _WIDE: tuple[type[np.number[Any]], ...] = (np.float64, np.int64)
 _ONLY_FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
 
 
 class Local(Protocol):
-    """A variable with one component per local replica, which its replica writes."""
+    """A variable with one component per local replica, written by that replica."""
 
     name: str
     dtype: tf.DType
@@ -48,23 +47,23 @@ class Local(Protocol):
     _values: tuple[Any, ...]
 
     def take_combined(self, value: np.ndarray[Any, Any]) -> None:
-        """`value`, in the variable's shape and dtype, is what the variable is worth on all ranks."""
+        """Takes the combined `value`, in the variable's shape and dtype; it is the same on all ranks."""
 
 
 @dataclass(eq=False)
 class _Writes:
-    """What one graph writes each time it runs."""
+    """The variables that one graph writes at each run."""
 
-    runs: Any  # int64 variable on the host, which the graph counts up
-    graphs: list[weakref.ref[tf.Graph]]  # it and those around it: what may still run it
+    runs: Any  # int64 host variable that the graph increments
+    graphs: list[weakref.ref[tf.Graph]]  # the graph and its outer graphs, which may still run it
     seen: int = 0  # runs that have been combined
-    # By unique id, in the order of tracing. Not weak: what is combined must not depend on what a rank still holds.
+    # By unique id, in tracing order. Not weak: what is combined must not depend on what a rank still references.
     variables: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class _Part:
-    """What one exchange combines; `bucket` is None where there is one worker."""
+    """What one exchange combines; `bucket` is None with a single worker."""
 
     variables: list[Any]
     dtype: np.dtype[Any]
@@ -72,10 +71,10 @@ class _Part:
 
 
 class Combiner:
-    """Knows what replicas have written since it was last combined. Used by the threads that trace or run eagerly."""
+    """Tracks and combines what replicas write locally. Used by the threads that trace or run eagerly."""
 
     def __init__(self, runtime: Runtime, replicas: int) -> None:
-        """`replicas`: on this worker."""
+        """`replicas`: number on this worker."""
         self._runtime, self._total = runtime, replicas * runtime.exchange.workers
         self._name = f"_tfps_writes_{next(_numbers)}"
         self._graphs: list[_Writes] = []
@@ -83,13 +82,13 @@ class Combiner:
 
     @property
     def single(self) -> bool:
-        """There is one replica in all: what it writes is the value."""
+        """Whether there is only one replica in the job: what it writes is the value."""
         return self._total == 1
 
     def note_write(self, variable: Local, after: list[tf.Tensor]) -> None:
-        """A replica writes `variable`, now (eagerly) or whenever the current graph runs.
+        """Notes that a replica writes `variable`, now (eagerly) or whenever the current graph runs.
 
-        `after`: the input of the step, so that a run that ends for want of data counts on no rank.
+        `after`: the step's input, so that no rank counts a run that ends because the data ran out.
         """
         if self.single:
             return
@@ -109,10 +108,10 @@ class Combiner:
         writes.variables.setdefault(variable._unique_id, variable)
 
     def refresh(self) -> None:
-        """Combines what has been written since the last time; if something was, every rank has to come here.
+        """Combines what has been written since the last call; if anything was, every rank must call it.
 
         Raises:
-            TfpsError: another rank did not come, or the ranks have not written the same; the message says what to do.
+            TfpsError: another rank did not call it, or wrote other variables; the message says what to do.
         """
         if self.single:
             return
@@ -127,7 +126,7 @@ class Combiner:
                 if self._runtime.exchange.workers > 1:
                     for part in parts:
                         part.bucket = self._declared(part)
-                # Whoever comes here again has not written anything since: the others would wait for it, or it for them.
+                # If this could be interrupted, only some ranks would have to combine again, and would wait in vain.
                 with indivisible(self._runtime.exchange, f"values of {own_name(written[0])} and others"):
                     for part in parts:
                         self._combine(part)
@@ -148,7 +147,7 @@ class Combiner:
         return list({**written, **self._eager}.values())
 
     def _combine(self, part: _Part) -> None:
-        """In 64 bits: the mean of equal values is that value exactly, and the order of summing does not show."""
+        """Combines in 64 bits: the mean of equal values is exact, and the order of summing does not matter."""
         rank = self._runtime.exchange.rank
         sums = np.concatenate([_contribution(variable, part.dtype, rank).reshape(-1) for variable in part.variables])
         if part.bucket is not None:
@@ -181,7 +180,7 @@ class Combiner:
 
     @contextlib.contextmanager
     def _saying(self, first: Any) -> Iterator[None]:
-        """What is done in the block is said if it takes long or fails."""
+        """Explains the exchange in the block if it takes long or fails."""
         what = (
             f"rank {self._runtime.exchange.rank}: variables that every replica writes for itself ({own_name(first)} "
             "and others) were read after training steps, which combines them over all workers, so that every rank has "
@@ -190,12 +189,12 @@ class Combiner:
         try:
             with _mentioned(what):
                 yield
-        except (WaitTimeoutError, MismatchError) as error:  # which a rank that reads alone brings about
+        except (WaitTimeoutError, MismatchError) as error:  # as when one rank reads alone
             raise type(error)(f"{what}. {error}") from error
 
 
 def _contribution(variable: Any, dtype: np.dtype[Any], rank: int) -> np.ndarray[Any, Any]:
-    """What this worker adds to the sum."""
+    """Returns what this worker adds to the sum."""
     components = [component.numpy().astype(dtype) for component in variable._values]
     if variable.aggregation == _ONLY_FIRST:
         return np.asarray(components[0] if rank == 0 else np.zeros_like(components[0]))
@@ -203,7 +202,7 @@ def _contribution(variable: Any, dtype: np.dtype[Any], rank: int) -> np.ndarray[
 
 
 def _of(variables: list[Any], wide: type[np.number[Any]]) -> list[Any]:
-    """Those that are combined as `wide`."""
+    """Returns the variables that are combined in dtype `wide`."""
     return [variable for variable in variables if variable.dtype.is_floating == (wide is np.float64)]
 
 
@@ -213,7 +212,7 @@ def _elements(variable: Any) -> int:
 
 @contextlib.contextmanager
 def _mentioned(what: str) -> Iterator[None]:
-    """Says `what` once if the block takes long."""
+    """Logs `what` once if the block takes long."""
     timer = threading.Timer(_PATIENCE_S, logger.warning, ["tfps: waits: %s", what])
     timer.name = "tfps-combine-patience"
     timer.daemon = True

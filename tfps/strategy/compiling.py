@@ -1,7 +1,7 @@
-"""What programs create outside of the scope when they compile a model again, as guides to fine-tuning do.
+"""Adopts what programs create outside the scope when they compile a model again, as fine-tuning guides do.
 
-`Model.compile` enters the scope of its model by itself. Optimizers and metrics that were created outside get variables
-of the strategy when it is known which one: an optimizer when it is built for variables, a metric when it is compiled.
+`Model.compile` enters its model's scope automatically. Optimizers and metrics created outside get variables of the
+strategy as soon as it is known: an optimizer when it is built for variables, a metric when it is compiled.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _distributed(variable: Any) -> bool:
 
 
 def _adopt(variables: Iterable[Any], strategy: tf.distribute.Strategy) -> None:
-    """Creates those of `variables` that belong to no strategy again, under `strategy`; they keep their values."""
+    """Recreates those of `variables` that belong to no strategy under `strategy`; they keep their values."""
     with tf.init_scope(), contextlib.ExitStack() as scope:
         if current_replica(strategy) is None:
             scope.enter_context(strategy.scope())
@@ -63,4 +63,4 @@ def _adopt(variables: Iterable[Any], strategy: tf.distribute.Strategy) -> None:
             if not _distributed(variable):
                 value = variable.numpy()
                 variable._initialize(value)
-                variable.assign(value)  # of a sum over replicas each would else have the whole
+                variable.assign(value)  # else each replica of a SUM variable would hold the whole

@@ -23,7 +23,7 @@ class CrossReplica(mirrored_strategy.MirroredExtended):
     _reductions: Reductions
 
     def _cross_replica_key(self) -> tuple[Any, ...]:
-        """Tells apart the reductions of one graph."""
+        """Returns a key that identifies a reduction within its graph."""
         raise NotImplementedError
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
@@ -32,10 +32,10 @@ class CrossReplica(mirrored_strategy.MirroredExtended):
                 return value
             raise ValueError(f"a sum over replicas needs one value per replica, got {value!r}, which all share")
         flat = tf.nest.flatten(value)
-        local, counts = [], []  # sums over local replicas, and of how many values over all workers
+        local, counts = [], []  # local sums, and how many values they sum over all workers
         for each in flat:
             if each is None and reduce_op == MEAN:
-                continue  # stays what it is, as in MirroredStrategy
+                continue  # kept as is, like in MirroredStrategy
             if isinstance(each, values.DistributedValues):
                 local.append(sum_locally(each.values))
                 counts.append(self._num_replicas_in_sync)
@@ -54,7 +54,7 @@ class CrossReplica(mirrored_strategy.MirroredExtended):
         )
 
     def _to(self, value: Any, destinations: Any) -> Any:
-        """`value` on every local device where `destinations` has several, as `update` and `all_reduce` want it."""
+        """Copies `value` to every local device if `destinations` has several, as `update` and `all_reduce` expect."""
         if not isinstance(destinations, values.DistributedValues) or len(destinations._values) == 1:
             return value
         copies = []

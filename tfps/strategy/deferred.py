@@ -1,8 +1,8 @@
-"""Deferred updates: which of the optimizer's calls in a graph can run behind the step, and which share a bucket.
+"""Deferred updates: which optimizer calls in a graph can run outside the step, and which share a bucket.
 
-`all_reduce` marks gradients (`Reduction`); `update` on an untouched reduced gradient is only noted (`Noted`); when
-every gradient of the reduction has been noted, or the program touches a variable before that, the noted updates are
-emitted (see emitter.py): neighbours in forward order fuse into buckets up to one slice, which are traced and sent (see
+`all_reduce` marks gradients (`Reduction`). An `update` with an untouched reduced gradient is only noted (`Noted`). Once
+every gradient of the reduction is noted, or the program touches a variable before that, the noted updates are emitted
+(see emitter.py): neighbors in forward order fuse into buckets of up to one slice, which are traced and sent (see
 planned_bucket.py).
 """
 
@@ -25,14 +25,14 @@ from tfps.strategy.variables import GatedVariable
 
 @dataclass(eq=False)
 class Reduction:
-    """One `all_reduce` call of one replica: how many of its results have become noted updates.
+    """One `all_reduce` call of one replica, with a count of its results that became noted updates.
 
-    `has_rows`: bool scalar, whether the replica contributes at all; None: for certain.
+    `has_rows`: bool scalar, whether the replica contributes; None if it always does.
     """
 
     size: int
     has_rows: tf.Tensor | None = None
-    # By id of the graph: each branch of a tf.cond counts by itself.
+    # By graph id: each branch of a tf.cond counts separately.
     noted: Counter[int] = field(default_factory=Counter)
 
 
@@ -68,7 +68,7 @@ class Noted:
 
     @property
     def kind(self) -> tuple[tf.DType, bool]:
-        """Those of one kind may share a bucket: the dtype, and whether a replica without rows contributes."""
+        """What updates that share a bucket have in common: the dtype, and whether the replica always contributes."""
         return self.dtype, self.reduced.reduction.has_rows is None
 
 
@@ -79,15 +79,15 @@ class GraphState:
     first_use: dict[str, int] = field(default_factory=dict)  # by unique id of the variable; of the outermost graph only
     reduced: dict[int, Reduced] = field(default_factory=dict)  # by id of the result
     noted: dict[int, list[Noted]] = field(default_factory=dict)  # by replica
-    inputs: list[tf.Tensor] = field(default_factory=list)  # what the replica function got
+    inputs: list[tf.Tensor] = field(default_factory=list)  # of the replica function
     passed: PassedGates = field(default_factory=PassedGates)
     reductions: Counter[Any] = field(default_factory=Counter)  # so far, by replica; of the outermost graph only
 
 
 def fuse(noted: Iterable[Noted], order: dict[str, int], slice_bytes: int, first_bytes: int) -> list[list[Noted]]:
-    """Buckets of `noted` in forward order: neighbours of one kind up to `bucket_limit`, sparse ones alone."""
+    """Groups `noted` into buckets in forward order: neighbors of one kind up to `bucket_limit`, sparse ones alone."""
     buckets: list[list[Noted]] = []
-    filled: dict[Any, int] = {}  # bytes in the open bucket of a kind, which is the last one of that kind
+    filled: dict[Any, int] = {}  # bytes in the last bucket of a kind, which is still open
     last: dict[Any, list[Noted]] = {}
     before = 0
     for item in sorted(noted, key=lambda item: order.get(item.variable._unique_id, len(order))):
@@ -106,7 +106,7 @@ def fuse(noted: Iterable[Noted], order: dict[str, int], slice_bytes: int, first_
 
 
 def deferrable(variable: Any, gradient: Any) -> bool:
-    """Whether an update of `variable` with `gradient` can run behind the step."""
+    """Whether an update of `variable` with `gradient` can run outside the step."""
     if not isinstance(variable, GatedVariable) or not variable.gates or variable.owner is not None:
         return False
     if isinstance(gradient, tf.IndexedSlices):
@@ -115,7 +115,7 @@ def deferrable(variable: Any, gradient: Any) -> bool:
 
 
 def find_reduced(states: Callable[[tf.Graph], GraphState | None], tensor: Any) -> Reduced | None:
-    """The reduction behind `tensor` if nothing was computed with it since.
+    """Returns the reduction that made `tensor`, or None if something was computed in between.
 
     `all_reduce` wraps dense results in IdentityN (custom_gradient), so identities are followed back.
     """

@@ -1,4 +1,4 @@
-"""When noted updates become ops of the graph under construction, and which transfers their sends share.
+"""Turns noted updates into ops of the graph under construction, and decides which transfers their sends share.
 
 Tested in tests/strategy/test_strategy.py, tests/strategy/test_overlap.py and tests/integration/test_workers.py.
 """
@@ -31,7 +31,7 @@ _numbers = itertools.count()
 
 
 class Emitter:
-    """What one strategy notes in graphs under construction, and emits. Used by the threads that trace."""
+    """Notes and emits one strategy's updates in graphs under construction. Used by the threads that trace."""
 
     def __init__(
         self,
@@ -43,42 +43,42 @@ class Emitter:
     ) -> None:
         self._strategy, self._runtime, self._compared = strategy, runtime, compared
         self._replicas, self._slice_bytes = replicas, slice_bytes
-        # Without a network there is nothing to expose, and the fewer buckets the better.
+        # Without a network there is no wait to hide: the fewer buckets the better.
         self._first_bytes = slice_bytes if runtime.alone else _FIRST_BUCKET_BYTES
         self._warned: set[str] = set()
         self._state_name = f"_tfps_state_{next(_numbers)}"
         self._touched: list[weakref.ref[tf.Graph]] = []  # graphs that got a state since the last call ended
-        # Of the replica functions being traced: transfers by bucket and how often its replica has come to it. The
-        # replicas of one worker share a transfer, also where each traces a tf.cond of its own.
+        # Of the replica functions being traced: transfers by bucket and how often its replica has reached it. A
+        # worker's replicas share a transfer, even if each traces its own tf.cond.
         self._transfers: dict[tuple[Any, int], DeferredUpdate] = {}
         self._occurrences: Counter[tuple[Any, int]] = Counter()
-        self._groups: dict[tuple[int, int], Group] = {}  # by number of the emission in its replica
+        self._groups: dict[tuple[int, int], Group] = {}  # by emission number in its replica, and number of buckets
         self._emissions: Counter[int] = Counter()
-        self.graphs: dict[str, weakref.ref[tf.Graph]] = {}  # that send, by name; the one traced last at the end
+        self.graphs: dict[str, weakref.ref[tf.Graph]] = {}  # sending ones by name; last traced last
 
     # What is known of a graph.
 
     def state_of(self, graph: tf.Graph) -> GraphState | None:
-        """The state of `graph`, if it has one."""
+        """Returns the state of `graph`, if it has one."""
         return getattr(graph, self._state_name, None)
 
     def state(self, graph: tf.Graph) -> GraphState:
-        """The state of `graph`, which has one from now on."""
+        """Returns the state of `graph`; creates it if needed."""
         state = self.state_of(graph)
         if state is None:
             state = GraphState()
-            # On the graph itself: the state holds tensors of the graph, in a table of ours both would live for ever.
+            # On the graph itself: the state holds tensors of the graph, so a table would keep both alive forever.
             setattr(graph, self._state_name, state)
             self._touched.append(weakref.ref(graph))
         return state
 
     def inputs(self, graph: tf.Graph) -> list[tf.Tensor]:
-        """What the replica function that is traced in `graph` itself got; nothing where it is around `graph`."""
+        """Returns the inputs of the replica function traced in `graph` itself; empty if in an outer graph."""
         state = self.state_of(graph)
         return state.inputs if state is not None else []
 
     def next_reduction(self, who: Any) -> tuple[int, Any]:
-        """A key of the next reduction by `who` in the graph under construction, the same in every retrace."""
+        """Returns a key for the next reduction by `who` in the graph under construction, the same in every retrace."""
         reductions = self.state(outer_graphs(ops.get_default_graph())[-1]).reductions
         reductions[who] += 1
         return reductions[who], who
@@ -86,9 +86,9 @@ class Emitter:
     # What is noted.
 
     def note_access(self, variable: GatedVariable, graph: tf.Graph) -> list[tf.Tensor]:
-        """Called before any access in a graph under construction: notes the forward order, emits what waits.
+        """Notes the forward order and emits what waits, before any access in a graph under construction.
 
-        Returns what the access must come after: the input of the step, where it is in `graph`.
+        Returns what the access must come after: the step's inputs if they are in `graph`.
         """
         chain = outer_graphs(graph)
         if not chain:
@@ -103,16 +103,16 @@ class Emitter:
         return self.inputs(graph)
 
     def note_passed(self, variable: GatedVariable, replica: int, graph: tf.Graph, passed: tf.Operation) -> None:
-        """The gate of `variable` has been passed in `graph` by the op `passed`."""
+        """Notes that the op `passed` passes the gate of `variable` in `graph`."""
         gates = self.state(graph).passed.by_variable
         gates.setdefault((variable._unique_id, replica), PassedGate(passed, passed.inputs[1]))
 
     def note_reduced(self, reduced: Reduced) -> None:
-        """`reduced` has come out of an `all_reduce` in the graph under construction."""
+        """Notes the result of an `all_reduce` in the graph under construction."""
         self.state(ops.get_default_graph()).reduced[id(reduced.result)] = reduced
 
     def defers(self, variable: GatedVariable, function: Callable[..., Any], gradient: Any, arguments: Any) -> bool:
-        """Notes `function(component, gradient, *arguments)` if it can run behind the step; else says False."""
+        """Notes `function(component, gradient, *arguments)` if it can run outside the step; else returns False."""
         reduced = find_reduced(self.state_of, gradient)
         if reduced is None or not deferrable(variable, reduced.gradient):
             return False
@@ -130,16 +130,16 @@ class Emitter:
     # When it is emitted.
 
     def begin_call(self, graph: tf.Graph, inputs: list[tf.Tensor]) -> None:
-        """Replica functions will be traced in `graph`, which get `inputs`."""
+        """Prepares for tracing replica functions with `inputs` in `graph`."""
         self.state(graph).inputs = inputs
-        self._forget_call()  # of a call whose trace an exception ended
+        self._forget_call()  # left by a call whose trace raised
         self._touched.clear()
 
     def end_call(self, graph: tf.Graph) -> None:
-        """All replicas of one call have been traced: emits what is still noted.
+        """Emits what is still noted after all replicas of a call have been traced.
 
         Raises:
-            UnsupportedError: in a branch or a loop only some results of a reduction have become updates.
+            UnsupportedError: in a branch or loop, only some results of a reduction became updates.
         """
         self._emit_all(graph)
         self._forget_call()
@@ -150,7 +150,7 @@ class Emitter:
                 names = ", ".join(noted.variable.name for each in state.noted.values() for noted in each)
                 raise UnsupportedError(
                     f"{other.name}: only some results of one all_reduce were used to update variables inside a tf.cond "
-                    f"or tf.while_loop ({names}); reduce them in a call of their own"
+                    f"or tf.while_loop ({names}); reduce them in a separate call"
                 )
 
     def _forget_call(self) -> None:
@@ -199,10 +199,10 @@ class Emitter:
         timestamps.done()
 
     def _trace(self, bucket: PlannedBucket) -> None:
-        """Traces the update of `bucket`; where it cannot run later, it has no function."""
+        """Traces the update of `bucket`; leaves it without a function if it cannot be deferred."""
         try:
             bucket.trace(self._strategy, compared=self._compared is not None)
-        except Exception as error:  # whatever it is: in the graph it either works or raises again
+        except Exception as error:  # whatever it is: in the graph the update either works or raises again
             where = getattr(bucket.noted[0].function, "__qualname__", repr(bucket.noted[0].function))
             if where not in self._warned:
                 self._warned.add(where)
@@ -214,7 +214,7 @@ class Emitter:
                 )
 
     def _declare(self, buckets: list[PlannedBucket], graph: tf.Graph) -> dict[PlannedBucket, int]:
-        """As what number each of `buckets`, which `graph` sends, is declared."""
+        """Declares `buckets`, which `graph` sends, and returns their numbers."""
         with ops.init_scope():
             numbers = self._runtime.buckets([(bucket.key, bucket.spec) for bucket in buckets])
         if buckets:
@@ -223,7 +223,7 @@ class Emitter:
         return dict(zip(buckets, numbers, strict=True))
 
     def _transfer(self, bucket: PlannedBucket, number: int, group: Group) -> DeferredUpdate:
-        """What becomes of the messages of `bucket`, which was declared as `number`; local replicas share it."""
+        """Returns the transfer of `bucket`, declared as `number`; local replicas share it."""
         occurrence = bucket.key, self._occurrences[bucket.key, bucket.replica]
         self._occurrences[bucket.key, bucket.replica] += 1
         if occurrence not in self._transfers:

@@ -50,10 +50,10 @@ _VARIABLE_CLASSES = {
 
 
 class Extended(CrossReplica):
-    """Mirrored over the local devices as MirroredStrategy is; between workers, through pservers.
+    """Mirrors over local devices like MirroredStrategy, and connects workers through pservers.
 
-    No `merge_call`: inside a `tf.cond` it is impossible, so that gradient accumulation and loss scaling fail under
-    MirroredStrategy.
+    Avoids `merge_call`, which is impossible inside a `tf.cond`: under MirroredStrategy, gradient accumulation and loss
+    scaling fail because of it.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Extended(CrossReplica):
         staging_depth: int,
         check_every: int,
     ) -> None:
-        self._runtime = runtime  # before the base class, which asks for the number of replicas
+        self._runtime = runtime  # before the base class, which reads the number of replicas
         super().__init__(strategy, devices=list(devices))
         self.sharding = Sharding()
         if runtime.exchange.workers > 1:
@@ -96,7 +96,7 @@ class Extended(CrossReplica):
         return replica_id_in_sync_group - self._runtime.exchange.rank * len(self._devices)
 
     def draws_as(self, context: tf.distribute.ReplicaContext) -> int:
-        """Whose random numbers the replica of `context` draws; in `predict` every worker's are one process'."""
+        """Returns the replica id by which `context` draws random numbers; in `predict` it is local to the worker."""
         replica = context._replica_id
         return self._get_replica_id_in_sync_group(replica) if self.shards else replica
 
@@ -116,7 +116,7 @@ class Extended(CrossReplica):
 
     @property
     def shards(self) -> bool:
-        """Whether of a dataset that this thread distributes now this worker reads its part."""
+        """Whether this worker reads only its shard of a dataset that this thread distributes now."""
         return self.sharding.on
 
     def _make_input_context(self) -> tf.distribute.InputContext:
@@ -187,16 +187,16 @@ class Extended(CrossReplica):
         return variable
 
     def take_from_first_rank(self, variables: Sequence[Any]) -> None:
-        """Gives `variables` of this strategy the values that they have on rank 0; called by all ranks alike."""
+        """Copies rank 0's values of `variables` of this strategy to all ranks; every rank must call it."""
         self._initial_values.share(list(variables))
 
     def note_local_write(self, variable: Any) -> None:
-        """A replica writes its component of `variable` without telling the others."""
+        """Notes that a replica writes its component of `variable` without an exchange."""
         inputs = [] if tf.executing_eagerly() else self._emitter.inputs(ops.get_default_graph())
         self.combiner.note_write(variable, inputs)
 
     def of_first_replica(self, variable: GatedVariable, value: tf.Tensor) -> tf.Tensor:
-        """In a replica function: the `value` for `variable` that this worker's first replica has."""
+        """Returns, in a replica function, the first local replica's `value` for `variable`."""
         if len(self._devices) == 1:
             return value
         context = distribute_lib.get_replica_context()
@@ -221,11 +221,11 @@ class Extended(CrossReplica):
             raise self._runtime.exchange.failure or from_text(token) or TfpsError(token)
 
     def picture(self, function: str | None) -> Picture:
-        """Of the traced function of this name, or of the last one that was traced.
+        """Returns the picture of the traced function of this name, by default of the last one traced.
 
         Raises:
             ConfigError: there is no such function.
-            TfpsError: no function has been traced that sends.
+            TfpsError: no traced function sends.
         """
         return picture(traced_function(self._emitter.graphs, function), self._runtime)
 
@@ -233,7 +233,7 @@ class Extended(CrossReplica):
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
-            if fn not in self._lifted:  # as MirroredStrategy does: the loop over replicas goes inside the function
+            if fn not in self._lifted:  # as in MirroredStrategy, the loop over replicas moves inside the function
                 python_function = fn.python_function
 
                 def in_replicas(*args: Any, **kwargs: Any) -> Any:
@@ -283,8 +283,8 @@ class Extended(CrossReplica):
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         flat, share = tf.nest.flatten(value), share_of_gradients()
         if len(self._devices) > 1 and tf.executing_eagerly():
-            # Replica functions run one after the other in eager mode: only merge_call brings them together. What all
-            # of them have as one object would come as one value there; each replica contributes it, as in graphs.
+            # In eager mode replica functions run one after the other: only merge_call joins them. It would count an
+            # object that all of them share once; copies make each replica contribute it, as in graphs.
             own = [identity(each if share is None else share.only_if_rows(each)) for each in flat]
             value = tf.nest.pack_sequence_as(value, own)
             with own_losses():

@@ -1,4 +1,4 @@
-"""Finds in a traced function what tfps has put there: gates that are passed, sends, pulls, and what waits for what."""
+"""Finds the ops of tfps in a traced function: passed gates, sends, pulls, and what waits for what."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tfps.runtime.transfers import UNDECLARED, DeferredUpdate, Transfer
 
 
 def traced_function(graphs: Mapping[str, weakref.ref[tf.Graph]], name: str | None) -> tf.Graph:
-    """The graph of this name, or the last one.
+    """Returns the graph named `name`, by default the last one traced.
 
     Raises:
-        ConfigError: there is no such function.
-        TfpsError: there is none.
+        ConfigError: no traced function has this name.
+        TfpsError: no function has been traced.
     """
     traced = {each: graph for each, ref in graphs.items() if (graph := ref()) is not None}
     if not traced:
@@ -33,9 +33,9 @@ def traced_function(graphs: Mapping[str, weakref.ref[tf.Graph]], name: str | Non
 
 
 def picture(graph: tf.Graph, runtime: Runtime) -> Picture:
-    """What the function `graph`, in which sends were built, does with gates and buckets.
+    """Returns the picture of the gates and buckets of `graph`, a function that sends.
 
-    Reads are also those of the functions around it: of a branch of a tf.cond, the forward pass is there.
+    Includes reads of outer functions: the forward pass is there if `graph` is a branch of a tf.cond.
     """
     gates = {id(gate.handle): gate for gate in runtime.gate_watch.gates()}
     shown: dict[str, Gate] = {}  # by variable; of one local replica
@@ -63,7 +63,7 @@ def picture(graph: tf.Graph, runtime: Runtime) -> Picture:
 
 
 def _key(op: Any, closed_for: dict[str, str]) -> str:
-    """Which transfer `op` belongs to: a send, a pull, or the close before a send; empty for others."""
+    """Returns the key of the transfer that `op` sends, pulls or closes gates for; empty for other ops."""
     kind = called(op)
     if kind in (SEND, PULL):
         return f"transfer {tf.get_static_value(op.inputs[1])}"
@@ -71,7 +71,7 @@ def _key(op: Any, closed_for: dict[str, str]) -> str:
 
 
 def _closed_for(graph: tf.Graph, gates: dict[int, Gate], runtime: Runtime) -> dict[str, str]:
-    """Name of every close -> key of the send that follows it."""
+    """Maps the name of every close to the key of the send after it."""
     sends: dict[Gate, list[str]] = {}  # that close a gate, in order
     for op in graph.get_operations():
         if called(op) == SEND:
@@ -104,9 +104,9 @@ def _sent(key: str, transfer: Transfer, after: Sequence[str], runtime: Runtime) 
 
 
 def _walk(graph: tf.Graph, key_of: Callable[[Any], str]) -> Iterator[tuple[Any, str, frozenset[str]]]:
-    """The ops of `graph` that are not pruned, in order of creation: their key, and the keys that each comes after.
+    """Yields the ops of `graph` that are not pruned, in creation order, with their key and the keys before them.
 
-    An op comes after those with a key that are nearest before it on any path of data or control edges.
+    These are the nearest keys before an op on all paths of data or control edges.
     """
     run = needed(graph)
     nearest: dict[str, frozenset[str]] = {}
@@ -120,7 +120,7 @@ def _walk(graph: tf.Graph, key_of: Callable[[Any], str]) -> Iterator[tuple[Any, 
 
 
 def _outermost(tensor: Any) -> Any:
-    """What `tensor` is a capture of, through all functions around its own."""
+    """Follows the captures of `tensor` through all outer functions, and returns the original."""
     while hasattr(tensor, "graph") and hasattr(tensor.graph, "captures"):
         outer = [external for external, internal in tensor.graph.captures if internal.name == tensor.name]
         if not outer:

@@ -1,8 +1,7 @@
-"""Rank 0's initial values become everybody's, before the first step that could use them.
+"""Copies rank 0's initial values to all ranks before the first step that could use them.
 
-Variables are noted when they are created and exchanged in one go at the next `strategy.run`, so that a new model's
-weights may be loaded on rank 0 only; weights loaded later must be loaded on every rank. What each rank has created is
-compared first.
+Variables are noted at creation and exchanged together at the next `strategy.run`, so only rank 0 needs to load a new
+model's weights; weights loaded later must be loaded on every rank. Ranks first compare which variables they created.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from tfps.runtime.runtime import Runtime
 from tfps.strategy.names import common_name
 from tfps.strategy.on_read_variable import OnReadVariable
 
-_BATCH_BYTES = 64 * 2**20  # exchanged at once; more would only need more memory
+_BATCH_BYTES = 64 * 2**20  # per exchange; more would only need more memory
 _WHAT = "initial values"
 
 
 class InitialValues:
     """Variables whose values are not agreed yet. Used by the main thread.
 
-    They are kept until they are agreed, so that what is compared depends on what the program has created, and not on
-    what a rank still holds or the garbage collector has found.
+    They are kept until then, so that the comparison depends on what the program created, not on what a rank still
+    references or has garbage-collected.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -41,11 +40,11 @@ class InitialValues:
             self._created.append(variable)
 
     def agree(self) -> None:
-        """Gives all new variables the values that they have on rank 0.
+        """Gives all new variables their values on rank 0.
 
         Raises:
             MismatchError: the ranks created different variables.
-            WaitTimeoutError: a rank did not come to the same point.
+            WaitTimeoutError: a rank did not get here in time.
         """
         if not self._created:
             return
@@ -53,16 +52,16 @@ class InitialValues:
             self.share([variable for variable in self._created if bool(variable.is_initialized())])
 
     def share(self, variables: list[Any]) -> None:
-        """Gives `variables` the values that they have on rank 0; called by all ranks.
+        """Gives `variables` their values on rank 0; every rank must call it.
 
-        What has come before an interruption (Ctrl-C) is not asked for again.
+        After an interruption (Ctrl-C), values that have arrived are not requested again.
 
         Raises:
             MismatchError: the variables differ between ranks.
-            WaitTimeoutError: a rank did not come to the same point.
+            WaitTimeoutError: a rank did not get here in time.
         """
         fixed = [variable for variable in variables if _has_fixed_size(variable)]
-        total = sum(map(_nbytes, fixed)) if self._runtime.exchange.rank == 0 else 0  # rank 0 alone shows it
+        total = sum(map(_nbytes, fixed)) if self._runtime.exchange.rank == 0 else 0  # only rank 0 shows it
         with Progress(f"tfps: {_WHAT}", total) as progress:
             for batch in _batches(fixed):
                 self._sum(batch, progress)
@@ -92,7 +91,7 @@ class InitialValues:
         progress.add(total)
 
     def _gather(self, variables: list[Any]) -> None:
-        """Those of which only rank 0 knows how many bytes they have."""
+        """Exchanges variables whose size in bytes only rank 0 knows."""
         spec = BucketSpec(names=(_WHAT,), kind="gather", nbytes=0, dtype="uint8", priority=0, occasional=True)
         bucket, payload = self._declared(variables, spec), None
         if self._runtime.exchange.rank == 0:
@@ -111,7 +110,7 @@ class InitialValues:
         if _on_read(variable):
             variable.assign(value)  # on rank 0 too: which replica holds a sum depends on the rank
         elif self._runtime.exchange.rank > 0:
-            for component in variable.values:  # waits for what is under way
+            for component in variable.values:  # waits for pending updates
                 component.assign(value)
 
     def _forget(self, variables: list[Any]) -> None:

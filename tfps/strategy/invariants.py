@@ -1,10 +1,10 @@
-"""What must be equal on all ranks while they train, and how they find out where it is not.
+"""Checks that weights and the values that updates read stay equal on all ranks during training.
 
-An update returns a digest: what it has read as of its step (learning rate, step counter) and, when its turn comes, a
-checksum of the weights that it has written. Digests are collected into rows, and exchanged some steps at a time in a
-small bucket of their own, for which no step waits. Where the rows of one update differ, all ranks fail alike.
+An update returns a digest: what it read as of its step (learning rate, step counter) and, in turn with others, a
+checksum of the weights it wrote. Digests are collected into rows and exchanged every few steps in a small separate
+bucket that no step waits for. If the rows of one update differ, all ranks fail alike.
 
-Ranks may come to their updates in different order, so rows are matched by bucket and round.
+Ranks may run their updates in different orders, so rows are matched by bucket and round.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import DeferredUpdate, Transfer
 from tfps.strategy.variables import GatedVariable
 
-KEPT = 6  # values that an update reads, in a row; further ones share the last place
-_WIDTH = 3 + KEPT  # what was updated (0: nothing), which round, checksum, values
+KEPT = 6  # columns of a row for values that an update reads; further values share the last
+_WIDTH = 3 + KEPT  # columns: what was updated (0: nothing), round, checksum, values
 _MOST_ROWS = 64  # in one exchange
 _LEAST_URGENT = 2**32 - 1
 _COLUMNS, _CHUNK = 1024, 2**18  # of a checksum, in items
 _MOST_CHUNKS = 64
-_PRIME = 6364136223846793005  # of Knuth's generator: odd, without a pattern
-_SHOWN = 3  # variables of a bucket in a message
+_PRIME = 6364136223846793005  # multiplier of Knuth's generator: odd, without a pattern
+_SHOWN = 3  # variables of a bucket that a message names
 
 
 @dataclass(frozen=True)
 class _Subject:
-    """What rows are about: names of the weights and of the values that their update reads, and who has numbers."""
+    """What rows describe: names of the weights and of the values their update reads, and which are floats."""
 
     weights: tuple[str, ...]
     labels: tuple[str, ...]
@@ -47,11 +47,11 @@ class _Subject:
 
 
 class Invariants:
-    """Compares the digests of this rank with those of all others. Rows come from any thread.
+    """Compares this rank's digests with those of all others. Any thread may add rows.
 
     Args:
         runtime: of a job with several workers.
-        every: steps after which the weights of a bucket are compared again, from 1.
+        every: steps between comparisons of a bucket's weights, at least 1.
     """
 
     def __init__(self, runtime: Runtime, every: int) -> None:
@@ -59,7 +59,7 @@ class Invariants:
         self._rows = min(every, _MOST_ROWS)
         workers = runtime.exchange.workers
         self._spec = BucketSpec(
-            names=(f"checks every {every} steps",),  # a rank with another number is refused by this name
+            names=(f"checks every {every} steps",),  # refuses a rank with another number
             kind="sum",
             nbytes=workers * self._rows * _WIDTH * 8,
             dtype="int64",
@@ -75,11 +75,11 @@ class Invariants:
         self._eager: dict[
             str, tuple[int, int]
         ] = {}  # by unique id of a variable that is updated eagerly: number, rounds
-        self._awaited: dict[tuple[int, int], dict[int, Any]] = {}  # rows by what they are about, then by rank
+        self._awaited: dict[tuple[int, int], dict[int, Any]] = {}  # rows by round and number, then by rank
 
     @staticmethod
     def of(runtime: Runtime, every: int) -> Invariants | None:
-        """The one of `runtime`, which all its strategies share; None where there is nothing to compare."""
+        """Returns the instance that all strategies of `runtime` share; None if there is nothing to compare."""
         if not every or runtime.exchange.workers == 1:
             return None
         if runtime.invariants is None:
@@ -87,14 +87,14 @@ class Invariants:
         return cast(Invariants, runtime.invariants)
 
     def weigh(self, transfer: DeferredUpdate) -> tf.Tensor:
-        """Whether the current round of `transfer` takes the checksum: buckets take turns, so that no step takes all."""
+        """Whether the current round of `transfer` takes the checksum: buckets take turns to spread the cost."""
         return self._flags[self._due(transfer.bucket, transfer.round)]
 
     def _due(self, number: int, round_: int) -> bool:
         return (number + round_) % self._every == 0
 
     def note(self, transfer: DeferredUpdate, digests: Sequence[tf.Tensor]) -> None:
-        """Takes what the update of `transfer` has returned, for each local replica.
+        """Takes the digests that the update of `transfer` returned, one per local replica.
 
         Raises:
             MismatchError: the local replicas differ.
@@ -114,7 +114,7 @@ class Invariants:
         self._add(transfer.bucket + 1, subject, [transfer.round, *map(int, first)])
 
     def note_eager(self, variable: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-        """Takes an update of `variable` that has just run eagerly, if it is a trainable one of the first replica."""
+        """Notes an eager update that just ran, if `variable` is trainable and this is the first local replica."""
         gated = isinstance(variable, GatedVariable) and variable.gates and variable.owner is None
         if not gated or distribute_lib.get_replica_context()._replica_id:
             return
@@ -143,12 +143,12 @@ class Invariants:
             rows, self._outbox = self._outbox, []
             said = np.zeros([self._runtime.exchange.workers, self._rows, _WIDTH], np.int64)
             said[self._runtime.exchange.rank] = rows
-            # Whoever has updates has declared their buckets and, with them, this one: no wait.
+            # Declared together with the buckets of the updates: no wait.
             (bucket,) = self._runtime.buckets([("checks", self._spec)])
             self._runtime.push(_Comparison(self, bucket, self._spec), said)
 
     def compare(self, said: Any) -> None:
-        """Takes rows of all ranks, int64 [workers, rows, width]. Called by the apply thread."""
+        """Compares rows of all ranks, int64 [workers, rows, width]. Called by the apply thread."""
         if (said == said[0]).all():
             return
         different = []
@@ -171,7 +171,7 @@ class Invariants:
 
 
 class _Comparison(Transfer):
-    """Rows of this rank, until those of all ranks are here."""
+    """Sends rows of this rank and compares those of all ranks when they arrive."""
 
     def __init__(self, invariants: Invariants, bucket: int, spec: BucketSpec) -> None:
         super().__init__(bucket, spec)
@@ -185,11 +185,11 @@ class _Comparison(Transfer):
         return self._invariants._rows
 
     def fail(self, error: Any) -> None:
-        """Who waits for a gradient hears of it."""
+        """Does nothing: whatever waits for a gradient reports the error."""
 
 
 def names_of(function: Callable[..., Any], arguments: Sequence[Any]) -> dict[int, str]:
-    """What `function`, called with a component, a gradient and `arguments`, calls these, by their ids."""
+    """Returns the parameter names of `arguments` in `function(component, gradient, *arguments)`, by their ids."""
     try:
         names = list(inspect.signature(function).parameters)[2:]
     except (TypeError, ValueError):  # no signature: a builtin
@@ -200,17 +200,17 @@ def names_of(function: Callable[..., Any], arguments: Sequence[Any]) -> dict[int
 def _is_number(value: Any) -> bool:
     if not tf.is_tensor(value):
         return False
-    dtype = tf.as_dtype(value.dtype)  # a variable of Keras has a name of one
+    dtype = tf.as_dtype(value.dtype)  # a Keras variable has the dtype's name
     return len(value.shape) == 0 and (dtype.is_floating or dtype.is_integer)
 
 
 def floating(tensor: Any) -> bool | None:
-    """How `as_number` shows `tensor`: whether as a floating number; None: by a checksum."""
+    """Returns whether `as_number` encodes `tensor` as a float; None if by a checksum."""
     return bool(tf.as_dtype(tensor.dtype).is_floating) if _is_number(tensor) else None
 
 
 def as_number(tensor: tf.Tensor) -> tf.Tensor:
-    """`tensor`, not of strings, as one int64: a number as it is (the bits of a float64), others by a checksum."""
+    """Encodes `tensor` (no strings) in one int64: integers as is, floats as float64 bits, others by a checksum."""
     if not _is_number(tensor):
         return checksum([tf.cast(tensor, tf.int64) if tensor.dtype == tf.bool else tensor])
     if tensor.dtype.is_floating:
@@ -219,9 +219,9 @@ def as_number(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def digest(variables: Sequence[Any], kept: Sequence[tf.Tensor], weigh: tf.Tensor) -> tf.Tensor:
-    """In an update, after it has written `variables` (components): int64 [1 + KEPT], a checksum and `kept`.
+    """Returns int64 [1 + KEPT], a checksum and `kept`, in an update that has written `variables` (components).
 
-    `weigh`: whether to take the checksum, else it is 0.
+    `weigh`: whether to compute the checksum, else it is 0.
     """
     nothing = tf.constant(0, tf.int64)
     weights = tf.cond(weigh, lambda: checksum([each.read_value() for each in variables]), lambda: nothing)
@@ -234,10 +234,10 @@ def digest(variables: Sequence[Any], kept: Sequence[tf.Tensor], weigh: tf.Tensor
 
 
 def checksum(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Int64 scalar of the bits of `tensors` and of their places: two that change places change it.
+    """Returns an int64 scalar that depends on the bits of `tensors` and on their order.
 
-    Pieces of 32 bits are summed in 64, each times an odd number of its own, so that no bit is shifted out; some items
-    at a time, because they take twice their memory then.
+    Sums 32-bit pieces in 64 bits, each times its own odd number, so that no bit is shifted out. Works in chunks,
+    because the pieces need twice the memory of the items.
     """
     flat = [tf.reshape(each, [-1]) for each in tensors]
     if len({each.dtype for each in flat}) == 1:
@@ -247,13 +247,13 @@ def checksum(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
         size = int(items.shape[0])
         chunk = max(_CHUNK, -(-size // (_MOST_CHUNKS * _COLUMNS)) * _COLUMNS)
         for start in range(0, size, chunk):
-            with tf.control_dependencies([total]):  # one after the other, for the memory
+            with tf.control_dependencies([total]):  # one after the other, to save memory
                 total = total * _PRIME + _sum(items[start : start + chunk])
     return total
 
 
 def _sum(items: tf.Tensor) -> tf.Tensor:
-    """Sum of the bits of `items`, flat, each times the product of its row's and its column's number."""
+    """Sums the bits of flat `items`, each times the product of its row's and its column's number."""
     size = int(items.shape[0])
     rows = size // _COLUMNS
     total = tf.constant(0, tf.int64)
@@ -267,7 +267,7 @@ def _sum(items: tf.Tensor) -> tf.Tensor:
 
 
 def _bits(items: tf.Tensor) -> list[tf.Tensor]:
-    """`items` as int64 of up to 32 bits each, in the same shape, bit for bit; of 64 bits both halves."""
+    """Returns the bits of `items` as int64 of up to 32 bits each, in the same shape; both halves of 64-bit items."""
     if items.dtype.size == 8:
         whole = items if items.dtype == tf.int64 else tf.bitcast(items, tf.int64)
         return [tf.bitwise.right_shift(whole, 32), tf.bitwise.bitwise_and(whole, 2**32 - 1)]
@@ -276,12 +276,12 @@ def _bits(items: tf.Tensor) -> list[tf.Tensor]:
 
 
 def _odd(count: int) -> np.ndarray[Any, Any]:
-    """The first `count` of a fixed series of odd numbers, int64."""
+    """Returns the first `count` of a fixed series of odd numbers, int64."""
     return np.random.default_rng(1).integers(-(2**63), 2**63 - 1, count, np.int64) | 1
 
 
 def _difference(subject: _Subject, round_: int, rows: Any) -> str:
-    """What to say of `rows`, one per rank, of which two at least differ."""
+    """Returns the error message for `rows`, one per rank, that are not all equal."""
     step = f"at step {round_ + 1} of {_names(subject.weights)}"
     for column, (label, is_float) in enumerate(zip(subject.labels, subject.floating, strict=True), 3):
         values = rows[:, column]
@@ -302,7 +302,7 @@ def _difference(subject: _Subject, round_: int, rows: Any) -> str:
 
 
 def _by_value(values: Any, shown: Callable[[Any], str]) -> str:
-    """Who has what: `0.1 on rank 0, 2 and 0.2 on rank 1`."""
+    """Returns which ranks have which value: `0.1 on rank 0, 2 and 0.2 on rank 1`."""
     ranks: dict[bytes, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value.tobytes(), []).append(rank)
@@ -310,7 +310,7 @@ def _by_value(values: Any, shown: Callable[[Any], str]) -> str:
 
 
 def _decimal(value: Any) -> str:
-    """As short as the value's own precision allows: a float32 is not shown with the digits of a float64."""
+    """Formats `value` at its own precision: a float32 does not get the digits of a float64."""
     return str(np.float32(value) if isinstance(value, np.float64) and np.float32(value) == value else value)
 
 
@@ -319,6 +319,6 @@ def _hexadecimal(value: Any) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    """The first of the names of a bucket's variables."""
+    """Lists the first few variable names of a bucket."""
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + rest

@@ -1,7 +1,7 @@
-"""Names of variables as all ranks have them: without the numbers that Keras gives by itself.
+"""Variable names that are equal on all ranks: without the numbers that Keras adds.
 
-Keras calls the third layer of a class that has no name `dense_2`, counting all of a process. A rank that has built or
-loaded a model for itself counts on from there.
+Keras names the third unnamed layer of a class `dense_2`, counting per process. A rank that has built or loaded an extra
+model counts on from there.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import keras
 from tfps.strategy.variables import GatedVariable
 
 _NUMBERED = re.compile(r"(.+?)_\d+")
-_OWN_PREFIXES = ("seed_generator", "variable")  # keras.random.SeedGenerator and Variable, which are no bases of others
+_OWN_PREFIXES = ("seed_generator", "variable")  # keras.random.SeedGenerator and Variable
 
 
 def own_name(variable: Any) -> str:
-    """As this rank calls it: for people."""
+    """Returns this rank's name of `variable`, for messages."""
     return str(variable.name).removesuffix(":0")
 
 
 def common_name(variable: Any) -> str:
-    """As all ranks call it: for comparisons.
+    """Returns the name that all ranks share, for comparisons.
 
-    A name with a number that Keras might have given is taken without it, so that names which a user gave in the same
-    way (`dense_1`, `dense_2`) are told apart by their order, shapes and dtypes only.
+    Drops numbers that Keras might have added, so that variables whose user-given names look the same (`dense_1`,
+    `dense_2`) differ only by order, shape and dtype.
     """
     name, owner = own_name(variable), variable.owner if isinstance(variable, GatedVariable) else None
-    if owner is not None:  # a slot, whose name has that of the variable in it: adam/dense_2_kernel_momentum
+    if owner is not None:  # a slot: its name contains the variable's, as in adam/dense_2_kernel_momentum
         *scopes, last = name.split("/")
         last = last.replace(own_name(owner).replace("/", "_"), common_name(owner).replace("/", "_"))
         name = "/".join([*scopes, last])
@@ -39,7 +39,7 @@ def common_name(variable: Any) -> str:
 
 
 def unnumbered(name: str) -> str:
-    """`name`, of a variable, without the numbers that Keras might have given.
+    """Returns the variable name `name` without numbers that Keras might have added.
 
     >>> unnumbered("sequential_1/dense_4/kernel")
     'sequential/dense/kernel'
@@ -58,19 +58,19 @@ def unnumbered(name: str) -> str:
 
 @functools.cache
 def _is_given(prefix: str) -> bool:
-    """Whether Keras begins names with `prefix` by itself: it is how it writes the name of a class."""
+    """Whether Keras generates names that begin with `prefix`, the name of a class in snake case."""
     bases = (keras.layers.Layer, keras.optimizers.Optimizer, keras.metrics.Metric, keras.losses.Loss)
     return prefix in _OWN_PREFIXES or any(prefix in map(_snake, _below(base)) for base in bases)
 
 
 def _below(kind: Any) -> Iterator[str]:
-    """Names of the class `kind` and of all that derive from it."""
+    """Yields the names of the class `kind` and all its subclasses."""
     yield kind.__name__
     for each in kind.__subclasses__():
         yield from _below(each)
 
 
 def _snake(name: str) -> str:
-    """As Keras writes it: `BatchNormalization` is `batch_normalization`, `LSTMCell` `lstm_cell`."""
+    """Converts a class name as Keras does: `BatchNormalization` to `batch_normalization`, `LSTMCell` to `lstm_cell`."""
     name = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", name))
     return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()

@@ -1,4 +1,4 @@
-"""Variables that each replica writes for itself and that are combined when they are read: those of metrics.
+"""Metric variables: each replica writes its own component, and a read combines them.
 
 Tested in tests/strategy/test_combined.py.
 """
@@ -17,12 +17,12 @@ from tfps.keras_hooks.keras_private import in_symbolic_scope
 
 
 class OnReadVariable(values.SyncOnReadVariable):
-    """A variable whose replicas' components are combined when it is read outside a step: a metric's.
+    """A metric's variable; a read outside a step combines the components of all replicas.
 
-    Reads in a graph outside of `strategy.run` combine within that graph, at every run, on all ranks.
+    A read in a graph outside `strategy.run` combines within that graph, at every run, on all ranks.
     """
 
-    _combined: tf.Tensor | None = None  # None: no replica has written yet, or combined before the last `assign`
+    _combined: tf.Tensor | None = None  # None until the first combination, `assign` or `current`
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
         if self._aggregation != tf.VariableAggregation.NONE:
@@ -30,13 +30,13 @@ class OnReadVariable(values.SyncOnReadVariable):
         return super()._update_replica(update_fn, value, **kwargs)
 
     def take_combined(self, value: Any) -> None:
-        """Keeps `value` for reads; the components go on as they are."""
+        """Keeps `value` for reads; the components stay as they are."""
         self._combined = tf.constant(value, self.dtype)
 
     def _get_cross_replica(self) -> Any:
         extended = self._distribute_strategy.extended
         if in_symbolic_scope():
-            return self._primary  # there is nothing to combine, and ranks that have built their model do not come here
+            return self._primary  # nothing to combine, and ranks whose model is built do not come here
         if (
             not tf.executing_eagerly()
             or extended.combiner.single
@@ -48,8 +48,8 @@ class OnReadVariable(values.SyncOnReadVariable):
         return tf.identity(self.current())
 
     def current(self) -> tf.Tensor:
-        """The value, where all that replicas have written is combined."""
-        if self._combined is None:  # all ranks have what they were given alike
+        """Returns the value, provided that all writes of replicas have been combined."""
+        if self._combined is None:  # not written yet: equal on all ranks
             components = [component.read_value() for component in self._values]
             if self._aggregation == tf.VariableAggregation.SUM:
                 self._combined = tf.add_n(components) * tf.cast(self._distribute_strategy.num_workers, self.dtype)
@@ -67,7 +67,7 @@ class OnReadVariable(values.SyncOnReadVariable):
         value = tf.convert_to_tensor(value, self.dtype)
         nothing = tf.zeros_like(value)
         for replica, component in enumerate(self._values):
-            # The first replica of all holds a sum: a part for each would not add up to the same for whole numbers.
+            # The first replica of the job holds a sum: equal parts of an integer would not add up to it.
             mine = self._aggregation != tf.VariableAggregation.SUM or replica == self._distribute_strategy.rank == 0
             with tf.device(component.device):
                 component.assign(value if mine else nothing)
@@ -85,7 +85,7 @@ class OnReadVariable(values.SyncOnReadVariable):
         return self.assign(self.read_value() - tf.convert_to_tensor(value, self.dtype))
 
     def _counted(self, value: Any, before: Callable[[], tf.Tensor] | None) -> Any:
-        """What a replica writes; one without rows leaves `before`, or (None) adds nothing."""
+        """Returns what a replica writes; one without rows keeps `before()`, or adds 0 if that is None."""
         share = None if self._aggregation == tf.VariableAggregation.NONE else current_share()
         if share is None or not share.may_be_empty:
             return value
@@ -99,7 +99,7 @@ class OnReadVariable(values.SyncOnReadVariable):
             return distribute_lib.in_cross_replica_context() and not values_util.in_replica_update_context()
 
     def _changed_outside(self) -> bool:
-        """Whether it is for this class to change the value: eagerly, outside a step. TensorFlow refuses a sum."""
+        """Whether this class changes the value: eagerly, outside a step, except for sums, which TensorFlow refuses."""
         if not self._outside() or self._aggregation == tf.VariableAggregation.SUM:
             return False
         if not tf.executing_eagerly():
@@ -113,7 +113,7 @@ class OnReadVariable(values.SyncOnReadVariable):
 
 
 class _OnReadSaveable(values._SyncOnReadSaveable):
-    """Restores by `assign`, so that the variable knows."""
+    """Restores with `assign`, which also updates the combined value."""
 
     def __init__(self, variable: OnReadVariable, default_name: str, name: str | None = None) -> None:
         super().__init__(variable, name or default_name)

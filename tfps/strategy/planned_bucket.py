@@ -1,8 +1,7 @@
 """One bucket of deferred updates on its way into a graph: planned, traced, sent.
 
-Planned: what it is called and how urgent it is. Traced: its update as a function of the reduced bytes. Sent: in the
-graph that is under construction its gates are closed, what the update will read besides its own variables is kept, and
-its gradients leave.
+Planned: its name and priority. Traced: its update as a function of the reduced bytes. Sent: ops in the graph under
+construction close its gates, keep what the update reads besides its own variables, and send its gradients.
 
 Tested in tests/strategy/test_strategy.py and tests/strategy/test_exactness.py.
 """
@@ -31,7 +30,7 @@ class PlannedBucket:
 
     Args:
         noted: the updates, in forward order; all of one kind.
-        graph: in which they were noted.
+        graph: where they were noted.
         order: of first use, by unique id of the variable.
     """
 
@@ -39,7 +38,7 @@ class PlannedBucket:
         first = noted[0]
         self.noted, self.graph, self.replica = noted, graph, replica
         self.variables = [item.variable for item in noted]
-        self.ids = [variable._unique_id for variable in self.variables]  # of TensorFlow
+        self.ids = [variable._unique_id for variable in self.variables]  # TensorFlow's
         kind: BucketKind = "gather" if first.sparse else "sum"
         self.spec = BucketSpec(
             names=tuple(map(own_name, self.variables)),
@@ -55,12 +54,12 @@ class PlannedBucket:
         self._handles: list[tf.Tensor] = []  # of all variables that it may write
 
     def trace(self, strategy: tf.distribute.Strategy, compared: bool) -> None:
-        """Traces the update; `compared`: with a digest as its result.
+        """Traces the update; `compared`: whether it returns a digest.
 
         Raises:
-            Exception: whatever the optimizer raises, or ValueError because it uses what it must see as of the step.
+            Exception: whatever the optimizer raises, or ValueError if it must see a variable as of the step.
         """
-        planned = weakref.ref(self)  # TensorFlow keeps what it has traced, and this bucket has tensors of the graph
+        planned = weakref.ref(self)  # TensorFlow keeps traced functions, and this bucket holds graph tensors
         signature = [tf.TensorSpec([None], tf.uint8)] * 2
         if compared:
             signature = [*signature, tf.TensorSpec([], tf.bool)]
@@ -93,7 +92,7 @@ class PlannedBucket:
                 arguments = [self.deferral.keep_tensor(a) if tf.is_tensor(a) else a for a in item.arguments]
                 item.function(component, gradient, *arguments)
             written.append(ops.get_default_graph().get_operations()[before:])
-        # With a result, as the functions of plain Keras have one: without, TensorFlow folds fewer constants.
+        # Returns something, as plain Keras functions do: otherwise TensorFlow folds fewer constants.
         result = tf.constant(True)
         if weigh:
             kept = [holder.read_value() for holder, _, what in self._digestible()]
@@ -105,10 +104,10 @@ class PlannedBucket:
         return result
 
     def _own_handles(self, function: Any) -> list[tf.Tensor]:
-        """Handles of the update's own variables.
+        """Returns the handles of the update's own variables.
 
         Raises:
-            ValueError: it uses a variable that is neither its own nor kept, so that it must see it as of the step.
+            ValueError: it uses a variable that is neither its own nor kept, and so must see it as of the step.
         """
         own = {}
         for variable in self.variables:
@@ -123,12 +122,12 @@ class PlannedBucket:
             elif captured.dtype == tf.resource and id(captured) not in known:
                 container = getattr(captured, "_distributed_container", lambda: None)()
                 raise ValueError(
-                    f"it uses {container.name if container else 'a resource'}, which is no slot of the variable"
+                    f"it uses {container.name if container else 'a resource'}, which is not a slot of the variable"
                 )
         return used or [variable._values[self.replica].handle for variable in self.variables]
 
     def update_in_graph(self) -> None:
-        """Instead of tracing and sending: the updates wait in the graph for what `all_reduce` has returned."""
+        """Builds the updates in the graph instead of sending them: they wait for the result of `all_reduce`."""
         for item in self.noted:
             component = item.variable._get_replica(self.replica)
             with tf.device(component.device), updating():
@@ -141,8 +140,8 @@ class PlannedBucket:
 
         Args:
             queue: of the runtime.
-            carries: whether the message has the gradients; one of the local replicas' has the sum over them.
-            times: notes of the clock (see timestamps.py).
+            carries: whether the message has the gradients: only one local replica sends their local sum.
+            times: timestamps (see timestamps.py).
         """
         transfer.functions.append(flat_call(self.function))
         transfer.kept = self.deferral.kept_names()
@@ -163,7 +162,7 @@ class PlannedBucket:
                 each.forget_passes(self.replica, self.graph)
 
     def _payload(self, gradients: list[Any]) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """The bytes of `gradients`, and of a sparse one's indices."""
+        """Returns the bytes of `gradients`, and of the indices if sparse."""
         first, indices = self.noted[0], None
         if first.sparse:
             data = graph_ops.to_bytes(gradients[0].values)
@@ -172,17 +171,17 @@ class PlannedBucket:
             flat = [tf.reshape(tf.cast(gradient, first.dtype), [-1]) for gradient in gradients]
             data = graph_ops.to_bytes(flat[0] if len(flat) == 1 else tf.concat(flat, 0))
         if (has_rows := first.reduced.reduction.has_rows) is not None:
-            # No data contributes nothing. A part from the front shares the memory of the whole: this copies nothing.
+            # Empty data contributes nothing. A slice from the front shares memory: this copies nothing.
             data = data[: tf.where(has_rows, tf.size(data), 0)]
             indices = None if indices is None else indices[: tf.where(has_rows, tf.size(indices), 0)]
         return data, indices
 
     def _digestible(self) -> list[tuple[Any, tf.Tensor, Any]]:
-        """What is kept, as far as it has bits."""
+        """Returns the kept values except strings."""
         return [each for each in self.deferral.kept.values() if tf.as_dtype(each[1].dtype) != tf.string]
 
     def _labels(self) -> tuple[tuple[str, ...], tuple[bool | None, ...]]:
-        """Names of the values in a digest of the update, and which of them are floating numbers."""
+        """Returns the names of the values in the update's digest, and which of them are floats."""
         named = {}
         for item in self.noted:
             named.update(invariants.names_of(item.function, item.arguments))
@@ -196,7 +195,7 @@ class PlannedBucket:
 
 
 def _gradient(item: Noted, piece: tf.Tensor, indices: tf.Tensor) -> Any:
-    """The reduced gradient of `item` in the shape and dtype that the optimizer was called with."""
+    """Returns the reduced gradient of `item` in the shape and dtype that the optimizer was called with."""
     sent = item.reduced.gradient
     if not item.sparse:
         return tf.cast(tf.reshape(piece, item.variable.shape), sent.dtype)

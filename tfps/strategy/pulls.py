@@ -1,9 +1,9 @@
-"""Pulls in graphs, declared right before they run for the first time, and only where their result is used.
+"""Pulls in graphs, declared right before their first run, and only if their result is used.
 
-While a program is traced nobody knows whether the result of `all_reduce` is used otherwise than by a deferred update.
-When a function is called, it and the functions that it calls are traced to the end: what no output and no stateful op
-of its graph needs is pruned. The other pulls are declared then, in the order of tracing, which is the same on all
-ranks; the messages of a run come in any order.
+During tracing it is unknown whether anything but a deferred update uses the result of `all_reduce`. When a function is
+called, it and the functions it calls are fully traced: pulls that no output or stateful op of its graph needs are
+pruned. The others are declared then, in tracing order, which is the same on all ranks; the messages of a run arrive in
+any order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAME = "_tfps_pulls"
 
 @dataclass(eq=False)
 class _TracedPull:
-    """A pull, the op that calls it, and what its bucket is declared by."""
+    """A pull, the op that calls it, and the key of its bucket."""
 
     runtime: Runtime
     transfer: Pull
@@ -37,10 +37,10 @@ class _TracedPull:
 
 @dataclass(eq=False)
 class _Pulls:
-    """Those of one graph and of the functions that it calls, in the order of tracing."""
+    """The pulls of one graph and of the functions it calls, in tracing order."""
 
     traced: dict[_TracedPull, None] = field(default_factory=dict)
-    settled: bool = False  # those that the graph needs have been declared
+    settled: bool = False  # whether those that the graph needs are declared
 
     def add(self, pulls: Iterable[_TracedPull]) -> None:
         self.traced.update(dict.fromkeys(pulls))
@@ -64,10 +64,10 @@ def pull(
 
 
 def _add(graph: tf.Graph, pulls: Iterable[_TracedPull]) -> weakref.ref[_Pulls]:
-    """Adds `pulls` to `graph` and all graphs around it; returns what the outermost one has."""
+    """Adds `pulls` to `graph` and its outer graphs; returns the pulls of the outermost."""
     found = _Pulls()
     for each in outer_graphs(graph):
-        # On the graph itself: they hold ops of the graph, in a table of ours both would live for ever.
+        # On the graph itself: they hold ops of the graph, so a table would keep both alive forever.
         found = getattr(each, _NAME, None) or _Pulls()
         setattr(each, _NAME, found)
         found.add(pulls)
@@ -75,7 +75,7 @@ def _add(graph: tf.Graph, pulls: Iterable[_TracedPull]) -> weakref.ref[_Pulls]:
 
 
 def _prepare(graph: tf.Graph) -> None:
-    """The function `graph` runs next, or whenever the graph under construction does.
+    """Declares the pulls of the function `graph`, which runs next or is called in the graph under construction.
 
     Raises:
         TfpsError: a pull could not be declared.
@@ -101,10 +101,10 @@ def _declare(pulls: Iterable[_TracedPull]) -> None:
 
 
 def _declare_late(runtime: Runtime, pulls: _Pulls | None, name: str) -> None:
-    """A message has come of the reduction `name`, which its graph did not seem to need. Called by the pump thread.
+    """Declares all pulls of a graph when `name`, which seemed unneeded, sends a message. Called by the pump thread.
 
-    Its function is a dataset's, whose runs nobody sees, or only a gradient needs its result. Others of the same graph
-    may follow, on every rank in another order: they are declared together.
+    Its function is a dataset's, whose runs are invisible, or only a gradient needs its result. Other pulls of the graph
+    may follow in a different order on each rank: they are declared together.
     """
     if pulls is None:
         raise TfpsError(f"the graph that reduces {name} is gone")

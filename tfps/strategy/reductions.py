@@ -1,7 +1,7 @@
 """Sums over workers that the program waits for: pulls inside graphs, and exchanges of eager code.
 
-Gradients that nothing but their update uses never come here (see deferred.py). Sparse gradients are gathered, as
-Horovod does: every worker ends with the rows of all workers, in rank order.
+Gradients that only their update uses never come here (see deferred.py). Sparse gradients are gathered, as in Horovod:
+every worker gets the rows of all workers, in rank order.
 
 Tested in tests/integration/test_semantics.py.
 """
@@ -30,7 +30,7 @@ class Reductions:
         self._runtime = runtime
 
     def sum_all(self, values: list[Any], key: tuple[Any, ...]) -> list[Any]:
-        """The sums of `values`, each in its own shape and dtype.
+        """Returns the sums of `values`, each in its own shape and dtype.
 
         `key` is the same for the same call on every rank and in every retrace.
 
@@ -47,9 +47,9 @@ class Reductions:
         return [self._pull(value, (*key, index)) for index, value in enumerate(values)]
 
     def gather(self, components: list[tf.Tensor], axis: Any, key: tuple[Any, ...]) -> tf.Tensor:
-        """The local replicas' `components` and those of all workers, joined along `axis` in the order of replica ids.
+        """Concatenates `components` of all replicas of all workers along `axis`, in replica id order.
 
-        Sizes along `axis` may differ, all others may not.
+        Only the sizes along `axis` may differ.
 
         Raises:
             TfpsError: eagerly, the exchange failed.
@@ -61,7 +61,7 @@ class Reductions:
         local = components[0] if len(components) == 1 else tf.concat(components, axis)
         if self._runtime.alone:
             return tf.identity(local)
-        # The axis to the front: then the ranks' bytes stand one after the other in the result.
+        # Move the axis to the front, so that the ranks' bytes follow each other in the result.
         order = [axis, *(each for each in range(rank) if each != axis)]
         turned = tf.transpose(local, order) if axis else local
         data, shape = graph_ops.to_raw(turned), graph_ops.to_raw(tf.shape(turned, tf.int64))
@@ -100,12 +100,12 @@ class Reductions:
 
 
 def as_tensor(value: Any) -> Any:
-    """`value` as a dense tensor, or the IndexedSlices that it is."""
+    """Converts `value` to a dense tensor; keeps IndexedSlices."""
     return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
 
 
 def sum_locally(components: Sequence[Any]) -> Any:
-    """The sum of the local replicas' values, on the device of the first; of IndexedSlices all rows."""
+    """Sums the local replicas' values on the device of the first; concatenates IndexedSlices."""
     components = [as_tensor(each) for each in components]
     if len(components) == 1:
         return components[0]
@@ -117,14 +117,14 @@ def sum_locally(components: Sequence[Any]) -> Any:
 
 
 def identity(value: Any) -> Any:
-    """A copy of `value`, a tensor or IndexedSlices, on the current device."""
+    """Copies `value`, a tensor or IndexedSlices, to the current device."""
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(tf.identity(value.values), tf.identity(value.indices), value.dense_shape)
     return tf.identity(value)
 
 
 def _axis(axis: Any, value: tf.Tensor) -> int:
-    """`axis` of a gather of `value` as a number.
+    """Returns `axis` of a gather of `value` as a number.
 
     Raises:
         UnsupportedError: `value` cannot be gathered along it.
@@ -147,7 +147,7 @@ def _gather_spec(name: str) -> BucketSpec:
 
 
 def _spec(value: Any) -> BucketSpec:
-    """How `value` is exchanged: sparse ones, and shapes that are not known, by gathering."""
+    """Returns how `value` is exchanged: IndexedSlices and unknown shapes by gathering, others by summing."""
     if isinstance(value, tf.IndexedSlices):
         return _gather_spec(f"IndexedSlices {value.values.dtype.name}")
     dtype = graph_ops.wire_dtype(value.dtype)
@@ -180,14 +180,14 @@ def _decode(value: Any, spec: BucketSpec, data: tf.Tensor, indices: tf.Tensor, w
         return tf.IndexedSlices(tf.cast(rows, value.values.dtype), where, value.dense_shape)
     flat = graph_ops.from_bytes(data, value.dtype)
     if spec.kind == "gather":
-        flat = tf.reduce_sum(tf.reshape(flat, [workers, -1]), 0)  # raises where the ranks' sizes differ
+        flat = tf.reduce_sum(tf.reshape(flat, [workers, -1]), 0)  # raises if the ranks' sizes differ
     summed = tf.cast(tf.reshape(flat, tf.shape(value)), value.dtype)
     summed.set_shape(value.shape)
     return summed
 
 
 def divide(value: Any, count: int) -> Any:
-    """`value / count` in the dtype of `value`: what MEAN does after SUM."""
+    """Returns `value / count` in the dtype of `value`: what MEAN does after SUM."""
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(divide(value.values, count), value.indices, value.dense_shape)
     if not (value.dtype.is_floating or value.dtype.is_integer):

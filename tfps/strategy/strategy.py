@@ -43,20 +43,20 @@ _collective_key_bases = itertools.count(1_000, 1_000)
 
 
 class Strategy(tf.distribute.Strategy):
-    """Synchronous data-parallel training; gradients travel while the step still runs.
+    """Synchronous data-parallel training; gradients are exchanged while the step still runs.
 
-    Each worker process creates one, builds and compiles its model in `scope()` and calls `fit`. Gradients are sent
-    as soon as backward makes them, what forward needs first most urgently (P3,
-    https://anandj.in/wp-content/uploads/sysml.pdf), summed by the pservers, and each variable is updated as soon as
-    its sum is back, while the next step already runs; a read of a variable waits for that variable only.
+    Each worker process creates one, builds and compiles its model in `scope()` and calls `fit`. Each gradient is sent
+    as soon as backward computes it, with the highest priority for what forward needs first (P3,
+    https://anandj.in/wp-content/uploads/sysml.pdf). The pservers sum gradients, and each variable is updated when its
+    sum arrives, while the next step already runs. A read of a variable waits for that variable only.
 
     Args:
         pservers: addresses `"host:port"`; or a `tf.distribute.cluster_resolver.ClusterResolver` (Slurm, Kubernetes,
-            Simple, ...) with `ps` tasks; or None: `TFPS_PSERVERS` (set by `tfps_launch`) or the `ps` tasks of
-            `TF_CONFIG`, and with neither a pserver embedded in this process. The chief is rank 0; an evaluator is a job
-            of its own (docs/semantics.md, "Cluster").
+            Simple, ...) with `ps` tasks; or None for `TFPS_PSERVERS` (set by `tfps_launch`), else the `ps` tasks of
+            `TF_CONFIG`, else a pserver embedded in this process. The chief is rank 0; an evaluator is a separate job
+            (docs/semantics.md, "Cluster").
         devices: local devices, as for `tf.distribute.MirroredStrategy`; default: all local GPUs, else the CPU.
-        config: settings; default: `tfps.Config` with what `TFPS_...` environment variables say.
+        config: settings; default: a `tfps.Config` from the `TFPS_...` environment variables.
 
     Attributes:
         config: the settings in use.
@@ -64,7 +64,7 @@ class Strategy(tf.distribute.Strategy):
     Raises:
         ConfigError: an argument or an environment variable is malformed.
         ConnectError: a pserver cannot be reached or refuses this worker.
-        UnsupportedError: this TensorFlow does not do what tfps needs of it.
+        UnsupportedError: this TensorFlow does not behave as tfps needs.
         WaitTimeoutError: not all workers joined within `config.connect_timeout_s`.
     """
 
@@ -81,7 +81,7 @@ class Strategy(tf.distribute.Strategy):
         request = TraceRequest.from_environment()
         _warn_of_unknown_variables()
         cluster = resolve(pservers)
-        self._collective_key_base = next(_collective_key_bases)  # two strategies' local reductions must not meet
+        self._collective_key_base = next(_collective_key_bases)  # local reductions of two strategies must not mix
         _show_messages()
         devices = _devices(devices)
         check_effects()
@@ -125,7 +125,7 @@ class Strategy(tf.distribute.Strategy):
         return self._pservers
 
     def report(self) -> Report:
-        """Where the time of the last steps went on this worker, what limits it, and what would help; printable.
+        """Returns where the last steps' time went on this worker, what limits speed and what would help; printable.
 
         Raises:
             TfpsError: there were fewer than 4 steps, or a pserver does not answer.
@@ -133,31 +133,31 @@ class Strategy(tf.distribute.Strategy):
         return self._runtime.report()
 
     def combine(self) -> None:
-        """Combines over all workers what replicas have written to variables of their own since the last time.
+        """Combines variables that each replica writes for itself (moving statistics, metrics) over all workers.
 
-        Moving statistics and metrics are combined when they are read after training steps, by all ranks alike; `fit`
-        and `evaluate` do so at the end of each epoch, in one exchange. A program that wants to read or save them at
-        another moment on one rank only calls this on every rank before. Without anything new it does nothing.
+        Reading them after training steps combines them, and all ranks must read them alike; `fit` and `evaluate` do
+        so at the end of each epoch, in one exchange. To read or save them at another time on one rank only, call this
+        on every rank first. Does nothing if nothing was written since the last time.
 
         Raises:
-            TfpsError: another rank did not call it in time, or is somewhere else in its program.
+            TfpsError: another rank did not call it in time, or is elsewhere in its program.
         """
         self.extended.combiner.refresh()
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
-        """As in `tf.distribute.Strategy`. What training has left uncombined is combined: evaluation may come now."""
+        """As in `tf.distribute.Strategy`; calls `combine()` first, because evaluation may follow."""
         self.combine()
         return super().experimental_distribute_dataset(dataset, options)
 
     def dump_graph(self, path: str | pathlib.Path, function: str | None = None) -> None:
-        """Writes what a traced training step does with gates, buckets and updates as a picture, in Graphviz's DOT.
+        """Writes the gates, buckets and updates of a traced training step as a picture in Graphviz DOT.
 
-        `dot -Tsvg step.dot -o step.svg` draws it. Priorities, sizes and slices are those of now.
+        Render it with `dot -Tsvg step.dot -o step.svg`. Priorities, sizes and slices are the current ones.
 
         Args:
             path: the file to write.
-            function: which one, where several functions train: its name, `"one_step_on_data"` of Keras' `fit` for
-                example; default: the one that was traced last.
+            function: name of the traced function, such as `"one_step_on_data"` of Keras' `fit`; default: the last
+                one traced.
 
         Raises:
             ConfigError: no such function has been traced; the message lists those that were.
@@ -167,19 +167,19 @@ class Strategy(tf.distribute.Strategy):
 
     @contextlib.contextmanager
     def trace(self, log_dir: str | pathlib.Path, name: str | None = None) -> Iterator[None]:
-        """Records what happens in the block to every slice on all workers and pservers: `with strategy.trace("logs"):`.
+        """Records every slice on all workers and pservers during the block: `with strategy.trace("logs"):`.
 
         Written at the end, for TensorBoard's tabs "Parameter servers" and Profile, `tfps_trace` and Perfetto
-        (docs/traceview.md). Rank 0 records, whatever the other ranks do; on them this does nothing. A profile of
-        TensorFlow's that was taken in the same directory within the block is joined in the Profile tab.
+        (docs/traceview.md). Rank 0 controls the recording; on other ranks this does nothing. The Profile tab includes
+        a TensorFlow profile that was taken in the same directory within the block.
 
         Args:
             log_dir: the directory that `tensorboard --logdir` gets.
-            name: of the run; default: the time.
+            name: name of the run; default: the current time.
 
         Raises:
-            ConfigError: `name` is no file name.
-            TfpsError: a capture is being recorded already, or nothing could be collected.
+            ConfigError: `name` is not a file name.
+            TfpsError: another capture is already running, or nothing could be collected.
             OSError: the files cannot be written.
         """
         if self.rank != 0:
@@ -193,9 +193,9 @@ class Strategy(tf.distribute.Strategy):
             run.write_profile()
 
     def close(self) -> None:
-        """Leaves the job and ends all threads, after which training raises. Happens by itself when the process ends.
+        """Leaves the job and stops all threads; later training raises. Called automatically when the process ends.
 
-        Strategies of one process that have the same pservers share the connection, which ends with the last of them.
+        Strategies of one process with the same pservers share a connection, which closes with the last of them.
         """
         if self._forget.detach():
             _disconnect(self._connection, self._user)
@@ -203,44 +203,44 @@ class Strategy(tf.distribute.Strategy):
 
 @functools.cache
 def _warn_of_unknown_variables() -> None:
-    """Once per process."""
+    """Warns of unknown environment variables, once per process."""
     _show_messages()
     for line in unknown_variables():
         logger.warning("tfps: %s", line)
 
 
 def _show_messages() -> None:
-    """One line on stderr per event, such as the sizes that were chosen, if the program has not set up logging."""
+    """Logs events, such as the chosen sizes, to stderr, one line each, unless the program has set up logging."""
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
         logger.setLevel(logging.INFO)
 
 
 class _Connection:
-    """What the strategies of this process that have the same pservers share."""
+    """What strategies of this process with the same pservers share."""
 
     def __init__(self, runtime: Runtime, config: Config) -> None:
         self.runtime, self.config = runtime, config
-        # What each strategy has beside the connection and ends before it; guarded by _connecting.
+        # By strategy: what to end before the connection closes; guarded by _connecting.
         self.users: dict[int, list[Callable[[], None]]] = {}
 
 
-_connections: dict[Cluster, _Connection] = {}  # by what the strategies were told; guarded by _connecting
+_connections: dict[Cluster, _Connection] = {}  # by the strategies' cluster; guarded by _connecting
 _open: set[_Connection] = set()  # guarded by _connecting
 _users = itertools.count()
-_connecting = threading.RLock()  # the garbage collector may end a strategy at any place of this thread
+_connecting = threading.RLock()  # reentrant: the garbage collector may finalize a strategy anywhere
 
 
 def _connect(cluster: Cluster, config: Config, user: int) -> _Connection:
-    """A pserver knows each rank once: the second strategy of a process uses the connection of the first.
+    """Connects, or reuses an earlier strategy's connection: a pserver knows each rank once.
 
     Raises:
-        ConfigError: the first has other settings.
+        ConfigError: the earlier strategy has other settings.
     """
     with _connecting:
         found = _connections.get(cluster) if cluster.pservers else None
         if found is not None and found.runtime.exchange.failure is None:
-            found.users[user] = []  # first: the last user may be collected at any place, which would close it
+            found.users[user] = []  # first: collecting the last other user would close the connection
             if found.config != config:
                 del found.users[user]
                 raise ConfigError(
@@ -262,7 +262,7 @@ def _connect(cluster: Cluster, config: Config, user: int) -> _Connection:
 
 
 def _disconnect(connection: _Connection, user: int) -> None:
-    """One user less; the last one closes."""
+    """Removes a user; the last one closes the connection."""
     with _connecting:
         ends = connection.users.pop(user, [])
     for end in ends:
@@ -282,10 +282,10 @@ def _close(connection: _Connection, *, drain: bool) -> None:
 
 
 def _forget(connection: _Connection, user: int) -> None:
-    """The garbage collector has found a strategy that was not closed.
+    """Finalizes a strategy that was garbage-collected without `close()`.
 
-    When it does is chance, and differs between ranks: a connection with other workers goes on until the process ends,
-    or ranks that have not collected theirs would wait for this one.
+    Ranks collect at different times, so a connection with other workers stays open until the process ends; else ranks
+    that have not collected theirs would wait for this one.
     """
 
     def end() -> None:
@@ -299,7 +299,7 @@ def _forget(connection: _Connection, user: int) -> None:
 
     if threading.current_thread() is threading.main_thread():
         end()
-    else:  # the garbage collector runs on any thread, also on one that brings the replies that close waits for
+    else:  # the garbage collector may run on the very thread that delivers the replies close waits for
         threading.Thread(target=end, name="tfps-close").start()
 
 
@@ -315,9 +315,9 @@ def _close_at_end() -> None:
 
 
 def _ended_by_exception() -> bool:
-    """Whether the interpreter ends because of an exception: then nobody should wait for this worker.
+    """Whether an exception ends the interpreter: then nobody should wait for this worker.
 
-    An interactive session has shown one and gone on.
+    An interactive session shows exceptions and goes on.
     """
     return hasattr(sys, "last_type") and not hasattr(sys, "ps1") and not sys.flags.interactive
 

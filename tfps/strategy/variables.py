@@ -1,9 +1,9 @@
 """Variables of a tfps strategy: mirrored over the local devices, with a gate in front of every access.
 
-Those whose components are combined when they are read are in on_read_variable.py.
+Variables that a read combines are in on_read_variable.py.
 
-An access is any use of a replica's component, whether it reads or writes. Inside a deferred update the updated
-variable and its own slots are accessed directly; every other variable is read as it was when the gradient was sent.
+An access is any read or write of a replica's component. A deferred update accesses the updated variable and its slots
+directly; it reads every other variable as of the send of the gradient.
 
 Tested in tests/integration/test_semantics.py and tests/strategy/test_combined.py.
 """
@@ -25,7 +25,7 @@ from tfps.graph.tf_private import ResourceVariable, distribute_lib, in_xla, ops,
 
 
 class _Tracing(threading.local):
-    """What this thread traces just now: a deferred update, an update that every replica makes alike."""
+    """What this thread is tracing: a deferred update, or an update that every replica makes alike."""
 
     deferral: Deferral | None = None
     updating = False
@@ -57,7 +57,7 @@ class Deferral:
         self.kept: dict[int, tuple[ResourceVariable, tf.Tensor, Any]] = {}
 
     def kept_names(self) -> tuple[str, ...]:
-        """Names of what is kept."""
+        """Returns the names of the kept values."""
         return tuple(str(what.name).removesuffix(":0") for _, _, what in self.kept.values())
 
     def owns(self, variable: GatedVariable) -> bool:
@@ -65,11 +65,11 @@ class Deferral:
         return any(variable is own or variable.owner is own for own in self.variables)
 
     def keep_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Inside the update: the value that `tensor` of the sending graph had at the send."""
+        """Returns, inside the update, the value at the send of `tensor` of the sending graph."""
         return self._keep(tensor, tensor)
 
     def keep_variable(self, variable: GatedVariable) -> tf.Tensor:
-        """Inside the update: the value that `variable` had at the send."""
+        """Returns, inside the update, the value of `variable` at the send."""
         if id(variable) not in self.kept:
             with deferring(None), self._graph.as_default(), tf.control_dependencies(None):
                 tensor = tf.convert_to_tensor(variable)
@@ -81,14 +81,14 @@ class Deferral:
         if id(what) not in self.kept:
             with ops.init_scope(), tf.device(HOST):
                 holder = ResourceVariable(tf.zeros(tensor.shape, tensor.dtype), trainable=False, name="tfps_kept")
-            self.kept[id(what)] = holder, tensor, what  # `what` stays alive, so that its id stays its own
+            self.kept[id(what)] = holder, tensor, what  # keeps `what` alive, so that its id stays unique
         return self.kept[id(what)][0].read_value()
 
 
 def current_replica(strategy: tf.distribute.Strategy) -> int | None:
-    """The local replica of `strategy` that this code runs in: of a replica function or of an update; None outside.
+    """Returns the local replica of `strategy` whose replica function or update this is; None outside.
 
-    Outside of all scopes TensorFlow says that it is in replica 0, of its default strategy.
+    Outside all scopes, TensorFlow reports replica 0 of its default strategy.
     """
     context = distribute_lib.get_replica_context()
     if context is None:
@@ -97,27 +97,27 @@ def current_replica(strategy: tf.distribute.Strategy) -> int | None:
 
 
 def deferring(deferral: Deferral | None) -> contextlib.AbstractContextManager[None]:
-    """This thread traces `deferral` (or, with None, is back in the program)."""
+    """Marks that this thread traces `deferral`, or with None, that it is back in the program."""
     return _tracing.set("deferral", deferral)
 
 
 def updating() -> contextlib.AbstractContextManager[None]:
-    """This thread is in an update that every replica makes alike: what it writes stays equal by itself."""
+    """Marks that this thread is in an update that every replica makes alike, so that values stay equal anyway."""
     return _tracing.set("updating", True)
 
 
 class GatedVariable(values.MirroredVariable):
-    """A mirrored variable that is read behind its gate.
+    """A mirrored variable whose accesses wait at its gate.
 
-    `gates` has one gate per local replica for a variable that may get deferred updates, else it is empty; a slot of
-    such a variable (`owner`) waits at its owner's gates.
+    `gates` has one gate per local replica if the variable may get deferred updates, else it is empty. A slot of such a
+    variable (`owner`) waits at its owner's gates.
     """
 
     gates: tuple[Gate, ...] = ()
     owner: GatedVariable | None = None
 
     def make_gates(self) -> None:
-        """Gives this variable gates of its own, open."""
+        """Gives this variable its own gates, open."""
         self.gates = tuple(Gate(str(self.name)) for _ in self._values)
         self._slots: list[weakref.ref[GatedVariable]] = []
         self._passed: tuple[weakref.WeakSet[tf.Graph], ...] = tuple(weakref.WeakSet() for _ in self._values)
@@ -133,12 +133,12 @@ class GatedVariable(values.MirroredVariable):
         return [self, *(slot for ref in self._slots if (slot := ref()) is not None)]
 
     def forget_passes(self, replica: int, graph: tf.Graph) -> None:
-        """After a close in `graph`: later accesses there, and in the graphs around it, must wait again."""
+        """Makes later accesses in `graph` and its outer graphs wait again, after a close in `graph`."""
         for each in outer_graphs(graph):
             self._passed[replica].discard(each)
 
     def _access(self, replica: int) -> None:
-        """Waits for this replica's component (eagerly), or orders what follows in the graph behind its gate."""
+        """Waits for this replica's component (eagerly), or makes later ops of the graph wait for its gate."""
         if _tracing.deferral is not None:
             return
         extended = self._distribute_strategy.extended
@@ -166,10 +166,10 @@ class GatedVariable(values.MirroredVariable):
 
     @property
     def local(self) -> bool:
-        """Whether what a replica assigns stays its own until it is read outside a step: moving statistics.
+        """Whether replicas assign locally until a read outside a step combines them: moving statistics.
 
-        TensorFlow would average at each assignment (MEAN) or leave the replicas apart for good (NONE, the default of
-        Keras). Averaging is linear: for a moving average, later means the same.
+        TensorFlow would average at each assignment (MEAN) or never (NONE, the default of Keras). Averaging is linear:
+        for a moving average, averaging later gives the same.
         """
         averaged = self._aggregation in (tf.VariableAggregation.MEAN, tf.VariableAggregation.NONE)
         return averaged and self.dtype.is_floating and not self.trainable and not self.gates
@@ -197,9 +197,9 @@ class GatedVariable(values.MirroredVariable):
         return super().assign_sub(self._counted(value, None), *arguments, **options)
 
     def _counted(self, value: Any, before: Callable[[], tf.Tensor] | None) -> Any:
-        """What a replica writes: what it adds to `before` (None: to anything) counts by its rows.
+        """Returns what a replica writes, with its change of `before()` (None: `value` is the change) weighted by rows.
 
-        The mean over replicas is then that of a batch that divides evenly; one without rows adds nothing.
+        The mean over replicas then equals that of a batch that divides evenly; a replica without rows adds nothing.
         """
         share = None if not self.local or _tracing.deferral is not None or _tracing.updating else current_share()
         if share is None:
@@ -214,13 +214,13 @@ class GatedVariable(values.MirroredVariable):
         return self._get_on_device_or_primary().read_value()
 
     def take_combined(self, value: Any) -> None:
-        """Gives all replicas `value`."""
+        """Assigns `value` to all replicas."""
         for component in self._values:
             if component.numpy().tobytes() != value.tobytes():
                 component.assign(value)
 
     def _refresh(self) -> None:
-        """Before a read outside a step: combines what replicas have written, on all ranks."""
+        """Combines what replicas have written, on all ranks, before a read outside a step."""
         if self.local and current_replica(self._distribute_strategy) is None:
             with tf.init_scope():
                 if tf.executing_eagerly():
@@ -241,7 +241,7 @@ class GatedVariable(values.MirroredVariable):
         return super()._export_to_saved_model_graph(*args, **kwargs)
 
     def _kept(self) -> tf.Tensor | None:
-        """Inside a deferred update that does not own this variable: its value as of the send."""
+        """Returns the value as of the send, inside a deferred update that does not own this variable; else None."""
         deferral = _tracing.deferral
         if deferral is None or deferral.owns(self):
             return None
@@ -254,7 +254,7 @@ class GatedVariable(values.MirroredVariable):
     @property
     def handle(self) -> tf.Tensor:
         replica = values_util.get_current_replica_id_as_int()
-        if replica is not None:  # outside of all scopes the first one's, as TensorFlow gives it
+        if replica is not None:  # outside all scopes the first replica's, as in TensorFlow
             self._refresh()
             self._access(replica)
         return super().handle
@@ -267,7 +267,7 @@ class GatedVariable(values.MirroredVariable):
 
     def __repr__(self) -> str:
         if tf.executing_eagerly():
-            self._access(0)  # it shows the value, as it is on this worker: showing must not need other ranks
+            self._access(0)  # shows this worker's value: printing must not need other ranks
         return str(super().__repr__())
 
     def value(self) -> tf.Tensor:
@@ -286,7 +286,7 @@ class GatedVariable(values.MirroredVariable):
 
 
 def container_of(component: Any) -> Any:
-    """The distributed variable that `component` belongs to, None if it belongs to none."""
+    """Returns the distributed variable that `component` belongs to, or None."""
     for holder in (component, getattr(component, "handle", None)):
         reference = getattr(holder, "_distributed_container", None)
         if reference is not None:
