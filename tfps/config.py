@@ -28,10 +28,11 @@ class Config:
     """How gradients are cut, ordered and exchanged. All workers of a job must have equal values.
 
     Args:
-        slice_bytes: maximum slice size in bytes. Smaller slices let urgent ones overtake sooner; each costs about
-            0.25 ms of CPU. `"auto"` measures during the first steps, then chooses one size for all workers.
-        window_bytes: bytes in flight (sent, not acknowledged) per pserver and direction; one slice may exceed it.
-            Small windows keep the queue before an urgent slice short, large ones fill long links. `"auto"` as above.
+        slice_bytes: maximum slice size in bytes. Smaller slices come back sooner, each costs CPU.
+            `"auto"` measures during the first steps, then chooses one size for all workers.
+        window_bytes: over gRPC, bytes in flight (sent, not acknowledged) per pserver and direction; one slice may
+            exceed it. Small windows keep the queue before an urgent slice short, large ones fill long links. `"auto"`
+            as above.
         policy: `"priority"` sends what the forward pass needs first (P3, https://anandj.in/wp-content/uploads/sysml.pdf);
             `"fifo"` sends in the order in which the backward pass produces gradients.
         placement: which pserver owns a slice: `"balanced"` by bytes, `"round_robin"` or `"hash"` of its name.
