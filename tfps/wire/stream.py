@@ -116,12 +116,12 @@ class WorkerStream:
         self._on_end = on_end
         self._when = when
         self._closed = False
-        self._name = f"tfps-recv-{index}"
+        self._index = index
         self._running: tuple[Path, threading.Thread] | None = None
 
     def start(self, path: Path) -> None:
         """Starts receiving on `path`, which is sending already."""
-        thread = threading.Thread(target=self._receive, args=(path,), name=self._name, daemon=True)
+        thread = threading.Thread(target=self._receive, args=(path,), name=f"tfps-recv-{self._index}", daemon=True)
         self._running = path, thread
         thread.start()
 
