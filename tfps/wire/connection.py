@@ -29,6 +29,7 @@ from tfps.wire.stream import Receiver, take
 
 _HELLO = struct.Struct("<4sHHI")  # magic, version, bytes of the token, rank; then the token
 _MAGIC, _VERSION, _MAX_TOKEN_BYTES = b"tfps", 1, 256
+_LINGER_S, _UNREAD, _MAX_UNREAD = 1.0, 4096, 64 * 1024  # seconds and bytes that a refused connection may still send
 _IDLE_S = 5e-4  # a longer wait for data means an idle link
 _LINUX = ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000)  # s, s, -, ms
 _WAIT_ALL, _DO_NOT_WAIT = socket.MSG_WAITALL, getattr(socket, "MSG_DONTWAIT", 0)
@@ -244,10 +245,14 @@ def admit(connected: socket.socket) -> Connection:
 
 
 def refuse(connected: socket.socket, error: TfpsError) -> None:
-    """Sends `error` and closes."""
+    """Sends the error, and closes once the other end has, within a second: unread data would reset the connection."""
     with contextlib.suppress(OSError):
         connected.sendall(b"".join(_whole(frames.encode_error(error))))
         connected.shutdown(socket.SHUT_WR)
+        connected.settimeout(_LINGER_S)
+        for _ in range(_MAX_UNREAD // _UNREAD):
+            if not connected.recv(_UNREAD):
+                break
     connected.close()
 
 
