@@ -120,6 +120,18 @@ def updated_in_the_step(job: Job) -> dict[str, Any]:
     return {**weights(model), **history(fit)}
 
 
+def worker_without_rows(job: Job) -> dict[str, Any]:
+    """All replicas of a worker have empty sparse gradients, which crash TensorFlow's collectives."""
+
+    def build() -> Any:
+        return keras.Sequential([L.Input((64,)), L.Embedding(20, 4), L.GlobalAveragePooling1D(), L.Dense(10)])
+
+    x, y = data(7)
+    model = job.compiled(lambda: SGD(0.5), build=build)
+    fit = model.fit(x.astype("int32") % 20, y, batch_size=2, epochs=2, shuffle=False, verbose=0)
+    return {**weights(model), **history(fit)}
+
+
 def masked(job: Job) -> dict[str, Any]:
     """A mean over unmasked positions counts by these, not by rows."""
     random = np.random.default_rng(0)

@@ -13,12 +13,12 @@ PROGRAMS = [
     *("arrays", "every_batch_uneven", "last_batch_of_one_row", "last_batch_of_four_rows", "fewer_rows_than_replicas"),
     *("one_row_in_all", "eagerly", "several_steps", "tf_data", "py_dataset", "accumulated", "masked"),
     *("updated_in_the_step", "by_sample_weights", "other_reductions", "tracked_loss", "train_on_batch", "loop_eager"),
-    *("loop_function", "normalized", "moving_mean"),
+    *("loop_function", "normalized", "moving_mean", "worker_without_rows"),
 ]
 # By workers and devices; the differential tester draws more of the kind (tests/tools/test_fuzz_programs.py).
 QUICK = {
-    (3, 1): ["arrays", "masked", "updated_in_the_step", "by_sample_weights", "loop_function"],
-    (2, 2): ["last_batch_of_one_row", "one_row_in_all", "eagerly", "accumulated", "normalized"],
+    (3, 1): ["arrays", "masked", "updated_in_the_step", "by_sample_weights", "loop_function", "normalized"],
+    (2, 2): ["last_batch_of_one_row", "one_row_in_all", "eagerly", "accumulated", "worker_without_rows"],
 }
 ONE_DEVICE = {"several_steps"}  # as under every strategy; see docs/semantics.md
 pytestmark = pytest.mark.timeout(600)

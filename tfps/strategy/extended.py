@@ -295,6 +295,7 @@ class Extended(CrossReplica):
         if share is not None:
             own = [share.only_if_rows(each) for each in flat]
         if len(self._devices) > 1:
+            own = [_not_empty(each) for each in own]
             local = own = tf.nest.flatten(super()._replica_ctx_all_reduce(SUM, own, options))
             share = None
         replica = distribute_lib.get_replica_context()._replica_id
@@ -330,3 +331,15 @@ class Extended(CrossReplica):
 
     def _local_results(self, val: Any) -> Any:
         return val.values if isinstance(val, GatedVariable) else super()._local_results(val)
+
+
+def _not_empty(value: Any) -> Any:
+    """Gives empty IndexedSlices a row of zeros: TensorFlow crashes if those of all local replicas are empty."""
+    if not isinstance(value, tf.IndexedSlices):
+        return value
+    missing = tf.where(tf.equal(tf.size(value.indices), 0), 1, 0)
+    zeros = tf.zeros(tf.concat([[missing], tf.shape(value.values)[1:]], 0), value.values.dtype)
+    indices = tf.zeros([missing], value.indices.dtype)
+    return tf.IndexedSlices(
+        tf.concat([value.values, zeros], 0), tf.concat([value.indices, indices], 0), value.dense_shape
+    )
