@@ -7,42 +7,21 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import jobs
 import numpy as np
 import pytest
+from receivers import Taking
 
-from tfps.errors import ConnectError, ProtocolError, WorkerLostError
+from tfps.errors import ConnectError, ProtocolError, TfpsError, WorkerLostError
+from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.connection import Connection, dial, greet
 from tfps.wire.frames import Header, Kind
 from tfps.wire.parts import Part, encode_part
 from tfps.wire.send_queue import Outgoing, SendQueue
-from tfps.wire.shared_memory import Place
-
-Got = list[tuple[Header, bytes]]
-
-
-class Taking:
-    """A receiver that keeps what it gets, and tells when `expected` frames have come."""
-
-    def __init__(self, expected: int = 0) -> None:
-        self.got: Got = []
-        self.notices: Got = []
-        self.all = threading.Event()
-        self._expected = expected
-
-    def memory(self, header: Header, nbytes: int) -> memoryview | None:
-        return None
-
-    def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
-        self.got.append((header._replace(received=0), bytes(payload)))
-        if len(self.got) == self._expected:
-            self.all.set()
-
-    def notice(self, header: Header, payload: memoryview) -> None:
-        self.notices.append((header, bytes(payload)))
 
 
 @pytest.fixture
@@ -85,29 +64,14 @@ def sending(connection: Connection, sends: SendQueue) -> Iterator[None]:
         assert not thread.is_alive()
 
 
-def receiving(connection: Connection, taking: Taking, kind: Kind = Kind.PUSH) -> list[object]:
-    """Receives on a thread of its own; what that returned or raised, once it has ended."""
-    ended: list[object] = []
-
-    def receive() -> None:
-        try:
-            ended.append(connection.receive(kind, queue(), taking))
-        except Exception as error:
-            ended.append(error)
-
-    thread = threading.Thread(target=receive, daemon=True)
-    thread.start()
-    ended_thread.append(thread)
-    return ended
+def receiving(connection: Connection, taking: Taking, kind: Kind = Kind.PUSH) -> Future[TfpsError | None]:
+    """Receives on a thread of its own."""
+    return DaemonPool(1, "receiving").submit(connection.receive, kind, queue(), taking)
 
 
-ended_thread: list[threading.Thread] = []
-
-
-def the_end(ended: list[object]) -> object:
-    ended_thread.pop().join(jobs.DEADLINE_S)
-    (result,) = ended
-    return result
+def the_end(ended: Future[TfpsError | None]) -> BaseException | None:
+    """What receiving raised or returned."""
+    return ended.exception(jobs.DEADLINE_S) or ended.result()
 
 
 def stuck(sends: SendQueue) -> None:
@@ -129,7 +93,7 @@ def test_slices_of_any_size_arrive_as_they_were(nbytes: int, pair: tuple[socket.
         assert taking.all.wait(jobs.DEADLINE_S)
     assert the_end(ended) is None
     expected = [(Header(Kind.PUSH, bucket=n, priority=5), bytes([n]) * nbytes) for n in range(3)]
-    assert taking.got == expected
+    assert [(header._replace(received=0), payload) for header, payload in taking.got] == expected
 
 
 def test_an_urgent_slice_overtakes_one_that_is_under_way(pair: tuple[socket.socket, socket.socket]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from receivers import Taking
 
 from tfps.errors import ClosedError, ProtocolError, WorkerLostError
 from tfps.trace.recorder import Recorder
@@ -10,23 +11,6 @@ from tfps.wire import frames
 from tfps.wire.frames import Header, Kind
 from tfps.wire.grpc_path import outgoing, receive
 from tfps.wire.send_queue import Outgoing, SendQueue
-from tfps.wire.shared_memory import Place
-
-
-class Taking:
-    """A receiver that keeps what it gets."""
-
-    def __init__(self, got: list[tuple[Header, bytes]] | None = None) -> None:
-        self.got = [] if got is None else got
-
-    def memory(self, header: Header, nbytes: int) -> memoryview | None:
-        return None
-
-    def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
-        self.got.append((header, bytes(payload)))
-
-    def notice(self, header: Header, payload: memoryview) -> None:
-        raise AssertionError(header)
 
 
 def queue(piggyback: bool = True) -> SendQueue:
@@ -61,11 +45,12 @@ def test_receiving_counts_data_and_takes_receipts() -> None:
     sends.put([Outgoing(Header(Kind.PUSH), 80, memoryview(bytes(80)))])
     sending = outgoing(sends)
     next(sending)
-    got: list[tuple[Header, bytes]] = []
+    taking = Taking()
     data = frames.encode(Header(Kind.REPLY, received=10), bytes(60))
     ack = frames.encode(Header(Kind.ACK, received=80))
-    assert receive([data, ack], Kind.REPLY, sends, Taking(got)) is None
-    assert got == [(Header(Kind.REPLY, received=10), bytes(60))]
+    assert receive([data, ack], Kind.REPLY, sends, taking) is None
+    assert not taking.notices
+    assert taking.got == [(Header(Kind.REPLY, received=10), bytes(60))]
     assert frames.decode(next(sending))[0] == Header(Kind.ACK, received=60)
     with pytest.raises(ProtocolError, match="must not decrease from 80, got 79"):
         sends.acked(79)

@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tfps.errors import ConfigError, TfpsError
 from tfps.wire.connection import Connection, admit, greet, refuse
@@ -20,6 +21,7 @@ _MAX_STRANGERS = 64  # unidentified connections at a time
 _LINGER_S = 5.0  # for a worker to end its half of a connection after the pserver's
 
 
+@dataclass(frozen=True, slots=True)
 class Session:
     """The member of a job that a data connection serves.
 
@@ -28,14 +30,10 @@ class Session:
         ended: called whenever a direction has ended, for whatever reason.
     """
 
-    def __init__(
-        self,
-        queue: SendQueue,
-        receiver: Receiver,
-        fail: Callable[[Exception, str], TfpsError],
-        ended: Callable[[], None],
-    ) -> None:
-        self.queue, self.receiver, self.fail, self.ended = queue, receiver, fail, ended
+    queue: SendQueue
+    receiver: Receiver
+    fail: Callable[[Exception, str], TfpsError]
+    ended: Callable[[], None]
 
 
 class DataPort:

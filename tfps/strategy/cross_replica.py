@@ -5,6 +5,7 @@ Tested in tests/integration/test_semantics.py.
 
 from __future__ import annotations
 
+import abc
 from typing import Any
 
 import tensorflow as tf
@@ -22,9 +23,9 @@ class CrossReplica(mirrored_strategy.MirroredExtended):
     _runtime: Runtime
     _reductions: Reductions
 
+    @abc.abstractmethod
     def _cross_replica_key(self) -> tuple[Any, ...]:
         """Returns a key that identifies a reduction within its graph."""
-        raise NotImplementedError
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         if distribute_utils.is_mirrored(value):

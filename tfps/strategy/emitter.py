@@ -181,9 +181,7 @@ class Emitter:
         group = self._groups.setdefault((self._emissions[replica], len(numbers)), Group())
         self._emissions[replica] += 1
         ticket = graph_ops.ticket() if replica == 0 else tf.constant(0, tf.int64)
-        timestamps = Timestamps(
-            graph, lambda each: self.state(each).passed, lambda each: self.state(each).inputs, replica
-        )
+        timestamps = Timestamps(graph, lambda each: self.state(each).passed, self.inputs, replica)
         last = min((bucket.spec.priority for bucket in numbers), default=0)  # the most urgent is the last to be sent
         for index, bucket in enumerate(buckets):
             if bucket not in numbers:

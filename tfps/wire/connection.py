@@ -17,15 +17,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from tfps.errors import ConnectError, ProtocolError, TfpsError
 from tfps.wire import frames
 from tfps.wire.frames import HEADER_BYTES, Header, Kind
 from tfps.wire.pace import Pace
 from tfps.wire.parts import PART_BYTES, Assembler, Part, decode_part, encode_part
 from tfps.wire.send_queue import Next, Outgoing, SendQueue
-from tfps.wire.stream import Receiver, take
+from tfps.wire.stream import Receiver, take, write_shared
 
 _HELLO = struct.Struct("<4sHHI")  # magic, version, bytes of the token, rank; then the token
 _MAGIC, _VERSION, _MAX_TOKEN_BYTES = b"tfps", 1, 256
@@ -63,7 +61,8 @@ class Connection:
             OSError: the connection broke.
         """
         try:
-            self._send_all(queue)
+            while self._wait(queue) and self._send_parts(queue):
+                pass
         except TfpsError as error:
             self.tell(error)
         with contextlib.suppress(OSError):
@@ -73,28 +72,27 @@ class Connection:
         """Sends `error` as the last frame; for the sending thread."""
         with contextlib.suppress(OSError):
             self._send(_whole(frames.encode_error(error)))
-            self._socket.shutdown(socket.SHUT_WR)
 
-    def _send_all(self, queue: SendQueue) -> None:
-        while True:
-            began_s = time.monotonic()
-            if not queue.wait():
-                return
-            ready_s = time.monotonic()
-            if ready_s - began_s > _IDLE_S:
-                self._pace.idle()
-            if waited := not self._poll.poll(0):
-                self._poll.poll()
-            # Chosen only now: something more urgent may have come while the socket was full.
-            if (taken := queue.take_parts(self._pace.part_bytes)) is None:
-                return
-            buffers: list[Any] = []
-            for each in taken:
-                buffers.extend(_encoded(each))
-            self._send(buffers)
-            nbytes = sum(each.end - each.begin for each in taken)
-            if self._pace.sent(nbytes, waited=waited, now_s=time.monotonic()):
-                self._set_unsent()
+    def _wait(self, queue: SendQueue) -> bool:
+        """Waits for something to send; False once `queue` is closed."""
+        began_s = time.monotonic()
+        ready = queue.wait()
+        if time.monotonic() - began_s > _IDLE_S:
+            self._pace.idle()
+        return ready
+
+    def _send_parts(self, queue: SendQueue) -> bool:
+        """Sends what is most urgent once the socket can take it; False once `queue` is closed."""
+        if waited := not self._poll.poll(0):
+            self._poll.poll()
+        # Chosen only now: something more urgent may have come while the socket was full.
+        if (taken := queue.take_parts(self._pace.part_bytes)) is None:
+            return False
+        self._send([buffer for each in taken for buffer in _encoded(each)])
+        nbytes = sum(each.end - each.begin for each in taken)
+        if self._pace.sent(nbytes, waited=waited, now_s=time.monotonic()):
+            self._set_unsent()
+        return True
 
     def _send(self, buffers: Sequence[Any]) -> None:
         rest = list(buffers)
@@ -130,13 +128,13 @@ class Connection:
         head = memoryview(bytearray(PART_BYTES))
         while self._fill(head, may_end=True):
             part = decode_part(head)
+            payload: memoryview | None = memoryview(b"")
             if part.nbytes:
                 self._fill(assembler.begin(part))
                 payload = assembler.end(part)
-            else:
-                payload = memoryview(b"")
             if payload is not None and (error := take(part.header, payload, data, queue, receiver)) is not None:
                 return error
+            payload = None  # frees its memory while waiting for the next
         return None
 
     def _fill(self, memory: memoryview, *, may_end: bool = False) -> bool:
@@ -174,9 +172,7 @@ def _encoded(part: Next) -> tuple[Any, ...]:
         return _whole(item)
     header = item.header._replace(received=part.received)
     if item.target is not None:
-        if item.payload is not None:
-            np.copyto(item.target.memory, np.frombuffer(item.payload, np.uint8))
-        return _whole(frames.encode_shared(header, item.target.place))
+        return _whole(write_shared(header, item.payload, item.target))
     nbytes = part.end - part.begin
     head = encode_part(Part(header, item.nbytes, part.begin, nbytes))
     return (head, _payload(item)[part.begin : part.end]) if nbytes else (head,)

@@ -6,14 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
 import grpc
-import numpy as np
 
 from tfps.errors import TfpsError
 from tfps.wire import frames
 from tfps.wire.control import PULL, PUSH, RANK_KEY, TOKEN_KEY, Pserver, lost, method
 from tfps.wire.frames import Header, Kind
 from tfps.wire.send_queue import SendQueue
-from tfps.wire.stream import Receiver, take
+from tfps.wire.stream import Receiver, take, write_shared
 
 
 def outgoing(queue: SendQueue) -> Iterator[bytes]:
@@ -29,9 +28,7 @@ def outgoing(queue: SendQueue) -> Iterator[bytes]:
         elif isinstance(item, bytes):
             yield item
         elif item.target is not None:
-            if item.payload is not None:
-                np.copyto(item.target.memory, np.frombuffer(item.payload, np.uint8))
-            yield frames.encode_shared(item.header._replace(received=received), item.target.place)
+            yield write_shared(item.header._replace(received=received), item.payload, item.target)
         elif item.frame is not None:
             yield item.frame
         else:

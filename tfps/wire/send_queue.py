@@ -218,7 +218,10 @@ class SendQueue:
             raise self._failure
 
     def _ready(self) -> bool:
-        return bool(self._urgent) or self._may_send() or self._received - self._receipted >= self._receipt_bytes
+        return bool(self._urgent) or self._may_send() or self._receipt_due()
+
+    def _receipt_due(self) -> bool:
+        return self._received - self._receipted >= self._receipt_bytes
 
     def _may_send(self) -> bool:
         return bool(self._heap) and (self._windowless or self._sent - self._acked < self._window_bytes)
@@ -227,7 +230,7 @@ class SendQueue:
         if self._urgent:
             return Next(self._urgent.popleft())
         carries = self._may_send() and (self._piggyback or self._heap[0][2].target is not None)
-        if self._received - self._receipted >= self._receipt_bytes and not carries:
+        if self._receipt_due() and not carries:
             self._receipted = self._received
             return Next(None, self._received)
         if carries:
@@ -280,7 +283,7 @@ class SendQueue:
         with self._changed:
             self._received += nbytes
             self._received_slices += 1
-            if self._received - self._receipted >= self._receipt_bytes:
+            if self._receipt_due():
                 self._changed.notify()
 
     def close(self) -> None:

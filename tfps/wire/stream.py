@@ -9,11 +9,13 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+
 from tfps.errors import ProtocolError, PserverLostError, TfpsError
 from tfps.wire import frames
 from tfps.wire.frames import EMPTY, Header, Kind
 from tfps.wire.send_queue import SendQueue
-from tfps.wire.shared_memory import Place
+from tfps.wire.shared_memory import Place, Target
 
 _END_S = 5.0  # for a pserver to end the streams of a worker that has left
 
@@ -86,6 +88,13 @@ def take(header: Header, payload: memoryview, data: Kind, queue: SendQueue, rece
 def not_expected(header: Header, data: Kind) -> ProtocolError:
     """The error for a frame of the wrong kind in a direction whose data frames are of kind `data`."""
     return ProtocolError(f"kind of a frame must be {data.name}, ACK or ERROR here, got {Kind(header.kind).name}")
+
+
+def write_shared(header: Header, payload: memoryview | None, target: Target) -> bytes:
+    """Writes a slice to its `target` in shared memory; returns the frame that says where it is."""
+    if payload is not None:
+        np.copyto(target.memory, np.frombuffer(payload, np.uint8))
+    return frames.encode_shared(header, target.place)
 
 
 class WorkerStream:

@@ -29,7 +29,6 @@ class TcpPath:
         self._connection, self._address, self._when, self._queue = connection, address, when, queue
         queue.use_connection()
         self._sender = threading.Thread(target=self._send, name=f"tfps-send-{index}", daemon=True)
-        self._broken: OSError | None = None
         self._sender.start()
 
     def receive(self, queue: SendQueue, receiver: Receiver) -> TfpsError | None:

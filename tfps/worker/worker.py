@@ -152,9 +152,14 @@ class Worker:
     # Joining and leaving
 
     def _incoming(self, pserver: int) -> Incoming:
-        workers = lambda: self.workers  # noqa: E731 (not known before it has joined)
         return Incoming(
-            pserver, self._buckets, self._state, self._recorder, workers, self._start_next, self._take_notice
+            pserver,
+            self._buckets,
+            self._state,
+            self._recorder,
+            lambda: self.workers,  # not known before it has joined
+            self._start_next,
+            self._take_notice,
         )
 
     def _when(self) -> str:
