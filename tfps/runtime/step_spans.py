@@ -50,7 +50,7 @@ class StepSpans:
         self.recorder, self.rank = recorder, rank
         self.steps: deque[tuple[int, int]] = deque(maxlen=100_000)  # recorded steps: number, begin_ns
         self.reduced = False  # something was reduced outside of a graph
-        self.done: dict[int, tuple[int, int]] = {}  # by bucket: step and end of its last update; apply thread writes
+        self.done: dict[int, tuple[int, int]] = {}  # by bucket: step and end of its last update; apply threads write
         self._offset_ns = 0  # wall clock minus the recorder's
         self._compared_ns = -_COMPARE_NS
         self._open: dict[int, _Step] = {}  # by ticket; pump thread only

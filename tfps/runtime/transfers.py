@@ -34,7 +34,7 @@ class Transfer:
     def __init__(self, bucket: int, spec: BucketSpec, messages: int = 1) -> None:
         self.id = -1
         self.bucket, self.spec, self.messages = bucket, spec, messages
-        self.round = 0  # the bucket's round that has come back; apply thread only
+        self.round = 0  # the bucket's round that has come back; apply threads only, one at a time
         self._arrived = 0  # this and the next two: pump thread only
         self._ticket = 0
         self._carried: tuple[tf.Tensor, tf.Tensor] | None = None
@@ -62,11 +62,11 @@ class Transfer:
         return self._ticket, *carried
 
     def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
-        """Uses the reduced bytes (flat uint8). Called by the apply thread."""
+        """Uses the reduced bytes (flat uint8). Called by an apply thread."""
         raise TypeError(f"{type(self).__name__} must say what becomes of a reply")
 
     def fail(self, error: TfpsError) -> None:
-        """Passes `error` to everything that waits for this round. Called by the apply thread."""
+        """Passes `error` to everything that waits for this round. Called by an apply thread."""
         raise TypeError(f"{type(self).__name__} must say what becomes of a failure")
 
 
