@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 from tfps.errors import ClosedError, TfpsError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec, Exchange, Reply
@@ -32,7 +33,7 @@ from tfps.runtime.gate_watch import GateWatch, stopped_step
 from tfps.runtime.interrupts import indivisible, wait
 from tfps.runtime.report import History, Report, Round, make_report
 from tfps.runtime.step_spans import StepSpans
-from tfps.runtime.transfers import DeferredUpdate, Pull, Rounds, Transfer
+from tfps.runtime.transfers import DeferredUpdate, Pull, Rounds, Transfer, UpdatedRows
 from tfps.trace.recorder import Recorder
 from tfps.worker.embedded import EmbeddedExchange
 from tfps.worker.patience import PATIENCE_S
@@ -292,15 +293,21 @@ class Runtime:
         """
 
         def on_reply(reply: Reply) -> None:
-            sent = payload, ticket, data, step
+            sent = payload, ticket, data, updated, step
             self._replies.add(transfer.spec.priority, functools.partial(self._apply, transfer, sent, reply))
+
+        def on_part(buffer: NDArray[np.uint8], nbytes: int) -> None:
+            call = functools.partial(self._take_part, transfer, updated, step, buffer, nbytes)
+            self._replies.add(transfer.spec.priority, call)
+
+        updated = UpdatedRows()
 
         with self._progress:
             self._under_way += 1
             step = self._pushed[transfer.bucket]
             self._pushed[transfer.bucket] += 1
         try:
-            self.exchange.push(transfer.bucket, payload, on_reply)
+            self.exchange.push(transfer.bucket, payload, on_reply, on_part if transfer.takes_parts else None)
         except TfpsError:
             with self._progress:
                 self._under_way -= 1
@@ -313,12 +320,25 @@ class Runtime:
             self._under_way -= 1
             self._progress.notify_all()
 
+    def _take_part(
+        self, transfer: Transfer, updated: UpdatedRows, step: int, buffer: NDArray[np.uint8], nbytes: int
+    ) -> None:
+        """Updates the part of a variable whose gradient has come back already."""
+        begin = self.spans.now()
+        try:
+            transfer.take_part(updated, buffer, nbytes)
+        except Exception as error:
+            self._break(transfer, error)
+        if self.recorder.enabled:
+            self.spans.updated(begin, self.spans.now(), transfer, step)
+
     def _finish(self, transfer: Transfer, sent: Any, reply: Reply) -> None:
         if reply.error is not None:
             transfer.fail(reply.error)
             return
         begin = self.spans.now()
         transfer.round = sent[-1]
+        transfer.updated = sent[-2]
         try:
             transfer.finish(*self._tensors(transfer.spec, sent, reply))
         except Exception as error:  # neither its readers nor other workers may wait forever
@@ -326,13 +346,14 @@ class Runtime:
         if isinstance(transfer, DeferredUpdate):
             history = self._history.setdefault(transfer.bucket, deque(maxlen=_HISTORY_STEPS))
             history.append(Round(transfer.ready_s, time.monotonic()))
-        self.spans.done[transfer.bucket] = sent[-1], self.spans.now()
+        end = self.spans.now()
+        self.spans.done[transfer.bucket] = sent[-1], end
         if self.recorder.enabled:
-            self.spans.updated(begin, transfer, sent[-1])
+            self.spans.updated(begin, end, transfer, sent[-1])
 
     def _tensors(self, spec: BucketSpec, sent: Any, reply: Reply) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Returns ticket, and data and indices of `reply` as flat uint8 tensors, without a copy if possible."""
-        payload, ticket, data, _ = sent
+        payload, ticket, data, _, _ = sent
         if spec.kind == "sum":
             # The embedded exchange returns the pushed buffer itself: then reuse its tensor.
             return ticket, (data if reply.sum is payload else tensor_of(reply.sum)), self._no_indices

@@ -128,15 +128,14 @@ class StepSpans:
         of = {"step": step, "bucket": bucket, "variable": variable, "priority": spec.priority, "rank": self.rank}
         self.recorder.span("gate", begin_ns, end_ns, **of)
 
-    def updated(self, begin_ns: int, transfer: Transfer, step: int) -> None:
-        """Records the end of an update, or the result of a pull."""
-        now = self.done.get(transfer.bucket, (step, 0))[1]
+    def updated(self, begin_ns: int, end_ns: int, transfer: Transfer, step: int) -> None:
+        """Records an update, or a part of one, or the result of a pull."""
         if isinstance(transfer, DeferredUpdate):
             span = {"step": step, "bucket": transfer.bucket, "priority": transfer.spec.priority, "rank": self.rank}
-            self.recorder.span("update", begin_ns, now, **span)
+            self.recorder.span("update", begin_ns, end_ns, **span)
         elif transfer.times:
             ready = self._ns(transfer.times[0].numpy().item(0))
-            self.waited(ready, now, transfer.bucket, transfer.spec, step)
+            self.waited(ready, end_ns, transfer.bucket, transfer.spec, step)
 
     def input(self, begin_ns: int) -> None:
         """Records the wait for a batch that the program requested at `begin_ns`, outside of a graph."""
