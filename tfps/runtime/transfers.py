@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfps.errors import TfpsError, to_text
 from tfps.exchange.interface import BucketSpec
 from tfps.graph.ops import Gate, answer
+from tfps.types import Function
 
 UNDECLARED = -1  # in place of a bucket's id
 _NO_BYTES = np.empty(0, np.uint8)
@@ -70,6 +71,16 @@ class Transfer:
         raise TypeError(f"{type(self).__name__} must say what becomes of a failure")
 
 
+class Comparison(Protocol):
+    """Compares the digests of updates with those of other ranks; see invariants.py."""
+
+    def weigh(self, transfer: DeferredUpdate) -> tf.Tensor:
+        """Whether the current round takes the checksum."""
+
+    def note(self, transfer: DeferredUpdate, digests: Sequence[tf.Tensor]) -> None:
+        """Takes the digests that an update returned, one per local replica."""
+
+
 class Group:
     """Transfers that one graph sends together, with the same ticket."""
 
@@ -114,8 +125,8 @@ class DeferredUpdate(Transfer):
         self.kept: tuple[str, ...] = ()  # names of values that the update reads as of the send
         self.read = -1  # the variable whose read has a timestamp (see timestamps.py)
         self.whole = False  # whether its messages include the times of the forward pass
-        self.functions: list[Callable[..., Any]] = []  # one per local replica
-        self.invariants: Any = None  # compares digests of the update, see invariants.py
+        self.functions: list[Function] = []  # one per local replica
+        self.invariants: Comparison | None = None
         self.leads = False  # whether each digest is compared
         self.labels: tuple[tuple[str, ...], tuple[bool | None, ...]] = (), ()  # of the values in a digest
         self.gates: list[Gate] = []
