@@ -105,6 +105,12 @@ def test_private_names_of_tensorflow_and_of_keras_are_imported_in_one_module_eac
     assert not [f"line {line}: {name}" for line, name in imported(path) if name.startswith(others)]
 
 
+def test_any_is_written_in_one_place() -> None:
+    others = [path for folder in ("tests", "tools") for path in (ROOT / folder).rglob("*.py")]
+    found = {path for path in [*SOURCES, *others] for _, name in imported(path) if name in ("typing.Any", "typing")}
+    assert found == {PACKAGE / "types.py"}
+
+
 @by_source
 def test_the_package_has_no_assert_statements(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
