@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 _T = TypeVar("_T")
 _END_S = 5.0  # for a sheltered call that was told to stop
@@ -80,7 +80,7 @@ class DaemonPool(Executor):
         self._threads: list[threading.Thread] = []
         self._closed = False
 
-    def submit(self, fn: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
+    def submit(self, fn: Callable[..., _T], /, *args: object, **kwargs: object) -> Future[_T]:
         """Schedules `fn` on one of the threads.
 
         Raises:

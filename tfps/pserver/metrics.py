@@ -9,12 +9,12 @@ import socket
 import socketserver
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from tfps.errors import ConfigError
 from tfps.pserver.membership import State
 from tfps.pserver.server import ParameterServer
+from tfps.types import Function
 from tfps.wire.status import MemberStatus
 
 try:
@@ -98,7 +98,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 class _Handler(WSGIRequestHandler):
     timeout = _REQUEST_TIMEOUT_S
 
-    def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002
+    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
         """Logs nothing."""
 
 
@@ -138,7 +138,7 @@ class MetricsServer:
         self._thread.join()
         self._http.server_close()
 
-    def _answer(self, environment: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+    def _answer(self, environment: dict[str, object], start_response: Function) -> Iterable[bytes]:
         path = environment.get("PATH_INFO", "")
         if path == "/metrics":
             found: Iterable[bytes] = self._metrics(environment, start_response)

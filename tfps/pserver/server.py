@@ -9,12 +9,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import cast
 
 import grpc
+from google.protobuf.message import Message
 
 from tfps.errors import ClosedError, ConfigError, ConnectError, ProtocolError, PserverLostError, TfpsError
-from tfps.exchange.interface import BucketSpec
+from tfps.exchange.interface import BucketKind, BucketSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.data_port import DataPort, Session
 from tfps.pserver.job import Job
@@ -32,6 +33,7 @@ from tfps.wire.control import (
     SERVER_OPTIONS,
     SERVICE,
     TOKEN_KEY,
+    Fallible,
     config_of,
     failure_of,
     layout_of,
@@ -135,9 +137,9 @@ class ParameterServer:
             job=job.status(),
         )
 
-    def _handlers(self) -> Any:
-        def unary(call: Callable[[Any, grpc.ServicerContext], Any], name: str) -> Any:
-            def answered(request: Any, context: grpc.ServicerContext) -> Any:
+    def _handlers(self) -> grpc.GenericRpcHandler:
+        def unary(call: Callable[..., Message], name: str) -> grpc.RpcMethodHandler:
+            def answered(request: Message, context: grpc.ServicerContext) -> Message:
                 try:
                     reply = call(request, context)
                 except TfpsError as error:
@@ -146,7 +148,8 @@ class ParameterServer:
                     bug = self._bug(f"in {name}", error)
                     reply = reply_type(name)(**({} if name == "Leave" else {"failure": failure_of(bug)}))
                 if name != "Leave" and reply.HasField("failure"):
-                    self._errors.add(name, error_from(reply.failure.code, reply.failure.text))
+                    failure = cast(Fallible, reply).failure
+                    self._errors.add(name, error_from(failure.code, failure.text))
                 return reply
 
             return grpc.unary_unary_rpc_method_handler(
@@ -155,7 +158,7 @@ class ParameterServer:
                 response_serializer=lambda reply: reply.SerializeToString(),
             )
 
-        calls = {
+        calls: dict[str, Callable[..., Message]] = {
             "Join": self._join,
             "Declare": self._declare,
             "Waiting": self._waiting,
@@ -180,7 +183,7 @@ class ParameterServer:
 
     # Control calls; on gRPC's threads
 
-    def _join(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def _join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
         reply = pb.JoinReply(protocol_version=PROTOCOL_VERSION)
         try:
             if request.protocol_version != PROTOCOL_VERSION:
@@ -215,41 +218,42 @@ class ParameterServer:
             reply.failure.CopyFrom(failure_of(error))
         return reply
 
-    def _declare(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def _declare(self, request: pb.DeclareRequest, context: grpc.ServicerContext) -> pb.DeclareReply:
         specs = [
-            BucketSpec(tuple(b.names), b.kind, b.nbytes, b.dtype, b.priority, b.occasional) for b in request.buckets
+            BucketSpec(tuple(b.names), cast("BucketKind", b.kind), b.nbytes, b.dtype, b.priority, b.occasional)
+            for b in request.buckets
         ]
         job = self._job_of(request.token)
         job.declare(request.rank, request.number, request.details, specs, request.timeout_s)
         return pb.DeclareReply()
 
-    def _waiting(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def _waiting(self, request: pb.WaitingRequest, context: grpc.ServicerContext) -> pb.WaitingReply:
         job = self._job_of(request.token)
         return pb.WaitingReply(missing=job.undeclared() if request.declaration else job.missing(request.bucket))
 
-    def _tune(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def _tune(self, request: pb.TuneRequest, context: grpc.ServicerContext) -> pb.TuneReply:
         self._job_of(request.token).tune(layout_of(request.layout))
         return pb.TuneReply()
 
-    def _trace(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def _trace(self, request: pb.TraceRequest, context: grpc.ServicerContext) -> pb.TraceReply:
         self._job_of(request.token).trace(request.number, request.on)
         return pb.TraceReply()
 
-    def _clock(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def _clock(self, request: pb.ClockRequest, context: grpc.ServicerContext) -> pb.ClockReply:
         return pb.ClockReply(time_ns=self._recorder.clock())
 
-    def _upload(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def _upload(self, request: pb.UploadRequest, context: grpc.ServicerContext) -> pb.UploadReply:
         self._job_of(request.token).recording.upload(request.number, request.rank, request.records)
         return pb.UploadReply()
 
-    def _collect(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def _collect(self, request: pb.CollectRequest, context: grpc.ServicerContext) -> pb.CollectReply:
         part = self._job_of(request.token).recording.collect(request.number, request.timeout_s)
         return pb.CollectReply(records=part)
 
-    def _status(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def _status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         return status_message(self.status()) if request.details else pb.StatusReply(cpu_s=time.process_time())
 
-    def _leave(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def _leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         failure = error_from(request.failure.code, request.failure.text) if request.HasField("failure") else None
         with contextlib.suppress(ClosedError):
             self._job_of(request.token).leave(request.rank, failure)
@@ -344,7 +348,7 @@ def _until_broken(messages: Iterator[bytes]) -> Iterator[bytes]:
         yield from messages
 
 
-def _attached(request: Any) -> Attached | None:
+def _attached(request: pb.JoinRequest) -> Attached | None:
     """Attaches a joining worker's memory, if offered and accessible; None: sockets are used."""
     if not request.HasField("memory"):
         return None
@@ -355,7 +359,7 @@ def _attached(request: Any) -> Attached | None:
         return None
 
 
-def _rank_of(metadata: dict[str, Any]) -> int:
+def _rank_of(metadata: dict[str, object]) -> int:
     text = str(metadata.get(RANK_KEY, ""))
     if not text.isdigit():
         raise ConnectError(f"metadata {RANK_KEY} must be a number, got {text!r}")
