@@ -119,7 +119,7 @@ RULES = (
         lambda case: _several(case) and _uses(case, "BatchNormalization"),
         "each replica normalises by its own rows; MirroredStrategy's moving statistics are the first replica's",
         MIRRORED,
-        without=_OF_THE_MODEL,
+        without=(*_OF_THE_MODEL, "statistics"),
     ),
     Rule(
         "clipping",

@@ -40,7 +40,8 @@ class Job:
     def note(self, name, model, fit=None):
         """What `model` and `fit` have become."""
         for index, weight in enumerate(model.weights):
-            self.found[f"weights/{name}/{index}"] = weight.numpy()
+            kind = "statistics" if "moving_" in weight.path else "weights"
+            self.found[f"{kind}/{name}/{index}"] = weight.numpy()
         for index, variable in enumerate(model.optimizer.variables if model.optimizer else []):
             self.found[f"optimizer {variable.path.rpartition('/')[2]}/{name}/{index}"] = variable.numpy()
         for key, value in (fit.history if fit else {}).items():
