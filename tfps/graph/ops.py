@@ -97,17 +97,23 @@ def tensor_of(array: Array) -> tf.Tensor:
 
 
 class Gate:
-    """Makes readers of one variable (on one device) wait: a queue that holds one token while the value is current.
+    """Makes readers of one variable, or of several that are updated together, wait (on one device).
+
+    A queue that holds one token while the values are current.
 
     The token is "" or, after a failure, the error's text, which every reader then raises.
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name  # of the variable
+        self.names: tuple[str, ...] = (name,)  # of the variables
         with tf.init_scope(), tf.device(HOST):
             # Room for more than one token: an error may be added although a token thought lost comes back.
             self._queue = tf.queue.FIFOQueue(8, [tf.string], [[]], name="tfps_gate")
             self.open()
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
 
     @property
     def closed(self) -> bool:
@@ -134,9 +140,9 @@ class Gate:
 
 
 @functools.cache
-def _pass_function() -> tf_private.ConcreteFunction:
-    @tf.function(autograph=False, input_signature=[_RESOURCE, _RESOURCE])
-    def tfps_pass_gate(gate: tf.Tensor, variable: tf.Tensor) -> tf.Tensor:
+def _pass_function(variables: int) -> tf_private.ConcreteFunction:
+    @tf.function(autograph=False, input_signature=[_RESOURCE] * (1 + variables))
+    def tfps_pass_gate(gate: tf.Tensor, *resources: tf.Tensor) -> tf.Tensor:
         token = tf.raw_ops.QueueDequeueV2(handle=gate, component_types=[tf.string])
         back = tf.raw_ops.QueueEnqueueV2(handle=gate, components=token)
         with tf.control_dependencies([back, tf.debugging.Assert(tf.equal(token[0], ""), token)]):
@@ -145,16 +151,16 @@ def _pass_function() -> tf_private.ConcreteFunction:
     return tfps_pass_gate.get_concrete_function()
 
 
-def pass_gate(gate: Gate, variable: tf.Tensor, after: Sequence[tf.Tensor]) -> tf.Operation:
-    """Makes every later use of the resource `variable` in the current graph wait until `gate` is open.
+def pass_gate(gate: Gate, variables: Sequence[tf.Tensor], after: Sequence[tf.Tensor]) -> tf.Operation:
+    """Makes every later use of the resources `variables` in the current graph wait until `gate` is open.
 
-    Returns the op that passes the gate; its second input is the variable.
+    Returns the op that passes the gate; its inputs after the first are the variables.
 
     `after`: the step's input. A step that ends before it has its input (as at the end of the data) must not be stopped
     while it holds a token.
     """
     with tf.device(HOST), tf.control_dependencies(after):
-        passed = _pass_function()(gate.handle, variable)
+        passed = _pass_function(len(variables))(gate.handle, *variables)
         tf_private.set_read_only_inputs(passed, [])
     return passed.op
 

@@ -45,6 +45,9 @@ def compile_in_scope(strategy_class: type[tf.distribute.Strategy]) -> None:
             (strategy,) = strategies
             _adopt(self.variables, strategy)
             adopt_optimizer(self, strategy)
+        for strategy in strategies if len(strategies) == 1 else ():
+            if isinstance(strategy, strategy_class):
+                strategy.extended.group_gates([each for each in updated if isinstance(each, GatedVariable)])
         return build_optimizer(self, variables)
 
     keras.optimizers.Optimizer.build = build

@@ -85,23 +85,31 @@ class GraphState:
 
 
 def fuse(noted: Iterable[Noted], order: dict[str, int], slice_bytes: int, first_bytes: int) -> list[list[Noted]]:
-    """Groups `noted` into buckets in forward order: neighbors of one kind up to `bucket_limit`, sparse ones alone."""
+    """Groups `noted` into buckets in forward order: neighbors of one kind up to `bucket_limit`, sparse ones alone.
+
+    Variables that may share a gate stay together.
+    """
     buckets: list[list[Noted]] = []
     filled: dict[Hashable, int] = {}  # bytes in the last bucket of a kind, which is still open
     last: dict[Hashable, list[Noted]] = {}
     before = 0
+    units: dict[Hashable, list[Noted]] = {}
     for item in sorted(noted, key=lambda item: order.get(item.variable._unique_id, len(order))):
-        if item.sparse:
-            buckets.append([item])
+        together = item.variable.group and not item.sparse
+        units.setdefault((item.variable.group, item.kind) if together else id(item), []).append(item)
+    for unit in units.values():
+        if unit[0].sparse:
+            buckets.append(unit)
             continue
-        limit = bucket_limit(before - filled.get(item.kind, 0), slice_bytes, first_bytes)
-        before += item.nbytes
-        if item.kind in last and filled[item.kind] + item.nbytes <= limit:
-            last[item.kind].append(item)
-            filled[item.kind] += item.nbytes
+        kind, nbytes = unit[0].kind, sum(item.nbytes for item in unit)
+        limit = bucket_limit(before - filled.get(kind, 0), slice_bytes, first_bytes)
+        before += nbytes
+        if kind in last and filled[kind] + nbytes <= limit:
+            last[kind] += unit
+            filled[kind] += nbytes
         else:
-            buckets.append([item])
-            last[item.kind], filled[item.kind] = buckets[-1], item.nbytes
+            buckets.append(unit)
+            last[kind], filled[kind] = unit, nbytes
     return buckets
 
 

@@ -9,7 +9,7 @@ import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import tensorflow as tf
 
@@ -20,6 +20,7 @@ from tfps.graph.timestamps import PassedGate, Timestamps
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.strategy.deferred import GraphState, Noted, Reduced, deferrable, find_reduced, fuse
+from tfps.strategy.gate_groups import group_gates
 from tfps.strategy.invariants import Invariants
 from tfps.strategy.planned_bucket import PlannedBucket
 from tfps.strategy.variables import GatedVariable
@@ -103,10 +104,17 @@ class Emitter:
             first_use.setdefault(variable._unique_id, len(first_use))
         return self.inputs(graph)
 
-    def note_passed(self, variable: GatedVariable, replica: int, graph: tf.Graph, passed: tf.Operation) -> None:
-        """Notes that the op `passed` passes the gate of `variable` in `graph`."""
+    def note_passed(
+        self, variables: Sequence[GatedVariable], replica: int, graph: tf.Graph, passed: tf.Operation
+    ) -> None:
+        """Notes that the op `passed` passes the gate of `variables` in `graph`."""
         gates = self.state(graph).passed.by_variable
-        gates.setdefault((variable._unique_id, replica), PassedGate(passed, passed.inputs[1]))
+        for position, variable in enumerate(variables, 1):
+            gates.setdefault((variable._unique_id, replica), PassedGate(passed, passed.inputs[position]))
+
+    def group_gates(self, variables: Iterable[GatedVariable]) -> None:
+        """Groups small ones of `variables`, which one optimizer updates; see gate_groups.py."""
+        group_gates(variables, min(self._first_bytes, self._slice_bytes))
 
     def note_reduced(self, reduced: Reduced) -> None:
         """Notes the result of an `all_reduce` in the graph under construction."""

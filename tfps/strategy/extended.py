@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import tensorflow as tf
 
@@ -276,9 +276,15 @@ class Extended(CrossReplica):
         """See `Emitter.note_access`."""
         return self._emitter.note_access(variable, graph)
 
-    def note_passed(self, variable: GatedVariable, replica: int, graph: tf.Graph, passed: tf.Operation) -> None:
+    def note_passed(
+        self, variables: Sequence[GatedVariable], replica: int, graph: tf.Graph, passed: tf.Operation
+    ) -> None:
         """See `Emitter.note_passed`."""
-        self._emitter.note_passed(variable, replica, graph, passed)
+        self._emitter.note_passed(variables, replica, graph, passed)
+
+    def group_gates(self, variables: Iterable[GatedVariable]) -> None:
+        """See `Emitter.group_gates`."""
+        self._emitter.group_gates(variables)
 
     # Reductions and updates in replica context.
 

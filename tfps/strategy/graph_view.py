@@ -48,12 +48,13 @@ def picture(graph: tf.Graph, runtime: Runtime) -> Picture:
                 known = sent.get(key)
                 sent[key] = _sent(key, transfer, others, runtime) if known is None else known.also_after(others)
             elif called(op) == PASS and (gate := gates.get(id(_outermost(op.inputs[0])))) is not None:
-                read = Read(f"{gate.name} {op.name}", _short(gate.name), tuple(sorted(after)))
-                is_known = any(
-                    other.variable == read.variable and (not after or other.after == read.after) for other in reads
-                )
-                if shown.setdefault(gate.name, gate) is gate and not is_known:
-                    reads.append(read)
+                for name in gate.names:
+                    read = Read(f"{name} {op.name}", _short(name), tuple(sorted(after)))
+                    is_known = any(
+                        other.variable == read.variable and (not after or other.after == read.after) for other in reads
+                    )
+                    if shown.setdefault(name, gate) is gate and not is_known:
+                        reads.append(read)
     return Picture(
         function=graph.name,
         workers=runtime.exchange.workers,
@@ -93,7 +94,7 @@ def _sent(key: str, transfer: Transfer, after: Sequence[str], runtime: Runtime) 
     return Sent(
         key=key,
         name=transfer.spec.name,
-        variables=list(dict.fromkeys(_short(gate.name) for gate in update.gates)) if update else [],
+        variables=list(dict.fromkeys(_short(name) for gate in update.gates for name in gate.names)) if update else [],
         kind=transfer.spec.kind,
         priority=transfer.spec.priority,
         nbytes=transfer.spec.nbytes,

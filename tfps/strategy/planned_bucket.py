@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfps.exchange.interface import BucketKind, BucketSpec
 from tfps.graph import ops as graph_ops
+from tfps.graph.ops import Gate
 from tfps.graph.tf_private import ConcreteFunction, distribute_lib, flat_call, ops
 from tfps.runtime.transfers import DeferredUpdate, Parts
 from tfps.strategy import invariants
@@ -132,7 +133,7 @@ class PlannedBucket:
         return self._end(written, *weigh)
 
     def _end(self, written: list[list[tf.Operation]], *weigh: tf.Tensor) -> tf.Tensor:
-        """Builds the digest, and opens each variable's gate after the ops that have `written` it."""
+        """Builds the digest, and opens each gate after the ops that have `written` its variables."""
         # Returns something, as plain Keras functions do: otherwise TensorFlow folds fewer constants.
         result = tf.constant(True)
         if weigh:
@@ -140,9 +141,12 @@ class PlannedBucket:
             components = [variable._values[self.replica] for variable in self.variables]
             with tf.device(components[0].device):
                 result = invariants.digest(components, kept, *weigh)
+        last: dict[Gate, list[tf.Operation]] = {}
         for variable, operations in zip(self.variables, written, strict=True):
+            last.setdefault(variable.gates[self.replica], []).extend(operations)
+        for gate, operations in last.items():
             with tf.control_dependencies([*operations, *([result] if weigh else [])]):
-                graph_ops.open_gate(variable.gates[self.replica])
+                graph_ops.open_gate(gate)
         return result
 
     def _own_handles(self, function: ConcreteFunction) -> list[tf.Tensor]:
@@ -193,7 +197,7 @@ class PlannedBucket:
             transfer.parts.endings.append(flat_call(self.ending))
         transfer.kept = self.deferral.kept_names()
         transfer.labels = self._labels()
-        gates = [variable.gates[self.replica] for variable in self.variables]
+        gates = list(dict.fromkeys(variable.gates[self.replica] for variable in self.variables))
         transfer.gates += gates
         gradients = [item.reduced.gradient for item in self.noted]
         data, indices = self._payload(gradients) if carries else (tf.constant([], tf.uint8), None)
@@ -204,7 +208,7 @@ class PlannedBucket:
             kept = [holder.assign(tensor).op for holder, tensor, _ in self.deferral.kept.values()]
         with tf.control_dependencies([closed.op, *kept]):
             graph_ops.send(queue, transfer.id, ticket, data, indices, times)
-        for variable in self.variables:
+        for variable in {id(each): each for own in self.variables for each in own.sharing()}.values():
             for each in variable.with_slots():
                 each.forget_passes(self.replica, self.graph)
 

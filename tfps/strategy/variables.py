@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -21,6 +21,7 @@ from tfps.errors import UnsupportedError
 from tfps.graph.ops import HOST, Gate, pass_gate, write_after
 from tfps.graph.shares import current_share
 from tfps.graph.tf_private import ResourceVariable, distribute_lib, in_xla, ops, outer_graphs, values, values_util
+from tfps.keras_hooks.keras_private import in_symbolic_scope
 from tfps.types import Function, Structure, Value, Variable
 
 
@@ -110,16 +111,19 @@ class GatedVariable(values.MirroredVariable):
     """A mirrored variable whose accesses wait at its gate.
 
     `gates` has one gate per local replica if the variable may get deferred updates, else it is empty. A slot of such a
-    variable (`owner`) waits at its owner's gates.
+    variable (`owner`) waits at its owner's gates. Small variables of a `group` may share gates; see gate_groups.py.
     """
 
     gates: tuple[Gate, ...] = ()
     owner: GatedVariable | None = None
+    group = 0  # its number; 0: none
 
     def make_gates(self) -> None:
         """Gives this variable its own gates, open."""
         self.gates = tuple(Gate(str(self.name)) for _ in self._values)
         self._slots: list[weakref.ref[GatedVariable]] = []
+        self._sharing = [weakref.ref(self)]
+        self._was_passed = False
         self._passed: tuple[weakref.WeakSet[tf.Graph], ...] = tuple(weakref.WeakSet() for _ in self._values)
 
     def share_gates(self, owner: GatedVariable) -> None:
@@ -127,6 +131,24 @@ class GatedVariable(values.MirroredVariable):
         self.owner, self.gates = owner, owner.gates
         self._passed = tuple(weakref.WeakSet() for _ in self._values)
         owner._slots = [slot for slot in owner._slots if slot() is not None] + [weakref.ref(self)]
+
+    def share_gates_with(self, others: Sequence[GatedVariable]) -> None:
+        """Makes `others` and their slots wait at this variable's gates."""
+        self._sharing += [weakref.ref(other) for other in others]
+        for other in others:
+            other._sharing = self._sharing
+            for each in other.with_slots():
+                each.gates = self.gates
+        for gate in self.gates:
+            gate.names = (*gate.names, *(str(other.name) for other in others))
+
+    def sharing(self) -> list[GatedVariable]:
+        """This variable and those that share its gates."""
+        return [variable for ref in self._sharing if (variable := ref()) is not None]
+
+    def is_gate_in_use(self) -> bool:
+        """Whether a graph may wait at this variable's gates, or an update is under way."""
+        return self._was_passed or any(gate.closed for gate in self.gates)
 
     def with_slots(self) -> list[GatedVariable]:
         """This variable and its slots, of all optimizers."""
@@ -146,6 +168,8 @@ class GatedVariable(values.MirroredVariable):
             if self.gates:
                 extended.check(self.gates[replica].wait())
             return
+        if in_symbolic_scope():
+            return  # Keras infers shapes: the graph never runs
         graph = ops.get_default_graph()
         after = extended.note_access(self, graph)
         if not self.gates:
@@ -159,10 +183,13 @@ class GatedVariable(values.MirroredVariable):
                 f"variable {self.name!r} is used in a function compiled by XLA (jit_compile=True), where tfps cannot "
                 "wait for it; use jit_compile=False"
             )
-        self._passed[replica].add(graph)
-        passed = pass_gate(self.gates[replica], self._values[replica].handle, after)
+        passing = self.sharing() if self.owner is None else [self]
+        for each in passing:
+            each._passed[replica].add(graph)
+            (each.owner or each)._was_passed = True
+        passed = pass_gate(self.gates[replica], [each._values[replica].handle for each in passing], after)
         if self.owner is None:
-            extended.note_passed(self, replica, graph, passed)
+            extended.note_passed(passing, replica, graph, passed)
 
     @property
     def local(self) -> bool:
