@@ -69,14 +69,14 @@ def test_nothing_is_left_of_a_job_that_has_ended(cluster: Cluster) -> None:
     assert not server._data._strangers
 
 
-@pytest.mark.parametrize(("token", "rank", "error"), [("wrong", 0, ClosedError), (None, 7, ConnectError)])
+@pytest.mark.parametrize(("incarnation", "rank", "error"), [("wrong", 0, ClosedError), (None, 7, ConnectError)])
 def test_who_is_no_member_is_refused_and_told_why(
-    token: str | None, rank: int, error: type[Exception], cluster: Cluster
+    incarnation: str | None, rank: int, error: type[Exception], cluster: Cluster
 ) -> None:
     server = cluster.pserver(1)
     member = cluster.raw(server.address)
     with pytest.raises(error):
-        dial(server.address, data_port(server), token or member.token, rank, jobs.DEADLINE_S)
+        dial(server.address, data_port(server), incarnation or member.incarnation, rank, jobs.DEADLINE_S)
 
 
 def test_a_second_connection_of_a_rank_is_refused_and_the_first_goes_on(cluster: Cluster) -> None:
@@ -84,7 +84,7 @@ def test_a_second_connection_of_a_rank_is_refused_and_the_first_goes_on(cluster:
     worker = cluster.worker([server.address], config=TCP)
     worker.declare([SUM])
     with pytest.raises(ConnectError, match="has a stream already"):
-        dial(server.address, data_port(server), worker._membership.token, 0, jobs.DEADLINE_S)
+        dial(server.address, data_port(server), worker._membership.incarnation, 0, jobs.DEADLINE_S)
     assert jobs.push(worker, 0, bytes(40_000)).wait().error is None
 
 

@@ -201,7 +201,7 @@ def test_a_worker_with_one_stream_is_waited_for_by_name(cluster: Cluster, last: 
 
 
 @pytest.mark.parametrize(
-    ("token", "rank", "rule"),
+    ("incarnation", "rank", "rule"),
     [
         ("wrong", "0", "does not know this job"),
         ("", "0", "does not know this job"),
@@ -210,9 +210,11 @@ def test_a_worker_with_one_stream_is_waited_for_by_name(cluster: Cluster, last: 
         (None, "x", "must be a number, got 'x'"),
     ],
 )
-def test_a_stream_of_a_stranger_is_refused_alone(cluster: Cluster, token: str | None, rank: str, rule: str) -> None:
+def test_a_stream_of_a_stranger_is_refused_alone(
+    cluster: Cluster, incarnation: str | None, rank: str, rule: str
+) -> None:
     member = cluster.raw(cluster.pserver(1).address).open().declare()
-    for error in member.second_streams(token, rank):
+    for error in member.second_streams(incarnation, rank):
         with pytest.raises((ConnectError, ClosedError), match=rule):
             raise error
     member.declare(number=1)  # the job goes on
@@ -221,17 +223,17 @@ def test_a_stream_of_a_stranger_is_refused_alone(cluster: Cluster, token: str | 
 def test_other_protocol_versions_refuse_each_other_by_name(cluster: Cluster) -> None:
     address = cluster.pserver(1).address
     with pytest.raises(
-        ConnectError, match=f"pserver {address}: the pserver speaks protocol version 4, the worker versi"
+        ConnectError, match=f"pserver {address}: the pserver speaks protocol version 5, the worker versi"
     ):
         cluster.raw(address, protocol_version=1)
 
 
-def test_a_token_of_an_ended_job_is_worth_nothing(cluster: Cluster) -> None:
+def test_the_incarnation_of_an_ended_job_is_worth_nothing(cluster: Cluster) -> None:
     address = cluster.pserver(1).address
     old = cluster.raw(address).open().declare()
     old.leave()
     new = cluster.raw(address).open().declare()
-    assert new.token != old.token
+    assert new.incarnation != old.incarnation
     with pytest.raises(ClosedError, match="does not know this job, or not any more"):
         old.declare(number=1)
 

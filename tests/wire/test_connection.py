@@ -198,5 +198,5 @@ def test_a_worker_says_what_it_has_reached() -> None:
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         with pytest.raises(ConnectionRefusedError, match="is not a tfps pserver"):
-            dial(f"127.0.0.1:{port}", port, "token", 0, jobs.DEADLINE_S)
+            dial(f"127.0.0.1:{port}", port, "incarnation", 0, jobs.DEADLINE_S)
         thread.join(jobs.DEADLINE_S)

@@ -41,7 +41,7 @@ class DataPort:
 
     Args:
         port: 0 picks a free one; see `port`.
-        open_session: returns the session for a token and a rank, or raises the TfpsError to tell the worker.
+        open_session: returns the session for an incarnation and a rank, or raises the TfpsError to tell the worker.
         refused: called with that error.
 
     Raises:
@@ -107,8 +107,8 @@ class DataPort:
         """Runs one connection on its own thread: the greeting, then receiving."""
         opened = None
         try:
-            token, rank = greet(connected, _GREETING_S)
-            opened = self._open_session(token, rank)
+            incarnation, rank = greet(connected, _GREETING_S)
+            opened = self._open_session(incarnation, rank)
             connection = admit(connected)
         except TfpsError as error:
             self._refused(error)

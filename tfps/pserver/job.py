@@ -63,9 +63,9 @@ class Job:
     # Membership
 
     @property
-    def token(self) -> str:
-        """Authenticates members; empty before the first has joined."""
-        return self._membership.token
+    def incarnation(self) -> str:
+        """Tells this run of a job from others; known to its members only. Empty before the first has joined."""
+        return self._membership.incarnation
 
     @property
     def over(self) -> bool:

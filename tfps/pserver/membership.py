@@ -33,7 +33,7 @@ class Applicant:
     pid: int
     pserver_index: int
     pservers: int
-    token: str  # empty for the first pserver of the list
+    incarnation: str  # empty for the first pserver of the list
     settings: Mapping[str, object] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Membership:
 
     def __init__(self, workers: int, job: str = "") -> None:
         self.workers = workers
-        self.token = ""
+        self.incarnation = ""
         self.members: dict[int, Member] = {}
         self._job = job
 
@@ -85,7 +85,7 @@ class Membership:
         self._check_settings(applicant)
         rank = self._rank_for(applicant)
         if not self.members:
-            self.token = applicant.token or secrets.token_hex(16)
+            self.token = applicant.incarnation or secrets.token_hex(16)
         self.members[rank] = Member(rank, applicant, now_s)
         return self.members[rank]
 
@@ -126,9 +126,9 @@ class Membership:
         if self._job and new.job != self._job:
             raise ConnectError(f"the pserver serves only job {self._job!r} (--job), this worker belongs to {new.job!r}")
         if not self.members:
-            if new.pserver_index and not new.token:
+            if new.pserver_index and not new.incarnation:
                 raise ConnectError(
-                    "a worker must join the first pserver of its list first, this one came without a token"
+                    "a worker must join the first pserver of its list first, this one came without an incarnation"
                 )
             return
         first = next(iter(self.members.values()))
@@ -139,7 +139,7 @@ class Membership:
                 f"for {first} and number {ours[0] + 1} of {ours[1]} for this worker; give all workers of a job the "
                 "same list, and every job pservers of its own"
             )
-        if new.job != theirs.job or (new.pserver_index and new.token != self.token):
+        if new.job != theirs.job or (new.pserver_index and new.incarnation != self.incarnation):
             members = ", ".join(map(str, self.members.values()))
             raise ConnectError(
                 f"the pserver is used by another job {theirs.job!r} (its workers: {members}); "

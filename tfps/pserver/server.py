@@ -31,7 +31,7 @@ from tfps.wire.control import (
     RANK_KEY,
     SERVER_OPTIONS,
     SERVICE,
-    TOKEN_KEY,
+    INCARNATION_KEY,
     config_of,
     failure_of,
     layout_of,
@@ -172,9 +172,9 @@ class ParameterServer:
         handlers[PULL] = grpc.unary_stream_rpc_method_handler(self._pull)
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
-    def _job_of(self, token: str) -> Job:
+    def _job_of(self, incarnation: str) -> Job:
         with self._lock:
-            if token and token == self._job.token:
+            if incarnation and incarnation == self._job.incarnation:
                 return self._job
         raise ClosedError("the pserver does not know this job, or not any more")
 
@@ -195,7 +195,7 @@ class ParameterServer:
                 pid=request.pid,
                 pserver_index=request.pserver_index,
                 pservers=request.pservers,
-                token=request.token,
+                incarnation=request.incarnation,
                 settings={field.name: getattr(request.settings, field.name) for field in pb.Settings.DESCRIPTOR.fields},
             )
             with self._lock:
@@ -206,11 +206,11 @@ class ParameterServer:
                     raise ConnectError("the pserver is stopping")
                 if self._job.over:
                     self._job = Job(self.workers, self._job_name, self._recorder, self._errors)
-                first = not self._job.token
+                first = not self._job.incarnation
                 member = self._job.join(applicant, config, _attached(request))
                 reply.rank, reply.shared_memory = member.rank, member.memory is not None
                 self._jobs += first
-                reply.workers, reply.token, reply.data_port = self.workers, self._job.token, self._data.port
+                reply.workers, reply.incarnation, reply.data_port = self.workers, self._job.incarnation, self._data.port
         except TfpsError as error:  # caught here: a refusal must carry the protocol version, too
             reply.failure.CopyFrom(failure_of(error))
         return reply
@@ -219,31 +219,31 @@ class ParameterServer:
         specs = [
             BucketSpec(tuple(b.names), b.kind, b.nbytes, b.dtype, b.priority, b.occasional) for b in request.buckets
         ]
-        job = self._job_of(request.token)
+        job = self._job_of(request.incarnation)
         job.declare(request.rank, request.number, request.details, specs, request.timeout_s)
         return pb.DeclareReply()
 
     def _waiting(self, request: Any, context: grpc.ServicerContext) -> Any:
-        job = self._job_of(request.token)
+        job = self._job_of(request.incarnation)
         return pb.WaitingReply(missing=job.undeclared() if request.declaration else job.missing(request.bucket))
 
     def _tune(self, request: Any, context: grpc.ServicerContext) -> Any:
-        self._job_of(request.token).tune(layout_of(request.layout))
+        self._job_of(request.incarnation).tune(layout_of(request.layout))
         return pb.TuneReply()
 
     def _trace(self, request: Any, context: grpc.ServicerContext) -> Any:
-        self._job_of(request.token).trace(request.number, request.on)
+        self._job_of(request.incarnation).trace(request.number, request.on)
         return pb.TraceReply()
 
     def _clock(self, request: Any, context: grpc.ServicerContext) -> Any:
         return pb.ClockReply(time_ns=self._recorder.clock())
 
     def _upload(self, request: Any, context: grpc.ServicerContext) -> Any:
-        self._job_of(request.token).recording.upload(request.number, request.rank, request.records)
+        self._job_of(request.incarnation).recording.upload(request.number, request.rank, request.records)
         return pb.UploadReply()
 
     def _collect(self, request: Any, context: grpc.ServicerContext) -> Any:
-        part = self._job_of(request.token).recording.collect(request.number, request.timeout_s)
+        part = self._job_of(request.incarnation).recording.collect(request.number, request.timeout_s)
         return pb.CollectReply(records=part)
 
     def _status(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -252,7 +252,7 @@ class ParameterServer:
     def _leave(self, request: Any, context: grpc.ServicerContext) -> Any:
         failure = error_from(request.failure.code, request.failure.text) if request.HasField("failure") else None
         with contextlib.suppress(ClosedError):
-            self._job_of(request.token).leave(request.rank, failure)
+            self._job_of(request.incarnation).leave(request.rank, failure)
         return pb.LeaveReply()
 
     # Streams
@@ -262,7 +262,7 @@ class ParameterServer:
     ) -> tuple[Job, int, SendQueue]:
         metadata = dict(context.invocation_metadata())
         rank = _rank_of(metadata)
-        job = self._job_of(metadata.get(TOKEN_KEY, ""))
+        job = self._job_of(metadata.get(INCARNATION_KEY, ""))
         return job, rank, job.open_stream(rank, stream, end)
 
     def _push(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
@@ -295,9 +295,9 @@ class ParameterServer:
         except Exception as error:
             yield frames.encode_error(self._fail(job, rank, error, f"while it sent to rank {rank}"))
 
-    def _open_session(self, token: str, rank: int) -> Session:
+    def _open_session(self, incarnation: str, rank: int) -> Session:
         """Opens the session of a data connection, which is both streams."""
-        job = self._job_of(token)
+        job = self._job_of(incarnation)
         job.open_stream(rank, PUSH)
         queue = job.open_stream(rank, PULL)
         fail = functools.partial(self._fail, job, rank)

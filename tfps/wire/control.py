@@ -14,10 +14,10 @@ from tfps.protos import tfps_pb2 as pb
 from tfps.wire.frames import error_code, error_from
 from tfps.wire.shared_memory import Offer
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 SERVICE = "tfps.v1.ParameterServer"
 PUSH, PULL = "Push", "Pull"  # the streams, one per direction
-TOKEN_KEY, RANK_KEY = "tfps-token", "tfps-rank"  # their metadata
+INCARNATION_KEY, RANK_KEY = "tfps-incarnation", "tfps-rank"  # their metadata
 
 _OPTIONS = [
     # Oversized frames must come through: frames.decode names them, gRPC would only break the stream.

@@ -59,7 +59,7 @@ def open_path(
     index: int,
     queue: SendQueue,
     data_port: int,
-    token: str,
+    incarnation: str,
     rank: int,
     when: Callable[[], str],
 ) -> Path:
@@ -76,7 +76,7 @@ def open_path(
         try:
             if not data_port:
                 raise OSError("it has none (an older tfps)")
-            connection = dial(pserver.address, data_port, token, rank, _DIAL_S)
+            connection = dial(pserver.address, data_port, incarnation, rank, _DIAL_S)
             return TcpPath(connection, pserver.address, index, queue, when)
         except OSError as error:
             where = f"pserver {pserver.address}: its data port {data_port} cannot be reached: {error}"
@@ -86,4 +86,4 @@ def open_path(
                     'transport="auto"'
                 ) from error
             logger.warning("tfps: %s; slices go through gRPC, which takes several times the CPU per byte", where)
-    return GrpcPath(pserver, queue, token, rank, when)
+    return GrpcPath(pserver, queue, incarnation, rank, when)
