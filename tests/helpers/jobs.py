@@ -21,14 +21,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tfps.config import Config
+from tfps.config import Config, Security
 from tfps.exchange.interface import Exchange, Payload, Reply
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver import server
 from tfps.pserver.server import ParameterServer
 from tfps.wire import frames
 from tfps.wire.connection import dial
-from tfps.wire.control import PROTOCOL_VERSION, PULL, PUSH, RANK_KEY, INCARNATION_KEY, Pserver, method, settings_of
+from tfps.wire.control import INCARNATION_KEY, PROTOCOL_VERSION, PULL, PUSH, RANK_KEY, Pserver, method, settings_of
 from tfps.wire.parts import PART_BYTES, decode_part
 from tfps.wire.tcp_path import open_path
 from tfps.worker import worker as worker_module
@@ -198,7 +198,7 @@ class RawWorker:
     over_tcp = False
 
     def __init__(self, address: str, rank: int = -1, config: Config = CONFIG, **join: Any) -> None:
-        self.pserver = Pserver(address)
+        self.pserver = Pserver(address, Security.of_worker(config, {}))
         fields: dict[str, Any] = {
             "protocol_version": PROTOCOL_VERSION,
             "rank": rank,
@@ -219,7 +219,7 @@ class RawWorker:
         """Opens both streams."""
         if self.over_tcp:
             self.data: socket.socket = dial(
-                self.pserver.address, self.joined.data_port, self.incarnation, self.rank, DEADLINE_S
+                self.pserver.address, self.joined.data_port, self.pserver.token, self.incarnation, self.rank, DEADLINE_S
             )._socket
             self.data.settimeout(DEADLINE_S)
             return self
@@ -244,12 +244,16 @@ class RawWorker:
 
     def _pull(self, incarnation: str, rank: str) -> Any:
         pull = self.pserver.channel.unary_stream(method(PULL))
-        return pull(b"", metadata=((INCARNATION_KEY, incarnation), (RANK_KEY, rank)), timeout=DEADLINE_S)
+        return pull(
+            b"", metadata=(*self.pserver.metadata, (INCARNATION_KEY, incarnation), (RANK_KEY, rank)), timeout=DEADLINE_S
+        )
 
     def _push(self, outbox: queue.SimpleQueue[bytes | None], incarnation: str, rank: str) -> Any:
         push = self.pserver.channel.stream_unary(method(PUSH))
         return push.future(
-            iter(outbox.get, None), metadata=((INCARNATION_KEY, incarnation), (RANK_KEY, rank)), timeout=DEADLINE_S
+            iter(outbox.get, None),
+            metadata=(*self.pserver.metadata, (INCARNATION_KEY, incarnation), (RANK_KEY, rank)),
+            timeout=DEADLINE_S,
         )
 
     def declare(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jobs import Cluster, RawWorker, attempt, together
 
+from tfps.config import Security
 from tfps.errors import (
     ClosedError,
     ConfigError,
@@ -299,7 +300,7 @@ def test_a_pserver_needs_workers() -> None:
 
 
 def test_the_address_of_a_pserver_on_all_interfaces_can_be_connected_to(cluster: Cluster) -> None:
-    server = ParameterServer("0.0.0.0", 0, workers=1)
+    server = ParameterServer("0.0.0.0", 0, workers=1, security=Security(insecure=True))
     cluster.callback(server.stop, 0.2)
     assert not server.address.startswith("0.0.0.0")
     cluster.worker([server.address])

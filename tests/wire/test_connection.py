@@ -20,6 +20,7 @@ from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.connection import Connection, dial, greet
 from tfps.wire.frames import Header, Kind
+from tfps.wire.job_token import JobToken
 from tfps.wire.parts import Part, encode_part
 from tfps.wire.send_queue import Outgoing, SendQueue
 
@@ -198,5 +199,5 @@ def test_a_worker_says_what_it_has_reached() -> None:
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         with pytest.raises(ConnectionRefusedError, match="is not a tfps pserver"):
-            dial(f"127.0.0.1:{port}", port, "incarnation", 0, jobs.DEADLINE_S)
+            dial(f"127.0.0.1:{port}", port, JobToken(), "incarnation", 0, jobs.DEADLINE_S)
         thread.join(jobs.DEADLINE_S)

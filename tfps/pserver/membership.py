@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from tfps.errors import ConnectError, MismatchError
 from tfps.wire.shared_memory import Attached
 
+_MAX_TEXT = 256  # characters of a name that a worker sends
+_MAX_PSERVERS = 4096
 STREAM_GRACE_S = 30.0  # a member without a stream by then died between the calls
 
 
@@ -23,7 +25,11 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Applicant:
-    """A worker that asks to join; see JoinRequest in tfps.proto."""
+    """A worker that asks to join; see JoinRequest in tfps.proto.
+
+    Raises:
+        ConnectError: a name is too long or not printable, or there are too many pservers.
+    """
 
     job: str
     rank: int | None
@@ -35,6 +41,20 @@ class Applicant:
     pservers: int
     incarnation: str  # empty for the first pserver of the list
     settings: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("job", "uid", "host", "incarnation"):
+            text = getattr(self, name)
+            if len(text) > _MAX_TEXT or not all(map(str.isprintable, text)):
+                raise ConnectError(
+                    f"{name} of a worker must be at most {_MAX_TEXT} printable characters, got {len(text)}: "
+                    f"{text[:40]!a}"
+                )
+        if not 1 <= self.pservers <= _MAX_PSERVERS or not 0 <= self.pserver_index < self.pservers:
+            raise ConnectError(
+                f"a job must have 1 to {_MAX_PSERVERS} pservers and this one be one of them, got {self.pservers} "
+                f"pservers and number {self.pserver_index + 1}"
+            )
 
     def __str__(self) -> str:
         return f"{self.host}:{self.pid}"

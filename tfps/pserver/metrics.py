@@ -5,9 +5,11 @@ Nothing is counted here: a scrape reads what the pserver keeps anyway. docs/metr
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import socketserver
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -27,6 +29,7 @@ except ImportError as error:
     ) from error
 
 _REQUEST_TIMEOUT_S = 10.0  # a silent client holds a thread no longer
+_MAX_REQUESTS = 16  # at a time; another one ends the oldest
 
 # Per member: name, whether a total, value, help text.
 _PER_RANK: tuple[tuple[str, bool, Callable[[MemberStatus], float], str], ...] = (
@@ -89,6 +92,30 @@ class PserverCollector(Collector):
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
+    def __init__(self, *arguments: Any) -> None:
+        self._lock = threading.Lock()  # guards _open
+        self._open: OrderedDict[Any, None] = OrderedDict()  # connections that are served, the oldest first
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Starts a thread for a connection; ends the oldest where there are too many."""
+        with self._lock:
+            while len(self._open) >= _MAX_REQUESTS:
+                oldest, _ = self._open.popitem(last=False)
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """A connection has been served."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing: a client that breaks off is no error of the pserver."""
+
     def server_bind(self) -> None:
         socketserver.TCPServer.server_bind(self)  # HTTPServer's also asks DNS for a name, which may take seconds
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
@@ -108,7 +135,7 @@ class MetricsServer:
     `/metrics` in Prometheus formats; `/healthz` with 200 while the pserver serves and 503 once it stops.
 
     Args:
-        host: address to listen on, as the pserver's.
+        host: address to listen on. Whoever reaches it may read the metrics.
         port: 0 picks a free one; see `port`.
 
     Raises:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from tfps.config import Config, check_address
+from tfps.config import Config, Security, check_address
 from tfps.errors import ConfigError, InterruptError, ProtocolError, PserverLostError, TfpsError, WaitTimeoutError
 from tfps.exchange.interface import (
     BucketSpec,
@@ -61,7 +61,8 @@ class Worker:
         job: name of the job; a pserver serves one at a time.
 
     Raises:
-        ConfigError: an address is malformed, or rank and workers contradict each other.
+        ConfigError: an address is malformed, rank and workers contradict each other, or a file of the job token or of
+            TLS cannot be read.
         ConnectError: a pserver cannot be reached or refuses this worker; the message names it.
         MismatchError: the settings differ between workers.
         WaitTimeoutError: some ranks did not join within `config.connect_timeout_s`; the message names them.
@@ -96,7 +97,8 @@ class Worker:
         self._leaving = threading.Lock()  # guards _left
         self._left = False
         self._wake = threading.Event()  # set by a failure and by close
-        self._pservers = [Pserver(address) for address in addresses]
+        security = Security.of_worker(config)
+        self._pservers = [Pserver(address, security) for address in addresses]
         self._queues = [
             SendQueue(
                 config.first_window_bytes,
