@@ -162,7 +162,7 @@ def test_what_a_stranger_offers_is_not_opened_to_see_what_it_is(tmp_path: Path) 
     arena = Arena()
     with path.open("r+b") as file:
         was_opened = opened(path)
-        with pytest.raises(OSError, match="must be a worker's memory, got .*device"):
+        with pytest.raises(OSError, match=r"must be a worker's memory, got .*device"):
             Attached(dataclasses.replace(arena.offer, fd=file.fileno()))
     assert not was_opened()
 

@@ -172,10 +172,9 @@ class ParameterServer:
                 try:
                     reply = call(parse(name, request), context)
                 except TfpsError as error:
-                    reply = reply_type(name)(**({} if name == "Leave" else {"failure": failure_of(error)}))
+                    reply = _refusal(name, error)
                 except Exception as error:
-                    bug = self._bug(f"in {name}", error)
-                    reply = reply_type(name)(**({} if name == "Leave" else {"failure": failure_of(bug)}))
+                    reply = _refusal(name, self._bug(f"in {name}", error))
                 if name != "Leave" and reply.HasField("failure"):
                     self._errors.add(name, error_from(reply.failure.code, reply.failure.text))
                 return reply
@@ -386,6 +385,12 @@ def _rank_of(metadata: dict[str, Any]) -> int:
     if not text.isdigit():
         raise ConnectError(f"metadata {RANK_KEY} must be a number, got {text!r}")
     return int(text)
+
+
+def _refusal(name: str, error: TfpsError) -> Any:
+    """The reply to a control call that has failed."""
+    version = {"protocol_version": PROTOCOL_VERSION} if name == "Join" else {}
+    return reply_type(name)(**({} if name == "Leave" else {"failure": failure_of(error)}), **version)
 
 
 def _bounded(wait_s: float) -> float:
