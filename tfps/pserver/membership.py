@@ -105,7 +105,7 @@ class Membership:
         self._check_settings(applicant)
         rank = self._rank_for(applicant)
         if not self.members:
-            self.token = applicant.incarnation or secrets.token_hex(16)
+            self.incarnation = applicant.incarnation or secrets.token_hex(16)
         self.members[rank] = Member(rank, applicant, now_s)
         return self.members[rank]
 

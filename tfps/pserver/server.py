@@ -214,6 +214,8 @@ class ParameterServer:
         try:
             if request.protocol_version != PROTOCOL_VERSION:
                 raise ConnectError(version_text(PROTOCOL_VERSION, request.protocol_version))
+            if wait_s := self._join_rate.take():
+                raise ConnectError(f"too many workers join this pserver at once; the next may in {wait_s:.2g} s")
             config = config_of(request.settings)
             applicant = Applicant(
                 job=request.job,
@@ -227,8 +229,6 @@ class ParameterServer:
                 incarnation=request.incarnation,
                 settings={field.name: getattr(request.settings, field.name) for field in pb.Settings.DESCRIPTOR.fields},
             )
-            if wait_s := self._join_rate.take():
-                raise ConnectError(f"too many workers join this pserver at once; the next may in {wait_s:.2g} s")
             self._wait_for_end(context)
             with self._lock:
                 if self._stopped:
