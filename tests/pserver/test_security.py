@@ -196,7 +196,7 @@ def ask(address: str, name: str, request: bytes) -> grpc.StatusCode:
         try:
             channel.unary_unary(method(name))(request, timeout=jobs.DEADLINE_S)
         except grpc.RpcError as error:
-            return error.code()  # type: ignore[no-any-return,attr-defined]
+            return error.code()
     return grpc.StatusCode.OK
 
 
@@ -235,8 +235,9 @@ def test_a_join_that_claims_40_million_pservers_is_refused(cluster: Cluster) -> 
 @pytest.mark.parametrize("name", ["job", "host", "uid", "incarnation"])
 @pytest.mark.parametrize("text", ["x" * 257, "clears the screen \x1b[2J"])
 def test_names_that_are_long_or_not_printable_are_refused(name: str, text: str, cluster: Cluster) -> None:
+    named: dict[str, Any] = {name: text}
     with pytest.raises(ConnectError, match=f"{name} of a worker must be at most 256 printable characters") as caught:
-        cluster.raw(cluster.pserver(1).address, **{name: text})
+        cluster.raw(cluster.pserver(1).address, **named)
     assert "\x1b" not in str(caught.value)
 
 

@@ -182,8 +182,8 @@ def pserver_command(plan: Plan, index: int, job: str, environment: Mapping[str, 
 
 
 def _inherited(environment: Mapping[str, str]) -> dict[str, str]:
-    # A TF_CONFIG would describe another job; certificates are for hosts, and this job stays on one. Unbuffered: lines are
-    # shown as they are written.
+    # A TF_CONFIG would describe another job; certificates are for hosts, and this job stays on one. Unbuffered: lines
+    # are shown as they are written.
     kept = {
         name: value for name, value in environment.items() if name != "TF_CONFIG" and not name.startswith("TFPS_TLS_")
     }

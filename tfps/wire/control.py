@@ -213,14 +213,16 @@ class Pserver:
 
     def _answer(self, call: Any) -> Any:
         """Waits for the answer to `call`, and looks meanwhile whether both ends agree on TLS."""
-        understood: str | None = None
+        agreed = False
         try:
             while True:
                 try:
-                    return call.result(_LOOK_S if understood is None else None)
+                    return call.result(None if agreed else _LOOK_S)
                 except grpc.FutureTimeoutError:
-                    if understood := self.misunderstanding():
-                        raise ConnectError(f"pserver {self.address} {understood}") from None
+                    wrong = self.misunderstanding()
+                    if wrong and self.misunderstanding():  # looked at twice: it may just have been stopped
+                        raise ConnectError(f"pserver {self.address} {wrong}") from None
+                    agreed = wrong == ""
         finally:
             call.cancel()
 

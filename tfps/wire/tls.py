@@ -101,12 +101,17 @@ def diagnose(address: str, security: Security, timeout_s: float = 2.0) -> str | 
     host = host.strip("[]")
     context = _client_context(security)
     try:
-        with socket.create_connection((host, int(port)), timeout_s) as connected:
-            with context.wrap_socket(connected, server_hostname=host) as encrypted:
-                if not security.tls_ca:
-                    return _TLS_ONLY_THERE
-                encrypted.recv(1)  # with TLS 1.3 a pserver refuses a certificate only now
-            return ""
+        with (
+            socket.create_connection((host, int(port)), timeout_s) as connected,
+            context.wrap_socket(connected, server_hostname=host) as encrypted,
+        ):
+            if not security.tls_ca:
+                return _TLS_ONLY_THERE
+            # With TLS 1.3 a pserver looks at the certificate only now; gRPC ends the connection without a word.
+            with contextlib.suppress(ConnectionError):
+                if encrypted.recv(1):
+                    return ""
+            return _refused(security, "the connection was ended")
     except ssl.SSLCertVerificationError as error:
         return f"has a certificate that TFPS_TLS_CA={security.tls_ca} does not confirm: {error.verify_message}"
     except ssl.SSLError as error:
