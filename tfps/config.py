@@ -133,7 +133,7 @@ class Config:
         for field in dataclasses.fields(cls):
             name = f"TFPS_{field.name.upper()}"
             if name in environment:
-                size = field.default == "auto" and environment[name].strip() != "auto"
+                size = field.name in ("slice_bytes", "window_bytes") and environment[name].strip() != "auto"
                 values[field.name] = _parse(name, environment[name], 0 if size else field.default)
         return cls(**{**values, **explicit})
 

@@ -183,7 +183,7 @@ def _start(arguments: list[str], **more: str) -> Any:
             [sys.executable, "-u", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=None if os.environ.get("SHOW") else subprocess.DEVNULL,
             text=True,
             env={**os.environ, "PYTHONPATH": str(root), **more},
         )
