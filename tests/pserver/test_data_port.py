@@ -110,7 +110,10 @@ def test_a_stranger_does_not_disturb_a_running_job(cluster: Cluster) -> None:
     assert jobs.push(worker, 0, bytes(40_000)).wait().error is None
 
 
-def test_strangers_that_say_nothing_are_bounded_and_the_oldest_make_room(cluster: Cluster) -> None:
+def test_strangers_that_say_nothing_are_bounded_and_the_oldest_make_room(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tfps.pserver.data_port._GREETING_S", 10 * jobs.DEADLINE_S)  # it is not what ends them
     server = cluster.pserver(1)
     worker = cluster.worker([server.address], config=TCP)
     worker.declare([SUM])
