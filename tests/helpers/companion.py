@@ -57,8 +57,8 @@ class Companion:
             self.specs.extend(specs)
             return ids
 
-        def push_both(bucket: int, payload: Any, on_reply: Any) -> None:
-            push(bucket, payload, on_reply)
+        def push_both(bucket: int, payload: Any, on_reply: Any, on_part: Any = None) -> None:
+            push(bucket, payload, on_reply, on_part)
             with self._lock:
                 if held := self.holds(self.specs[bucket]):
                     self._held.append(bucket)

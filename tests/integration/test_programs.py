@@ -24,10 +24,10 @@ pytestmark = pytest.mark.timeout(600)
 # The first of each pair belongs to the quick suite, the second is long.
 PROGRAMS = {
     "programs_training": (
-        ["loop_function", "own_logs", "guide_steps", "logs_that_differ", "gan", "helper_models", "strings"],
+        ["loop_function", "guide_steps", "logs_that_differ", "helper_models", "strings"],
         [
-            *("own_train_step", "loop_eager", "loop_epoch_function", "gradients_none", "compile_again"),
-            *("fine_tuning", "train_on_batch", "two_strategies", "shared_variables"),
+            *("own_logs", "gan", "own_train_step", "loop_eager", "loop_epoch_function", "gradients_none"),
+            *("compile_again", "fine_tuning", "train_on_batch", "two_strategies", "shared_variables"),
         ],
     ),
     "programs_precision": (

@@ -17,8 +17,8 @@ PROGRAMS = [
 ]
 # By workers and devices; the differential tester draws more of the kind (tests/tools/test_fuzz_programs.py).
 QUICK = {
-    (3, 1): ["arrays", "masked", "updated_in_the_step", "by_sample_weights", "loop_function", "normalized"],
-    (2, 2): ["last_batch_of_one_row", "one_row_in_all", "eagerly", "accumulated", "worker_without_rows"],
+    (3, 1): ["arrays", "updated_in_the_step", "normalized"],
+    (2, 2): ["one_row_in_all", "accumulated", "worker_without_rows"],
 }
 ONE_DEVICE = {"several_steps"}  # as under every strategy; see docs/semantics.md
 pytestmark = pytest.mark.timeout(600)

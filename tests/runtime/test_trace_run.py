@@ -275,11 +275,11 @@ def test_a_capture_asked_for_by_the_environment_has_updates_that_are_noted_late(
     strategy = tfps.Strategy()
     runtime, noted = strategy._runtime, StepSpans.updated
 
-    def late(spans: StepSpans, begin_ns: int, transfer: Any, step: int) -> None:
+    def late(spans: StepSpans, begin_ns: int, end_ns: int, transfer: Any, step: int) -> None:
         if step == 5:  # its gates are open, so that step 6 can be sent
             jobs.poll(lambda: runtime.steps == 7)
             threading.Event().wait(0.2)  # nothing should happen
-        noted(spans, begin_ns, transfer, step)
+        noted(spans, begin_ns, end_ns, transfer, step)
 
     monkeypatch.setattr(StepSpans, "updated", late)
     model, x, y = compiled(strategy)

@@ -102,8 +102,10 @@ def as_written() -> Iterator[None]:
     tf.config.optimizer.set_experimental_options({"arithmetic_optimization": True})
 
 
+# All options with one optimizer, those that join things with one that has slots, all at once with the unusual ones.
+OF_OPTIONS = {"SGD": [*OPTIONS], "Adam": ["ema", "accumulation", "several"], "Lion": ["several"], "Muon": ["several"]}
 COMBINATIONS = [
-    pytest.param(name, options, marks=() if name in QUICK or options == "several" else pytest.mark.long)
+    pytest.param(name, options, marks=() if options in OF_OPTIONS.get(name, ()) else pytest.mark.long)
     for name in OPTIMIZERS
     for options in OPTIONS
 ]
@@ -137,16 +139,19 @@ def test_constraints_apply_after_the_update(strategy: tfps.Strategy, name: str) 
     assert training.train(strategy, optimizer(name), constrained) == training.train(None, optimizer(name), constrained)
 
 
+# Optimizer, eager or not, and the models that are quick; others are long.
+KINDS = (("SGD", False, TELLING), ("SGD", True, ()), ("Adam", False, MODELS), ("Adam", True, TELLING))
+
+
 @pytest.mark.parametrize(
     ("name", "eager", "build"),
     [
         pytest.param(
             *(name, eager, build),
-            marks=pytest.mark.long if eager and (name == "SGD" or build not in TELLING) else (),
+            marks=() if build in few else pytest.mark.long,
             id=f"{'eager' if eager else 'graph'}-{name}-{build.__name__}",
         )
-        for name in QUICK
-        for eager in (False, True)
+        for name, eager, few in KINDS
         for build in MODELS
     ],
 )
@@ -206,7 +211,7 @@ def several_steps(strategy: tf.distribute.Strategy | None, build: training.Build
     [
         pytest.param(
             *(name, build),
-            marks=pytest.mark.long if name == "SGD" or build not in TELLING else (),
+            marks=() if name == "Adam" and build in (training.batch_normalization, training.lstm) else pytest.mark.long,
             id=f"{name}-{build.__name__}",
         )
         for name in QUICK

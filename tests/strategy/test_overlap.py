@@ -224,3 +224,33 @@ def test_bytes_in_flight_never_exceed_the_window_by_more_than_a_slice(monkeypatc
         model.get_weights()  # the last slices have left when their replies are back
         assert len(in_flight) >= 3 * LAYERS * 8
         assert max(in_flight) <= config.first_window_bytes + config.first_slice_bytes + 32  # and the slice's header
+
+
+def test_the_first_layer_is_updated_while_the_update_of_the_last_one_runs() -> None:
+    first_done = threading.Event()
+    seen = []
+
+    class Held(keras.optimizers.SGD):
+        """Holds the update of the last layer, whose gradient comes first, until the first layer's has run."""
+
+        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+            def meet(value: Any) -> Any:
+                if "last" in variable.name:
+                    seen.append(first_done.wait(jobs.DEADLINE_S))
+                else:
+                    first_done.set()
+                return value
+
+            met = tf.numpy_function(meet, [gradient], gradient.dtype)
+            met.set_shape(gradient.shape)
+            super().update_step(met, variable, learning_rate)
+
+    strategy = tfps.Strategy(config=CONFIG)
+    with strategy.scope():
+        layers = [keras.layers.Dense(UNITS, use_bias=False, name=name) for name in ("first", "last")]
+        model = keras.Sequential([keras.layers.Input((UNITS,)), *layers])
+        model.compile(Held(), "mse", jit_compile=False)
+    fit(model, 1)
+    model.get_weights()
+    strategy.close()
+    assert seen == [True]

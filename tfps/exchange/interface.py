@@ -127,6 +127,7 @@ class Reply:
 
 
 OnReply = Callable[[Reply], None]
+OnPart = Callable[[NDArray[np.uint8], int], None]
 FailureListener = Callable[[TfpsError], None]
 
 
@@ -180,7 +181,7 @@ class Exchange(Protocol):
             TfpsError: the exchange failed meanwhile or was closed.
         """
 
-    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply) -> None:
+    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, on_part: OnPart | None = None) -> None:
         """Gives this rank's contribution to the next step of `bucket`; never blocks on the network.
 
         A push of a bucket whose earlier push is outstanding waits its turn inside the engine. `on_reply` is called
@@ -192,6 +193,8 @@ class Exchange(Protocol):
             payload: C-contiguous bytes, not modified before the reply. None contributes nothing to a sum (if
                 only one rank contributes, the result is bit-identical to its bytes; if none does, zeros) and an empty
                 part to a gather.
+            on_part: gets the buffer of an incomplete sum and how many bytes of it, from the front, have come. Called on
+                receiver threads, maybe never; a call may be late, even later than the reply.
 
         Raises:
             ProtocolError: there is no such bucket, or the payload has the wrong size.

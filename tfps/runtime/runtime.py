@@ -1,15 +1,14 @@
 """The host side of the graph: takes messages of send ops, exchanges them, and applies the replies.
 
-Two threads. "tfps-pump" moves messages from the TensorFlow queue into the exchange; "tfps-apply" runs updates and
-answers pulls, most urgent first. Neither blocks on the network; the exchange's receiver threads only push replies onto
-a heap.
+Thread "tfps-pump" moves messages from the TensorFlow queue into the exchange; threads "tfps-apply" run updates and
+answer pulls (see apply_threads.py). None blocks on the network; the exchange's receiver threads only hand replies over.
 
 Tested in tests/strategy/test_strategy.py.
 """
 
 from __future__ import annotations
 
-import heapq
+import functools
 import itertools
 import logging
 import threading
@@ -21,18 +20,20 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 from tfps.errors import ClosedError, TfpsError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec, Exchange, Reply
 from tfps.exchange.sparse import pack_sparse, unpack_sparse
 from tfps.graph import tf_private
 from tfps.graph.ops import HOST, MESSAGE, tensor_of
+from tfps.runtime.apply_threads import ApplyThreads
 from tfps.runtime.declared import DeclaredBuckets
 from tfps.runtime.gate_watch import GateWatch, stopped_step
 from tfps.runtime.interrupts import indivisible, wait
 from tfps.runtime.report import History, Report, Round, make_report
 from tfps.runtime.step_spans import StepSpans
-from tfps.runtime.transfers import DeferredUpdate, Pull, Rounds, Transfer
+from tfps.runtime.transfers import DeferredUpdate, Pull, Rounds, Transfer, UpdatedRows
 from tfps.trace.recorder import Recorder
 from tfps.worker.embedded import EmbeddedExchange
 from tfps.worker.patience import PATIENCE_S
@@ -58,17 +59,15 @@ class Runtime:
         self._retired: list[int] = []
         self._ids = itertools.count()
         self.declared = DeclaredBuckets(exchange)
-        self._ready: list[tuple[int, int, Transfer, Any, Reply]] = []
-        self._arrivals = itertools.count()
-        self._has_ready = threading.Condition()  # truth: _ready, _closed, _under_way or _mark has changed
-        self._closing = self._closed = False
+        self._progress = threading.Condition()  # truth: _under_way or _mark has changed
+        self._closing = False
         self._marks = itertools.count(1)
-        self._mark = 0  # the last mark that the pump thread has reached; guarded by _has_ready
-        self._pushed: Counter[int] = Counter()  # rounds of each bucket; guarded by _has_ready
+        self._mark = 0  # the last mark that the pump thread has reached; guarded by _progress
+        self._pushed: Counter[int] = Counter()  # rounds of each bucket; guarded by _progress
         self.steps = 0  # training steps sent; pump thread writes
         self.on_step: Callable[[int], None] | None = None  # called for each step on the pump thread; must be short
         self._rounds = Rounds()
-        self._history: dict[int, deque[Round]] = {}  # last steps of updates, by bucket; apply thread writes
+        self._history: dict[int, deque[Round]] = {}  # last steps of updates, by bucket; apply threads write
         self.lockstep: Any = None  # see lockstep.py
         self.invariants: Any = None  # see invariants.py
         self.trace_run: Any = None  # the capture being recorded; see trace_run.py
@@ -76,15 +75,12 @@ class Runtime:
         self._exchanged = 0  # messages that led to an exchange; pump thread only
         self._exchanged_now = 0  # by `exchange_now`
         self._before_close: list[Callable[[], None]] = []
-        self._under_way = 0  # messages whose transfer has not finished; guarded by _has_ready
+        self._under_way = 0  # messages whose transfer has not finished; guarded by _progress
         self.gate_watch = GateWatch(exchange, self._activity)
         exchange.add_failure_listener(self._report)
-        self._threads = [
-            threading.Thread(target=_on_host, args=(self._pump,), name="tfps-pump", daemon=True),
-            threading.Thread(target=_on_host, args=(self._apply,), name="tfps-apply", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._replies = ApplyThreads(_on_host)
+        self._pump_thread = threading.Thread(target=_on_host, args=(self._pump,), name="tfps-pump", daemon=True)
+        self._pump_thread.start()
 
     @property
     def alone(self) -> bool:
@@ -166,7 +162,7 @@ class Runtime:
 
         self._exchanged_now += 1
         begin = self.spans.now()
-        with self._has_ready:
+        with self._progress:
             step = self._pushed[bucket]
             self._pushed[bucket] += 1
         self.exchange.push(bucket, payload, on_reply)
@@ -194,7 +190,7 @@ class Runtime:
 
         Without `drain`, pending exchanges fail with ClosedError.
         """
-        with self._has_ready:
+        with self._progress:
             if self._closing:
                 return
             self._closing = True
@@ -205,12 +201,8 @@ class Runtime:
         self.exchange.close()
         with tf.init_scope():
             self._messages.close(cancel_pending_enqueues=True)
-        pump, apply = self._threads
-        pump.join()  # all its pushes are answered now, so the apply thread sees the replies
-        with self._has_ready:
-            self._closed = True
-            self._has_ready.notify_all()
-        apply.join()
+        self._pump_thread.join()  # all its pushes are answered now: no reply is still to come
+        self._replies.close()
         self.gate_watch.stop()
         self.gate_watch.give_up(ClosedError("the strategy was closed before the gradient had come back"))
 
@@ -232,8 +224,8 @@ class Runtime:
         def done() -> bool:
             return self.exchange.failure is not None or (self._mark >= mark and self._under_way == 0)
 
-        with self._has_ready:
-            return self._has_ready.wait_for(done, timeout_s)
+        with self._progress:
+            return self._progress.wait_for(done, timeout_s)
 
     def _pump(self) -> None:
         dequeue = tf.raw_ops.QueueDequeueV2
@@ -243,9 +235,9 @@ class Runtime:
             except (tf.errors.OutOfRangeError, tf.errors.CancelledError):  # closed
                 return
             if int(identity) == _DRAINED:
-                with self._has_ready:
+                with self._progress:
                     self._mark = int(ticket)
-                    self._has_ready.notify_all()
+                    self._progress.notify_all()
                 continue
             self._messages_seen += 1
             transfer = self._transfers[int(identity)]
@@ -297,39 +289,48 @@ class Runtime:
     def push(self, transfer: Transfer, payload: Any, ticket: Any = 0, data: Any = None) -> int:
         """Pushes `payload` (`data` as a tensor) and returns the bucket's round.
 
-        The apply thread will call `transfer.finish` or `fail`.
+        An apply thread will call `transfer.finish` or `fail`.
         """
 
         def on_reply(reply: Reply) -> None:
-            with self._has_ready:
-                item = (transfer.spec.priority, next(self._arrivals), transfer, (payload, ticket, data, step), reply)
-                heapq.heappush(self._ready, item)
-                self._has_ready.notify_all()  # close may wait, too
+            sent = payload, ticket, data, updated, step
+            self._replies.add(transfer.spec.priority, functools.partial(self._apply, transfer, sent, reply))
 
-        with self._has_ready:
+        def on_part(buffer: NDArray[np.uint8], nbytes: int) -> None:
+            call = functools.partial(self._take_part, transfer, updated, step, buffer, nbytes)
+            self._replies.add(transfer.spec.priority, call)
+
+        updated = UpdatedRows()
+
+        with self._progress:
             self._under_way += 1
             step = self._pushed[transfer.bucket]
             self._pushed[transfer.bucket] += 1
         try:
-            self.exchange.push(transfer.bucket, payload, on_reply)
+            self.exchange.push(transfer.bucket, payload, on_reply, on_part if transfer.takes_parts else None)
         except TfpsError:
-            with self._has_ready:
+            with self._progress:
                 self._under_way -= 1
             raise
         return step
 
-    def _apply(self) -> None:
-        while True:
-            with self._has_ready:
-                self._has_ready.wait_for(lambda: self._ready or self._closed)
-                if not self._ready:
-                    return
-                _, _, transfer, sent, reply = heapq.heappop(self._ready)
-            self._finish(transfer, sent, reply)
-            with self._has_ready:
-                self._under_way -= 1
-                self._has_ready.notify_all()
-            del transfer, sent, reply  # frees the buffers while this thread waits
+    def _apply(self, transfer: Transfer, sent: Any, reply: Reply) -> None:
+        self._finish(transfer, sent, reply)
+        with self._progress:
+            self._under_way -= 1
+            self._progress.notify_all()
+
+    def _take_part(
+        self, transfer: Transfer, updated: UpdatedRows, step: int, buffer: NDArray[np.uint8], nbytes: int
+    ) -> None:
+        """Updates the part of a variable whose gradient has come back already."""
+        begin = self.spans.now()
+        try:
+            transfer.take_part(updated, buffer, nbytes)
+        except Exception as error:
+            self._break(transfer, error)
+        if self.recorder.enabled:
+            self.spans.updated(begin, self.spans.now(), transfer, step)
 
     def _finish(self, transfer: Transfer, sent: Any, reply: Reply) -> None:
         if reply.error is not None:
@@ -337,6 +338,7 @@ class Runtime:
             return
         begin = self.spans.now()
         transfer.round = sent[-1]
+        transfer.updated = sent[-2]
         try:
             transfer.finish(*self._tensors(transfer.spec, sent, reply))
         except Exception as error:  # neither its readers nor other workers may wait forever
@@ -344,13 +346,14 @@ class Runtime:
         if isinstance(transfer, DeferredUpdate):
             history = self._history.setdefault(transfer.bucket, deque(maxlen=_HISTORY_STEPS))
             history.append(Round(transfer.ready_s, time.monotonic()))
-        self.spans.done[transfer.bucket] = sent[-1], self.spans.now()
+        end = self.spans.now()
+        self.spans.done[transfer.bucket] = sent[-1], end
         if self.recorder.enabled:
-            self.spans.updated(begin, transfer, sent[-1])
+            self.spans.updated(begin, end, transfer, sent[-1])
 
     def _tensors(self, spec: BucketSpec, sent: Any, reply: Reply) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Returns ticket, and data and indices of `reply` as flat uint8 tensors, without a copy if possible."""
-        payload, ticket, data, _ = sent
+        payload, ticket, data, _, _ = sent
         if spec.kind == "sum":
             # The embedded exchange returns the pushed buffer itself: then reuse its tensor.
             return ticket, (data if reply.sum is payload else tensor_of(reply.sum)), self._no_indices
@@ -359,13 +362,13 @@ class Runtime:
 
     def _activity(self) -> tuple[int, int]:
         """Returns the number of messages in flight and in total."""
-        with self._has_ready:
+        with self._progress:
             return self._under_way, self._messages_seen
 
     def _report(self, error: TfpsError) -> None:
         self.gate_watch.wake()
-        with self._has_ready:
-            self._has_ready.notify_all()
+        with self._progress:
+            self._progress.notify_all()
         logger.error("tfps: training stopped: %s", error)
 
 

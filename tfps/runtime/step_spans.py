@@ -50,7 +50,7 @@ class StepSpans:
         self.recorder, self.rank = recorder, rank
         self.steps: deque[tuple[int, int]] = deque(maxlen=100_000)  # recorded steps: number, begin_ns
         self.reduced = False  # something was reduced outside of a graph
-        self.done: dict[int, tuple[int, int]] = {}  # by bucket: step and end of its last update; apply thread writes
+        self.done: dict[int, tuple[int, int]] = {}  # by bucket: step and end of its last update; apply threads write
         self._offset_ns = 0  # wall clock minus the recorder's
         self._compared_ns = -_COMPARE_NS
         self._open: dict[int, _Step] = {}  # by ticket; pump thread only
@@ -128,15 +128,14 @@ class StepSpans:
         of = {"step": step, "bucket": bucket, "variable": variable, "priority": spec.priority, "rank": self.rank}
         self.recorder.span("gate", begin_ns, end_ns, **of)
 
-    def updated(self, begin_ns: int, transfer: Transfer, step: int) -> None:
-        """Records the end of an update, or the result of a pull."""
-        now = self.done.get(transfer.bucket, (step, 0))[1]
+    def updated(self, begin_ns: int, end_ns: int, transfer: Transfer, step: int) -> None:
+        """Records an update, or a part of one, or the result of a pull."""
         if isinstance(transfer, DeferredUpdate):
             span = {"step": step, "bucket": transfer.bucket, "priority": transfer.spec.priority, "rank": self.rank}
-            self.recorder.span("update", begin_ns, now, **span)
+            self.recorder.span("update", begin_ns, end_ns, **span)
         elif transfer.times:
             ready = self._ns(transfer.times[0].numpy().item(0))
-            self.waited(ready, now, transfer.bucket, transfer.spec, step)
+            self.waited(ready, end_ns, transfer.bucket, transfer.spec, step)
 
     def input(self, begin_ns: int) -> None:
         """Records the wait for a batch that the program requested at `begin_ns`, outside of a graph."""

@@ -5,17 +5,26 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 from tfps.errors import TfpsError, to_text
 from tfps.exchange.interface import BucketSpec
-from tfps.graph.ops import Gate, answer
+from tfps.graph.ops import Gate, answer, tensor_of
 
 UNDECLARED = -1  # in place of a bucket's id
 _NO_BYTES = np.empty(0, np.uint8)
+
+
+@dataclass(eq=False)
+class UpdatedRows:
+    """How many rows of a variable one round has updated so far. Apply threads only, one at a time."""
+
+    count: int = 0
 
 
 class Transfer:
@@ -34,10 +43,11 @@ class Transfer:
     def __init__(self, bucket: int, spec: BucketSpec, messages: int = 1) -> None:
         self.id = -1
         self.bucket, self.spec, self.messages = bucket, spec, messages
-        self.round = 0  # the bucket's round that has come back; apply thread only
+        self.round = 0  # the bucket's round that has come back; apply threads only, one at a time
         self._arrived = 0  # this and the next two: pump thread only
         self._ticket = 0
         self._carried: tuple[tf.Tensor, tf.Tensor] | None = None
+        self.updated = UpdatedRows()  # in the round that has come back; apply threads only
         self.times: list[tf.Tensor] = []  # of the round's messages, the first replica's first
 
     def collect(
@@ -61,12 +71,23 @@ class Transfer:
         carried, self._carried, self._arrived = self._carried, None, 0
         return self._ticket, *carried
 
+    @property
+    def takes_parts(self) -> bool:
+        """Whether it can use the first reduced bytes before the others have come."""
+        return False
+
+    def take_part(self, updated: UpdatedRows, buffer: NDArray[np.uint8], nbytes: int) -> None:
+        """Uses the first `nbytes` of the reduced bytes in `buffer`. Called by an apply thread, before `finish`.
+
+        A call may be late: then the round's `updated` says that nothing is left to do.
+        """
+
     def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
-        """Uses the reduced bytes (flat uint8). Called by the apply thread."""
+        """Uses the reduced bytes (flat uint8). Called by an apply thread."""
         raise TypeError(f"{type(self).__name__} must say what becomes of a reply")
 
     def fail(self, error: TfpsError) -> None:
-        """Passes `error` to everything that waits for this round. Called by the apply thread."""
+        """Passes `error` to everything that waits for this round. Called by an apply thread."""
         raise TypeError(f"{type(self).__name__} must say what becomes of a failure")
 
 
@@ -103,6 +124,35 @@ class Rounds:
         return False
 
 
+@dataclass(eq=False)
+class Parts:
+    """How to update one variable in parts; with functions of gradient bytes and their rows.
+
+    Args:
+        rows: of the variable.
+        row_bytes: of a row of the gradient.
+        at_once: a part begins at a multiple of this many rows.
+        functions: one per local replica.
+        endings: what follows the last part, one per local replica; each returns what the whole update returns.
+    """
+
+    rows: int
+    row_bytes: int
+    at_once: int
+    functions: list[Callable[..., Any]] = field(default_factory=list)
+    endings: list[Callable[..., Any]] = field(default_factory=list)
+
+    def update(self, done: UpdatedRows, data: Callable[[int, int], tf.Tensor], until: int) -> None:
+        """Updates the rows from `done` to `until`; `data` returns a range of the gradient's bytes."""
+        if until <= done.count:  # a late call: the rest came first
+            return
+        gradient = data(done.count * self.row_bytes, until * self.row_bytes)
+        begin, end = tf.constant(done.count), tf.constant(until)
+        for function in self.functions:
+            function(gradient, begin, end)
+        done.count = until
+
+
 class DeferredUpdate(Transfer):
     """Applies the update of a bucket's variables, which opens their gates."""
 
@@ -115,18 +165,34 @@ class DeferredUpdate(Transfer):
         self.read = -1  # the variable whose read has a timestamp (see timestamps.py)
         self.whole = False  # whether its messages include the times of the forward pass
         self.functions: list[Callable[..., Any]] = []  # one per local replica
+        self.parts: Parts | None = None  # if the update can be cut
         self.invariants: Any = None  # compares digests of the update, see invariants.py
         self.leads = False  # whether each digest is compared
         self.labels: tuple[tuple[str, ...], tuple[bool | None, ...]] = (), ()  # of the values in a digest
         self.gates: list[Gate] = []
 
+    @property
+    def takes_parts(self) -> bool:
+        return self.parts is not None and len(self.parts.functions) == len(self.functions)
+
+    def take_part(self, updated: UpdatedRows, buffer: NDArray[np.uint8], nbytes: int) -> None:
+        if self.parts is not None:
+            whole = nbytes // self.parts.row_bytes // self.parts.at_once * self.parts.at_once
+            self.parts.update(updated, lambda begin, end: tensor_of(buffer[begin:end]), whole)
+
     def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
+        functions, arguments = self.functions, [data, indices]
+        if self.parts is not None and self.updated.count:
+            self.parts.update(self.updated, lambda begin, end: data[begin:end], self.parts.rows)
+            functions, arguments = self.parts.endings, []
+        elif self.parts is not None:
+            self.updated.count = self.parts.rows  # a late call of `take_part` has nothing to do
         if self.invariants is None:
-            for function in self.functions:
-                function(data, indices)
+            for function in functions:
+                function(*arguments)
             return
         weigh = self.invariants.weigh(self)
-        self.invariants.note(self, [function(data, indices, weigh) for function in self.functions])
+        self.invariants.note(self, [function(*arguments, weigh) for function in functions])
 
     def fail(self, error: TfpsError) -> None:
         for gate in self.gates:

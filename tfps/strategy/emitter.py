@@ -27,6 +27,7 @@ from tfps.strategy.variables import GatedVariable
 
 logger = logging.getLogger("tfps")
 _FIRST_BUCKET_BYTES = 64 * 1024
+_CUT_SLICES = 2  # an update of at least so many slices is cut
 _numbers = itertools.count()
 
 
@@ -199,7 +200,7 @@ class Emitter:
     def _trace(self, bucket: PlannedBucket) -> None:
         """Traces the update of `bucket`; leaves it without a function if it cannot be deferred."""
         try:
-            bucket.trace(self._strategy, compared=self._compared is not None)
+            bucket.trace(self._strategy, compared=self._compared is not None, cut=self._may_be_cut(bucket))
         except Exception as error:  # whatever it is: in the graph the update either works or raises again
             where = getattr(bucket.noted[0].function, "__qualname__", repr(bucket.noted[0].function))
             if where not in self._warned:
@@ -210,6 +211,11 @@ class Emitter:
                     bucket.variables[0].name,
                     error,
                 )
+
+    def _may_be_cut(self, bucket: PlannedBucket) -> bool:
+        """Whether to update the variable of `bucket` in parts as its slices come back."""
+        large = len(bucket.variables) == 1 and bucket.spec.nbytes >= _CUT_SLICES * self._slice_bytes
+        return large and not self._runtime.alone
 
     def _declare(self, buckets: list[PlannedBucket], graph: tf.Graph) -> dict[PlannedBucket, int]:
         """Declares `buckets`, which `graph` sends, and returns their numbers."""

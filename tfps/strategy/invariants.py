@@ -148,7 +148,7 @@ class Invariants:
             self._runtime.push(_Comparison(self, bucket, self._spec), said)
 
     def compare(self, said: Any) -> None:
-        """Compares rows of all ranks, int64 [workers, rows, width]. Called by the apply thread."""
+        """Compares rows of all ranks, int64 [workers, rows, width]. Called by an apply thread."""
         if (said == said[0]).all():
             return
         different = []

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tfps.errors import ProtocolError
 from tfps.exchange.aggregate import split_gathered
-from tfps.exchange.interface import BucketSpec, OnReply, Reply
+from tfps.exchange.interface import BucketSpec, OnPart, OnReply, Reply
 from tfps.exchange.layout import Cutting
 from tfps.exchange.slicing import Slice, cut
 from tfps.wire.frames import EMPTY, LAST, Header, Kind
@@ -31,13 +31,15 @@ class Push:
 
     payload: memoryview | None
     on_reply: OnReply
+    on_part: OnPart | None = None
     step: int = 0
     started_s: float = 0.0
     region: Region | None = None  # for slices of pservers on this host; holds the whole result
     buffer: NDArray[np.uint8] | None = None  # a sum's result
     arrived: set[int] = field(default_factory=set)  # slices of a sum
     placed: set[int] = field(default_factory=set)  # the ones received directly into `buffer`
-    copied: int = 0
+    copied: set[int] = field(default_factory=set)  # the ones whose bytes are in `buffer`
+    front: int = 0  # number of slices before the first that is not in `copied`
     parts: list[memoryview] = field(default_factory=list)  # a gather's result
 
 
@@ -154,8 +156,18 @@ class PushedBucket:
             if place is None:
                 np.copyto(buffer[where.offset : where.offset + where.nbytes], np.frombuffer(payload, np.uint8))
         with self.lock:
-            push.copied += 1
-            return Reply(sum=push.buffer) if push.copied == len(self.cutting.slices) else None
+            push.copied.add(index)
+            return Reply(sum=push.buffer) if len(push.copied) == len(self.cutting.slices) else None
+
+    def begun(self, push: Push) -> tuple[NDArray[np.uint8], int] | None:
+        """Returns the buffer of an incomplete sum and the bytes from its front that have come, if more than before."""
+        with self.lock:
+            front, slices = push.front, self.cutting.slices
+            while push.front < len(slices) and push.front in push.copied:
+                push.front += 1
+            if push.buffer is None or push.front in (front, len(slices)):
+                return None
+            return push.buffer, slices[push.front].offset
 
     def _where(self, pserver: int, index: int) -> Slice:
         if not 0 <= index < len(self.cutting.slices) or self.cutting.owners[index] != pserver:

@@ -15,6 +15,7 @@ from tfps.exchange.interface import (
     FailureListener,
     FailureState,
     Link,
+    OnPart,
     OnReply,
     Payload,
     Reply,
@@ -63,7 +64,7 @@ class EmbeddedExchange:
         self._specs.extend(specs)
         return list(range(first, len(self._specs)))
 
-    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply) -> None:
+    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, on_part: OnPart | None = None) -> None:
         view = as_bytes(payload)
         spec = check_payload(self._specs, bucket, None if view is None else view.nbytes)
         if (end := self._state.end) is not None:

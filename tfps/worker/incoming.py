@@ -54,6 +54,8 @@ class Incoming:
             return
         reply = bucket.take(self._pserver, push, header, payload, place, self._workers())
         if reply is None:
+            if push.on_part is not None and (begun := bucket.begun(push)) is not None:
+                push.on_part(*begun)
             return
         with bucket.lock:
             if bucket.current is not push:

@@ -16,6 +16,7 @@ from tfps.exchange.interface import (
     FailureListener,
     FailureState,
     Link,
+    OnPart,
     OnReply,
     Payload,
     Reply,
@@ -313,7 +314,7 @@ class Worker:
         target = self._buckets[bucket]
         with target.lock:
             push = target.current
-            return 1.0 if push is None else push.copied / max(len(target.cutting.slices), 1)
+            return 1.0 if push is None else len(push.copied) / max(len(target.cutting.slices), 1)
 
     def links(self) -> list[Link]:
         steps = max((bucket.steps for bucket in list(self._buckets)), default=0)
@@ -335,7 +336,7 @@ class Worker:
 
     # Pushing
 
-    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply) -> None:
+    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, on_part: OnPart | None = None) -> None:
         view = as_bytes(payload)
         if not 0 <= bucket < len(self._buckets):
             raise ProtocolError(f"bucket must be one of the {len(self._buckets)} declared ones, got {bucket}")
@@ -344,7 +345,7 @@ class Worker:
         with target.lock:
             # Under the lock: either this sees a failure, or the failure sees this push.
             if (end := self._state.end) is None:
-                target.waiting.append(Push(view, on_reply))
+                target.waiting.append(Push(view, on_reply, on_part))
                 self._start_next(bucket, target)
         if end is not None:
             on_reply(Reply(error=end))

@@ -1,0 +1,72 @@
+"""Threads that run updates and answer pulls as replies come, most urgent first."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections.abc import Callable
+
+
+class ApplyThreads:
+    """Runs calls, most urgent first. One that is more urgent than all that run does not wait for them.
+
+    It gets a thread at once; all others wait until they are the most urgent. So calls of equal priority never run at
+    the same time, and usually one thread is enough. Any thread may add calls.
+
+    Args:
+        around: runs the loop of each thread, in whatever context the calls need.
+    """
+
+    def __init__(self, around: Callable[[Callable[[], None]], None]) -> None:
+        self._around = around
+        self._changed = threading.Condition()  # guards all below
+        self._waiting: list[tuple[int, int, Callable[[], None]]] = []  # a heap
+        self._arrivals = itertools.count()
+        self._running: list[int] = []  # priorities
+        self._threads: list[threading.Thread] = []
+        self._idle = 0  # threads that wait or have just been started
+        self._closed = False
+
+    def add(self, priority: int, call: Callable[[], None]) -> None:
+        """Runs `call`, which must not raise, on one of the threads; a smaller `priority` is more urgent."""
+        with self._changed:
+            heapq.heappush(self._waiting, (priority, next(self._arrivals), call))
+            if not self._may_start():
+                return
+            if self._idle:
+                self._changed.notify()
+                return
+            self._idle += 1
+            self._threads.append(
+                threading.Thread(target=self._around, args=(self._run,), name="tfps-apply", daemon=True)
+            )
+            self._threads[-1].start()
+
+    def close(self) -> None:
+        """Waits until all calls have ended, then ends the threads. Nothing may be added any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _may_start(self) -> bool:
+        """Whether the most urgent call that waits is more urgent than all that run."""
+        return bool(self._waiting) and (not self._running or self._waiting[0][0] < min(self._running))
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._may_start() or (self._closed and not self._waiting))
+                self._idle -= 1
+                if not self._waiting:
+                    return
+                priority, _, call = heapq.heappop(self._waiting)
+                self._running.append(priority)
+            call()
+            del call  # frees its buffers while this thread waits
+            with self._changed:
+                self._running.remove(priority)
+                self._idle += 1
+                self._changed.notify_all()
