@@ -20,7 +20,7 @@ from tfps.wire.stream import Receiver
 logger = logging.getLogger("tfps")
 _GREETING_S = 5.0  # for a client to identify itself
 _MAX_STRANGERS = 64  # unidentified connections at a time; another one ends the oldest
-_PER_S, _BURST = 100.0, 256.0  # connections that are accepted; the others wait in the kernel
+_PER_S, _BURST = 50.0, 256.0  # connections that are accepted; the others wait in the kernel
 _LINGER_S = 5.0  # for a worker to end its half of a connection after the pserver's
 
 
