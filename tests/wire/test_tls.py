@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -15,6 +16,7 @@ from jobs import Cluster
 from tfps.config import Config, Security
 from tfps.errors import ConfigError, ConnectError
 from tfps.exchange.interface import BucketSpec
+from tfps.pserver.console import Watcher
 from tfps.pserver.server import ParameterServer
 from tfps.wire.tls import diagnose, server_credentials
 from tools.certificates import Authority, Certificate
@@ -127,6 +129,19 @@ def test_a_pserver_with_the_wrong_certificate_is_refused(
     server = cluster.pserver(1, security=of_pserver(wrong))
     with pytest.raises(ConnectError, match=f"has a certificate that TFPS_TLS_CA=.* does not confirm: .*({rule})"):
         cluster.worker([server.address], config=of_worker(authority))
+
+
+def test_a_status_says_which_end_lacks_tls(cluster: Cluster, authority: Authority, own: Certificate) -> None:
+    encrypted, plain = cluster.pserver(1, security=of_pserver(own)), cluster.pserver(1)
+    for server, security, rule in (
+        (encrypted, Security(), "uses TLS, this worker does not: set TFPS_TLS_CA"),
+        (plain, Security(tls_ca=authority.file), "does not use TLS, this worker does"),
+    ):
+        with contextlib.closing(Watcher(server.address, security)) as watcher, pytest.raises(ConnectError, match=rule):
+            watcher.look(0.0)
+    with contextlib.closing(Watcher(encrypted.address, Security(tls_ca=authority.file))) as watcher:
+        look = watcher.look(0.0)
+    assert look is not None and look.now.job.state == "idle"
 
 
 def test_where_nothing_answers_nothing_is_wrong_with_tls(authority: Authority) -> None:

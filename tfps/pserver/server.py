@@ -51,7 +51,7 @@ from tfps.wire.status import PserverStatus, status_message
 from tfps.wire.tls import server_credentials
 
 logger = logging.getLogger("tfps")
-_MAX_WAIT_S = 60.0  # of a call, whatever its client says
+_MAX_WAIT_S, _MAX_JOIN_S = 60.0, 600.0  # of a call and of a Join, whatever their clients say
 _JOIN_MARGIN_S = 1.0  # before a caller's deadline: tells it why it waits instead of timing out
 
 
@@ -252,7 +252,7 @@ class ParameterServer:
         try:
             with self._lock:
                 job = self._job
-            job.wait_over(_bounded((context.time_remaining() or 0.0) - _JOIN_MARGIN_S))
+            job.wait_over(min(max((context.time_remaining() or 0.0) - _JOIN_MARGIN_S, 0.0), _MAX_JOIN_S))
         finally:
             self._joining.release()
 
