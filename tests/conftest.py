@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+
+from tfps.types import Argument
 
 if TYPE_CHECKING:
     import tfps
@@ -22,7 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # The same examples each time, so that a failure is due to a change; new ones with `tools/test.sh --long`. No limits of
 # time: machines are busy.
-_COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+_COMMON: dict[str, Argument] = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("same", derandomize=True, **_COMMON)
 hypothesis.settings.register_profile("new", **_COMMON)
 

@@ -6,8 +6,8 @@ import dataclasses
 import inspect
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -16,6 +16,7 @@ import tensorflow as tf
 
 import tfps
 from tfps import errors
+from tfps.types import Function
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
@@ -28,11 +29,11 @@ def rows(section: str) -> dict[str, list[str]]:
     return {cell[0].strip("`").partition("(")[0]: cell for cell in cells}
 
 
-def public(names: Any) -> set[str]:
+def public(names: Iterable[str]) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
-def signature(of: Any) -> str:
+def signature(of: Function) -> str:
     """Names and defaults, as the page has them."""
     taken = inspect.signature(of)
     bare = [each.replace(annotation=inspect.Parameter.empty) for each in taken.parameters.values()]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import tfps
 from tfps.config import Launch, Security, TraceRequest, check_address, unknown_variables
+from tfps.types import Argument, Value
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
         ("step_timeout_s", float("nan"), "step_timeout_s must be a positive number of seconds, got nan"),
     ],
 )
-def test_a_bad_value_is_refused_by_field_rule_and_received(field: str, value: Any, message: str) -> None:
+def test_a_bad_value_is_refused_by_field_rule_and_received(field: str, value: Value, message: str) -> None:
     with pytest.raises(tfps.ConfigError, match=message):
         tfps.Config(**{field: value})
 
@@ -106,7 +106,7 @@ def test_contradictions_of_the_launchers_variables_are_refused(environment: dict
 
 
 @pytest.mark.parametrize("address", ["host", "host:", ":7070", "host:port", "host:0", "host:65536", "", None, 7070])
-def test_an_address_must_be_host_and_port(address: Any) -> None:
+def test_an_address_must_be_host_and_port(address: Argument) -> None:
     with pytest.raises(tfps.ConfigError, match="'host:port'"):
         check_address(address)
 

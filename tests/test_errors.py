@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 
 import tfps
 from tfps import errors
+from tfps.types import Value
 
 KINDS = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.TfpsError)]
 WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
@@ -67,12 +67,12 @@ def test_programs_get_the_error_itself(monkeypatch: pytest.MonkeyPatch) -> None:
             getattr(model, each)(x[:32], y[:32])
 
         @tf.function
-        def loop(x: Any, y: Any) -> Any:
+        def loop(x: Value, y: Value) -> Value:
             return strategy.run(model.train_step, args=((x, y),))
 
         given = [tf.constant(x[:32]), tf.constant(y[:32])]
         concrete = loop.get_concrete_function(*given)
-        calls: dict[str, Callable[[], Any]] = {
+        calls: dict[str, Callable[[], object]] = {
             "fit": lambda: model.fit(x, y, verbose=0),
             "evaluate": lambda: model.evaluate(x, y, verbose=0),
             "predict": lambda: model.predict(x, verbose=0),

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "tfps"
 MAX_LINES = 400
 TOP, GROUND = "tfps", "ground"
-USED_EVERYWHERE = {"config", "errors", "threads", "version", "protos"}
+USED_EVERYWHERE = {"config", "errors", "threads", "types", "version", "protos"}
 LOWEST_WITH_TENSORFLOW, ALONE_WITH_TENSORFLOW = "graph", "tfps.callbacks"
 
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "protos" not in path.relative_to(PACKAGE).parts)
@@ -103,6 +103,12 @@ def test_private_names_of_tensorflow_and_of_keras_are_imported_in_one_module_eac
     private = {"tf_private": ("tensorflow.python", "tensorflow.core"), "keras_private": ("keras.src",)}
     others = tuple(prefix for owner, prefixes in private.items() if owner != path.stem for prefix in prefixes)
     assert not [f"line {line}: {name}" for line, name in imported(path) if name.startswith(others)]
+
+
+def test_any_is_written_in_one_place() -> None:
+    others = [path for folder in ("tests", "tools") for path in (ROOT / folder).rglob("*.py")]
+    found = {path for path in [*SOURCES, *others] for _, name in imported(path) if name in ("typing.Any", "typing")}
+    assert found == {PACKAGE / "types.py"}
 
 
 @by_source

@@ -13,7 +13,6 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tensorflow as tf
@@ -75,7 +74,7 @@ def classes(path: Path, tree: ast.AST) -> Iterator[tuple[ast.ClassDef, type]]:
             yield node, getattr(module, node.name)
 
 
-def module_of(path: Path) -> Any:
+def module_of(path: Path) -> types.ModuleType:
     name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
     return importlib.import_module(name.removesuffix(".__init__"))
 
@@ -111,7 +110,7 @@ def unchecked_of_self(tree: ast.AST, own: set[str]) -> list[str]:
     ]
 
 
-def unchecked_of_modules(tree: ast.AST, module: Any) -> list[str]:
+def unchecked_of_modules(tree: ast.AST, module: types.ModuleType) -> list[str]:
     """What is used of private modules that `module` has imported."""
     found = []
     for line, owner, name in attributes(tree):

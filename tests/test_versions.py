@@ -7,7 +7,7 @@ import importlib.metadata
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from types import ModuleType
 
 import keras
 import pytest
@@ -122,7 +122,7 @@ def test_a_newer_tensorflow_without_a_private_name_is_refused_by_that_name(monke
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_what_lacks_a_private_name_is_refused_by_that_name(
-    owner: Any, name: str, library: str, monkeypatch: pytest.MonkeyPatch
+    owner: ModuleType | type, name: str, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(owner, name)
     with pytest.raises(ImportError, match=rf"{SUPPORTED}; {library} \S+ does not fit: .* has no (attribute ')?{name}"):

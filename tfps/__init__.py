@@ -6,7 +6,7 @@ Names load on first use, so that a pserver never imports TensorFlow.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tfps.version import __version__
 
@@ -68,7 +68,7 @@ _MODULES = ("callbacks",)
 __all__ = ["Config", "Strategy", "__version__", "callbacks", *_ERRORS]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _MODULES:
         return importlib.import_module(f"tfps.{name}")
     if name not in _HOMES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal, cast
 
 import keras
 import tensorflow as tf
@@ -15,6 +15,7 @@ from tfps.errors import ConfigError, TfpsError
 from tfps.runtime.report import Report
 from tfps.runtime.trace_run import TraceRun
 from tfps.strategy.strategy import Strategy
+from tfps.types import Logs
 
 logger = logging.getLogger("tfps")
 
@@ -41,25 +42,25 @@ class Metrics(keras.callbacks.Callback):
         self._directory = pathlib.Path(log_dir) / "tfps"
         self._every = update_freq
         self._batches = self._written_at = 0
-        self._writer: Any = None
+        self._writer: tf.summary.SummaryWriter | None = None
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         if _strategy_of(self).rank == 0:
             self._writer = tf.summary.create_file_writer(str(self._directory))
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._batches = self._written_at = 0
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self._batches = batch + 1  # with steps_per_execution, Keras calls this once per several batches
         if self._every != "epoch" and self._batches - self._written_at >= self._every:
             self._write()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if self._batches > self._written_at:
             self._write()
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -122,26 +123,26 @@ class Trace(keras.callbacks.Callback):
         self._batch = self._before = self._ended = 0  # first of the execution; in earlier epochs; so far
         self._active = self._recorded = False
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         strategy = _strategy_of(self)
         self._active = strategy.rank == 0
-        left = strategy._runtime.trace_run
+        left = cast("TraceRun | None", strategy._runtime.trace_run)
         if left is not None and left.of_fit:  # left by a `fit` that raised
             left.abandon()
         self._batch = self._before = self._ended = 0
         self._run, self._recorded = None, False
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._before = self._ended
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         self._batch = batch
         begin = self._before + batch
         if self._active and begin + self._per_execution > self._first:
             self._active, self._begun = False, begin
             self._run = TraceRun(_strategy_of(self)._runtime, self._log_dir, self._name, of_fit=True)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         # Keras passes the first or the last batch of an execution, depending on its version.
         count = max(batch - self._batch + 1, self._per_execution)
         if (steps := self.params.get("steps")) is not None:
@@ -150,7 +151,7 @@ class Trace(keras.callbacks.Callback):
         if self._ended > self._last:
             self._stop()
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         if self._active:
             logger.warning(
                 "tfps: nothing was recorded: Trace asks for the batches from %d on, but fit had only %d",

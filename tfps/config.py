@@ -8,9 +8,10 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from tfps.errors import ConfigError
+from tfps.types import Argument, Options
 
 Policy = Literal["priority", "fifo"]
 Placement = Literal["balanced", "round_robin", "hash"]
@@ -122,14 +123,14 @@ class Config:
         return FIRST_WINDOW_BYTES if self.window_bytes == "auto" else self.window_bytes
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None, **explicit: Any) -> Config:
+    def from_environment(cls, environment: Mapping[str, str] | None = None, **explicit: Argument) -> Config:
         """Returns the defaults, overridden by `TFPS_<FIELD>` variables, overridden by `explicit` arguments.
 
         Raises:
             ConfigError: a variable cannot be parsed as its field's type, or the value is out of range.
         """
         environment = os.environ if environment is None else environment
-        values: dict[str, Any] = {}
+        values: Options = {}
         for field in dataclasses.fields(cls):
             name = f"TFPS_{field.name.upper()}"
             if name in environment:
@@ -138,7 +139,7 @@ class Config:
         return cls(**{**values, **explicit})
 
 
-def _parse(name: str, text: str, default: Any) -> Any:
+def _parse(name: str, text: str, default: Argument) -> Argument:
     """Reads `text` as the type of `default`."""
     if isinstance(default, bool):
         known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -296,7 +297,7 @@ def unknown_variables(environment: Mapping[str, str] | None = None) -> list[str]
     return lines
 
 
-def check_steps(what: str, steps: Any) -> tuple[int, int]:
+def check_steps(what: str, steps: object) -> tuple[int, int]:
     """Returns `steps` if it is a pair of first and last step.
 
     Raises:

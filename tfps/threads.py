@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 _T = TypeVar("_T")
 _LOOK_S = 1.0  # how long a signal may go unnoticed that came to another thread
@@ -87,7 +87,7 @@ class DaemonPool(Executor):
         self._threads: list[threading.Thread] = []
         self._closed = False
 
-    def submit(self, fn: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
+    def submit(self, fn: Callable[..., _T], /, *args: object, **kwargs: object) -> Future[_T]:
         """Schedules `fn` on one of the threads.
 
         Raises:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from tfps.types import Json, Options
 from tools.pages import BLUE, COLOURS, GREEN, GREY, MARKERS, ORANGE, RED, SKY, log_ticks, plot, spread, table
 
-Run = Mapping[str, Any]
+Run = Mapping[str, Json]
 Runs = Sequence[Run]
 Key = TypeVar("Key", bound=Hashable)
 
@@ -224,7 +225,7 @@ def _hosts(section: Section, runs: Runs) -> None:
 
     def draw(figure: Figure, axes: list[Axes]) -> None:
         for number, (layout, gbit) in enumerate(kinds):
-            style: dict[str, Any] = {"color": COLOURS[number], "marker": MARKERS[number]}
+            style: Options = {"color": COLOURS[number], "marker": MARKERS[number]}
             for each, keys in (
                 (axes[0], sorted(key for key in step_s if key[:2] == (layout, gbit) and key[2] == key[3])),
                 (axes[1], sorted(key for key in step_s if key[:2] == (layout, gbit) and key[2] == most)),
@@ -275,7 +276,7 @@ def _growth(section: Section, runs: Runs) -> None:
         ):
             cpu, memory = axes[column], axes[2 + column]
             for number, who in enumerate(ENDS):
-                style: dict[str, Any] = {"color": COLOURS[number], "marker": MARKERS[number]}
+                style: Options = {"color": COLOURS[number], "marker": MARKERS[number]}
                 cpu.plot(*medians(what, key, lambda r, w=who: r[f"{w}_cpu_s"] * 1e3), **style, label=who)  # type: ignore[misc]
                 memory.plot(*medians(what, key, lambda r, w=who: _used_mb(r, w)), **style, label=who)  # type: ignore[misc]
                 aim = medians(what, key, lambda r, w=who: _used_mb(r, w) / r[f"{w}_of_aim"])  # type: ignore[misc]
@@ -376,7 +377,7 @@ def _bars(runs: Runs, label: str, panels: Sequence[tuple[str, str, str]]) -> byt
             for place, name in enumerate(labels):
                 ours = "tfps" in name or "pserver" in name
                 each.barh(place, medians[name], color=BLUE if ours else SKY, height=0.6)
-                style: dict[str, Any] = {"color": "white" if ours else "black", "va": "center", "fontsize": 8}
+                style: Options = {"color": "white" if ours else "black", "va": "center", "fontsize": 8}
                 each.text(min(medians[name], 0), place, f" {medians[name]:.3g}", **style)
                 dots = [run[key] for run in runs if run[label] == name]
                 each.plot(dots, [place] * len(dots), color="black", marker="o", markersize=2, linestyle="")

@@ -8,7 +8,7 @@ import pathlib
 import select
 import subprocess
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, cast
 
 END_S = 20.0
 
@@ -25,7 +25,7 @@ def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
 
 def tell(process: subprocess.Popen[str], line: str) -> None:
     """Writes one line to its stdin."""
-    stdin: Any = process.stdin
+    stdin = cast("IO[str]", process.stdin)
     stdin.write(f"{line}\n")
     stdin.flush()
 
@@ -36,10 +36,10 @@ def answer(process: subprocess.Popen[str], timeout_s: float) -> str:
     Raises:
         RuntimeError: it has ended, or does not answer in time.
     """
-    stdout: Any = process.stdout
+    stdout = cast("IO[str]", process.stdout)
     if not select.select([stdout], [], [], timeout_s)[0]:
         raise RuntimeError(f"{process.args!r} must answer within {timeout_s:.0f} s")
-    line: str = stdout.readline()
+    line = stdout.readline()
     if not line:
         raise RuntimeError(f"{process.args!r} ended with {process.wait(END_S)}")
     return line

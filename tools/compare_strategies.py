@@ -24,9 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -35,6 +34,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfps.pserver.server import ParameterServer
+from tfps.types import Json
 from tools import pages
 from tools.pages import ROOT
 from tools.strategies.programs import PROGRAMS
@@ -105,7 +105,7 @@ class Job:
                 for index in range(len(addresses_of_task)):
                     yield {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": task, "index": index}})}
 
-    def results(self, program: str) -> list[dict[str, Any]] | Outcome:
+    def results(self, program: str) -> list[dict[str, Json]] | Outcome:
         """The results of each rank, or what went wrong."""
         deadline = time.monotonic() + LIMIT_S
         failed: list[pathlib.Path] = []
@@ -170,7 +170,7 @@ def shortened(text: str, length: int = 90) -> str:
     return text if len(text) <= length else f"{text[: length - 4].rstrip()} ..."
 
 
-def compared(name: str, ranks: Sequence[Mapping[str, Any]], alone: Mapping[str, Any] | None) -> Outcome:
+def compared(name: str, ranks: Sequence[Mapping[str, Json]], alone: Mapping[str, Json] | None) -> Outcome:
     """Whether all ranks have the same results, and those of one process."""
     first, program = ranks[0], PROGRAMS[name]
     for rank, other in enumerate(ranks):
@@ -198,7 +198,7 @@ def what(key: str) -> str:
     return "weights" if "weight" in key else key
 
 
-def run(strategy: str, programs: Sequence[str], alone: Mapping[str, Any]) -> Iterator[tuple[str, Outcome]]:
+def run(strategy: str, programs: Sequence[str], alone: Mapping[str, Json]) -> Iterator[tuple[str, Outcome]]:
     """Runs the programs in one job as long as all workers get on.
 
     What fails is run again in a job of its own, so that nothing came before it, unless another program has failed in
@@ -221,7 +221,7 @@ def run(strategy: str, programs: Sequence[str], alone: Mapping[str, Any]) -> Ite
         left = left[done:]
 
 
-def run_alone(programs: Sequence[str]) -> dict[str, Any]:
+def run_alone(programs: Sequence[str]) -> dict[str, Json]:
     """The results of one process without a strategy.
 
     Raises:
@@ -237,7 +237,7 @@ def run_alone(programs: Sequence[str]) -> dict[str, Any]:
         return found
 
 
-def make(recorded: Mapping[str, Any], readme: str) -> str:
+def make(recorded: Mapping[str, Json], readme: str) -> str:
     """docs/strategies.md
 
     Raises:
@@ -287,7 +287,7 @@ documentation has them. Clipping: under every strategy Keras 3 clips each replic
     return page.rstrip() + "\n"
 
 
-def table(recorded: Mapping[str, Any], cell: Any) -> str:
+def table(recorded: Mapping[str, Json], cell: Callable[[Outcome], str]) -> str:
     outcomes = recorded["outcomes"]
     rows = [
         [program.what, *(cell(Outcome(**outcomes[strategy][name])) for strategy in NAMES)]
@@ -316,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [name for name in options.programs if name not in PROGRAMS]:
         parser.error(f"programs must be among {', '.join(PROGRAMS)}, got {', '.join(unknown)}")
     path = ROOT / "docs" / "strategies.json"
-    recorded: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"versions": "", "outcomes": {}}
+    recorded: dict[str, Json] = json.loads(path.read_text()) if path.exists() else {"versions": "", "outcomes": {}}
     try:
         if not options.page and not options.check:
             programs = options.programs or list(PROGRAMS)
@@ -341,7 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(recorded: dict[str, Any], strategy: str, programs: Sequence[str], alone: Mapping[str, Any]) -> None:
+def measure(recorded: dict[str, Json], strategy: str, programs: Sequence[str], alone: Mapping[str, Json]) -> None:
     """Runs programs under a strategy and puts their outcomes into `recorded`."""
     found = recorded["outcomes"].setdefault(strategy, {})
     for name, outcome in run(strategy, programs, alone):

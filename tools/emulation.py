@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Literal
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from tfps.config import MAX_SLICE_BYTES, Auto, Config
 from tfps.exchange.interface import BucketSpec, Reply
 from tfps.pserver import server
 from tfps.pserver.job import Job
+from tfps.types import Argument, Array, Json, Options
 from tfps.worker.worker import Worker
 from tools import children
 from tools.model_profiles import Layer, Profile
@@ -80,10 +81,10 @@ class Task:
     @property
     def config(self) -> Config:
         """Policies with barriers know neither slices nor windows nor priorities."""
-        common: dict[str, Any] = {"step_timeout_s": 120, "shared_memory": self.shared_memory}
+        common: Options = {"step_timeout_s": 120, "shared_memory": self.shared_memory}
         if self.settings.barriers:
             return Config(MAX_SLICE_BYTES, UNLIMITED, "fifo", "round_robin", **common)
-        policy: Any = "priority" if self.policy == "priority" else "fifo"
+        policy: Literal["priority", "fifo"] = "priority" if self.policy == "priority" else "fifo"
         return Config(self.slice_bytes, self.window_bytes, policy, **common)
 
     def to_json(self) -> str:
@@ -130,7 +131,7 @@ class Emulation:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def run(self, task: Task) -> dict[str, Any]:
+    def run(self, task: Task) -> dict[str, Json]:
         """Emulates `task`; seconds per step, of each step the mean over the workers, and CPU seconds per step.
 
         Raises:
@@ -185,7 +186,7 @@ class Trainer:
         self._worker, self._task = worker, task
         plan = task.plan
         self._buckets: list[list[int]] = []  # per plan bucket, ids of the exchange: one, or one per piece
-        self._payloads: dict[int, Any] = {}
+        self._payloads: dict[int, Array] = {}
         specs: list[BucketSpec] = []
         for number, pieces in enumerate(plan.pieces):
             sizes = [p.nbytes for p in pieces] if task.settings.barriers else [sum(p.nbytes for p in pieces)]
@@ -252,7 +253,7 @@ class Trainer:
         for bucket in late:
             self._push(bucket)
 
-    def train(self) -> dict[str, Any]:
+    def train(self) -> dict[str, Json]:
         """All steps of the task; seconds from turn to turn (end of forward to end of forward would be the same)."""
         starts = []
         waits = []
@@ -269,7 +270,7 @@ class Trainer:
         }
 
 
-def _work(order: dict[str, Any]) -> dict[str, Any]:
+def _work(order: dict[str, Json]) -> dict[str, Json]:
     task = Task.from_json(order["task"])
     cpu_s = time.process_time()
     worker = Worker(order["pservers"], rank=order["rank"], workers=task.workers, config=task.config)
@@ -288,12 +289,12 @@ class Holding(Job):
     There the trainers fetch nothing before all of them have sent everything.
     """
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: Argument) -> None:
         super().__init__(*arguments)
         self._holding = threading.Lock()  # guards _held
-        self._held: list[tuple[Any, ...]] = []
+        self._held: list[tuple[Argument, ...]] = []
 
-    def _reply(self, *reply: Any) -> None:
+    def _reply(self, *reply: Argument) -> None:
         with self._holding:
             self._held.append(reply)
             if len(self._held) < sum(len(bucket.slices) for bucket in self._shard.buckets):

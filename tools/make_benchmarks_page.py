@@ -9,8 +9,8 @@ import ast
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from tfps.types import Json
 from tools import pages
 from tools.benchmark_plots import DRAWERS, Section
 from tools.pages import PageError
@@ -51,7 +51,7 @@ def make(docs: pathlib.Path) -> dict[str, bytes]:
     return {"benchmarks.md": "\n".join(parts).encode(), **files}
 
 
-def _read(path: pathlib.Path) -> Mapping[str, Any]:
+def _read(path: pathlib.Path) -> Mapping[str, Json]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -61,7 +61,7 @@ def _read(path: pathlib.Path) -> Mapping[str, Any]:
         raise PageError(f"{path.name} must be what tools/bench.py writes, with {', '.join(keys)}: {_bench(path.stem)}")
     if not content["runs"]:
         raise PageError(f"{path.name} must have runs, got none; measure again: {_bench(path.stem)}")
-    found: Mapping[str, Any] = content
+    found: Mapping[str, Json] = content
     return found
 
 
@@ -69,7 +69,7 @@ def _bench(name: str) -> str:
     return f"tools/bench.py {name} --json docs/benchmarks/{name}.json"
 
 
-def _part(name: str, content: Mapping[str, Any], section: Section) -> str:
+def _part(name: str, content: Mapping[str, Json], section: Section) -> str:
     machine, versions = content["machine"], content["versions"]
     where = f"{machine['cores']} cores of {machine['processor']}, load {machine['load']:.1f} at the end"
     lines = [

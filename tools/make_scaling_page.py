@@ -9,11 +9,11 @@ import functools
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from tfps.types import Argument, Options
 from tools import model_profiles, pages
 from tools.model_profiles import Profile
 from tools.pages import COLOURS, MARKERS, log_ticks, plot, table
@@ -88,7 +88,7 @@ def speed(case: Case) -> float:
     return case.profile.compute_s / step_s(case)
 
 
-def best(**case: Any) -> Case:
+def best(**case: Argument) -> Case:
     """With the slice size that makes the step shortest."""
     return min((Case(**case, slice_bytes=size) for size in SLICES), key=step_s)
 
@@ -147,10 +147,8 @@ def make(docs: pathlib.Path) -> dict[str, bytes]:
 
 def _draw_workers(model: str, figure: Figure, axes: list[Axes]) -> None:
     for number, rate in enumerate(RATES):
-        cases: list[dict[str, Any]] = [
-            {"model": model, "workers": n, "pservers": n, "rate_gbit": rate} for n in WORKERS
-        ]
-        style: dict[str, Any] = {"color": COLOURS[number], "marker": MARKERS[number], "label": f"{rate:g} Gbit/s"}
+        cases: list[Options] = [{"model": model, "workers": n, "pservers": n, "rate_gbit": rate} for n in WORKERS]
+        style: Options = {"color": COLOURS[number], "marker": MARKERS[number], "label": f"{rate:g} Gbit/s"}
         style["linestyle"] = "--" if rate == RATES[-1] else "-"  # it hides the one before
         axes[0].plot(WORKERS, [speed(Case(**case)) for case in cases], **style)
         axes[1].plot(WORKERS, [speed(best(**case)) for case in cases], **style)
@@ -166,7 +164,7 @@ def _draw_pservers(model: str, figure: Figure, axes: list[Axes]) -> None:
     for each, rate in zip(axes, PARTS_RATES, strict=True):
         for number, dedicated in enumerate((False, True)):
             cases = [_part(model, part, rate, dedicated) for part in PARTS]
-            style: dict[str, Any] = {"color": COLOURS[number], "marker": MARKERS[number]}
+            style: Options = {"color": COLOURS[number], "marker": MARKERS[number]}
             style["linestyle"] = "--" if dedicated else "-"
             count = [case.pservers for case in cases]
             each.plot(count, [speed(case) for case in cases], **style, label="dedicated" if dedicated else "co-located")
@@ -205,7 +203,7 @@ def _workers(model: str) -> str:
     for n in WORKERS:
         row, gain = [str(n)], [str(n)]
         for rate in RATES:
-            at: dict[str, Any] = {"model": model, "workers": n, "pservers": n, "rate_gbit": rate}
+            at: Options = {"model": model, "workers": n, "pservers": n, "rate_gbit": rate}
             tuned = best(**at)
             row.append(f"{speed(Case(**at)):.2f} / {speed(tuned):.2f} ({_slice(tuned.slice_bytes)})")
             gain.append(f"{step_s(Case(**at, policy='overlap')) / step_s(tuned):.2f}")
@@ -254,7 +252,7 @@ def _remedies(model: str) -> str:
     rows = []
     for n in (256, 1024):
         for rate in (10.0, 25.0, 100.0):
-            at: dict[str, Any] = {"model": model, "workers": n, "rate_gbit": rate}
+            at: Options = {"model": model, "workers": n, "rate_gbit": rate}
             cases = (
                 Case(**at, pservers=n),
                 best(**at, pservers=n),
@@ -303,7 +301,7 @@ def words() -> str:
     """What breaks first and what to do, with figures of the same simulations."""
 
     def equal(model: str, n: int, rate: float) -> tuple[Case, Case]:
-        at: dict[str, Any] = {"model": model, "workers": n, "pservers": n, "rate_gbit": rate}
+        at: Options = {"model": model, "workers": n, "pservers": n, "rate_gbit": rate}
         return Case(**at), best(**at)
 
     big, fine = equal("vgg19", 1024, 10.0)

@@ -10,12 +10,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
 
 from tfps.errors import ConfigError, TfpsError
 from tfps.trace import capture_file
 from tfps.trace.capture import Capture, Span
 from tfps.trace.intervals import difference, total, union
+from tfps.types import Json
 
 FOLDER = pathlib.Path(__file__).resolve().parent / "profiles"
 ITEM_BYTES = 4  # float32
@@ -149,7 +149,7 @@ def load(name: str | pathlib.Path) -> Profile:
         raise ConfigError(f"profile {path}: {error}") from None
 
 
-def parse(content: Any) -> Profile:
+def parse(content: Json) -> Profile:
     """A profile from what its JSON holds.
 
     Raises:
@@ -232,7 +232,7 @@ def _whole(nbytes: int) -> int:
     return nbytes // ITEM_BYTES * ITEM_BYTES
 
 
-def _check_keys(content: Any, what: str, keys: tuple[str, ...]) -> None:
+def _check_keys(content: Json, what: str, keys: tuple[str, ...]) -> None:
     if not isinstance(content, Mapping) or set(content) != set(keys):
         got = sorted(content) if isinstance(content, Mapping) else repr(content)
         raise ConfigError(f"{what} must be an object with {', '.join(keys)}, got {got}")

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).resolve().parent.parent))
@@ -42,6 +42,9 @@ from tools.netlab_system import (
     tool,
     unavailable,
 )
+
+if TYPE_CHECKING:  # the lab needs nothing but Python
+    from tfps.types import Argument
 
 __all__ = ["Host", "Measurement", "Netlab", "NetlabError", "Rate", "Rates", "clean", "unavailable"]
 
@@ -83,7 +86,7 @@ class Host:
     address: str
     namespace: str
     addresses: tuple[str, ...] = field(repr=False)  # of all hosts
-    _processes: list[subprocess.Popen[Any]] = field(repr=False, compare=False)
+    _processes: list[subprocess.Popen[str]] = field(repr=False, compare=False)
 
     def argv(self, command: Sequence[str]) -> list[str]:
         """What to execute so that `command` runs on this host, in the process itself."""
@@ -96,15 +99,15 @@ class Host:
         return {**(os.environ if base is None else base), **place}
 
     def popen(
-        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
-    ) -> subprocess.Popen[Any]:
+        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Argument
+    ) -> subprocess.Popen[str]:
         """Starts `command` on this host, in a session and process group of its own; it ends with the lab at the latest.
 
         Args:
             env: as of subprocess.Popen; NETLAB_HOST_INDEX and NETLAB_ADDRESSES are added.
             options: of subprocess.Popen.
         """
-        process: subprocess.Popen[Any] = subprocess.Popen(
+        process: subprocess.Popen[str] = subprocess.Popen(
             self.argv(command), env=self.environment(env), start_new_session=True, **options
         )
         self._processes.append(process)
@@ -137,7 +140,7 @@ class Netlab:
         self._number: int | None = None
         self._pid = 0
         self._handled: list[signal.Signals] = []
-        self._processes: list[subprocess.Popen[Any]] = []
+        self._processes: list[subprocess.Popen[str]] = []
         self.hosts: tuple[Host, ...] = ()
 
     def __enter__(self) -> Netlab:  # noqa: PYI034 (typing.Self is not in Python 3.10)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tools.netlab_system import NetlabError
 
@@ -29,7 +28,7 @@ MIN_BUFFER, MAX_BUFFER = 256 * 1024, 16 * 1024 * 1024
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33  # for root: beyond the limits in /proc/sys/net/core
 _TCP_BYTES_RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info, 8 bytes
 
-Start = Callable[..., "subprocess.Popen[Any]"]  # as subprocess.Popen, on one host
+Start = Callable[..., "subprocess.Popen[str]"]  # as subprocess.Popen, on one host
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def measure(flows: Sequence[Flow], window_s: float) -> list[float]:
         return [float(_answer(flow, receiver)) for flow, receiver in zip(flows, receivers, strict=True)]
 
 
-def _start(stack: ExitStack, start: Start, *arguments: object) -> subprocess.Popen[Any]:
+def _start(stack: ExitStack, start: Start, *arguments: object) -> subprocess.Popen[str]:
     argv = [sys.executable, str(Path(__file__).resolve()), *map(str, arguments)]
     process = start(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     stack.callback(process.communicate)
@@ -109,7 +108,7 @@ def _start(stack: ExitStack, start: Start, *arguments: object) -> subprocess.Pop
     return process
 
 
-def _answer(flow: Flow, process: subprocess.Popen[Any]) -> str:
+def _answer(flow: Flow, process: subprocess.Popen[str]) -> str:
     """Its next line. It comes in time, or its end: all that the process waits for has a deadline."""
     line = process.stdout.readline().strip() if process.stdout is not None else ""
     if not line or line.startswith("error"):

@@ -14,9 +14,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from types import FrameType
+from typing import TextIO
 
 MAX_LABS = 256
 KILL_S = 10.0  # how long the system may take to end a process that was killed
@@ -154,7 +155,7 @@ def signals_held() -> Iterator[None]:
         yield
         return
     held: list[int] = []
-    old: dict[int, Any] = {
+    old: dict[int, Callable[[int, FrameType | None], object] | int | None] = {
         number: signal.signal(number, lambda got, _: held.append(got)) for number in (signal.SIGINT, *ENDING_SIGNALS)
     }
     try:

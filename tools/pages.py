@@ -11,7 +11,6 @@ import io
 import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -113,7 +112,11 @@ def update(folder: pathlib.Path, files: Mapping[str, bytes], ours: str, check: b
 
 
 def command(
-    description: str, program: str, ours: str, make: Callable[[pathlib.Path], dict[str, bytes]], arguments: Any = None
+    description: str,
+    program: str,
+    ours: str,
+    make: Callable[[pathlib.Path], dict[str, bytes]],
+    arguments: Sequence[str] | None = None,
 ) -> None:
     """The main program of a page: `--check` exits with 1 unless everything is as `make` makes it."""
     parser = argparse.ArgumentParser(description=description)

@@ -12,10 +12,10 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tfps.launch.supervisor import Command, Process, Supervisor
 from tfps.launch.terminal import Console
+from tfps.types import Argument, Json
 from tools import peers
 from tools.children import cpu_s
 from tools.netlab import Host
@@ -56,7 +56,7 @@ class Role:
     name: str
     process: Process | None = None
     lines: list[str] = field(default_factory=list)
-    events: dict[str, dict[str, Any]] = field(default_factory=dict)
+    events: dict[str, dict[str, Json]] = field(default_factory=dict)
 
     def take(self, line: str) -> None:
         """A line of its output."""
@@ -78,7 +78,7 @@ class Session:
         self._roles: list[Role] = []
         self._ports = FIRST_PORT
 
-    def start(self, name: str, host: int, module: str, *arguments: str, **variables: Any) -> Role:
+    def start(self, name: str, host: int, module: str, *arguments: str, **variables: Argument) -> Role:
         """Starts `python -m module arguments` with more variables in its environment."""
         tools = Path(__file__).resolve().parent
         environment = {
@@ -261,7 +261,7 @@ def _tf_ps(session: Session) -> list[Role]:
     return roles[-1:]
 
 
-def _tf_config(cluster: Mapping[str, Any], kind: str, index: int) -> str:
+def _tf_config(cluster: Mapping[str, Json], kind: str, index: int) -> str:
     return json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
 
 
@@ -307,7 +307,7 @@ PEERS = {
 }
 
 
-def measure(name: str, place: Place, work: Work, settings: Mapping[str, str] | None = None) -> dict[str, Any]:
+def measure(name: str, place: Place, work: Work, settings: Mapping[str, str] | None = None) -> dict[str, Json]:
     """Runs a peer once, with `settings` in its environment.
 
     Returns:
@@ -343,7 +343,7 @@ def measure(name: str, place: Place, work: Work, settings: Mapping[str, str] | N
     return {"peer": name, "load": load, **figures(results, cpu_s, work)}
 
 
-def figures(results: Sequence[Mapping[str, Any]], cpu_s: float, work: Work) -> dict[str, Any]:
+def figures(results: Sequence[Mapping[str, Json]], cpu_s: float, work: Work) -> dict[str, Json]:
     """What the workers' results, in order of ranks, come to.
 
     Raises:

@@ -12,9 +12,9 @@ import argparse
 import json
 import pathlib
 from dataclasses import fields, replace
-from typing import Any
 
 from tfps.errors import ConfigError
+from tfps.types import Function
 from tools import model_profiles
 from tools.simulation import POLICIES, Cluster, Policy, Result, Settings, chrome_trace, lower_bound, simulate, to_json
 
@@ -83,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The options; defaults are those of `Cluster` and `Settings`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
-    def add(kind: type[Cluster | Settings], name: str, read: Any, text: str) -> None:
+    def add(kind: type[Cluster | Settings], name: str, read: Function, text: str) -> None:
         default = next(field.default for field in fields(kind) if field.name == name)
         flag = f"--{name.replace('_', '-')}"
         shown = f"{text} (default: {default})" if default is not None else text

@@ -12,13 +12,14 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
+
+from tfps.types import Argument, Json
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 90.0
@@ -116,12 +117,12 @@ class Page:
             "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done()))"
         )
 
-    def __call__(self, script: str, *arguments: Any) -> Any:
+    def __call__(self, script: str, *arguments: Argument) -> Json:
         """Runs JavaScript in the tab. `tfps` is its page, `pane`, `view` and `trace` the first pane and its parts."""
         names = "const [pane] = window.tfps?.panes ?? []; const view = pane?.timeline, trace = pane?.trace;"
         return self.driver.execute_script(f"{names} {script}", *arguments)
 
     def errors(self) -> list[str]:
         """What the console said since the last call that is no mere information."""
-        log: list[dict[str, Any]] = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
+        log: list[dict[str, Json]] = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
         return [entry["message"] for entry in log if entry["level"] == "SEVERE"]

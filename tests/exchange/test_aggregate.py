@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from tfps.errors import ProtocolError
 from tfps.exchange.aggregate import GatherRound, SumRound, split_gathered
+from tfps.types import Array, DType
 
 FLOAT = np.dtype("float32")
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100)
 
 
-def sum_round(label: str, workers: int, dtype: np.dtype[Any], nbytes: int, deterministic: bool) -> SumRound:
+def sum_round(label: str, workers: int, dtype: DType, nbytes: int, deterministic: bool) -> SumRound:
     return SumRound(label, workers, dtype, nbytes, deterministic, lambda size: np.empty(size, np.uint8))
 
 
-def total(round_: SumRound, order: Any, parts: Any, step: int = 0) -> NDArray[Any]:
+def total(round_: SumRound, order: Sequence[int], parts: Sequence[Array | None], step: int = 0) -> Array:
     for rank in order:
         assert round_.missing()
         round_.add(rank, step, parts[rank])
@@ -31,7 +31,7 @@ def total(round_: SumRound, order: Any, parts: Any, step: int = 0) -> NDArray[An
 
 
 @given(rows=st.lists(st.lists(floats, min_size=3, max_size=3), min_size=1, max_size=4), data=st.data())
-def test_deterministic_sums_do_not_depend_on_the_order_of_arrival(rows: list[list[float]], data: Any) -> None:
+def test_deterministic_sums_do_not_depend_on_the_order_of_arrival(rows: list[list[float]], data: st.DataObject) -> None:
     parts = [np.array(row, FLOAT) for row in rows]
     expected = parts[0].copy()
     for part in parts[1:]:
@@ -44,7 +44,7 @@ def test_deterministic_sums_do_not_depend_on_the_order_of_arrival(rows: list[lis
 @given(
     rows=st.lists(st.lists(st.integers(-1000, 1000), min_size=2, max_size=2), min_size=1, max_size=5), data=st.data()
 )
-def test_sums_are_right_in_any_order_and_leave_the_parts_alone(rows: list[list[int]], data: Any) -> None:
+def test_sums_are_right_in_any_order_and_leave_the_parts_alone(rows: list[list[int]], data: st.DataObject) -> None:
     parts = [np.array(row, "int64") for row in rows]
     before = [part.copy() for part in parts]
     order = data.draw(st.permutations(range(len(parts))))
@@ -110,7 +110,7 @@ def pieces(payload: bytes, size: int) -> list[bytes]:
 
 
 @given(payloads=st.lists(st.binary(max_size=50), min_size=1, max_size=4), size=st.integers(1, 20), data=st.data())
-def test_gathered_payloads_come_back_in_rank_order(payloads: list[bytes], size: int, data: Any) -> None:
+def test_gathered_payloads_come_back_in_rank_order(payloads: list[bytes], size: int, data: st.DataObject) -> None:
     round_ = GatherRound("g", len(payloads), size)
     left = {rank: list(enumerate(pieces(payload, size))) for rank, payload in enumerate(payloads)}
     while left:

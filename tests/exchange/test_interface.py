@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jobs
 import numpy as np
@@ -16,6 +15,7 @@ from jobs import push, summed, together
 
 from tfps.errors import ClosedError, ConfigError, ProtocolError, TfpsError
 from tfps.exchange.interface import BucketSpec, Exchange, Reply, as_bytes, parse_dtype
+from tfps.types import Argument, Value
 from tfps.worker.embedded import EmbeddedExchange
 
 SIZES = (4, 1024, 1028, 10_000, 0)  # one item, one slice, a bit more, many slices, nothing
@@ -182,7 +182,7 @@ def test_several_declarations_add_up(ranks: list[Exchange]) -> None:
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_mix_of_buckets_and_orders_is_right(ranks: list[Exchange], data: Any) -> None:
+def test_any_mix_of_buckets_and_orders_is_right(ranks: list[Exchange], data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, 1500).map(lambda items: items * 4), min_size=1, max_size=5))
     specs = [sum_spec(size, data.draw(st.integers(0, 3))) for size in sizes]
     buckets = declared(ranks, *specs)
@@ -254,7 +254,7 @@ def test_replies_over_the_wire_are_aligned_writable_and_ones_own(ranks: list[Exc
     if isinstance(ranks[0], EmbeddedExchange):
         pytest.skip("the embedded exchange hands back what was pushed")
     (bucket,) = declared(ranks, sum_spec(10_000))
-    kept: list[Any] = []
+    kept: list[Value] = []
     for _ in range(3):
         for pending in [push(rank, bucket, bytes(10_000)) for rank in ranks]:
             result = pending.wait().sum
@@ -278,8 +278,8 @@ def test_replies_over_the_wire_are_aligned_writable_and_ones_own(ranks: list[Exc
         ({"kind": "gather"}, "a gather must have nbytes 0 and dtype 'uint8'"),
     ],
 )
-def test_a_spec_out_of_range_is_refused(fields: dict[str, Any], rule: str) -> None:
-    good: dict[str, Any] = {"names": ("x",), "kind": "sum", "nbytes": 8, "dtype": "float32", "priority": 0}
+def test_a_spec_out_of_range_is_refused(fields: dict[str, Argument], rule: str) -> None:
+    good: dict[str, Argument] = {"names": ("x",), "kind": "sum", "nbytes": 8, "dtype": "float32", "priority": 0}
     with pytest.raises(ConfigError, match=rule):
         BucketSpec(**(good | fields))
 

@@ -7,10 +7,11 @@ import threading
 import types
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 import numpy as np
 import pytest
+from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 from jobs import DEADLINE_S, Cluster, poll, push, summed, together, use
@@ -23,7 +24,8 @@ from tfps.exchange.layout import Cutting, Layout, cut_anew
 from tfps.exchange.tuning import MAX_SHARED_SLICE_BYTES, MAX_SLICE_BYTES, MIN_SLICE_BYTES, Measured, choose
 from tfps.protos import tfps_pb2 as pb
 from tfps.trace.recorder import Recorder
-from tfps.wire.send_queue import Throughput
+from tfps.types import Argument
+from tfps.wire.send_queue import SendQueue, Throughput
 from tfps.wire.shared_memory import Sharing
 from tfps.worker.bucket import PushedBucket
 from tfps.worker.tuner import Tuner, measure
@@ -43,7 +45,7 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def job(cluster: Cluster, workers: int, pservers: int, **options: Any) -> list[Worker]:
+def job(cluster: Cluster, workers: int, pservers: int, **options: Argument) -> list[Worker]:
     members = cluster.workers(cluster.pservers(pservers, workers), workers, **{"config": CONFIG, **options})
     together(*(functools.partial(worker.declare, SPECS) for worker in members))
     return members
@@ -105,15 +107,15 @@ def test_rank_0_holds_the_step_before_the_change_until_all_pservers_know(cluster
     members = job(cluster, 2, 1)
     together(*(functools.partial(train, worker, range(2)) for worker in members))
     asked, answer = threading.Event(), threading.Event()
-    pserver: Any = members[0]._pservers[0]
+    pserver = members[0]._pservers[0]
     call = pserver.call
 
-    def slow(name: str, *arguments: Any) -> Any:
+    def slow(name: str, *arguments: Argument) -> Message:
         asked.set()
         assert answer.wait(DEADLINE_S)
         return call(name, *arguments)
 
-    pserver.call = slow
+    setattr(pserver, "call", slow)  # noqa: B010
     tuning = threading.Thread(target=members[0].tune, args=(512, 4096), daemon=True)
     tuning.start()
     assert asked.wait(DEADLINE_S)
@@ -185,7 +187,7 @@ def test_what_small_slices_could_not_show_is_seen_at_a_second_look(
     monkeypatch.setattr("tfps.worker.tuner._MIN_MESSAGE_S", 1e-4)
     link, sizes = types.SimpleNamespace(throughput=Throughput()), list[tuple[int, int]]()
     raw = cluster.raw(cluster.pserver(1).address)
-    queues: Any = [link]
+    queues = cast(list[SendQueue], [link])
     tuner = Tuner(Config(), [raw.pserver], queues, Sharing(wanted=False), lambda *chosen: sizes.append(chosen))
     tuner.probe()
     trained, announced = PushedBucket(SPECS[0], Cutting([], [])), PushedBucket(SPECS[2], Cutting([], []))
@@ -218,7 +220,7 @@ def test_fixed_sizes_are_never_changed(cluster: Cluster) -> None:
         (pb.Layout(slice_bytes=8, window_bytes=8, buckets=[0], steps=[]), "one step per bucket, got 0 for 1 buckets"),
     ],
 )
-def test_a_malformed_layout_is_refused(cluster: Cluster, layout: Any, rule: str) -> None:
+def test_a_malformed_layout_is_refused(cluster: Cluster, layout: pb.Layout, rule: str) -> None:
     (worker,) = job(cluster, 1, 1)
     request = pb.TuneRequest(incarnation=worker._membership.incarnation, rank=0, layout=layout)
     with pytest.raises(ProtocolError, match=rule):
@@ -251,7 +253,9 @@ def test_chosen_sizes_are_in_range_and_the_window_holds_two_slices(
     assert window_bytes >= min(2 * slice_bytes, 64 * 2**20)
 
 
-def sizes(bytes_per_s: float, round_trip_s: float = 1e-3, message_s: float = 2e-4, step_s: float = 0.1) -> Any:
+def sizes(
+    bytes_per_s: float, round_trip_s: float = 1e-3, message_s: float = 2e-4, step_s: float = 0.1
+) -> tuple[int, int]:
     return choose(Measured(bytes_per_s, round_trip_s, message_s, step_s, pservers=2))
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import tensorflow as tf
 
 import tfps
 from tfps.graph import effects, tf_private
+from tfps.types import Argument
 
 REFUSED = r"tfps supports TensorFlow 2\.18 to 2\.21 with Keras 3 .*; TensorFlow 2\..* does not fit: "
 
@@ -41,7 +41,7 @@ def test_where_tensorflow_calls_the_attribute_differently_no_strategy_starts(mon
 def test_where_datasets_keep_their_functions_elsewhere_no_strategy_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     original = tf_private.flat_map_op._FlatMapDataset.__init__
 
-    def init(self: Any, *arguments: Any, **options: Any) -> None:
+    def init(self: tf.data.Dataset, *arguments: Argument, **options: Argument) -> None:
         original(self, *arguments, **options)
         del self._map_func
 

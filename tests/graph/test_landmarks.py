@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -13,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tfps.graph.landmarks import Landmarks
+from tfps.types import Array, Value
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -37,32 +37,32 @@ def embedded_words() -> keras.Model:
     return keras.Sequential([keras.layers.Input((6,)), *layers, keras.layers.Dense(10)])
 
 
-def forward(model: keras.Model, x: Any, y: Any) -> Any:
+def forward(model: keras.Model, x: Value, y: Value) -> Value:
     return LOSS(y, model(x, training=True))
 
 
-def tape(model: keras.Model, x: Any, y: Any) -> Any:
+def tape(model: keras.Model, x: Value, y: Value) -> Value:
     with tf.GradientTape() as tape:
         loss = forward(model, x, y)
     return tape.gradient(loss, [variable.value for variable in model.trainable_variables])
 
 
-def gradients(model: keras.Model, x: Any, y: Any) -> Any:
+def gradients(model: keras.Model, x: Value, y: Value) -> Value:
     return tf.gradients(forward(model, x, y), [variable.value for variable in model.trainable_variables])
 
 
-def named_scope(model: keras.Model, x: Any, y: Any) -> Any:
+def named_scope(model: keras.Model, x: Value, y: Value) -> Value:
     with tf.name_scope("step"):
         return tape(model, x, y)
 
 
-Step = Callable[[keras.Model, Any, Any], Any]
+Step = Callable[[keras.Model, Array, Array], Value]
 WAYS: list[Step] = [tape, gradients, named_scope]
 by_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 by_model = pytest.mark.parametrize("build", [dense, convolutions, embedded_words], ids=lambda build: build.__name__)
 
 
-def traced(model: keras.Model, step: Step) -> tuple[Any, list[Any]]:
+def traced(model: keras.Model, step: Step) -> tuple[tf.Graph, list[tf.Tensor]]:
     """The graph of `step`, and its inputs."""
     specs = [tf.TensorSpec((16, *model.input_shape[1:])), tf.TensorSpec((16,), tf.int64)]
     function = tf.function(lambda x, y: step(model, x, y), autograph=False)
@@ -70,18 +70,18 @@ def traced(model: keras.Model, step: Step) -> tuple[Any, list[Any]]:
     return concrete.graph, concrete.inputs[: len(specs)]
 
 
-def types(operations: Any) -> list[str]:
+def types(operations: Sequence[tf.Operation]) -> list[str]:
     """Without constants, and without calls: a tape calls other functions, which keep what it needs."""
     return [op.type for op in operations if op.type not in ("Const", "NoOp", "Identity") and not calls(op)]
 
 
-def calls(op: Any) -> bool:
+def calls(op: tf.Operation) -> bool:
     return "PartitionedCall" in op.type or "While" in op.type
 
 
 @by_way
 @by_model
-def test_backward_begins_after_all_of_forward(build: Any, way: Step) -> None:
+def test_backward_begins_after_all_of_forward(build: Callable[[], keras.Model], way: Step) -> None:
     model = build()
     alone, _ = traced(model, forward)
     graph, inputs = traced(model, way)
@@ -91,7 +91,7 @@ def test_backward_begins_after_all_of_forward(build: Any, way: Step) -> None:
 
 
 @by_model
-def test_a_forward_pass_alone_has_no_backward_pass(build: Any) -> None:
+def test_a_forward_pass_alone_has_no_backward_pass(build: Callable[[], keras.Model]) -> None:
     landmarks = Landmarks(*traced(build(), forward))
     assert landmarks.backward is None
     assert landmarks.last_of_forward() == []
@@ -99,7 +99,7 @@ def test_a_forward_pass_alone_has_no_backward_pass(build: Any) -> None:
 
 @by_way
 @by_model
-def test_forward_ends_with_tensors_that_backward_uses(build: Any, way: Step) -> None:
+def test_forward_ends_with_tensors_that_backward_uses(build: Callable[[], keras.Model], way: Step) -> None:
     graph, inputs = traced(build(), way)
     landmarks = Landmarks(graph, inputs)
     assert landmarks.backward is not None
@@ -154,7 +154,7 @@ def test_a_second_step_in_a_graph_is_looked_at_alone(way: Step) -> None:
     alone, inputs = traced(model, way)
     once = Landmarks(alone, inputs)
 
-    def twice(model: keras.Model, x: Any, y: Any) -> Any:
+    def twice(model: keras.Model, x: Value, y: Value) -> Value:
         return [way(model, x, y), way(model, x, y)]
 
     graph, inputs = traced(model, twice)

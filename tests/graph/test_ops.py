@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from typing import Any
 
 import jobs
 import numpy as np
@@ -13,6 +12,7 @@ import tensorflow as tf
 
 import tfps
 from tfps.graph import ops as graph_ops
+from tfps.types import Value
 
 EXACT = [tf.float32, tf.float64, tf.int32, tf.int64, tf.int16, tf.int8, tf.uint8, tf.float16, tf.bfloat16]
 
@@ -66,7 +66,7 @@ def test_a_gate_with_an_error_raises_it_in_the_graph() -> None:
     variable = tf.Variable([1.0])
 
     @tf.function(autograph=False)
-    def read() -> Any:
+    def read() -> Value:
         graph_ops.pass_gate(gate, variable.handle, [])
         return variable.read_value()
 
@@ -89,7 +89,7 @@ def test_a_pull_sends_only_if_its_result_is_used(used: bool) -> None:
         threading.Thread(target=reply, daemon=True).start()
 
     @tf.function(autograph=False)
-    def step(value: Any) -> Any:
+    def step(value: Value) -> Value:
         data, _ = graph_ops.pull(messages.queue_ref, 3, graph_ops.to_bytes(value), tf.constant([], tf.uint8))
         return (data if used else value), tf.constant(1)
 
@@ -107,7 +107,7 @@ def test_a_pull_refuses_the_reply_that_a_stopped_step_has_left_behind() -> None:
     threading.Thread(target=reply, daemon=True).start()
 
     @tf.function(autograph=False)
-    def step(value: Any) -> Any:
+    def step(value: Value) -> Value:
         return graph_ops.pull(messages.queue_ref, 3, graph_ops.to_bytes(value), tf.constant([], tf.uint8))[0]
 
     with pytest.raises((tf.errors.InvalidArgumentError, tfps.TfpsError), match="reply to another step"):
@@ -117,7 +117,7 @@ def test_a_pull_refuses_the_reply_that_a_stopped_step_has_left_behind() -> None:
 def test_a_pull_keeps_its_queue_from_run_to_run_and_each_pull_has_its_own() -> None:
     """So the reply that a stopped run has left behind is found, and never another pull's."""
     messages = tf.queue.FIFOQueue(10, graph_ops.MESSAGE)
-    answered: dict[int, list[Any]] = {}
+    answered: dict[int, list[Value]] = {}
 
     def replies() -> None:
         for _ in range(4):
@@ -129,7 +129,7 @@ def test_a_pull_keeps_its_queue_from_run_to_run_and_each_pull_has_its_own() -> N
     thread.start()
 
     @tf.function(autograph=False)
-    def step(value: Any) -> Any:
+    def step(value: Value) -> Value:
         data, empty = graph_ops.to_bytes(value), tf.constant([], tf.uint8)
         return [graph_ops.pull(messages.queue_ref, transfer, data, empty)[0] for transfer in (3, 4)]
 
@@ -144,7 +144,7 @@ def test_a_pull_keeps_its_queue_from_run_to_run_and_each_pull_has_its_own() -> N
 
 def test_the_reply_to_a_function_that_is_gone_is_dropped() -> None:
     messages = tf.queue.FIFOQueue(10, graph_ops.MESSAGE)
-    came: list[Any] = []
+    came: list[Value] = []
 
     def reply() -> None:
         _, ticket, data, indices, _, results = messages.dequeue()
@@ -156,7 +156,7 @@ def test_the_reply_to_a_function_that_is_gone_is_dropped() -> None:
 
     def run() -> None:
         @tf.function(autograph=False)
-        def step(value: Any) -> Any:
+        def step(value: Value) -> Value:
             return graph_ops.pull(messages.queue_ref, 3, graph_ops.to_bytes(value), tf.constant([], tf.uint8))[0]
 
         step(tf.constant([5], tf.uint8))
@@ -179,7 +179,7 @@ def test_what_a_run_needs_is_what_its_outputs_and_stateful_ops_need() -> None:
     counter = tf.Variable(0.0)
 
     @tf.function(autograph=False)
-    def step(value: Any) -> Any:
+    def step(value: Value) -> Value:
         returned, added = tf.multiply(value, 2.0, name="returned"), tf.multiply(value, 3.0, name="added")
         tf.multiply(value, 4.0, name="unused")
         counter.assign_add(added)

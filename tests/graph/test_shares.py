@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -12,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tfps.graph.shares import UNKNOWN, LastBatch, Share, current_share, rows_of
+from tfps.types import Value
 
 EVEN = np.float32(1 / 3)
 
@@ -34,7 +34,7 @@ def share(rows: int, total: int | None, others: int = 0) -> Share:
         (tf.zeros([0, 4]), 0),
     ],
 )
-def test_rows_are_those_of_the_first_value_that_has_any(value: Any, rows: int | None) -> None:
+def test_rows_are_those_of_the_first_value_that_has_any(value: Value, rows: int | None) -> None:
     found = rows_of(value)
     assert found is None if rows is None else int(found) == rows
 
@@ -100,7 +100,7 @@ class Iterator:
 def test_the_last_batch_is_known_where_a_graph_has_one_iterator() -> None:
     last = LastBatch(2)
 
-    def taken(*iterators: Iterator) -> Any:
+    def taken(*iterators: Iterator) -> Value:
         @tf.function
         def step(rows: tf.Tensor) -> tf.Tensor:
             for iterator in iterators:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Iterator
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -37,7 +37,7 @@ def embedded_words() -> keras.Model:
 
 
 @pytest.fixture(scope="module", params=[convolutions, embedded_words], ids=lambda build: build.__name__)
-def graph(request: pytest.FixtureRequest) -> Any:
+def graph(request: pytest.FixtureRequest) -> Iterator[tf.Graph]:
     """The graph of a training step whose buckets have one variable or two."""
     strategy = tfps.Strategy(config=tfps.Config(slice_bytes=1024))
     strategy.extended._emitter._first_bytes = 64
@@ -51,7 +51,7 @@ def graph(request: pytest.FixtureRequest) -> Any:
     strategy.close()
 
 
-def test_a_note_waits_for_nothing_that_could_be_fused(graph: Any) -> None:
+def test_a_note_waits_for_nothing_that_could_be_fused(graph: tf.Graph) -> None:
     notes = [op for op in graph.get_operations() if called(op) == NOTE]
     assert len(notes) > 6
     for note in notes:
@@ -66,7 +66,7 @@ def test_a_note_waits_for_nothing_that_could_be_fused(graph: Any) -> None:
                 assert waited.outputs[0].consumers() == []
 
 
-def test_sends_know_when_their_variable_was_wanted_and_one_knows_the_step(graph: Any) -> None:
+def test_sends_know_when_their_variable_was_wanted_and_one_knows_the_step(graph: tf.Graph) -> None:
     sends = [op for op in graph.get_operations() if called(op) == SEND]
     known = []
     for send in sends:
@@ -78,7 +78,7 @@ def test_sends_know_when_their_variable_was_wanted_and_one_knows_the_step(graph:
     assert known.count([False, False, True, True]) == len(sends) - 1
 
 
-def test_a_read_is_wanted_when_what_it_is_computed_with_is_there(graph: Any) -> None:
+def test_a_read_is_wanted_when_what_it_is_computed_with_is_there(graph: tf.Graph) -> None:
     wanted_after: list[str] = []
     for send in (op for op in graph.get_operations() if called(op) == SEND):
         _, _, wanted, opened = (each.op for each in send.inputs[5].op.inputs)

@@ -12,15 +12,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import pytest
 from jobs import DEADLINE_S
 
 import tfps
-from tfps.exchange.interface import BucketSpec, Reply
+from tfps.exchange.interface import BucketSpec, Exchange, OnPart, OnReply, Reply
 from tfps.pserver.server import ParameterServer
+from tfps.types import Array, Value
 from tfps.worker.worker import Worker
 
 
@@ -38,7 +38,7 @@ class Companion:
         self.announced = 0  # how often rank 0 has announced one
         self.holds: Callable[[BucketSpec], bool] = lambda spec: False
 
-    def of_batches(self, said: Any) -> Any:
+    def of_batches(self, said: Array) -> Array:
         """What this rank announces of its next batch where rank 0 has said `said`: the same, up to `batches`."""
         own = said[:, ::-1].copy()
         self.announced += 1
@@ -46,18 +46,20 @@ class Companion:
             own[0, 1] = 0
         return own
 
-    def follow(self, exchange: Any) -> None:
+    def follow(self, exchange: Exchange) -> None:
         """Does from now on what `exchange`, rank 0's, does."""
         declare, push = exchange.declare, exchange.push
 
-        def declare_both(specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: Any = None) -> list[int]:
+        def declare_both(
+            specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: threading.Event | None = None
+        ) -> list[int]:
             mine = self._declare_thread.submit(self._worker.declare, specs, details)
             ids = declare(specs, details, stop)
             assert mine.result(DEADLINE_S) == ids
             self.specs.extend(specs)
             return ids
 
-        def push_both(bucket: int, payload: Any, on_reply: Any, on_part: Any = None) -> None:
+        def push_both(bucket: int, payload: Value, on_reply: OnReply, on_part: OnPart | None = None) -> None:
             push(bucket, payload, on_reply, on_part)
             with self._lock:
                 if held := self.holds(self.specs[bucket]):
@@ -69,7 +71,8 @@ class Companion:
             else:
                 self._worker.push(bucket, None, _ignore)
 
-        exchange.declare, exchange.push = declare_both, push_both
+        setattr(exchange, "declare", declare_both)  # noqa: B010
+        setattr(exchange, "push", push_both)  # noqa: B010
 
     def wait_held(self) -> bool:
         """Waits until rank 0 has pushed a held bucket."""

@@ -15,17 +15,17 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from tfps.config import Config, Security
 from tfps.exchange.interface import Exchange, Payload, Reply
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver import server
 from tfps.pserver.server import ParameterServer
+from tfps.types import Argument, Array
 from tfps.wire import frames
 from tfps.wire.connection import dial
 from tfps.wire.control import INCARNATION_KEY, PROTOCOL_VERSION, PULL, PUSH, RANK_KEY, Pserver, method, settings_of
@@ -34,10 +34,14 @@ from tfps.wire.tcp_path import open_path
 from tfps.worker import worker as worker_module
 from tfps.worker.worker import Worker
 
+if TYPE_CHECKING:
+    import grpc
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEADLINE_S = 60.0  # how long a test waits for what must happen; never reached if all is well
 Transport = Literal["tcp", "grpc", "shared memory", "both"]
 CONFIG = Config(slice_bytes=1024, window_bytes=4096, connect_timeout_s=DEADLINE_S, step_timeout_s=DEADLINE_S)
+_T = TypeVar("_T")
 
 
 class Pending:
@@ -88,7 +92,7 @@ def push(exchange: Exchange, bucket: int, payload: Payload | None) -> Pending:
     return pending
 
 
-def summed(reply: Reply, dtype: str = "float32") -> NDArray[Any]:
+def summed(reply: Reply, dtype: str = "float32") -> Array:
     """The items of a sum."""
     return np.frombuffer(memoryview(reply.sum).cast("B"), np.uint8).view(dtype)
 
@@ -111,9 +115,9 @@ class Failed:
         return self.errors[0]
 
 
-def attempt(*calls: Callable[[], Any]) -> list[Any]:
+def attempt(*calls: Callable[[], _T]) -> list[_T | Exception]:
     """Runs the calls at the same time, each on a thread; what each returned or raised."""
-    results: list[Any] = [TimeoutError("did not end")] * len(calls)
+    results: list[_T | Exception] = [TimeoutError("did not end")] * len(calls)
 
     def run(index: int) -> None:
         try:
@@ -129,19 +133,19 @@ def attempt(*calls: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def together(*calls: Callable[[], Any]) -> list[Any]:
+def together(*calls: Callable[[], _T]) -> list[_T]:
     """As `attempt`, for calls that must succeed."""
     results = attempt(*calls)
     for result in results:
         if isinstance(result, Exception):
             raise result
-    return results
+    return [result for result in results if not isinstance(result, Exception)]
 
 
 class Cluster(contextlib.ExitStack):
     """Pservers and workers that end with the test."""
 
-    def pserver(self, workers: int, **options: Any) -> ParameterServer:
+    def pserver(self, workers: int, **options: Argument) -> ParameterServer:
         server = ParameterServer("127.0.0.1", 0, workers=workers, **options)
         self.callback(server.stop, 0.2)
         return server
@@ -149,15 +153,15 @@ class Cluster(contextlib.ExitStack):
     def pservers(self, count: int, workers: int) -> list[str]:
         return [self.pserver(workers).address for _ in range(count)]
 
-    def worker(self, addresses: Sequence[str], rank: int | None = None, **options: Any) -> Worker:
+    def worker(self, addresses: Sequence[str], rank: int | None = None, **options: Argument) -> Worker:
         worker = Worker(addresses, rank=rank, **{"config": CONFIG, **options})
         self.callback(worker.close)
         return worker
 
-    def workers(self, addresses: Sequence[str], count: int, **options: Any) -> list[Worker]:
+    def workers(self, addresses: Sequence[str], count: int, **options: Argument) -> list[Worker]:
         return together(*(functools.partial(self.worker, addresses, rank, **options) for rank in range(count)))
 
-    def raw(self, address: str, rank: int = -1, **options: Any) -> RawWorker:
+    def raw(self, address: str, rank: int = -1, **options: Argument) -> RawWorker:
         raw = RawWorker(address, rank, **options)
         self.callback(raw.close)
         return raw
@@ -197,9 +201,9 @@ class RawWorker:
 
     over_tcp = False
 
-    def __init__(self, address: str, rank: int = -1, config: Config = CONFIG, **join: Any) -> None:
+    def __init__(self, address: str, rank: int = -1, config: Config = CONFIG, **join: Argument) -> None:
         self.pserver = Pserver(address, Security.of_worker(config, {}))
-        fields: dict[str, Any] = {
+        fields: dict[str, Argument] = {
             "protocol_version": PROTOCOL_VERSION,
             "rank": rank,
             "uid": uuid.uuid4().hex,
@@ -212,8 +216,8 @@ class RawWorker:
         self.rank: int = self.joined.rank
         self.incarnation: str = self.joined.incarnation
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self.pulling: Any = None
-        self.pushing: Any = None
+        self.pulling: grpc.Call = None
+        self.pushing: grpc.Future = None
 
     def open(self) -> RawWorker:
         """Opens both streams."""
@@ -242,13 +246,13 @@ class RawWorker:
         outbox.put(None)
         return [frames.decode_error(*frames.decode(answer)) for answer in answers]
 
-    def _pull(self, incarnation: str, rank: str) -> Any:
+    def _pull(self, incarnation: str, rank: str) -> grpc.Call:
         pull = self.pserver.channel.unary_stream(method(PULL))
         return pull(
             b"", metadata=(*self.pserver.metadata, (INCARNATION_KEY, incarnation), (RANK_KEY, rank)), timeout=DEADLINE_S
         )
 
-    def _push(self, outbox: queue.SimpleQueue[bytes | None], incarnation: str, rank: str) -> Any:
+    def _push(self, outbox: queue.SimpleQueue[bytes | None], incarnation: str, rank: str) -> grpc.Future:
         push = self.pserver.channel.stream_unary(method(PUSH))
         return push.future(
             iter(outbox.get, None),
@@ -257,7 +261,7 @@ class RawWorker:
         )
 
     def declare(
-        self, *buckets: Any, number: int = 0, details: Sequence[str] = (), timeout_s: float = DEADLINE_S
+        self, *buckets: pb.Bucket, number: int = 0, details: Sequence[str] = (), timeout_s: float = DEADLINE_S
     ) -> RawWorker:
         request = pb.DeclareRequest(
             incarnation=self.incarnation,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from tfps.trace.recorder import RECORD, SENT, Recorder
+from tfps.types import Argument
 from tfps.wire.send_queue import SendQueue
 
 
@@ -39,7 +40,7 @@ def note_in_flight(recorder: Recorder, queues: Mapping[tuple[int, int], SendQueu
     found: list[int] = []
     sent = recorder.sent
 
-    def noted(*fields: Any) -> None:
+    def noted(*fields: Argument) -> None:
         sent(*fields)
         found.append(queues[fields[-2], fields[-1]].load.in_flight_bytes)  # the queue's lock is this thread's
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
-Build = Callable[[], tuple[keras.Model, Any, Any]]  # model, inputs, targets
+from tfps.types import Argument, Array, Structure, Value
+
+Build = Callable[[], tuple[keras.Model, Structure, Array]]  # model, inputs, targets
 
 
 def digits(count: int = 320) -> tuple[np.ndarray, np.ndarray]:
@@ -20,13 +21,13 @@ def digits(count: int = 320) -> tuple[np.ndarray, np.ndarray]:
     return (images[:count] / 16.0).astype("float32"), labels[:count].astype("int64")
 
 
-def mlp(units: int = 32, **dense: Any) -> tuple[keras.Model, Any, Any]:
+def mlp(units: int = 32, **dense: Argument) -> tuple[keras.Model, Array, Array]:
     """Two hidden layers on digits."""
     layers = [keras.layers.Dense(units, activation="relu", **dense) for _ in range(2)]
     return keras.Sequential([keras.layers.Input((64,)), *layers, keras.layers.Dense(10)]), *digits()
 
 
-def batch_normalization() -> tuple[keras.Model, Any, Any]:
+def batch_normalization() -> tuple[keras.Model, Array, Array]:
     """A convolution with moving statistics and dropout."""
     images, labels = digits()
     layers = [
@@ -48,7 +49,7 @@ def _words() -> tuple[np.ndarray, np.ndarray]:
     return words, (words.sum(1) % 10).astype("int64")
 
 
-def embedding_sparse() -> tuple[keras.Model, Any, Any]:
+def embedding_sparse() -> tuple[keras.Model, Array, Array]:
     """An embedding whose gradient is IndexedSlices."""
     words, targets = _words()
     layers = [keras.layers.Input((12,)), keras.layers.Embedding(50, 8), keras.layers.Flatten(), keras.layers.Dense(10)]
@@ -58,20 +59,20 @@ def embedding_sparse() -> tuple[keras.Model, Any, Any]:
 class DenseEmbedding(keras.layers.Layer):
     """An embedding by a product with one-hot rows: its gradient is dense."""
 
-    def build(self, input_shape: Any) -> None:
+    def build(self, input_shape: Structure) -> None:
         self.table = self.add_weight(shape=(50, 8), initializer="uniform", name="table")
 
-    def call(self, words: Any) -> Any:
+    def call(self, words: Value) -> Value:
         return keras.ops.matmul(keras.ops.one_hot(words, 50), self.table)
 
 
-def embedding_dense() -> tuple[keras.Model, Any, Any]:
+def embedding_dense() -> tuple[keras.Model, Array, Array]:
     words, targets = _words()
     layers = [keras.layers.Input((12,)), DenseEmbedding(), keras.layers.Flatten(), keras.layers.Dense(10)]
     return keras.Sequential(layers), words, targets
 
 
-def shared_layer() -> tuple[keras.Model, Any, Any]:
+def shared_layer() -> tuple[keras.Model, Array, Array]:
     """One layer used twice, the functional way."""
     images, labels = digits()
     inputs = keras.Input((64,))
@@ -79,7 +80,7 @@ def shared_layer() -> tuple[keras.Model, Any, Any]:
     return keras.Model(inputs, keras.layers.Dense(10)(shared(shared(inputs)))), images, labels
 
 
-def normalized_shared_layer() -> tuple[keras.Model, Any, Any]:
+def normalized_shared_layer() -> tuple[keras.Model, Array, Array]:
     """A layer with a constraint used twice, and batch normalization, whose scale has a product as its gradient."""
     images, labels = digits()
     inputs = keras.Input((64,))
@@ -88,7 +89,7 @@ def normalized_shared_layer() -> tuple[keras.Model, Any, Any]:
     return keras.Model(inputs, keras.layers.Dense(10)(normalized)), images, labels
 
 
-def attention() -> tuple[keras.Model, Any, Any]:
+def attention() -> tuple[keras.Model, Array, Array]:
     """Kernels of rank 3."""
     images, labels = digits()
     inputs = keras.Input((8, 8))
@@ -97,7 +98,7 @@ def attention() -> tuple[keras.Model, Any, Any]:
     return keras.Model(inputs, keras.layers.Dense(10)(attended)), images.reshape(-1, 8, 8), labels
 
 
-def two_inputs() -> tuple[keras.Model, Any, Any]:
+def two_inputs() -> tuple[keras.Model, list[Array], Array]:
     images, labels = digits()
     left, right = keras.Input((32,)), keras.Input((32,))
     hidden = keras.layers.Concatenate()([keras.layers.Dense(16)(left), keras.layers.Dense(16)(right)])
@@ -112,15 +113,15 @@ class Subclassed(keras.Model):
         self.last = keras.layers.Dense(10)
         self.first = keras.layers.Dense(32, activation="relu")
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: Structure) -> Value:
         return self.last(self.first(inputs))
 
 
-def subclassed() -> tuple[keras.Model, Any, Any]:
+def subclassed() -> tuple[keras.Model, Array, Array]:
     return Subclassed(), *digits()
 
 
-def lstm() -> tuple[keras.Model, Any, Any]:
+def lstm() -> tuple[keras.Model, Array, Array]:
     images, labels = digits()
     layers = [keras.layers.Input((8, 8)), keras.layers.LSTM(12), keras.layers.Dense(10)]
     return keras.Sequential(layers), images.reshape(-1, 8, 8), labels
@@ -133,7 +134,7 @@ def train(
     *,
     epochs: int = 2,
     batch_size: int = 64,
-    **compile_options: Any,
+    **compile_options: Argument,
 ) -> list[bytes]:
     """Trains from fixed seeds; returns weights and optimizer variables as bytes: equal means bitwise equal."""
     keras.utils.set_random_seed(1)

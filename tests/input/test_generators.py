@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 import numpy as np
@@ -13,12 +12,13 @@ from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDat
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from tfps.input import generators
+from tfps.types import Structure, Value
 
 SPEC = (tf.TensorSpec([None, 2], tf.float32), tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.string))
 
 
 def generated(sizes: list[int]) -> tf.data.Dataset:
-    def batches() -> Iterator[Any]:
+    def batches() -> Iterator[Structure]:
         start = 0
         for size in sizes:
             rows = np.arange(start, start + size)
@@ -31,7 +31,7 @@ def generated(sizes: list[int]) -> tf.data.Dataset:
 @pytest.mark.parametrize(("replicas", "count"), [(2, 1), (3, 1), (4, 2), (6, 3)])
 def test_the_replicas_of_a_step_have_the_rows_of_one_batch(replicas: int, count: int) -> None:
     sizes = [12, 12, 7]
-    parts: dict[int, list[Any]] = {}
+    parts: dict[int, list[Value]] = {}
     for first in range(0, replicas, count):
         for number, (x, y, name) in enumerate(generators.own_rows(generated(sizes), replicas, first, count)):
             parts.setdefault(number // count, []).append(y.numpy())
@@ -77,7 +77,7 @@ class Batches(keras.utils.PyDataset):
     def __len__(self) -> int:
         return 2
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Structure:
         return np.zeros([3, 2], np.float32), np.full([3], index)
 
 

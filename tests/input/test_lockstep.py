@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -20,6 +19,7 @@ from keras_versions import NOT_IN_KERAS_3_8
 import tfps
 from tfps.errors import ClosedError, MismatchError
 from tfps.exchange.interface import BucketSpec
+from tfps.types import Array, Batches, Value
 
 CONFIG = tfps.Config(slice_bytes=4096, window_bytes=16384, step_timeout_s=jobs.DEADLINE_S)
 Pair = tuple[tfps.Strategy, companion.Companion]
@@ -40,12 +40,12 @@ class Training:
             self.model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         self.data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16).take(batches)
         self.distributed = strategy.distribute_datasets_from_function(lambda context: self.data)
-        self.step: Callable[[Any], Any] = tf.function(
+        self.step: Callable[[Batches], Value] = tf.function(
             lambda iterator: strategy.run(self.model.train_step, args=(iterator.get_next(),)), autograph=False
         )
-        self.outcome: list[Any] = []
+        self.outcome: list[Value] = []
 
-    def in_background(self, iterator: Any) -> threading.Thread:
+    def in_background(self, iterator: Batches) -> threading.Thread:
         def run() -> None:
             try:
                 self.outcome.append(self.step(iterator))
@@ -183,7 +183,7 @@ def test_workers_that_take_batches_in_another_order_are_refused(pair: Pair) -> N
     train.step(iter(train.distributed))
     jobs.poll(lambda: other.announced == 2)  # also the batch after it, when that has been read
 
-    def elsewhere(said: Any) -> Any:
+    def elsewhere(said: Array) -> Array:
         own = said[:, ::-1].copy()
         own[1, 1] += 3
         return own

@@ -7,8 +7,7 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -22,6 +21,7 @@ import training
 import tfps
 from tfps.input.datasets import StagedDataset, StagedDatasetFromFunction
 from tfps.pserver.server import ParameterServer
+from tfps.types import Batches, Logs, Structure, Value
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def fillers() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("tfps-stage")]
 
 
-def collected(gone: weakref.ref[Any]) -> bool:
+def collected(gone: Callable[[], object]) -> bool:
     gc.collect()  # does nothing while another thread collects
     return gone() is None
 
@@ -86,7 +86,7 @@ def everything() -> tf.data.Dataset:
     ).batch(4)
 
 
-def plain(batch: Any) -> list[Any]:
+def plain(batch: Structure) -> list[Value]:
     return [np.asarray(part).tolist() for part in tf.nest.flatten(batch, expand_composites=True)]
 
 
@@ -104,14 +104,14 @@ def test_batches_of_every_structure_come_as_they_are(strategy: tfps.Strategy) ->
     assert isinstance(eager[0][0]["sparse"], tf.SparseTensor)
 
     @tf.function
-    def following(iterator: Any) -> Any:
+    def following(iterator: Batches) -> Value:
         batch = iterator.get_next()
         assert batch[0]["dense"].shape.as_list() == [None, 2]
         assert batch[2] is None
         return batch[:2]
 
     @tf.function
-    def optional(iterator: Any) -> Any:
+    def optional(iterator: Batches) -> Value:
         return iterator.get_next_as_optional()
 
     iterator, other = iter(distributed), iter(distributed)
@@ -138,7 +138,7 @@ def test_loops_inside_a_function_take_every_batch(strategy: tfps.Strategy) -> No
     distributed = strategy.experimental_distribute_dataset(tf.data.Dataset.range(10).batch(4))
 
     @tf.function
-    def total(batches: Any) -> tf.Tensor:
+    def total(batches: Structure) -> tf.Tensor:
         result = tf.constant(0, tf.int64)
         for batch in batches:
             result += tf.reduce_sum(batch)
@@ -165,7 +165,7 @@ def test_an_error_of_the_pipeline_is_raised_at_its_step_after_the_batches_before
     distributed = strategy.experimental_distribute_dataset(Source(9, fails_at=3).dataset)
 
     @tf.function
-    def following(iterator: Any) -> Any:
+    def following(iterator: Batches) -> Value:
         return iterator.get_next()
 
     for get in (following, next):
@@ -262,11 +262,11 @@ def test_a_new_epoch_and_a_new_fit_need_no_new_trace(strategy: tfps.Strategy) ->
     traces = []
 
     class Counting(keras.Sequential):
-        def train_step(self, data: Any) -> Any:
+        def train_step(self, data: Structure) -> Logs:
             traces.append("train")
             return super().train_step(data)
 
-        def test_step(self, data: Any) -> Any:
+        def test_step(self, data: Structure) -> Logs:
             traces.append("test")
             return super().test_step(data)
 

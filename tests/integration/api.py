@@ -8,13 +8,13 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 import tfps
+from tfps.types import Layer, Structure, Value
 
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 Check = Callable[[tfps.Strategy], None]
@@ -26,7 +26,7 @@ def check(function: Check) -> Check:
     return function
 
 
-def context() -> Any:
+def context() -> Value:
     return tf.distribute.get_replica_context()
 
 
@@ -40,21 +40,21 @@ def own_ids(strategy: tfps.Strategy) -> list[int]:
     return list(range(strategy.rank * local, (strategy.rank + 1) * local))
 
 
-def both(function: Callable[[], Any]) -> list[Any]:
+def both(function: Callable[[], Value]) -> list[Value]:
     """What `function` returns eagerly, in a graph, and when that graph runs again."""
     graph = tf.function(function, autograph=False)
     return [function(), graph(), graph()]
 
 
-def equal(actual: Any, expected: Any) -> None:
+def equal(actual: Value, expected: Value) -> None:
     np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
 
 
-def local(strategy: tfps.Strategy, value: Any) -> list[np.ndarray]:
+def local(strategy: tfps.Strategy, value: Value) -> list[np.ndarray]:
     return [np.asarray(each) for each in strategy.experimental_local_results(value)]
 
 
-def raises(kinds: Any, text: str, call: Callable[[], Any]) -> None:
+def raises(kinds: type[Exception] | tuple[type[Exception], ...], text: str, call: Callable[[], object]) -> None:
     try:
         call()
     except kinds as error:
@@ -237,7 +237,7 @@ def merge_call_brings_the_replicas_together(strategy: tfps.Strategy) -> None:
     with strategy.scope():
         variable = tf.Variable([0.0])
 
-    def merged(strategy: tf.distribute.Strategy, value: Any) -> Any:
+    def merged(strategy: tf.distribute.Strategy, value: Value) -> Value:
         assert tf.distribute.in_cross_replica_context()
         total = strategy.reduce("SUM", value, axis=None)
         mean = strategy.extended.reduce_to(MEAN, value, variable)
@@ -266,14 +266,14 @@ def reduce_to_and_update_in_cross_replica_context(strategy: tfps.Strategy) -> No
     with strategy.scope():
         first, second = tf.Variable(1.0), tf.Variable([1.0, 2.0])
 
-    def step() -> Any:
+    def step() -> Value:
         ones, ids = strategy.run(lambda: (tf.ones([2]), replica_id()))
         to_second, to_first = strategy.extended.batch_reduce_to("SUM", [(ones, second), (ids, first)])
         strategy.extended.update(second, lambda v, a: v.assign_add(a), args=(to_second,))
         strategy.extended.update(first, lambda v, a, b: v.assign(a + b), args=(to_first,), kwargs={"b": 0.5})
         return strategy.extended.reduce_to("MEAN", ids, "/device:CPU:0")
 
-    def run(step: Any) -> None:
+    def run(step: Callable[[], Value]) -> None:
         with strategy.scope():
             equal(step(), (count - 1) / 2)
 
@@ -420,21 +420,21 @@ def replicas_draw_random_numbers_of_their_own(strategy: tfps.Strategy) -> None:
         seeds, generator = keras.random.SeedGenerator(6), tf.random.Generator.from_seed(7)
     image = np.arange(1.0, 65.0, dtype=np.float32).reshape(1, 8, 8, 1)
 
-    def drawn(layers: list[Any], seeds: Any) -> list[Any]:
+    def drawn(layers: list[Layer], seeds: keras.random.SeedGenerator) -> list[Value]:
         values = [layer(image, training=True) for layer in layers]
         return [*values, keras.random.normal([8], seed=seeds), keras.random.uniform([8], seed=seeds)]
 
-    def of_replicas(function: Callable[[], Any], ways: str) -> Iterator[list[np.ndarray]]:
+    def of_replicas(function: Callable[[], Value], ways: str) -> Iterator[list[np.ndarray]]:
         """Values by replica of all workers, of each thing that `function` draws; Eagerly, in a Graph."""
 
-        def run() -> Any:
+        def run() -> Value:
             return strategy.run(lambda: [tf.reshape(each, [1, -1]) for each in function()])
 
         in_graph = tf.function(run, autograph=False)
         for way in ways:
             yield [np.asarray(strategy.gather(each, axis=0)) for each in (in_graph if way == "G" else run)()]
 
-    def all_differ(values: Any) -> None:
+    def all_differ(values: Structure) -> None:
         assert len({value.tobytes() for value in values}) == strategy.num_replicas_in_sync
 
     for results in of_replicas(lambda: drawn(noisy, seeds), "EGG"):
@@ -444,8 +444,8 @@ def replicas_draw_random_numbers_of_their_own(strategy: tfps.Strategy) -> None:
     states = strategy.gather(strategy.run(lambda: tf.reshape(seeds.state.value + 0, [1, 2])), axis=0)
     assert len({state.tobytes() for state in np.asarray(states)}) == 1, "what is stored is the same everywhere"
 
-    def by_name(name: str) -> Callable[[], Any]:
-        drawing: dict[str, Callable[[], Any]] = {
+    def by_name(name: str) -> Callable[[], Value]:
+        drawing: dict[str, Callable[[], Value]] = {
             "tf.random.Generator": lambda: [generator.normal([8])],
             "no seed": lambda: [keras.random.normal([8]), keras.random.shuffle(tf.range(64))],
             "tf.random": lambda: [tf.random.normal([8]), tf.nn.dropout(tf.ones([64]), 0.5)],
@@ -478,7 +478,7 @@ class Noise(keras.layers.Layer):
         super().__init__()
         self.seeds = keras.random.SeedGenerator(1)
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: Structure) -> Value:
         return inputs + keras.random.normal(tf.shape(inputs), seed=self.seeds)
 
 

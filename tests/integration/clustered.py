@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import keras
 import numpy as np
@@ -17,6 +16,7 @@ import tensorflow as tf
 import training
 
 import tfps
+from tfps.types import Array, Value
 
 resolvers = tf.distribute.cluster_resolver
 HOST = "127.0.0.1"
@@ -31,12 +31,12 @@ def tf_config(rank: int, port: int) -> None:
     os.environ["TF_CONFIG"] = json.dumps({"cluster": tasks(port), "task": task})
 
 
-def simple(rank: int, port: int) -> Any:
+def simple(rank: int, port: int) -> Value:
     task_type = "chief" if rank == 0 else "worker"
     return resolvers.SimpleClusterResolver(tf.train.ClusterSpec(tasks(port)), task_type=task_type, task_id=0)
 
 
-def slurm(rank: int, port: int) -> Any:
+def slurm(rank: int, port: int) -> Value:
     """Process 0 of the step is the pserver; the GPUs that TensorFlow's class counts need not exist."""
     for name, value in (("PROCID", rank + 1), ("STEP_NUM_TASKS", 3), ("STEP_TASKS_PER_NODE", 3)):
         os.environ[f"SLURM_{name}"] = str(value)
@@ -46,7 +46,7 @@ def slurm(rank: int, port: int) -> Any:
     )
 
 
-def kubernetes(rank: int, port: int) -> Any:
+def kubernetes(rank: int, port: int) -> Value:
     """With a client that knows one node with all pods; the rank is that of joining."""
 
     def pods(label_selector: str) -> SimpleNamespace:
@@ -64,7 +64,7 @@ def kubernetes(rank: int, port: int) -> Any:
 DESCRIPTIONS = {"tf_config": tf_config, "simple": simple, "slurm": slurm, "kubernetes": kubernetes}
 
 
-def compiled(strategy: tfps.Strategy) -> tuple[keras.Model, Any, Any]:
+def compiled(strategy: tfps.Strategy) -> tuple[keras.Model, Array, Array]:
     keras.utils.set_random_seed(strategy.rank)
     with strategy.scope():
         model, inputs, targets = training.mlp()

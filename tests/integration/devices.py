@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import numpy as np
@@ -13,7 +12,9 @@ import tensorflow as tf
 import training
 
 import tfps
+from tfps.runtime.transfers import DeferredUpdate
 from tfps.strategy.planned_bucket import PlannedBucket
+from tfps.types import Argument, Structure, Value
 
 Adam, SGD = keras.optimizers.Adam, keras.optimizers.SGD
 
@@ -23,7 +24,7 @@ def loss_scaled() -> keras.optimizers.Optimizer:
 
 
 # What is trained: model, optimizer, options of `compile`.
-PROGRAMS: dict[str, tuple[training.Build, Callable[[], Any], dict[str, Any]]] = {
+PROGRAMS: dict[str, tuple[training.Build, Callable[[], keras.optimizers.Optimizer], dict[str, Argument]]] = {
     "adam": (training.mlp, Adam, {}),
     "momentum": (training.mlp, lambda: SGD(0.05, momentum=0.9, nesterov=True), {}),
     "accumulation": (training.mlp, lambda: Adam(gradient_accumulation_steps=2), {}),
@@ -41,7 +42,14 @@ def watch_who_sends() -> dict[str, set[int]]:
     send = PlannedBucket.send
     carriers: dict[str, set[int]] = {}
 
-    def watched(bucket: Any, transfer: Any, queue: Any, ticket: Any, carries: bool, times: Any) -> None:
+    def watched(
+        bucket: PlannedBucket,
+        transfer: DeferredUpdate,
+        queue: tf.Tensor,
+        ticket: tf.Tensor,
+        carries: bool,
+        times: tuple[Value, ...],
+    ) -> None:
         if carries:
             carriers.setdefault(transfer.spec.name, set()).add(bucket.replica)
         send(bucket, transfer, queue, ticket, carries, times)
@@ -85,7 +93,7 @@ def custom_loop(pservers: list[str], devices: list[str]) -> list[np.ndarray]:
         optimizer = Adam()
         optimizer.build(model.trainable_variables)
 
-    def step(batch: Any) -> None:
+    def step(batch: Structure) -> None:
         with tf.GradientTape() as tape:
             losses = keras.losses.sparse_categorical_crossentropy(batch[1], model(batch[0]), from_logits=True)
             loss = tf.reduce_sum(losses) / 64
@@ -106,7 +114,7 @@ def custom_loop(pservers: list[str], devices: list[str]) -> list[np.ndarray]:
     return weights
 
 
-def reduced(strategy: tf.distribute.Strategy) -> dict[str, Any]:
+def reduced(strategy: tf.distribute.Strategy) -> dict[str, Value]:
     """What `reduce` makes of structures, by operation and structure; the name of the error where it raises one."""
     first = strategy.run(
         lambda: 1.0 + tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
@@ -114,7 +122,7 @@ def reduced(strategy: tf.distribute.Strategy) -> dict[str, Any]:
     second = strategy.run(lambda each: tf.fill([2], 10.0 + each), args=(first,))
     with strategy.scope():
         variable = tf.Variable(5.0)
-    structures: dict[str, Any] = {
+    structures: dict[str, Structure] = {
         "one": first,
         "nested": {"a": first, "b": (second, [first])},
         "with a number": (first, 7.0),
@@ -124,7 +132,7 @@ def reduced(strategy: tf.distribute.Strategy) -> dict[str, Any]:
         "a number": 7.0,
         "nothing": {"a": first, "b": None},
     }
-    results: dict[str, Any] = {}
+    results: dict[str, Value] = {}
     for operation in ("SUM", "MEAN"):
         for name, structure in structures.items():
             try:

@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -20,6 +19,7 @@ import tensorflow as tf
 import training
 
 import tfps
+from tfps.types import Argument, Logs
 
 EVERY = 2
 WHEN = 3  # batches before it happens
@@ -29,16 +29,16 @@ LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 class Once(keras.callbacks.Callback):
     """Does something after some batches, on rank 1 only."""
 
-    def __init__(self, act: Callable[[keras.Model], Any], rank: int) -> None:
+    def __init__(self, act: Callable[[keras.Model], object], rank: int) -> None:
         super().__init__()
         self._act, self._rank = act, rank
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         if batch == WHEN and self._rank == 1:
             self._act(self.model)
 
 
-def fitted(act: Callable[[keras.Model], Any], optimizer: str = "Adam", **options: Any) -> Callable[..., None]:
+def fitted(act: Callable[[keras.Model], object], optimizer: str = "Adam", **options: Argument) -> Callable[..., None]:
     """A case: `fit`, in the course of which rank 1 does `act`."""
 
     def case(strategy: tfps.Strategy) -> None:

@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import jobs
 import keras
@@ -22,6 +21,7 @@ import numpy as np
 import training
 
 import tfps
+from tfps.types import Array, Logs, Options
 
 
 class Interrupt(keras.callbacks.Callback):
@@ -29,7 +29,7 @@ class Interrupt(keras.callbacks.Callback):
         super().__init__()
         self.batch = batch
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         if batch == self.batch:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -49,7 +49,7 @@ def main(out: str, when: str, go: str = "") -> None:
     strategy = tfps.Strategy() if "TFPS_PSERVERS" in os.environ else None
     keras.utils.set_random_seed(1 + (strategy.rank if strategy else 0))
     model, x, y = build(strategy)
-    options: dict[str, Any] = {"batch_size": 32, "shuffle": False, "verbose": 0}
+    options: Options = {"batch_size": 32, "shuffle": False, "verbose": 0}
     if when != "declare":
         options["callbacks"] = [Interrupt(int(when))]
     elif strategy and strategy.rank == 0:
@@ -70,7 +70,7 @@ def main(out: str, when: str, go: str = "") -> None:
     np.savez(out, *model.get_weights(), iterations=model.optimizer.iterations.numpy())
 
 
-def build(strategy: tfps.Strategy | None) -> tuple[keras.Model, Any, Any]:
+def build(strategy: tfps.Strategy | None) -> tuple[keras.Model, Array, Array]:
     with strategy.scope() if strategy else contextlib.nullcontext():
         model, x, y = training.mlp()
         model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])

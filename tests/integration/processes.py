@@ -7,10 +7,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import preloaded
 from preloaded import Process
+
+from tfps.types import Json
 
 HERE = Path(__file__).resolve().parent
 PYTHONPATH = os.pathsep.join([str(HERE.parent / "helpers"), str(HERE.parent.parent)])  # and this copy of tfps
@@ -56,7 +57,7 @@ def finish(processes: Sequence[Process], timeout_s: float = TIMEOUT_S) -> list[t
     return results
 
 
-def outputs(processes: Sequence[Process], timeout_s: float = TIMEOUT_S) -> list[Any]:
+def outputs(processes: Sequence[Process], timeout_s: float = TIMEOUT_S) -> list[Json]:
     """The outputs of processes that must all end well."""
     results = finish(processes, timeout_s)
     for rank, (code, output) in enumerate(results):

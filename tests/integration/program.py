@@ -18,7 +18,6 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -26,10 +25,13 @@ import tensorflow as tf
 import training
 
 import tfps
+from tfps.types import Argument, Callback, Model, Value
 
 DEVICES = [f"CPU:{number}" for number in range(int(os.environ.get("DEVICES", "1")))]
 BATCH = 48  # of the whole job
 SAMPLES = 6 * BATCH
+
+Results = dict[str, Value]  # what a program ends with, by names
 
 
 class Job:
@@ -43,7 +45,7 @@ class Job:
         self.own = folder / f"rank{self.rank}"
         self.own.mkdir(parents=True, exist_ok=True)
 
-    def scope(self) -> Any:
+    def scope(self) -> contextlib.AbstractContextManager[object]:
         return self.strategy.scope() if self.strategy else contextlib.nullcontext()
 
     @property
@@ -51,7 +53,9 @@ class Job:
         """For programs that are written for tf.distribute."""
         return self.strategy or tf.distribute.get_strategy()
 
-    def compiled(self, optimizer: Any = "adam", *, build: Callable[[], Any] | None = None, **options: Any) -> Any:
+    def compiled(
+        self, optimizer: Argument = "adam", *, build: Callable[[], Model] | None = None, **options: Argument
+    ) -> Model:
         """A model and what Keras' `fit` needs beside the data."""
         with self.scope():
             model = build() if build else mlp()
@@ -62,7 +66,7 @@ class Job:
         return model
 
 
-def mlp(units: int = 16, dtype: Any = None) -> Any:
+def mlp(units: int = 16, dtype: str | keras.DTypePolicy | None = None) -> Model:
     layers = [keras.layers.Dense(units, activation="tanh", dtype=dtype) for _ in range(2)]
     return keras.Sequential([keras.layers.Input((64,)), *layers, keras.layers.Dense(10, dtype=dtype)])
 
@@ -77,18 +81,18 @@ def sharded(dataset: tf.data.Dataset, policy: str = "DATA") -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
-def weights(*models: Any) -> dict[str, Any]:
+def weights(*models: Model) -> Results:
     return {
         f"weights/{m}/{w}": weight for m, model in enumerate(models) for w, weight in enumerate(model.get_weights())
     }
 
 
-def history(*fits: Any) -> dict[str, Any]:
+def history(*fits: Callback) -> Results:
     return {f"history/{f}/{name}": np.asarray(v) for f, fit in enumerate(fits) for name, v in fit.history.items()}
 
 
 def main(folder: str, *programs: str) -> None:
-    results: dict[str, Any] = {}
+    results: dict[str, Value] = {}
     started = time.monotonic()
     for program in programs:
         module, name = program.split(".")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from program import BATCH, SAMPLES, Job, data, history, sharded, weights
+from program import BATCH, SAMPLES, Job, Results, data, history, sharded, weights
 
-OPTIONS: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+from tfps.types import Argument, Logs, Options, Structure, Value
+
+OPTIONS: Options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
 
 
-def weighted(job: Job) -> dict[str, Any]:
+def weighted(job: Job) -> Results:
     """class_weight, sample_weight, validation_split, validation_data."""
     x, y = data()
     by_class, by_sample = job.compiled("sgd"), job.compiled("sgd")
@@ -26,7 +27,7 @@ def weighted(job: Job) -> dict[str, Any]:
     return {**weights(by_class, by_sample), **history(*fits)}
 
 
-def evaluated(job: Job) -> dict[str, Any]:
+def evaluated(job: Job) -> Results:
     """evaluate gives everybody the result of all."""
     top = keras.metrics.SparseTopKCategoricalAccuracy
     with job.scope():
@@ -37,20 +38,20 @@ def evaluated(job: Job) -> dict[str, Any]:
     return {f"results/{number}": result for number, result in enumerate(results)}
 
 
-def steps_per_execution(job: Job) -> dict[str, Any]:
+def steps_per_execution(job: Job) -> Results:
     model = job.compiled(steps_per_execution=4)
     fit = model.fit(*data(), epochs=2, **OPTIONS)
     return {**weights(model), **history(fit)}
 
 
-def generator(job: Job) -> dict[str, Any]:
+def generator(job: Job) -> Results:
     """A generator without end: every rank makes the batches of the whole job and trains on its rows.
 
     Keras takes a few batches from it before training under every strategy, ranks not equally many: not as plain Keras.
     """
     x, y = data()
 
-    def batches() -> Iterator[Any]:
+    def batches() -> Iterator[Structure]:
         for start in itertools.cycle(range(0, SAMPLES, BATCH)):
             yield x[start : start + BATCH], y[start : start + BATCH]
 
@@ -63,19 +64,19 @@ def generator(job: Job) -> dict[str, Any]:
 class Batches(keras.utils.PyDataset):
     """The batches of the whole job."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Argument) -> None:
         super().__init__(**options)
         self.x, self.y = data()
 
     def __len__(self) -> int:
         return SAMPLES // BATCH
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Structure:
         part = slice(index * BATCH, (index + 1) * BATCH)
         return self.x[part], self.y[part]
 
 
-def py_dataset(job: Job) -> dict[str, Any]:
+def py_dataset(job: Job) -> Results:
     """Every rank trains on its rows of each batch; with workers, Keras' own look at the first shifts the order."""
     model, parallel = job.compiled(), job.compiled()
     fits = [
@@ -86,14 +87,14 @@ def py_dataset(job: Job) -> dict[str, Any]:
     return {**weights(model), **history(fits[0])} | {f"ranks {name}": value for name, value in ends.items()}
 
 
-def autoshard_data(job: Job) -> dict[str, Any]:
+def autoshard_data(job: Job) -> Results:
     model = job.compiled()
     dataset = sharded(tf.data.Dataset.from_tensor_slices(data()).batch(BATCH), "DATA")
     fit = model.fit(dataset, epochs=2, verbose=0)
     return {**weights(model), **history(fit)}
 
 
-def autoshard_off(job: Job) -> dict[str, Any]:
+def autoshard_off(job: Job) -> Results:
     """Every rank reads everything, in batches of its size; Keras takes as many steps as the dataset has batches."""
     model = job.compiled()
     images, labels = data()
@@ -104,7 +105,7 @@ def autoshard_off(job: Job) -> dict[str, Any]:
     return {**weights(model), **history(fit), "iterations": int(model.optimizer.iterations.numpy())}
 
 
-def autoshard_file(job: Job) -> dict[str, Any]:
+def autoshard_file(job: Job) -> Results:
     """Two files per rank; each rank reads its own."""
     x, y = data()
     files = [str(job.own / f"{number}.records") for number in range(2)]
@@ -113,7 +114,7 @@ def autoshard_file(job: Job) -> dict[str, Any]:
             for image, label in zip(x[number::2], y[number::2], strict=True):
                 writer.write(tf.io.serialize_tensor(tf.concat([image, [float(label)]], 0)).numpy())
 
-    def parse(record: Any) -> Any:
+    def parse(record: tf.Tensor) -> Value:
         values = tf.io.parse_tensor(record, tf.float32)
         values.set_shape([65])
         return values[:64], tf.cast(values[64], tf.int64)
@@ -134,23 +135,23 @@ def autoshard_file(job: Job) -> dict[str, Any]:
     return {**weights(model), **history(fit)}
 
 
-def from_function(job: Job) -> dict[str, Any]:
+def from_function(job: Job) -> Results:
     """distribute_datasets_from_function in fit: the input context says which part."""
 
-    def make(context: Any) -> Any:
+    def make(context: tf.distribute.InputContext) -> Value:
         size = context.get_per_replica_batch_size(BATCH)
         dataset = tf.data.Dataset.from_tensor_slices(data()).batch(size)
         return dataset.shard(context.num_input_pipelines, context.input_pipeline_id)
 
     model = job.compiled()
-    dataset: Any = make(tf.distribute.InputContext())
+    dataset = make(tf.distribute.InputContext())
     if job.strategy:
         dataset = job.strategy.distribute_datasets_from_function(make)
     fit = model.fit(dataset, epochs=2, steps_per_epoch=SAMPLES // BATCH, verbose=0)
     return {**weights(model), **history(fit)}
 
 
-def shuffled(job: Job) -> dict[str, Any]:
+def shuffled(job: Job) -> Results:
     """fit shuffles by itself: with one seed for all ranks the shards are those of one order."""
     keras.utils.set_random_seed(7)
     model = job.compiled()
@@ -158,7 +159,7 @@ def shuffled(job: Job) -> dict[str, Any]:
     return {**weights(model), "own": history(fit)}
 
 
-def stopping(job: Job) -> dict[str, Any]:
+def stopping(job: Job) -> Results:
     """EarlyStopping, ReduceLROnPlateau, LearningRateScheduler, and a callback that sets stop_training in an epoch."""
     x, y = data()
     model = job.compiled(lambda: keras.optimizers.SGD(0.5))
@@ -170,7 +171,7 @@ def stopping(job: Job) -> dict[str, Any]:
     schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
     second = model.fit(x, y, epochs=3, callbacks=[schedule], **OPTIONS)
 
-    def stop(batch: int, logs: Any) -> None:
+    def stop(batch: int, logs: Logs) -> None:
         model.stop_training = batch == 3
 
     third = model.fit(x, y, epochs=3, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=stop)], **OPTIONS)
@@ -178,7 +179,7 @@ def stopping(job: Job) -> dict[str, Any]:
     return {**weights(model), **history(first, second, third), "rate": rate, "epochs": len(first.epoch)}
 
 
-def uneven(job: Job) -> dict[str, Any]:
+def uneven(job: Job) -> Results:
     """A last batch that is smaller than one rank's part: the other rank computes with no rows, nobody waits."""
     x, y = data(SAMPLES + 10)
     model = job.compiled()
@@ -188,7 +189,7 @@ def uneven(job: Job) -> dict[str, Any]:
     return {f"ranks {name}": value for name, value in ends.items()} | {"steps": int(model.optimizer.iterations.numpy())}
 
 
-def files_uneven(job: Job) -> dict[str, Any]:
+def files_uneven(job: Job) -> Results:
     """Files of different lengths, one per rank: the longer one's rest is left out."""
     x, y = data()
     dataset = tf.data.Dataset.from_generator(

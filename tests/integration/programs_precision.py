@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import keras
 import numpy as np
-from program import BATCH, SAMPLES, Job, data, history, mlp, weights
+from program import BATCH, SAMPLES, Job, Results, data, history, mlp, weights
 
-OPTIONS: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+from tfps.types import Model, Options, Structure, Value
+
+OPTIONS: Options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
 
 
-def loss_scaling(job: Job) -> dict[str, Any]:
+def loss_scaling(job: Job) -> Results:
     """mixed_float16; in the third step a gradient of the last rank's part overflows."""
     keras.config.set_dtype_policy("mixed_float16")
     model = job.compiled(lambda: keras.optimizers.Adam(0.01))
@@ -33,10 +35,10 @@ def loss_scaling(job: Job) -> dict[str, Any]:
     }
 
 
-def loss_scaling_growth(job: Job) -> dict[str, Any]:
+def loss_scaling_growth(job: Job) -> Results:
     """The scale doubles every three good steps and is halved by a bad one, which one rank sees."""
 
-    def optimizer() -> Any:
+    def optimizer() -> keras.optimizers.Optimizer:
         return keras.optimizers.LossScaleOptimizer(
             keras.optimizers.SGD(0.01, momentum=0.9), initial_scale=8.0, dynamic_growth_steps=3
         )
@@ -53,20 +55,20 @@ def loss_scaling_growth(job: Job) -> dict[str, Any]:
     return {**weights(model), "scales": scales}
 
 
-def mixed_bfloat16(job: Job) -> dict[str, Any]:
+def mixed_bfloat16(job: Job) -> Results:
     model = job.compiled(build=lambda: mlp(dtype="mixed_bfloat16"))
     fit = model.fit(*data(), epochs=1, **OPTIONS)
     return {**weights(model), **history(fit)}
 
 
-def float64(job: Job) -> dict[str, Any]:
+def float64(job: Job) -> Results:
     model = job.compiled(build=lambda: mlp(dtype="float64"))
     assert model.trainable_variables[0].dtype == "float64"
     fit = model.fit(*data(), epochs=2, **OPTIONS)
     return {**weights(model), **history(fit)}
 
 
-def accumulation(job: Job) -> dict[str, Any]:
+def accumulation(job: Job) -> Results:
     """Accumulated over three steps: something is sent when it is applied only."""
     model = job.compiled(lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3))
     if job.strategy:
@@ -81,7 +83,7 @@ def accumulation(job: Job) -> dict[str, Any]:
     return {**weights(model), **history(fit), "own pushes": pushes}
 
 
-def options_of_optimizers(job: Job) -> dict[str, Any]:
+def options_of_optimizers(job: Job) -> Results:
     """EMA, clipping, weight decay, a schedule: on what the sum over ranks makes of them."""
     schedule = keras.optimizers.schedules.CosineDecay(0.05, 12)
     model = job.compiled(
@@ -94,16 +96,16 @@ def options_of_optimizers(job: Job) -> dict[str, Any]:
 class Regularized(keras.layers.Layer):
     """A penalty by add_loss beside a regularizer."""
 
-    def build(self, shape: Any) -> None:
+    def build(self, shape: Sequence[int]) -> None:
         self.kernel = self.add_weight(shape=(shape[-1], 10), regularizer=keras.regularizers.L2(0.01), name="kernel")
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: Structure) -> Value:
         self.add_loss(0.1 * keras.ops.mean(keras.ops.square(self.kernel)))
         return inputs @ self.kernel
 
 
-def regularizers_and_constraints(job: Job) -> dict[str, Any]:
-    def build() -> Any:
+def regularizers_and_constraints(job: Job) -> Results:
+    def build() -> Model:
         hidden = keras.layers.Dense(16, activation="tanh", kernel_constraint=keras.constraints.MaxNorm(0.5))
         return keras.Sequential([keras.Input((64,)), hidden, Regularized()])
 

@@ -2,64 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
-from program import Job, data, history, sharded, weights
+from program import Job, Results, data, history, sharded, weights
 
-L: Any = keras.layers
+from tfps.types import Argument, Function, Library, Logs, Model, Structure, Value
+
+L: Library = keras.layers
 SGD = keras.optimizers.SGD
 
 
 class Added(L.Layer):
     """Adds a mean over rows to the loss, which is NaN of no rows."""
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: Structure) -> Value:
         self.add_loss(0.1 * keras.ops.mean(inputs**2))
         return inputs
 
 
-def dense() -> Any:
+def dense() -> Model:
     layers = [L.Dense(8, activation="relu", kernel_regularizer="l2"), L.LayerNormalization(), Added(), L.Dense(10)]
     return keras.Sequential([L.Input((64,)), *layers])
 
 
-def fitted(job: Job, rows: int, batch: int, **options: Any) -> dict[str, Any]:
+def fitted(job: Job, rows: int, batch: int, **options: Argument) -> Results:
     x, y = data(rows)
     model = job.compiled(lambda: SGD(0.1), build=dense, **options)
     fit = model.fit(x, y, batch_size=batch, epochs=3, shuffle=False, verbose=0, validation_data=(x, y))
     return {**weights(model), **history(fit)}
 
 
-def arrays(job: Job) -> dict[str, Any]:
+def arrays(job: Job) -> Results:
     return fitted(job, 29, 8)
 
 
-def every_batch_uneven(job: Job) -> dict[str, Any]:
+def every_batch_uneven(job: Job) -> Results:
     return fitted(job, 30, 5)
 
 
-def last_batch_of_one_row(job: Job) -> dict[str, Any]:
+def last_batch_of_one_row(job: Job) -> Results:
     return fitted(job, 9, 8)
 
 
-def last_batch_of_four_rows(job: Job) -> dict[str, Any]:
+def last_batch_of_four_rows(job: Job) -> Results:
     return fitted(job, 16, 12)
 
 
-def fewer_rows_than_replicas(job: Job) -> dict[str, Any]:
+def fewer_rows_than_replicas(job: Job) -> Results:
     return fitted(job, 2, 8)
 
 
-def residual() -> Any:
+def residual() -> Model:
     inputs = L.Input((64,))
     hidden = L.Add()([inputs, L.Dense(64)(inputs)])
     return keras.Model(inputs, L.Dense(10)(hidden))
 
 
-def one_row_in_all(job: Job) -> dict[str, Any]:
+def one_row_in_all(job: Job) -> Results:
     """Graphs of replicas that never have any rows: Keras takes what has none for other shapes (Add)."""
     x, y = data(1)
     model = job.compiled(lambda: SGD(0.1), build=residual)
@@ -67,15 +69,15 @@ def one_row_in_all(job: Job) -> dict[str, Any]:
     return {**weights(model), **history(fit), "predicted": model.predict(x, verbose=0)}
 
 
-def eagerly(job: Job) -> dict[str, Any]:
+def eagerly(job: Job) -> Results:
     return fitted(job, 13, 6, run_eagerly=True)
 
 
-def several_steps(job: Job) -> dict[str, Any]:
+def several_steps(job: Job) -> Results:
     return fitted(job, 29, 8, steps_per_execution=2)
 
 
-def tf_data(job: Job) -> dict[str, Any]:
+def tf_data(job: Job) -> Results:
     """As in the report that val_loss was NaN: 32 rows in batches of 31."""
     x, y = data(32)
     dataset = sharded(tf.data.Dataset.from_tensor_slices((x, y)).batch(31))
@@ -94,24 +96,24 @@ class Batches(keras.utils.PyDataset):
     def __len__(self) -> int:
         return 3
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Structure:
         return self.x[5 * index : 5 * index + 5], self.y[5 * index : 5 * index + 5]
 
 
-def py_dataset(job: Job) -> dict[str, Any]:
+def py_dataset(job: Job) -> Results:
     model = job.compiled(lambda: SGD(0.1), build=dense)
     fit = model.fit(Batches(), epochs=2, shuffle=False, verbose=0)
     return {**weights(model), **history(fit)}
 
 
-def accumulated(job: Job) -> dict[str, Any]:
+def accumulated(job: Job) -> Results:
     x, y = data(29)
     model = job.compiled(lambda: SGD(0.1, gradient_accumulation_steps=2), build=dense)
     model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
     return weights(model)
 
 
-def updated_in_the_step(job: Job) -> dict[str, Any]:
+def updated_in_the_step(job: Job) -> Results:
     """Adafactor reads other state between its slots, so its updates are not deferred."""
     x, y = data(16)
     schedule = keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.7)
@@ -120,10 +122,10 @@ def updated_in_the_step(job: Job) -> dict[str, Any]:
     return {**weights(model), **history(fit)}
 
 
-def worker_without_rows(job: Job) -> dict[str, Any]:
+def worker_without_rows(job: Job) -> Results:
     """All replicas of a worker have empty sparse gradients, which crash TensorFlow's collectives."""
 
-    def build() -> Any:
+    def build() -> Model:
         return keras.Sequential([L.Input((64,)), L.Embedding(20, 4), L.GlobalAveragePooling1D(), L.Dense(10)])
 
     x, y = data(7)
@@ -132,14 +134,14 @@ def worker_without_rows(job: Job) -> dict[str, Any]:
     return {**weights(model), **history(fit)}
 
 
-def masked(job: Job) -> dict[str, Any]:
+def masked(job: Job) -> Results:
     """A mean over unmasked positions counts by these, not by rows."""
     random = np.random.default_rng(0)
     words = random.integers(1, 20, (29, 6))
     for row, length in enumerate(random.integers(0, 7, 29)):
         words[row, length:] = 0
 
-    def build() -> Any:
+    def build() -> Model:
         layers = [L.Embedding(20, 4, mask_zero=True), L.LSTM(5, return_sequences=True), L.Dense(10)]
         return keras.Sequential([L.Input((6,)), *layers])
 
@@ -148,7 +150,7 @@ def masked(job: Job) -> dict[str, Any]:
     return {**weights(model), **history(fit)}
 
 
-def _weighted(job: Job, *reductions: str) -> dict[str, Any]:
+def _weighted(job: Job, *reductions: str) -> Results:
     loss, ends = keras.losses.SparseCategoricalCrossentropy, {}
     for reduction in reductions:
         x, y = data(29)
@@ -158,12 +160,12 @@ def _weighted(job: Job, *reductions: str) -> dict[str, Any]:
     return ends
 
 
-def by_sample_weights(job: Job) -> dict[str, Any]:
+def by_sample_weights(job: Job) -> Results:
     """So does one that is divided by the sum of sample weights."""
     return _weighted(job, "mean_with_sample_weight")
 
 
-def other_reductions(job: Job) -> dict[str, Any]:
+def other_reductions(job: Job) -> Results:
     """Other losses divide by rows, also where samples have weights."""
     return _weighted(job, "sum_over_batch_size", "sum")
 
@@ -171,7 +173,7 @@ def other_reductions(job: Job) -> dict[str, Any]:
 class Guide(keras.Model):
     """The steps of Keras' guide, which track what compute_loss returns."""
 
-    def train_step(self, data: Any) -> Any:
+    def train_step(self, data: Structure) -> Logs:
         x, y = data
         with tf.GradientTape() as tape:
             outputs = self(x, training=True)
@@ -185,8 +187,8 @@ class Guide(keras.Model):
         return {"last": loss}
 
 
-def tracked_loss(job: Job) -> dict[str, Any]:
-    def build() -> Any:
+def tracked_loss(job: Job) -> Results:
+    def build() -> Model:
         model = dense()
         return Guide(model.inputs, model.outputs)
 
@@ -197,7 +199,7 @@ def tracked_loss(job: Job) -> dict[str, Any]:
     return {**weights(model), "loss": np.array(tracked["loss"])}
 
 
-def train_on_batch(job: Job) -> dict[str, Any]:
+def train_on_batch(job: Job) -> Results:
     """Each worker passes its part; the parts differ in size."""
     x, y = data(29)
     model = job.compiled(lambda: SGD(0.1), build=dense)
@@ -208,11 +210,11 @@ def train_on_batch(job: Job) -> dict[str, Any]:
     return weights(model)
 
 
-def _loop(job: Job) -> tuple[Any, Any, Any]:
+def _loop(job: Job) -> tuple[Model, Function, tf.distribute.DistributedDataset]:
     model = job.compiled(lambda: SGD(0.1), build=dense)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
-    def step(batch: Any) -> Any:
+    def step(batch: Structure) -> Value:
         x, y = batch
         with tf.GradientTape() as tape:
             value = loss(y, model(x, training=True))
@@ -223,7 +225,7 @@ def _loop(job: Job) -> tuple[Any, Any, Any]:
     return model, step, job.tf_strategy.experimental_distribute_dataset(dataset)
 
 
-def loop_eager(job: Job) -> dict[str, Any]:
+def loop_eager(job: Job) -> Results:
     """Batches are taken outside of the function that trains: replicas sum their rows."""
     model, step, batches = _loop(job)
     train = tf.function(lambda batch: job.tf_strategy.run(step, args=(batch,)), autograph=False)
@@ -231,7 +233,7 @@ def loop_eager(job: Job) -> dict[str, Any]:
     return {**weights(model), "losses": np.array(losses)}
 
 
-def loop_function(job: Job) -> dict[str, Any]:
+def loop_function(job: Job) -> Results:
     model, step, batches = _loop(job)
 
     @tf.function
@@ -246,10 +248,10 @@ def loop_function(job: Job) -> dict[str, Any]:
     return weights(model)
 
 
-def normalized(job: Job) -> dict[str, Any]:
+def normalized(job: Job) -> Results:
     """Statistics of no rows, which are NaN, reach neither variables nor metrics."""
 
-    def build() -> Any:
+    def build() -> Model:
         return keras.Sequential([L.Input((64,)), L.Dense(8), L.BatchNormalization(), L.Dense(10)])
 
     x, y = data(9)
@@ -263,19 +265,19 @@ def normalized(job: Job) -> dict[str, Any]:
 class Scaled(L.Layer):
     """Divides by a moving mean of its inputs, which does not show in them."""
 
-    def build(self, shape: Any) -> None:
+    def build(self, shape: Sequence[int]) -> None:
         self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="mean")
 
-    def call(self, inputs: Any, training: bool = False) -> Any:
+    def call(self, inputs: Structure, training: bool = False) -> Value:
         if training:
             self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(inputs, 0))
         return inputs
 
 
-def moving_mean(job: Job) -> dict[str, Any]:
+def moving_mean(job: Job) -> Results:
     """A moving mean of rows is that of the whole batch."""
 
-    def build() -> Any:
+    def build() -> Model:
         return keras.Sequential([L.Input((64,)), Scaled(), L.Dense(10)])
 
     x, y = data(8)

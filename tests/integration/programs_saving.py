@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from program import BATCH, Job, data, history, weights
+from program import BATCH, Job, Results, data, history, weights
 from reading import MovingMean
 
-OPTIONS: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+from tfps.types import Logs, Model, Options, Value
+
+OPTIONS: Options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
-def _checkpoints(job: Job, folder: Path) -> dict[str, Any]:
+def _checkpoints(job: Job, folder: Path) -> Results:
     model = job.compiled()
     callback = keras.callbacks.ModelCheckpoint
     callbacks = [
@@ -35,18 +36,18 @@ def _checkpoints(job: Job, folder: Path) -> dict[str, Any]:
     return {**weights(model), **history(fit), "own files": names(folder)}
 
 
-def checkpoints_shared(job: Job) -> dict[str, Any]:
+def checkpoints_shared(job: Job) -> Results:
     return _checkpoints(job, job.shared)
 
 
-def checkpoints_own(job: Job) -> dict[str, Any]:
+def checkpoints_own(job: Job) -> Results:
     return _checkpoints(job, job.own)
 
 
-def saved_in_epochs(job: Job) -> dict[str, Any]:
+def saved_in_epochs(job: Job) -> Results:
     """Callbacks that save in the middle of an epoch write what one process has: statistics, choices, names of files."""
 
-    def build() -> Any:
+    def build() -> Model:
         layers = [keras.layers.Dense(16, activation="tanh"), MovingMean(), keras.layers.Dense(10)]
         return keras.Sequential([keras.Input((64,)), *layers])
 
@@ -79,23 +80,23 @@ class Interrupt(keras.callbacks.Callback):
         super().__init__()
         self.last, self.epoch = epoch, 0
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self.epoch = epoch
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         if self.epoch == self.last and batch == 2:
             raise KeyboardInterrupt
 
 
-def _backup(job: Job, folder: Path) -> dict[str, Any]:
+def _backup(job: Job, folder: Path) -> Results:
     import tfps
 
     x, y = data()
 
-    def backup() -> Any:
+    def backup() -> Value:
         return keras.callbacks.BackupAndRestore(str(folder), delete_checkpoint=False)
 
-    def optimizer() -> Any:
+    def optimizer() -> keras.optimizers.Optimizer:
         return keras.optimizers.Adam(0.01)
 
     model = job.compiled(optimizer)
@@ -110,16 +111,16 @@ def _backup(job: Job, folder: Path) -> dict[str, Any]:
     return {**weights(again), **history(fit), "epochs": fit.epoch, "own files": names(folder)}
 
 
-def backup_shared(job: Job) -> dict[str, Any]:
+def backup_shared(job: Job) -> Results:
     return _backup(job, job.shared / "backup")
 
 
-def backup_own(job: Job) -> dict[str, Any]:
+def backup_own(job: Job) -> Results:
     """Only rank 0 has a backup; everybody goes on from it."""
     return _backup(job, job.own / "backup")
 
 
-def saved_in_one_place(job: Job) -> dict[str, Any]:
+def saved_in_one_place(job: Job) -> Results:
     """All ranks save to one path and read it back at once."""
     model = job.compiled()
     x, y = data()
@@ -136,7 +137,7 @@ def saved_in_one_place(job: Job) -> dict[str, Any]:
     return {**weights(model), **history(*fits)}
 
 
-def tensorboard(job: Job) -> dict[str, Any]:
+def tensorboard(job: Job) -> Results:
     model = job.compiled()
     board = keras.callbacks.TensorBoard(str(job.own / "logs"), histogram_freq=1, update_freq=2)
     x, y = data()
@@ -144,7 +145,7 @@ def tensorboard(job: Job) -> dict[str, Any]:
     return {**weights(model), **history(fit), "own files": names(job.own / "logs")}
 
 
-def saved(job: Job) -> dict[str, Any]:
+def saved(job: Job) -> Results:
     """model.save, load_model in scope and training on; export; each rank by itself."""
     model = job.compiled()
     x, y = data()
@@ -163,7 +164,7 @@ def saved(job: Job) -> dict[str, Any]:
     return {**weights(model, loaded), **history(*fits), "slots": [v.numpy() for v in model.optimizer.variables][2]}
 
 
-def tf_checkpoint(job: Job) -> dict[str, Any]:
+def tf_checkpoint(job: Job) -> Results:
     """tf.train.Checkpoint with a manager; restored into a model that starts elsewhere."""
     model = job.compiled()
     x, y = data()
@@ -182,7 +183,7 @@ def tf_checkpoint(job: Job) -> dict[str, Any]:
     return {**weights(model), **history(*fits), "step": int(step.numpy())}
 
 
-def weights_set(job: Job) -> dict[str, Any]:
+def weights_set(job: Job) -> Results:
     """set_weights between fits and inside an epoch, on all ranks."""
     model = job.compiled(lambda: keras.optimizers.SGD(0.05, momentum=0.9))
     x, y = data()
@@ -191,7 +192,7 @@ def weights_set(job: Job) -> dict[str, Any]:
     fits = [model.fit(x, y, **OPTIONS)]
     middle = model.get_weights()
 
-    def halve(batch: int, logs: Any) -> None:
+    def halve(batch: int, logs: Logs) -> None:
         if batch == 2:
             model.set_weights([weight * 0.5 for weight in model.get_weights()])
 
@@ -202,7 +203,7 @@ def weights_set(job: Job) -> dict[str, Any]:
     return {**weights(model), **history(*fits)}
 
 
-def weights_set_on_one_rank(job: Job) -> dict[str, Any]:
+def weights_set_on_one_rank(job: Job) -> Results:
     """On rank 0 only, before the first step: everybody gets them. Later: that rank alone has them."""
     model = job.compiled("sgd")
     if job.rank == 0:

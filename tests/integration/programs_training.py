@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from typing import Any
+from collections.abc import Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
-from program import BATCH, SAMPLES, Job, data, history, mlp, sharded, weights
+from program import BATCH, SAMPLES, Job, Results, data, history, mlp, sharded, weights
 
 import tfps
+from tfps.types import Logs, Model, Options, Structure, Value
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
 
 
-def _loop(job: Job, eager: bool) -> dict[str, Any]:
+def _loop(job: Job, eager: bool) -> Results:
     strategy = job.tf_strategy
     with job.scope():
         model, optimizer = mlp(), keras.optimizers.Adam(0.01)
         optimizer.build(model.trainable_variables)
         seen = keras.metrics.SparseCategoricalAccuracy()
 
-    def step(images: Any, labels: Any) -> Any:
+    def step(images: Value, labels: Value) -> Value:
         with tf.GradientTape() as tape:
             logits = model(images, training=True)
             loss = tf.nn.compute_average_loss(LOSS(labels, logits), global_batch_size=BATCH)
@@ -32,7 +33,7 @@ def _loop(job: Job, eager: bool) -> dict[str, Any]:
         seen.update_state(labels, logits)
         return loss
 
-    def whole_step(batch: Any) -> Any:
+    def whole_step(batch: Structure) -> Value:
         return strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)
 
     run = whole_step if eager else tf.function(whole_step)
@@ -43,22 +44,22 @@ def _loop(job: Job, eager: bool) -> dict[str, Any]:
     return {**weights(model), "losses": losses, "accuracy": float(seen.result())}
 
 
-def loop_eager(job: Job) -> dict[str, Any]:
+def loop_eager(job: Job) -> Results:
     return _loop(job, eager=True)
 
 
-def loop_function(job: Job) -> dict[str, Any]:
+def loop_function(job: Job) -> Results:
     return _loop(job, eager=False)
 
 
-def loop_epoch_function(job: Job) -> dict[str, Any]:
+def loop_epoch_function(job: Job) -> Results:
     """A whole epoch in one tf.function, over the dataset, with gradients that the program computes with."""
     strategy = job.tf_strategy
     with job.scope():
         model, optimizer = mlp(), keras.optimizers.SGD(0.1, momentum=0.9)
         optimizer.build(model.trainable_variables)
 
-    def step(images: Any, labels: Any) -> Any:
+    def step(images: Value, labels: Value) -> Value:
         with tf.GradientTape() as tape:
             losses = LOSS(labels, model(images, training=True))
             loss = tf.nn.compute_average_loss(losses, global_batch_size=BATCH)
@@ -67,7 +68,7 @@ def loop_epoch_function(job: Job) -> dict[str, Any]:
         return loss
 
     @tf.function
-    def epoch(batches: Any) -> Any:
+    def epoch(batches: Structure) -> Value:
         total = tf.zeros([])
         for batch in batches:
             total += strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)
@@ -87,14 +88,14 @@ class OwnStep(keras.Model):
         self.hidden, self.out = keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(10)
         self.tracker = keras.metrics.Mean(name="squares")
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: Structure) -> Value:
         return self.out(self.hidden(inputs))
 
     @property
-    def metrics(self) -> list[Any]:
+    def metrics(self) -> list[keras.metrics.Metric]:
         return [self.tracker]
 
-    def train_step(self, batch: Any) -> dict[str, Any]:
+    def train_step(self, batch: Structure) -> Logs:
         images, labels = batch
         with tf.GradientTape() as tape:
             squares = tf.reduce_mean((self(images, training=True) - tf.one_hot(labels, 10)) ** 2, 1)
@@ -105,7 +106,7 @@ class OwnStep(keras.Model):
         return {"squares": self.tracker.result()}
 
 
-def own_train_step(job: Job) -> dict[str, Any]:
+def own_train_step(job: Job) -> Results:
     with job.scope():
         model = OwnStep()
         model.compile("adam")
@@ -120,10 +121,10 @@ class OwnLogs(keras.Model):
         super().__init__()
         self.out = keras.layers.Dense(10)
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: Structure) -> Value:
         return self.out(inputs)
 
-    def train_step(self, batch: Any) -> dict[str, Any]:
+    def train_step(self, batch: Structure) -> Logs:
         images, labels = batch
         with tf.GradientTape() as tape:
             losses = LOSS(labels, self(images, training=True))
@@ -133,13 +134,13 @@ class OwnLogs(keras.Model):
         return {"mine": tf.reduce_mean(losses), "loss": tf.reduce_mean(losses)}
 
 
-def own_logs(job: Job) -> dict[str, Any]:
+def own_logs(job: Job) -> Results:
     """Numbers of the last batch, and TerminateOnNaN, which goes by them: one rank's loss is not finite."""
     with job.scope():
         model = OwnLogs()
         model.compile(keras.optimizers.SGD(0.1))
     x, y = data()
-    options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    options: Options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
     fit = model.fit(x, y, epochs=2, **options)
     ends = {**weights(model), **history(fit)}
     broken = x.copy()
@@ -155,10 +156,10 @@ class GuideStep(keras.Model):
         super().__init__()
         self.hidden, self.out = keras.layers.Dense(8), keras.layers.Dense(1, activation="sigmoid")
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: Structure) -> Value:
         return self.out(self.hidden(inputs))
 
-    def _updated(self, loss: Any, y: Any, predicted: Any) -> dict[str, Any]:
+    def _updated(self, loss: Value, y: Value, predicted: Value) -> Logs:
         for metric in self.metrics:
             if metric.name == "loss":
                 metric.update_state(loss)
@@ -166,7 +167,7 @@ class GuideStep(keras.Model):
                 metric.update_state(y, predicted)
         return {m.name: m.result() for m in self.metrics}
 
-    def train_step(self, batch: Any) -> dict[str, Any]:
+    def train_step(self, batch: Structure) -> Logs:
         x, y = batch
         with tf.GradientTape() as tape:
             predicted = self(x, training=True)
@@ -176,13 +177,13 @@ class GuideStep(keras.Model):
         last = {"of": (tf.reduce_mean(predicted), {"mean": tf.reduce_mean(predicted, 0)})}
         return {**self._updated(loss, y, predicted), "steps": self.optimizer.iterations + 0, "last": last}
 
-    def test_step(self, batch: Any) -> dict[str, Any]:
+    def test_step(self, batch: Structure) -> Logs:
         x, y = batch
         predicted = self(x, training=False)
         return self._updated(self.compute_loss(y=y, y_pred=predicted), y, predicted)
 
 
-def guide_steps(job: Job) -> dict[str, Any]:
+def guide_steps(job: Job) -> Results:
     """Callbacks decide by what is nested in the logs; all of it is what one process has."""
     metrics = ["mae", keras.metrics.AUC(name="auc"), keras.metrics.F1Score(threshold=0.5, name="f1")]
     model = job.compiled(
@@ -192,7 +193,7 @@ def guide_steps(job: Job) -> dict[str, Any]:
     y = (digits > 4).astype("float32").reshape(-1, 1)
     plateau = keras.callbacks.ReduceLROnPlateau("val_mae", patience=0, factor=0.5, min_delta=0.02)
     callbacks = [plateau, keras.callbacks.EarlyStopping("val_auc", patience=2, mode="max")]
-    options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    options: Options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
     fit = model.fit(x, y, validation_data=(x[:96], y[95::-1]), epochs=6, callbacks=callbacks, **options)
     nested = fit.history.pop("of")
     evaluated = model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
@@ -204,16 +205,16 @@ def guide_steps(job: Job) -> dict[str, Any]:
 class Reporting(keras.Model):
     """Reports what it is told to, and trains nothing."""
 
-    logs: Any = None
+    logs: Logs | None = None
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: Structure) -> Value:
         return inputs
 
-    def train_step(self, batch: Any) -> dict[str, Any]:
+    def train_step(self, batch: Structure) -> Logs | None:
         return self.logs
 
 
-def logs_that_differ(job: Job) -> dict[str, Any]:
+def logs_that_differ(job: Job) -> Results:
     """What callbacks would decide by differently is refused on all ranks."""
     refused = []
     for logs in ({"text": f"of {job.rank}"}, {"a": 1.0, f"b{job.rank}": 1.0}, {"a": {"b": [1.0] * (1 + job.rank)}}):
@@ -239,18 +240,18 @@ class Gan(keras.Model):
         self.means = [keras.metrics.Mean(name="d_loss"), keras.metrics.Mean(name="g_loss")]
         self.built = True  # it has no call() that Keras could build it by, which it tries under every strategy
 
-    def compile(self, d_optimizer: Any, g_optimizer: Any) -> None:
+    def compile(self, d_optimizer: keras.optimizers.Optimizer, g_optimizer: keras.optimizers.Optimizer) -> None:
         super().compile()
         self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
 
     @property
-    def metrics(self) -> list[Any]:
+    def metrics(self) -> list[keras.metrics.Metric]:
         return self.means
 
-    def train_step(self, images: Any) -> dict[str, Any]:
+    def train_step(self, images: Value) -> Logs:
         noise = images[:, :8]  # not random: comparable with one process
 
-        def mean(logits: Any, label: float) -> Any:
+        def mean(logits: Value, label: float) -> Value:
             losses = tf.nn.sigmoid_cross_entropy_with_logits(tf.fill(tf.shape(logits), label), logits)[:, 0]
             return losses, tf.nn.compute_average_loss(losses, global_batch_size=BATCH)
 
@@ -269,7 +270,7 @@ class Gan(keras.Model):
         return {metric.name: metric.result() for metric in self.means}
 
 
-def gan(job: Job) -> dict[str, Any]:
+def gan(job: Job) -> Results:
     with job.scope():
         model = Gan()
         model.compile(keras.optimizers.Adam(0.01), keras.optimizers.RMSprop(0.002))
@@ -277,7 +278,7 @@ def gan(job: Job) -> dict[str, Any]:
     return {**weights(model.generator, model.discriminator), **history(fit)}
 
 
-def shared_variables(job: Job) -> dict[str, Any]:
+def shared_variables(job: Job) -> Results:
     """An encoder in two models, trained in turn; the second model freezes it later."""
     with job.scope():
         inputs = keras.Input((64,))
@@ -287,7 +288,7 @@ def shared_variables(job: Job) -> dict[str, Any]:
         classifier.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         decoder.compile(keras.optimizers.SGD(0.1), "mse")
     x, y = data()
-    options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    options: Options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
     fits = []
     for _ in range(2):
         fits += [classifier.fit(x, y, **options), decoder.fit(x, x, **options)]
@@ -306,7 +307,7 @@ def shared_variables(job: Job) -> dict[str, Any]:
     return {**weights(classifier, decoder), **history(*fits)}
 
 
-def gradients_none(job: Job) -> dict[str, Any]:
+def gradients_none(job: Job) -> Results:
     """Variables that the loss does not reach, in fit and in a loop."""
     with job.scope():
         inputs = keras.Input((64,))
@@ -319,11 +320,11 @@ def gradients_none(job: Job) -> dict[str, Any]:
     return {**weights(model), **history(fit)}
 
 
-def compile_again(job: Job) -> dict[str, Any]:
+def compile_again(job: Job) -> Results:
     """fit twice, recompile, another model in between."""
     first, second = job.compiled(), job.compiled(lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True))
     x, y = data()
-    options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    options: Options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
     fits = [model.fit(x, y, **options) for model in (first, second, first, first)]
     with job.scope():
         first.compile("rmsprop", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -331,11 +332,11 @@ def compile_again(job: Job) -> dict[str, Any]:
     return {**weights(first, second), **history(*fits)}
 
 
-def fine_tuning(job: Job) -> dict[str, Any]:
+def fine_tuning(job: Job) -> Results:
     """Frozen, compiled outside of the scope with an optimizer and metrics made there, unfrozen, compiled again."""
     model = job.compiled()
     x, y = data()
-    options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "validation_data": (x, y), "verbose": 0}
+    options: Options = {"batch_size": BATCH, "shuffle": False, "validation_data": (x, y), "verbose": 0}
     fits = [model.fit(x, y, **options)]
     for trainable, optimizer in ((False, "adam"), (True, keras.optimizers.SGD(0.1, momentum=0.9)), (False, "rmsprop")):
         model.layers[0].trainable = trainable
@@ -346,7 +347,7 @@ def fine_tuning(job: Job) -> dict[str, Any]:
     return {**weights(model), **history(*fits)}
 
 
-def train_on_batch(job: Job) -> dict[str, Any]:
+def train_on_batch(job: Job) -> Results:
     """Batches given by hand are this worker's own: each rank passes its half."""
     model = job.compiled("sgd")
     x, y = data()
@@ -359,7 +360,7 @@ def train_on_batch(job: Job) -> dict[str, Any]:
     return {**weights(model), "own results": results, "own test": tested, "predicted": model.predict_on_batch(x[:8])}
 
 
-def two_strategies(job: Job) -> dict[str, Any]:
+def two_strategies(job: Job) -> Results:
     """Two strategies with the same pservers in one process, used in turn; the second ends earlier."""
     other = tfps.Strategy() if job.strategy else None
     first = job.compiled()
@@ -374,17 +375,17 @@ def two_strategies(job: Job) -> dict[str, Any]:
     return {**weights(first, second), **history(*fits)}
 
 
-def helper_models(job: Job) -> dict[str, Any]:
+def helper_models(job: Job) -> Results:
     """Rank 0 builds models for itself before, and still holds one that the others have dropped before any training."""
 
     class Scaled(keras.layers.Layer):
-        def build(self, shape: Any) -> None:
+        def build(self, shape: Sequence[int]) -> None:
             self.factor = self.add_weight(shape=(shape[-1],), initializer="ones")  # without a name of its own
 
-        def call(self, inputs: Any) -> Any:
+        def call(self, inputs: Structure) -> Value:
             return inputs * self.factor
 
-    def build() -> Any:
+    def build() -> Model:
         hidden = [keras.layers.Dense(16, activation="tanh"), Scaled(), keras.layers.Dense(16, name="hidden_2")]
         return keras.Sequential(
             [keras.Input((64,)), *hidden, keras.layers.LayerNormalization(), keras.layers.Dense(10)]
@@ -405,7 +406,7 @@ def helper_models(job: Job) -> dict[str, Any]:
     return {**weights(model), **history(fit)}
 
 
-def strings(job: Job) -> dict[str, Any]:
+def strings(job: Job) -> Results:
     """Variables of strings, of other lengths on each rank; one whose number of strings differs; one of numbers."""
     words = ["", "a" * (job.rank + 1), "\u00e4\0", "b" * 3000]
     with job.scope():
@@ -418,10 +419,10 @@ def strings(job: Job) -> dict[str, Any]:
     return {**ends, "numbers": numbers.numpy()}
 
 
-def batch_normalization(job: Job) -> dict[str, Any]:
+def batch_normalization(job: Job) -> Results:
     """Moving statistics are those of all ranks when they are read."""
 
-    def build() -> Any:
+    def build() -> Model:
         layers = [keras.layers.Dense(16, use_bias=False), keras.layers.BatchNormalization(), keras.layers.ReLU()]
         return keras.Sequential([keras.Input((64,)), *layers, keras.layers.Dense(10)])
 

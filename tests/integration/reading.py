@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -17,6 +16,8 @@ import tensorflow as tf
 import training
 
 import tfps
+from tfps.exchange.interface import OnReply, Payload
+from tfps.types import Logs, Structure, Value
 
 BATCH, STEPS = 32, 6
 
@@ -25,10 +26,10 @@ BATCH, STEPS = 32, 6
 class MovingMean(keras.layers.Layer):  # type: ignore[misc]
     """A moving mean of its inputs that nothing depends on in training, so that one process has the same."""
 
-    def build(self, input_shape: Any) -> None:
+    def build(self, input_shape: Structure) -> None:
         self.mean = self.add_weight(shape=(input_shape[-1],), initializer="zeros", trainable=False, name="mean")
 
-    def call(self, inputs: Any, training: bool = False) -> Any:
+    def call(self, inputs: Structure, training: bool = False) -> Value:
         if training:
             self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(inputs, 0))
             return inputs
@@ -55,7 +56,7 @@ def compiled(normalized: bool) -> keras.Model:
     return model
 
 
-def close(actual: Any, expected: Any, name: str) -> None:
+def close(actual: Value, expected: Value, name: str) -> None:
     np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), rtol=1e-5, atol=1e-6, err_msg=name)
 
 
@@ -139,22 +140,22 @@ def one_rank_saves(strategy: tfps.Strategy, folder: Path) -> None:
 def counts_what_travels(strategy: tfps.Strategy) -> None:
     """Steps send nothing of statistics and metrics; an epoch has one exchange that combines them, and one of logs."""
     pushed: list[str] = []
-    runtime: Any = strategy._runtime
+    runtime = strategy._runtime
     push = runtime.exchange.push
 
-    def counted(bucket: int, payload: Any, on_reply: Any) -> None:
+    def counted(bucket: int, payload: Payload | None, on_reply: OnReply) -> None:
         pushed.append(runtime.declared.spec(bucket).name)
         push(bucket, payload, on_reply)
 
     with strategy.scope():
         model = compiled(normalized=True)
     model.fit(data(), verbose=0)
-    runtime.exchange.push = counted
+    setattr(runtime.exchange, "push", counted)  # noqa: B010
     model.fit(data(), epochs=2, verbose=0)
     for _ in range(3):
         model.get_weights()
         model.get_metrics_result()
-    runtime.exchange.push = push
+    setattr(runtime.exchange, "push", push)  # noqa: B010
     trained = {name for name in pushed if "dense" in name and not name.startswith("values of")}
     assert trained
     others = [name for name in pushed if name not in trained and name != "batches"]
@@ -168,7 +169,7 @@ def alone() -> None:
     model.fit(data(), verbose=0)
 
     class Read(keras.callbacks.Callback):  # type: ignore[misc]
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
             if strategy.rank == 0 and batch == 2:
                 self.model.get_weights()
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import gc
 import threading
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 import tfps
 from tfps.input.datasets import StagedDataset
+from tfps.types import Batches, Structure, Value
 
 
-def values(strategy: tfps.Strategy, batch: Any) -> list[list[int]]:
+def values(strategy: tfps.Strategy, batch: Structure) -> list[list[int]]:
     return [each.numpy().tolist() for each in strategy.experimental_local_results(batch)]
 
 
@@ -50,7 +50,7 @@ def main() -> None:
     def count(numbers: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         return tf.stack([tf.shape(numbers)[0], tf.shape(labels)[0]])
 
-    def counts(iterator: Any) -> Any:
+    def counts(iterator: Batches) -> Value:
         return strategy.run(count, args=next(iterator))
 
     for step in (counts, tf.function(counts, autograph=False)):
@@ -59,7 +59,7 @@ def main() -> None:
 
     # Strings cannot lie on every device: they pass through the host.
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]
-    def following(iterator: Any) -> Any:
+    def following(iterator: Batches) -> Value:
         return strategy.run(lambda batch: batch["number"], args=(iterator.get_next(),))
 
     mixed = tf.data.Dataset.from_tensor_slices({"text": list("abcd"), "number": [1, 2, 3, 4]}).batch(4)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import processes
 import pytest
 
 from tfps.pserver.server import ParameterServer
+from tfps.types import Json
 
 
 @pytest.fixture(scope="module")
-def uneven(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Json]]:
     """What the programs of uneven.py have found on each of two workers: rank 0 has 5 batches, rank 1 has 3."""
     servers = [ParameterServer("127.0.0.1", 0, workers=2) for _ in range(2)]
     files = [tmp_path_factory.mktemp("uneven") / f"{rank}.json" for rank in range(2)]
@@ -25,7 +25,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads(Path(file).read_text()) for file in files]
 
 
-def found(uneven: list[dict[str, Any]], program: str) -> list[dict[str, Any]]:
+def found(uneven: list[dict[str, Json]], program: str) -> list[dict[str, Json]]:
     """What each worker has found."""
     if program not in uneven[0]:
         pytest.skip("this Keras does not take distribute_datasets_from_function in fit")
@@ -40,7 +40,7 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_all_workers_end_each_epoch_at_the_same_step_with_equal_weights(
-    uneven: list[dict[str, Any]], program: str
+    uneven: list[dict[str, Json]], program: str
 ) -> None:
     expected = {"several steps": [1, 1, 1], "eager": [3, 3], "empty": [0, 0], "loop": [2, 2], "without any": [0, 0, 0]}
     expected |= {"in function": [3, 3, 3, 3], "unstaged loop": [2, 2]}
@@ -54,7 +54,7 @@ def test_all_workers_end_each_epoch_at_the_same_step_with_equal_weights(
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_one_warning_names_the_rank_whose_data_ended_and_what_is_dropped(
-    uneven: list[dict[str, Any]], program: str
+    uneven: list[dict[str, Json]], program: str
 ) -> None:
     ended = {"loop": "rank 0 ended after 2", "unstaged loop": "rank 0 ended after 2"}.get(
         program, f"rank 1 ended after {0 if program in ('empty', 'without any') else 3}"
@@ -71,14 +71,14 @@ def test_one_warning_names_the_rank_whose_data_ended_and_what_is_dropped(
     assert any(result["warnings"] for result in found(uneven, program))
 
 
-def test_validation_and_prediction_use_all_batches_of_each_worker(uneven: list[dict[str, Any]]) -> None:
+def test_validation_and_prediction_use_all_batches_of_each_worker(uneven: list[dict[str, Json]]) -> None:
     for program in ("without any", "in function"):
         assert [result["seen"] for result in found(uneven, program)] == [80, 48]
     assert [result["evaluated"] for result in found(uneven, "fit")] == [[5, 5, 5], [3, 3, 3]]
     assert [result["predicted"] for result in found(uneven, "not counted")] == [80, 48]
 
 
-def test_an_error_of_one_workers_pipeline_ends_all_at_that_step(uneven: list[dict[str, Any]]) -> None:
+def test_an_error_of_one_workers_pipeline_ends_all_at_that_step(uneven: list[dict[str, Json]]) -> None:
     one, two = found(uneven, "failing")
     assert one["trained"] == two["trained"] == [2]
     assert "the input pipeline of rank 1 failed at batch 2" in one["error"]

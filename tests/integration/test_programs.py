@@ -9,7 +9,6 @@ import functools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import processes
@@ -17,6 +16,7 @@ import pytest
 from keras_versions import NOT_IN_KERAS_3_8
 
 from tfps.pserver.server import ParameterServer
+from tfps.types import Value
 
 TIMEOUT_S = 550.0  # of one job with many programs, on a busy machine; half a minute is usual
 pytestmark = pytest.mark.timeout(600)
@@ -53,7 +53,7 @@ PROGRAMS = {
 BY_THEMSELVES = ["programs_input.files_uneven", "programs_training.batch_normalization"]
 # Half types round each rank's gradients by themselves.
 TOLERANCE = {"loss_scaling": 5e-3, "mixed_bfloat16": 3e-2}
-Results = list[dict[str, Any]]  # of plain Keras and of each rank
+Results = list[dict[str, Value]]  # of plain Keras and of each rank
 
 
 def run(names: list[tuple[str, str]], folder: Path, workers: int = 2, devices: int = 1) -> Results:

@@ -10,7 +10,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -18,6 +17,7 @@ import training
 from keras_versions import KERAS_3_8
 
 import tfps
+from tfps.types import Argument, Batches, Json, Logs, Structure, Value
 
 BATCHES = {0: 5, 1: 3}  # by rank
 PARTIAL = {0: 2, 1: 0}
@@ -32,16 +32,16 @@ class Steps(keras.callbacks.Callback):  # type: ignore[misc]
         self.trained: list[int] = []
         self.evaluated: list[int] = []
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self.trained.append(0)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self.trained[-1] += 1
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def on_test_begin(self, logs: Logs | None = None) -> None:
         self.evaluated.append(0)
 
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self.evaluated[-1] += 1
 
 
@@ -56,7 +56,7 @@ class Warnings(logging.Handler):
         self.said.append(record.getMessage())
 
 
-def shard(strategy: tfps.Strategy, batches: int, *, counted: bool = True) -> Any:
+def shard(strategy: tfps.Strategy, batches: int, *, counted: bool = True) -> Value:
     """This worker's data; if not `counted`, TensorFlow cannot know how many batches there are."""
     images, labels = training.digits(320)
     first = 160 * strategy.rank
@@ -66,7 +66,7 @@ def shard(strategy: tfps.Strategy, batches: int, *, counted: bool = True) -> Any
     return strategy.distribute_datasets_from_function(lambda context: dataset)
 
 
-def model_of(strategy: tfps.Strategy, **options: Any) -> keras.Model:
+def model_of(strategy: tfps.Strategy, **options: Argument) -> keras.Model:
     optimizer = options.pop("optimizer", {})
     keras.utils.set_random_seed(1)
     with strategy.scope():
@@ -77,7 +77,7 @@ def model_of(strategy: tfps.Strategy, **options: Any) -> keras.Model:
     return model
 
 
-def fitted(strategy: tfps.Strategy, *, counted: bool = True, epochs: int = 3, **options: Any) -> dict[str, Any]:
+def fitted(strategy: tfps.Strategy, *, counted: bool = True, epochs: int = 3, **options: Argument) -> dict[str, Json]:
     model, steps = model_of(strategy, **options), Steps()
     data = shard(strategy, BATCHES[strategy.rank], counted=counted)
     model.fit(
@@ -91,14 +91,14 @@ def fitted(strategy: tfps.Strategy, *, counted: bool = True, epochs: int = 3, **
     }
 
 
-def empty(strategy: tfps.Strategy) -> dict[str, Any]:
+def empty(strategy: tfps.Strategy) -> dict[str, Json]:
     """One rank has no batch at all."""
     model, steps = model_of(strategy), Steps()
     model.build((None, 64))
     data = shard(strategy, PARTIAL[strategy.rank], counted=False)
 
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]
-    def step(iterator: Any) -> None:
+    def step(iterator: Batches) -> None:
         strategy.run(model.train_step, args=(iterator.get_next(),))
 
     for _ in range(2):
@@ -113,7 +113,7 @@ def empty(strategy: tfps.Strategy) -> dict[str, Any]:
     return {"trained": steps.trained, "weights": [weight.tobytes().hex() for weight in model.get_weights()]}
 
 
-def loop(strategy: tfps.Strategy) -> dict[str, Any]:
+def loop(strategy: tfps.Strategy) -> dict[str, Json]:
     """Two iterators at once, batches taken outside of the step's function."""
     model, trained = model_of(strategy), []
     step = tf.function(lambda batch: strategy.run(model.train_step, args=(batch,)), autograph=False)
@@ -127,7 +127,7 @@ def loop(strategy: tfps.Strategy) -> dict[str, Any]:
     return {"trained": trained, "weights": [weight.tobytes().hex() for weight in model.get_weights()]}
 
 
-def without_any(strategy: tfps.Strategy) -> dict[str, Any]:
+def without_any(strategy: tfps.Strategy) -> dict[str, Json]:
     """One rank has no batch at all, and batches are taken outside of the step's function."""
     model, trained = model_of(strategy), []
     step = tf.function(lambda batch: strategy.run(model.train_step, args=(batch,)), autograph=False)
@@ -150,7 +150,7 @@ def without_any(strategy: tfps.Strategy) -> dict[str, Any]:
     return {"trained": trained, "seen": seen, "weights": [weight.tobytes().hex() for weight in model.get_weights()]}
 
 
-def in_function(strategy: tfps.Strategy) -> dict[str, Any]:
+def in_function(strategy: tfps.Strategy) -> dict[str, Json]:
     """Whole epochs inside of a function: of a loop over the dataset, and of an iterator that the function makes."""
     model, trained = model_of(strategy), []
     data = shard(strategy, BATCHES[strategy.rank], counted=False)
@@ -183,10 +183,10 @@ def in_function(strategy: tfps.Strategy) -> dict[str, Any]:
     return {"trained": trained, "seen": int(evaluation()), "weights": weights}
 
 
-def failing(strategy: tfps.Strategy) -> dict[str, Any]:
+def failing(strategy: tfps.Strategy) -> dict[str, Json]:
     """The input pipeline of rank 1 fails."""
 
-    def generator() -> Iterator[Any]:
+    def generator() -> Iterator[Structure]:
         images, labels = training.digits(16)
         for number in range(5):
             if number == 2 and strategy.rank == 1:
@@ -204,7 +204,7 @@ def failing(strategy: tfps.Strategy) -> dict[str, Any]:
     return {"trained": steps.trained, "error": "none"}
 
 
-PROGRAMS: dict[str, Callable[[tfps.Strategy], dict[str, Any]]] = {
+PROGRAMS: dict[str, Callable[[tfps.Strategy], dict[str, Json]]] = {
     "fit": fitted,
     "not counted": lambda strategy: fitted(strategy, counted=False),
     "accumulation": lambda strategy: fitted(strategy, optimizer={"gradient_accumulation_steps": 2}),
@@ -222,7 +222,7 @@ PROGRAMS: dict[str, Callable[[tfps.Strategy], dict[str, Any]]] = {
 
 def main(out: str, *names: str) -> None:
     warnings = Warnings()
-    results: dict[str, Any] = {}
+    results: dict[str, Json] = {}
     for name in names or PROGRAMS:
         if name in FITTED and KERAS_3_8:
             continue

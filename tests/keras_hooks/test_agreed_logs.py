@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from typing import Any
+from collections.abc import Mapping
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -17,7 +17,7 @@ import tfps
 from tfps.keras_hooks.agreed_logs import Said, Value, conclude
 
 
-def said(values: dict[str, Any], same: dict[str, list[int]] | None = None, weight: int = 1) -> Said:
+def said(values: Mapping[str, object], same: dict[str, list[int]] | None = None, weight: int = 1) -> Said:
     """What a rank says of logs with `values`, of which some are the `same` as results of metrics."""
     matches = [(same or {}).get(name, []) for name in values]
     return Said(weight, False, list(values), [Value.of(value) for value in values.values()], matches)
@@ -58,6 +58,6 @@ def test_a_result_of_a_metric_on_every_rank_is_that_metric_of_its_name_first() -
         (True, False, "True on rank 0, False on rank 1"),
     ],
 )
-def test_what_cannot_be_made_the_same_is_refused_by_name(first: Any, second: Any, shown: str) -> None:
+def test_what_cannot_be_made_the_same_is_refused_by_name(first: object, second: object, shown: str) -> None:
     with pytest.raises(tfps.MismatchError, match=shown):
         conclude([said({"a/b": first}), said({"a/b": second})], [])

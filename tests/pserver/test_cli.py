@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import subprocess
-from typing import Any
 
 import jobs
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from tfps.config import Config
 from tfps.errors import PserverLostError
 from tfps.exchange.interface import BucketSpec
+from tfps.types import Options
 from tfps.worker.worker import Worker
 
 SERVE = ("-m", "tfps.cli", "--host=127.0.0.1", "--port=0")
@@ -91,7 +91,7 @@ def test_malformed_arguments_are_refused(arguments: list[str], code: int, rule: 
 def test_a_pserver_of_one_job_refuses_others() -> None:
     with jobs.python(*SERVE, "--workers=1", "--job=mnist") as process:
         address = ready(process)
-        options: dict[str, Any] = {"config": Config(connect_timeout_s=jobs.DEADLINE_S)}
+        options: Options = {"config": Config(connect_timeout_s=jobs.DEADLINE_S)}
         with pytest.raises(Exception, match="only job 'mnist'"):
             Worker([address], job="imagenet", **options)
         Worker([address], job="mnist", **options).close()

@@ -34,4 +34,5 @@ def test_what_is_no_message_is_refused() -> None:
 
 
 def test_a_message_is_parsed() -> None:
-    assert parse("Status", pb.StatusRequest(details=True).SerializeToString()).details
+    request = pb.StatusRequest(details=True)
+    assert parse("Status", request.SerializeToString()) == request

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
 
 import pytest
 
 from tfps.errors import ConnectError, MismatchError
 from tfps.pserver.membership import STREAM_GRACE_S, Applicant, Membership, State
+from tfps.types import Argument
 
 numbers = itertools.count(1)
 
 
-def applicant(**fields: Any) -> Applicant:
+def applicant(**fields: Argument) -> Applicant:
     number = next(numbers)
     default = Applicant("", None, 0, f"uid{number}", "host", number, 0, 1, "", {"slice_bytes": 10})
     return dataclasses.replace(default, **fields)

@@ -8,7 +8,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jobs
 import numpy as np
@@ -211,7 +210,7 @@ def test_the_documentation_lists_every_metric_and_no_other(cluster: Cluster) -> 
     server = cluster.pserver(1)
     metrics = serve(cluster, server)
     cluster.raw(server.address)
-    families: Any = text_string_to_metric_families(get(metrics, "/metrics")[1])
+    families = text_string_to_metric_families(get(metrics, "/metrics")[1])
     exported = {
         family.name + ("_total" if family.type == "counter" else "_info" if family.type == "info" else "")
         for family in families

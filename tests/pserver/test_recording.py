@@ -84,6 +84,7 @@ def test_who_collects_is_woken(how: str) -> None:
 
     result, _ = attempt(collect, act)
     if how == "uploaded":
+        assert isinstance(result, pb.Records)
         assert result.number == 1
     elif how == "gone":
         assert result is None

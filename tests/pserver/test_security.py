@@ -15,23 +15,25 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import jobs
 import pytest
+from google.protobuf.message import Message
 from jobs import Cluster
 
-from tfps.config import Config, Security
+from tfps.config import Config, Security, Transport
 from tfps.errors import ConfigError, ConnectError, ProtocolError, PserverLostError, TfpsError
 from tfps.exchange.interface import BucketSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.data_port import DataPort
 from tfps.pserver.metrics import MetricsServer
 from tfps.pserver.server import ParameterServer
+from tfps.types import Argument
 from tfps.wire.connection import dial
 from tfps.wire.control import CHANNEL_OPTIONS, PROTOCOL_VERSION, PULL, PUSH, Pserver, method
 from tfps.wire.job_token import TOKEN_KEY, JobToken
+from tfps.worker.worker import Worker
 
 SECRET, OTHER = "the-token-of-this-job-0123456789", "the-token-of-another-0123456789x"
 SUM = BucketSpec(("b",), "sum", 40_000, "float32", 0)
@@ -57,8 +59,8 @@ def files(tmp_path: Path) -> dict[str, str]:
     return found
 
 
-def settings(path: str, **more: Any) -> Config:
-    own: dict[str, Any] = {"slice_bytes": 1024, "shared_memory": False, "token_file": path}
+def settings(path: str, **more: Argument) -> Config:
+    own: dict[str, Argument] = {"slice_bytes": 1024, "shared_memory": False, "token_file": path}
     return Config(**{**own, "connect_timeout_s": jobs.DEADLINE_S, "step_timeout_s": jobs.DEADLINE_S, **more})
 
 
@@ -67,7 +69,7 @@ def data(server: ParameterServer) -> DataPort:
     return server._data
 
 
-def still_sums(worker: Any) -> None:
+def still_sums(worker: Worker) -> None:
     """The job goes on."""
     assert jobs.push(worker, 0, bytes(40_000)).wait().error is None
 
@@ -76,7 +78,7 @@ def still_sums(worker: Any) -> None:
 
 
 @pytest.mark.parametrize("transport", ["tcp", "grpc"])
-def test_who_has_the_token_trains(transport: Any, cluster: Cluster, files: dict[str, str]) -> None:
+def test_who_has_the_token_trains(transport: Transport, cluster: Cluster, files: dict[str, str]) -> None:
     server = cluster.pserver(2, security=Security(token_file=files[SECRET]))
     workers = cluster.workers([server.address], 2, config=settings(files[SECRET], transport=transport))
     jobs.together(*(lambda worker=worker: worker.declare([SUM]) for worker in workers))
@@ -235,7 +237,7 @@ def test_a_join_that_claims_40_million_pservers_is_refused(cluster: Cluster) -> 
 @pytest.mark.parametrize("name", ["job", "host", "uid", "incarnation"])
 @pytest.mark.parametrize("text", ["x" * 257, "clears the screen \x1b[2J"])
 def test_names_that_are_long_or_not_printable_are_refused(name: str, text: str, cluster: Cluster) -> None:
-    named: dict[str, Any] = {name: text}
+    named: dict[str, Argument] = {name: text}
     with pytest.raises(ConnectError, match=f"{name} of a worker must be at most 256 printable characters") as caught:
         cluster.raw(cluster.pserver(1).address, **named)
     assert "\x1b" not in str(caught.value)
@@ -245,7 +247,7 @@ def test_declares_of_ranks_that_do_not_exist_hold_no_thread(cluster: Cluster) ->
     server = cluster.pserver(2)
     member = cluster.raw(server.address).open()
 
-    def declare(rank: int) -> Any:
+    def declare(rank: int) -> Message:
         request = pb.DeclareRequest(incarnation=member.incarnation, rank=rank, timeout_s=1e9)
         return member.pserver.call("Declare", request, jobs.DEADLINE_S)
 

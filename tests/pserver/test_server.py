@@ -31,6 +31,7 @@ from tfps.pserver.server import ParameterServer
 from tfps.wire import frames
 from tfps.wire.frames import EMPTY, HEADER_BYTES, LAST, MAX_FRAME_BYTES, Header, Kind
 from tfps.wire.send_queue import Outgoing, SendQueue
+from tfps.worker.worker import Worker
 
 SUM = pb.Bucket(names=["dense"], kind="sum", nbytes=2000, dtype="float32", priority=3)  # slices of 1024 and 976 bytes
 GATHER = pb.Bucket(names=["words"], kind="gather", nbytes=0, dtype="uint8", priority=1)
@@ -280,6 +281,7 @@ def test_a_malformed_reply_fails_the_worker_and_names_the_pserver(cluster: Clust
     bucket = pb.Bucket(names=["b"], kind="sum", nbytes=8, dtype="float32")
 
     worker = together(lambda: cluster.worker([server.address], 0), other.declare)[0]
+    assert isinstance(worker, Worker)
     together(lambda: worker.declare([spec]), lambda: other.declare(bucket, number=1))
     waiting = jobs.push(worker, 0, bytes(8))
     queue = server._job._queues[0]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -20,6 +19,8 @@ import tfps
 from tfps.errors import InterruptError
 from tfps.exchange.interface import BucketSpec
 from tfps.runtime.declared import DeclaredBuckets
+from tfps.types import Argument, Value
+from tfps.worker.worker import Worker
 
 SUM = tf.distribute.ReduceOp.SUM
 Together = tuple[tfps.Strategy, companion.Companion]
@@ -44,7 +45,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Together]:
         yield strategy, other
 
 
-def read_moving(strategy: tfps.Strategy) -> Callable[[], Any]:
+def read_moving(strategy: tfps.Strategy) -> Callable[[], Value]:
     with strategy.scope():
         moving = tf.Variable([8.0], trainable=False)
     strategy.run(lambda: None)  # initial values
@@ -52,21 +53,21 @@ def read_moving(strategy: tfps.Strategy) -> Callable[[], Any]:
     return lambda: moving.numpy()
 
 
-def reduce(strategy: tfps.Strategy) -> Callable[[], Any]:
+def reduce(strategy: tfps.Strategy) -> Callable[[], Value]:
     return lambda: strategy.reduce("SUM", tf.constant([1000.0]), axis=None)
 
 
-def gather(strategy: tfps.Strategy) -> Callable[[], Any]:
+def gather(strategy: tfps.Strategy) -> Callable[[], Value]:
     return lambda: strategy.gather(tf.constant([1000.0]), axis=0)
 
 
-def all_reduce(strategy: tfps.Strategy) -> Callable[[], Any]:
+def all_reduce(strategy: tfps.Strategy) -> Callable[[], Value]:
     """In a replica function, which runs on a thread that Ctrl-C does not reach."""
     context = tf.distribute.get_replica_context
     return lambda: strategy.run(lambda: context().all_reduce(SUM, tf.constant([1000.0])))
 
 
-def initial_values(strategy: tfps.Strategy) -> Callable[[], Any]:
+def initial_values(strategy: tfps.Strategy) -> Callable[[], Value]:
     with strategy.scope():
         variable = tf.Variable([1.0])
     return lambda: (strategy.run(lambda: None), variable)
@@ -74,7 +75,7 @@ def initial_values(strategy: tfps.Strategy) -> Callable[[], Any]:
 
 @pytest.mark.parametrize("make", [reduce, gather, all_reduce, read_moving, initial_values])
 def test_an_interrupted_exchange_fails_the_job_by_name_on_all_ranks_and_never_adds_to_another(
-    two: Together, make: Callable[[tfps.Strategy], Callable[[], Any]]
+    two: Together, make: Callable[[tfps.Strategy], Callable[[], Value]]
 ) -> None:
     strategy, other = two
     call = make(strategy)
@@ -98,7 +99,7 @@ def test_one_worker_goes_on_after_an_interrupted_exchange(
     exchange = remote._runtime.exchange
     push = exchange.push
 
-    def interrupted(*arguments: Any) -> None:
+    def interrupted(*arguments: Argument) -> None:
         push(*arguments)
         raise KeyboardInterrupt
 
@@ -138,9 +139,12 @@ def test_a_declaration_that_the_others_have_completed_meanwhile_is_known_when_it
         declare = workers[0].declare
         agreed = threading.Event()
 
-        def interrupted(specs: Any, details: Any = (), stop: Any = None) -> list[int]:
+        def interrupted(
+            specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: threading.Event | None = None
+        ) -> list[int]:
             ids = declare(specs, details, stop)
             agreed.set()
+            assert stop is not None
             stop.wait(jobs.DEADLINE_S)  # the interruption comes before anybody knows of the agreement
             return ids
 
@@ -158,7 +162,7 @@ def test_a_declaration_that_the_others_have_completed_meanwhile_is_known_when_it
         check_sums(workers, 4)
 
 
-def check_sums(workers: list[Any], items: int) -> None:
+def check_sums(workers: list[Worker], items: int) -> None:
     payloads = [np.full(items, 10.0**rank, np.float32) for rank in range(len(workers))]
     for reply in [jobs.push(worker, 0, payload) for worker, payload in zip(workers, payloads, strict=True)]:
         np.testing.assert_array_equal(jobs.summed(reply.wait()), np.full(items, 11.0, np.float32))

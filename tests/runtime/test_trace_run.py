@@ -10,7 +10,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -28,10 +27,12 @@ from tests.strategy.test_overlap import CONFIG, LAYERS, UNITS, Watched, fit
 from tfps.graph.timestamps import Timestamps
 from tfps.runtime import trace_run
 from tfps.runtime.step_spans import StepSpans
+from tfps.runtime.transfers import DeferredUpdate
 from tfps.trace.capture import Capture, Span
 from tfps.trace.capture_file import read
 from tfps.trace.intervals import clip, total, union
 from tfps.trace.summary import summarize
+from tfps.types import Argument, Array, Logs, Options, Structure, Value
 
 
 def captured(log_dir: Path) -> Capture:
@@ -48,7 +49,7 @@ def by_kind(capture: Capture, step: int | None = None) -> dict[str, list[Span]]:
     return found
 
 
-def compiled(strategy: tfps.Strategy | None, **options: Any) -> tuple[keras.Model, Any, Any]:
+def compiled(strategy: tfps.Strategy | None, **options: Argument) -> tuple[keras.Model, Array, Array]:
     with strategy.scope() if strategy else contextlib.nullcontext():
         model, x, y = training.batch_normalization() if options.pop("images", False) else training.mlp()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -83,7 +84,7 @@ def check_step(capture: Capture, step: int) -> None:
     ids=["plain", "nothing staged", "several steps per execution", "batch normalization"],
 )
 def test_fit_records_every_step_of_the_window_and_no_other(
-    depth: int, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    depth: int, options: Options, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     strategy = tfps.Strategy(config=tfps.Config(staging_depth=depth))
     model, x, y = compiled(strategy, **options)
@@ -141,8 +142,8 @@ def test_a_custom_loop_is_recorded_with_the_wait_for_its_batches(tmp_path: Path)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
 
     @tf.function
-    def train(batch: Any) -> None:
-        def step(x: Any, y: Any) -> None:
+    def train(batch: Structure) -> None:
+        def step(x: Value, y: Value) -> None:
             with tf.GradientTape() as tape:
                 value = loss(y, model(x, training=True))
             variables = model.trainable_variables
@@ -171,14 +172,14 @@ def test_a_custom_loop_is_recorded_with_the_wait_for_its_batches(tmp_path: Path)
     strategy.close()
 
 
-def note_what_is_wanted(monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:
+def note_what_is_wanted(monkeypatch: pytest.MonkeyPatch, seen: list[tuple[str, str]]) -> None:
     """From now on, steps add ("wanted", unique id of a variable) to `seen` when they have noted that they want it."""
     read = Timestamps._read
 
-    def watched(timestamps: Timestamps, variables: Sequence[str]) -> Any:
+    def watched(timestamps: Timestamps, variables: Sequence[str]) -> tuple[list[Value], int]:
         notes, number = read(timestamps, variables)
 
-        def say(at: Any) -> Any:
+        def say(at: Array) -> Array:
             seen.append(("wanted", variables[number]))
             return at
 
@@ -194,7 +195,7 @@ def test_a_gate_is_seen_where_a_reply_was_late_and_nowhere_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with companion.strategy_with_companion(monkeypatch, CONFIG) as (strategy, other):
-        seen: list[Any] = []
+        seen: list[tuple[str, str]] = []
         note_what_is_wanted(monkeypatch, seen)
         with strategy.scope():
             layers = [Watched(number, lambda layer: None) for number in range(LAYERS)]
@@ -275,7 +276,7 @@ def test_a_capture_asked_for_by_the_environment_has_updates_that_are_noted_late(
     strategy = tfps.Strategy()
     runtime, noted = strategy._runtime, StepSpans.updated
 
-    def late(spans: StepSpans, begin_ns: int, end_ns: int, transfer: Any, step: int) -> None:
+    def late(spans: StepSpans, begin_ns: int, end_ns: int, transfer: DeferredUpdate, step: int) -> None:
         if step == 5:  # its gates are open, so that step 6 can be sent
             jobs.poll(lambda: runtime.steps == 7)
             threading.Event().wait(0.2)  # nothing should happen
@@ -349,7 +350,7 @@ def test_what_cannot_be_recorded_says_why(tmp_path: Path, caplog: pytest.LogCapt
     assert "the trace could not be written: " in caplog.text, "which does not end the training"
 
     class Interrupts(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from types import SimpleNamespace
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -14,11 +13,12 @@ import tensorflow as tf
 
 import tfps
 from tfps.strategy.cluster import Cluster, resolve
+from tfps.types import Argument, Json
 
 TASKS = {"chief": ["c:1"], "worker": ["w0:1", "w1:1"], "ps": ["p0:1", "p1:1"]}
 
 
-def tf_config(task: Any, cluster: Any = TASKS) -> dict[str, str]:
+def tf_config(task: Json, cluster: Json = TASKS) -> dict[str, str]:
     return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
 
 
@@ -50,7 +50,9 @@ def test_without_any_rank_the_order_of_joining_decides() -> None:
     assert resolve(["x:1", "y:2"], {}) == Cluster(("x:1", "y:2"), None, None)
 
 
-def simple(tasks: Any = TASKS, task_type: str | None = None, task_id: int | None = None) -> Any:
+def simple(
+    tasks: Json = TASKS, task_type: str | None = None, task_id: int | None = None
+) -> tf.distribute.cluster_resolver.ClusterResolver:
     spec = tf.train.ClusterSpec(tasks)
     return tf.distribute.cluster_resolver.SimpleClusterResolver(spec, task_type=task_type, task_id=task_id)
 
@@ -76,7 +78,9 @@ def test_tf_configs_own_resolver_gives_what_tf_config_gives(monkeypatch: pytest.
     assert resolve(tf.distribute.cluster_resolver.TFConfigClusterResolver(), {}) == Cluster(("p0:1", "p1:1"), 1, 3)
 
 
-def slurm(monkeypatch: pytest.MonkeyPatch, process: int, **arguments: Any) -> Any:
+def slurm(
+    monkeypatch: pytest.MonkeyPatch, process: int, **arguments: Argument
+) -> tf.distribute.cluster_resolver.ClusterResolver:
     """TensorFlow's resolver in process `process` of 4 on two nodes."""
     variables = {"PROCID": process, "STEP_NUM_TASKS": 4, "STEP_NODELIST": "node[07-08]", "STEP_TASKS_PER_NODE": "2(x2)"}
     for name, value in variables.items():
@@ -108,7 +112,7 @@ class Pods:
         return SimpleNamespace(items=pods)
 
 
-def kubernetes(pods: Pods) -> Any:
+def kubernetes(pods: Pods) -> tf.distribute.cluster_resolver.ClusterResolver:
     labels = {name: [f"job-name={name}"] for name in pods.addresses}
     return tf.distribute.cluster_resolver.KubernetesClusterResolver(labels, override_client=pods)
 
@@ -129,7 +133,7 @@ def test_pservers_of_a_resolver_must_differ_and_must_be_there() -> None:
 
 @pytest.mark.parametrize("cluster", [TASKS, {**TASKS, "evaluator": ["e:1"]}])
 @pytest.mark.parametrize("given", [None, ["x:1"]])
-def test_an_evaluator_is_alone_and_takes_no_rank(cluster: Any, given: Any) -> None:
+def test_an_evaluator_is_alone_and_takes_no_rank(cluster: Json, given: list[str] | None) -> None:
     assert resolve(given, tf_config({"type": "evaluator", "index": 0}, cluster)) == Cluster()
     assert resolve(simple(cluster, "evaluator", 0), {}) == Cluster()
 
@@ -160,7 +164,7 @@ def test_a_task_outside_the_cluster_is_refused_with_what_there_is() -> None:
 
 
 @pytest.mark.parametrize("given", [None, ["x:1"]])
-def test_a_ps_task_is_told_how_to_run_the_pserver(given: Any) -> None:
+def test_a_ps_task_is_told_how_to_run_the_pserver(given: list[str] | None) -> None:
     with pytest.raises(tfps.ConfigError, match="run `tfps_pserver --port 7071 --workers 3` there instead"):
         resolve(given, tf_config({"type": "ps", "index": 1}, {**TASKS, "ps": ["p0:7070", "p1:7071"]}))
 
@@ -179,6 +183,6 @@ def test_workers_without_a_ps_task_are_told_to_start_one() -> None:
         (["a"], "'host:port'"),
     ],
 )
-def test_bad_addresses_are_refused(pservers: Any, message: str) -> None:
+def test_bad_addresses_are_refused(pservers: Argument, message: str) -> None:
     with pytest.raises(tfps.ConfigError, match=message):
         resolve(pservers, {})

@@ -7,7 +7,6 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -18,6 +17,8 @@ import pytest
 import tensorflow as tf
 
 import tfps
+from tfps.exchange.interface import OnReply, Payload
+from tfps.types import Value, Variable
 
 ON_READ, SUM = tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM
 
@@ -35,7 +36,7 @@ def pushes(strategy: tfps.Strategy, monkeypatch: pytest.MonkeyPatch) -> list[int
     pushed: list[int] = []
     push = strategy._runtime.exchange.push
 
-    def counted(bucket: int, payload: Any, on_reply: Any) -> None:
+    def counted(bucket: int, payload: Payload | None, on_reply: OnReply) -> None:
         pushed.append(bucket)
         push(bucket, payload, on_reply)
 
@@ -43,7 +44,7 @@ def pushes(strategy: tfps.Strategy, monkeypatch: pytest.MonkeyPatch) -> list[int
     return pushed
 
 
-def made(strategy: tfps.Strategy) -> tuple[Any, Any]:
+def made(strategy: tfps.Strategy) -> tuple[Variable, Variable]:
     with strategy.scope():
         moving = tf.Variable([8.0], trainable=False, name="moving")
         total = tf.Variable(0.0, synchronization=ON_READ, aggregation=SUM, name="total")
@@ -69,19 +70,19 @@ def test_what_a_graph_writes_is_combined_at_the_first_read_after_it_ran(
     assert len(pushes) == 2
 
 
-def _checkpointed(moving: Any, folder: Path) -> Any:
+def _checkpointed(moving: Variable, folder: Path) -> Value:
     path = tf.train.Checkpoint(moving=moving).write(str(folder))
     return tf.train.load_checkpoint(path).get_tensor("moving/.ATTRIBUTES/VARIABLE_VALUE")
 
 
-def _exported(moving: Any, folder: Path) -> Any:
+def _exported(moving: Variable, folder: Path) -> Value:
     module = tf.Module()
     module.moving = moving
     tf.saved_model.save(module, str(folder))
     return tf.saved_model.load(str(folder)).moving.numpy()
 
 
-READS: dict[str, Callable[[Any, Path], Any]] = {
+READS: dict[str, Callable[[Variable, Path], Value]] = {
     "numpy": lambda moving, folder: moving.numpy(),
     "array": lambda moving, folder: np.array(moving),
     "tensor": lambda moving, folder: tf.convert_to_tensor(moving).numpy(),
@@ -112,7 +113,7 @@ def test_every_way_to_read_combines_first_also_outside_of_the_scope(
 def test_replicas_read_their_own_value(strategy: tfps.Strategy, pushes: list[int]) -> None:
     moving, _ = made(strategy)
 
-    def in_replica() -> Any:
+    def in_replica() -> Value:
         moving.assign([4.0])
         return moving + 0.0, moving.value(), moving.read_value(), tf.convert_to_tensor(moving)
 
@@ -173,7 +174,7 @@ def test_a_variable_that_an_update_writes_alike_everywhere_is_not_combined(
         trained = tf.Variable([1.0])
         factor = tf.Variable([1.0], trainable=False)
 
-    def update(variable: Any, gradient: Any) -> None:
+    def update(variable: Variable, gradient: Value) -> None:
         factor.assign(factor * 2.0)
         variable.assign_sub(gradient * factor)
 
@@ -202,7 +203,7 @@ def test_graphs_that_are_gone_are_forgotten(strategy: tfps.Strategy) -> None:
 def test_what_was_written_is_combined_although_this_rank_has_dropped_it(
     strategy: tfps.Strategy, pushes: list[int]
 ) -> None:
-    def written() -> Any:
+    def written() -> Value:
         moving, total = made(strategy)
         both = lambda: (moving.assign([4.0]), total.assign_add(3.0))  # noqa: E731
         tf.function(lambda: strategy.run(both), autograph=False)()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -16,9 +16,10 @@ import tensorflow as tf
 import training
 
 import tfps
+from tfps.types import Options, Value
 
 Adam, SGD = keras.optimizers.Adam, keras.optimizers.SGD
-OPTIMIZERS: dict[str, Callable[[], Any]] = {
+OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "name": lambda: "adam",
     "instance": lambda: Adam(1e-3),
     "average": lambda: SGD(0.1, use_ema=True, ema_overwrite_frequency=3),
@@ -33,13 +34,15 @@ def strategy() -> Iterator[tfps.Strategy]:
     strategy.close()
 
 
-def fine_tuned(strategy: tfps.Strategy | None, optimizer: Callable[[], Any]) -> tuple[list[bytes], list[Any]]:
+def fine_tuned(
+    strategy: tfps.Strategy | None, optimizer: Callable[[], keras.optimizers.Optimizer]
+) -> tuple[list[bytes], list[Value]]:
     """Frozen, compiled outside of the scope, unfrozen, compiled again; weights and what `fit` reports."""
     keras.utils.set_random_seed(1)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model, x, y = training.mlp()
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    options: dict[str, Any] = {"batch_size": 64, "shuffle": False, "verbose": 0}
+    options: Options = {"batch_size": 64, "shuffle": False, "verbose": 0}
     reported = [model.fit(x, y, **options).history]
     for trainable in (False, True):
         model.layers[0].trainable = trainable
@@ -92,7 +95,7 @@ def test_an_optimizer_that_has_trained_other_variables_is_refused(strategy: tfps
         model.fit(x, y, verbose=0)
 
 
-def test_a_loaded_model_is_compiled_as_it_was_saved(strategy: tfps.Strategy, tmp_path: Any) -> None:
+def test_a_loaded_model_is_compiled_as_it_was_saved(strategy: tfps.Strategy, tmp_path: Path) -> None:
     with strategy.scope():
         model, x, y = training.mlp()
     model.compile(Adam(0.25), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import keras
 import numpy as np
@@ -12,12 +11,14 @@ import pytest
 from jobs import DEADLINE_S
 
 import tfps
+from tfps.exchange.interface import Reply
 from tfps.pserver.server import ParameterServer
-from tfps.runtime.transfers import DeferredUpdate
+from tfps.runtime.transfers import DeferredUpdate, UpdatedRows
 from tfps.strategy import emitter
 from tfps.strategy.cut_update import rows_at_once
+from tfps.types import Array, Value
 from tfps.wire.frames import Header
-from tfps.worker.bucket import PushedBucket
+from tfps.worker.bucket import Push, PushedBucket
 
 # 24 rows of 80 bytes: 4 rows are a multiple of 64 bytes, and slices of 512 bytes end within rows.
 INPUTS, UNITS = 24, 20
@@ -51,7 +52,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     rows: list[int] = []
     take = DeferredUpdate.take_part
 
-    def noted(self: DeferredUpdate, updated: Any, buffer: Any, nbytes: int) -> None:
+    def noted(self: DeferredUpdate, updated: UpdatedRows, buffer: Array, nbytes: int) -> None:
         before = updated.count
         take(self, updated, buffer, nbytes)
         if updated.count > before:
@@ -77,7 +78,7 @@ def remote() -> Iterator[Callable[[], tfps.Strategy]]:
         server.stop()
 
 
-def trained(strategy: tfps.Strategy, make: Make) -> list[np.ndarray[Any, Any]]:
+def trained(strategy: tfps.Strategy, make: Make) -> list[Array]:
     keras.utils.set_random_seed(1)
     with strategy.scope():
         layers = [keras.layers.Dense(UNITS, name="large"), keras.layers.Dense(2, name="last")]
@@ -123,12 +124,12 @@ def test_rows_are_updated_before_the_last_slice_has_come_back(
     updated, seen = threading.Event(), list[bool]()
     receive, take_part = PushedBucket.take, DeferredUpdate.take_part
 
-    def held(self: PushedBucket, pserver: int, push: Any, header: Header, *rest: Any) -> Any:
+    def held(self: PushedBucket, pserver: int, push: Push, header: Header, *rest: Value) -> Reply | None:
         if "large/kernel" in self.spec.name and header.index == len(self.cutting.slices) - 1:
             seen.append(updated.wait(DEADLINE_S))
         return receive(self, pserver, push, header, *rest)
 
-    def noted(self: DeferredUpdate, *arguments: Any) -> None:
+    def noted(self: DeferredUpdate, *arguments: Value) -> None:
         take_part(self, *arguments)
         updated.set()
 

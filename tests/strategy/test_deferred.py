@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
 from tfps.strategy.deferred import Noted, Reduced, Reduction, fuse
+from tfps.types import Value, Variable
 
 FLOAT_BYTES = 4
 
@@ -19,10 +18,10 @@ class Named:
 
 
 def noted(name: str, items: int, dtype: tf.DType = tf.float32, sparse: bool = False) -> Noted:
-    gradient: Any = tf.zeros([items], dtype)
+    gradient: Value = tf.zeros([items], dtype)
     if sparse:
         gradient = tf.IndexedSlices(gradient, tf.range(items))
-    variable: Any = Named(name, items)
+    variable: Variable = Named(name, items)
     return Noted(variable, lambda: None, (), Reduced(gradient, gradient, Reduction(1)))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -15,6 +14,7 @@ import tensorflow as tf
 import training
 
 import tfps
+from tfps.types import Argument, Options, Value
 
 OPTIMIZERS = sorted(
     name
@@ -45,7 +45,7 @@ def strategy() -> Iterator[tfps.Strategy]:
     strategy.close()
 
 
-def optimizer(name: str, **options: Any) -> Callable[[], keras.optimizers.Optimizer]:
+def optimizer(name: str, **options: Argument) -> Callable[[], keras.optimizers.Optimizer]:
     return lambda: getattr(keras.optimizers, name)(**options)
 
 
@@ -65,7 +65,7 @@ QUICK = ("SGD", "Adam")  # with everything; others only with what joins several 
     ],
 )
 def test_every_optimizer_ends_bitwise_equal_to_plain_keras(strategy: tfps.Strategy, name: str, eager: bool) -> None:
-    options: dict[str, Any] = {"run_eagerly": eager, "epochs": 1 if eager else 2, "jit_compile": False}
+    options: Options = {"run_eagerly": eager, "epochs": 1 if eager else 2, "jit_compile": False}
     assert training.train(strategy, optimizer(name), **options) == training.train(None, optimizer(name), **options)
 
 
@@ -78,7 +78,7 @@ def test_every_optimizer_updates_kernels_of_rank_3_bitwise_as_plain_keras(strate
     assert distributed == training.train(None, optimizer(name), training.attention)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Argument]] = {
     "clipnorm": {"clipnorm": 0.1},
     "clipvalue": {"clipvalue": 0.01},
     "global_clipnorm": {"global_clipnorm": 0.1},
@@ -133,7 +133,7 @@ def test_a_learning_rate_schedule_is_read_as_of_the_step(strategy: tfps.Strategy
 
 @pytest.mark.parametrize("name", ["SGD", pytest.param("Adam", marks=pytest.mark.long), "Nadam"])
 def test_constraints_apply_after_the_update(strategy: tfps.Strategy, name: str) -> None:
-    def constrained() -> Any:
+    def constrained() -> Value:
         return training.mlp(kernel_constraint=keras.constraints.MaxNorm(0.5), bias_constraint="non_neg")
 
     assert training.train(strategy, optimizer(name), constrained) == training.train(None, optimizer(name), constrained)
@@ -158,7 +158,7 @@ KINDS = (("SGD", False, TELLING), ("SGD", True, ()), ("Adam", False, MODELS), ("
 def test_every_kind_of_model_ends_bitwise_equal_to_plain_keras(
     strategy: tfps.Strategy, name: str, eager: bool, build: training.Build
 ) -> None:
-    options: dict[str, Any] = {"run_eagerly": eager, "epochs": 1 if eager else 2, "jit_compile": False}
+    options: Options = {"run_eagerly": eager, "epochs": 1 if eager else 2, "jit_compile": False}
     distributed = training.train(strategy, optimizer(name), build, **options)
     assert distributed == training.train(None, optimizer(name), build, **options)
 

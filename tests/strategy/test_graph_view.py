@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -24,7 +23,9 @@ needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz' do
 FORWARD = ["dense/kernel", "dense/bias", "dense_1/kernel", "dense_1/bias", "dense_2/kernel", "dense_2/bias"]
 
 
-def drawn(strategy: tfps.Strategy, optimizer: Callable[[], Any], build: training.Build = training.mlp) -> Picture:
+def drawn(
+    strategy: tfps.Strategy, optimizer: Callable[[], keras.optimizers.Optimizer], build: training.Build = training.mlp
+) -> Picture:
     """The picture of one `fit`."""
     keras.backend.clear_session()  # names of layers begin anew
     training.train(strategy, optimizer, build, epochs=1)
@@ -32,7 +33,7 @@ def drawn(strategy: tfps.Strategy, optimizer: Callable[[], Any], build: training
     return picture
 
 
-def names(variables: Any) -> list[str]:
+def names(variables: Iterable[str]) -> list[str]:
     return [name.partition("/")[2] for name in variables]
 
 

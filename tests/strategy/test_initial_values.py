@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import threading
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -20,6 +19,7 @@ import tfps
 from tfps.exchange.interface import BucketSpec
 from tfps.launch import progress
 from tfps.strategy import initial_values
+from tfps.types import Variable
 from tfps.worker import patience
 
 MB = 10**6
@@ -69,7 +69,7 @@ def test_the_work_grows_with_the_number_of_variables_and_not_with_its_square(mon
     calls = 0
     nbytes = initial_values._nbytes
 
-    def counted(variable: Any) -> int:
+    def counted(variable: Variable) -> int:
         nonlocal calls
         calls += 1
         return nbytes(variable)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jobs
 import numpy as np
@@ -11,22 +10,23 @@ import pytest
 import tensorflow as tf
 
 from tfps.errors import MismatchError, TfpsError
-from tfps.exchange.interface import BucketSpec
+from tfps.exchange.interface import BucketSpec, Exchange
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.strategy import invariants
 from tfps.strategy.invariants import KEPT, Invariants, checksum
 from tfps.trace.recorder import Recorder
+from tfps.types import Argument, Array
 
 DTYPES = [tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64, tf.uint8]
 SIZES = [2, 1023, 1024, 1025, 4099]
 
 
-def values(size: int, dtype: tf.DType) -> np.ndarray[Any, Any]:
+def values(size: int, dtype: tf.DType) -> Array:
     return np.random.default_rng(0).integers(1, 100, size).astype(dtype.as_numpy_dtype)
 
 
-def of(*arrays: Any) -> int:
+def of(*arrays: Argument) -> int:
     return int(checksum([tf.constant(each) for each in arrays]))
 
 
@@ -75,7 +75,7 @@ def test_a_large_tensor_is_summed_piece_by_piece() -> None:
 class Rank:
     """One of two ranks whose updates are what a test says."""
 
-    def __init__(self, worker: Any, every: int) -> None:
+    def __init__(self, worker: Exchange, every: int) -> None:
         self.runtime = Runtime(worker, Recorder(), jobs.DEADLINE_S)
         made = Invariants.of(self.runtime, every)
         assert made is not None
@@ -140,7 +140,7 @@ def test_rows_are_matched_whatever_order_the_ranks_come_to_their_updates_in(
     ],
 )
 def test_the_first_difference_is_named_on_all_ranks(
-    two: Callable[[int], list[Rank]], theirs: dict[str, Any], message: str
+    two: Callable[[int], list[Rank]], theirs: dict[str, Argument], message: str
 ) -> None:
     ranks = two(2)
     for rank, changes in zip(ranks, ({}, theirs), strict=True):

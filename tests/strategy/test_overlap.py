@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
+from collections.abc import Callable
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -17,6 +17,8 @@ import tensorflow as tf
 from recorded import note_in_flight, sends
 
 import tfps
+from tfps.types import Array, Structure, Value, Variable
+from tfps.worker.worker import Worker
 
 LAYERS = 5
 UNITS = 32
@@ -26,23 +28,25 @@ CONFIG = tfps.Config(slice_bytes=4 * UNITS * UNITS, window_bytes=16 * UNITS * UN
 class Watched(keras.layers.Dense):
     """A dense layer that tells `on_forward` its number in each forward pass; `on_backward` may hold backward up."""
 
-    def __init__(self, number: int, on_forward: Any, on_backward: Any = None) -> None:
+    def __init__(
+        self, number: int, on_forward: Callable[[int], object], on_backward: Callable[[], object] | None = None
+    ) -> None:
         super().__init__(UNITS, use_bias=False)
         self.number, self.on_forward, self.on_backward = number, on_forward, on_backward
 
-    def call(self, inputs: Any, training: Any = None) -> Any:
+    def call(self, inputs: Structure, training: bool | None = None) -> Value:
         @tf.custom_gradient
-        def watched(x: Any) -> Any:
-            def forward(value: Any) -> Any:
+        def watched(x: Value) -> Value:
+            def forward(value: Value) -> Value:
                 self.on_forward(self.number)
                 return value
 
-            def backward(value: Any) -> Any:
+            def backward(value: Value) -> Value:
                 if self.on_backward is not None:
                     self.on_backward()
                 return value
 
-            def gradient(upstream: Any) -> Any:
+            def gradient(upstream: Value) -> Value:
                 result = tf.numpy_function(backward, [upstream], upstream.dtype)
                 result.set_shape(upstream.shape)
                 return result
@@ -54,7 +58,9 @@ class Watched(keras.layers.Dense):
         return watched(super().call(inputs))
 
 
-def build(strategy: tfps.Strategy, on_last_gradient: Any = None, passes: list[int] | None = None) -> keras.Model:
+def build(
+    strategy: tfps.Strategy, on_last_gradient: Callable[[], object] | None = None, passes: list[int] | None = None
+) -> keras.Model:
     on_forward = ([] if passes is None else passes).append  # Keras would copy a list
     with strategy.scope():
         layers = [Watched(n, on_forward, on_last_gradient if n == 0 else None) for n in range(LAYERS)]
@@ -68,7 +74,7 @@ def fit(model: keras.Model, steps: int) -> None:
     model.fit(data, data, batch_size=8, verbose=0, shuffle=False)  # two workers share the batch
 
 
-def wait_until(truth: Any) -> bool:
+def wait_until(truth: Callable[[], object]) -> bool:
     """Polls `truth` until a deadline; whether it came true."""
     poll = threading.Event()
     for _ in range(int(jobs.DEADLINE_S * 200)):
@@ -128,7 +134,7 @@ def test_nothing_stale_is_read_while_a_reply_is_out(monkeypatch: pytest.MonkeyPa
         other.holds = lambda spec: spec is last
         fit(model, 1)
         assert other.wait_held()
-        read: list[Any] = []
+        read: list[Value] = []
         ways = [
             lambda: read.extend(model.get_weights()),
             lambda: strategy.experimental_local_results(variable),
@@ -175,11 +181,11 @@ def test_priorities_follow_the_first_use_in_forward_and_not_creation(monkeypatch
             self.used_last = keras.layers.Dense(4, use_bias=False)
             self.used_first = keras.layers.Dense(UNITS, use_bias=False)
 
-        def build(self, shape: Any) -> None:
+        def build(self, shape: object) -> None:
             self.used_last.build(shape)
             self.used_first.build(shape)
 
-        def call(self, inputs: Any) -> Any:
+        def call(self, inputs: Structure) -> Value:
             return self.used_last(self.used_first(inputs))
 
     with companion.strategy_with_companion(monkeypatch, CONFIG) as (strategy, other):
@@ -216,7 +222,8 @@ def test_bytes_in_flight_never_exceed_the_window_by_more_than_a_slice(monkeypatc
     with companion.strategy_with_companion(monkeypatch, config) as (strategy, _):
         model = build(strategy)
         fit(model, 1)
-        runtime: Any = strategy._runtime
+        runtime = strategy._runtime
+        assert isinstance(runtime.exchange, Worker)
         queues = {(-1, pserver): queue for pserver, queue in enumerate(runtime.exchange._queues)}
         in_flight = note_in_flight(runtime.recorder, queues)
         runtime.recorder.start()
@@ -233,8 +240,8 @@ def test_the_first_layer_is_updated_while_the_update_of_the_last_one_runs() -> N
     class Held(keras.optimizers.SGD):
         """Holds the update of the last layer, whose gradient comes first, until the first layer's has run."""
 
-        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-            def meet(value: Any) -> Any:
+        def update_step(self, gradient: tf.Tensor, variable: Variable, learning_rate: tf.Tensor) -> None:
+            def meet(value: Array) -> Array:
                 if "last" in variable.name:
                     seen.append(first_done.wait(jobs.DEADLINE_S))
                 else:

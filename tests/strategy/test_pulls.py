@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Sequence
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -15,6 +15,7 @@ import training
 
 import tfps
 from tfps.strategy import pulls
+from tfps.types import Structure, Value, Variable
 
 SUM = tf.distribute.ReduceOp.SUM
 
@@ -34,7 +35,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulls, "_declare_late", refuse)
 
 
-def summed(value: Any) -> Any:
+def summed(value: Value) -> Value:
     """In a replica function."""
     return tf.distribute.get_replica_context().all_reduce(SUM, value)
 
@@ -47,7 +48,7 @@ def test_a_fit_declares_the_buckets_of_its_updates_and_no_reduction(remote: tfps
 
 def test_a_fit_that_clips_by_the_norm_of_the_sum_declares_reductions_and_waits_for_them(remote: tfps.Strategy) -> None:
     class Clipping(keras.optimizers.SGD):
-        def apply(self, gradients: Any, variables: Any = None) -> Any:
+        def apply(self, gradients: Structure, variables: Sequence[Variable] | None = None) -> Value:
             reduced = summed(list(gradients))
             total = tf.linalg.global_norm(reduced)
             return super().apply([gradient / (1.0 + total) for gradient in reduced], variables)
@@ -58,8 +59,8 @@ def test_a_fit_that_clips_by_the_norm_of_the_sum_declares_reductions_and_waits_f
 
 def test_what_is_returned_is_used_and_what_is_dropped_is_not(remote: tfps.Strategy) -> None:
     @tf.function(autograph=False)
-    def step(value: Any) -> Any:
-        def in_replica() -> Any:
+    def step(value: Value) -> Value:
+        def in_replica() -> Value:
             summed(value[:3])
             return summed(value[:2])
 
@@ -71,7 +72,7 @@ def test_what_is_returned_is_used_and_what_is_dropped_is_not(remote: tfps.Strate
 
 def test_nothing_is_declared_before_the_first_run_and_nothing_again_by_a_new_trace(remote: tfps.Strategy) -> None:
     @tf.function(autograph=False)
-    def step(value: Any, more: int) -> Any:
+    def step(value: Value, more: int) -> Value:
         return remote.run(lambda: summed(value) + float(more))
 
     value = tf.constant([1.0, 2.0])
@@ -85,8 +86,8 @@ def test_nothing_is_declared_before_the_first_run_and_nothing_again_by_a_new_tra
 @pytest.mark.usefixtures("seen")
 def test_a_branch_that_the_first_run_does_not_take_is_declared_with_the_others(remote: tfps.Strategy) -> None:
     @tf.function(autograph=False)
-    def step(value: Any, doubled: Any) -> Any:
-        def in_replica() -> Any:
+    def step(value: Value, doubled: Value) -> Value:
+        def in_replica() -> Value:
             return tf.cond(doubled, lambda: 2 * summed(value), lambda: summed(value[:1]))
 
         return remote.run(in_replica)
@@ -102,12 +103,12 @@ def test_a_function_that_was_traced_for_another_caller_is_declared_with_the_one_
     remote: tfps.Strategy,
 ) -> None:
     @tf.function(autograph=False)
-    def inner(value: Any) -> Any:
+    def inner(value: Value) -> Value:
         return summed(value)
 
-    def outer(factor: int) -> Any:
+    def outer(factor: int) -> Value:
         @tf.function(autograph=False)
-        def step(value: Any) -> Any:
+        def step(value: Value) -> Value:
             return remote.run(lambda: factor * inner(value))
 
         return step
@@ -128,12 +129,12 @@ def test_a_reduction_that_only_its_run_shows_to_be_used_is_declared_then(remote:
     else:
 
         @tf.custom_gradient
-        def scaled(given: Any) -> Any:
+        def scaled(given: Value) -> Value:
             total = summed(given)
             return tf.identity(given), lambda upstream: upstream * total
 
         @tf.function(autograph=False)
-        def step(given: Any) -> Any:
+        def step(given: Value) -> Value:
             return remote.run(lambda: scaled(given))
 
         step(value)

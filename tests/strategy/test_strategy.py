@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -27,6 +27,7 @@ import tfps
 from tfps.errors import ClosedError
 from tfps.runtime import gate_watch
 from tfps.strategy import strategy as strategies
+from tfps.types import Argument, Array, Optimizer, Options, Structure, Value
 
 
 @pytest.fixture
@@ -36,7 +37,9 @@ def strategy() -> Iterator[tfps.Strategy]:
     strategy.close()
 
 
-def compiled(strategy: tfps.Strategy, optimizer: Any = "adam", **options: Any) -> tuple[keras.Model, Any, Any]:
+def compiled(
+    strategy: tfps.Strategy, optimizer: Optimizer = "adam", **options: Argument
+) -> tuple[keras.Model, Array, Array]:
     with strategy.scope():
         model, x, y = training.mlp()
         model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
@@ -80,7 +83,7 @@ OVER_GRPC = {  # which is quick; the others are long
 def test_over_grpc_one_worker_ends_bitwise_equal_to_plain_keras(
     remote: tfps.Strategy, name: str, build: training.Build
 ) -> None:
-    def optimizer() -> Any:
+    def optimizer() -> keras.optimizers.Optimizer:
         return getattr(keras.optimizers, name)(global_clipnorm=10.0 if name == "Adam" else None)
 
     assert training.train(remote, optimizer, build) == training.train(None, optimizer, build)
@@ -88,7 +91,7 @@ def test_over_grpc_one_worker_ends_bitwise_equal_to_plain_keras(
 
 def test_over_grpc_eager_steps_end_bitwise_equal_to_plain_keras(remote: tfps.Strategy) -> None:
     for build in (training.mlp, training.embedding_sparse):
-        options: dict[str, Any] = {"run_eagerly": True, "epochs": 1}
+        options: Options = {"run_eagerly": True, "epochs": 1}
         distributed = training.train(remote, keras.optimizers.Adam, build, **options)
         assert distributed == training.train(None, keras.optimizers.Adam, build, **options)
 
@@ -161,7 +164,7 @@ def test_a_model_built_outside_the_scope_is_refused_by_variable(strategy: tfps.S
         ({"config": {"slice_bytes": 1}}, "config must be a tfps.Config"),
     ],
 )
-def test_bad_arguments_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused_by_name(arguments: dict[str, Argument], message: str) -> None:
     with pytest.raises(tfps.ConfigError, match=message):
         tfps.Strategy(**arguments)
 
@@ -181,7 +184,7 @@ def test_a_custom_loop_ends_bitwise_equal_to_one_device_strategy(remote: tfps.St
         data = tf.data.Dataset.from_tensor_slices((x, y)).batch(64)
         losses = []
 
-        def step(batch: Any) -> Any:
+        def step(batch: Structure) -> Value:
             with tf.GradientTape() as tape:
                 losses = keras.losses.sparse_categorical_crossentropy(batch[1], model(batch[0]), from_logits=True)
                 loss = tf.reduce_mean(losses)
@@ -189,7 +192,7 @@ def test_a_custom_loop_ends_bitwise_equal_to_one_device_strategy(remote: tfps.St
             return loss
 
         @tf.function
-        def distributed_step(batch: Any) -> Any:
+        def distributed_step(batch: Structure) -> Value:
             return strategy.reduce("SUM", strategy.run(step, args=(batch,)), axis=None)
 
         for batch in strategy.experimental_distribute_dataset(data):
@@ -206,8 +209,8 @@ def test_a_reduced_gradient_that_the_program_computes_with_is_pulled(remote: tfp
         optimizer.build([variable])
 
     @tf.function
-    def step() -> Any:
-        def in_replica() -> Any:
+    def step() -> Value:
+        def in_replica() -> Value:
             (reduced,) = tf.distribute.get_replica_context().all_reduce("SUM", [variable * 1.0])
             variable.assign_sub(reduced / tf.norm(reduced))
             return tf.norm(reduced)
@@ -240,7 +243,7 @@ def test_fit_again_recompile_and_a_second_model_under_one_strategy(remote: tfps.
 
 
 def test_a_forgotten_step_function_frees_its_transfers(strategy: tfps.Strategy) -> None:
-    def train() -> list[weakref.ref[Any]]:
+    def train() -> list[weakref.ref[object]]:
         with strategy.scope():
             variable = tf.Variable([1.0, 2.0])
             optimizer = keras.optimizers.SGD(0.1)
@@ -287,7 +290,7 @@ def test_a_step_that_fails_in_backward_leaves_no_reader_waiting(
 def test_an_error_of_the_data_does_not_disturb_the_next_fit(strategy: tfps.Strategy) -> None:
     model, x, y = compiled(strategy)
 
-    def failing() -> Iterator[Any]:
+    def failing() -> Iterator[Structure]:
         yield x[:32], y[:32]
         raise ValueError("no more")
 
@@ -306,7 +309,7 @@ def test_many_short_epochs_end(strategy: tfps.Strategy) -> None:
     assert len(history["loss"]) == 80
 
 
-def test_evaluate_predict_and_checkpoint_read_current_values(remote: tfps.Strategy, tmp_path: Any) -> None:
+def test_evaluate_predict_and_checkpoint_read_current_values(remote: tfps.Strategy, tmp_path: Path) -> None:
     model, x, y = compiled(remote, metrics=["accuracy"])
     model.fit(x, y, epochs=20, verbose=0)
     _, accuracy = model.evaluate(x, y, verbose=0)
@@ -338,7 +341,7 @@ def test_a_step_that_stops_between_two_sends_fails_the_job() -> None:
     with strategy.scope():
         first, second = tf.Variable(tf.zeros([16])), tf.Variable(tf.zeros([16]))
 
-    def sample(value: Any, broken: Any) -> Any:
+    def sample(value: Value, broken: Value) -> Value:
         if broken:
             wait = threading.Event()
             while strategy._runtime._messages_seen == before and not wait.wait(0.01):
@@ -347,7 +350,7 @@ def test_a_step_that_stops_between_two_sends_fails_the_job() -> None:
         return value
 
     @tf.function(autograph=False)
-    def step(broken: Any) -> None:
+    def step(broken: Value) -> None:
         def in_replica() -> None:
             late = tf.numpy_function(sample, [tf.ones([16]), broken], tf.float32)
             late.set_shape([16])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from selenium.webdriver.common.action_chains import ActionChains
@@ -13,6 +12,7 @@ from selenium.webdriver.common.keys import Keys
 from tfps.trace.capture import Capture
 from tfps.trace.capture_file import chrome_path, write_chrome
 from tfps.trace.summary import Summary, summarize
+from tfps.types import Json
 from tools import model_profiles, simulation
 from tools.synthetic_captures import POLICIES, synthetic_capture
 from tools.tensorboard_page import Page, missing, tensorboard
@@ -130,7 +130,7 @@ def milliseconds(ns: float) -> str:
     return f"{ns / 1e6:.{digits}f} ms"
 
 
-def json_of(summary: Summary) -> Any:
+def json_of(summary: Summary) -> Json:
     return json.loads(json.dumps(summary.to_json()))
 
 

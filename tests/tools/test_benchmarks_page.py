@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import pytest
 
+from tfps.types import Json
 from tools import make_benchmarks_page as page
 from tools import pages
 
 FACTORS = {"barrier": 1.6, "overlap_send_barrier": 1.4, "overlap": 1.25, "slices": 1.1, "priority": 1.0}
 
 
-def schedule_runs(model: str = "vgg19") -> list[dict[str, Any]]:
+def schedule_runs(model: str = "vgg19") -> list[dict[str, Json]]:
     return [
         {
             "model": model,
@@ -34,7 +34,7 @@ def schedule_runs(model: str = "vgg19") -> list[dict[str, Any]]:
     ]
 
 
-def scale_runs() -> list[dict[str, Any]]:
+def scale_runs() -> list[dict[str, Json]]:
     counts = ((2, 2), (4, 4), (8, 8), (4, 1))
     hosts = [
         {
@@ -72,7 +72,7 @@ def scale_runs() -> list[dict[str, Any]]:
     return [*hosts, *growth]
 
 
-RUNS: dict[str, list[dict[str, Any]]] = {
+RUNS: dict[str, list[dict[str, Json]]] = {
     "schedule": schedule_runs(),
     "scale": scale_runs(),
     "wire": [{"what": what, "gb_per_s": 0.5, "cpu_s_per_gb": 2.0} for what in ("raw", "1 pserver")],
@@ -95,7 +95,7 @@ RUNS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def write(docs: pathlib.Path, names: Mapping[str, Sequence[Mapping[str, Any]]] = RUNS) -> pathlib.Path:
+def write(docs: pathlib.Path, names: Mapping[str, Sequence[Mapping[str, Json]]] = RUNS) -> pathlib.Path:
     """A docs folder with a JSON file for each of `names`."""
     (docs / "benchmarks").mkdir(parents=True, exist_ok=True)
     for name, runs in names.items():

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+from tfps.types import Value
 from tools.fuzzing import oracle, runner
 from tools.fuzzing.cases import Case, Evaluate, Fit, Network, Optimizer, Place, Save, features
 from tools.fuzzing.draw import draw, usable
@@ -24,7 +24,7 @@ from tools.fuzzing.source import program
 
 TWO = Place(workers=2, pservers=1)
 SMALL = Case(place=TWO, rows=8, batch=4)
-FOUND: dict[str, Any] = {"weights/0/0": np.array([1.0, -2.0], np.float32), "files/0/config": "text"}
+FOUND: dict[str, Value] = {"weights/0/0": np.array([1.0, -2.0], np.float32), "files/0/config": "text"}
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def train_slowly(text: str, rank: int) -> str:
         (train_slowly, "than plain"),
     ],
 )
-def test_a_planted_fault_is_found(change: Any, kind: str, pool: Pool) -> None:
+def test_a_planted_fault_is_found(change: Callable[[str, int], str], kind: str, pool: Pool) -> None:
     result = runner.run(SMALL, pool, change)
     assert result.difference is not None
     assert kind in result.difference.kind

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jobs
 import pytest
@@ -94,7 +93,7 @@ def watched(pid: int) -> Iterator[select.poll]:
         os.close(fd)
 
 
-def line_of(process: subprocess.Popen[Any]) -> str:
+def line_of(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return str(process.stdout.readline())
 

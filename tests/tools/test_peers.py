@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tfps.types import Argument, Json
 from tools import children, peer_runs, peers
 from tools.benchmarks import peers as benchmark
 from tools.peer_runs import Peer, Place, Role, Session, figures, measure
@@ -163,7 +163,7 @@ def test_events_are_told_from_other_output() -> None:
     assert role.lines[0] == "Epoch 1"
 
 
-def result(rank: int, checksum: float, **more: Any) -> dict[str, Any]:
+def result(rank: int, checksum: float, **more: Argument) -> dict[str, Json]:
     return {"rank": rank, "periods_s": [0.1, 0.3, 0.2], "drained_s": 0.9, "loss": 1.5, "checksum": checksum, **more}
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import pathlib
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tfps.errors import ConfigError
+from tfps.types import Argument, Function, Json, Options
 from tools import make_profiles, model_profiles
 from tools import simulate as command
 from tools.model_profiles import Layer, Profile
@@ -27,12 +27,12 @@ def profile(*layers: tuple[float, float, int]) -> Profile:
     return Profile("test", tuple(Layer(chr(97 + i), *layer) for i, layer in enumerate(layers)), "made for a test")
 
 
-def cluster(workers: int, pservers: int, rate_gbit: float, **others: Any) -> Cluster:
+def cluster(workers: int, pservers: int, rate_gbit: float, **others: Argument) -> Cluster:
     """Without latency and processors' time, unless `others` say so."""
     return Cluster(workers, pservers, rate_gbit, **{"latency_s": 0.0, "cpu_slice_s": 0.0, "cpu_gb_s": 0.0, **others})
 
 
-def step_s(model: Profile, hosts: Cluster, **options: Any) -> float:
+def step_s(model: Profile, hosts: Cluster, **options: Argument) -> float:
     return simulate(model, hosts, Settings(**options)).step_s
 
 
@@ -195,7 +195,7 @@ def test_priority_is_no_worse_than_overlap_but_for_a_slice(
 
 
 @pytest.mark.parametrize("options", [{}, {"jitter": 0.2, "seed": 3}])
-def test_equal_arguments_give_equal_results(options: dict[str, Any]) -> None:
+def test_equal_arguments_give_equal_results(options: Options) -> None:
     model, hosts = model_profiles.load("resnet50"), Cluster(3, 2, 5.0)
     first, second = (simulate(model, hosts, Settings(trace=True, **options)) for _ in range(2))
     assert first == second
@@ -297,7 +297,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: pathlib.Path) -> None:
         ({"name": "a", "source": "b", "layers": [{}]}, "layer 0 must be an object with name, forward_s"),
     ],
 )
-def test_a_malformed_profile_is_refused(content: Any, message: str, tmp_path: pathlib.Path) -> None:
+def test_a_malformed_profile_is_refused(content: Json, message: str, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "bad.json"
     path.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=message):
@@ -314,7 +314,7 @@ def test_a_malformed_profile_is_refused(content: Any, message: str, tmp_path: pa
         (("a", 0.0, 0.0, 4.0), "nbytes of layer 'a' must be a whole number, got 4.0"),
     ],
 )
-def test_a_layer_out_of_range_is_refused(layer: Any, message: str) -> None:
+def test_a_layer_out_of_range_is_refused(layer: tuple[Argument, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Layer(*layer)
 
@@ -349,7 +349,7 @@ def test_unknown_and_unreadable_profiles_are_named(tmp_path: pathlib.Path) -> No
         (Settings, {"jitter": 0.1, "mode": "symmetric"}, "jitter must be 0 in mode 'symmetric'"),
     ],
 )
-def test_settings_out_of_range_are_refused(kind: Any, values: dict[str, Any], message: str) -> None:
+def test_settings_out_of_range_are_refused(kind: Function, values: dict[str, Json], message: str) -> None:
     base = {"workers": 1, "pservers": 1, "rate_gbit": 1.0} if kind is Cluster else {}
     with pytest.raises(ConfigError, match=message):
         kind(**{**base, **values})
@@ -374,7 +374,9 @@ def test_the_timeline_has_every_message_once_and_in_the_order_of_urgency() -> No
     assert sum(event["ph"] == "X" for event in events) == len(result.spans)
 
 
-def test_the_command_prints_a_row_per_policy_and_rate_and_writes_files(tmp_path: pathlib.Path, capsys: Any) -> None:
+def test_the_command_prints_a_row_per_policy_and_rate_and_writes_files(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     written, trace = tmp_path / "out.json", tmp_path / "trace.json"
     command.main(["--profile", "sockeye", "--sweep-rate", "1,10", "--scale", "10", "--json", str(written)])
     assert len(capsys.readouterr().out.splitlines()) == 2 + 2 * len(POLICIES)
@@ -393,7 +395,9 @@ def test_the_command_prints_a_row_per_policy_and_rate_and_writes_files(tmp_path:
         (["--profile", "vgg16", "--trace", "x"], "--trace writes one run"),
     ],
 )
-def test_the_command_names_what_is_wrong(arguments: list[str], message: str, capsys: Any) -> None:
+def test_the_command_names_what_is_wrong(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         command.main(arguments)
     assert message in capsys.readouterr().err

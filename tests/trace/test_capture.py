@@ -7,7 +7,6 @@ import json
 import tracemalloc
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from tfps.errors import TfpsError
 from tfps.trace.capture import KINDS, Capture, CapturedBucket, Kind, Process, Span, lane_of, rows
 from tfps.trace.capture_file import chrome_path, read, write_chrome
+from tfps.types import Argument, Json
 
 PROCESSES = (
     Process("worker", 0, "a"),
@@ -106,7 +106,7 @@ def test_events_are_what_chrome_and_perfetto_read(capture: Capture, tmp_path: Pa
             until[thread] = event["ts"] + event["dur"]
 
 
-def events_of(path: Path) -> list[dict[str, Any]]:
+def events_of(path: Path) -> list[dict[str, Json]]:
     text = gzip.decompress(path.read_bytes())
     assert text.startswith(b'[{"'), "by this Perfetto knows the format"
     first, *events = json.loads(text)
@@ -120,7 +120,7 @@ def test_flows_lead_from_each_push_to_its_update(tmp_path: Path, index: int) -> 
     write_chrome(Capture(PROCESSES, BUCKETS, tuple(made)), tmp_path / "t.gz")
     events = events_of(tmp_path / "t.gz")
     shown = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    flows: dict[int, list[dict[str, Any]]] = {}
+    flows: dict[int, list[dict[str, Json]]] = {}
     for event in events:
         if event.get("cat") == "flow":
             flows.setdefault(event["id"], []).append(event)
@@ -212,7 +212,7 @@ def test_the_most_repetitive_capture_is_far_from_the_bound(tmp_path: Path) -> No
         ({"variable": 2}, "variable of a span must be one of its bucket's"),
     ],
 )
-def test_spans_that_lead_nowhere_are_refused(change: dict[str, Any], rule: str) -> None:
+def test_spans_that_lead_nowhere_are_refused(change: dict[str, Argument], rule: str) -> None:
     with pytest.raises(TfpsError, match=rule):
         Capture(PROCESSES, BUCKETS, (chain()[1]._replace(**change),))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,13 +12,14 @@ from tfps.errors import TfpsError
 from tfps.trace.capture import Capture, CapturedBucket, Kind, Process, Span, lane_of
 from tfps.trace.intervals import Intervals, clip, difference, intersection, total, union
 from tfps.trace.summary import Summary, summarize
+from tfps.types import Argument
 from tools import model_profiles, simulation
 from tools.synthetic_captures import POLICIES, repeated, synthetic_capture
 
 BUCKETS = (CapturedBucket("a", ("a",), 0, 100), CapturedBucket("b, c", ("b", "c"), 1, 200))
 
 
-def make(spans: list[Span], workers: int = 1, pservers: int = 1, **more: Any) -> Summary:
+def make(spans: list[Span], workers: int = 1, pservers: int = 1, **more: Argument) -> Summary:
     processes = [Process("worker", rank) for rank in range(workers)]
     processes += [Process("pserver", number) for number in range(pservers)]
     return summarize(Capture(tuple(processes), BUCKETS, tuple(spans), **more))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from random import Random
-from typing import Any
 
 import jobs
 import numpy as np
@@ -37,9 +36,9 @@ def taken(queue: SendQueue) -> Outgoing:
     return got.item
 
 
-def waits(queue: SendQueue, release: Callable[[], None]) -> Any:
+def waits(queue: SendQueue, release: Callable[[], None]) -> Next | Exception | None:
     """What `take` returns; it must not return before `release` was called."""
-    results: list[Any] = []
+    results: list[Next | Exception | None] = []
     done = threading.Event()
 
     def take() -> None:
@@ -94,7 +93,9 @@ def test_a_full_window_waits_for_a_receipt() -> None:
     sends.put([item(0), item(1)])
     taken(sends)
     got = waits(sends, lambda: sends.acked(10))
-    assert got[0].header.priority == 1
+    assert isinstance(got, Next)
+    assert isinstance(got.item, Outgoing)
+    assert got.item.header.priority == 1
 
 
 def test_an_urgent_frame_overtakes_those_that_wait_for_the_window() -> None:

@@ -13,7 +13,7 @@ import struct
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import jobs
 import numpy as np
@@ -23,7 +23,9 @@ from jobs import push, summed, together
 from tfps.errors import ProtocolError
 from tfps.exchange.interface import BucketSpec
 from tfps.protos import tfps_pb2 as pb
+from tfps.pserver.membership import Member
 from tfps.pserver.server import ParameterServer
+from tfps.types import Argument, Array
 from tfps.wire import frames, shared_memory
 from tfps.wire.frames import EMPTY, SHARED, Header, Kind
 from tfps.wire.shared_memory import Arena, Attached, Place
@@ -38,17 +40,17 @@ def cluster() -> Iterator[jobs.Cluster]:
         yield cluster
 
 
-def job(cluster: jobs.Cluster, server: ParameterServer, workers: int, **options: Any) -> list[Worker]:
+def job(cluster: jobs.Cluster, server: ParameterServer, workers: int, **options: Argument) -> list[Worker]:
     members = cluster.workers([server.address], workers, **options)
     together(*(functools.partial(worker.declare, SPECS) for worker in members))
     return members
 
 
-def member(server: ParameterServer, rank: int) -> Any:
+def member(server: ParameterServer, rank: int) -> Member:
     return server._job._membership.members[rank]
 
 
-def exchange(members: list[Worker], value: float) -> list[Any]:
+def exchange(members: list[Worker], value: float) -> list[Array]:
     """One step of both buckets; the sums of the large one."""
     pushes = [[push(worker, b, np.full(SPECS[b].nbytes // 4, value, np.float32)) for b in (0, 1)] for worker in members]
     sums = [[summed(pending.wait()) for pending in each] for each in pushes]
@@ -131,7 +133,7 @@ def test_whoever_has_mapped_it_is_safe_from_its_becoming_shorter() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"host": "other"}, {"host": ""}, {"secret": b""}, {"secret": bytes(16)}, {"fd": 10**6}, {"pid": 0}]
 )
-def test_wrong_offers_are_refused(wrong: dict[str, Any]) -> None:
+def test_wrong_offers_are_refused(wrong: dict[str, Argument]) -> None:
     arena = Arena()
     with pytest.raises(OSError, match=r"."):
         Attached(dataclasses.replace(arena.offer, **wrong))
@@ -208,7 +210,7 @@ def test_memory_is_used_again_step_after_step(cluster: jobs.Cluster) -> None:
     assert [worker._memory.pservers for worker in members] == [{0}, {0}]
     assert [each.shared_memory for each in server.status().job.members] == [True, True]
     exchange(members, 1)
-    arenas: list[Any] = [worker._memory._arena for worker in members]
+    arenas = [cast(Arena, worker._memory._arena) for worker in members]
     step_nbytes = min(arena._end for arena in arenas)
     assert step_nbytes > SPECS[0].nbytes
     for step in range(20):
@@ -228,7 +230,7 @@ def test_a_pserver_lets_go_of_the_memory_of_who_has_left(cluster: jobs.Cluster) 
     server = cluster.pserver(2)
     members = job(cluster, server, 2)
     exchange(members, 1)
-    maps = [weakref.ref(member(server, rank).memory._map) for rank in range(2)]
+    maps = [weakref.ref(cast(Attached, member(server, rank).memory)._map) for rank in range(2)]
     for worker in members:
         worker.close()
 

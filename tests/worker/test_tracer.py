@@ -259,6 +259,7 @@ def half(cluster: Cluster) -> Half:
     server = cluster.pserver(2, recorder=recorder)
     raw = cluster.raw(server.address, 1).open()
     worker, _ = together(lambda: cluster.worker([server.address], 0), raw.declare)
+    assert isinstance(worker, Worker)
     return Half(server, recorder, worker, raw)
 
 

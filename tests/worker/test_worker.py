@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jobs
 import numpy as np
@@ -20,7 +19,7 @@ import pytest
 from jobs import Cluster, attempt, push, summed, together, use
 from recorded import note_in_flight, sends
 
-from tfps.config import Config
+from tfps.config import Config, Placement
 from tfps.errors import (
     ClosedError,
     ConfigError,
@@ -33,6 +32,7 @@ from tfps.errors import (
 )
 from tfps.exchange.interface import BucketSpec
 from tfps.trace.recorder import Recorder
+from tfps.types import Argument
 from tfps.worker.worker import Worker
 
 SHORT = replace(jobs.CONFIG, connect_timeout_s=1.5, step_timeout_s=1.0)
@@ -56,7 +56,7 @@ def declare(workers: list[Worker], *specs: BucketSpec) -> list[int]:
     return ids
 
 
-def job(cluster: Cluster, workers: int, *specs: BucketSpec, pservers: int = 1, **options: Any) -> list[Worker]:
+def job(cluster: Cluster, workers: int, *specs: BucketSpec, pservers: int = 1, **options: Argument) -> list[Worker]:
     members = cluster.workers(cluster.pservers(pservers, workers), workers, **options)
     declare(members, *specs)
     return members
@@ -149,7 +149,7 @@ def test_slices_are_spread_evenly_over_pservers(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("placement", ["round_robin", "hash"])
-def test_other_placements_work_alike(cluster: Cluster, placement: Any) -> None:
+def test_other_placements_work_alike(cluster: Cluster, placement: Placement) -> None:
     config = Config(slice_bytes=1024, window_bytes=4096, placement=placement)
     specs = [bucket(10_000, 0, "x"), BucketSpec(("g",), "gather", 0, "uint8", 0), bucket(3000, 0, "y")]
     workers = job(cluster, 2, *specs, pservers=3, config=config)
@@ -432,7 +432,7 @@ def test_no_connection_outlives_its_worker(cluster: Cluster, fails: bool) -> Non
 def test_an_on_reply_that_raises_fails_the_exchange(cluster: Cluster) -> None:
     (worker,) = job(cluster, 1, bucket(8))
 
-    def broken(_: Any) -> None:
+    def broken(_: object) -> None:
         raise KeyError("oops")
 
     worker.push(0, bytes(8), broken)
@@ -473,7 +473,9 @@ VICTIM = """
 import sys, threading
 import jobs
 from tfps.exchange.interface import BucketSpec
+from tfps.types import Argument
 from tfps.worker.worker import Worker
+from tfps.types import Argument
 worker = Worker(sys.argv[1:], rank=1, config=jobs.CONFIG)
 worker.declare([BucketSpec(("b",), "sum", 5000, "float32", 0)])
 for _ in range(3):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tfps.errors import ProtocolError
+from tfps.types import Array, DType
 
-Part = NDArray[Any]
+Part = Array
 Allocate = Callable[[int], NDArray[np.uint8]]
 
 
@@ -58,7 +58,7 @@ class SumRound(Round):
     __slots__ = ("_allocate", "_deterministic", "_owned", "_parts", "_sum", "dtype", "nbytes")
 
     def __init__(
-        self, label: str, workers: int, dtype: np.dtype[Any], nbytes: int, deterministic: bool, allocate: Allocate
+        self, label: str, workers: int, dtype: DType, nbytes: int, deterministic: bool, allocate: Allocate
     ) -> None:
         super().__init__(label, workers)
         self._allocate = allocate

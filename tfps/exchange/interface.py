@@ -6,19 +6,19 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tfps.errors import ClosedError, ConfigError, ProtocolError, TfpsError
 from tfps.trace.capture import Capture, CapturedBucket, Setting
+from tfps.types import Array, Buffer, DType
 
-Payload = bytes | bytearray | memoryview | NDArray[Any]  # C-contiguous; collections.abc.Buffer needs Python 3.12
+Payload: TypeAlias = "bytes | bytearray | memoryview | Array"  # C-contiguous; collections.abc.Buffer needs Python 3.12
 BucketKind = Literal["sum", "gather"]
 
 
-def parse_dtype(name: str) -> np.dtype[Any]:
+def parse_dtype(name: str) -> DType:
     """The numeric numpy dtype called `name`, also `bfloat16` and other ml_dtypes types if installed.
 
     Raises:
@@ -121,13 +121,13 @@ class Reply:
         error: why there is no result.
     """
 
-    sum: Any = None
-    parts: list[Any] | None = None
+    sum: Buffer = None
+    parts: list[Buffer] | None = None
     error: TfpsError | None = None
 
 
 OnReply = Callable[[Reply], None]
-OnPart = Callable[[NDArray[np.uint8], int], None]
+OnPart: TypeAlias = "Callable[[Array, int], None]"
 FailureListener = Callable[[TfpsError], None]
 
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+
+from tfps.types import Array, Buffer
 
 _INDICES_SIZE = struct.Struct("<Q")
 _NO_BYTES = np.empty(0, np.uint8)
 
 
-def pack_sparse(indices: Any, data: Any) -> bytes:
+def pack_sparse(indices: Buffer, data: Buffer) -> bytes:
     """One rank's part of a gather: size of the indices in bytes, indices, data."""
     indices = memoryview(indices)
     return b"".join((_INDICES_SIZE.pack(indices.nbytes), indices, memoryview(data)))
 
 
-def unpack_sparse(parts: Sequence[Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def unpack_sparse(parts: Sequence[Buffer]) -> tuple[Array, Array]:
     """Indices and data of all ranks in rank order, each flat uint8."""
     indices, data = [], []
     for part in parts:

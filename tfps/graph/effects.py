@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
@@ -51,7 +50,7 @@ def check_effects() -> None:
                 )
 
 
-def _second_waits(uses: Callable[[tf.Tensor], Any], only_read: list[int]) -> bool:
+def _second_waits(uses: Callable[[tf.Tensor], object], only_read: list[int]) -> bool:
     """Whether TensorFlow makes the second of two calls of `uses`, with read-only inputs `only_read`, wait."""
     resource = tf.TensorSpec([], tf.resource)
 

@@ -11,7 +11,6 @@ import functools
 import heapq
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -64,7 +63,7 @@ class Landmarks:
     def first_use(self, handle: tf.Tensor) -> list[tf.Tensor]:
         """Returns the other operands of the first op that computes with `handle`'s variable; empty if unclear."""
         order, names = self._order, set[str]()
-        heap: list[tuple[int, Any]] = []
+        heap: list[tuple[int, tf.Operation]] = []
 
         def uses(tensor: tf.Tensor) -> None:
             for op in tensor.consumers():

@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfps.errors import ClosedError, TfpsError, UnsupportedError, to_text
 from tfps.graph import tf_private
+from tfps.types import Array, Value, Variable
 
 HOST = "/device:CPU:0"
 _RESOURCE = tf.TensorSpec([], tf.resource)
@@ -87,7 +86,7 @@ def from_raw(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.bitcast(data if dtype.size == 1 else tf.reshape(data, [-1, dtype.size]), dtype)
 
 
-def tensor_of(array: np.ndarray[Any, Any]) -> tf.Tensor:
+def tensor_of(array: Array) -> tf.Tensor:
     """Returns an eager tensor that shares the memory of `array` if that is 64-byte aligned and writable, else a copy.
 
     dlpack aborts the process on unaligned data, hence the check.
@@ -135,7 +134,7 @@ class Gate:
 
 
 @functools.cache
-def _pass_function() -> Any:
+def _pass_function() -> tf_private.ConcreteFunction:
     @tf.function(autograph=False, input_signature=[_RESOURCE, _RESOURCE])
     def tfps_pass_gate(gate: tf.Tensor, variable: tf.Tensor) -> tf.Tensor:
         token = tf.raw_ops.QueueDequeueV2(handle=gate, component_types=[tf.string])
@@ -160,7 +159,7 @@ def pass_gate(gate: Gate, variable: tf.Tensor, after: Sequence[tf.Tensor]) -> tf
     return passed.op
 
 
-def write_after(variable: Any, after: Sequence[tf.Tensor]) -> None:
+def write_after(variable: Variable, after: Sequence[tf.Tensor]) -> None:
     """Makes every later write of `variable` (a component) in the current graph wait for the tensors `after`.
 
     A step whose input ends must not count, even if what it writes does not depend on the input (`iterations`, a seed).
@@ -172,7 +171,7 @@ def write_after(variable: Any, after: Sequence[tf.Tensor]) -> None:
 
 
 @functools.cache
-def _close_function(gates: int, variables: int) -> Any:
+def _close_function(gates: int, variables: int) -> tf_private.ConcreteFunction:
     @tf.function(autograph=False, input_signature=[_RESOURCE] * (gates + variables))
     def tfps_close_gates(*resources: tf.Tensor) -> tf.Tensor:
         taken = [
@@ -185,7 +184,7 @@ def _close_function(gates: int, variables: int) -> Any:
 
 
 @functools.cache
-def _check_function() -> Any:
+def _check_function() -> tf_private.ConcreteFunction:
     @tf.function(autograph=False, input_signature=[_RESOURCE])
     def tfps_check_open(queue: tf.Tensor) -> tf.Tensor:
         closed = tf.raw_ops.QueueIsClosedV2(handle=queue)
@@ -221,7 +220,7 @@ def open_gate(gate: Gate) -> tf.Operation:
 
 
 @functools.cache
-def _ticket_function() -> Any:
+def _ticket_function() -> tf_private.ConcreteFunction:
     @tf.function(autograph=False, input_signature=[])
     def tfps_ticket() -> tf.Tensor:
         return tf.bitcast(tf.timestamp(), tf.int64)
@@ -238,7 +237,7 @@ def ticket() -> tf.Tensor:
         return call_stateless(_ticket_function(), [])[0]
 
 
-def call_stateless(function: Any, arguments: list[tf.Tensor]) -> list[tf.Tensor]:
+def call_stateless(function: tf_private.ConcreteFunction, arguments: list[tf.Tensor]) -> list[tf.Tensor]:
     """Calls the concrete `function` through an op that TensorFlow considers stateless, whatever is in it."""
     graph = tf_private.ops.get_default_graph()
     function.add_to_graph(graph)
@@ -249,11 +248,13 @@ def call_stateless(function: Any, arguments: list[tf.Tensor]) -> list[tf.Tensor]
 
 
 @functools.cache
-def _send_function() -> Any:
+def _send_function() -> tf_private.ConcreteFunction:
     number = tf.TensorSpec([], tf.int64)
 
     @tf.function(autograph=False, input_signature=[_RESOURCE, number, number, _BYTES, _BYTES, _TIMES])
-    def tfps_send(queue: Any, transfer: Any, ticket: Any, data: Any, indices: Any, times: Any) -> tf.Tensor:
+    def tfps_send(
+        queue: tf.Tensor, transfer: tf.Tensor, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
+    ) -> tf.Tensor:
         with tf.control_dependencies([data, indices]):
             times = tf.concat([tf.reshape(tf.timestamp(), [1]), times], 0)
         sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, ticket, data, indices, times, queue])
@@ -269,7 +270,7 @@ def send(
     ticket: tf.Tensor,
     data: tf.Tensor,
     indices: tf.Tensor | None = None,
-    times: Sequence[Any] = (),
+    times: Sequence[Value] = (),
 ) -> tf.Operation:
     """Hands `data` (flat uint8, from any device) to the host; waits for nothing but its inputs.
 
@@ -285,9 +286,11 @@ def send(
 
 
 @functools.cache
-def _pull_function() -> Any:
+def _pull_function() -> tf_private.ConcreteFunction:
     @tf.function(autograph=False, input_signature=[_RESOURCE, tf.TensorSpec([], tf.int64), _BYTES, _BYTES])
-    def tfps_pull(queue: Any, transfer: Any, data: Any, indices: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    def tfps_pull(
+        queue: tf.Tensor, transfer: tf.Tensor, data: tf.Tensor, indices: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         # The kernel owns this queue: a pruned pull has none, and one that runs keeps it across steps.
         results = tf.raw_ops.FIFOQueueV2(component_types=PULLED, capacity=16)
         # A step that TensorFlow stops here leaves its reply behind, which the next step must not take.
@@ -318,7 +321,7 @@ def pull(queue: tf.Tensor, transfer: int, data: tf.Tensor, indices: tf.Tensor) -
     return pulled
 
 
-def answer(results: tf.Tensor, reply: Sequence[Any]) -> None:
+def answer(results: tf.Tensor, reply: Sequence[Value]) -> None:
     """Hands `reply`, as in PULLED, to the pull that waits in the queue `results`; called by the runtime's threads."""
     # If the waiting function has been deleted, its queue is gone, too: nothing waits any more.
     with contextlib.suppress(tf.errors.NotFoundError):
@@ -362,11 +365,11 @@ def exchange_functions() -> list[str]:
 
 
 @functools.cache
-def _request_function() -> Any:
+def _request_function() -> tf_private.ConcreteFunction:
     number = tf.TensorSpec([], tf.int64)
 
     @tf.function(autograph=False, input_signature=[_RESOURCE, _RESOURCE, number, number])
-    def tfps_request(queue: Any, order: Any, transfer: Any, number: Any) -> tf.Tensor:
+    def tfps_request(queue: tf.Tensor, order: tf.Tensor, transfer: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         nothing, times = tf.constant([], tf.uint8), tf.constant([], tf.float64)
         asked = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, number, nothing, nothing, times, queue])
         with tf.control_dependencies([asked]):

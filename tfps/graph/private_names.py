@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dis
 import inspect
-from typing import Any
+from types import ModuleType
 
-needed: dict[Any, set[str]] = {}  # owner (module or class) -> names that have been checked
+needed: dict[type | ModuleType, set[str]] = {}  # owner (module or class) -> names that have been checked
 
 
-def needs(owner: Any, *names: str) -> None:
+def needs(owner: type | ModuleType, *names: str) -> None:
     """Checks that `owner` has `names`, and remembers them in `needed`.
 
     Args:

@@ -13,7 +13,6 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -27,11 +26,12 @@ from tfps.graph.tf_private import (
     ops,
     outer_graphs,
 )
+from tfps.types import Batches, Function, Structure, Value
 
 UNKNOWN = -1  # in place of a number of rows
 
 
-def rows_of(structure: Any) -> Any:
+def rows_of(structure: Structure) -> Value:
     """Returns the first dimension, an int64 scalar, of the first value in `structure` that has one; else None.
 
     UNKNOWN for a scalar whose rank the graph does not know.
@@ -49,10 +49,10 @@ def rows_of(structure: Any) -> Any:
     return None
 
 
-def not_known_to_be_empty(structure: Any) -> Any:
+def not_known_to_be_empty(structure: Structure) -> Structure:
     """Returns `structure` without static first dimensions of 0, which some Keras code takes for scalars."""
 
-    def relaxed(value: Any) -> Any:
+    def relaxed(value: Value) -> Value:
         if not tf.is_symbolic_tensor(value) or not value.shape.rank or value.shape[0] != 0:
             return value
         return tf.compat.v1.placeholder_with_default(value, [None, *value.shape[1:]])
@@ -78,7 +78,7 @@ class LastBatch:
                 ResourceVariable(UNKNOWN, dtype=tf.int64, trainable=False, name="tfps_given") for _ in range(replicas)
             ]
 
-    def note(self, iterator: Any, rows: tf.Tensor) -> None:
+    def note(self, iterator: Batches, rows: tf.Tensor) -> None:
         """Notes, in a graph, that `iterator` took a batch of `rows`, int64 [1 + replicas], if the first is known."""
         graph = ops.get_default_graph()
         taken = getattr(graph, self._name, None)
@@ -152,7 +152,7 @@ class Share:
         with self._in_graph():
             return tf.not_equal(self.rows, 0)
 
-    def only_if_rows(self, value: Any, otherwise: Any = None) -> Any:
+    def only_if_rows(self, value: Value, otherwise: Structure = None) -> Structure:
         """Returns `value`, a tensor or IndexedSlices, if this replica has rows; else `otherwise` or zeros."""
         if not self.may_be_empty or value is None:
             return value
@@ -205,7 +205,7 @@ class Share:
     def _of(self, rows: tf.Tensor, total: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
         return tf.cast(tf.cast(rows, tf.float64) / tf.cast(total, tf.float64), dtype)
 
-    def _in_graph(self) -> contextlib.AbstractContextManager[Any]:
+    def _in_graph(self) -> contextlib.AbstractContextManager[object]:
         """Enters the replica function's graph: what a branch needs must not exist in that branch alone."""
         if self.graph is None or ops.get_default_graph() is self.graph:
             return contextlib.nullcontext()
@@ -224,11 +224,11 @@ _current = _Current()
 
 
 def with_share(
-    function: Callable[..., Any], replicas: int, last_batch: LastBatch, sum_rows: Callable[[tf.Tensor], tf.Tensor]
-) -> Callable[..., Any]:
+    function: Function, replicas: int, last_batch: LastBatch, sum_rows: Callable[[tf.Tensor], tf.Tensor]
+) -> Function:
     """Wraps `function`, which each replica calls, so that the replica's share is current meanwhile; see `Share`."""
 
-    def shared(*args: Any, **kwargs: Any) -> Any:
+    def shared(*args: object, **kwargs: object) -> Structure:
         rows, replica = rows_of((args, kwargs)), distribute_lib.get_replica_context()._replica_id
         last_batch.give(replica, rows)
         if rows is None:

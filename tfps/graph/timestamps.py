@@ -9,15 +9,16 @@ Timestamps travel with the send of a bucket; its gradient waits for whatever the
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from tfps.graph.landmarks import Landmarks, has_elements
 from tfps.graph.ops import HOST, call_stateless
-from tfps.graph.tf_private import branch_free
+from tfps.graph.tf_private import ConcreteFunction, branch_free
+from tfps.types import Value
 
 
 class PassedGate(NamedTuple):
@@ -45,7 +46,7 @@ class Noted(NamedTuple):
         whole: whether the first two are valid: this send reports the step's forward pass.
     """
 
-    times: tuple[Any, ...] = ()
+    times: tuple[Value, ...] = ()
     variable: int = -1
     whole: bool = False
 
@@ -58,7 +59,13 @@ class Timestamps:
         passed_of, inputs_of: return a graph's passed gates and its step's inputs.
     """
 
-    def __init__(self, graph: tf.Graph, passed_of: Any, inputs_of: Any, replica: int) -> None:
+    def __init__(
+        self,
+        graph: tf.Graph,
+        passed_of: Callable[[tf.Graph], PassedGates],
+        inputs_of: Callable[[tf.Graph], Sequence[tf.Tensor]],
+        replica: int,
+    ) -> None:
         self._graph = branch_free(graph)  # the step lies around a branch of a tf.cond that sends
         self._passed: PassedGates = passed_of(self._graph)
         self._inputs: Sequence[tf.Tensor] = inputs_of(self._graph)
@@ -78,7 +85,7 @@ class Timestamps:
         """Ends the emission: all its sends have been built."""
         self._passed.noted = self._landmarks.ops
 
-    def _read(self, variables: Sequence[str]) -> tuple[list[Any], int]:
+    def _read(self, variables: Sequence[str]) -> tuple[list[Value], int]:
         """Returns when the first of `variables` read in this graph was wanted and its gate was open; its position."""
         for number, variable in enumerate(variables):
             passed = self._passed.by_variable.get((variable, self._replica))
@@ -87,7 +94,7 @@ class Timestamps:
                 return ([_note(_probes(operands)), _note([passed.op])] if operands else []), number
         return [], -1
 
-    def _step(self) -> list[Any]:
+    def _step(self) -> list[Value]:
         """Returns when the step had its input and when its forward pass ended."""
         if self._landmarks.backward is None and self._passed.noted:
             return []  # this backward pass has been sent already
@@ -110,7 +117,7 @@ def _probes(tensors: Sequence[tf.Tensor]) -> list[tf.Operation]:
 
 
 @functools.cache
-def _now_function() -> Any:
+def _now_function() -> ConcreteFunction:
     @tf.function(autograph=False, input_signature=[])
     def tfps_now() -> tf.Tensor:
         return tf.timestamp()
@@ -118,7 +125,7 @@ def _now_function() -> Any:
     return tfps_now.get_concrete_function()
 
 
-def _note(after: Sequence[Any]) -> tf.Tensor:
+def _note(after: Sequence[tf.Operation | tf.Tensor]) -> tf.Tensor:
     """Returns the time (float64 seconds) when all of `after` is ready."""
     with tf.device(HOST), tf.control_dependencies(list(after)):
         return call_stateless(_now_function(), [])[0]

@@ -6,11 +6,11 @@ Tested in tests/input/test_staging.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from tfps.graph.ops import HOST
+from tfps.types import Argument, Structure
 
 _HOST_ONLY = (tf.string, tf.variant, tf.resource)  # no device but the CPU can hold them
 
@@ -20,7 +20,7 @@ class Area:
 
     def __init__(self, device: str, dtypes: Sequence[tf.DType], name: str) -> None:
         self.device, self._indices = device, list(range(len(dtypes)))
-        self._attributes: dict[str, Any] = {
+        self._attributes: dict[str, Argument] = {
             "dtypes": list(dtypes),
             "capacity": 0,
             "memory_limit": 0,
@@ -55,7 +55,7 @@ class Stage:
     """
 
     def __init__(
-        self, element_spec: Any, replicas: int, areas: Callable[[int, tuple[tf.DType, ...], bool], Area]
+        self, element_spec: Structure, replicas: int, areas: Callable[[int, tuple[tf.DType, ...], bool], Area]
     ) -> None:
         self._spec = element_spec
         self._leaves = tf.nest.flatten(element_spec)
@@ -73,22 +73,22 @@ class Stage:
     def replicas(self) -> int:
         return len(self._areas)
 
-    def put(self, key: int, batches: Sequence[Any]) -> None:
+    def put(self, key: int, batches: Sequence[Structure]) -> None:
         """Stages `batches`, one per replica, eagerly."""
         with tf.device(HOST):
             number = tf.constant(key, tf.int64)
         for batch, areas in zip(batches, self._areas, strict=True):
-            flat: list[Any] = []
+            flat: list[tf.Tensor] = []
             for value, parts in zip(tf.nest.flatten(batch), self._parts, strict=True):
                 flat += tf.nest.flatten(value, expand_composites=True) if parts else []  # no parts: None
             for area, indices in areas:
                 area.put(number, [flat[index] for index in indices])
 
-    def take(self, key: tf.Tensor) -> list[Any]:
+    def take(self, key: tf.Tensor) -> list[tf.Tensor]:
         """Returns the batches of `key`, one per replica. Works eagerly and in graphs."""
         batches = []
         for areas in self._areas:
-            flat: list[Any] = [None] * len(self._shapes)
+            flat: list[tf.Tensor] = [None] * len(self._shapes)
             for area, indices in areas:
                 for index, tensor in zip(indices, area.take(key), strict=True):
                     tensor.set_shape(self._shapes[index])
@@ -101,7 +101,7 @@ class Stage:
         return batches
 
 
-def _packed(spec: Any, parts: list[Any]) -> Any:
+def _packed(spec: Structure, parts: list[tf.Tensor]) -> Structure:
     if isinstance(spec, tf.TensorSpec):
         return parts[0]
     return tf.nest.pack_sequence_as(spec, parts, expand_composites=True) if parts else None

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
@@ -26,6 +24,7 @@ from tfps.graph.tf_private import (
 )
 from tfps.input.loops import Loop, LoopIterator
 from tfps.input.staging import END, TOKEN, Feed, Staging
+from tfps.types import Argument, Batches, Function, Structure
 
 PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
 
@@ -42,7 +41,7 @@ class StagedIteratorSpec(tf.TypeSpec):
     __slots__ = ("_element_spec", "_number", "_on_devices")
     value_type = property(lambda self: StagedIterator)
 
-    def __init__(self, number: int, element_spec: Any, on_devices: bool) -> None:
+    def __init__(self, number: int, element_spec: Structure, on_devices: bool) -> None:
         self._number, self._element_spec, self._on_devices = number, element_spec, on_devices
 
     @property
@@ -50,19 +49,19 @@ class StagedIteratorSpec(tf.TypeSpec):
         return Staging.of(self._number)
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> Structure:
         """Spec of what `get_next` returns."""
         replicas = len(self.staging.devices)
         if replicas == 1:
             return self._element_spec
         return tf.nest.map_structure(lambda spec: values.PerReplicaSpec(*[spec] * replicas), self._element_spec)
 
-    def take(self, key: tf.Tensor) -> Any:
+    def take(self, key: tf.Tensor) -> Structure:
         """Returns the batch of `key`, a PerReplica if there are several replicas."""
         stage = self.staging.stage(self._element_spec, on_devices=self._on_devices)
         return distribute_utils.regroup(stage.take(key), always_wrap=stage.replicas > 1)
 
-    def _serialize(self) -> tuple[Any, ...]:
+    def _serialize(self) -> tuple[object, ...]:
         return self._number, self._element_spec, self._on_devices
 
     @property
@@ -103,20 +102,20 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
         return [self._tokens, self._number]
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> Structure:
         """Spec of what `get_next` returns."""
         return self._spec.element_spec
 
     def __iter__(self) -> StagedIterator:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Structure:
         try:
             return self.get_next()
         except tf.errors.OutOfRangeError:
             raise StopIteration from None
 
-    def get_next(self) -> Any:
+    def get_next(self) -> Structure:
         """Returns the next batch, for all local replicas.
 
         Raises:
@@ -191,7 +190,7 @@ class _Staged:
     on_devices = True
     sources: list[tf.data.Dataset]
 
-    def __iter__(self: Any) -> Any:
+    def __iter__(self: Batches) -> Batches:
         if self.staging.closed or not tf.executing_eagerly():
             iterator = super().__iter__()  # type: ignore[misc]
             lockstep = None if self.staging.closed else self.staging.lockstep
@@ -230,8 +229,12 @@ class StagedDatasetFromFunction(_Staged, DistributedDatasetsFromFunction):
 
 
 def distribute_dataset(
-    extended: Any, staging: Staging | None, dataset: Any, context: tf.distribute.InputContext, options: Any
-) -> Any:
+    extended: tf.distribute.StrategyExtended,
+    staging: Staging | None,
+    dataset: Batches,
+    context: tf.distribute.InputContext,
+    options: tf.distribute.InputOptions | None,
+) -> Batches:
     """Returns what `experimental_distribute_dataset` does; `staging` None: no staging.
 
     Raises:
@@ -260,12 +263,12 @@ def distribute_dataset(
 
 
 def distribute_datasets_from_function(
-    extended: Any,
+    extended: tf.distribute.StrategyExtended,
     staging: Staging | None,
-    dataset_fn: Callable[..., Any],
+    dataset_fn: Function,
     context: tf.distribute.InputContext,
-    options: Any,
-) -> Any:
+    options: tf.distribute.InputOptions | None,
+) -> Batches:
     """Returns the result of `distribute_datasets_from_function`."""
     workers = _input_workers(extended, options)
     arguments = {
@@ -278,7 +281,7 @@ def distribute_datasets_from_function(
     return _made(staging, DistributedDatasetsFromFunction, StagedDatasetFromFunction, arguments, options)
 
 
-def _input_workers(extended: Any, options: Any) -> Any:
+def _input_workers(extended: tf.distribute.StrategyExtended, options: tf.distribute.InputOptions | None) -> Structure:
     before = extended._input_workers_devices
     try:
         return extended._input_workers_with_options(options)
@@ -286,7 +289,13 @@ def _input_workers(extended: Any, options: Any) -> Any:
         extended._input_workers_devices = before  # TensorFlow would change it for all later datasets
 
 
-def _made(staging: Staging | None, plain: Any, staged: Any, arguments: dict[str, Any], options: Any) -> Any:
+def _made(
+    staging: Staging | None,
+    plain: type,
+    staged: type,
+    arguments: dict[str, Argument],
+    options: tf.distribute.InputOptions | None,
+) -> Batches:
     on_devices_already = bool(options and options.experimental_place_dataset_on_device)
     if staging is None or staging.closed or on_devices_already or not tf.executing_eagerly():
         return plain(**arguments)

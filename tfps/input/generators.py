@@ -7,14 +7,14 @@ rows than in one process, and some workers would get more steps than others.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import tensorflow as tf
 
 from tfps.graph.tf_private import made_by_generator
+from tfps.types import Batches, Structure, Value
 
 
-def of_whole_job(dataset: Any) -> bool:
+def of_whole_job(dataset: Batches) -> bool:
     """Returns whether `dataset` yields batches made in Python, whose size TensorFlow does not know."""
     if not isinstance(dataset, tf.data.Dataset) or not made_by_generator(dataset):
         return False
@@ -28,7 +28,7 @@ def own_rows(dataset: tf.data.Dataset, replicas: int, first: int, count: int) ->
     Parts of a batch differ by at most one row; if it has fewer rows than replicas, some are empty.
     """
 
-    def parts(*batch: Any) -> tf.data.Dataset:
+    def parts(*batch: object) -> tf.data.Dataset:
         elements = [_part(replica, replicas, batch) for replica in range(first, first + count)]
         datasets = [tf.data.Dataset.from_tensors(element) for element in elements]
         return functools.reduce(tf.data.Dataset.concatenate, datasets)
@@ -36,7 +36,7 @@ def own_rows(dataset: tf.data.Dataset, replicas: int, first: int, count: int) ->
     return dataset.flat_map(parts).prefetch(count)
 
 
-def _leading(value: Any) -> Any:
+def _leading(value: Value) -> Value:
     """Returns the number of rows of `value`, None if it has no row dimension."""
     if isinstance(value, tf.RaggedTensor):
         return value.nrows(tf.int32)
@@ -45,8 +45,8 @@ def _leading(value: Any) -> Any:
     return tf.shape(value)[0] if isinstance(value, tf.Tensor) and value.shape.rank != 0 else None
 
 
-def _part(replica: int, replicas: int, batch: tuple[Any, ...]) -> Any:
-    def cut(value: Any) -> Any:
+def _part(replica: int, replicas: int, batch: tuple[Structure, ...]) -> Structure:
+    def cut(value: Value) -> Value:
         rows = _leading(value)
         if rows is None:
             return value

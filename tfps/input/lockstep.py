@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import tensorflow as tf
@@ -25,11 +25,11 @@ from tfps.graph.shares import UNKNOWN
 from tfps.graph.tf_private import has_function, ops, outer_graphs
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import Transfer
+from tfps.types import Array
 
 logger = logging.getLogger("tfps")
 _NONE, _UNKNOWN, _FAILED = 0, -1, -2  # sent in place of the number of batches left, including this one
 CLOSED = graph_ops.CLOSED
-
 
 Answer = Callable[[int | None, str, int], None]  # batch key, or None and the reason; rows summed over all ranks
 
@@ -231,7 +231,7 @@ class Lockstep:
             self._push_owed()
             self._fail(CLOSED)
 
-    def decide(self, line: Line, position: int, said: np.ndarray[Any, Any]) -> None:
+    def decide(self, line: Line, position: int, said: Array) -> None:
         """Handles the ranks' announcements for `position`: int64 [3, workers] of codes, places and rows."""
         codes, places, rows = said
         own = places[self._rank]
@@ -250,7 +250,7 @@ class Lockstep:
             line.agreed, line.stops = position + verdict.all_have, not verdict.all_have
             self._advance(line)
 
-    def _verdict(self, line: Line, position: int, codes: np.ndarray[Any, Any]) -> _Verdict:
+    def _verdict(self, line: Line, position: int, codes: Array) -> _Verdict:
         failed, ended = np.flatnonzero(codes == _FAILED), np.flatnonzero(codes == _NONE)
         if failed.size:
             theirs = f"tfps: the input pipeline of rank {failed[0]} failed at batch {position}; see its log"
@@ -334,7 +334,7 @@ class Lockstep:
 class _Changes:
     """Holds the lock; calls `then` before releasing it."""
 
-    def __init__(self, lock: Any, then: Callable[[], None]) -> None:
+    def __init__(self, lock: threading.RLock, then: Callable[[], None]) -> None:
         self._lock, self._then = lock, then
 
     def __enter__(self) -> None:
@@ -384,7 +384,7 @@ class _Announcement(Transfer):
         super().__init__(bucket, spec)
         self._lockstep, self._line, self._position = lockstep, line, position
 
-    def finish(self, ticket: Any, data: tf.Tensor, indices: tf.Tensor) -> None:
+    def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
         said = np.frombuffer(memoryview(data), np.int64).reshape(3, -1)
         self._lockstep.decide(self._line, self._position, said)
 

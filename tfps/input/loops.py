@@ -9,7 +9,6 @@ Tested in tests/integration/test_input.py.
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import tensorflow as tf
 
@@ -18,6 +17,7 @@ from tfps.graph.shares import UNKNOWN, rows_of
 from tfps.graph.tf_private import ops, outer_graphs, values
 from tfps.input.lockstep import CLOSED, Line, Lockstep, Request
 from tfps.input.staging import Staging
+from tfps.types import Batches, Structure, Value
 
 _BEGINS, _NONE = -3, -2  # sent in place of the number of rows of the next batch
 _numbers = itertools.count(-1, -1)  # distinct from those of feeds
@@ -91,14 +91,14 @@ class LoopIterator:
     Each run of the function creates a new one, which a staging thread could not follow.
     """
 
-    def __init__(self, iterator: Any, staging: Staging, loop: Loop) -> None:
+    def __init__(self, iterator: Batches, staging: Staging, loop: Loop) -> None:
         self._iterator, self._staging, self._loop = iterator, staging, loop
         loop.begin()
 
     def __iter__(self) -> LoopIterator:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Structure:
         return self.get_next()
 
     def get_next_as_optional(self) -> tf.experimental.Optional:
@@ -118,13 +118,13 @@ class LoopIterator:
         return tf.cond(used, lambda: batch, lambda: tf.experimental.Optional.empty(batch.element_spec))
 
     @staticmethod
-    def _rows(batch: Any, replicas: int) -> tf.Tensor:
+    def _rows(batch: Structure, replicas: int) -> tf.Tensor:
         """Returns the rows of each replica's part of `batch`, int64 [replicas]."""
         parts = [tf.nest.map_structure(lambda each, i=i: _part(each, i), batch) for i in range(replicas)]
         found = [rows_of(part) for part in parts]
         return tf.stack([tf.constant(UNKNOWN, tf.int64) if rows is None else rows for rows in found])
 
-    def get_next(self) -> Any:
+    def get_next(self) -> Structure:
         """Returns the next batch.
 
         Raises:
@@ -136,5 +136,5 @@ class LoopIterator:
             return batch.get_value()
 
 
-def _part(value: Any, replica: int) -> Any:
+def _part(value: Value, replica: int) -> Value:
     return value.values[replica] if isinstance(value, values.DistributedValues) else value

@@ -12,7 +12,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -22,6 +21,7 @@ from tfps.graph.tf_private import dummy_batch
 from tfps.input.areas import Area, Stage
 from tfps.input.lockstep import Lockstep
 from tfps.runtime.runtime import Runtime
+from tfps.types import Structure
 
 logger = logging.getLogger("tfps")
 # A batch key and "", or END and the reason ("" at the end of the data); then the rows of the batch: summed over all
@@ -62,7 +62,7 @@ class Staging:
         """Returns the staging with this number, which must exist."""
         return _stagings[number]
 
-    def stage(self, element_spec: Any, *, on_devices: bool = True) -> Stage:
+    def stage(self, element_spec: Structure, *, on_devices: bool = True) -> Stage:
         """Returns the stage for batches with this per-replica spec."""
 
         def area(replica: int, dtypes: tuple[tf.DType, ...], on_host: bool) -> Area:
@@ -139,7 +139,7 @@ class Feed:
         staging: Staging,
         stage: Stage,
         datasets: Sequence[tf.data.Dataset],
-        element_spec: Any,
+        element_spec: Structure,
         pads: bool,
         batches: int | None,
         meets: bool,
@@ -233,7 +233,7 @@ class Feed:
             self._take_out(key)
             self._staging.finished(self)
 
-    def _read(self) -> Iterator[list[Any]]:
+    def _read(self) -> Iterator[list[Structure]]:
         """Yields groups of batches, one per replica."""
         sources, self._sources = self._sources, []
         replicas = self._stage.replicas
@@ -307,7 +307,7 @@ class Feed:
 _feed_numbers = itertools.count()
 
 
-def _rows(batches: Sequence[Any]) -> list[int]:
+def _rows(batches: Sequence[Structure]) -> list[int]:
     """Returns the rows of each replica's batch, UNKNOWN if it has no dimension."""
     with tf.device(HOST):
         found = [rows_of(batch) for batch in batches]

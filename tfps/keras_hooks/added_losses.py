@@ -13,18 +13,18 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 
 from tfps.keras_hooks.keras_private import losses_of
+from tfps.types import Layer, Value
 
 
 class _Layers(threading.local):
     """Layers to which this thread has added losses."""
 
     def __init__(self) -> None:
-        self.layers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.layers: weakref.WeakSet[Layer] = weakref.WeakSet()
 
 
 _thread = _Layers()
@@ -36,7 +36,7 @@ def note_added_losses() -> None:
     original = keras.Layer.add_loss
 
     @functools.wraps(original)
-    def add_loss(self: Any, loss: Any) -> None:
+    def add_loss(self: Layer, loss: Value) -> None:
         original(self, loss)
         _thread.layers.add(self)
 

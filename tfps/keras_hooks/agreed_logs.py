@@ -12,7 +12,6 @@ import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import keras
 import numpy as np
@@ -21,20 +20,21 @@ import tensorflow as tf
 from tfps.errors import MismatchError
 from tfps.graph.shares import UNKNOWN
 from tfps.keras_hooks.weighing import mean
+from tfps.types import Array, Callback, Logs, Model
 
 
 @functools.cache
 def agree_on_logs(strategy_class: type[tf.distribute.Strategy]) -> None:
     """Makes Keras ask all ranks, for models of a `strategy_class` with several replicas; done once per process."""
 
-    def strategy_of(model: Any) -> Any:
+    def strategy_of(model: Model) -> tf.distribute.Strategy | None:
         strategy = getattr(model, "distribute_strategy", None)
         return strategy if isinstance(strategy, strategy_class) and strategy.num_replicas_in_sync > 1 else None
 
     epoch_logs = keras.Model._get_metrics_result_or_logs
 
     @functools.wraps(epoch_logs)
-    def get_metrics_result_or_logs(self: Any, logs: Any) -> Any:
+    def get_metrics_result_or_logs(self: Model, logs: Logs) -> Logs:
         results = epoch_logs(self, logs)
         strategy = strategy_of(self)
         return results if strategy is None else _agreed(strategy, self, logs, results is not logs)
@@ -43,7 +43,7 @@ def agree_on_logs(strategy_class: type[tf.distribute.Strategy]) -> None:
     stop = keras.callbacks.TerminateOnNaN.on_batch_end
 
     @functools.wraps(stop)
-    def on_batch_end(self: Any, batch: int, logs: Any = None) -> None:
+    def on_batch_end(self: Callback, batch: int, logs: Logs | None = None) -> None:
         strategy = strategy_of(self.model)
         if strategy is not None and logs and logs.get("loss") is not None:
             # If one rank's loss is not finite, all stop at this batch; else the others would wait for that rank.
@@ -54,7 +54,7 @@ def agree_on_logs(strategy_class: type[tf.distribute.Strategy]) -> None:
     keras.callbacks.TerminateOnNaN.on_batch_end = on_batch_end
 
 
-def agreed_logs(model: Any, logs: dict[str, Any]) -> dict[str, Any]:
+def agreed_logs(model: Model, logs: Logs) -> Logs:
     """Returns logs that all ranks agree on, within an epoch; all ranks must call it at the same batch."""
     return {name: np.asarray(value)[()] for name, value in model._get_metrics_result_or_logs(logs).items()}
 
@@ -73,7 +73,7 @@ class Value:
     content: str
 
     @classmethod
-    def of(cls, leaf: Any) -> Value:
+    def of(cls, leaf: object) -> Value:
         """Converts `leaf`."""
         try:
             tensor = tf.convert_to_tensor(leaf)
@@ -83,7 +83,7 @@ class Value:
             return cls("", [], repr(np.asarray(tensor.numpy()).tolist()))
         return cls(tensor.dtype.name, tensor.shape.as_list(), tensor.numpy().tobytes().hex())
 
-    def number(self) -> np.ndarray[Any, Any]:
+    def number(self) -> Array:
         """Returns the number or numbers as float64."""
         dtype = tf.as_dtype(self.dtype).as_numpy_dtype
         return np.frombuffer(bytes.fromhex(self.content), dtype).reshape(self.shape).astype(np.float64)
@@ -117,7 +117,7 @@ class Said:
         return cls(**{**said, "values": [Value(**each) for each in said["values"]]})
 
 
-def conclude(ranks: Sequence[Said], metrics: Sequence[str]) -> list[int | np.ndarray[Any, Any] | None]:
+def conclude(ranks: Sequence[Said], metrics: Sequence[str]) -> list[int | Array | None]:
     """Decides for each leaf: a metric's result (its index), a mean over ranks, or None if all ranks have the same.
 
     Args:
@@ -127,7 +127,7 @@ def conclude(ranks: Sequence[Said], metrics: Sequence[str]) -> list[int | np.nda
     Raises:
         MismatchError: a leaf cannot be made equal.
     """
-    found: list[int | np.ndarray[Any, Any] | None] = []
+    found: list[int | Array | None] = []
     for leaf, name in enumerate(ranks[0].names):
         common = set.intersection(*(set(said.same[leaf]) for said in ranks))
         values = [said.values[leaf] for said in ranks]
@@ -146,7 +146,7 @@ def conclude(ranks: Sequence[Said], metrics: Sequence[str]) -> list[int | np.nda
     return found
 
 
-def _average(values: Sequence[np.ndarray[Any, Any]], weights: Sequence[int]) -> np.ndarray[Any, Any]:
+def _average(values: Sequence[Array], weights: Sequence[int]) -> Array:
     """Returns the mean of `values` by `weights` (equal weights if one is unknown); weight 0 excludes a NaN."""
     if min(weights) < 0 or not any(weights):
         weights = [1] * len(values)
@@ -154,7 +154,7 @@ def _average(values: Sequence[np.ndarray[Any, Any]], weights: Sequence[int]) -> 
     return np.asarray(np.average([value for value, _ in used], axis=0, weights=[weight for _, weight in used]))
 
 
-def _agreed(strategy: Any, model: Any, logs: Any, are_metrics: bool) -> Any:
+def _agreed(strategy: tf.distribute.Strategy, model: Model, logs: Logs, are_metrics: bool) -> Logs:
     """Returns `logs` as agreed by all ranks, which must all call this.
 
     `are_metrics`: they have the names of the model's metrics.
@@ -192,19 +192,19 @@ def _agreed(strategy: Any, model: Any, logs: Any, are_metrics: bool) -> Any:
     return keras.tree.pack_sequence_as(logs, agreed)
 
 
-def _exchanged(strategy: Any, said: Said) -> list[Said]:
+def _exchanged(strategy: tf.distribute.Strategy, said: Said) -> list[Said]:
     """Returns the logs of all ranks, in rank order."""
     line = json.dumps(dataclasses.asdict(said)) + "\n"
     lines = strategy.gather(tf.constant(np.frombuffer(line.encode(), np.uint8)), axis=0)
     return [Said.parse(each) for each in lines.numpy().tobytes().decode().splitlines()]
 
 
-def _own_results(strategy: Any, model: Any, rows: tf.Tensor) -> list[tuple[str, Any]]:
+def _own_results(strategy: tf.distribute.Strategy, model: Model, rows: tf.Tensor) -> list[tuple[str, object]]:
     """Returns name and local result of each of the model's metrics, as a step returns them."""
     results = keras.tree.flatten_with_path(strategy.run(model.get_metrics_result))
     return [(str(path[-1]), mean(rows, result)) for path, result in results]
 
 
-def _equal(leaf: Any, result: Any) -> bool:
+def _equal(leaf: object, result: object) -> bool:
     mine, own = Value.of(leaf), Value.of(result)
     return bool(mine.dtype and own.dtype) and np.array_equal(mine.number(), own.number(), equal_nan=True)

@@ -8,15 +8,14 @@ Tested in tests/test_versions.py.
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 
 from tfps.graph.private_names import needs
 from tfps.graph.tf_private import SUPPORTED
+from tfps.types import Batches, Layer, Model, Optimizer, Value
 
 
-def _class_that_defines(cls: type, name: str) -> Any:
+def _class_that_defines(cls: type, name: str) -> type[Model]:
     """Returns the class among `cls` and its bases that defines `name`."""
     needs(cls, name)
     return next(each for each in cls.__mro__ if name in vars(each))
@@ -61,17 +60,17 @@ except (ImportError, AttributeError) as error:  # a module, or a class in one
     raise ImportError(f"tfps supports {SUPPORTED}; Keras {keras.__version__} does not fit: {error}") from error
 
 
-def distributed_dataset(epochs: Any) -> Any:
+def distributed_dataset(epochs: Batches) -> Batches:
     """Returns the distributed dataset of `fit`'s epoch iterator."""
     return epochs._distributed_dataset
 
 
-def losses_of(layer: Any) -> list[Any]:
+def losses_of(layer: Layer) -> list[Value]:
     """Returns the list (no copy) of losses that `layer` added in its last call."""
-    losses: list[Any] = layer._losses
+    losses: list[Value] = layer._losses
     return losses
 
 
-def adopt_optimizer(optimizer: Any, strategy: Any) -> None:
+def adopt_optimizer(optimizer: Optimizer, strategy: object) -> None:
     """Makes `optimizer` create its slots under `strategy`, as if it had been created in that scope."""
     optimizer._distribution_strategy = strategy

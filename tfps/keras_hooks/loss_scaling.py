@@ -9,10 +9,11 @@ Tested in tests/integration/test_programs.py.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import keras
 import tensorflow as tf
+
+from tfps.types import Optimizer, Structure
 
 
 @functools.cache
@@ -21,7 +22,7 @@ def agree_on_finite(strategy_class: type[tf.distribute.Strategy]) -> None:
     original = keras.optimizers.LossScaleOptimizer.check_finite
 
     @functools.wraps(original)
-    def check_finite(self: Any, grads: Any) -> Any:
+    def check_finite(self: Optimizer, grads: Structure) -> tf.Tensor:
         finite = original(self, grads)
         context = tf.distribute.get_replica_context()
         if context is None or not isinstance(context.strategy, strategy_class) or context.num_replicas_in_sync == 1:

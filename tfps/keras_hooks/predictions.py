@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
+
+from tfps.types import Function, Model
 
 
 class Sharding(threading.local):
@@ -32,10 +33,10 @@ class Sharding(threading.local):
         finally:
             self.on = before
 
-    def kept_off(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def kept_off(self, function: Function) -> Function:
         """Wraps `function` so that it is off in replica threads, too."""
 
-        def in_replica(*arguments: Any, **options: Any) -> Any:
+        def in_replica(*arguments: object, **options: object) -> object:
             with self.off():
                 return function(*arguments, **options)
 
@@ -46,9 +47,9 @@ class Sharding(threading.local):
 def predict_everything(strategy_class: type[tf.distribute.Strategy]) -> None:
     """Makes Keras give all data to every rank, for models of a `strategy_class`; done once per process."""
 
-    def undivided(original: Callable[..., Any]) -> Any:
+    def undivided(original: Function) -> Function:
         @functools.wraps(original)
-        def predict(self: Any, *arguments: Any, **options: Any) -> Any:
+        def predict(self: Model, *arguments: object, **options: object) -> object:
             strategy = getattr(self, "distribute_strategy", None)
             whole = (
                 strategy.extended.sharding.off() if isinstance(strategy, strategy_class) else contextlib.nullcontext()

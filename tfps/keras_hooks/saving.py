@@ -11,29 +11,30 @@ Tested in tests/integration/test_programs.py.
 from __future__ import annotations
 
 import functools
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfps.keras_hooks.agreed_logs import agreed_logs
+from tfps.types import Callback, Function, Logs, Model
 
 
 @functools.cache
 def share_files(strategy_class: type[tf.distribute.Strategy]) -> None:
     """Makes saving with Keras safe for several ranks, for models of a `strategy_class`; done once per process."""
 
-    def strategy_of(model: Any) -> Any:
+    def strategy_of(model: Model) -> tf.distribute.Strategy | None:
         """Returns the strategy of `model` if it has several workers, else None."""
         strategy = getattr(model, "distribute_strategy", None)
         return strategy if isinstance(strategy, strategy_class) and strategy.num_workers > 1 else None
 
-    def writes_one_file(original: Callable[..., Any], one_file: Callable[..., bool]) -> Any:
+    def writes_one_file(original: Function, one_file: Callable[..., bool]) -> Function:
         @functools.wraps(original)
-        def save(self: Any, filepath: Any, *arguments: Any, **options: Any) -> Any:
+        def save(self: Model, filepath: str | os.PathLike[str], *arguments: object, **options: object) -> object:
             strategy = strategy_of(self)
             if strategy is None:
                 return original(self, filepath, *arguments, **options)
@@ -54,7 +55,7 @@ def share_files(strategy_class: type[tf.distribute.Strategy]) -> None:
     original_export = keras.Model.export
 
     @functools.wraps(original_export)
-    def export(self: Any, filepath: Any, *arguments: Any, **options: Any) -> Any:
+    def export(self: Model, filepath: str | os.PathLike[str], *arguments: object, **options: object) -> object:
         strategy = strategy_of(self)
         call = functools.partial(original_export, self)
         if strategy is None:
@@ -68,7 +69,13 @@ def share_files(strategy_class: type[tf.distribute.Strategy]) -> None:
     _share_backup(strategy_of)
 
 
-def _first_rank_only(strategy: Any, save: Callable[..., Any], filepath: Any, *arguments: Any, **options: Any) -> Any:
+def _first_rank_only(
+    strategy: tf.distribute.Strategy,
+    save: Function,
+    filepath: str | os.PathLike[str],
+    *arguments: object,
+    **options: object,
+) -> object:
     """Saves on rank 0; other ranks write to a temporary directory, so they take part in any collective work."""
     if strategy.rank == 0:
         return save(filepath, *arguments, **options)
@@ -76,19 +83,19 @@ def _first_rank_only(strategy: Any, save: Callable[..., Any], filepath: Any, *ar
         return save(f"{scratch}/{str(filepath).rstrip('/').rpartition('/')[2]}", *arguments, **options)
 
 
-def _is_model_file(path: str, zipped: bool | None = None, **_: Any) -> bool:
+def _is_model_file(path: str, zipped: bool | None = None, **_: object) -> bool:
     return "://" not in path and zipped is not False
 
 
-def _is_weights_file(path: str, max_shard_size: float | None = None, **_: Any) -> bool:
+def _is_weights_file(path: str, max_shard_size: float | None = None, **_: object) -> bool:
     return "://" not in path and max_shard_size is None
 
 
-def _share_checkpoint(strategy_of: Callable[[Any], Any]) -> None:
+def _share_checkpoint(strategy_of: Callable[[Model], tf.distribute.Strategy | None]) -> None:
     original = keras.callbacks.ModelCheckpoint._save_model
 
     @functools.wraps(original)
-    def save_model(self: Any, epoch: int, batch: int | None, logs: Any) -> None:
+    def save_model(self: Callback, epoch: int, batch: int | None, logs: Logs) -> None:
         if strategy_of(self.model) is not None:
             if batch is not None:  # within an epoch logs are local; ranks would decide and name files differently
                 logs = agreed_logs(self.model, logs or {})
@@ -100,12 +107,12 @@ def _share_checkpoint(strategy_of: Callable[[Any], Any]) -> None:
     keras.callbacks.ModelCheckpoint._save_model = save_model
 
 
-def _share_backup(strategy_of: Callable[[Any], Any]) -> None:
+def _share_backup(strategy_of: Callable[[Model], tf.distribute.Strategy | None]) -> None:
     callback = keras.callbacks.BackupAndRestore
     original_begin, original_save, original_end = callback.on_train_begin, callback._save_model, callback.on_train_end
 
     @functools.wraps(original_begin)
-    def on_train_begin(self: Any, logs: Any = None) -> None:
+    def on_train_begin(self: Callback, logs: Logs | None = None) -> None:
         strategy = strategy_of(self.model)
         if strategy is None or strategy.rank == 0:
             original_begin(self, logs)
@@ -113,7 +120,7 @@ def _share_backup(strategy_of: Callable[[Any], Any]) -> None:
             _take_from_first_rank(strategy, self.model)
 
     @functools.wraps(original_save)
-    def save_model(self: Any) -> None:
+    def save_model(self: Callback) -> None:
         strategy = strategy_of(self.model)
         if strategy is None or strategy.rank == 0:
             original_save(self)
@@ -121,7 +128,7 @@ def _share_backup(strategy_of: Callable[[Any], Any]) -> None:
             _first_rank_only(strategy, self.model.save_weights, self._weights_path)
 
     @functools.wraps(original_end)
-    def on_train_end(self: Any, logs: Any = None) -> None:
+    def on_train_end(self: Callback, logs: Logs | None = None) -> None:
         strategy = strategy_of(self.model)
         if strategy is None or strategy.rank == 0:
             original_end(self, logs)
@@ -129,7 +136,7 @@ def _share_backup(strategy_of: Callable[[Any], Any]) -> None:
     callback.on_train_begin, callback._save_model, callback.on_train_end = on_train_begin, save_model, on_train_end
 
 
-def _take_from_first_rank(strategy: Any, model: Any) -> None:
+def _take_from_first_rank(strategy: tf.distribute.Strategy, model: Model) -> None:
     """Copies rank 0's weights, optimizer state and first epoch of `model` to all ranks."""
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)

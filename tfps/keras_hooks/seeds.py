@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 import tensorflow as tf
+
+from tfps.types import Value
 
 _APART = 0x9E3779B1  # odd, so that no two ranks get the same seed
 _SEEDS = 2**31 - 1  # number of seeds that TensorFlow distinguishes
@@ -26,7 +27,7 @@ def draw_apart(strategy_class: type[tf.distribute.Strategy]) -> None:
     draw = keras.random.SeedGenerator.next
 
     @functools.wraps(draw)
-    def draw_in_replica(self: Any, *arguments: Any, **options: Any) -> Any:
+    def draw_in_replica(self: keras.random.SeedGenerator, *arguments: object, **options: object) -> Value:
         seed = draw(self, *arguments, **options)
         context = tf.distribute.get_replica_context()
         if context is None or not isinstance(context.strategy, strategy_class) or not tf.is_tensor(seed):

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
@@ -20,6 +19,7 @@ import tensorflow as tf
 from tfps.graph.shares import Share, current_share, reducing_gradients
 from tfps.graph.tf_private import is_differentiated
 from tfps.keras_hooks.keras_private import distributed_dataset, loss_module, trainer_module
+from tfps.types import Batches, Model, Optimizer, Structure, Value, Variable
 
 logger = logging.getLogger("tfps")
 _WHOLE = "_tfps_whole"  # marks a loss that is the replica's mean, while its gradient is weighed by the share
@@ -41,14 +41,14 @@ def _weigh_losses() -> None:
     reduce_values = loss_module.reduce_weighted_values
 
     @functools.wraps(scale)
-    def scale_loss(value: Any) -> Any:
+    def scale_loss(value: Value) -> Value:
         share = current_share()
         if share is None:
             return scale(value)
         return share.only_if_rows(value) * share.weight(_even(share, value.dtype))
 
     @functools.wraps(unscale)
-    def unscale_loss(value: Any) -> Any:
+    def unscale_loss(value: Value) -> Value:
         if hasattr(value, _WHOLE):
             return value
         share = current_share()
@@ -56,15 +56,15 @@ def _weigh_losses() -> None:
 
     @functools.wraps(reduce_values)
     def reduce_weighted_values(
-        values: Any,
-        sample_weight: Any = None,
-        mask: Any = None,
+        values: Structure,
+        sample_weight: Value = None,
+        mask: Value = None,
         reduction: str = "sum_over_batch_size",
-        dtype: Any = None,
-    ) -> Any:
+        dtype: str | None = None,
+    ) -> Value:
         share = current_share()
 
-        def reduced() -> Any:
+        def reduced() -> Value:
             loss = reduce_values(values, sample_weight, mask, reduction, dtype)
             if share is None or loss.shape != (0,) or reduction in (None, "none"):
                 return loss
@@ -93,18 +93,18 @@ def _weigh_losses() -> None:
     loss_module.reduce_weighted_values = reduce_weighted_values
 
 
-def _even(share: Share, dtype: Any) -> Any:
+def _even(share: Share, dtype: str) -> Value:
     """Returns the factor that Keras multiplies a replica's loss by, bit for bit."""
     return keras.ops.cast(1.0 / share.replicas, dtype)
 
 
-def _unscaled(share: Share, value: Any) -> Any:
+def _unscaled(share: Share, value: Value) -> Value:
     """Returns the replica's mean, of which `value` is the share."""
     count = keras.ops.cast(share.replicas, value.dtype)
     return tf.math.divide_no_nan(value * count, share.relative(value.dtype))
 
 
-def _amount(sample_weight: Any, mask: Any, dtype: Any, reduction: str) -> Any:
+def _amount(sample_weight: Value, mask: Value, dtype: str, reduction: str) -> Value:
     """Returns the divisor of a mean: the sum of sample weights, or the number of unmasked positions."""
     if sample_weight is None:
         return tf.reduce_sum(tf.cast(mask, dtype))
@@ -118,7 +118,7 @@ def _track_whole_losses() -> None:
     original = keras.Model.compute_loss
 
     @functools.wraps(original)
-    def compute_loss(self: Any, *arguments: Any, **options: Any) -> Any:
+    def compute_loss(self: Model, *arguments: object, **options: object) -> Value:
         loss = original(self, *arguments, **options)
         share = current_share()
         # A program's override may add terms to the result.
@@ -140,7 +140,7 @@ def _weigh_tracked_scalars() -> None:
     original = keras.metrics.Mean.update_state
 
     @functools.wraps(original)
-    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+    def update_state(self: keras.metrics.Mean, values: Structure, sample_weight: Value = None) -> object:
         share = current_share()
         if share is not None and sample_weight is None and _is_scalar(values):
             values = share.only_if_rows(tf.convert_to_tensor(values))
@@ -150,7 +150,7 @@ def _weigh_tracked_scalars() -> None:
     keras.metrics.Mean.update_state = update_state
 
 
-def _is_scalar(values: Any) -> bool:
+def _is_scalar(values: Structure) -> bool:
     shape = getattr(values, "shape", None)
     return isinstance(values, (int, float)) or (shape is not None and tf.TensorShape(shape).rank == 0)
 
@@ -159,7 +159,7 @@ def _leave_out_empty_replicas() -> None:
     original = keras.optimizers.Optimizer._backend_apply_gradients
 
     @functools.wraps(original)
-    def apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> Any:
+    def apply_gradients(self: Optimizer, grads: Structure, trainable_variables: Sequence[Variable]) -> object:
         share = current_share()
         if share is not None and self.gradient_accumulation_steps:
             # Accumulated gradients may come from steps in which this replica had rows.
@@ -179,7 +179,7 @@ def _build_by_first_replica(strategy_class: type[tf.distribute.Strategy]) -> Non
     original = keras.Model._maybe_symbolic_build
 
     @functools.wraps(original)
-    def maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+    def maybe_symbolic_build(self: Model, iterator: Batches = None, data_batch: Structure = None) -> None:
         if iterator is not None and isinstance(self.distribute_strategy, strategy_class):
             data_batch = described_batch(iterator)
             if data_batch is None:
@@ -196,7 +196,7 @@ def _weigh_results(strategy_class: type[tf.distribute.Strategy]) -> None:
     original = trainer_module.reduce_per_replica
 
     @functools.wraps(original)
-    def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
+    def reduce_per_replica(values: Structure, strategy: tf.distribute.Strategy, reduction: str) -> Structure:
         if not isinstance(strategy, strategy_class) or reduction != "auto" or strategy.extended.last_batch is None:
             return original(values, strategy, reduction)
         return keras.tree.map_structure(functools.partial(mean, strategy.extended.last_batch.given()), values)
@@ -204,7 +204,7 @@ def _weigh_results(strategy_class: type[tf.distribute.Strategy]) -> None:
     trainer_module.reduce_per_replica = reduce_per_replica
 
 
-def mean(rows: tf.Tensor, value: Any) -> Any:
+def mean(rows: tf.Tensor, value: Value) -> Value:
     """Returns the mean of the local replicas' `value`, weighed by their `rows` if these differ."""
     if not isinstance(value, tf.distribute.DistributedValues):
         return value
@@ -218,7 +218,7 @@ def mean(rows: tf.Tensor, value: Any) -> Any:
     return tf.where(uneven, tf.reduce_sum(weighed, 0) / tf.cast(tf.reduce_sum(rows), each.dtype), plain)
 
 
-def described_batch(epochs: Any) -> Any:
+def described_batch(epochs: Batches) -> Structure:
     """Returns the specs of one replica's batch in `fit`, None if any size but the first is undefined."""
     dataset = distributed_dataset(epochs)
     spec = dataset.sources[0].element_spec if hasattr(dataset, "sources") else dataset.element_spec
@@ -228,7 +228,7 @@ def described_batch(epochs: Any) -> Any:
     return spec
 
 
-def _example(value: Any) -> Any:
+def _example(value: Value) -> Value:
     """Returns the first replica's part of `value`, with at least one row: Keras takes losses of no rows for vectors."""
     if isinstance(value, tf.distribute.DistributedValues):
         value = value.values[0]

@@ -6,7 +6,10 @@ import contextlib
 import logging
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import rich.progress
 
 logger = logging.getLogger("tfps")
 _BAR_AFTER_S = 0.5  # no bar that only flashes
@@ -27,7 +30,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         self._what, self._total = what, total
         self._done = 0
         self._started_s = 0.0  # the first `show`: before, workers may have waited for each other
-        self._bar: Any = None
+        self._bar: rich.progress.Progress | None = None
         self._said = False
 
     def __exit__(self, *error: object) -> None:
@@ -48,7 +51,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         if self._bar is None and not self._said and elapsed_s >= _BAR_AFTER_S and now < self._total:
             self._bar = _bar(self._what, self._total)
         if self._bar is not None:
-            self._bar.update(0, completed=now, refresh=True)
+            self._bar.update(self._bar.task_ids[0], completed=now, refresh=True)
         elif not self._said and elapsed_s >= _LINE_AFTER_S:
             self._said = True
             left_s = elapsed_s * (self._total / now - 1) if now else 0.0
@@ -56,7 +59,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             logger.info("%s: %.0f of %.0f MB%s", self._what, now / 1e6, self._total / 1e6, left)
 
 
-def _bar(what: str, total: int) -> Any:
+def _bar(what: str, total: int) -> rich.progress.Progress | None:
     """A started rich bar; None without a terminal or rich."""
     if not sys.stderr.isatty():
         return None

@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tfps.config import Security, check_address
 from tfps.errors import ConfigError, ConnectError, PserverLostError
 from tfps.protos import tfps_pb2 as pb
 from tfps.threads import Flag
+from tfps.types import Json
 from tfps.wire.control import Pserver
 from tfps.wire.status import MemberStatus, PserverStatus, status_of
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _TIMEOUT_S = 10.0
 
@@ -70,9 +74,9 @@ class Look:
             for member in self.now.job.members
         ]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Json]:
         """Everything as plain values."""
-        found: dict[str, Any] = {"pserver": self.address, **dataclasses.asdict(self.now), "cpu": self.cpu}
+        found: dict[str, Json] = {"pserver": self.address, **dataclasses.asdict(self.now), "cpu": self.cpu}
         found["job"] = {"name": found["job"].pop("job"), **found["job"]}
         found["job"]["members"] = [
             {**dataclasses.asdict(member), **dataclasses.asdict(rate), "steps_behind": behind}
@@ -149,7 +153,7 @@ _WHOLE_WIDTH = 160
 _COLUMNS = "rank", "process", "state", "step", "steps/s", "behind", "in MB/s", "out MB/s", "queued", "in flight"
 
 
-def table(look: Look) -> Any:
+def table(look: Look) -> RenderableType:
     """Renders a look for rich."""
     from rich.console import Group
     from rich.table import Table
@@ -176,7 +180,7 @@ def table(look: Look) -> Any:
             str(member.awaited_slices),
             style="yellow" if slow and job.state == "running" else "",
         )
-    lines: list[Any] = [Text(line, no_wrap=True) for line in _head(look)]
+    lines: list[RenderableType] = [Text(line, no_wrap=True) for line in _head(look)]
     if job.reason:
         lines.append(Text(f"failed: {job.reason}", style="red"))
     if job.members:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from tfps.errors import ConnectError, ProtocolError
 from tfps.wire.control import request_type
@@ -34,14 +34,16 @@ class Gate(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
         self._strangers = ThreadPoolExecutor(1, "tfps-refusals")
         self._closed = threading.Event()
 
-    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+    def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler], details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler:
         """See grpc.ServerInterceptor; on gRPC's thread, for every call."""
         received = dict(details.invocation_metadata).get(TOKEN_KEY, "")
         if (why := self._token.refusal(received.encode() if isinstance(received, str) else received)) is None:
             return continuation(details)
         name = str(details.method).rpartition("/")[2]
 
-        def refuse(_: Any, context: grpc.ServicerContext) -> bytes:
+        def refuse(_: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
             self._refused(name if name in _CALLS else "other", ConnectError(why))
             self._closed.wait(_REFUSAL_S)
             context.set_code(grpc.StatusCode.UNAUTHENTICATED)
@@ -74,7 +76,7 @@ _CALLS = {
 }
 
 
-def parse(name: str, request: bytes) -> Any:
+def parse(name: str, request: bytes) -> Message:
     """The message of a control call.
 
     Raises:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tfps.errors import ConnectError, MismatchError
+from tfps.protos import tfps_pb2 as pb
 from tfps.wire.shared_memory import Attached
 
 _MAX_TEXT = 256  # characters of a name that a worker sends
@@ -58,6 +59,27 @@ class Applicant:
 
     def __str__(self) -> str:
         return f"{self.host}:{self.pid}"
+
+
+def applicant_of(request: pb.JoinRequest) -> Applicant:
+    """The worker that sends this request.
+
+    Raises:
+        ConnectError: see `Applicant`.
+    """
+    settings = {field.name: getattr(request.settings, field.name) for field in pb.Settings.DESCRIPTOR.fields}
+    return Applicant(
+        job=request.job,
+        rank=request.rank if request.rank >= 0 else None,
+        workers=request.workers,
+        uid=request.uid,
+        host=request.host,
+        pid=request.pid,
+        pserver_index=request.pserver_index,
+        pservers=request.pservers,
+        incarnation=request.incarnation,
+        settings=settings,
+    )
 
 
 @dataclass(slots=True)

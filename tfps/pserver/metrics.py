@@ -11,12 +11,12 @@ import socketserver
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from tfps.errors import ConfigError
 from tfps.pserver.membership import State
 from tfps.pserver.server import ParameterServer
+from tfps.types import Argument, Function
 from tfps.wire.status import MemberStatus
 
 try:
@@ -92,12 +92,12 @@ class PserverCollector(Collector):
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: Argument) -> None:
         self._lock = threading.Lock()  # guards _open
-        self._open: OrderedDict[Any, None] = OrderedDict()  # connections that are served, the oldest first
+        self._open: OrderedDict[socket.socket, None] = OrderedDict()  # connections that are served, the oldest first
         super().__init__(*arguments)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request: Argument, client_address: Argument) -> None:
         """Starts a thread for a connection; ends the oldest where there are too many."""
         with self._lock:
             while len(self._open) >= _MAX_REQUESTS:
@@ -107,13 +107,13 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             self._open[request] = None
         super().process_request(request, client_address)
 
-    def shutdown_request(self, request: Any) -> None:
+    def shutdown_request(self, request: Argument) -> None:
         """A connection has been served."""
         with self._lock:
             self._open.pop(request, None)
         super().shutdown_request(request)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: Argument, client_address: Argument) -> None:
         """Says nothing: a client that breaks off is no error of the pserver."""
 
     def server_bind(self) -> None:
@@ -125,7 +125,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 class _Handler(WSGIRequestHandler):
     timeout = _REQUEST_TIMEOUT_S
 
-    def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002
+    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
         """Logs nothing."""
 
 
@@ -165,7 +165,7 @@ class MetricsServer:
         self._thread.join()
         self._http.server_close()
 
-    def _answer(self, environment: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+    def _answer(self, environment: dict[str, object], start_response: Function) -> Iterable[bytes]:
         path = environment.get("PATH_INFO", "")
         if path == "/metrics":
             found: Iterable[bytes] = self._metrics(environment, start_response)

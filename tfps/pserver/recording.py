@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
 
 from tfps.errors import ClosedError, TfpsError
 from tfps.protos import tfps_pb2 as pb
 from tfps.trace.recorder import RECORD, Recorder
+from tfps.types import Argument
 
 _PART_BYTES = 50_000 * RECORD.itemsize  # per message
 
 
-def messages(recorder: Recorder, **fields: Any) -> list[Any]:
+def messages(recorder: Recorder, **fields: Argument) -> list[pb.Records]:
     """A recorder's content as messages of a few MB; `fields` are the Records fields that name its owner."""
     records = recorder.records()
     return [
@@ -37,7 +37,7 @@ class Recording:
         self._changed = threading.Condition()  # guards all below; notified when `collect` may have something to give
         self.number = 0
         self._runs = False
-        self._parts: deque[Any] = deque()
+        self._parts: deque[pb.Records] = deque()
         self._expected: set[int] = set()  # ranks that may still upload
         self._failure: TfpsError | None = None
 
@@ -68,7 +68,7 @@ class Recording:
                 self._parts.extend(messages(self._recorder, pserver=True, number=index))
                 self._changed.notify_all()
 
-    def upload(self, number: int, rank: int, part: Any) -> None:
+    def upload(self, number: int, rank: int, part: pb.Records) -> None:
         """Takes a part of a worker's records.
 
         Raises:
@@ -81,7 +81,7 @@ class Recording:
                 self._expected.discard(rank)
             self._changed.notify_all()
 
-    def collect(self, number: int, timeout_s: float) -> Any | None:
+    def collect(self, number: int, timeout_s: float) -> pb.Records | None:
         """Waits for the next part. None ends the capture: all is collected, or the time is up.
 
         Raises:

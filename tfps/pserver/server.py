@@ -8,20 +8,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import cast
 
 import grpc
+from google.protobuf.message import Message
 
 from tfps.config import Security
 from tfps.errors import ClosedError, ConfigError, ConnectError, ProtocolError, PserverLostError, TfpsError
-from tfps.exchange.interface import BucketSpec
+from tfps.exchange.interface import BucketKind, BucketSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.data_port import DataPort, Session
 from tfps.pserver.gate import Gate, Rate, parse
 from tfps.pserver.job import Job
 from tfps.pserver.job_status import ErrorCounts
 from tfps.pserver.listening import check_host, reachable, try_to_listen
-from tfps.pserver.membership import Applicant
+from tfps.pserver.membership import applicant_of
 from tfps.pserver.pushes import Pushes
 from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
@@ -35,6 +36,7 @@ from tfps.wire.control import (
     RANK_KEY,
     SERVER_OPTIONS,
     SERVICE,
+    Fallible,
     config_of,
     failure_of,
     layout_of,
@@ -166,9 +168,9 @@ class ParameterServer:
             job=job.status(),
         )
 
-    def _handlers(self) -> Any:
-        def unary(call: Callable[[Any, grpc.ServicerContext], Any], name: str) -> Any:
-            def answered(request: bytes, context: grpc.ServicerContext) -> Any:
+    def _handlers(self) -> grpc.GenericRpcHandler:
+        def unary(call: Callable[..., Message], name: str) -> grpc.RpcMethodHandler:
+            def answered(request: bytes, context: grpc.ServicerContext) -> Message:
                 try:
                     reply = call(parse(name, request), context)
                 except TfpsError as error:
@@ -176,7 +178,8 @@ class ParameterServer:
                 except Exception as error:
                     reply = _refusal(name, self._bug(f"in {name}", error))
                 if name != "Leave" and reply.HasField("failure"):
-                    self._errors.add(name, error_from(reply.failure.code, reply.failure.text))
+                    failure = cast(Fallible, reply).failure
+                    self._errors.add(name, error_from(failure.code, failure.text))
                 return reply
 
             return grpc.unary_unary_rpc_method_handler(
@@ -184,7 +187,7 @@ class ParameterServer:
                 response_serializer=lambda reply: reply.SerializeToString(),
             )
 
-        calls = {
+        calls: dict[str, Callable[..., Message]] = {
             "Join": self._join,
             "Declare": self._declare,
             "Waiting": self._waiting,
@@ -209,7 +212,7 @@ class ParameterServer:
 
     # Control calls; on gRPC's threads
 
-    def _join(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def _join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
         reply = pb.JoinReply(protocol_version=PROTOCOL_VERSION)
         try:
             if request.protocol_version != PROTOCOL_VERSION:
@@ -217,18 +220,7 @@ class ParameterServer:
             if wait_s := self._join_rate.take():
                 raise ConnectError(f"too many workers join this pserver at once; the next may in {wait_s:.2g} s")
             config = config_of(request.settings)
-            applicant = Applicant(
-                job=request.job,
-                rank=request.rank if request.rank >= 0 else None,
-                workers=request.workers,
-                uid=request.uid,
-                host=request.host,
-                pid=request.pid,
-                pserver_index=request.pserver_index,
-                pservers=request.pservers,
-                incarnation=request.incarnation,
-                settings={field.name: getattr(request.settings, field.name) for field in pb.Settings.DESCRIPTOR.fields},
-            )
+            applicant = applicant_of(request)
             self._wait_for_end(context)
             with self._lock:
                 if self._stopped:
@@ -256,41 +248,42 @@ class ParameterServer:
         finally:
             self._joining.release()
 
-    def _declare(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def _declare(self, request: pb.DeclareRequest, context: grpc.ServicerContext) -> pb.DeclareReply:
         specs = [
-            BucketSpec(tuple(b.names), b.kind, b.nbytes, b.dtype, b.priority, b.occasional) for b in request.buckets
+            BucketSpec(tuple(b.names), cast("BucketKind", b.kind), b.nbytes, b.dtype, b.priority, b.occasional)
+            for b in request.buckets
         ]
         job = self._job_of(request.incarnation)
         job.declare(request.rank, request.number, request.details, specs, _bounded(request.timeout_s))
         return pb.DeclareReply()
 
-    def _waiting(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def _waiting(self, request: pb.WaitingRequest, context: grpc.ServicerContext) -> pb.WaitingReply:
         job = self._job_of(request.incarnation)
         return pb.WaitingReply(missing=job.undeclared() if request.declaration else job.missing(request.bucket))
 
-    def _tune(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def _tune(self, request: pb.TuneRequest, context: grpc.ServicerContext) -> pb.TuneReply:
         self._job_of(request.incarnation).tune(layout_of(request.layout))
         return pb.TuneReply()
 
-    def _trace(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def _trace(self, request: pb.TraceRequest, context: grpc.ServicerContext) -> pb.TraceReply:
         self._job_of(request.incarnation).trace(request.number, request.on)
         return pb.TraceReply()
 
-    def _clock(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def _clock(self, request: pb.ClockRequest, context: grpc.ServicerContext) -> pb.ClockReply:
         return pb.ClockReply(time_ns=self._recorder.clock())
 
-    def _upload(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def _upload(self, request: pb.UploadRequest, context: grpc.ServicerContext) -> pb.UploadReply:
         self._job_of(request.incarnation).recording.upload(request.number, request.rank, request.records)
         return pb.UploadReply()
 
-    def _collect(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def _collect(self, request: pb.CollectRequest, context: grpc.ServicerContext) -> pb.CollectReply:
         part = self._job_of(request.incarnation).recording.collect(request.number, _bounded(request.timeout_s))
         return pb.CollectReply(records=part)
 
-    def _status(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def _status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         return status_message(self.status()) if request.details else pb.StatusReply(cpu_s=time.process_time())
 
-    def _leave(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def _leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         failure = error_from(request.failure.code, request.failure.text) if request.HasField("failure") else None
         with contextlib.suppress(ClosedError):
             self._job_of(request.incarnation).leave(request.rank, failure)
@@ -369,7 +362,7 @@ def _until_broken(messages: Iterator[bytes]) -> Iterator[bytes]:
         yield from messages
 
 
-def _attached(request: Any) -> Attached | None:
+def _attached(request: pb.JoinRequest) -> Attached | None:
     """Attaches a joining worker's memory, if offered and accessible; None: sockets are used."""
     if not request.HasField("memory"):
         return None
@@ -380,17 +373,18 @@ def _attached(request: Any) -> Attached | None:
         return None
 
 
-def _rank_of(metadata: dict[str, Any]) -> int:
+def _rank_of(metadata: dict[str, object]) -> int:
     text = str(metadata.get(RANK_KEY, ""))
     if not text.isdigit():
         raise ConnectError(f"metadata {RANK_KEY} must be a number, got {text!r}")
     return int(text)
 
 
-def _refusal(name: str, error: TfpsError) -> Any:
+def _refusal(name: str, error: TfpsError) -> Message:
     """The reply to a control call that has failed."""
     version = {"protocol_version": PROTOCOL_VERSION} if name == "Join" else {}
-    return reply_type(name)(**({} if name == "Leave" else {"failure": failure_of(error)}), **version)
+    reply: Message = reply_type(name)(**({} if name == "Leave" else {"failure": failure_of(error)}), **version)
+    return reply
 
 
 def _bounded(wait_s: float) -> float:

@@ -6,13 +6,14 @@ Tested in tests/runtime/test_interrupts.py.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 from tfps.exchange.interface import BucketSpec, Exchange
 from tfps.runtime.interrupts import wait
 from tfps.threads import sheltered
 from tfps.trace.capture import CapturedBucket
+
+Key = str | tuple[Hashable, ...]  # names one bucket of this process
 
 
 class DeclaredBuckets:
@@ -21,11 +22,11 @@ class DeclaredBuckets:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._declaring = threading.Lock()  # guards writes to all below
-        self._ids: dict[Any, int] = {}
-        self._declared: dict[int, tuple[Any, BucketSpec]] = {}  # by id
-        self._later: list[tuple[Any, BucketSpec]] = []  # to declare with the next new ones
+        self._ids: dict[Key, int] = {}
+        self._declared: dict[int, tuple[Key, BucketSpec]] = {}  # by id
+        self._later: list[tuple[Key, BucketSpec]] = []  # to declare with the next new ones
 
-    def ids(self, wanted: Sequence[tuple[Any, BucketSpec]], details: Sequence[str] = ()) -> list[int]:
+    def ids(self, wanted: Sequence[tuple[Key, BucketSpec]], details: Sequence[str] = ()) -> list[int]:
         """Returns the ids of `wanted`, pairs of a key and the spec to declare if the key is new.
 
         May be interrupted (Ctrl-C) on any rank and called again: either all ranks have declared the new keys, and the
@@ -39,7 +40,7 @@ class DeclaredBuckets:
             sheltered(lambda stop: self._declare(wanted, details, stop), wait)
         return [self._ids[key] for key, _ in wanted]
 
-    def _declare(self, wanted: Sequence[tuple[Any, BucketSpec]], details: Sequence[str], stop: threading.Event) -> None:
+    def _declare(self, wanted: Sequence[tuple[Key, BucketSpec]], details: Sequence[str], stop: threading.Event) -> None:
         with self._declaring:
             # Wanted keys may be among the later ones.
             new = {key: spec for key, spec in dict([*self._later, *wanted]).items() if key not in self._ids}
@@ -50,7 +51,7 @@ class DeclaredBuckets:
             self._ids.update(zip(new, ids, strict=True))
             self._later.clear()
 
-    def later(self, key: Any, spec: BucketSpec) -> None:
+    def later(self, key: Key, spec: BucketSpec) -> None:
         """Declares a bucket together with the next new ones, so it costs no extra wait."""
         with self._declaring:
             self._later.append((key, spec))

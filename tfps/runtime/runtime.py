@@ -16,19 +16,19 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
 from tfps.errors import ClosedError, TfpsError, WaitTimeoutError
-from tfps.exchange.interface import BucketSpec, Exchange, Reply
+from tfps.exchange.interface import BucketSpec, Exchange, Payload, Reply, as_bytes
 from tfps.exchange.sparse import pack_sparse, unpack_sparse
 from tfps.graph import tf_private
 from tfps.graph.ops import HOST, MESSAGE, tensor_of
 from tfps.runtime.apply_threads import ApplyThreads
-from tfps.runtime.declared import DeclaredBuckets
+from tfps.runtime.declared import DeclaredBuckets, Key
 from tfps.runtime.gate_watch import GateWatch, stopped_step
 from tfps.runtime.interrupts import indivisible, wait
 from tfps.runtime.report import History, Report, Round, make_report
@@ -44,6 +44,7 @@ _NO_TIMES = np.empty(0, np.float64)
 _DRAINED = -1  # in place of a transfer's id: all messages before it have been started
 _HISTORY_STEPS = 16
 _TICK_S = 0.2
+_Sent: TypeAlias = "tuple[Payload | None, int | tf.Tensor, tf.Tensor | None, UpdatedRows, int]"  # the last: the round
 
 
 class Runtime:
@@ -68,9 +69,9 @@ class Runtime:
         self.on_step: Callable[[int], None] | None = None  # called for each step on the pump thread; must be short
         self._rounds = Rounds()
         self._history: dict[int, deque[Round]] = {}  # last steps of updates, by bucket; apply threads write
-        self.lockstep: Any = None  # see lockstep.py
-        self.invariants: Any = None  # see invariants.py
-        self.trace_run: Any = None  # the capture being recorded; see trace_run.py
+        self.lockstep: object | None = None  # see lockstep.py
+        self.invariants: object | None = None  # see invariants.py
+        self.trace_run: object | None = None  # the capture being recorded; see trace_run.py
         self._messages_seen = 0  # pump thread writes
         self._exchanged = 0  # messages that led to an exchange; pump thread only
         self._exchanged_now = 0  # by `exchange_now`
@@ -92,7 +93,7 @@ class Runtime:
         """The queue that receives the messages of send ops."""
         return self._messages.queue_ref
 
-    def buckets(self, wanted: Sequence[tuple[Any, BucketSpec]], details: Sequence[str] = ()) -> list[int]:
+    def buckets(self, wanted: Sequence[tuple[Key, BucketSpec]], details: Sequence[str] = ()) -> list[int]:
         """Returns the bucket ids of `wanted`, pairs of a key and the spec to declare if the key is new.
 
         May be interrupted (Ctrl-C) and called again: buckets declared by then are known.
@@ -103,7 +104,7 @@ class Runtime:
         """
         return self.declared.ids(wanted, details)
 
-    def declare_later(self, key: Any, spec: BucketSpec) -> None:
+    def declare_later(self, key: Key, spec: BucketSpec) -> None:
         """Declares a bucket together with the next new ones, so it costs no extra wait."""
         self.declared.later(key, spec)
 
@@ -143,7 +144,7 @@ class Runtime:
         """Returns the transfer with this id, None if its graph is gone."""
         return self._transfers.get(identity)
 
-    def exchange_now(self, bucket: int, payload: Any, tick: Callable[[float], None] | None = None) -> Reply:
+    def exchange_now(self, bucket: int, payload: Payload | None, tick: Callable[[float], None] | None = None) -> Reply:
         """Pushes and waits for the reply on the calling thread; `tick` periodically gets the received fraction.
 
         Raises:
@@ -152,7 +153,7 @@ class Runtime:
         with indivisible(self.exchange, self.declared.spec(bucket).name):
             return self._exchange_now(bucket, payload, tick)
 
-    def _exchange_now(self, bucket: int, payload: Any, tick: Callable[[float], None] | None) -> Reply:
+    def _exchange_now(self, bucket: int, payload: Payload | None, tick: Callable[[float], None] | None) -> Reply:
         done = threading.Event()
         replies: list[Reply] = []
 
@@ -176,7 +177,7 @@ class Runtime:
             raise replies[0].error
         if self.recorder.enabled:
             spec = self.declared.spec(bucket)
-            nbytes = 0 if payload is None else memoryview(payload).nbytes
+            nbytes = _size(as_bytes(payload))
             self.spans.ready(begin, bucket, spec, step, nbytes)
             self.spans.waited(begin, self.spans.now(), bucket, spec, step)
         return replies[0]
@@ -268,7 +269,7 @@ class Runtime:
         if collected is None:
             return
         number, data, indices = collected
-        payload: Any = memoryview(data)
+        payload: Payload | None = memoryview(data)
         if transfer.spec.kind == "gather":
             payload = pack_sparse(memoryview(indices), payload)
         elif transfer.spec.nbytes and not data.shape[0]:  # a replica without rows contributes nothing
@@ -286,7 +287,9 @@ class Runtime:
             if self.on_step is not None:
                 self.on_step(self.steps)
 
-    def push(self, transfer: Transfer, payload: Any, ticket: Any = 0, data: Any = None) -> int:
+    def push(
+        self, transfer: Transfer, payload: Payload | None, ticket: int | tf.Tensor = 0, data: tf.Tensor | None = None
+    ) -> int:
         """Pushes `payload` (`data` as a tensor) and returns the bucket's round.
 
         An apply thread will call `transfer.finish` or `fail`.
@@ -314,7 +317,7 @@ class Runtime:
             raise
         return step
 
-    def _apply(self, transfer: Transfer, sent: Any, reply: Reply) -> None:
+    def _apply(self, transfer: Transfer, sent: _Sent, reply: Reply) -> None:
         self._finish(transfer, sent, reply)
         with self._progress:
             self._under_way -= 1
@@ -332,7 +335,7 @@ class Runtime:
         if self.recorder.enabled:
             self.spans.updated(begin, self.spans.now(), transfer, step)
 
-    def _finish(self, transfer: Transfer, sent: Any, reply: Reply) -> None:
+    def _finish(self, transfer: Transfer, sent: _Sent, reply: Reply) -> None:
         if reply.error is not None:
             transfer.fail(reply.error)
             return
@@ -351,7 +354,7 @@ class Runtime:
         if self.recorder.enabled:
             self.spans.updated(begin, end, transfer, sent[-1])
 
-    def _tensors(self, spec: BucketSpec, sent: Any, reply: Reply) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def _tensors(self, spec: BucketSpec, sent: _Sent, reply: Reply) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Returns ticket, and data and indices of `reply` as flat uint8 tensors, without a copy if possible."""
         payload, ticket, data, _, _ = sent
         if spec.kind == "sum":
@@ -372,7 +375,7 @@ class Runtime:
         logger.error("tfps: training stopped: %s", error)
 
 
-def _size(payload: Any) -> int:
+def _size(payload: Payload | None) -> int:
     return 0 if payload is None else len(payload)
 
 

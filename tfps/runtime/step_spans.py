@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -20,6 +19,7 @@ import tensorflow as tf
 from tfps.exchange.interface import BucketSpec
 from tfps.runtime.transfers import DeferredUpdate, Transfer
 from tfps.trace.recorder import Recorder
+from tfps.types import Structure
 
 _WAITED_NS = 20_000  # less is scheduling delay of ops
 _STEPS_OPEN = 8  # maximum number of incomplete steps
@@ -143,7 +143,7 @@ class StepSpans:
             self._asked_ns = begin_ns
         self.recorder.span("input", begin_ns, self.now(), rank=self.rank)
 
-    def staged(self, begin_ns: int, batches: Any) -> None:
+    def staged(self, begin_ns: int, batches: Structure) -> None:
         """Records a copy of batches to the devices."""
         leaves = [each for each in tf.nest.flatten(batches, expand_composites=True) if tf.is_tensor(each)]
         nbytes = sum(each.dtype.size * (each.shape.num_elements() or 0) for each in leaves)

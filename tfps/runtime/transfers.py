@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tfps.errors import TfpsError, to_text
 from tfps.exchange.interface import BucketSpec
 from tfps.graph.ops import Gate, answer, tensor_of
+from tfps.types import Function
 
 UNDECLARED = -1  # in place of a bucket's id
 _NO_BYTES = np.empty(0, np.uint8)
@@ -91,6 +92,16 @@ class Transfer:
         raise TypeError(f"{type(self).__name__} must say what becomes of a failure")
 
 
+class Comparison(Protocol):
+    """Compares the digests of updates with those of other ranks; see invariants.py."""
+
+    def weigh(self, transfer: DeferredUpdate) -> tf.Tensor:
+        """Whether the current round takes the checksum."""
+
+    def note(self, transfer: DeferredUpdate, digests: Sequence[tf.Tensor]) -> None:
+        """Takes the digests that an update returned, one per local replica."""
+
+
 class Group:
     """Transfers that one graph sends together, with the same ticket."""
 
@@ -139,8 +150,8 @@ class Parts:
     rows: int
     row_bytes: int
     at_once: int
-    functions: list[Callable[..., Any]] = field(default_factory=list)
-    endings: list[Callable[..., Any]] = field(default_factory=list)
+    functions: list[Function] = field(default_factory=list)
+    endings: list[Function] = field(default_factory=list)
 
     def update(self, done: UpdatedRows, data: Callable[[int, int], tf.Tensor], until: int) -> None:
         """Updates the rows from `done` to `until`; `data` returns a range of the gradient's bytes."""
@@ -164,9 +175,9 @@ class DeferredUpdate(Transfer):
         self.kept: tuple[str, ...] = ()  # names of values that the update reads as of the send
         self.read = -1  # the variable whose read has a timestamp (see timestamps.py)
         self.whole = False  # whether its messages include the times of the forward pass
-        self.functions: list[Callable[..., Any]] = []  # one per local replica
+        self.functions: list[Function] = []  # one per local replica
         self.parts: Parts | None = None  # if the update can be cut
-        self.invariants: Any = None  # compares digests of the update, see invariants.py
+        self.invariants: Comparison | None = None
         self.leads = False  # whether each digest is compared
         self.labels: tuple[tuple[str, ...], tuple[bool | None, ...]] = (), ()  # of the values in a digest
         self.gates: list[Gate] = []

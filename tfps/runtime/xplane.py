@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from google.protobuf.message import DecodeError
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from tfps.errors import TfpsError
 from tfps.trace.capture import NONE, Capture, Span, by_lane, rows
+from tfps.types import Structure
 
 FILE = "tfps.xplane.pb"
 _PS_PER_NS = 1000
@@ -67,14 +67,14 @@ def write_xplane(
     partial.replace(path)
 
 
-def _load(file: Path) -> Any:
+def _load(file: Path) -> xplane_pb2.XSpace:
     try:
         return xplane_pb2.XSpace.FromString(file.read_bytes())
     except DecodeError as error:
         raise TfpsError(f"'{file}' must be an XSpace of TensorFlow's profiler: {error}") from error
 
 
-def _began_ns(space: Any) -> int:
+def _began_ns(space: xplane_pb2.XSpace) -> int:
     """Returns the profile's start in wall clock time, 0 if it has none."""
     for plane in space.planes:
         for stat in plane.stats:
@@ -83,17 +83,17 @@ def _began_ns(space: Any) -> int:
     return 0
 
 
-def _shift(space: Any, offset_ns: int) -> None:
+def _shift(space: xplane_pb2.XSpace, offset_ns: int) -> None:
     for plane in space.planes:
         for line in plane.lines:
             line.timestamp_ns += offset_ns
 
 
-def _free(space: Any) -> int:
+def _free(space: xplane_pb2.XSpace) -> int:
     return max((plane.id for plane in space.planes), default=0) + 1
 
 
-def _fill(plane: Any, capture: Capture, lanes: dict[str, list[int]]) -> None:
+def _fill(plane: xplane_pb2.XPlane, capture: Capture, lanes: dict[str, list[int]]) -> None:
     origin = capture.spans[0].begin_ns if capture.spans else 0
     names: dict[str, int] = {}
     stats: dict[str, int] = {}
@@ -119,7 +119,7 @@ def _known(span: Span) -> Iterable[tuple[str, int]]:
     return ((field, value) for field in _NUMBERS if (value := getattr(span, field)) != NONE)
 
 
-def _stat(plane: Any, known: dict[str, int], stat: Any, name: str, value: int | str) -> None:
+def _stat(plane: xplane_pb2.XPlane, known: dict[str, int], stat: xplane_pb2.XStat, name: str, value: int | str) -> None:
     stat.metadata_id = _numbered(known, plane.stat_metadata, name)
     if isinstance(value, str):
         stat.str_value = value
@@ -127,7 +127,7 @@ def _stat(plane: Any, known: dict[str, int], stat: Any, name: str, value: int | 
         stat.int64_value = value
 
 
-def _numbered(known: dict[str, int], table: Any, name: str) -> int:
+def _numbered(known: dict[str, int], table: Structure, name: str) -> int:
     """Returns the number of a name in a plane's name table; adds it if new."""
     if name not in known:
         known[name] = number = len(table) + 1

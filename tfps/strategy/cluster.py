@@ -6,12 +6,12 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
 from tfps.config import Launch, check_address
 from tfps.errors import ConfigError
+from tfps.types import Json
 
 _WORKER_TASKS = ("chief", "master", "worker")  # in rank order
 
@@ -121,7 +121,11 @@ def _from_tf_config(text: str) -> _Tasks:
 
 
 def _from_tasks(
-    tasks: Mapping[str, Any], task_type: str | None, task_index: Any, source: str, may_not_know: bool = False
+    tasks: Mapping[str, Sequence[str]],
+    task_type: str | None,
+    task_index: Json,
+    source: str,
+    may_not_know: bool = False,
 ) -> _Tasks:
     """Interprets `tasks` (addresses by task type) and this process's task, both from `source`.
 
@@ -147,7 +151,7 @@ def _from_tasks(
         return _Tasks(source, pservers, is_evaluator=True)
     if not ranked or (may_not_know and task_type is None):
         return _Tasks(source, pservers, workers=len(ranked) or None)
-    task: Any = (task_type, task_index)
+    task: tuple[object, object] = (task_type, task_index)
     if task not in ranked:
         listed = ", ".join(f"{name} {index}" for name, index in ranked)
         raise ConfigError(

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -28,11 +28,12 @@ from tfps.graph.tf_private import ResourceVariable, ops, outer_graphs
 from tfps.runtime.interrupts import indivisible
 from tfps.runtime.runtime import Runtime
 from tfps.strategy.names import common_name, own_name
+from tfps.types import Array, DType, Variable
 
 logger = logging.getLogger("tfps")
 _numbers = itertools.count()
 _PATIENCE_S = 5.0  # before a wait is logged
-_WIDE: tuple[type[np.number[Any]], ...] = (np.float64, np.int64)
+_WIDE = (np.float64, np.int64)
 _ONLY_FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
 
 
@@ -44,9 +45,9 @@ class Local(Protocol):
     shape: tf.TensorShape
     aggregation: tf.VariableAggregation
     _unique_id: str
-    _values: tuple[Any, ...]
+    _values: tuple[Variable, ...]
 
-    def take_combined(self, value: np.ndarray[Any, Any]) -> None:
+    def take_combined(self, value: Array) -> None:
         """Takes the combined `value`, in the variable's shape and dtype; it is the same on all ranks."""
 
 
@@ -54,19 +55,19 @@ class Local(Protocol):
 class _Writes:
     """The variables that one graph writes at each run."""
 
-    runs: Any  # int64 host variable that the graph increments
+    runs: Variable  # int64 host variable that the graph increments
     graphs: list[weakref.ref[tf.Graph]]  # the graph and its outer graphs, which may still run it
     seen: int = 0  # runs that have been combined
     # By unique id, in tracing order. Not weak: what is combined must not depend on what a rank still references.
-    variables: dict[str, Any] = field(default_factory=dict)
+    variables: dict[str, Variable] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class _Part:
     """What one exchange combines; `bucket` is None with a single worker."""
 
-    variables: list[Any]
-    dtype: np.dtype[Any]
+    variables: list[Variable]
+    dtype: DType
     bucket: int | None = None
 
 
@@ -78,7 +79,7 @@ class Combiner:
         self._runtime, self._total = runtime, replicas * runtime.exchange.workers
         self._name = f"_tfps_writes_{next(_numbers)}"
         self._graphs: list[_Writes] = []
-        self._eager: dict[str, Any] = {}
+        self._eager: dict[str, Variable] = {}
 
     @property
     def single(self) -> bool:
@@ -139,8 +140,8 @@ class Combiner:
         """Forgets graphs that are gone; what they wrote has been combined."""
         self._graphs = [writes for writes in self._graphs if any(ref() is not None for ref in writes.graphs)]
 
-    def _written(self, runs: list[tuple[_Writes, int]]) -> list[Any]:
-        written: dict[str, Any] = {}
+    def _written(self, runs: list[tuple[_Writes, int]]) -> list[Variable]:
+        written: dict[str, Variable] = {}
         for writes, count in runs:
             if count != writes.seen:
                 written.update(writes.variables)
@@ -179,7 +180,7 @@ class Combiner:
         return self._runtime.buckets([(key, spec)], details)[0]
 
     @contextlib.contextmanager
-    def _saying(self, first: Any) -> Iterator[None]:
+    def _saying(self, first: Variable) -> Iterator[None]:
         """Explains the exchange in the block if it takes long or fails."""
         what = (
             f"rank {self._runtime.exchange.rank}: variables that every replica writes for itself ({own_name(first)} "
@@ -193,7 +194,7 @@ class Combiner:
             raise type(error)(f"{what}. {error}") from error
 
 
-def _contribution(variable: Any, dtype: np.dtype[Any], rank: int) -> np.ndarray[Any, Any]:
+def _contribution(variable: Variable, dtype: DType, rank: int) -> Array:
     """Returns what this worker adds to the sum."""
     components = [component.numpy().astype(dtype) for component in variable._values]
     if variable.aggregation == _ONLY_FIRST:
@@ -201,12 +202,12 @@ def _contribution(variable: Any, dtype: np.dtype[Any], rank: int) -> np.ndarray[
     return np.asarray(sum(components[1:], components[0]))
 
 
-def _of(variables: list[Any], wide: type[np.number[Any]]) -> list[Any]:
+def _of(variables: list[Variable], wide: type[np.float64 | np.int64]) -> list[Variable]:
     """Returns the variables that are combined in dtype `wide`."""
     return [variable for variable in variables if variable.dtype.is_floating == (wide is np.float64)]
 
 
-def _elements(variable: Any) -> int:
+def _elements(variable: Variable) -> int:
     return int(np.prod(variable.shape, dtype=np.int64))
 
 

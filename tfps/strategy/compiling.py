@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import keras
 import tensorflow as tf
 
 from tfps.keras_hooks.keras_private import Trainer, adopt_optimizer
 from tfps.strategy.variables import GatedVariable, current_replica
+from tfps.types import Model, Optimizer, Variable
 
 
 @functools.cache
@@ -24,7 +24,7 @@ def compile_in_scope(strategy_class: type[tf.distribute.Strategy]) -> None:
     compile_model = Trainer.compile
 
     @functools.wraps(compile_model)
-    def compile_in_own_scope(self: Any, *arguments: Any, **options: Any) -> Any:
+    def compile_in_own_scope(self: Model, *arguments: object, **options: object) -> object:
         strategy = getattr(self, "distribute_strategy", None)
         if not isinstance(strategy, strategy_class):
             return compile_model(self, *arguments, **options)
@@ -38,7 +38,7 @@ def compile_in_scope(strategy_class: type[tf.distribute.Strategy]) -> None:
     build_optimizer = keras.optimizers.Optimizer.build
 
     @functools.wraps(build_optimizer)
-    def build(self: Any, variables: Any) -> Any:
+    def build(self: Optimizer, variables: Sequence[Variable]) -> object:
         updated = [getattr(variable, "value", variable) for variable in variables]  # of Keras or of TensorFlow
         strategies = {each.distribute_strategy for each in updated if isinstance(each, GatedVariable)}
         if len(strategies) == 1 and not all(map(_distributed, self.variables)):
@@ -50,11 +50,11 @@ def compile_in_scope(strategy_class: type[tf.distribute.Strategy]) -> None:
     keras.optimizers.Optimizer.build = build
 
 
-def _distributed(variable: Any) -> bool:
+def _distributed(variable: Variable) -> bool:
     return isinstance(variable.value, tf.distribute.DistributedValues)
 
 
-def _adopt(variables: Iterable[Any], strategy: tf.distribute.Strategy) -> None:
+def _adopt(variables: Iterable[Variable], strategy: tf.distribute.Strategy) -> None:
     """Recreates those of `variables` that belong to no strategy under `strategy`; they keep their values."""
     with tf.init_scope(), contextlib.ExitStack() as scope:
         if current_replica(strategy) is None:

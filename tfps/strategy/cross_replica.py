@@ -6,13 +6,14 @@ Tested in tests/integration/test_semantics.py.
 from __future__ import annotations
 
 import abc
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import tensorflow as tf
 
 from tfps.graph.tf_private import distribute_utils, mirrored_strategy, values
 from tfps.runtime.runtime import Runtime
 from tfps.strategy.reductions import Reductions, as_tensor, divide, identity, sum_locally
+from tfps.types import Value
 
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 
@@ -24,10 +25,12 @@ class CrossReplica(mirrored_strategy.MirroredExtended):
     _reductions: Reductions
 
     @abc.abstractmethod
-    def _cross_replica_key(self) -> tuple[Any, ...]:
+    def _cross_replica_key(self) -> tuple[Hashable, ...]:
         """Returns a key that identifies a reduction within its graph."""
 
-    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+    def _reduce_to(
+        self, reduce_op: tf.distribute.ReduceOp, value: Value, destinations: Value, options: object
+    ) -> Value:
         if distribute_utils.is_mirrored(value):
             if reduce_op == MEAN:
                 return value
@@ -54,7 +57,7 @@ class CrossReplica(mirrored_strategy.MirroredExtended):
             value, [each if each is None else self._to(next(reduced), destinations) for each in flat]
         )
 
-    def _to(self, value: Any, destinations: Any) -> Any:
+    def _to(self, value: Value, destinations: Value) -> Value:
         """Copies `value` to every local device if `destinations` has several, as `update` and `all_reduce` expect."""
         if not isinstance(destinations, values.DistributedValues) or len(destinations._values) == 1:
             return value
@@ -64,10 +67,12 @@ class CrossReplica(mirrored_strategy.MirroredExtended):
                 copies.append(identity(value))
         return distribute_utils.regroup(copies, wrap_class=values.Mirrored)
 
-    def _batch_reduce_to(self, reduce_op: Any, pairs: Any, options: Any) -> list[Any]:
+    def _batch_reduce_to(
+        self, reduce_op: tf.distribute.ReduceOp, pairs: Sequence[tuple[Value, Value]], options: object
+    ) -> list[Value]:
         return [self._reduce_to(reduce_op, value, to, options) for value, to in pairs]
 
-    def _gather_to_implementation(self, value: Any, destinations: Any, axis: Any, options: Any) -> Any:
+    def _gather_to_implementation(self, value: Value, destinations: Value, axis: Value, options: object) -> Value:
         components = value.values if isinstance(value, values.DistributedValues) else [value]
         with tf.device(None):
             local = [as_tensor(each) for each in components]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from tfps.graph import ops as graph_ops
 from tfps.graph.tf_private import ops
+from tfps.types import Variable
 
 _ALIGNED = 64  # bytes: the widest registers. With whole ones, each element takes the same way as in a whole update.
 _MOST_ROWS = 1 << 20  # narrower rows cost more to find than to update
@@ -64,7 +64,7 @@ class CutUpdate:
 
     def __init__(
         self,
-        component: Any,
+        component: Variable,
         handles: Sequence[tf.Tensor],
         gradient: tf.Tensor,
         operations: Sequence[tf.Operation],

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import tensorflow as tf
 
@@ -21,6 +20,7 @@ from tfps.graph import ops as graph_ops
 from tfps.graph.tf_private import outer_graphs
 from tfps.graph.timestamps import PassedGates
 from tfps.strategy.variables import GatedVariable
+from tfps.types import Argument, Function, Value, Variable
 
 
 @dataclass(eq=False)
@@ -40,8 +40,8 @@ class Reduction:
 class Reduced:
     """One result of an `all_reduce`: the gradient that went in and the tensor (or IndexedSlices) that came out."""
 
-    gradient: Any
-    result: Any
+    gradient: Value
+    result: Value
     reduction: Reduction
 
 
@@ -50,8 +50,8 @@ class Noted:
     """An update call that waits to be emitted: `function(component, gradient, *arguments)`."""
 
     variable: GatedVariable
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    function: Function
+    arguments: tuple[Argument, ...]
     reduced: Reduced
 
     @property
@@ -81,14 +81,14 @@ class GraphState:
     noted: dict[int, list[Noted]] = field(default_factory=dict)  # by replica
     inputs: list[tf.Tensor] = field(default_factory=list)  # of the replica function
     passed: PassedGates = field(default_factory=PassedGates)
-    reductions: Counter[Any] = field(default_factory=Counter)  # so far, by replica; of the outermost graph only
+    reductions: Counter[Hashable] = field(default_factory=Counter)  # so far, by replica; of the outermost graph only
 
 
 def fuse(noted: Iterable[Noted], order: dict[str, int], slice_bytes: int, first_bytes: int) -> list[list[Noted]]:
     """Groups `noted` into buckets in forward order: neighbors of one kind up to `bucket_limit`, sparse ones alone."""
     buckets: list[list[Noted]] = []
-    filled: dict[Any, int] = {}  # bytes in the last bucket of a kind, which is still open
-    last: dict[Any, list[Noted]] = {}
+    filled: dict[Hashable, int] = {}  # bytes in the last bucket of a kind, which is still open
+    last: dict[Hashable, list[Noted]] = {}
     before = 0
     for item in sorted(noted, key=lambda item: order.get(item.variable._unique_id, len(order))):
         if item.sparse:
@@ -105,7 +105,7 @@ def fuse(noted: Iterable[Noted], order: dict[str, int], slice_bytes: int, first_
     return buckets
 
 
-def deferrable(variable: Any, gradient: Any) -> bool:
+def deferrable(variable: Variable, gradient: Value) -> bool:
     """Whether an update of `variable` with `gradient` can run outside the step."""
     if not isinstance(variable, GatedVariable) or not variable.gates or variable.owner is not None:
         return False
@@ -114,7 +114,7 @@ def deferrable(variable: Any, gradient: Any) -> bool:
     return bool(gradient.shape.is_compatible_with(variable.shape))
 
 
-def find_reduced(states: Callable[[tf.Graph], GraphState | None], tensor: Any) -> Reduced | None:
+def find_reduced(states: Callable[[tf.Graph], GraphState | None], tensor: Value) -> Reduced | None:
     """Returns the reduction that made `tensor`, or None if something was computed in between.
 
     `all_reduce` wraps dense results in IdentityN (custom_gradient), so identities are followed back.

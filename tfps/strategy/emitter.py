@@ -9,8 +9,7 @@ import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import tensorflow as tf
 
@@ -24,6 +23,7 @@ from tfps.strategy.deferred import GraphState, Noted, Reduced, deferrable, find_
 from tfps.strategy.invariants import Invariants
 from tfps.strategy.planned_bucket import PlannedBucket
 from tfps.strategy.variables import GatedVariable
+from tfps.types import Argument, Function, Value
 
 logger = logging.getLogger("tfps")
 _FIRST_BUCKET_BYTES = 64 * 1024
@@ -51,8 +51,8 @@ class Emitter:
         self._touched: list[weakref.ref[tf.Graph]] = []  # graphs that got a state since the last call ended
         # Of the replica functions being traced: transfers by bucket and how often its replica has reached it. A
         # worker's replicas share a transfer, even if each traces its own tf.cond.
-        self._transfers: dict[tuple[Any, int], DeferredUpdate] = {}
-        self._occurrences: Counter[tuple[Any, int]] = Counter()
+        self._transfers: dict[tuple[Hashable, int], DeferredUpdate] = {}
+        self._occurrences: Counter[tuple[Hashable, int]] = Counter()
         self._groups: dict[tuple[int, int], Group] = {}  # by emission number in its replica, and number of buckets
         self._emissions: Counter[int] = Counter()
         self.graphs: dict[str, weakref.ref[tf.Graph]] = {}  # sending ones by name; last traced last
@@ -78,7 +78,7 @@ class Emitter:
         state = self.state_of(graph)
         return state.inputs if state is not None else []
 
-    def next_reduction(self, who: Any) -> tuple[int, Any]:
+    def next_reduction(self, who: Hashable) -> tuple[int, Hashable]:
         """Returns a key for the next reduction by `who` in the graph under construction, the same in every retrace."""
         reductions = self.state(outer_graphs(ops.get_default_graph())[-1]).reductions
         reductions[who] += 1
@@ -112,7 +112,9 @@ class Emitter:
         """Notes the result of an `all_reduce` in the graph under construction."""
         self.state(ops.get_default_graph()).reduced[id(reduced.result)] = reduced
 
-    def defers(self, variable: GatedVariable, function: Callable[..., Any], gradient: Any, arguments: Any) -> bool:
+    def defers(
+        self, variable: GatedVariable, function: Function, gradient: Value, arguments: Sequence[Argument]
+    ) -> bool:
         """Notes `function(component, gradient, *arguments)` if it can run outside the step; else returns False."""
         reduced = find_reduced(self.state_of, gradient)
         if reduced is None or not deferrable(variable, reduced.gradient):

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import tensorflow as tf
 
@@ -40,6 +39,7 @@ from tfps.strategy.invariants import Invariants
 from tfps.strategy.on_read_variable import OnReadVariable
 from tfps.strategy.reductions import Reductions, divide, identity
 from tfps.strategy.variables import GatedVariable, container_of, updating
+from tfps.types import Argument, Batches, Function, Options, Structure, Value, Variable
 
 _FLOATING = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _VARIABLE_CLASSES = {
@@ -78,7 +78,7 @@ class Extended(CrossReplica):
         self._invariants = Invariants.of(runtime, check_every)
         self._emitter = Emitter(strategy, runtime, len(self._devices), slice_bytes, self._invariants)
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
-        self._lifted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._lifted: weakref.WeakKeyDictionary[Variable, Variable] = weakref.WeakKeyDictionary()
 
     # Replicas and workers.
 
@@ -128,18 +128,20 @@ class Extended(CrossReplica):
             num_replicas_in_sync=self._num_replicas_in_sync,
         )
 
-    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+    def _experimental_distribute_dataset(self, dataset: Batches, options: tf.distribute.InputOptions | None) -> Batches:
         if self.shards and self._runtime.exchange.workers > 1 and generators.of_whole_job(dataset):
             count, first = len(self._devices), self._get_replica_id_in_sync_group(0)
             split = generators.own_rows(dataset, self._num_replicas_in_sync, first, count)
             return self._distribute_datasets_from_function(lambda _: split, options)
         return datasets.distribute_dataset(self, self.staging, dataset, self._make_input_context(), options)
 
-    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> Any:
+    def _distribute_datasets_from_function(
+        self, dataset_fn: Function, options: tf.distribute.InputOptions | None
+    ) -> Batches:
         context = self._make_input_context()
         return datasets.distribute_datasets_from_function(self, self.staging, dataset_fn, context, options)
 
-    def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
+    def _experimental_distribute_values_from_function(self, value_fn: Function) -> Structure:
         contexts = [
             tf.distribute.experimental.ValueContext(
                 self._get_replica_id_in_sync_group(local), self._num_replicas_in_sync
@@ -150,7 +152,7 @@ class Extended(CrossReplica):
 
     # Variables.
 
-    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+    def _create_variable(self, next_creator: Function, **kwargs: object) -> Variable:
         colocate_with = kwargs.pop("colocate_with", None)
         if colocate_with is not None and not isinstance(colocate_with, values.DistributedVariable):
             return super()._create_variable(next_creator, colocate_with=colocate_with, **kwargs)
@@ -158,8 +160,8 @@ class Extended(CrossReplica):
         if METRICS_ARE_MIRRORED and kwargs.get("aggregation") == tf.VariableAggregation.SUM:
             kwargs["synchronization"] = tf.VariableSynchronization.ON_READ
 
-        def components(**kwargs: Any) -> list[Any]:
-            made: list[Any] = []
+        def components(**kwargs: object) -> list[Variable]:
+            made: list[Variable] = []
             for replica, device in enumerate(devices):
                 with tf.device(device):
                     kwargs["initial_value"] = self._get_variable_creator_initial_value(
@@ -186,11 +188,11 @@ class Extended(CrossReplica):
         self._initial_values.created(variable)
         return variable
 
-    def take_from_first_rank(self, variables: Sequence[Any]) -> None:
+    def take_from_first_rank(self, variables: Sequence[Variable]) -> None:
         """Copies rank 0's values of `variables` of this strategy to all ranks; every rank must call it."""
         self._initial_values.share(list(variables))
 
-    def note_local_write(self, variable: Any) -> None:
+    def note_local_write(self, variable: Variable) -> None:
         """Notes that a replica writes its component of `variable` without an exchange."""
         inputs = [] if tf.executing_eagerly() else self._emitter.inputs(ops.get_default_graph())
         self.combiner.note_write(variable, inputs)
@@ -205,7 +207,7 @@ class Extended(CrossReplica):
             mine = value if context._replica_id == 0 else tf.zeros_like(value)
             return super()._replica_ctx_all_reduce(SUM, [mine])[0]
 
-        def of_first(strategy: tf.distribute.Strategy, value: Any) -> Any:
+        def of_first(strategy: tf.distribute.Strategy, value: Value) -> Value:
             return self._broadcast_to(strategy.experimental_local_results(value)[0], variable)
 
         with own_losses():
@@ -231,12 +233,12 @@ class Extended(CrossReplica):
 
     # Replica functions.
 
-    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call_for_each_replica(self, fn: Function, args: Argument, kwargs: Argument) -> Structure:
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
             if fn not in self._lifted:  # as in MirroredStrategy, the loop over replicas moves inside the function
                 python_function = fn.python_function
 
-                def in_replicas(*args: Any, **kwargs: Any) -> Any:
+                def in_replicas(*args: object, **kwargs: object) -> Structure:
                     return self._call_for_each_replica(python_function, args, kwargs)
 
                 self._lifted[fn] = fn._clone(python_function=in_replicas)
@@ -280,7 +282,9 @@ class Extended(CrossReplica):
 
     # Reductions and updates in replica context.
 
-    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+    def _replica_ctx_all_reduce(
+        self, reduce_op: tf.distribute.ReduceOp, value: Value, options: object = None
+    ) -> Structure:
         flat, share = tf.nest.flatten(value), share_of_gradients()
         if len(self._devices) > 1 and tf.executing_eagerly():
             # In eager mode replica functions run one after the other: only merge_call joins them. It would count an
@@ -311,7 +315,9 @@ class Extended(CrossReplica):
             summed = [divide(each, self._num_replicas_in_sync) for each in summed]
         return tf.nest.pack_sequence_as(value, summed)
 
-    def _replica_ctx_update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+    def _replica_ctx_update(
+        self, var: Variable, fn: Function, args: tuple[Argument, ...], kwargs: Options, group: bool
+    ) -> Structure:
         variable = var if isinstance(var, values.DistributedVariable) else container_of(var)
         if variable is None or variable._distribute_strategy is not self._container_strategy():
             raise UnsupportedError(
@@ -326,14 +332,14 @@ class Extended(CrossReplica):
             self._invariants.note_eager(variable, fn, args[1:])
         return result
 
-    def _cross_replica_key(self) -> tuple[Any, ...]:
+    def _cross_replica_key(self) -> tuple[Hashable, ...]:
         return () if tf.executing_eagerly() else self._emitter.next_reduction("cross-replica")
 
-    def _local_results(self, val: Any) -> Any:
+    def _local_results(self, val: Value) -> tuple[Value, ...]:
         return val.values if isinstance(val, GatedVariable) else super()._local_results(val)
 
 
-def _not_empty(value: Any) -> Any:
+def _not_empty(value: Value) -> Value:
     """Gives empty IndexedSlices a row of zeros: TensorFlow crashes if those of all local replicas are empty."""
     if not isinstance(value, tf.IndexedSlices):
         return value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import tensorflow as tf
 
@@ -15,6 +14,7 @@ from tfps.graph.picture import Picture, Read, Sent
 from tfps.graph.tf_private import outer_graphs
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import UNDECLARED, DeferredUpdate, Transfer
+from tfps.types import Value
 
 
 def traced_function(graphs: Mapping[str, weakref.ref[tf.Graph]], name: str | None) -> tf.Graph:
@@ -62,7 +62,7 @@ def picture(graph: tf.Graph, runtime: Runtime) -> Picture:
     )
 
 
-def _key(op: Any, closed_for: dict[str, str]) -> str:
+def _key(op: tf.Operation, closed_for: dict[str, str]) -> str:
     """Returns the key of the transfer that `op` sends, pulls or closes gates for; empty for other ops."""
     kind = called(op)
     if kind in (SEND, PULL):
@@ -103,7 +103,7 @@ def _sent(key: str, transfer: Transfer, after: Sequence[str], runtime: Runtime) 
     )
 
 
-def _walk(graph: tf.Graph, key_of: Callable[[Any], str]) -> Iterator[tuple[Any, str, frozenset[str]]]:
+def _walk(graph: tf.Graph, key_of: Callable[[tf.Operation], str]) -> Iterator[tuple[tf.Operation, str, frozenset[str]]]:
     """Yields the ops of `graph` that are not pruned, in creation order, with their key and the keys before them.
 
     These are the nearest keys before an op on all paths of data or control edges.
@@ -119,7 +119,7 @@ def _walk(graph: tf.Graph, key_of: Callable[[Any], str]) -> Iterator[tuple[Any, 
             nearest[op.name] = frozenset([key]) if key else after
 
 
-def _outermost(tensor: Any) -> Any:
+def _outermost(tensor: Value) -> tf.Tensor:
     """Follows the captures of `tensor` through all outer functions, and returns the original."""
     while hasattr(tensor, "graph") and hasattr(tensor.graph, "captures"):
         outer = [external for external, internal in tensor.graph.captures if internal.name == tensor.name]

@@ -7,7 +7,6 @@ model's weights; weights loaded later must be loaded on every rank. Ranks first 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -18,6 +17,7 @@ from tfps.runtime.interrupts import indivisible
 from tfps.runtime.runtime import Runtime
 from tfps.strategy.names import common_name
 from tfps.strategy.on_read_variable import OnReadVariable
+from tfps.types import Value, Variable
 
 _BATCH_BYTES = 64 * 2**20  # per exchange; more would only need more memory
 _WHAT = "initial values"
@@ -32,9 +32,9 @@ class InitialValues:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._created: list[Any] = []
+        self._created: list[Variable] = []
 
-    def created(self, variable: Any) -> None:
+    def created(self, variable: Variable) -> None:
         """Notes a new distributed variable."""
         if self._runtime.exchange.workers > 1:
             self._created.append(variable)
@@ -51,7 +51,7 @@ class InitialValues:
         with tf.init_scope():
             self.share([variable for variable in self._created if bool(variable.is_initialized())])
 
-    def share(self, variables: list[Any]) -> None:
+    def share(self, variables: list[Variable]) -> None:
         """Gives `variables` their values on rank 0; every rank must call it.
 
         After an interruption (Ctrl-C), values that have arrived are not requested again.
@@ -68,12 +68,12 @@ class InitialValues:
         if others := [variable for variable in variables if not _has_fixed_size(variable)]:
             self._gather(others)
 
-    def _declared(self, variables: list[Any], spec: BucketSpec) -> int:
+    def _declared(self, variables: list[Variable], spec: BucketSpec) -> int:
         details = [f"variable '{common_name(v)}' {v.shape} {v.dtype.name}" for v in variables]
         key = (_WHAT, tuple(variable._unique_id for variable in variables))
         return self._runtime.buckets([(key, spec)], details)[0]
 
-    def _sum(self, variables: list[Any], progress: Progress) -> None:
+    def _sum(self, variables: list[Variable], progress: Progress) -> None:
         total = sum(map(_nbytes, variables))
         spec = BucketSpec(names=(_WHAT,), kind="sum", nbytes=total, dtype="uint8", priority=0, occasional=True)
         bucket, payload = self._declared(variables, spec), None
@@ -90,7 +90,7 @@ class InitialValues:
             self._forget(variables)
         progress.add(total)
 
-    def _gather(self, variables: list[Any]) -> None:
+    def _gather(self, variables: list[Variable]) -> None:
         """Exchanges variables whose size in bytes only rank 0 knows."""
         spec = BucketSpec(names=(_WHAT,), kind="gather", nbytes=0, dtype="uint8", priority=0, occasional=True)
         bucket, payload = self._declared(variables, spec), None
@@ -106,21 +106,21 @@ class InitialValues:
                 start += size
             self._forget(variables)
 
-    def _take(self, variable: Any, value: Any) -> None:
+    def _take(self, variable: Variable, value: Value) -> None:
         if _on_read(variable):
             variable.assign(value)  # on rank 0 too: which replica holds a sum depends on the rank
         elif self._runtime.exchange.rank > 0:
             for component in variable.values:  # waits for pending updates
                 component.assign(value)
 
-    def _forget(self, variables: list[Any]) -> None:
+    def _forget(self, variables: list[Variable]) -> None:
         agreed = {id(variable) for variable in variables}
         self._created = [variable for variable in self._created if id(variable) not in agreed]
 
 
-def _batches(variables: list[Any]) -> Iterator[list[Any]]:
+def _batches(variables: list[Variable]) -> Iterator[list[Variable]]:
     """`variables` in groups of about `_BATCH_BYTES`."""
-    batch: list[Any] = []
+    batch: list[Variable] = []
     filled = 0
     for variable in variables:
         batch.append(variable)
@@ -132,18 +132,18 @@ def _batches(variables: list[Any]) -> Iterator[list[Any]]:
         yield batch
 
 
-def _has_fixed_size(variable: Any) -> bool:
+def _has_fixed_size(variable: Variable) -> bool:
     return bool(variable.dtype != tf.string and variable.shape.is_fully_defined())
 
 
-def _on_read(variable: Any) -> bool:
+def _on_read(variable: Variable) -> bool:
     return isinstance(variable, OnReadVariable) and variable.aggregation != tf.VariableAggregation.NONE
 
 
-def _nbytes(variable: Any) -> int:
+def _nbytes(variable: Variable) -> int:
     return int(np.prod(variable.shape, dtype=np.int64)) * int(variable.dtype.size)
 
 
-def _bytes(variable: Any) -> Any:
+def _bytes(variable: Variable) -> tf.Tensor:
     value = variable.current() if _on_read(variable) else variable.values[0]
     return np.ascontiguousarray(value.numpy()).reshape(-1).view(np.uint8)

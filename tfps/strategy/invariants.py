@@ -14,18 +14,19 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import tensorflow as tf
 
-from tfps.errors import MismatchError
+from tfps.errors import MismatchError, TfpsError
 from tfps.exchange.interface import BucketSpec
 from tfps.graph.ops import HOST
 from tfps.graph.tf_private import distribute_lib
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import DeferredUpdate, Transfer
 from tfps.strategy.variables import GatedVariable
+from tfps.types import Argument, Array, Function, Structure, Value, Variable
 
 KEPT = 6  # columns of a row for values that an update reads; further values share the last
 _WIDTH = 3 + KEPT  # columns: what was updated (0: nothing), round, checksum, values
@@ -75,7 +76,7 @@ class Invariants:
         self._eager: dict[
             str, tuple[int, int]
         ] = {}  # by unique id of a variable that is updated eagerly: number, rounds
-        self._awaited: dict[tuple[int, int], dict[int, Any]] = {}  # rows by round and number, then by rank
+        self._awaited: dict[tuple[int, int], dict[int, Array]] = {}  # rows by round and number, then by rank
 
     @staticmethod
     def of(runtime: Runtime, every: int) -> Invariants | None:
@@ -113,7 +114,7 @@ class Invariants:
         subject = _Subject(transfer.spec.names, *transfer.labels)
         self._add(transfer.bucket + 1, subject, [transfer.round, *map(int, first)])
 
-    def note_eager(self, variable: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    def note_eager(self, variable: Variable, function: Function, arguments: Sequence[Argument]) -> None:
         """Notes an eager update that just ran, if `variable` is trainable and this is the first local replica."""
         gated = isinstance(variable, GatedVariable) and variable.gates and variable.owner is None
         if not gated or distribute_lib.get_replica_context()._replica_id:
@@ -147,7 +148,7 @@ class Invariants:
             (bucket,) = self._runtime.buckets([("checks", self._spec)])
             self._runtime.push(_Comparison(self, bucket, self._spec), said)
 
-    def compare(self, said: Any) -> None:
+    def compare(self, said: Array) -> None:
         """Compares rows of all ranks, int64 [workers, rows, width]. Called by an apply thread."""
         if (said == said[0]).all():
             return
@@ -177,18 +178,18 @@ class _Comparison(Transfer):
         super().__init__(bucket, spec)
         self._invariants = invariants
 
-    def finish(self, ticket: Any, data: tf.Tensor, indices: tf.Tensor) -> None:
+    def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
         self._invariants.compare(np.frombuffer(memoryview(data), np.int64).reshape(-1, self._rows, _WIDTH))
 
     @property
     def _rows(self) -> int:
         return self._invariants._rows
 
-    def fail(self, error: Any) -> None:
+    def fail(self, error: TfpsError) -> None:
         """Does nothing: whatever waits for a gradient reports the error."""
 
 
-def names_of(function: Callable[..., Any], arguments: Sequence[Any]) -> dict[int, str]:
+def names_of(function: Function, arguments: Sequence[Argument]) -> dict[int, str]:
     """Returns the parameter names of `arguments` in `function(component, gradient, *arguments)`, by their ids."""
     try:
         names = list(inspect.signature(function).parameters)[2:]
@@ -197,14 +198,14 @@ def names_of(function: Callable[..., Any], arguments: Sequence[Any]) -> dict[int
     return {id(argument): name for argument, name in zip(arguments, names, strict=False)}
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Value) -> bool:
     if not tf.is_tensor(value):
         return False
     dtype = tf.as_dtype(value.dtype)  # a Keras variable has the dtype's name
     return len(value.shape) == 0 and (dtype.is_floating or dtype.is_integer)
 
 
-def floating(tensor: Any) -> bool | None:
+def floating(tensor: Value) -> bool | None:
     """Returns whether `as_number` encodes `tensor` as a float; None if by a checksum."""
     return bool(tf.as_dtype(tensor.dtype).is_floating) if _is_number(tensor) else None
 
@@ -218,7 +219,7 @@ def as_number(tensor: tf.Tensor) -> tf.Tensor:
     return tf.cast(tensor, tf.int64)
 
 
-def digest(variables: Sequence[Any], kept: Sequence[tf.Tensor], weigh: tf.Tensor) -> tf.Tensor:
+def digest(variables: Sequence[Variable], kept: Sequence[tf.Tensor], weigh: tf.Tensor) -> tf.Tensor:
     """Returns int64 [1 + KEPT], a checksum and `kept`, in an update that has written `variables` (components).
 
     `weigh`: whether to compute the checksum, else it is 0.
@@ -275,12 +276,12 @@ def _bits(items: tf.Tensor) -> list[tf.Tensor]:
     return [tf.cast(items if items.dtype == integer else tf.bitcast(items, integer), tf.int64)]
 
 
-def _odd(count: int) -> np.ndarray[Any, Any]:
+def _odd(count: int) -> Array:
     """Returns the first `count` of a fixed series of odd numbers, int64."""
     return np.random.default_rng(1).integers(-(2**63), 2**63 - 1, count, np.int64) | 1
 
 
-def _difference(subject: _Subject, round_: int, rows: Any) -> str:
+def _difference(subject: _Subject, round_: int, rows: Array) -> str:
     """Returns the error message for `rows`, one per rank, that are not all equal."""
     step = f"at step {round_ + 1} of {_names(subject.weights)}"
     for column, (label, is_float) in enumerate(zip(subject.labels, subject.floating, strict=True), 3):
@@ -301,7 +302,7 @@ def _difference(subject: _Subject, round_: int, rows: Any) -> str:
     )
 
 
-def _by_value(values: Any, shown: Callable[[Any], str]) -> str:
+def _by_value(values: Structure, shown: Callable[[Value], str]) -> str:
     """Returns which ranks have which value: `0.1 on rank 0, 2 and 0.2 on rank 1`."""
     ranks: dict[bytes, list[int]] = {}
     for rank, value in enumerate(values):
@@ -309,12 +310,12 @@ def _by_value(values: Any, shown: Callable[[Any], str]) -> str:
     return " and ".join(f"{shown(values[who[0]])} on rank {', '.join(map(str, who))}" for who in ranks.values())
 
 
-def _decimal(value: Any) -> str:
+def _decimal(value: Value) -> str:
     """Formats `value` at its own precision: a float32 does not get the digits of a float64."""
     return str(np.float32(value) if isinstance(value, np.float64) and np.float32(value) == value else value)
 
 
-def _hexadecimal(value: Any) -> str:
+def _hexadecimal(value: Value) -> str:
     return f"{int(value) & (2**64 - 1):016x}"
 
 

@@ -9,22 +9,22 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 
 from tfps.strategy.variables import GatedVariable
+from tfps.types import Variable
 
 _NUMBERED = re.compile(r"(.+?)_\d+")
 _OWN_PREFIXES = ("seed_generator", "variable")  # keras.random.SeedGenerator and Variable
 
 
-def own_name(variable: Any) -> str:
+def own_name(variable: Variable) -> str:
     """Returns this rank's name of `variable`, for messages."""
     return str(variable.name).removesuffix(":0")
 
 
-def common_name(variable: Any) -> str:
+def common_name(variable: Variable) -> str:
     """Returns the name that all ranks share, for comparisons.
 
     Drops numbers that Keras might have added, so that variables whose user-given names look the same (`dense_1`,
@@ -63,7 +63,7 @@ def _is_given(prefix: str) -> bool:
     return prefix in _OWN_PREFIXES or any(prefix in map(_snake, _below(base)) for base in bases)
 
 
-def _below(kind: Any) -> Iterator[str]:
+def _below(kind: type[object]) -> Iterator[str]:
     """Yields the names of the class `kind` and all its subclasses."""
     yield kind.__name__
     for each in kind.__subclasses__():

@@ -6,14 +6,14 @@ Tested in tests/strategy/test_combined.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
 from tfps.graph.shares import current_share
 from tfps.graph.tf_private import distribute_lib, values, values_util
 from tfps.keras_hooks.keras_private import in_symbolic_scope
+from tfps.types import Function, Value
 
 
 class OnReadVariable(values.SyncOnReadVariable):
@@ -24,16 +24,16 @@ class OnReadVariable(values.SyncOnReadVariable):
 
     _combined: tf.Tensor | None = None  # None until the first combination, `assign` or `current`
 
-    def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+    def _update_replica(self, update_fn: Function, value: Value, **kwargs: object) -> Value:
         if self._aggregation != tf.VariableAggregation.NONE:
             self._distribute_strategy.extended.note_local_write(self)
         return super()._update_replica(update_fn, value, **kwargs)
 
-    def take_combined(self, value: Any) -> None:
+    def take_combined(self, value: Value) -> None:
         """Keeps `value` for reads; the components stay as they are."""
         self._combined = tf.constant(value, self.dtype)
 
-    def _get_cross_replica(self) -> Any:
+    def _get_cross_replica(self) -> Value:
         extended = self._distribute_strategy.extended
         if in_symbolic_scope():
             return self._primary  # nothing to combine, and ranks whose model is built do not come here
@@ -57,7 +57,9 @@ class OnReadVariable(values.SyncOnReadVariable):
                 self._combined = components[0]
         return self._combined
 
-    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+    def assign(
+        self, value: Value, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Value:
         if not self._outside():
             value = self._counted(value, lambda: self._get_on_device_or_primary().read_value())
             return super().assign(value, use_locking, name, read_value)
@@ -74,17 +76,17 @@ class OnReadVariable(values.SyncOnReadVariable):
         self._combined = tf.identity(value)
         return self._combined if read_value else None
 
-    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def assign_add(self, value: Value, *args: object, **kwargs: object) -> Value:
         if not self._changed_outside():
             return super().assign_add(self._counted(value, None), *args, **kwargs)
         return self.assign(self.read_value() + tf.convert_to_tensor(value, self.dtype))
 
-    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def assign_sub(self, value: Value, *args: object, **kwargs: object) -> Value:
         if not self._changed_outside():
             return super().assign_sub(self._counted(value, None), *args, **kwargs)
         return self.assign(self.read_value() - tf.convert_to_tensor(value, self.dtype))
 
-    def _counted(self, value: Any, before: Callable[[], tf.Tensor] | None) -> Any:
+    def _counted(self, value: Value, before: Callable[[], tf.Tensor] | None) -> Value:
         """Returns what a replica writes; one without rows keeps `before()`, or adds 0 if that is None."""
         share = None if self._aggregation == tf.VariableAggregation.NONE else current_share()
         if share is None or not share.may_be_empty:
@@ -107,7 +109,7 @@ class OnReadVariable(values.SyncOnReadVariable):
             return False
         return True
 
-    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Function]:
         factories = super()._gather_saveables_for_checkpoint()
         return {key: functools.partial(_OnReadSaveable, self, self._common_name) for key in factories}
 
@@ -118,6 +120,6 @@ class _OnReadSaveable(values._SyncOnReadSaveable):
     def __init__(self, variable: OnReadVariable, default_name: str, name: str | None = None) -> None:
         super().__init__(variable, name or default_name)
 
-    def restore(self, restored_tensors: Any, restored_shapes: Any) -> Any:
+    def restore(self, restored_tensors: Sequence[tf.Tensor], restored_shapes: object) -> tf.Operation:
         (tensor,) = restored_tensors
         return self._sync_on_read_variable.assign(tensor)

@@ -12,19 +12,19 @@ import contextlib
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from tfps.exchange.interface import BucketKind, BucketSpec
 from tfps.graph import ops as graph_ops
-from tfps.graph.tf_private import distribute_lib, flat_call, ops
+from tfps.graph.tf_private import ConcreteFunction, distribute_lib, flat_call, ops
 from tfps.runtime.transfers import DeferredUpdate, Parts
 from tfps.strategy import invariants
 from tfps.strategy.cut_update import CutUpdate, NotElementwiseError
 from tfps.strategy.deferred import Noted
 from tfps.strategy.names import common_name, own_name
 from tfps.strategy.variables import Deferral, deferring, updating
+from tfps.types import Value, Variable
 
 
 class PlannedBucket:
@@ -52,9 +52,9 @@ class PlannedBucket:
         )
         self.key = ("update", kind, first.dtype, *self.ids)
         self.deferral = Deferral(self.variables, graph)
-        self.function: Any = None  # the update of the reduced bytes, once it has been traced
-        self.parts: Any = None  # the update of some rows of a large variable, if it can be cut; see cut_update.py
-        self.ending: Any = None  # what follows the last part
+        self.function: ConcreteFunction | None = None  # the update of the reduced bytes, once it has been traced
+        self.parts: CutUpdate | None = None  # the update of some rows of a large variable, if it can be cut
+        self.ending: ConcreteFunction | None = None  # what follows the last part
         self._handles: list[tf.Tensor] = []  # of all variables that it may write
         self._optimizer_ops: tuple[tf.Tensor, list[tf.Operation]] | None = None  # while it is traced
 
@@ -88,7 +88,7 @@ class PlannedBucket:
             self._cut(function, compared)
         self._optimizer_ops = None
 
-    def _cut(self, function: Any, compared: bool) -> None:
+    def _cut(self, function: ConcreteFunction, compared: bool) -> None:
         """Also makes the update in parts, if the optimizer's rule is elementwise."""
         if self._optimizer_ops is None:
             return
@@ -145,7 +145,7 @@ class PlannedBucket:
                 graph_ops.open_gate(variable.gates[self.replica])
         return result
 
-    def _own_handles(self, function: Any) -> list[tf.Tensor]:
+    def _own_handles(self, function: ConcreteFunction) -> list[tf.Tensor]:
         """Returns the handles of the update's own variables.
 
         Raises:
@@ -176,7 +176,7 @@ class PlannedBucket:
                 item.function(component, item.reduced.result, *item.arguments)
 
     def send(
-        self, transfer: DeferredUpdate, queue: tf.Tensor, ticket: tf.Tensor, carries: bool, times: tuple[Any, ...]
+        self, transfer: DeferredUpdate, queue: tf.Tensor, ticket: tf.Tensor, carries: bool, times: tuple[Value, ...]
     ) -> None:
         """Builds the ops that close the gates, keep what the update reads and send the message of this replica.
 
@@ -208,7 +208,7 @@ class PlannedBucket:
             for each in variable.with_slots():
                 each.forget_passes(self.replica, self.graph)
 
-    def _payload(self, gradients: list[Any]) -> tuple[tf.Tensor, tf.Tensor | None]:
+    def _payload(self, gradients: list[Value]) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Returns the bytes of `gradients`, and of the indices if sparse."""
         first, indices = self.noted[0], None
         if first.sparse:
@@ -223,7 +223,7 @@ class PlannedBucket:
             indices = None if indices is None else indices[: tf.where(has_rows, tf.size(indices), 0)]
         return data, indices
 
-    def _digestible(self) -> list[tuple[Any, tf.Tensor, Any]]:
+    def _digestible(self) -> list[tuple[Variable, tf.Tensor, Value]]:
         """Returns the kept values except strings."""
         return [each for each in self.deferral.kept.values() if tf.as_dtype(each[1].dtype) != tf.string]
 
@@ -241,7 +241,7 @@ class PlannedBucket:
         return tuple(labels), tuple(floating)
 
 
-def _gradient(item: Noted, piece: tf.Tensor, indices: tf.Tensor) -> Any:
+def _gradient(item: Noted, piece: tf.Tensor, indices: tf.Tensor) -> Value:
     """Returns the reduced gradient of `item` in the shape and dtype that the optimizer was called with."""
     sent = item.reduced.gradient
     if not item.sparse:

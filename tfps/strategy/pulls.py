@@ -9,9 +9,8 @@ any order.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import tensorflow as tf
 
@@ -31,7 +30,7 @@ class _TracedPull:
 
     runtime: Runtime
     transfer: Pull
-    key: tuple[Any, ...]
+    key: tuple[Hashable, ...]
     op: tf.Operation
 
 
@@ -48,7 +47,7 @@ class _Pulls:
 
 
 def pull(
-    runtime: Runtime, key: tuple[Any, ...], spec: BucketSpec, data: tf.Tensor, indices: tf.Tensor
+    runtime: Runtime, key: tuple[Hashable, ...], spec: BucketSpec, data: tf.Tensor, indices: tf.Tensor
 ) -> list[tf.Tensor]:
     """In a graph under construction: sends `data` and waits for the reduced bytes, [data, indices], flat uint8.
 

@@ -9,8 +9,7 @@ Tested in tests/integration/test_semantics.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -21,6 +20,7 @@ from tfps.exchange.sparse import pack_sparse, unpack_sparse
 from tfps.graph import ops as graph_ops
 from tfps.runtime.runtime import Runtime
 from tfps.strategy.pulls import pull
+from tfps.types import Value
 
 
 class Reductions:
@@ -29,7 +29,7 @@ class Reductions:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
-    def sum_all(self, values: list[Any], key: tuple[Any, ...]) -> list[Any]:
+    def sum_all(self, values: list[Value], key: tuple[Hashable, ...]) -> list[Value]:
         """Returns the sums of `values`, each in its own shape and dtype.
 
         `key` is the same for the same call on every rank and in every retrace.
@@ -46,7 +46,7 @@ class Reductions:
             return [self._now(value) for value in values]
         return [self._pull(value, (*key, index)) for index, value in enumerate(values)]
 
-    def gather(self, components: list[tf.Tensor], axis: Any, key: tuple[Any, ...]) -> tf.Tensor:
+    def gather(self, components: list[tf.Tensor], axis: Value, key: tuple[Hashable, ...]) -> tf.Tensor:
         """Concatenates `components` of all replicas of all workers along `axis`, in replica id order.
 
         Only the sizes along `axis` may differ.
@@ -82,12 +82,12 @@ class Reductions:
         joined.set_shape([None if each == axis else size for each, size in enumerate(local.shape)])
         return joined
 
-    def _pull(self, value: Any, key: tuple[Any, ...]) -> Any:
+    def _pull(self, value: Value, key: tuple[Hashable, ...]) -> Value:
         spec = _spec(value)
         pulled = pull(self._runtime, key, spec, *_encode(value))
         return _decode(value, spec, pulled[0], pulled[1], self._runtime.exchange.workers)
 
-    def _now(self, value: Any) -> Any:
+    def _now(self, value: Value) -> Value:
         spec = _spec(value)
         (bucket,) = self._runtime.buckets([(("eager", spec), spec)])
         data, indices = (part.numpy() for part in _encode(value))
@@ -99,12 +99,12 @@ class Reductions:
         return _decode(value, spec, tf.constant(data), tf.constant(indices), self._runtime.exchange.workers)
 
 
-def as_tensor(value: Any) -> Any:
+def as_tensor(value: Value) -> Value:
     """Converts `value` to a dense tensor; keeps IndexedSlices."""
     return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
 
 
-def sum_locally(components: Sequence[Any]) -> Any:
+def sum_locally(components: Sequence[Value]) -> Value:
     """Sums the local replicas' values on the device of the first; concatenates IndexedSlices."""
     components = [as_tensor(each) for each in components]
     if len(components) == 1:
@@ -116,14 +116,14 @@ def sum_locally(components: Sequence[Any]) -> Any:
     return functools.reduce(tf.add, components)
 
 
-def identity(value: Any) -> Any:
+def identity(value: Value) -> Value:
     """Copies `value`, a tensor or IndexedSlices, to the current device."""
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(tf.identity(value.values), tf.identity(value.indices), value.dense_shape)
     return tf.identity(value)
 
 
-def _axis(axis: Any, value: tf.Tensor) -> int:
+def _axis(axis: Value, value: tf.Tensor) -> int:
     """Returns `axis` of a gather of `value` as a number.
 
     Raises:
@@ -146,7 +146,7 @@ def _gather_spec(name: str) -> BucketSpec:
     return BucketSpec(names=(name,), kind="gather", nbytes=0, dtype="uint8", priority=0, occasional=True)
 
 
-def _spec(value: Any) -> BucketSpec:
+def _spec(value: Value) -> BucketSpec:
     """Returns how `value` is exchanged: IndexedSlices and unknown shapes by gathering, others by summing."""
     if isinstance(value, tf.IndexedSlices):
         return _gather_spec(f"IndexedSlices {value.values.dtype.name}")
@@ -164,13 +164,13 @@ def _spec(value: Any) -> BucketSpec:
     )
 
 
-def _encode(value: Any) -> tuple[tf.Tensor, tf.Tensor]:
+def _encode(value: Value) -> tuple[tf.Tensor, tf.Tensor]:
     if isinstance(value, tf.IndexedSlices):
         return graph_ops.to_bytes(value.values), graph_ops.to_bytes(tf.cast(value.indices, tf.int64))
     return graph_ops.to_bytes(value), tf.constant([], tf.uint8)
 
 
-def _decode(value: Any, spec: BucketSpec, data: tf.Tensor, indices: tf.Tensor, workers: int) -> Any:
+def _decode(value: Value, spec: BucketSpec, data: tf.Tensor, indices: tf.Tensor, workers: int) -> Value:
     if isinstance(value, tf.IndexedSlices):
         rows = tf.reshape(
             graph_ops.from_bytes(data, value.values.dtype), tf.concat([[-1], tf.shape(value.values)[1:]], 0)
@@ -186,7 +186,7 @@ def _decode(value: Any, spec: BucketSpec, data: tf.Tensor, indices: tf.Tensor, w
     return summed
 
 
-def divide(value: Any, count: int) -> Any:
+def divide(value: Value, count: int) -> Value:
     """Returns `value / count` in the dtype of `value`: what MEAN does after SUM."""
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(divide(value.values, count), value.indices, value.dense_shape)

@@ -12,7 +12,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -35,6 +34,7 @@ from tfps.strategy.cluster import Cluster, resolve
 from tfps.strategy.compiling import compile_in_scope
 from tfps.strategy.extended import Extended
 from tfps.trace.recorder import Recorder
+from tfps.types import Argument, Batches
 from tfps.worker.embedded import EmbeddedExchange
 from tfps.worker.worker import Worker
 
@@ -144,7 +144,9 @@ class Strategy(tf.distribute.Strategy):
         """
         self.extended.combiner.refresh()
 
-    def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
+    def experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None
+    ) -> Batches:
         """As in `tf.distribute.Strategy`; calls `combine()` first, because evaluation may follow."""
         self.combine()
         return super().experimental_distribute_dataset(dataset, options)
@@ -333,5 +335,5 @@ def _devices(devices: Sequence[str] | None) -> Sequence[str]:
 def _exchange(cluster: Cluster, config: Config, recorder: Recorder) -> Exchange:
     if not cluster.pservers:
         return EmbeddedExchange(config, recorder)
-    options: dict[str, Any] = {"rank": cluster.rank, "workers": cluster.workers, "job": cluster.job}
+    options: dict[str, Argument] = {"rank": cluster.rank, "workers": cluster.workers, "job": cluster.job}
     return Worker(cluster.pservers, **options, config=config, recorder=recorder)

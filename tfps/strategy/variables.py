@@ -13,8 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
 
 import tensorflow as tf
 
@@ -22,6 +21,7 @@ from tfps.errors import UnsupportedError
 from tfps.graph.ops import HOST, Gate, pass_gate, write_after
 from tfps.graph.shares import current_share
 from tfps.graph.tf_private import ResourceVariable, distribute_lib, in_xla, ops, outer_graphs, values, values_util
+from tfps.types import Function, Structure, Value, Variable
 
 
 class _Tracing(threading.local):
@@ -31,7 +31,7 @@ class _Tracing(threading.local):
     updating = False
 
     @contextlib.contextmanager
-    def set(self, name: str, value: Any) -> Iterator[None]:
+    def set(self, name: str, value: Value) -> Iterator[None]:
         before = getattr(self, name)
         setattr(self, name, value)
         try:
@@ -54,7 +54,7 @@ class Deferral:
     def __init__(self, variables: list[GatedVariable], graph: tf.Graph) -> None:
         self.variables = variables
         self._graph = graph
-        self.kept: dict[int, tuple[ResourceVariable, tf.Tensor, Any]] = {}
+        self.kept: dict[int, tuple[ResourceVariable, tf.Tensor, Value]] = {}
 
     def kept_names(self) -> tuple[str, ...]:
         """Returns the names of the kept values."""
@@ -77,7 +77,7 @@ class Deferral:
             tensor = self.kept[id(variable)][1]
         return self._keep(variable, tensor)
 
-    def _keep(self, what: Any, tensor: tf.Tensor) -> tf.Tensor:
+    def _keep(self, what: Hashable, tensor: tf.Tensor) -> tf.Tensor:
         if id(what) not in self.kept:
             with ops.init_scope(), tf.device(HOST):
                 holder = ResourceVariable(tf.zeros(tensor.shape, tensor.dtype), trainable=False, name="tfps_kept")
@@ -174,7 +174,7 @@ class GatedVariable(values.MirroredVariable):
         averaged = self._aggregation in (tf.VariableAggregation.MEAN, tf.VariableAggregation.NONE)
         return averaged and self.dtype.is_floating and not self.trainable and not self.gates
 
-    def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+    def _update_replica(self, update_fn: Function, value: Value, **kwargs: object) -> Value:
         extended = self._distribute_strategy.extended
         alike = _tracing.deferral is not None or _tracing.updating
         if self.local and not alike:
@@ -187,16 +187,16 @@ class GatedVariable(values.MirroredVariable):
             return context._update(self, update_fn, args=(value,), kwargs=kwargs, group=True)
         return super()._update_replica(update_fn, value, **kwargs)
 
-    def assign(self, value: Any, *arguments: Any, **options: Any) -> Any:
+    def assign(self, value: Value, *arguments: object, **options: object) -> Value:
         return super().assign(self._counted(value, self._own), *arguments, **options)
 
-    def assign_add(self, value: Any, *arguments: Any, **options: Any) -> Any:
+    def assign_add(self, value: Value, *arguments: object, **options: object) -> Value:
         return super().assign_add(self._counted(value, None), *arguments, **options)
 
-    def assign_sub(self, value: Any, *arguments: Any, **options: Any) -> Any:
+    def assign_sub(self, value: Value, *arguments: object, **options: object) -> Value:
         return super().assign_sub(self._counted(value, None), *arguments, **options)
 
-    def _counted(self, value: Any, before: Callable[[], tf.Tensor] | None) -> Any:
+    def _counted(self, value: Value, before: Callable[[], tf.Tensor] | None) -> Value:
         """Returns what a replica writes, with its change of `before()` (None: `value` is the change) weighted by rows.
 
         The mean over replicas then equals that of a batch that divides evenly; a replica without rows adds nothing.
@@ -213,7 +213,7 @@ class GatedVariable(values.MirroredVariable):
     def _own(self) -> tf.Tensor:
         return self._get_on_device_or_primary().read_value()
 
-    def take_combined(self, value: Any) -> None:
+    def take_combined(self, value: Value) -> None:
         """Assigns `value` to all replicas."""
         for component in self._values:
             if component.numpy().tobytes() != value.tobytes():
@@ -226,7 +226,7 @@ class GatedVariable(values.MirroredVariable):
                 if tf.executing_eagerly():
                     self._distribute_strategy.extended.combiner.refresh()
 
-    def _get(self) -> Any:
+    def _get(self) -> Value:
         if values_util.is_saving_non_distributed():
             return super()._get()
         replica = current_replica(self._distribute_strategy)
@@ -236,7 +236,7 @@ class GatedVariable(values.MirroredVariable):
         self._refresh()
         return super()._get_cross_replica()
 
-    def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> Any:
+    def _export_to_saved_model_graph(self, *args: object, **kwargs: object) -> Structure:
         self._refresh()
         return super()._export_to_saved_model_graph(*args, **kwargs)
 
@@ -247,7 +247,7 @@ class GatedVariable(values.MirroredVariable):
             return None
         return deferral.keep_variable(self)
 
-    def _get_replica(self, replica_id: int) -> Any:
+    def _get_replica(self, replica_id: int) -> Variable:
         self._access(replica_id)
         return super()._get_replica(replica_id)
 
@@ -260,7 +260,7 @@ class GatedVariable(values.MirroredVariable):
         return super().handle
 
     @property
-    def values(self) -> tuple[Any, ...]:
+    def values(self) -> tuple[Variable, ...]:
         for replica in range(len(self._values)):
             self._access(replica)
         return tuple(super().values)
@@ -280,12 +280,14 @@ class GatedVariable(values.MirroredVariable):
         kept = self._kept()
         return super().read_value() if kept is None else kept
 
-    def _dense_var_to_tensor(self, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> tf.Tensor:
+    def _dense_var_to_tensor(
+        self, dtype: tf.DType | None = None, name: str | None = None, as_ref: bool = False
+    ) -> tf.Tensor:
         kept = self._kept()
         return super()._dense_var_to_tensor(dtype, name, as_ref) if kept is None else kept
 
 
-def container_of(component: Any) -> Any:
+def container_of(component: Variable) -> Variable:
     """Returns the distributed variable that `component` belongs to, or None."""
     for holder in (component, getattr(component, "handle", None)):
         reference = getattr(holder, "_distributed_container", None)

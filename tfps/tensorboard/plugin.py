@@ -15,7 +15,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
@@ -24,6 +23,7 @@ from werkzeug import wrappers
 from tfps.errors import TfpsError
 from tfps.trace.capture_file import SUFFIX, read, read_columns
 from tfps.trace.summary import summarize
+from tfps.types import Function
 
 _STATIC = Path(__file__).resolve().parent / "static"
 _TYPES = {".js": "application/javascript", ".css": "text/css"}
@@ -44,7 +44,7 @@ class ParameterServersPlugin(base_plugin.TBPlugin):
         self._runs: dict[str, Path] = {}
         self._looked_s = float("-inf")
 
-    def get_plugin_apps(self) -> dict[str, Any]:
+    def get_plugin_apps(self) -> dict[str, Function]:
         """Path -> its handler."""
         static = {f"/{file.name}": _static(file) for file in _STATIC.iterdir() if file.suffix in _TYPES}
         return {
@@ -72,13 +72,13 @@ class ParameterServersPlugin(base_plugin.TBPlugin):
                 self._looked_s = time.monotonic()
             return self._runs
 
-    def _serve_runs(self, request: wrappers.Request) -> Any:
+    def _serve_runs(self, request: wrappers.Request) -> wrappers.Response:
         return http_util.Respond(request, list(self.runs()), "application/json")
 
-    def _serving(self, make: Callable[[Path], bytes]) -> Any:
+    def _serving(self, make: Callable[[Path], bytes]) -> Function:
         """Answers `?run=NAME` with the gzipped result of `make` for its file."""
 
-        def serve(request: wrappers.Request) -> Any:
+        def serve(request: wrappers.Request) -> wrappers.Response:
             run = request.args.get("run", "")
             file = self.runs().get(run)
             if file is None:
@@ -113,8 +113,8 @@ def _summary(file: Path) -> bytes:
     return gzip.compress(json.dumps(summarize(read(file)).to_json(), allow_nan=False).encode())
 
 
-def _static(file: Path) -> Any:
-    def serve(request: wrappers.Request) -> Any:
+def _static(file: Path) -> Function:
+    def serve(request: wrappers.Request) -> wrappers.Response:
         return http_util.Respond(request, file.read_bytes(), _TYPES[file.suffix])
 
     return wrappers.Request.application(serve)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from tfps.errors import TfpsError
 
@@ -242,7 +242,7 @@ def by_lane(spans: Sequence[Span]) -> dict[tuple[int, str], list[int]]:
     for position, span in enumerate(spans):
         found.setdefault((span.process, span.lane), []).append(position)
 
-    def place(key: tuple[int, str]) -> tuple[Any, ...]:
+    def place(key: tuple[int, str]) -> tuple[object, ...]:
         process, lane = key
         of = {(spans[member].kind, spans[member].pserver, spans[member].rank) for member in found[key]}
         return process, min((KINDS.index(kind), *other_end) for kind, *other_end in of), lane

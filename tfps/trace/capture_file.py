@@ -11,13 +11,14 @@ import gzip
 import itertools
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from tfps.errors import TfpsError
 from tfps.trace.capture import KINDS, NONE, Capture, CapturedBucket, Kind, Process, Span, by_lane, rows
+from tfps.types import Json
 
 FORMAT = 1
 SUFFIX = ".trace.json.gz"
@@ -88,7 +89,7 @@ def read_columns(path: str | Path) -> bytes:
     return line[: -len(_END)]
 
 
-def to_columns(capture: Capture) -> dict[str, Any]:
+def to_columns(capture: Capture) -> dict[str, Json]:
     """The capture as lists of numbers; see docs/trace_format.md."""
     spans = capture.spans
     lanes: dict[tuple[int, str], int] = {}
@@ -121,7 +122,7 @@ def to_columns(capture: Capture) -> dict[str, Any]:
     }
 
 
-def from_columns(content: dict[str, Any]) -> Capture:
+def from_columns(content: dict[str, Json]) -> Capture:
     """The inverse of `to_columns`, after JSON.
 
     Raises:
@@ -158,7 +159,7 @@ def _events(capture: Capture) -> Iterator[str]:
     spans = capture.spans
     origin = spans[0].begin_ns if spans else 0
     threads: dict[int, int] = {}
-    waited: dict[Any, int] = {}
+    waited: dict[Hashable, int] = {}
     flows: dict[tuple[int, int, int], list[int]] = {}
     for position, process in enumerate(capture.processes):
         yield _named("process_name", position, 0, {"name": f"{process.name} {process.host}".rstrip()})
@@ -225,7 +226,7 @@ def _chains(
 def _span_event(capture: Capture, span: Span, thread: int, origin: int, queued_ns: int | None) -> str:
     title = f"{span.kind} {capture.variable_name(span)}".rstrip() + (f" [{span.slice}]" if span.slice >= 0 else "")
     known = dict(zip(Span._fields[5:], span[5:], strict=True))
-    arguments: dict[str, Any] = {name: value for name, value in known.items() if value != NONE}
+    arguments: dict[str, int | float | str] = {name: value for name, value in known.items() if value != NONE}
     if span.bucket >= 0:
         arguments["key"] = span.key
     if queued_ns is not None:
@@ -237,7 +238,7 @@ def _span_event(capture: Capture, span: Span, thread: int, origin: int, queued_n
     )
 
 
-def _message(span: Span, kind: Kind) -> tuple[Any, ...]:
+def _message(span: Span, kind: Kind) -> Hashable:
     """The key that a span on the wire shares with the one in the queue before it."""
     return kind, span.process, span.step, span.bucket, span.slice, span.rank, span.pserver
 
@@ -252,7 +253,7 @@ def _counter(process: int, lane: str, queued: Sequence[Span], origin: int) -> It
         yield f'{{"ph":"C","name":{_dump(lane)},"pid":{process},"ts":{time},"args":{{"slices":{count}}}}}'
 
 
-def _named(what: str, process: int, thread: int, arguments: dict[str, Any]) -> str:
+def _named(what: str, process: int, thread: int, arguments: dict[str, int | str]) -> str:
     return f'{{"ph":"M","name":"{what}","pid":{process},"tid":{thread},"args":{_dump(arguments)}}}'
 
 

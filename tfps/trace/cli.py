@@ -7,11 +7,14 @@ import csv
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING
 
 from tfps.errors import TfpsError
 from tfps.trace.capture_file import read
 from tfps.trace.summary import LinkUse, Summary, Totals, summarize
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _SHOWN = 10
 _CSV = (
@@ -46,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write_csv(summaries: Sequence[Summary], file: Any) -> None:
+def write_csv(summaries: Sequence[Summary], file: IO[str]) -> None:
     """One row per step, times in nanoseconds; columns of pservers at the end, as many as the largest run has."""
     pservers = range(max(len(summary.totals.links) for summary in summaries))
     writer = csv.writer(file, lineterminator="\n")
@@ -70,7 +73,7 @@ def _show(summaries: Sequence[Summary]) -> None:
             console.print(part)
 
 
-def _parts(summary: Summary) -> Iterator[Any]:
+def _parts(summary: Summary) -> Iterator[RenderableType]:
     from rich.markup import escape
     from rich.table import Table
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from tfps.errors import TfpsError
-from tfps.trace.capture import Capture, Span
+from tfps.trace.capture import Capture, Setting, Span
 from tfps.trace.intervals import Interval, Intervals, clip, difference, intersection, total, union
 from tfps.trace.step_times import Limit, limit_of, overlap, step_times
 from tfps.trace.urgency import Cost, Inversion, costs, inversions
+from tfps.types import Json
 
 _SHOWN_INVERSIONS = 0.05  # of all messages
 _UNEVEN = 1.3  # times the mean of the others
@@ -106,7 +106,7 @@ class Summary:
     """See `summarize`."""
 
     name: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Setting]
     workers: int
     totals: Totals
     steps: tuple[StepSummary, ...]
@@ -114,7 +114,7 @@ class Summary:
     inversion: Inversion | None
     limit: str
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Json]:
         """Everything as plain values."""
         content = asdict(self)
         content["totals"].update(_derived(self.totals))
@@ -123,7 +123,7 @@ class Summary:
         return content
 
 
-def _derived(totals: Totals) -> dict[str, Any]:
+def _derived(totals: Totals) -> dict[str, Json]:
     return {"overlap": totals.overlap, "slowest": totals.slowest}
 
 

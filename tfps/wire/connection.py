@@ -15,7 +15,6 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from tfps.errors import ConnectError, ProtocolError, TfpsError
 from tfps.wire import frames
@@ -95,7 +94,7 @@ class Connection:
             self._set_unsent()
         return True
 
-    def _send(self, buffers: Sequence[Any]) -> None:
+    def _send(self, buffers: Sequence[bytes | memoryview]) -> None:
         rest = list(buffers)
         while rest:
             try:
@@ -164,7 +163,7 @@ class Connection:
         self._socket.close()
 
 
-def _encoded(part: Next) -> tuple[Any, ...]:
+def _encoded(part: Next) -> tuple[bytes | memoryview, ...]:
     """Headers and payload of a part, as buffers."""
     item = part.item
     if item is None:
@@ -185,7 +184,7 @@ def _payload(item: Outgoing) -> memoryview:
     return memoryview(b"") if item.payload is None else item.payload
 
 
-def _whole(frame: bytes) -> tuple[Any, ...]:
+def _whole(frame: bytes) -> tuple[bytes | memoryview, ...]:
     """An encoded frame as one part."""
     header, payload = frames.decode(frame)
     return encode_part(Part(header, len(payload), 0, len(payload))), payload

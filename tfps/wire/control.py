@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal, Protocol, overload
 
 import grpc
 import grpc.experimental
+from google.protobuf.message import Message
 
 from tfps.config import Config, Security
 from tfps.errors import ConnectError, ProtocolError, PserverLostError, TfpsError
 from tfps.exchange.layout import Layout
 from tfps.protos import tfps_pb2 as pb
+from tfps.types import Function
 from tfps.wire.frames import MAX_FRAME_BYTES, error_code, error_from
 from tfps.wire.job_token import JobToken
 from tfps.wire.shared_memory import Offer
@@ -62,7 +64,7 @@ CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
-_TYPES: dict[str, tuple[Any, Any]] = {
+_TYPES: dict[str, tuple[type[Message], type[Message]]] = {
     "Join": (pb.JoinRequest, pb.JoinReply),
     "Declare": (pb.DeclareRequest, pb.DeclareReply),
     "Waiting": (pb.WaitingRequest, pb.WaitingReply),
@@ -81,17 +83,17 @@ def method(name: str) -> str:
     return f"/{SERVICE}/{name}"
 
 
-def request_type(name: str) -> Any:
+def request_type(name: str) -> type[Message]:
     """The protobuf class of the requests of a control call."""
     return _TYPES[name][0]
 
 
-def reply_type(name: str) -> Any:
+def reply_type(name: str) -> Function:
     """The protobuf class of the replies to a control call."""
     return _TYPES[name][1]
 
 
-def settings_of(config: Config) -> Any:
+def settings_of(config: Config) -> pb.Settings:
     """The part of the configuration on which all workers must agree, as a message."""
     return pb.Settings(
         slice_bytes=config.first_slice_bytes,  # a pserver need not know what "auto" starts with
@@ -102,12 +104,12 @@ def settings_of(config: Config) -> Any:
     )
 
 
-def memory_message(offer: Offer | None) -> Any:
+def memory_message(offer: Offer | None) -> pb.SharedMemory | None:
     """A worker's memory as a message; None if it has none to share."""
     return None if offer is None else pb.SharedMemory(host=offer.host, fd=offer.fd, secret=offer.secret)
 
 
-def config_of(settings: Any) -> Config:
+def config_of(settings: pb.Settings) -> Config:
     """The reverse of `settings_of`, with the first sizes in place of "auto".
 
     Raises:
@@ -116,7 +118,7 @@ def config_of(settings: Any) -> Config:
     return Config(**{descriptor.name: getattr(settings, descriptor.name) for descriptor in settings.DESCRIPTOR.fields})
 
 
-def layout_message(layout: Layout) -> Any:
+def layout_message(layout: Layout) -> pb.Layout:
     """A layout as a message."""
     buckets = sorted(layout.steps)
     return pb.Layout(
@@ -127,7 +129,7 @@ def layout_message(layout: Layout) -> Any:
     )
 
 
-def layout_of(message: Any) -> Layout:
+def layout_of(message: pb.Layout) -> Layout:
     """The reverse of `layout_message`.
 
     Raises:
@@ -141,12 +143,21 @@ def layout_of(message: Any) -> Layout:
     return Layout(message.slice_bytes, message.window_bytes, steps)
 
 
-def failure_of(error: TfpsError) -> Any:
+def failure_of(error: TfpsError) -> pb.Failure:
     """An error as a message."""
     return pb.Failure(code=error_code(error), text=str(error))
 
 
-def raise_failure(reply: Any, prefix: str = "") -> None:
+class Fallible(Protocol):
+    """A reply that may carry an error: all but Leave's."""
+
+    failure: pb.Failure
+
+    def HasField(self, field_name: str) -> bool:
+        """Whether it has the field."""
+
+
+def raise_failure(reply: Fallible, prefix: str = "") -> None:
     """Raises the error that a reply carries, if any."""
     if reply.HasField("failure"):
         raise error_from(reply.failure.code, prefix + reply.failure.text)
@@ -181,7 +192,7 @@ class Pserver:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         return self.token.metadata()
 
-    def join(self, request: Any, timeout_s: float, limit_s: float) -> Any:
+    def join(self, request: pb.JoinRequest, timeout_s: float, limit_s: float) -> pb.JoinReply:
         """Calls Join, waiting for the pserver to come up.
 
         Args:
@@ -211,13 +222,14 @@ class Pserver:
         raise_failure(reply, f"pserver {self.address}: ")
         return reply
 
-    def _answer(self, call: Any) -> Any:
+    def _answer(self, call: grpc.Future) -> pb.JoinReply:
         """Waits for the answer to `call`, and looks meanwhile whether both ends agree on TLS."""
         agreed = False
         try:
             while True:
                 try:
-                    return call.result(None if agreed else _LOOK_S)
+                    reply: pb.JoinReply = call.result(None if agreed else _LOOK_S)
+                    return reply
                 except grpc.FutureTimeoutError:
                     wrong = self.misunderstanding()
                     if wrong and self.misunderstanding():  # looked at twice: it may just have been stopped
@@ -235,7 +247,22 @@ class Pserver:
         if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAUTHENTICATED:
             raise ConnectError(f"pserver {self.address} {error.details()}") from error
 
-    def call(self, name: str, request: Any, timeout_s: float) -> Any:
+    @overload
+    def call(self, name: Literal["Clock"], request: pb.ClockRequest, timeout_s: float) -> pb.ClockReply: ...
+
+    @overload
+    def call(self, name: Literal["Collect"], request: pb.CollectRequest, timeout_s: float) -> pb.CollectReply: ...
+
+    @overload
+    def call(self, name: Literal["Status"], request: pb.StatusRequest, timeout_s: float) -> pb.StatusReply: ...
+
+    @overload
+    def call(self, name: Literal["Waiting"], request: pb.WaitingRequest, timeout_s: float) -> pb.WaitingReply: ...
+
+    @overload
+    def call(self, name: str, request: Message, timeout_s: float) -> Message: ...
+
+    def call(self, name: str, request: Message, timeout_s: float) -> Message:
         """Makes any other control call.
 
         Raises:

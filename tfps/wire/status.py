@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
+
+from google.protobuf.message import Message
 
 from tfps.protos import tfps_pb2 as pb
+from tfps.types import Argument
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class PserverStatus:
     job: JobStatus
 
 
-def status_message(status: PserverStatus) -> Any:
+def status_message(status: PserverStatus) -> pb.StatusReply:
     """A status as the reply to Status."""
     message = pb.StatusReply()
     for part in (status, status.job):
@@ -85,7 +88,7 @@ def status_message(status: PserverStatus) -> Any:
     return message
 
 
-def status_of(message: Any) -> PserverStatus:
+def status_of(message: pb.StatusReply) -> PserverStatus:
     """The reverse of `status_message`."""
     members = tuple(_read(MemberStatus, member) for member in message.members)
     errors = tuple(_read(ErrorCount, error) for error in message.errors)
@@ -94,6 +97,9 @@ def status_of(message: Any) -> PserverStatus:
     return status
 
 
-def _read(kind: Any, message: Any, **given: Any) -> Any:
+_T = TypeVar("_T", MemberStatus, ErrorCount, JobStatus, PserverStatus)
+
+
+def _read(kind: type[_T], message: Message, **given: Argument) -> _T:
     names = [field.name for field in dataclasses.fields(kind) if field.name not in given]
     return kind(**{name: getattr(message, name) for name in names}, **given)

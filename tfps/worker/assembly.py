@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from tfps.exchange.interface import BucketSpec
 from tfps.trace.capture import KINDS, NONE, Capture, CapturedBucket, Kind, Process, Setting, Span, lane_of
 from tfps.trace.recorder import ARRIVED, RECORD, SENT, UNKNOWN
+from tfps.types import Array
 
 _KEY = ("step", "bucket", "slice", "rank", "pserver")
 _ANY = 2**62  # more than any clock difference
@@ -39,7 +39,7 @@ class Recorded:
 class _Messages:
     """Messages in one direction recorded at both ends, one per row: the sender's record and the arrival time."""
 
-    sent: NDArray[Any]
+    sent: Array
     arrived_ns: NDArray[np.int64]
 
     def between(self, rank: int, pserver: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -95,7 +95,7 @@ def named(buckets: Sequence[CapturedBucket], specs: Sequence[BucketSpec]) -> lis
 _EMPTY = np.empty(0, RECORD)
 
 
-def _array(recorded: Recorded, buckets: Sequence[CapturedBucket]) -> NDArray[Any]:
+def _array(recorded: Recorded, buckets: Sequence[CapturedBucket]) -> Array:
     """Returns the records, with the process's number as rank (for a worker) or pserver."""
     array = np.frombuffer(recorded.records, RECORD)
     array = array[array["bucket"] < len(buckets)]
@@ -106,7 +106,7 @@ def _array(recorded: Recorded, buckets: Sequence[CapturedBucket]) -> NDArray[Any
     return array
 
 
-def _messages(senders: NDArray[Any], receivers: NDArray[Any]) -> _Messages:
+def _messages(senders: Array, receivers: Array) -> _Messages:
     sent, arrived = senders[senders["kind"] == SENT], receivers[receivers["kind"] == ARRIVED]
     both = np.concatenate([sent, arrived])
     order = np.lexsort((both["kind"], *(both[field] for field in _KEY)))
@@ -180,7 +180,7 @@ def _wires(
     yield from _spans(kind, number, rows)
 
 
-def _spans(kind: Kind, process: int, rows: NDArray[Any]) -> Iterator[Span]:
+def _spans(kind: Kind, process: int, rows: Array) -> Iterator[Span]:
     lanes: dict[tuple[int, int], str] = {}
     for _, begin, end, *rest in rows.tolist():
         key = rest[-2], rest[-1]

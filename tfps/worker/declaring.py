@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from tfps.errors import InterruptError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec
@@ -66,7 +65,9 @@ class Declarations:
                 self._declare(pserver, request, timeout_s, None if index else stop)
         self._number += 1
 
-    def _declare(self, pserver: Pserver, request: Any, timeout_s: float, stop: threading.Event | None) -> None:
+    def _declare(
+        self, pserver: Pserver, request: pb.DeclareRequest, timeout_s: float, stop: threading.Event | None
+    ) -> None:
         """Declares on one pserver, in calls of `_LOOK_S`; a call that times out withdraws its declaration.
 
         Buckets declared by all ranks on the first pserver must be declared on the others, so that wait has no `stop`.

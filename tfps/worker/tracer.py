@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from tfps.errors import TfpsError, UnsupportedError
 from tfps.protos import tfps_pb2 as pb
@@ -104,8 +103,8 @@ class Tracer:
         request = pb.TraceRequest(incarnation=self._membership.incarnation, rank=self._rank, number=self._number, on=on)
         pserver.call("Trace", request, _CALL_TIMEOUT_S)
 
-    def _collect(self, pserver: Pserver, deadline_s: float) -> list[Any]:
-        found: list[Any] = []
+    def _collect(self, pserver: Pserver, deadline_s: float) -> list[pb.Records]:
+        found: list[pb.Records] = []
         while True:
             left_s = max(deadline_s - time.monotonic(), 0.0)
             request = pb.CollectRequest(
@@ -116,7 +115,7 @@ class Tracer:
                 return found
             found.append(reply.records)
 
-    def _warn(self, parts: Sequence[Any]) -> None:
+    def _warn(self, parts: Sequence[pb.Records]) -> None:
         """Logs what is missing."""
         there = {part.number for part in parts if part.last and not part.pserver}
         if missing := [f"rank {rank}" for rank in range(1, self._membership.workers) if rank not in there]:
@@ -131,7 +130,7 @@ class Tracer:
         if full:
             logger.warning("tfps: the capture lacks the first records of %s: there were too many", ", ".join(full))
 
-    def _recorded(self, parts: Sequence[Any], clocks: Sequence[tuple[int, int]]) -> list[Recorded]:
+    def _recorded(self, parts: Sequence[pb.Records], clocks: Sequence[tuple[int, int]]) -> list[Recorded]:
         """Returns each process's records, workers first."""
         found = [Recorded(Process("worker", 0, socket.gethostname()), self._recorder.records())]
         for rank in range(1, self._membership.workers):

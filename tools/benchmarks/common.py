@@ -10,7 +10,8 @@ import platform
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from tfps.types import Json
 
 
 @dataclass(frozen=True)
@@ -18,10 +19,10 @@ class Outcome:
     """What a benchmark found: figures for its last line, and every single run."""
 
     headline: Mapping[str, float]
-    runs: list[dict[str, Any]] = field(default_factory=list)
+    runs: list[dict[str, Json]] = field(default_factory=list)
 
 
-def machine() -> dict[str, Any]:
+def machine() -> dict[str, Json]:
     """Processor, cores that this process may use, load at the moment."""
     model = next(
         (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
@@ -41,7 +42,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def median(runs: Iterable[Mapping[str, Any]], key: str) -> float:
+def median(runs: Iterable[Mapping[str, Json]], key: str) -> float:
     """The median of one figure over runs."""
     return float(statistics.median(run[key] for run in runs))
 

@@ -13,7 +13,6 @@ import os
 import resource
 import time
 from collections.abc import Callable
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -21,24 +20,25 @@ import keras
 import numpy as np
 
 import tfps
+from tfps.types import Array, Json
 from tools.benchmarks import common
 
 SMALL_LAYERS = 80  # two variables each
 
 
-def small() -> tuple[keras.Model, Any, Any, int]:
+def small() -> tuple[keras.Model, Array, Array, int]:
     """80 dense layers of 16 units."""
     layers = [keras.layers.Dense(16, activation="tanh") for _ in range(SMALL_LAYERS)]
     return keras.Sequential([keras.layers.Input((16,)), *layers]), *_examples((8, 16), (8, 16)), 50
 
 
-def resnet50() -> tuple[keras.Model, Any, Any, int]:
+def resnet50() -> tuple[keras.Model, Array, Array, int]:
     """ResNet-50 without the pretrained weights."""
     model = keras.applications.ResNet50(weights=None, input_shape=(96, 96, 3), classes=10)
     return model, *_examples((8, 96, 96, 3), (8, 10)), 8
 
 
-def _examples(*shapes: tuple[int, ...]) -> list[Any]:
+def _examples(*shapes: tuple[int, ...]) -> list[Array]:
     """Noise: with zeros, gradients vanish, and what a step costs is that of another model."""
     random = np.random.default_rng(0)
     return [random.normal(size=shape).astype("float32") for shape in shapes]
@@ -65,7 +65,9 @@ class Clock(keras.callbacks.Callback):
 class Subject:
     """A compiled model that can run some steps and say what they cost."""
 
-    def __init__(self, build: Callable[[], tuple[keras.Model, Any, Any, int]], strategy: tfps.Strategy | None) -> None:
+    def __init__(
+        self, build: Callable[[], tuple[keras.Model, Array, Array, int]], strategy: tfps.Strategy | None
+    ) -> None:
         self.strategy = strategy
         with strategy.scope() if strategy else contextlib.nullcontext():
             self.model, x, y, self.steps = build()
@@ -93,11 +95,11 @@ def _cpu() -> float:
 def run(quick: bool) -> common.Outcome:
     """Interleaves plain Keras and tfps; ratios are medians over pairs."""
     headline: dict[str, float] = {}
-    runs: list[dict[str, Any]] = []
+    runs: list[dict[str, Json]] = []
     for build, pairs in ((small, 10 if quick else 30), (resnet50, 8 if quick else 24)):
         strategy = tfps.Strategy()
         subjects = {"plain": Subject(build, None), "tfps": Subject(build, strategy)}
-        of_model: list[dict[str, Any]] = []
+        of_model: list[dict[str, Json]] = []
         for number in range(pairs):
             pair = {name: subject.run() for name, subject in subjects.items()}
             # In turns, and not right behind plain Keras, which has filled the caches with its own.

@@ -11,15 +11,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import pathlib
 import statistics
+import subprocess
 import sys
 import threading
 import time
-from typing import Any
 
 import numpy as np
 
+from tfps.config import Transport
+from tfps.types import Json
 from tools import children
 from tools.benchmarks.common import Outcome
 from tools.netlab import Host, Netlab
@@ -34,7 +37,7 @@ ANSWER_S = 120.0
 
 def run(quick: bool) -> Outcome:
     """Interleaves transports at each rate; medians over the rounds."""
-    runs: list[dict[str, Any]] = []
+    runs: list[dict[str, Json]] = []
     print(f"{'':12} {'Mbit/s':>7} {'push':>15} {'reply':>15} {'link':>6}")
     for _ in range(1 if quick else 3):
         for rate in RATES_MBIT:
@@ -52,7 +55,7 @@ def run(quick: bool) -> Outcome:
     return Outcome(headline, runs)
 
 
-def measure(rate_mbit: float, transport: str) -> dict[str, Any]:
+def measure(rate_mbit: float, transport: str) -> dict[str, Json]:
     """One run in fresh processes on two hosts."""
     with Netlab(2, rate_mbit) as lab, contextlib.ExitStack() as stack:
         here, there = lab.hosts
@@ -60,7 +63,7 @@ def measure(rate_mbit: float, transport: str) -> dict[str, Any]:
         server = stack.enter_context(_start(there, serve))
         address = children.answer(server, ANSWER_S).split()[3]
         worker = stack.enter_context(_start(here, [str(pathlib.Path(__file__)), address, transport]))
-        result: dict[str, Any] = json.loads(children.answer(worker, ANSWER_S))
+        result: dict[str, Json] = json.loads(children.answer(worker, ANSWER_S))
     own_s = URGENT_BYTES * 8 / (rate_mbit * 1e6 * PAYLOAD_SHARE)
     for way in ("push", "reply"):
         result[f"{way}_ratio"] = result[f"{way}_ms"] / 1e3 / own_s
@@ -68,10 +71,7 @@ def measure(rate_mbit: float, transport: str) -> dict[str, Any]:
     return {**result, "rate": rate_mbit, "transport": transport, "link": link}
 
 
-def _start(host: Host, arguments: list[str]) -> Any:
-    import os
-    import subprocess
-
+def _start(host: Host, arguments: list[str]) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     root = pathlib.Path(__file__).resolve().parents[2]
     process = host.popen(
         [sys.executable, "-u", *arguments],
@@ -83,7 +83,7 @@ def _start(host: Host, arguments: list[str]) -> Any:
     return children.ended(process)
 
 
-def _work(address: str, transport: Any) -> dict[str, Any]:
+def _work(address: str, transport: Transport) -> dict[str, Json]:
     """The worker: bulk all the time, urgent slices in between, a capture of the second half."""
     from tfps.config import Config
     from tfps.exchange.interface import BucketSpec, Reply

@@ -30,8 +30,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
+from tfps.types import Json
 from tools import model_profiles
 from tools.benchmarks.common import Outcome, median
 from tools.netlab import Netlab, NetlabError
@@ -100,7 +100,7 @@ def run(quick: bool) -> Outcome:
 
     What is left out, or fails, is printed and is in the outcome's runs, with the reason.
     """
-    runs: list[dict[str, Any]] = []
+    runs: list[dict[str, Json]] = []
     for number, case in itertools.product(range(1 if quick else 3), cases(quick)):
         for result in measure_case(case):
             runs.append({"case": case.key, "round": number, "rate_mbit": case.rate_mbit, **result})
@@ -108,7 +108,7 @@ def run(quick: bool) -> Outcome:
     return Outcome(headline(runs), runs)
 
 
-def measure_case(case: Case) -> Iterator[dict[str, Any]]:
+def measure_case(case: Case) -> Iterator[dict[str, Json]]:
     """Every peer of the case once; for those that are left out or fail a result with the reason instead of figures."""
     able = []
     for name in case.peers:
@@ -137,7 +137,7 @@ def reason_to_leave_out(name: str, case: Case) -> str | None:
     return peer.absence
 
 
-def _measure_at(place: Place, names: list[str], work: Work) -> Iterator[dict[str, Any]]:
+def _measure_at(place: Place, names: list[str], work: Work) -> Iterator[dict[str, Json]]:
     for name in names:
         try:
             yield measure(name, place, work)
@@ -145,7 +145,7 @@ def _measure_at(place: Place, names: list[str], work: Work) -> Iterator[dict[str
             yield {"peer": name, "failed": str(error)}
 
 
-def describe(result: dict[str, Any]) -> str:
+def describe(result: dict[str, Json]) -> str:
     """One result for people."""
     name = f"{result['peer']:9}"
     if "left_out" in result:
@@ -159,7 +159,7 @@ def describe(result: dict[str, Any]) -> str:
     )
 
 
-def headline(runs: list[dict[str, Any]]) -> dict[str, float]:
+def headline(runs: list[dict[str, Json]]) -> dict[str, float]:
     """`CASE` and peer: `tfps_lo_s`, `tfps_lo_cpu_s`, ..., medians over rounds; less is better."""
     figures: dict[str, float] = {}
     measured = [one for one in runs if "step_s" in one]

@@ -11,7 +11,6 @@ import statistics
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from tfps.config import Config
 from tfps.exchange.interface import BucketSpec
 from tfps.pserver.server import ParameterServer
 from tfps.trace.recorder import Recorder
+from tfps.types import Json
 from tfps.worker.worker import Worker
 from tools.benchmarks.common import Outcome, median
 
@@ -64,14 +64,14 @@ class _Job:
 def run(quick: bool) -> Outcome:
     """Ratios with recording on to off, for small slices and for large ones."""
     pairs = 100 if quick else 400
-    runs: list[dict[str, Any]] = []
+    runs: list[dict[str, Json]] = []
     headline: dict[str, float] = {}
     for slice_bytes, step_bytes in SIZES.items():
         with contextlib.ExitStack() as stack:
             job = _Job(stack, slice_bytes, step_bytes)
             for _ in range(5):
                 job.step(True)
-            own: list[dict[str, Any]] = []
+            own: list[dict[str, Json]] = []
             for number in range(pairs):
                 found = {recorded: job.step(recorded) for recorded in ((False, True), (True, False))[number % 2]}
                 own.append(

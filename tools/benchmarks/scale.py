@@ -24,8 +24,9 @@ import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
+from tfps.types import Argument, Json
 from tools import model_profiles
 from tools.benchmarks.common import Outcome, median
 from tools.emulation import GOODPUT, Emulation, Task
@@ -82,14 +83,14 @@ class _Pair:
         self._worker, self._pserver = worker, pserver
         self.address = pserver.address
 
-    def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    def popen(self, command: Sequence[str], **options: Argument) -> subprocess.Popen[str]:
         host = self._worker if command[-1] == "worker" else self._pserver
         return host.popen(command, **options)
 
 
 def run(quick: bool) -> Outcome:
     """Hosts and pservers interleaved over the rounds, then variables and bytes in fresh processes each."""
-    runs: list[dict[str, Any]] = []
+    runs: list[dict[str, Json]] = []
     with Netlab(MAX_HOSTS, 1000.0) as lab:
         runs += measure_hosts(lab, quick)
         some = len(VARIABLES) - 1 if quick else 1  # the first and the last
@@ -107,7 +108,7 @@ def run(quick: bool) -> Outcome:
 # Hosts and pservers
 
 
-def measure_hosts(lab: Netlab, quick: bool) -> list[dict[str, Any]]:
+def measure_hosts(lab: Netlab, quick: bool) -> list[dict[str, Json]]:
     """Every number of workers and pservers, co-located and dedicated."""
     counts = dict.fromkeys([(n, n) for n in WORKERS] + [(max(PSERVERS), n) for n in PSERVERS])
     cases = [Hosts(*count, dedicated) for dedicated in (False, True) for count in counts]
@@ -142,7 +143,7 @@ def _emulation(lab: Netlab, case: Hosts) -> Emulation:
     return Emulation(hosts, case.workers, case.pservers)
 
 
-def measure(emulation: Emulation, case: Hosts, profile: Profile, rate_mbit: float, steps: int) -> dict[str, Any]:
+def measure(emulation: Emulation, case: Hosts, profile: Profile, rate_mbit: float, steps: int) -> dict[str, Json]:
     """One run, the bound and the simulation of it."""
     task = Task(
         profile,
@@ -177,8 +178,8 @@ def measure(emulation: Emulation, case: Hosts, profile: Profile, rate_mbit: floa
 
 
 def measure_growth(
-    lab: Netlab, what: str, variables: int, megabytes: float, idle: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+    lab: Netlab, what: str, variables: int, megabytes: float, idle: Mapping[str, Json] | None = None
+) -> dict[str, Json]:
     """One exchange without computing, in fresh processes, whose peak memory is that of this exchange alone."""
     profile = _flat(variables, round(megabytes * MB))
     task = Task(
@@ -227,7 +228,7 @@ def _flat(variables: int, nbytes: int) -> Profile:
 # What comes out
 
 
-def headline(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def headline(runs: Sequence[Mapping[str, Json]]) -> dict[str, float]:
     """Medians over rounds."""
     figures: dict[str, float] = {}
     hosts = [r for r in runs if r["what"] == "hosts"]
@@ -256,12 +257,12 @@ def headline(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return figures
 
 
-def _of(runs: Sequence[Mapping[str, Any]], baseline: tuple[int, int], count: tuple[int, int], field: str) -> float:
+def _of(runs: Sequence[Mapping[str, Json]], baseline: tuple[int, int], count: tuple[int, int], field: str) -> float:
     """Throughput with `count` workers and pservers, of that with `baseline`."""
     each = [[r for r in runs if (r["workers"], r["pservers"]) == which] for which in (baseline, count)]
     return median(each[0], field) / median(each[1], field)
 
 
-def _cpu_s(runs: Sequence[Mapping[str, Any]]) -> float:
+def _cpu_s(runs: Sequence[Mapping[str, Json]]) -> float:
     """CPU of one step per worker: its own and its part of the pserver's."""
     return median(runs, "worker_cpu_s") + median(runs, "pserver_cpu_s") / GROWTH_WORKERS

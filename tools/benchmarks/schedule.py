@@ -13,8 +13,8 @@ import math
 import os
 import pathlib
 from dataclasses import dataclass
-from typing import Any
 
+from tfps.types import Json
 from tools import model_profiles
 from tools.benchmarks.common import Outcome
 from tools.emulation import GOODPUT, Emulation, Task
@@ -89,7 +89,7 @@ def run(quick: bool, profile: str | None = None) -> Outcome:
     ratios = QUICK_RATIOS if quick else RATIOS
     cases = [fitting(profile)] if profile else list(CASES[:3] if quick else CASES)
     steps = 4 if quick else 6
-    runs: list[dict[str, Any]] = []
+    runs: list[dict[str, Json]] = []
     with Netlab(HOSTS, 1000.0, min_burst_bytes=BURST_BYTES) as lab:
         lab.probe()
         with Emulation(lab.hosts, HOSTS, HOSTS) as emulation:
@@ -106,7 +106,7 @@ def rate_mbit_of(profile: Profile, ratio: float) -> float:
     return wire_bits / (ratio * profile.compute_s) / 1e6 / GOODPUT
 
 
-def measure(lab: Netlab, emulation: Emulation, case: Case, ratio: float, steps: int) -> list[dict[str, Any]]:
+def measure(lab: Netlab, emulation: Emulation, case: Case, ratio: float, steps: int) -> list[dict[str, Json]]:
     """All policies at one bandwidth."""
     profile = case.profile
     rate_mbit = rate_mbit_of(profile, ratio)
@@ -160,7 +160,7 @@ def measure(lab: Netlab, emulation: Emulation, case: Case, ratio: float, steps: 
     return found
 
 
-def measure_keras(lab: Netlab, engine: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def measure_keras(lab: Netlab, engine: list[dict[str, Json]]) -> list[dict[str, Json]]:
     """The same through Keras and the strategy, where `engine` was measured, with the sizes that were chosen there."""
     case = next(case for case in CASES if case.model == engine[0]["model"])
     profile = case.profile
@@ -185,7 +185,7 @@ def measure_keras(lab: Netlab, engine: list[dict[str, Any]]) -> list[dict[str, A
     return found
 
 
-def headline(runs: list[dict[str, Any]]) -> dict[str, float]:
+def headline(runs: list[dict[str, Json]]) -> dict[str, float]:
     """Best speed-ups over the baselines and the worst fractions."""
     figures: dict[str, float] = {}
     keras, runs = ([r for r in runs if r["form"] == form] for form in ("keras", "engine"))

@@ -25,13 +25,13 @@ import sys
 import tempfile
 import threading
 import time
-from typing import Any
 
 import numpy as np
 
+from tfps.types import Json
 from tools import children
 from tools.benchmarks.common import Outcome, median
-from tools.certificates import Authority
+from tools.certificates import Authority, Certificate
 
 STRANGERS, PROCESSES = 200, 4
 COMPUTE_S, STEP_BYTES, BUCKETS = 0.02, 4_000_000, 4
@@ -74,7 +74,7 @@ def run(quick: bool) -> Outcome:
     return Outcome(headline, [*runs, *ways])
 
 
-def _flood(pairs: int) -> list[dict[str, Any]]:
+def _flood(pairs: int) -> list[dict[str, Json]]:
     with contextlib.ExitStack() as stack:
         token = stack.enter_context(tempfile.NamedTemporaryFile("w"))
         token.write(secrets.token_hex(32))
@@ -122,7 +122,7 @@ def _flood(pairs: int) -> list[dict[str, Any]]:
 WAYS = ("tcp", "grpc", "tls")
 
 
-def _ways(rounds: int) -> list[dict[str, Any]]:
+def _ways(rounds: int) -> list[dict[str, Json]]:
     """Rounds of each way of slices, interleaved."""
     with tempfile.TemporaryDirectory() as folder:
         authority = Authority(pathlib.Path(folder))
@@ -130,7 +130,7 @@ def _ways(rounds: int) -> list[dict[str, Any]]:
         return [{"way": way, **_way(way, authority, own)} for _ in range(rounds) for way in WAYS]
 
 
-def _way(way: str, authority: Authority, own: Any) -> dict[str, Any]:
+def _way(way: str, authority: Authority, own: Certificate) -> dict[str, Json]:
     with contextlib.ExitStack() as stack:
         serve = ["-m", "tfps.cli", "--host=127.0.0.1", "--port=0", "--workers=2"]
         tls = way == "tls"
@@ -169,13 +169,13 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def _signal(processes: list[Any], number: int) -> None:
+def _signal(processes: list[subprocess.Popen[str]], number: int) -> None:
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)
 
 
-def _start(arguments: list[str], **more: str) -> Any:
+def _start(arguments: list[str], **more: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     root = pathlib.Path(__file__).resolve().parents[2]
     return children.ended(
         subprocess.Popen(

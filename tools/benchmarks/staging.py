@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -21,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfps
+from tfps.types import Array, Json, Logs, Structure, Value
 from tools.benchmarks.common import Outcome, median
 
 CASES = {"input": (0.2, 0.1), "balanced": (0.15, 0.15), "compute": (0.1, 0.2)}  # seconds: input, computation
@@ -32,10 +32,10 @@ SHAPE = (32, 16)
 class Clock(keras.callbacks.Callback):
     """When each step ended."""
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         self.ends: list[float] = []
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self.ends.append(time.perf_counter())
 
 
@@ -59,8 +59,8 @@ class Sleeping(keras.layers.Layer):
         super().__init__()
         self._sleeper = sleeper
 
-    def call(self, inputs: Any) -> Any:
-        def sleep(values: Any) -> Any:
+    def call(self, inputs: Structure) -> Value:
+        def sleep(values: Structure) -> Value:
             self._sleeper.sleep()
             return values
 
@@ -86,7 +86,7 @@ class Subject:
         options.experimental_optimization.inject_prefetch = False
         self.data = self.data.with_options(options)
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Iterator[tuple[Array, Array]]:
         while True:
             self.input.sleep()
             yield np.zeros(SHAPE, np.float32), np.zeros([SHAPE[0], 1], np.float32)
@@ -108,7 +108,7 @@ class Subject:
 def run(quick: bool) -> Outcome:
     """Depths alternate; figures are medians over rounds."""
     headline: dict[str, float] = {}
-    runs: list[dict[str, Any]] = []
+    runs: list[dict[str, Json]] = []
     for case, (input_s, compute_s) in CASES.items():
         subjects = {depth: Subject(depth, input_s, compute_s) for depth in DEPTHS}
         for number in range(-1, 3 if quick else 9):  # the first round traces

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from tfps.trace.capture_file import chrome_path, write_chrome
+from tfps.types import Json
 from tools import model_profiles, simulation
 from tools.benchmarks import common
 from tools.synthetic_captures import repeated, synthetic_capture
@@ -25,7 +25,7 @@ def run(quick: bool) -> common.Outcome:
     settings = simulation.Settings(slice_bytes=1 << 20, window_bytes=2 << 20, steps=3, jitter=0.03)
     capture = synthetic_capture(model_profiles.load("vgg19"), simulation.Cluster(4, 4, 3.0), settings, "priority")
     capture = repeated(capture, -(-SPANS // len(capture.spans)))
-    runs: list[dict[str, Any]] = []
+    runs: list[dict[str, Json]] = []
     with tempfile.TemporaryDirectory() as folder:
         path = chrome_path(folder, "priority")
         write_chrome(capture, path)

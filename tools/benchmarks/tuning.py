@@ -7,8 +7,8 @@ VGG-19 and ResNet-50, on a link where computing takes longer than the wire and o
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
+from tfps.types import Argument, Json
 from tools.benchmarks.common import Outcome, median
 from tools.benchmarks.schedule import BURST_BYTES, CASES, HOSTS, WARMUP_STEPS, rate_mbit_of
 from tools.emulation import Emulation, Task
@@ -22,7 +22,7 @@ FIXED = tuple((s * KIB, w * KIB) for s, w in ((32, 64), (32, 128), (64, 128), (6
 
 def run(quick: bool) -> Outcome:
     """Every pair of sizes once per round, "auto" before and after them."""
-    runs: list[dict[str, Any]] = []
+    runs: list[dict[str, Json]] = []
     cases = [case for case in CASES if case.model in MODELS]
     with Netlab(HOSTS, 1000.0, min_burst_bytes=BURST_BYTES) as lab:
         lab.probe()
@@ -30,7 +30,7 @@ def run(quick: bool) -> Outcome:
             for case, ratio in itertools.product(cases, RATIOS):
                 lab.set_rate(rate_mbit_of(case.profile, ratio))
                 for number in range(1 if quick else 2):
-                    pairs: list[tuple[Any, Any]] = [
+                    pairs: list[tuple[Argument, Argument]] = [
                         ("auto", "auto"),
                         *(FIXED[1:5] if quick else FIXED),
                         ("auto", "auto"),
@@ -60,7 +60,7 @@ def run(quick: bool) -> Outcome:
     return Outcome(headline(runs), runs)
 
 
-def headline(runs: list[dict[str, Any]]) -> dict[str, float]:
+def headline(runs: list[dict[str, Json]]) -> dict[str, float]:
     """How far "auto" is behind the best fixed pair."""
     figures: dict[str, float] = {}
     for model, ratio in dict.fromkeys((r["model"], r["wire_over_compute"]) for r in runs):

@@ -24,12 +24,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from tfps.types import Buffer, Json
 from tools import children
 from tools.benchmarks.common import Outcome, median
 
@@ -65,7 +66,7 @@ ROWS = (
 def run(quick: bool) -> Outcome:
     """Interleaves all rows; medians over the rounds."""
     rounds, steps = (3, 20) if quick else (7, 40)
-    runs: list[dict[str, Any]] = []
+    runs: list[dict[str, Json]] = []
     print(f"{'':20} {'GB/s per worker':>16} {'CPU s/GB':>9}")
     for number in range(rounds):
         for row in ROWS:
@@ -79,7 +80,7 @@ def run(quick: bool) -> Outcome:
     return Outcome(headline, runs)
 
 
-def measure(role: str, server_count: int, steps: int, shared_memory: bool = True) -> dict[str, Any]:
+def measure(role: str, server_count: int, steps: int, shared_memory: bool = True) -> dict[str, Json]:
     """One run in fresh processes; `role` is what the workers do: "work" with pservers, the others with an echo."""
     with contextlib.ExitStack() as stack:
         command = [sys.executable, "-u", str(pathlib.Path(__file__))]
@@ -126,7 +127,7 @@ def _line(process: subprocess.Popen[str]) -> str:
 # The processes
 
 
-def _timed(step: Any, steps: int) -> None:
+def _timed(step: Callable[[], object], steps: int) -> None:
     """Warms up, waits for the others, runs and reports."""
     for _ in range(WARMUP_STEPS):
         step()
@@ -197,10 +198,10 @@ def _grpc(address: str, steps: int, sums: bool) -> None:
     starts = range(0, STEP_BYTES, ECHO_BYTES)
     if sums:
         gradient, result = memoryview(bytearray(STEP_BYTES)), np.empty(STEP_BYTES, np.uint8)
-        slices: list[Any] = [gradient[start : start + ECHO_BYTES] for start in starts]
+        slices: list[Buffer] = [gradient[start : start + ECHO_BYTES] for start in starts]
     else:
         slices = [bytes(min(ECHO_BYTES, STEP_BYTES - start)) for start in starts]
-    todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    todo: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
 
     def messages() -> Iterator[bytes]:
         while True:
@@ -222,7 +223,7 @@ def _grpc(address: str, steps: int, sums: bool) -> None:
     _timed(step, steps)
 
 
-def _with_sums(messages: Iterator[bytes], _: Any) -> Iterator[bytes]:
+def _with_sums(messages: Iterator[bytes], _: object) -> Iterator[bytes]:
     """Echoes; two workers' messages make one sum, so every second one is added to what was there."""
     from tfps.wire.frames import HEADER_BYTES, Blank, Header, Kind
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+
+from tfps.types import Argument
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def features(case: Case) -> frozenset[str]:
     return frozenset(_different(case)) | frozenset(_computed(case))
 
 
-def _different(value: Any) -> list[str]:
+def _different(value: Argument) -> list[str]:
     found = []
     for field in dataclasses.fields(value):
         chosen = getattr(value, field.name)

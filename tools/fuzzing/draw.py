@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import TypeVar
 
 from tools.fuzzing.cases import (
     Action,
@@ -37,6 +37,8 @@ _METRICS = {
 }
 _OF_ROWS = {"R2Score", "F1Score", "MeanIoU"}  # metrics that take one output per row
 
+_T = TypeVar("_T")
+
 
 class Drawing:
     """Draws values, none of which is in `without`."""
@@ -44,7 +46,7 @@ class Drawing:
     def __init__(self, numbers: random.Random, without: Collection[str]) -> None:
         self._random, self._without = numbers, frozenset(without)
 
-    def one(self, values: Iterable[Any]) -> Any:
+    def one(self, values: Iterable[_T]) -> _T:
         return self._random.choice([value for value in values if value not in self._without])
 
     def rarely(self, feature: str, of: int = 4) -> bool:

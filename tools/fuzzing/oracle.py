@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase as fnmatch
-from typing import Any
 
 import numpy as np
 
+from tfps.types import Value
 from tools.fuzzing.cases import Case, Evaluate, Fit, OnBatch, Recompile, Resume, Save, features
 
-Found = Mapping[str, Any]
+Found = Mapping[str, Value]
 PLAIN, MIRRORED, NOTHING = "plain", "mirrored", "nothing"
 
 # Of the largest item of all results of a kind: float32 has 6e-8; sums of a few dozen terms and a dozen steps, without
@@ -311,7 +311,7 @@ def _sizes(found: Found) -> dict[str, float]:
     return sizes
 
 
-def _difference(value: Any, other: Any, size: float) -> float:
+def _difference(value: Value, other: Value, size: float) -> float:
     """Relative to `size`; infinite where they cannot be compared."""
     one, two = np.asarray(value), np.asarray(other)
     if one.shape != two.shape or one.dtype.kind != "f" or two.dtype.kind != "f":
@@ -321,12 +321,12 @@ def _difference(value: Any, other: Any, size: float) -> float:
     return float(differs) if np.isfinite(differs) else float("inf")
 
 
-def _bytes(value: Any) -> tuple[Any, ...]:
+def _bytes(value: Value) -> tuple[tuple[int, ...], bytes]:
     array = np.asarray(value)
     return (array.shape, array.tobytes())
 
 
-def _shown(value: Any, other: Any = None) -> str:
+def _shown(value: Value, other: Value = None) -> str:
     """`value` for people; of a text where it begins to differ from `other`."""
     if isinstance(value, str) and isinstance(other, str):
         same = next((n for n, pair in enumerate(zip(value, other, strict=False)) if pair[0] != pair[1]), 0)

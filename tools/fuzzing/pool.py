@@ -16,8 +16,10 @@ import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.context import SpawnProcess
+from typing import cast
 
+from tfps.types import Argument, Value
 from tools.children import cpu_s
 
 DEVICES = 4  # logical CPUs of each process: for the replicas of MirroredStrategy, too
@@ -47,7 +49,7 @@ class Task:
 class Outcome:
     """What a program has found, or the error that it ended with (its last line first)."""
 
-    found: Mapping[str, Any] | None
+    found: Mapping[str, Value] | None
     error: str = ""
 
 
@@ -75,9 +77,9 @@ def _run(task: Task) -> Outcome:
     saved = dict(os.environ)
     os.environ.update(task.environment)
     keras.backend.clear_session()
-    strategy: Any = None
+    strategy: object = None
     try:
-        namespace: dict[str, Any] = {"__name__": "generated"}
+        namespace: dict[str, Argument] = {"__name__": "generated"}
         # AutoGraph wants the source of functions: without, a loop over a dataset inside one would never end.
         path = pathlib.Path(task.folder) / f".program{os.getpid()}.py"
         path.write_text(task.program, encoding="utf-8")
@@ -102,7 +104,7 @@ class Pool:
         self.count = count
         self.renewed = -1
         self._folder = tempfile.TemporaryDirectory(prefix="tfps-fuzzing-")
-        self._processes: list[Any] = []
+        self._processes: list[SpawnProcess] = []
         self._connections: list[Connection] = []
         self._cases = 0
 
@@ -143,7 +145,7 @@ class Pool:
         if late:
             alive = [number for number in late if self._processes[number].is_alive()]
             for number in alive:
-                os.kill(self._processes[number].pid, signal.SIGUSR1)
+                os.kill(self._pid(number), signal.SIGUSR1)
             time.sleep(1.0)  # until they have said where they are
             for number in late:
                 how = "hangs" if number in alive else "died"
@@ -151,16 +153,16 @@ class Pool:
             self.end()
         return outcomes
 
-    def _answers(self, numbers: Iterable[int]) -> dict[int, Any]:
+    def _answers(self, numbers: Iterable[int]) -> dict[int, Outcome]:
         """What the processes answer, by their numbers: until all have, one has died, or all others just wait.
 
         Machines are busy: a process that hangs is told from one that is slow by the processor time that it takes.
         """
-        waiting: dict[Any, int] = {self._connections[number]: number for number in numbers}
-        answers: dict[int, Any] = {}
+        waiting: dict[Connection, int] = {self._connections[number]: number for number in numbers}
+        answers: dict[int, Outcome] = {}
         used, since, deadline = 0.0, time.monotonic(), time.monotonic() + TIMEOUT_S
         while waiting and time.monotonic() < deadline:
-            ready: Any = wait(list(waiting), 5.0)
+            ready = cast("list[Connection]", wait(list(waiting), 5.0))
             for connection in ready:
                 number = waiting.pop(connection)
                 try:
@@ -168,12 +170,15 @@ class Pool:
                 except (EOFError, OSError):
                     return answers
                 used, since = 0.0, time.monotonic()
-            now = sum(_cpu_s(self._processes[number].pid) for number in waiting.values())
+            now = sum(_cpu_s(self._pid(number)) for number in waiting.values())
             if now - used > BUSY_S:
                 used, since = now, time.monotonic()
             if time.monotonic() - since > IDLE_S:
                 return answers
         return answers
+
+    def _pid(self, number: int) -> int:
+        return cast(int, self._processes[number].pid)
 
     def _log(self, process: int) -> pathlib.Path:
         return pathlib.Path(self._folder.name) / f"log.{process}"
@@ -186,7 +191,7 @@ class Pool:
         for number in range(self.count):
             ours, theirs = context.Pipe()
             self._log(number).unlink(missing_ok=True)
-            process: Any = context.Process(target=_serve, args=(theirs, str(self._log(number))), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, str(self._log(number))), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)

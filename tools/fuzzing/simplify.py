@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeVar
 
-from tools.fuzzing.cases import Case, Fit, Network, Optimizer, Place
+from tfps.types import Function
+from tools.fuzzing.cases import Action, Case, Fit, Network, Optimizer, Place
 
 _SIMPLE = {"metrics": (), "weighted_metrics": (), "loss": "default loss", "step": "Keras' train_step"}
 
@@ -74,29 +75,33 @@ def _sizes(case: Case) -> Iterator[Case]:
         yield dataclasses.replace(case, validation_rows=case.batch)
 
 
-def _simpler_actions(case: Case) -> Iterator[tuple[int, Any]]:
+def _simpler_actions(case: Case) -> Iterator[tuple[int, Action]]:
     for number, action in enumerate(case.actions):
         if isinstance(action, Fit) and action != Fit():
             yield number, Fit(epochs=action.epochs)
         yield from ((number, each) for each in _with_defaults(action))
 
 
-def _replaced(values: tuple[Any, ...], number: int, value: Any) -> tuple[Any, ...]:
+def _replaced(values: tuple[Action, ...], number: int, value: Action) -> tuple[Action, ...]:
     return (*values[:number], value, *values[number + 1 :])
 
 
-def _with_defaults(value: Any) -> Iterator[Any]:
+_T = TypeVar("_T", Case, Action, Place, Optimizer, Network)
+
+
+def _with_defaults(value: _T) -> Iterator[_T]:
     """`value` with one of its fields as simple as it can be."""
     for field in dataclasses.fields(value):
         yield from _with_default(value, field.name)
 
 
-def _with_default(value: Any, name: str) -> Iterator[Any]:
+def _with_default(value: _T, name: str) -> Iterator[_T]:
     default = next(field.default for field in dataclasses.fields(value) if field.name == name)
     chosen = getattr(value, name)
     if chosen == default:
         return
-    yield dataclasses.replace(value, **{name: default})
+    replace: Function = dataclasses.replace
+    yield replace(value, **{name: default})
     if isinstance(chosen, tuple) and len(chosen) > 1:
         for number in range(len(chosen)):
-            yield dataclasses.replace(value, **{name: chosen[:number] + chosen[number + 1 :]})
+            yield replace(value, **{name: chosen[:number] + chosen[number + 1 :]})

@@ -10,8 +10,12 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tfps.types import Argument, Json, Value
 
 MARK = "tfps-peer: "
 WORK_VARIABLE = "TFPS_PEER_WORK"
@@ -68,7 +72,7 @@ class Clock:
         self._since = 0.0
         self._drained_s = 0.0
 
-    def step_ended(self, loss: Any) -> None:
+    def step_ended(self, loss: Value) -> None:
         """Call it when the step's loss is known; reading `loss` waits for it."""
         self._loss = float(loss)
         self._ends.append(time.perf_counter())
@@ -82,7 +86,7 @@ class Clock:
         self._since = time.perf_counter()
         self._say({"event": "warm"})
 
-    def epoch_ended(self, loss: Any, seconds: float, steps: int) -> None:
+    def epoch_ended(self, loss: Value, seconds: float, steps: int) -> None:
         """For peers that do not say when a single step ends: `steps` took `seconds`."""
         self._loss = float(loss)
         self._periods.append(seconds / steps)
@@ -97,7 +101,7 @@ class Clock:
         self._drained_s = time.perf_counter() - self._since
         self._say({"event": "done"})
 
-    def report(self, checksum: float, **more: Any) -> None:
+    def report(self, checksum: float, **more: Argument) -> None:
         """Says what was measured, and stays until somebody ends this process.
 
         Args:
@@ -117,7 +121,7 @@ class Clock:
         )
         threading.Event().wait(STAY_S)
 
-    def _say(self, content: Any) -> None:
+    def _say(self, content: Mapping[str, Json]) -> None:
         if self._rank == 0 or content["event"] == "result":
             say(content)
 
@@ -134,7 +138,7 @@ class Sleeper:
         self.overslept_s += time.perf_counter() - since - seconds
 
 
-def say(content: Any) -> None:
+def say(content: Json) -> None:
     """One line for tools/peer_runs.py; at once, because others write to the same stream."""
     sys.stdout.write("\n" + MARK + json.dumps(content) + "\n")
     sys.stdout.flush()

@@ -6,21 +6,27 @@ Which Keras is an argument everywhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
 
 from tools.peer_workers.common import Clock, Sleeper, Work
 
+if TYPE_CHECKING:
+    from tfps.types import Library
+
+if TYPE_CHECKING:
+    from tfps.types import Argument, Array, Batches, Callback, Layer, Logs, Model, Optimizer, Value, Variable
+
 LEARNING_RATE = 0.01
 
 
-def build(keras: Any, work: Work, optimizer: Any, sleeper: Sleeper) -> Any:
+def build(keras: Library, work: Work, optimizer: Optimizer, sleeper: Sleeper) -> Model:
     """The compiled model. Call it in the strategy's scope."""
     if work.layers:
         model = keras.Sequential([keras.layers.Input((1,)), *sleeping_layers(keras, work, sleeper)])
-        loss: Any = "mse"
+        loss: Argument = "mse"
     else:
         hidden = [keras.layers.Dense(work.width, activation="relu") for _ in range(work.depth)]
         model = keras.Sequential([keras.layers.Input((work.width,)), *hidden, keras.layers.Dense(work.classes)])
@@ -31,23 +37,23 @@ def build(keras: Any, work: Work, optimizer: Any, sleeper: Sleeper) -> Any:
     return model
 
 
-def sleeping_layers(keras: Any, work: Work, sleeper: Sleeper) -> list[Any]:
+def sleeping_layers(keras: Library, work: Work, sleeper: Sleeper) -> list[Layer]:
     """Layers that pass their input on, and sleep in forward, once their weight is there, and in backward.
 
     The gradient of the weight is complete when backward has slept.
     """
 
     class Sleeping(keras.layers.Layer):  # type: ignore[misc]  # Any: there are three of them
-        def __init__(self, forward_s: float, backward_s: float, items: int, **options: Any) -> None:
+        def __init__(self, forward_s: float, backward_s: float, items: int, **options: Argument) -> None:
             super().__init__(**options)
             self._items = items
             self._operation = _operation(forward_s, backward_s, sleeper)
 
-        def build(self, input_shape: Any) -> None:
+        def build(self, input_shape: object) -> None:
             self.weight = self.add_weight(shape=(self._items,), initializer="zeros", name="weight")
             self.built = True
 
-        def call(self, inputs: Any) -> Any:
+        def call(self, inputs: Value) -> Value:
             return self._operation(inputs, tf.convert_to_tensor(self.weight))
 
     return [
@@ -56,9 +62,9 @@ def sleeping_layers(keras: Any, work: Work, sleeper: Sleeper) -> list[Any]:
     ]
 
 
-def _operation(forward_s: float, backward_s: float, sleeper: Sleeper) -> Any:
-    def sleep(seconds: float, *tensors: Any) -> Any:
-        def pause(first: Any, *_: Any) -> Any:
+def _operation(forward_s: float, backward_s: float, sleeper: Sleeper) -> Value:
+    def sleep(seconds: float, *tensors: Value) -> Value:
+        def pause(first: Array, *_: Array) -> Array:
             sleeper(seconds)
             return first
 
@@ -66,8 +72,8 @@ def _operation(forward_s: float, backward_s: float, sleeper: Sleeper) -> Any:
         slept.set_shape(tensors[0].shape)
         return slept
 
-    def forward(inputs: Any, weight: Any) -> Any:
-        def backward(upstream: Any) -> Any:
+    def forward(inputs: Value, weight: Variable) -> object:
+        def backward(upstream: Value) -> object:
             passed = sleep(backward_s, upstream)
             return passed, tf.fill(weight.shape, tf.reduce_mean(passed))
 
@@ -76,12 +82,12 @@ def _operation(forward_s: float, backward_s: float, sleeper: Sleeper) -> Any:
     return tf.custom_gradient(forward)
 
 
-def data(work: Work, batch: int) -> Any:
+def data(work: Work, batch: int) -> Batches:
     """One random batch, again and again, for every worker alike (a strategy splits it if `batch` is that of all)."""
     random = np.random.default_rng(0)
     if work.layers:
-        features: Any = np.full((batch, 1), 1e-3, np.float32)
-        targets: Any = np.zeros((batch, 1), np.float32)
+        features: Array = np.full((batch, 1), 1e-3, np.float32)
+        targets: Array = np.zeros((batch, 1), np.float32)
     else:
         features = random.random((batch, work.width), np.float32)
         targets = random.integers(0, work.classes, batch)
@@ -90,11 +96,13 @@ def data(work: Work, batch: int) -> Any:
     return tf.data.Dataset.from_tensors((features, targets)).repeat().with_options(options)
 
 
-def fit(keras: Any, model: Any, work: Work, batch: int, clock: Clock, callbacks: Sequence[Any] = ()) -> float:
+def fit(
+    keras: Library, model: Model, work: Work, batch: int, clock: Clock, callbacks: Sequence[Callback] = ()
+) -> float:
     """Trains with Keras' own loop, timed from the end of a batch to the end of the next; the weights' checksum."""
     found = 0.0
 
-    def end(_: int, logs: Any) -> None:
+    def end(_: int, logs: Logs) -> None:
         nonlocal found
         clock.step_ended(logs["loss"])
         if clock.is_over:
@@ -112,6 +120,6 @@ def fit(keras: Any, model: Any, work: Work, batch: int, clock: Clock, callbacks:
     return found
 
 
-def checksum(model: Any) -> float:
+def checksum(model: Model) -> float:
     """Reads all weights."""
     return float(sum(np.abs(weight).sum(dtype=np.float64) for weight in model.get_weights()))

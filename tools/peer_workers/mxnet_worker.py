@@ -5,17 +5,20 @@ The optimizer runs on the servers, as is the default. P3 is DMLC_PS_VAN_TYPE=p3 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import mxnet as mx  # type: ignore[import-not-found]  # schedulers and servers stay in this import until the end
 import numpy as np
 
 from tools.peer_workers.common import Clock, Sleeper, Work
 
+if TYPE_CHECKING:
+    from tfps.types import Array, Function, Model, Value
+
 LEARNING_RATE = 0.01
 
 
-def mlp(work: Work) -> tuple[Any, Any, Any, Any]:
+def mlp(work: Work) -> tuple[Model, Function, Array, Array]:
     """Model, loss, inputs and targets."""
     net = mx.gluon.nn.HybridSequential()
     for _ in range(work.depth):
@@ -29,7 +32,7 @@ def mlp(work: Work) -> tuple[Any, Any, Any, Any]:
     return net, mx.gluon.loss.SoftmaxCrossEntropyLoss(), features, targets
 
 
-def sleeping(work: Work, sleeper: Sleeper) -> tuple[Any, Any, Any, Any]:
+def sleeping(work: Work, sleeper: Sleeper) -> tuple[Model, Function, Array, Array]:
     """The same with layers that pass their input on, and sleep as those of keras_training.py do."""
 
     class Sleep(mx.operator.CustomOp):  # type: ignore[misc]
@@ -37,11 +40,13 @@ def sleeping(work: Work, sleeper: Sleeper) -> tuple[Any, Any, Any, Any]:
             super().__init__()
             self._forward_s, self._backward_s = forward_s, backward_s
 
-        def forward(self, is_train: bool, req: Any, in_data: Any, out_data: Any, aux: Any) -> None:
+        def forward(self, is_train: bool, req: Value, in_data: Value, out_data: Value, aux: Value) -> None:
             sleeper(self._forward_s)  # MXNet's engine calls this when the inputs, the weight among them, are there
             self.assign(out_data[0], req[0], in_data[0])
 
-        def backward(self, req: Any, out_grad: Any, in_data: Any, out_data: Any, in_grad: Any, aux: Any) -> None:
+        def backward(
+            self, req: Value, out_grad: Value, in_data: Value, out_data: Value, in_grad: Value, aux: Value
+        ) -> None:
             out_grad[0].wait_to_read()
             sleeper(self._backward_s)
             self.assign(in_grad[0], req[0], out_grad[0])
@@ -56,10 +61,10 @@ def sleeping(work: Work, sleeper: Sleeper) -> tuple[Any, Any, Any, Any]:
         def list_arguments(self) -> list[str]:
             return ["data", "weight"]
 
-        def infer_shape(self, in_shape: Any) -> Any:
+        def infer_shape(self, in_shape: Value) -> object:
             return in_shape, [in_shape[0]], []
 
-        def create_operator(self, context: Any, shapes: Any, dtypes: Any) -> Any:
+        def create_operator(self, context: object, shapes: object, dtypes: object) -> Sleep:
             return Sleep(*self._times_s)
 
     class Sleeping(mx.gluon.Block):  # type: ignore[misc]
@@ -69,7 +74,7 @@ def sleeping(work: Work, sleeper: Sleeper) -> tuple[Any, Any, Any, Any]:
             with self.name_scope():
                 self.weight = self.params.get("weight", shape=(items,), init="zeros")
 
-        def forward(self, inputs: Any) -> Any:
+        def forward(self, inputs: Value) -> Value:
             return mx.nd.Custom(inputs, self.weight.data(), op_type="tfps_sleep", **self._times_s)
 
     net = mx.gluon.nn.Sequential()

@@ -8,13 +8,16 @@ worker.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 import tf_keras  # type: ignore[import-not-found]
 
 from tools.peer_workers import keras_training
 from tools.peer_workers.common import Clock, Sleeper, Work
+
+if TYPE_CHECKING:
+    from tfps.types import Logs
 
 TIMED_EPOCHS = 2
 
@@ -29,7 +32,7 @@ def main() -> None:
     coordinate(cluster, Work.from_environment())
 
 
-def coordinate(cluster: Any, work: Work) -> None:
+def coordinate(cluster: tf.distribute.cluster_resolver.ClusterResolver, work: Work) -> None:
     """What the chief does: it gives the steps to the workers."""
     shards = tf.distribute.experimental.partitioners.FixedShardsPartitioner(work.servers)
     strategy = tf.distribute.ParameterServerStrategy(cluster, variable_partitioner=shards)
@@ -40,13 +43,13 @@ def coordinate(cluster: Any, work: Work) -> None:
     steps = max(1, work.steps // TIMED_EPOCHS)
     began_s = 0.0
 
-    def begin(epoch: int, _: Any) -> None:
+    def begin(epoch: int, _: object) -> None:
         nonlocal began_s
         if epoch == 1:
             clock.warm()
         began_s = time.perf_counter()
 
-    def end(epoch: int, logs: Any) -> None:
+    def end(epoch: int, logs: Logs) -> None:
         if epoch >= 1:
             clock.epoch_ended(logs["loss"], time.perf_counter() - began_s, steps)
         if epoch == TIMED_EPOCHS:

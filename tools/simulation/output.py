@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
+from tfps.types import Json
 from tools.model_profiles import Profile
 from tools.simulation.bounds import lower_bound
 from tools.simulation.settings import Cluster, Result, Settings
 
 
-def to_json(profile: Profile, cluster: Cluster, settings: Settings, result: Result) -> dict[str, Any]:
+def to_json(profile: Profile, cluster: Cluster, settings: Settings, result: Result) -> dict[str, Json]:
     """Everything but the spans, with what was asked and the bound."""
     figures = asdict(result)
     del figures["spans"]
@@ -25,9 +25,9 @@ def to_json(profile: Profile, cluster: Cluster, settings: Settings, result: Resu
     }
 
 
-def chrome_trace(result: Result) -> dict[str, Any]:
+def chrome_trace(result: Result) -> dict[str, Json]:
     """The spans for chrome://tracing and ui.perfetto.dev: workers and pservers are processes, streams are tracks."""
-    events: list[dict[str, Any]] = []
+    events: list[dict[str, Json]] = []
     processes: dict[str, int] = {}
     tracks: dict[tuple[str, str], int] = {}
     for span in result.spans:

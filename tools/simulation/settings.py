@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from tfps.errors import ConfigError
+from tfps.types import Json
 
 Policy = Literal["barrier", "overlap", "overlap_send_barrier", "slices", "priority"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -174,7 +175,7 @@ class Span:
     name: str
     start_s: float
     end_s: float
-    args: dict[str, Any]
+    args: dict[str, Json]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfps.types import Argument, Array, Batches, Logs, Structure, Value
+
 EXAMPLES, FEATURES, CLASSES, BATCH, EPOCHS = 256, 16, 5, 32, 2
 STEPS = EXAMPLES // BATCH  # per epoch
-Results = dict[str, Any]  # name -> array
+Results = dict[str, Value]  # name -> array
 
 
 @dataclass
@@ -31,15 +32,15 @@ class Job:
         folder: empty at first; shared by all processes of the job.
     """
 
-    strategy: Any
+    strategy: tf.distribute.Strategy
     rank: int
     folder: pathlib.Path
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
-        scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    def scope(self) -> contextlib.AbstractContextManager[object]:
+        scope: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         return self.strategy.scope() if self.strategy is not None else scope
 
-    def train(self, step: Callable[[Any], Any], epochs: int = EPOCHS) -> None:
+    def train(self, step: Callable[[Batches], object], epochs: int = EPOCHS) -> None:
         """A training loop of one's own: `step(batch)` on every batch, in replica context if there is a strategy."""
         if isinstance(self.strategy, tf.distribute.ParameterServerStrategy):
             self._coordinate(step, epochs)
@@ -48,7 +49,7 @@ class Job:
         if self.strategy is not None:
             data = self.strategy.experimental_distribute_dataset(data)
 
-            def run(batch: Any) -> Any:
+            def run(batch: Structure) -> object:
                 return self.strategy.run(step, args=(batch,))
 
         compiled = tf.function(run)
@@ -56,12 +57,12 @@ class Job:
             for batch in data:
                 compiled(batch)
 
-    def _coordinate(self, step: Callable[[Any], Any], epochs: int) -> None:
+    def _coordinate(self, step: Callable[[Batches], object], epochs: int) -> None:
         """As the documentation of ParameterServerStrategy has it."""
         coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
 
         @tf.function
-        def run(iterator: Any) -> None:
+        def run(iterator: Batches) -> None:
             self.strategy.run(step, args=(next(iterator),))
 
         iterator = iter(coordinator.create_per_worker_dataset(lambda: batches().repeat()))
@@ -70,7 +71,7 @@ class Job:
         coordinator.join()
 
 
-def examples(seed: int = 0) -> tuple[Any, Any]:
+def examples(seed: int = 0) -> tuple[Array, Array]:
     """[EXAMPLES, FEATURES] float32 and labels int64, which can be learned."""
     random = np.random.default_rng(seed)
     features = random.normal(size=(EXAMPLES, FEATURES)).astype("float32")
@@ -78,18 +79,18 @@ def examples(seed: int = 0) -> tuple[Any, Any]:
     return features, (features @ directions).argmax(1)
 
 
-def dataset(*arrays: Any) -> Any:
+def dataset(*arrays: Argument) -> Batches:
     """Global batches of `arrays`, which each worker gets its part of."""
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     return tf.data.Dataset.from_tensor_slices(arrays).batch(BATCH, drop_remainder=True).with_options(options)
 
 
-def batches() -> Any:
+def batches() -> Batches:
     return dataset(*examples())
 
 
-def held_out() -> Any:
+def held_out() -> Batches:
     return dataset(*examples(2))
 
 
@@ -98,16 +99,19 @@ def mlp(*middle: keras.layers.Layer) -> keras.Model:
     return keras.Sequential([keras.layers.Input((FEATURES,)), hidden, *middle, keras.layers.Dense(CLASSES)])
 
 
-def crossentropy(**options: Any) -> keras.losses.Loss:
+def crossentropy(**options: Argument) -> keras.losses.Loss:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
 
 
-def momentum(**options: Any) -> keras.optimizers.Optimizer:
+def momentum(**options: Argument) -> keras.optimizers.Optimizer:
     return keras.optimizers.SGD(0.05, momentum=0.9, **options)
 
 
 def compiled(
-    job: Job, build: Callable[[], keras.Model] = mlp, optimizer: Callable[[], Any] = momentum, **options: Any
+    job: Job,
+    build: Callable[[], keras.Model] = mlp,
+    optimizer: Callable[[], keras.optimizers.Optimizer] = momentum,
+    **options: Argument,
 ) -> keras.Model:
     with job.scope():
         model = build()
@@ -115,13 +119,13 @@ def compiled(
     return model
 
 
-def results(model: keras.Model, history: Mapping[str, Any] | None = None) -> Results:
+def results(model: keras.Model, history: Mapping[str, Sequence[float]] | None = None) -> Results:
     """All weights, and what `fit` or `evaluate` returned."""
     found = {f"weight {index}": np.asarray(weight) for index, weight in enumerate(model.get_weights())}
     return {**found, **{key: np.asarray(value) for key, value in (history or {}).items()}}
 
 
-def fitted(model: keras.Model, **options: Any) -> Results:
+def fitted(model: keras.Model, **options: Argument) -> Results:
     history = model.fit(batches(), **{"epochs": EPOCHS, "verbose": 0, **options}).history
     return results(model, history)
 
@@ -147,7 +151,7 @@ def predict(job: Job) -> Results:
 class InHalves(keras.layers.BatchNormalization):
     """What two workers compute, in one process: each half of a batch is normalized by itself."""
 
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
+    def call(self, inputs: Structure, training: bool | None = None) -> Value:
         if not training:
             return super().call(inputs, training=training)
         halves = keras.ops.split(inputs, 2)
@@ -239,10 +243,10 @@ class Penalized(keras.Model):
         super().__init__()
         self.network = mlp()
 
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
+    def call(self, inputs: Structure, training: bool | None = None) -> Value:
         return self.network(inputs, training=training)
 
-    def train_step(self, data: Any) -> Any:
+    def train_step(self, data: Structure) -> Logs:
         inputs, targets = data
         with tf.GradientTape() as tape:
             outputs = self(inputs, training=True)
@@ -268,7 +272,7 @@ def custom_loop(job: Job) -> Results:
         optimizer.build(model.trainable_variables)
     loss_of = crossentropy(reduction=None)
 
-    def step(batch: Any) -> None:
+    def step(batch: Structure) -> None:
         inputs, targets = batch
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(loss_of(targets, model(inputs, training=True))) / BATCH
@@ -290,24 +294,24 @@ class Gan(keras.Model):
         self.loss_of = keras.losses.BinaryCrossentropy(from_logits=True, reduction=None)
         self.mean_score = keras.metrics.Mean(name="score")
 
-    def compile(self, generators: Any, discriminators: Any) -> None:
+    def compile(self, generators: keras.optimizers.Optimizer, discriminators: keras.optimizers.Optimizer) -> None:
         super().compile(jit_compile=False)
         self.generators, self.discriminators = generators, discriminators
 
     @property
-    def metrics(self) -> list[Any]:
+    def metrics(self) -> list[keras.metrics.Metric]:
         return [self.mean_score]
 
-    def call(self, samples: Any) -> Any:
+    def call(self, samples: Value) -> Value:
         """Keras asks for it: under any strategy it builds a model by a call before it trains."""
         return self.discriminator(samples)
 
-    def judged(self, samples: Any, real: bool) -> Any:
+    def judged(self, samples: Value, real: bool) -> Value:
         judgement = self.discriminator(samples, training=True)
         wanted = tf.ones_like(judgement) if real else tf.zeros_like(judgement)
         return tf.reduce_sum(self.loss_of(wanted, judgement)) / BATCH
 
-    def train_step(self, data: Any) -> Any:
+    def train_step(self, data: Structure) -> Logs:
         real, noise = data
         with tf.GradientTape() as tape:
             loss = self.judged(real, True) + self.judged(self.generator(noise), False)
@@ -343,7 +347,7 @@ def model_checkpoint(job: Job) -> Results:
 class Stop(keras.callbacks.Callback):
     """Interrupts training in the second epoch."""
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         if epoch == 1:
             raise KeyboardInterrupt
 

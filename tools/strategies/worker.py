@@ -14,7 +14,6 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import numpy as np
@@ -23,22 +22,22 @@ import tensorflow as tf
 from tools.strategies.programs import PROGRAMS, Job
 
 
-def alone() -> tuple[Any, int]:
+def alone() -> tuple[tf.distribute.Strategy | None, int]:
     return None, 0
 
 
-def tfps() -> tuple[Any, int]:
+def tfps() -> tuple[tf.distribute.Strategy | None, int]:
     import tfps
 
     strategy = tfps.Strategy()
     return strategy, strategy.rank
 
 
-def multi_worker_mirrored() -> tuple[Any, int]:
+def multi_worker_mirrored() -> tuple[tf.distribute.Strategy | None, int]:
     return tf.distribute.MultiWorkerMirroredStrategy(), json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 
 
-def parameter_server() -> tuple[Any, int]:
+def parameter_server() -> tuple[tf.distribute.Strategy | None, int]:
     cluster = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     if cluster.task_type != "chief":
         server = tf.distribute.Server(
@@ -48,7 +47,7 @@ def parameter_server() -> tuple[Any, int]:
     return tf.distribute.ParameterServerStrategy(cluster), 0
 
 
-STRATEGIES: dict[str, Callable[[], tuple[Any, int]]] = {
+STRATEGIES: dict[str, Callable[[], tuple[tf.distribute.Strategy | None, int]]] = {
     "alone": alone,
     "tfps": tfps,
     "mwms": multi_worker_mirrored,
