@@ -61,8 +61,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_a_file_that_others_may_read_is_warned_of(
     mode: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    JobToken.read(write(tmp_path / "token", SECRET, mode))
-    assert ("may be read by other users" in caplog.text) == warned
+    for _ in range(3):
+        JobToken.read(write(tmp_path / "token", SECRET, mode))
+    assert caplog.text.count("may be read by other users") == warned
     assert SECRET not in caplog.text
 
 

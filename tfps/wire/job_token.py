@@ -13,6 +13,7 @@ from tfps.errors import ConfigError
 logger = logging.getLogger("tfps")
 TOKEN_KEY = "tfps-token"  # metadata of every call
 MIN_TOKEN_BYTES, MAX_TOKEN_BYTES = 16, 256
+_warned_of: set[str] = set()  # files that others may read: a worker reads its token once per pserver
 
 
 class JobToken:
@@ -53,7 +54,8 @@ class JobToken:
                 content = file.read(2 * MAX_TOKEN_BYTES)
         except OSError as error:
             raise ConfigError(f"token_file '{path}' cannot be read: {error.strerror}") from None
-        if stat.S_ISREG(mode) and mode & 0o077:
+        if stat.S_ISREG(mode) and mode & 0o077 and path not in _warned_of:
+            _warned_of.add(path)
             logger.warning("tfps: token_file '%s' may be read by other users of this host: chmod 600", path)
         token = cls(content.decode("ascii", "replace").strip(), f"the job token in '{path}'")
         if not token:
