@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hmac
 import logging
 import threading
 import time
@@ -206,7 +207,7 @@ class ParameterServer:
 
     def _job_of(self, incarnation: str) -> Job:
         with self._lock:
-            if incarnation and incarnation == self._job.incarnation:
+            if incarnation and hmac.compare_digest(incarnation.encode(), self._job.incarnation.encode()):
                 return self._job
         raise ClosedError("the pserver does not know this job, or not any more")
 
