@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tfps
-from tfps.config import Launch, TraceRequest, check_address, unknown_variables
+from tfps.config import Launch, Security, TraceRequest, check_address, unknown_variables
 from tfps.types import Argument, Value
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
         ("check_every", True, "check_every must be 0 .never. or a positive number of steps, got True"),
         ("connect_timeout_s", 0, "connect_timeout_s must be a positive number of seconds, got 0"),
         ("step_timeout_s", float("inf"), "step_timeout_s must be a positive number of seconds, got inf"),
+        ("token_file", None, "token_file must be the path of a file, a string, got None"),
+        ("tls_ca", b"ca", "tls_ca must be the path of a file, a string, got b'ca'"),
         ("step_timeout_s", float("nan"), "step_timeout_s must be a positive number of seconds, got nan"),
     ],
 )
@@ -44,11 +46,13 @@ def test_explicit_arguments_win_over_the_environment_and_that_over_defaults() ->
     environment = {
         "TFPS_SLICE_BYTES": "1000",
         "TFPS_POLICY": "fifo",
+        "TFPS_TRANSPORT": "grpc",
         "TFPS_DETERMINISTIC": "yes",
         "TFPS_STEP_TIMEOUT_S": "2.5",
     }
     config = tfps.Config.from_environment(environment, slice_bytes=2000)
-    assert config == tfps.Config(slice_bytes=2000, policy="fifo", deterministic=True, step_timeout_s=2.5)
+    own = {"slice_bytes": 2000, "policy": "fifo", "transport": "grpc", "deterministic": True, "step_timeout_s": 2.5}
+    assert config == tfps.Config(**own)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -63,6 +67,22 @@ def test_explicit_arguments_win_over_the_environment_and_that_over_defaults() ->
 def test_a_malformed_variable_is_refused_by_name(name: str, value: str, message: str) -> None:
     with pytest.raises(tfps.ConfigError, match=message):
         tfps.Config.from_environment({name: value})
+
+
+def test_each_file_of_the_settings_wins_over_its_variable() -> None:
+    environment = {"TFPS_TOKEN_FILE": "token ", "TFPS_TLS_CA": "ca", "TFPS_TLS_CERT": "cert", "TFPS_TLS_KEY": "key"}
+    assert Security.of_worker(tfps.Config(), environment) == Security("token", "ca", "cert", "key")
+    config = tfps.Config(token_file="own", tls_cert="c", tls_key="k")
+    assert Security.of_worker(config, environment) == Security("own", "ca", "c", "k")
+    assert Security.of_worker(config, {"TFPS_TLS_CA": "ca"}) == Security("own", "ca", "c", "k")
+    assert Security.of_worker(tfps.Config(), {}) == Security()
+    assert Security.from_environment(environment, token_file=None, insecure=True).insecure
+
+
+def test_paths_are_no_variables_that_nobody_knows() -> None:
+    assert (
+        unknown_variables({"TFPS_TOKEN_FILE": "a", "TFPS_TLS_CA": "b", "TFPS_TLS_CERT": "c", "TFPS_TLS_KEY": "d"}) == []
+    )
 
 
 def test_the_launchers_variables_are_read() -> None:

@@ -102,3 +102,21 @@ def test_a_flag_may_be_set_by_a_signal_at_any_place_of_wait() -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+OTHER_THREAD = """
+import signal, threading
+from tfps.threads import Flag
+flag, hold = Flag(), threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: flag.set())
+other = threading.Thread(target=hold.wait, daemon=True)
+other.start()
+deliver = threading.Timer(0.2, lambda: signal.pthread_kill(other.ident, signal.SIGTERM))
+deliver.start()
+print(flag.wait())
+"""
+
+
+def test_a_signal_that_comes_to_another_thread_is_noticed() -> None:
+    with jobs.python("-c", OTHER_THREAD) as process:
+        assert process.communicate(timeout=jobs.DEADLINE_S) == ("True\n", "")

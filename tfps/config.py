@@ -21,6 +21,7 @@ Auto = Literal["auto"]
 MAX_SLICE_BYTES = 64 * 2**20  # one gRPC message; beyond this nothing overlaps
 # Initial sizes if tuned: small, so that even a small model fills the window; only then can bandwidth be measured.
 FIRST_SLICE_BYTES, FIRST_WINDOW_BYTES = 128 * 1024, 512 * 1024
+_FILES = ("token_file", "tls_ca", "tls_cert", "tls_key")
 BUCKET_BYTES = 2**20  # up to which neighbors are fused if slices are tuned
 
 
@@ -50,6 +51,9 @@ class Config:
             interval; learning rate and step counter of each step, all together once per interval. 0: never.
         connect_timeout_s: seconds to wait for pservers to answer and for all workers to join.
         step_timeout_s: seconds one exchange may take before the step fails with an error that names missing ranks.
+        token_file: path of the file with the job token, if the pservers were started with one.
+        tls_ca: path of the certificates (PEM) that the pservers' must be signed by. Turns TLS on.
+        tls_cert, tls_key: paths of this worker's certificate and key (PEM), if the pservers ask for one.
 
     Raises:
         ConfigError: a value is out of range; the message names the field.
@@ -66,6 +70,10 @@ class Config:
     check_every: int = 100
     connect_timeout_s: float = 60.0
     step_timeout_s: float = 600.0
+    token_file: str = ""
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
 
     def __post_init__(self) -> None:
         for name in ("slice_bytes", "window_bytes"):
@@ -95,6 +103,9 @@ class Config:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}")
+        for name in _FILES:
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name} must be the path of a file, a string, got {getattr(self, name)!r}")
 
     @property
     def first_slice_bytes(self) -> int:
@@ -123,7 +134,7 @@ class Config:
         for field in dataclasses.fields(cls):
             name = f"TFPS_{field.name.upper()}"
             if name in environment:
-                size = field.default == "auto" and environment[name].strip() != "auto"
+                size = field.name in ("slice_bytes", "window_bytes") and environment[name].strip() != "auto"
                 values[field.name] = _parse(name, environment[name], 0 if size else field.default)
         return cls(**{**values, **explicit})
 
@@ -143,6 +154,67 @@ def _parse(name: str, text: str, default: Argument) -> Argument:
     except ValueError:
         what = "a whole number" if kind is int else "a number"
         raise ConfigError(f"environment variable {name} must be {what}, got {text!r}") from None
+
+
+@dataclass(frozen=True)
+class Security:
+    """Whom a worker or a pserver talks to. Has paths of files, never what is in them.
+
+    Args:
+        token_file: the job token, which all workers and pservers of a job share.
+        tls_ca: certificates that the other end's must be signed by. A worker without it does not use TLS; a pserver
+            without it asks workers for no certificate.
+        tls_cert, tls_key: this process's certificate and key. A pserver without them does not use TLS.
+        insecure: a pserver may serve other hosts without a job token and without TLS.
+
+    Raises:
+        ConfigError: there is a certificate without its key, or a key without its certificate.
+    """
+
+    token_file: str = ""
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            missing, given = ("tls_key", "tls_cert") if self.tls_cert else ("tls_cert", "tls_key")
+            raise ConfigError(f"tls_cert and tls_key must be given together, got {given} without {missing}")
+
+    @classmethod
+    def of_worker(cls, config: Config, environment: Mapping[str, str] | None = None) -> Security:
+        """What `config` says; else, file by file, `TFPS_TOKEN_FILE`, `TFPS_TLS_CA`, `TFPS_TLS_CERT`, `TFPS_TLS_KEY`.
+
+        A program with settings of its own need not know where a launcher has put them.
+
+        Raises:
+            ConfigError: the files do not fit together, or not with `transport`.
+        """
+        security = cls.from_environment(environment, **{name: getattr(config, name) for name in _FILES})
+        if security.tls_cert and not security.tls_ca:
+            raise ConfigError(
+                "tls_cert of a worker must come with tls_ca, which its pservers' certificates are checked by, got none"
+            )
+        if security.tls_ca and config.transport == "tcp":
+            raise ConfigError(
+                'transport must be "auto" or "grpc" with TLS (tls_ca is set), got "tcp": data connections are not '
+                "encrypted"
+            )
+        return security
+
+    @classmethod
+    def from_environment(
+        cls, environment: Mapping[str, str] | None = None, *, insecure: bool = False, **explicit: str | None
+    ) -> Security:
+        """The paths in `explicit`; for those that are empty, the variables above.
+
+        Raises:
+            ConfigError: the files do not fit together.
+        """
+        environment = os.environ if environment is None else environment
+        known = {name: explicit.get(name) or environment.get(f"TFPS_{name.upper()}", "").strip() for name in _FILES}
+        return cls(**known, insecure=insecure)
 
 
 @dataclass(frozen=True)

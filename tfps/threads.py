@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import TypeVar
 
 _T = TypeVar("_T")
+_LOOK_S = 1.0  # how long a signal may go unnoticed that came to another thread
 _END_S = 5.0  # for a sheltered call that was told to stop
 
 
@@ -27,11 +29,16 @@ class Flag:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until it is set or `timeout_s` is over; returns whether it is set."""
-        with contextlib.suppress(queue.Empty):
-            self._tokens.get(timeout=timeout_s)
-            self.set()  # it stays set
-            return True
-        return False
+        end_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = max(end_s - time.monotonic(), 0.0)
+            with contextlib.suppress(queue.Empty):
+                # The system may hand a signal to any thread: Python runs its handler here, and not before this returns.
+                self._tokens.get(timeout=min(left_s, _LOOK_S))
+                self.set()  # it stays set
+                return True
+            if left_s <= _LOOK_S:
+                return False
 
 
 def sheltered(call: Callable[[threading.Event], _T], wait: Callable[[threading.Event], object]) -> _T:

@@ -118,7 +118,7 @@ class Emulation:
             for hold, command in ((False, cli), (True, [*me, "pserver"])):
                 started = []
                 for host in self._hosts[: self._pservers]:
-                    options = [f"--host={host.address}", "--port=0", f"--workers={self._workers}"]
+                    options = [f"--host={host.address}", "--port=0", f"--workers={self._workers}", "--insecure"]
                     started.append(stack.enter_context(_start(host, [*command, *options])))
                 self._addresses[hold] = [children.answer(process, _START_S).split()[3] for process in started]
                 self._processes[hold] = started

@@ -157,7 +157,15 @@ def _tfps(session: Session) -> list[Role]:
             f"pserver {index}",
             work.workers + index,
             "tfps.cli",
-            *("--host", place.address(work.workers + index), "--port", "0", "--workers", str(work.workers)),
+            *(
+                "--host",
+                place.address(work.workers + index),
+                "--port",
+                "0",
+                "--workers",
+                str(work.workers),
+                "--insecure",
+            ),
         )
         for index in range(work.servers)
     ]

@@ -222,7 +222,7 @@ def test_fixed_sizes_are_never_changed(cluster: Cluster) -> None:
 )
 def test_a_malformed_layout_is_refused(cluster: Cluster, layout: pb.Layout, rule: str) -> None:
     (worker,) = job(cluster, 1, 1)
-    request = pb.TuneRequest(token=worker._membership.token, rank=0, layout=layout)
+    request = pb.TuneRequest(incarnation=worker._membership.incarnation, rank=0, layout=layout)
     with pytest.raises(ProtocolError, match=rule):
         worker._pservers[0].call("Tune", request, DEADLINE_S)
     train(worker, range(2))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import numpy as np
 import pytest
 
-from tfps.config import Config
+from tfps.config import Config, Security
 from tfps.exchange.interface import Exchange, Payload, Reply
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver import server
@@ -28,7 +28,7 @@ from tfps.pserver.server import ParameterServer
 from tfps.types import Argument, Array
 from tfps.wire import frames
 from tfps.wire.connection import dial
-from tfps.wire.control import PROTOCOL_VERSION, PULL, PUSH, RANK_KEY, TOKEN_KEY, Pserver, method, settings_of
+from tfps.wire.control import INCARNATION_KEY, PROTOCOL_VERSION, PULL, PUSH, RANK_KEY, Pserver, method, settings_of
 from tfps.wire.parts import PART_BYTES, decode_part
 from tfps.wire.tcp_path import open_path
 from tfps.worker import worker as worker_module
@@ -202,7 +202,7 @@ class RawWorker:
     over_tcp = False
 
     def __init__(self, address: str, rank: int = -1, config: Config = CONFIG, **join: Argument) -> None:
-        self.pserver = Pserver(address)
+        self.pserver = Pserver(address, Security.of_worker(config, {}))
         fields: dict[str, Argument] = {
             "protocol_version": PROTOCOL_VERSION,
             "rank": rank,
@@ -214,7 +214,7 @@ class RawWorker:
         }
         self.joined = self.pserver.join(pb.JoinRequest(**{**fields, **join}), DEADLINE_S, DEADLINE_S)
         self.rank: int = self.joined.rank
-        self.token: str = self.joined.token
+        self.incarnation: str = self.joined.incarnation
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self.pulling: grpc.Call = None
         self.pushing: grpc.Future = None
@@ -223,39 +223,48 @@ class RawWorker:
         """Opens both streams."""
         if self.over_tcp:
             self.data: socket.socket = dial(
-                self.pserver.address, self.joined.data_port, self.token, self.rank, DEADLINE_S
+                self.pserver.address, self.joined.data_port, self.pserver.token, self.incarnation, self.rank, DEADLINE_S
             )._socket
             self.data.settimeout(DEADLINE_S)
             return self
-        self.pulling = self._pull(self.token, str(self.rank))
-        self.pushing = self._push(self._outbox, self.token, str(self.rank))
+        self.pulling = self._pull(self.incarnation, str(self.rank))
+        self.pushing = self._push(self._outbox, self.incarnation, str(self.rank))
         return self
 
     def open_pull(self) -> RawWorker:
         """Opens the one stream only."""
-        self.pulling = self._pull(self.token, str(self.rank))
+        self.pulling = self._pull(self.incarnation, str(self.rank))
         return self
 
-    def second_streams(self, token: str | None, rank: str) -> list[Exception]:
+    def second_streams(self, incarnation: str | None, rank: str) -> list[Exception]:
         """Tries to open others; the errors that they get."""
-        token, outbox = self.token if token is None else token, queue.SimpleQueue[bytes | None]()
-        answers = [next(self._pull(token, rank)), self._push(outbox, token, rank).result(DEADLINE_S)]
+        incarnation, outbox = (
+            self.incarnation if incarnation is None else incarnation,
+            queue.SimpleQueue[bytes | None](),
+        )
+        answers = [next(self._pull(incarnation, rank)), self._push(outbox, incarnation, rank).result(DEADLINE_S)]
         outbox.put(None)
         return [frames.decode_error(*frames.decode(answer)) for answer in answers]
 
-    def _pull(self, token: str, rank: str) -> grpc.Call:
+    def _pull(self, incarnation: str, rank: str) -> grpc.Call:
         pull = self.pserver.channel.unary_stream(method(PULL))
-        return pull(b"", metadata=((TOKEN_KEY, token), (RANK_KEY, rank)), timeout=DEADLINE_S)
+        return pull(
+            b"", metadata=(*self.pserver.metadata, (INCARNATION_KEY, incarnation), (RANK_KEY, rank)), timeout=DEADLINE_S
+        )
 
-    def _push(self, outbox: queue.SimpleQueue[bytes | None], token: str, rank: str) -> grpc.Future:
+    def _push(self, outbox: queue.SimpleQueue[bytes | None], incarnation: str, rank: str) -> grpc.Future:
         push = self.pserver.channel.stream_unary(method(PUSH))
-        return push.future(iter(outbox.get, None), metadata=((TOKEN_KEY, token), (RANK_KEY, rank)), timeout=DEADLINE_S)
+        return push.future(
+            iter(outbox.get, None),
+            metadata=(*self.pserver.metadata, (INCARNATION_KEY, incarnation), (RANK_KEY, rank)),
+            timeout=DEADLINE_S,
+        )
 
     def declare(
         self, *buckets: pb.Bucket, number: int = 0, details: Sequence[str] = (), timeout_s: float = DEADLINE_S
     ) -> RawWorker:
         request = pb.DeclareRequest(
-            token=self.token,
+            incarnation=self.incarnation,
             rank=self.rank,
             number=number,
             buckets=buckets,
@@ -292,7 +301,7 @@ class RawWorker:
                 return frames.decode_error(header, memoryview(payload))
 
     def leave(self) -> None:
-        self.pserver.call("Leave", pb.LeaveRequest(token=self.token, rank=self.rank), DEADLINE_S)
+        self.pserver.call("Leave", pb.LeaveRequest(incarnation=self.incarnation, rank=self.rank), DEADLINE_S)
 
     def close(self) -> None:
         self._outbox.put(None)

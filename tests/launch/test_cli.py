@@ -112,6 +112,45 @@ def test_every_line_says_where_it_comes_from(write_script: WriteScript) -> None:
     assert len(lines) == 4
 
 
+def test_it_makes_a_job_token_that_no_process_shows(write_script: WriteScript) -> None:
+    script = write_script(
+        """
+        import json, pathlib, psutil, stat
+        path = pathlib.Path(os.environ["TFPS_TOKEN_FILE"])
+        token = path.read_text()
+        from tfps.worker.worker import Worker
+        worker = Worker(os.environ["TFPS_PSERVERS"].split(","), job=os.environ["TFPS_JOB"])
+        launcher = psutil.Process().parent()
+        processes = [launcher, *launcher.children(recursive=True)]
+        shown = [p.name() for p in processes if any(token in part for part in [*p.cmdline(), *p.environ().values()])]
+        mode = stat.S_IMODE(path.stat().st_mode)
+        print("told", json.dumps([str(path), mode, len(token) >= 32, len(processes) >= 3, shown]))
+        print("hash", hash(token))
+        worker.close()
+        """
+    )
+    result = launch("--workers", 2, "--pservers", 1, script, PYTHONHASHSEED="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    told = [json.loads(line.partition("told ")[2]) for line in result.stdout.splitlines() if "told " in line]
+    path = Path(told[0][0])
+    assert told == [[str(path), 0o600, True, True, []]] * 2
+    assert len({line.partition("hash ")[2] for line in result.stdout.splitlines() if "hash " in line}) == 1
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("how", ["option", "variable"])
+def test_it_takes_a_job_token_that_is_given(how: str, write_script: WriteScript, tmp_path: Path) -> None:
+    own = tmp_path / "token"
+    own.touch(0o600)
+    own.write_text("a-token-of-20-chars!")
+    script = write_script("print('has', os.environ['TFPS_TOKEN_FILE'])")
+    result = launch(*(("--token-file", own) if how == "option" else ()), script, **(
+        {"TFPS_TOKEN_FILE": str(own)} if how == "variable" else {}
+    ))  # fmt: skip
+    assert f"has {own}" in result.stdout
+    assert own.exists()
+
+
 def test_workers_learn_their_place_in_the_job(write_script: WriteScript) -> None:
     script = write_script(
         """

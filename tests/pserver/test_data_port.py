@@ -15,9 +15,11 @@ from jobs import Cluster
 from tfps.config import Config
 from tfps.errors import ClosedError, ConfigError, ConnectError, PserverLostError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
+from tfps.pserver.data_port import DataPort
 from tfps.pserver.server import ParameterServer
 from tfps.wire.connection import dial
 from tfps.wire.frames import Kind
+from tfps.wire.job_token import JobToken
 from tfps.wire.parts import PART_BYTES, decode_part
 
 TCP = Config(
@@ -36,8 +38,13 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
+def data(server: ParameterServer) -> DataPort:
+    assert server._data is not None
+    return server._data
+
+
 def data_port(server: ParameterServer) -> int:
-    return server._data.port
+    return data(server).port
 
 
 def threads() -> set[str]:
@@ -65,18 +72,18 @@ def test_nothing_is_left_of_a_job_that_has_ended(cluster: Cluster) -> None:
     for thread in running:
         thread.join(jobs.DEADLINE_S)
     assert threads() <= before
-    assert not server._data._connections
-    assert not server._data._strangers
+    assert not data(server)._connections
+    assert not data(server)._strangers
 
 
-@pytest.mark.parametrize(("token", "rank", "error"), [("wrong", 0, ClosedError), (None, 7, ConnectError)])
+@pytest.mark.parametrize(("incarnation", "rank", "error"), [("wrong", 0, ClosedError), (None, 7, ConnectError)])
 def test_who_is_no_member_is_refused_and_told_why(
-    token: str | None, rank: int, error: type[Exception], cluster: Cluster
+    incarnation: str | None, rank: int, error: type[Exception], cluster: Cluster
 ) -> None:
     server = cluster.pserver(1)
     member = cluster.raw(server.address)
     with pytest.raises(error):
-        dial(server.address, data_port(server), token or member.token, rank, jobs.DEADLINE_S)
+        dial(server.address, data_port(server), JobToken(), incarnation or member.incarnation, rank, jobs.DEADLINE_S)
 
 
 def test_a_second_connection_of_a_rank_is_refused_and_the_first_goes_on(cluster: Cluster) -> None:
@@ -84,7 +91,7 @@ def test_a_second_connection_of_a_rank_is_refused_and_the_first_goes_on(cluster:
     worker = cluster.worker([server.address], config=TCP)
     worker.declare([SUM])
     with pytest.raises(ConnectError, match="has a stream already"):
-        dial(server.address, data_port(server), worker._membership.token, 0, jobs.DEADLINE_S)
+        dial(server.address, data_port(server), JobToken(), worker._membership.incarnation, 0, jobs.DEADLINE_S)
     assert jobs.push(worker, 0, bytes(40_000)).wait().error is None
 
 
@@ -103,13 +110,15 @@ def test_a_stranger_does_not_disturb_a_running_job(cluster: Cluster) -> None:
     assert jobs.push(worker, 0, bytes(40_000)).wait().error is None
 
 
-def test_strangers_that_say_nothing_are_bounded(cluster: Cluster) -> None:
+def test_strangers_that_say_nothing_are_bounded_and_the_oldest_make_room(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tfps.pserver.data_port._GREETING_S", 10 * jobs.DEADLINE_S)  # it is not what ends them
     server = cluster.pserver(1)
     worker = cluster.worker([server.address], config=TCP)
     worker.declare([SUM])
     strangers = [socket.create_connection(("127.0.0.1", data_port(server)), jobs.DEADLINE_S) for _ in range(70)]
-    ended = [each for each in strangers[64:] if each.recv(1) == b""]
-    assert len(ended) == 6
+    assert [each.recv(1) for each in strangers[:6]] == [b""] * 6  # the oldest make room
     assert jobs.push(worker, 0, bytes(40_000)).wait().error is None
     for stranger in strangers:
         stranger.close()
@@ -119,7 +128,7 @@ def test_a_worker_whose_connection_breaks_within_a_frame_has_died(cluster: Clust
     server = cluster.pserver(2)
     worker, other = cluster.workers([server.address], 2, config=TCP)
     jobs.together(lambda: worker.declare([SUM]), lambda: other.declare([SUM]))
-    (connection,) = [each for each in server._data._connections if _is_of(each, other)]
+    (connection,) = [each for each in data(server)._connections if _is_of(each, other)]
     connection.shut_down()
     error = jobs.push(worker, 0, bytes(40_000)).error()
     assert isinstance(error, WorkerLostError)
@@ -138,7 +147,7 @@ def test_auto_takes_grpc_where_the_data_port_cannot_be_reached(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = cluster.pserver(1)
-    server._data.close()
+    data(server).close()
     config = Config(slice_bytes=1024, shared_memory=False, connect_timeout_s=jobs.DEADLINE_S)
     worker = cluster.worker([server.address], config=config)
     worker.declare([SUM])
@@ -150,7 +159,7 @@ def test_auto_takes_grpc_where_the_data_port_cannot_be_reached(
 
 def test_tcp_says_that_the_data_port_cannot_be_reached(cluster: Cluster) -> None:
     server = cluster.pserver(1)
-    server._data.close()
+    data(server).close()
     with pytest.raises(ConnectError, match=r"data port \d+ cannot be reached: .*refused.*transport=\"auto\""):
         cluster.worker([server.address], config=TCP)
 

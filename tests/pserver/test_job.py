@@ -38,7 +38,15 @@ def joined(workers: int) -> Job:
     job = Job(workers, "", Recorder(), ErrorCounts())
     for rank in range(workers):
         applicant = Applicant(
-            job="", rank=rank, workers=workers, uid=str(rank), host="h", pid=rank, pserver_index=0, pservers=1, token=""
+            job="",
+            rank=rank,
+            workers=workers,
+            uid=str(rank),
+            host="h",
+            pid=rank,
+            pserver_index=0,
+            pservers=1,
+            incarnation="",
         )
         job.join(applicant, jobs.CONFIG)
     return job

@@ -68,13 +68,13 @@ def test_a_pserver_in_use_names_the_workers_of_the_other_job() -> None:
         members.join(applicant(job="b"), 0)
 
 
-def test_the_token_tells_jobs_of_one_name_apart() -> None:
+def test_the_incarnation_tells_jobs_of_one_name_apart() -> None:
     members = Membership(2)
-    members.join(applicant(pserver_index=1, pservers=2, token="t1"), 0)
-    assert members.token == "t1"
-    members.join(applicant(pserver_index=1, pservers=2, token="t1"), 0)
+    members.join(applicant(pserver_index=1, pservers=2, incarnation="t1"), 0)
+    assert members.incarnation == "t1"
+    members.join(applicant(pserver_index=1, pservers=2, incarnation="t1"), 0)
     with pytest.raises(ConnectError, match="used by another job"):
-        members.join(applicant(pserver_index=1, pservers=2, token="t2"), 0)
+        members.join(applicant(pserver_index=1, pservers=2, incarnation="t2"), 0)
 
 
 def test_a_worker_must_begin_with_the_first_pserver() -> None:
@@ -87,7 +87,7 @@ def test_lists_in_different_orders_are_refused() -> None:
     members.join(applicant(pservers=2, host="h", pid=7), 0)
     rule = r"lists of pservers differ: this pserver is number 1 of 2 for rank 0 \(h:7\) and number 2 of 2 for this"
     with pytest.raises(ConnectError, match=rule):
-        members.join(applicant(pserver_index=1, pservers=2, token="t"), 0)
+        members.join(applicant(pserver_index=1, pservers=2, incarnation="t"), 0)
 
 
 def test_settings_that_differ_are_named_with_both_values() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jobs import Cluster, RawWorker, attempt, together
 
+from tfps.config import Security
 from tfps.errors import (
     ClosedError,
     ConfigError,
@@ -202,7 +203,7 @@ def test_a_worker_with_one_stream_is_waited_for_by_name(cluster: Cluster, last: 
 
 
 @pytest.mark.parametrize(
-    ("token", "rank", "rule"),
+    ("incarnation", "rank", "rule"),
     [
         ("wrong", "0", "does not know this job"),
         ("", "0", "does not know this job"),
@@ -211,9 +212,11 @@ def test_a_worker_with_one_stream_is_waited_for_by_name(cluster: Cluster, last: 
         (None, "x", "must be a number, got 'x'"),
     ],
 )
-def test_a_stream_of_a_stranger_is_refused_alone(cluster: Cluster, token: str | None, rank: str, rule: str) -> None:
+def test_a_stream_of_a_stranger_is_refused_alone(
+    cluster: Cluster, incarnation: str | None, rank: str, rule: str
+) -> None:
     member = cluster.raw(cluster.pserver(1).address).open().declare()
-    for error in member.second_streams(token, rank):
+    for error in member.second_streams(incarnation, rank):
         with pytest.raises((ConnectError, ClosedError), match=rule):
             raise error
     member.declare(number=1)  # the job goes on
@@ -222,17 +225,17 @@ def test_a_stream_of_a_stranger_is_refused_alone(cluster: Cluster, token: str | 
 def test_other_protocol_versions_refuse_each_other_by_name(cluster: Cluster) -> None:
     address = cluster.pserver(1).address
     with pytest.raises(
-        ConnectError, match=f"pserver {address}: the pserver speaks protocol version 4, the worker versi"
+        ConnectError, match=f"pserver {address}: the pserver speaks protocol version 5, the worker versi"
     ):
         cluster.raw(address, protocol_version=1)
 
 
-def test_a_token_of_an_ended_job_is_worth_nothing(cluster: Cluster) -> None:
+def test_the_incarnation_of_an_ended_job_is_worth_nothing(cluster: Cluster) -> None:
     address = cluster.pserver(1).address
     old = cluster.raw(address).open().declare()
     old.leave()
     new = cluster.raw(address).open().declare()
-    assert new.token != old.token
+    assert new.incarnation != old.incarnation
     with pytest.raises(ClosedError, match="does not know this job, or not any more"):
         old.declare(number=1)
 
@@ -299,7 +302,7 @@ def test_a_pserver_needs_workers() -> None:
 
 
 def test_the_address_of_a_pserver_on_all_interfaces_can_be_connected_to(cluster: Cluster) -> None:
-    server = ParameterServer("0.0.0.0", 0, workers=1)
+    server = ParameterServer("0.0.0.0", 0, workers=1, security=Security(insecure=True))
     cluster.callback(server.stop, 0.2)
     assert not server.address.startswith("0.0.0.0")
     cluster.worker([server.address])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 
@@ -163,6 +164,40 @@ def test_a_file_that_is_no_capture_is_named_with_the_reason(tmp_path: Path) -> N
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(TfpsError, match="cannot read the capture"):
         read(path)
+
+
+def test_a_file_that_was_made_to_fill_memory_is_refused_early(tmp_path: Path) -> None:
+    """400 KB that would unpack to 400 MB."""
+    path = tmp_path / "bomb.trace.json.gz"
+    with gzip.open(path, "wb") as file:
+        file.write(START + b'{"format":1,"name":"')
+        for _ in range(400):
+            file.write(b"x" * 10**6)
+        file.write(b'"}},\n')
+    tracemalloc.start()
+    try:
+        with pytest.raises(TfpsError, match=r"must unpack to at most \d+ bytes, 100 times its size; got more"):
+            read(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 200 * 10**6
+
+
+@pytest.mark.parametrize("opening", [b"[", b'{"a":'])
+def test_a_file_that_nests_deeply_is_refused(opening: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "deep.trace.json.gz"
+    with gzip.open(path, "wb") as file:
+        file.write(START + b'{"format":1,"name":' + opening * 100_000 + b"},\n")
+    with pytest.raises(TfpsError, match="its first line is damaged: RecursionError"):
+        read(path)
+
+
+def test_the_most_repetitive_capture_is_far_from_the_bound(tmp_path: Path) -> None:
+    path = tmp_path / "same.trace.json.gz"
+    same = Span("wire", 0, "to pserver 0", 0, 1, 0, 0, 0, -1, 0, 8, 0, 0)
+    write_chrome(Capture(PROCESSES, BUCKETS, (same,) * 50_000), path)
+    assert len(read(path).spans) == 50_000
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.connection import Connection, dial, greet
 from tfps.wire.frames import Header, Kind
+from tfps.wire.job_token import JobToken
 from tfps.wire.parts import Part, encode_part
 from tfps.wire.send_queue import Outgoing, SendQueue
 
@@ -177,12 +179,23 @@ def test_a_stranger_is_told_apart_from_a_worker(pair: tuple[socket.socket, socke
     here, there = pair
     here.sendall(b"GET / HTTP/1.1\r\n\r\n")
     with pytest.raises(ConnectError, match="not a tfps worker"):
-        greet(there, jobs.DEADLINE_S)
+        greet(there, JobToken(), jobs.DEADLINE_S)
+
+
+@pytest.mark.parametrize("token", [JobToken(), JobToken("another-token-0123456789")])
+def test_who_has_no_token_is_told_so_before_anything_else_is_read(
+    token: JobToken, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    here, there = pair
+    sent = token.reveal()
+    here.sendall(struct.pack("<4sHHHI", b"tfps", 2, len(sent), 200, 0) + sent)  # the 200 bytes never come
+    with pytest.raises(ConnectError, match=r"the pserver (wants|has another) .*job token"):
+        greet(there, JobToken("the-token-0123456789"), jobs.DEADLINE_S)
 
 
 def test_who_does_not_say_who_it_is_is_not_waited_for(pair: tuple[socket.socket, socket.socket]) -> None:
     with pytest.raises(TimeoutError):
-        greet(pair[1], 0.05)
+        greet(pair[1], JobToken(), 0.05)
 
 
 def test_a_worker_says_what_it_has_reached() -> None:
@@ -198,5 +211,5 @@ def test_a_worker_says_what_it_has_reached() -> None:
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         with pytest.raises(ConnectionRefusedError, match="is not a tfps pserver"):
-            dial(f"127.0.0.1:{port}", port, "token", 0, jobs.DEADLINE_S)
+            dial(f"127.0.0.1:{port}", port, JobToken(), "incarnation", 0, jobs.DEADLINE_S)
         thread.join(jobs.DEADLINE_S)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import platform
 
 import jobs
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfps.wire.memory import ALIGNMENT, aligned_empty, tune_malloc
+from tfps.wire.memory import ALIGNMENT, aligned_empty, machine_bytes, tune_malloc
 
 
 @given(nbytes=st.integers(0, 10_000))
@@ -18,6 +19,10 @@ def test_arrays_are_aligned_and_of_the_size_asked_for(nbytes: int) -> None:
     assert array.nbytes == nbytes
     assert array.flags.writeable
     assert not nbytes or array.ctypes.data % ALIGNMENT == 0
+
+
+def test_a_process_may_use_at_most_what_the_machine_has() -> None:
+    assert 2**20 < machine_bytes() <= psutil.virtual_memory().total
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import errno
+import fcntl
 import functools
 import gc
 import os
 import struct
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -135,6 +137,48 @@ def test_wrong_offers_are_refused(wrong: dict[str, Argument]) -> None:
     arena = Arena()
     with pytest.raises(OSError, match=r"."):
         Attached(dataclasses.replace(arena.offer, **wrong))
+
+
+def opened(path: Path) -> Callable[[], bool]:
+    """Watches `path`; returns what tells whether it has been opened since."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    watch = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+    assert watch >= 0
+    assert libc.inotify_add_watch(watch, os.fsencode(path), 0x20) >= 0  # IN_OPEN
+
+    def tell() -> bool:
+        try:
+            return bool(os.read(watch, 4096))
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(watch)
+
+    return tell
+
+
+def test_what_a_stranger_offers_is_not_opened_to_see_what_it_is(tmp_path: Path) -> None:
+    """Opening a device or a pipe may do something; a pserver may run as root, and the offer is a stranger's."""
+    path = tmp_path / "device"
+    path.touch()
+    arena = Arena()
+    with path.open("r+b") as file:
+        was_opened = opened(path)
+        with pytest.raises(OSError, match=r"must be a worker's memory, got .*device"):
+            Attached(dataclasses.replace(arena.offer, fd=file.fileno()))
+    assert not was_opened()
+
+
+def test_memory_of_another_name_is_refused() -> None:
+    arena, other = Arena(), os.memfd_create("other", os.MFD_ALLOW_SEALING)
+    os.ftruncate(other, 4096)
+    os.pwrite(other, arena.offer.secret, 0)
+    fcntl.fcntl(other, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    try:
+        with pytest.raises(OSError, match="must be a worker's memory, got /memfd:other"):
+            Attached(dataclasses.replace(arena.offer, fd=other))
+    finally:
+        os.close(other)
 
 
 def test_a_file_is_no_memory(tmp_path: Path) -> None:

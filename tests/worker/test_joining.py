@@ -44,7 +44,7 @@ def test_all_pservers_give_a_worker_the_same_place(cluster: Cluster) -> None:
         assert len(memberships) == 2
         assert set(memberships) == {memberships[0]}
         assert (memberships[0].rank, memberships[0].workers) == (rank, 3)
-    assert first[0].membership.token == second[0].membership.token != ""
+    assert first[0].membership.incarnation == second[0].membership.incarnation != ""
     assert not any(answer.shares_memory for answer in first + second)
 
 
@@ -72,7 +72,7 @@ def test_a_worker_that_leaves_says_why_to_every_pserver(cluster: Cluster) -> Non
     pservers, answers = joined(cluster, [server.address for server in servers])
     leave(pservers, answers[0].membership, ClosedError("its script has ended"))
     for pserver in pservers:
-        request = pb.DeclareRequest(token=answers[0].membership.token, rank=0, timeout_s=1.0)
+        request = pb.DeclareRequest(incarnation=answers[0].membership.incarnation, rank=0, timeout_s=1.0)
         with pytest.raises(ClosedError, match="its script has ended"):
             pserver.call("Declare", request, jobs.DEADLINE_S)
 

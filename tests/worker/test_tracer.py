@@ -292,7 +292,7 @@ def test_a_worker_that_hands_in_nothing_is_named_and_left_out(
 
 def upload(half: Half, number: int) -> None:
     records = pb.Records(number=1, last=True)
-    request = pb.UploadRequest(token=half.raw.token, rank=1, number=number, records=records)
+    request = pb.UploadRequest(incarnation=half.raw.incarnation, rank=1, number=number, records=records)
     half.raw.pserver.call("Upload", request, jobs.DEADLINE_S)
 
 

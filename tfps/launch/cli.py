@@ -10,9 +10,10 @@ import re
 import secrets
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,8 @@ _READY = re.compile(r"tfps_pserver ready at (?P<address>\S+:\d+) workers=\d+")
 class Plan:
     """What to start: `script` with its arguments (a module if `is_module`), and on how many processes.
 
-    `metrics_port` is pserver 0's, others count up from it; 0 picks free ports; None: no metrics.
+    `metrics_port` is pserver 0's, others count up from it; 0 picks free ports; None: no metrics. `token_file` has the
+    job token; "": one is made for the job.
     """
 
     script: str
@@ -43,6 +45,7 @@ class Plan:
     grace_s: float = 5.0
     log: str | None = None
     metrics_port: int | None = None
+    token_file: str = ""
 
     def __post_init__(self) -> None:
         for name in ("workers", "pservers"):
@@ -74,6 +77,12 @@ def parse(argv: Sequence[str]) -> Plan:
         help="pserver 0 serves Prometheus metrics and /healthz on this port of 127.0.0.1, pserver 1 on the next, ...; "
         "0 picks free ones (default: do not)",
     )
+    parser.add_argument(
+        "--token-file",
+        default="",
+        metavar="FILE",
+        help="file with the job token of pservers and workers (default: TFPS_TOKEN_FILE, else one is made for the job)",
+    )
     parser.add_argument("--log", metavar="FILE", help="also write all output to this file, without colours")
     parser.add_argument(
         "--grace",
@@ -99,6 +108,7 @@ def parse(argv: Sequence[str]) -> Plan:
             grace_s=options.grace,
             log=options.log,
             metrics_port=options.metrics_port,
+            token_file=options.token_file,
         )
     except ConfigError as error:
         parser.error(str(error))
@@ -126,6 +136,22 @@ def check_script(plan: Plan) -> None:
         raise ConfigError(f"module not found: {plan.script}")
 
 
+@contextmanager
+def with_token(plan: Plan, environment: Mapping[str, str]) -> Iterator[Plan]:
+    """The plan with the file of a job token. One that is made here only its user can read; it goes with the job.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if known := plan.token_file or environment.get("TFPS_TOKEN_FILE", "").strip():
+        yield replace(plan, token_file=known)
+        return
+    with tempfile.NamedTemporaryFile("w", prefix="tfps-token-") as file:  # with mode 0600
+        file.write(secrets.token_urlsafe(32))
+        file.flush()
+        yield replace(plan, token_file=file.name)
+
+
 def worker_command(plan: Plan, rank: int, pservers: Sequence[str], job: str, environment: Mapping[str, str]) -> Command:
     """The command of one worker, which reads its place in the job from `TFPS_...` (see tfps.config.Launch)."""
     from tfps.launch.supervisor import Command
@@ -137,6 +163,7 @@ def worker_command(plan: Plan, rank: int, pservers: Sequence[str], job: str, env
         "TFPS_RANK": str(rank),
         "TFPS_WORKERS": str(plan.workers),
         "TFPS_JOB": job,
+        "TFPS_TOKEN_FILE": plan.token_file,
     }
     colour = _WORKER_COLOURS[rank % len(_WORKER_COLOURS)]
     return Command(f"worker {rank}", (sys.executable, *program, *plan.args), variables, colour)
@@ -150,12 +177,16 @@ def pserver_command(plan: Plan, index: int, job: str, environment: Mapping[str, 
     argv += ["--workers", str(plan.workers), "--job", job]
     if plan.metrics_port is not None:
         argv += ["--metrics-port", str(plan.metrics_port and plan.metrics_port + index)]
-    return Command(f"pserver {index}", argv, _inherited(environment), _PSERVER_COLOUR)
+    variables = {**_inherited(environment), "TFPS_TOKEN_FILE": plan.token_file}
+    return Command(f"pserver {index}", argv, variables, _PSERVER_COLOUR)
 
 
 def _inherited(environment: Mapping[str, str]) -> dict[str, str]:
-    # A TF_CONFIG would describe another job. Unbuffered: lines are shown as they are written.
-    kept = {name: value for name, value in environment.items() if name != "TF_CONFIG"}
+    # A TF_CONFIG would describe another job; certificates are for hosts, and this job stays on one. Unbuffered: lines
+    # are shown as they are written.
+    kept = {
+        name: value for name, value in environment.items() if name != "TF_CONFIG" and not name.startswith("TFPS_TLS_")
+    }
     return {"PYTHONUNBUFFERED": "1", **kept}
 
 
@@ -241,6 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"tfps_launch: {error}", file=sys.stderr)
             return 2
         try:
+            plan = stack.enter_context(with_token(plan, os.environ))
             with Supervisor(Console(sys.stdout, sys.stderr, log), plan.grace_s) as supervisor:
                 outcome = run(plan, supervisor, os.environ)
         except Interrupted as interrupted:

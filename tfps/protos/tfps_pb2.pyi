@@ -30,10 +30,10 @@ class ClockReply(_message.Message):
     def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., time_ns: _Optional[int] = ...) -> None: ...
 
 class ClockRequest(_message.Message):
-    __slots__ = ["token"]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
-    token: str
-    def __init__(self, token: _Optional[str] = ...) -> None: ...
+    __slots__ = ["incarnation"]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    def __init__(self, incarnation: _Optional[str] = ...) -> None: ...
 
 class CollectReply(_message.Message):
     __slots__ = ["failure", "records"]
@@ -44,16 +44,16 @@ class CollectReply(_message.Message):
     def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., records: _Optional[_Union[Records, _Mapping]] = ...) -> None: ...
 
 class CollectRequest(_message.Message):
-    __slots__ = ["number", "rank", "timeout_s", "token"]
+    __slots__ = ["incarnation", "number", "rank", "timeout_s"]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
     number: int
     rank: int
     timeout_s: float
-    token: str
-    def __init__(self, token: _Optional[str] = ..., rank: _Optional[int] = ..., number: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., number: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class DeclareReply(_message.Message):
     __slots__ = ["failure"]
@@ -62,20 +62,20 @@ class DeclareReply(_message.Message):
     def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
 class DeclareRequest(_message.Message):
-    __slots__ = ["buckets", "details", "number", "rank", "timeout_s", "token"]
+    __slots__ = ["buckets", "details", "incarnation", "number", "rank", "timeout_s"]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     DETAILS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
     buckets: _containers.RepeatedCompositeFieldContainer[Bucket]
     details: _containers.RepeatedScalarFieldContainer[str]
+    incarnation: str
     number: int
     rank: int
     timeout_s: float
-    token: str
-    def __init__(self, token: _Optional[str] = ..., rank: _Optional[int] = ..., number: _Optional[int] = ..., details: _Optional[_Iterable[str]] = ..., buckets: _Optional[_Iterable[_Union[Bucket, _Mapping]]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., number: _Optional[int] = ..., details: _Optional[_Iterable[str]] = ..., buckets: _Optional[_Iterable[_Union[Bucket, _Mapping]]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class ErrorCount(_message.Message):
     __slots__ = ["count", "error", "where"]
@@ -96,26 +96,27 @@ class Failure(_message.Message):
     def __init__(self, code: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ["data_port", "failure", "protocol_version", "rank", "shared_memory", "token", "workers"]
+    __slots__ = ["data_port", "failure", "incarnation", "protocol_version", "rank", "shared_memory", "workers"]
     DATA_PORT_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     data_port: int
     failure: Failure
+    incarnation: str
     protocol_version: int
     rank: int
     shared_memory: bool
-    token: str
     workers: int
-    def __init__(self, protocol_version: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., token: _Optional[str] = ..., shared_memory: bool = ..., data_port: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., incarnation: _Optional[str] = ..., shared_memory: bool = ..., data_port: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ["host", "job", "memory", "pid", "protocol_version", "pserver_index", "pservers", "rank", "settings", "token", "uid", "workers"]
+    __slots__ = ["host", "incarnation", "job", "memory", "pid", "protocol_version", "pserver_index", "pservers", "rank", "settings", "uid", "workers"]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -124,10 +125,10 @@ class JoinRequest(_message.Message):
     PSERVER_INDEX_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     host: str
+    incarnation: str
     job: str
     memory: SharedMemory
     pid: int
@@ -136,10 +137,9 @@ class JoinRequest(_message.Message):
     pservers: int
     rank: int
     settings: Settings
-    token: str
     uid: str
     workers: int
-    def __init__(self, protocol_version: _Optional[int] = ..., job: _Optional[str] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., uid: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., pserver_index: _Optional[int] = ..., pservers: _Optional[int] = ..., token: _Optional[str] = ..., settings: _Optional[_Union[Settings, _Mapping]] = ..., memory: _Optional[_Union[SharedMemory, _Mapping]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., job: _Optional[str] = ..., rank: _Optional[int] = ..., workers: _Optional[int] = ..., uid: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., pserver_index: _Optional[int] = ..., pservers: _Optional[int] = ..., incarnation: _Optional[str] = ..., settings: _Optional[_Union[Settings, _Mapping]] = ..., memory: _Optional[_Union[SharedMemory, _Mapping]] = ...) -> None: ...
 
 class Layout(_message.Message):
     __slots__ = ["buckets", "slice_bytes", "steps", "window_bytes"]
@@ -158,14 +158,14 @@ class LeaveReply(_message.Message):
     def __init__(self) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ["failure", "rank", "token"]
+    __slots__ = ["failure", "incarnation", "rank"]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
     failure: Failure
+    incarnation: str
     rank: int
-    token: str
-    def __init__(self, token: _Optional[str] = ..., rank: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
     __slots__ = ["awaited_slices", "busy_bytes", "busy_s", "host", "in_flight_bytes", "pid", "queued_slices", "rank", "received_bytes", "received_slices", "sent_bytes", "sent_slices", "shared_memory", "state", "step", "wait_s", "window_bytes"]
@@ -286,12 +286,12 @@ class StatusReply(_message.Message):
     def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., cpu_s: _Optional[float] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., jobs: _Optional[int] = ..., job: _Optional[str] = ..., workers: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., buckets: _Optional[int] = ..., slices: _Optional[int] = ..., shard_bytes: _Optional[int] = ..., open_slices: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[ErrorCount, _Mapping]]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ["details", "token"]
+    __slots__ = ["details", "incarnation"]
     DETAILS_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     details: bool
-    token: str
-    def __init__(self, token: _Optional[str] = ..., details: bool = ...) -> None: ...
+    incarnation: str
+    def __init__(self, incarnation: _Optional[str] = ..., details: bool = ...) -> None: ...
 
 class TraceReply(_message.Message):
     __slots__ = ["failure"]
@@ -300,16 +300,16 @@ class TraceReply(_message.Message):
     def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
 class TraceRequest(_message.Message):
-    __slots__ = ["number", "on", "rank", "token"]
+    __slots__ = ["incarnation", "number", "on", "rank"]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ON_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
     number: int
     on: bool
     rank: int
-    token: str
-    def __init__(self, token: _Optional[str] = ..., rank: _Optional[int] = ..., number: _Optional[int] = ..., on: bool = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., number: _Optional[int] = ..., on: bool = ...) -> None: ...
 
 class TuneReply(_message.Message):
     __slots__ = ["failure"]
@@ -318,14 +318,14 @@ class TuneReply(_message.Message):
     def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
 class TuneRequest(_message.Message):
-    __slots__ = ["layout", "rank", "token"]
+    __slots__ = ["incarnation", "layout", "rank"]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
     layout: Layout
     rank: int
-    token: str
-    def __init__(self, token: _Optional[str] = ..., rank: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ...) -> None: ...
 
 class UploadReply(_message.Message):
     __slots__ = ["failure"]
@@ -334,16 +334,16 @@ class UploadReply(_message.Message):
     def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
 class UploadRequest(_message.Message):
-    __slots__ = ["number", "rank", "records", "token"]
+    __slots__ = ["incarnation", "number", "rank", "records"]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
     number: int
     rank: int
     records: Records
-    token: str
-    def __init__(self, token: _Optional[str] = ..., rank: _Optional[int] = ..., number: _Optional[int] = ..., records: _Optional[_Union[Records, _Mapping]] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., number: _Optional[int] = ..., records: _Optional[_Union[Records, _Mapping]] = ...) -> None: ...
 
 class WaitingReply(_message.Message):
     __slots__ = ["failure", "missing"]
@@ -354,13 +354,13 @@ class WaitingReply(_message.Message):
     def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., missing: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WaitingRequest(_message.Message):
-    __slots__ = ["bucket", "declaration", "rank", "token"]
+    __slots__ = ["bucket", "declaration", "incarnation", "rank"]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     DECLARATION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
     bucket: int
     declaration: bool
+    incarnation: str
     rank: int
-    token: str
-    def __init__(self, token: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ..., declaration: bool = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ..., declaration: bool = ...) -> None: ...

@@ -9,18 +9,24 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from tfps.config import Security
 from tfps.errors import TfpsError
+from tfps.pserver.listening import LOOPBACK, default_host, is_loopback, reachable
 from tfps.pserver.server import ParameterServer
 from tfps.threads import Flag
 from tfps.wire.memory import tune_malloc
 
+logger = logging.getLogger("tfps")
 _INTERVAL_S = 1.0  # between two status requests
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code. Prints `tfps_pserver ready at HOST:PORT workers=N` to stdout."""
     parser = argparse.ArgumentParser(prog="tfps_pserver", description="Parameter server: sums what workers push.")
-    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all interfaces)")
+    parser.add_argument(
+        "--host",
+        help="address to listen on (default: all interfaces with a job token, TLS or --insecure, else this host only)",
+    )
     parser.add_argument("--port", type=int, default=7070, help="port to listen on; 0 picks a free one (default: 7070)")
     parser.add_argument("--workers", type=int, help="number of workers in a job")
     parser.add_argument("--job", default="", help="serve only jobs of this name (default: any, one at a time)")
@@ -35,6 +41,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=int,
         help="serve Prometheus metrics and /healthz over HTTP on this port, 0 picks a free one (default: do not)",
     )
+    parser.add_argument(
+        "--metrics-host",
+        default=LOOPBACK,
+        help="address for --metrics-port, where whoever reaches it may read them (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="file with the job token, without which nobody may call or join (default: TFPS_TOKEN_FILE)",
+    )
+    parser.add_argument(
+        "--tls-cert", metavar="FILE", help="certificate of this pserver (PEM): turns TLS on (default: TFPS_TLS_CERT)"
+    )
+    parser.add_argument("--tls-key", metavar="FILE", help="its key (PEM, default: TFPS_TLS_KEY)")
+    parser.add_argument(
+        "--tls-ca",
+        metavar="FILE",
+        help="certificates (PEM) that must have signed those of workers; with --status: the pserver's (default: "
+        "TFPS_TLS_CA)",
+    )
+    parser.add_argument("--insecure", action="store_true", help="serve other hosts without a job token and without TLS")
+    parser.add_argument(
+        "--max-memory",
+        type=float,
+        metavar="GIB",
+        help="what jobs may declare on this pserver (default: the memory of the machine or container)",
+    )
     parser.add_argument("--status", metavar="HOST:PORT", help="show the status of this pserver, do not run one")
     parser.add_argument("--json", action="store_true", help="with --status: print the status once, as JSON")
     options = parser.parse_args(arguments)
@@ -45,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("port", "data_port", "metrics_port"):
         if (port := getattr(options, name)) is not None and not 0 <= port < 65536:
             parser.error(f"--{name.replace('_', '-')} must be from 0 to 65535, got {port}")
+    if options.max_memory is not None and not 0 < options.max_memory < 2**30:
+        parser.error(f"--max-memory must be a positive number of GiB, got {options.max_memory}")
     try:
         return _status(options) if options.status is not None else _serve(options)
     except TfpsError as error:
@@ -62,11 +97,22 @@ def _serve(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="tfps_pserver: %(message)s", stream=sys.stderr)
     stop = Flag()
     _at_signals(stop.set)
+    security = _security(options)
+    host = options.host or default_host(security)
     server = ParameterServer(
-        options.host, options.port, workers=options.workers, job=options.job, data_port=options.data_port
+        host,
+        options.port,
+        workers=options.workers,
+        job=options.job,
+        data_port=options.data_port,
+        security=security,
+        max_memory=None if options.max_memory is None else int(options.max_memory * 2**30),
     )
+    _say_who_may_come(options.host, host, security)
     try:
-        with_metrics = None if options.metrics_port is None else _metrics(server, options.host, options.metrics_port)
+        with_metrics = None
+        if options.metrics_port is not None:
+            with_metrics = _metrics(server, options.metrics_host, options.metrics_port)
         print(f"tfps_pserver ready at {server.address} workers={options.workers}", flush=True)
         stop.wait()
     finally:
@@ -76,13 +122,38 @@ def _serve(options: argparse.Namespace) -> int:
     return 0
 
 
+def _security(options: argparse.Namespace) -> Security:
+    return Security.from_environment(
+        insecure=options.insecure,
+        token_file=options.token_file,
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
+        tls_ca=options.tls_ca,
+    )
+
+
+def _say_who_may_come(asked: str | None, host: str, security: Security) -> None:
+    """Logs what somebody who starts a pserver may not expect."""
+    if is_loopback(host):
+        if asked is None:
+            logger.info(
+                "listens on this host only: other hosts need --token-file FILE (or --tls-cert and --tls-key, or "
+                "--insecure); see docs/security.md"
+            )
+    elif security.token_file or security.tls_ca:
+        return
+    else:
+        why = "TLS without --tls-ca and --token-file" if security.tls_cert else "--insecure"
+        logger.warning("%s: everybody who reaches %s may join, read and end its jobs", why, host)
+
+
 def _metrics(server: ParameterServer, host: str, port: int) -> Callable[[], None]:
     """Starts serving metrics; returns a function that stops it."""
     from tfps.pserver.metrics import MetricsServer  # its dependencies are optional
 
     metrics = MetricsServer(server, host, port)
     print(
-        f"tfps_pserver: metrics at http://{server.address.rpartition(':')[0]}:{metrics.port}/metrics",
+        f"tfps_pserver: metrics at http://{reachable(host)}:{metrics.port}/metrics",
         file=sys.stderr,
         flush=True,
     )
@@ -92,7 +163,7 @@ def _metrics(server: ParameterServer, host: str, port: int) -> Callable[[], None
 def _status(options: argparse.Namespace) -> int:
     from tfps.pserver.console import Watcher, show
 
-    watcher = Watcher(options.status)
+    watcher = Watcher(options.status, _security(options))
     _at_signals(watcher.stop)
     try:
         if not options.json:

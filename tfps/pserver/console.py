@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tfps.config import check_address
-from tfps.errors import ConfigError
+from tfps.config import Security, check_address
+from tfps.errors import ConfigError, ConnectError, PserverLostError
 from tfps.protos import tfps_pb2 as pb
 from tfps.threads import Flag
 from tfps.types import Json
@@ -92,8 +92,8 @@ class Watcher:
         ConfigError: the address is malformed.
     """
 
-    def __init__(self, address: str) -> None:
-        self._pserver = Pserver(check_address(address))
+    def __init__(self, address: str, security: Security = Security()) -> None:  # noqa: B008 (it is immutable)
+        self._pserver = Pserver(check_address(address), security)
         self._last: PserverStatus | None = None
         self._stop = Flag()
 
@@ -116,7 +116,12 @@ class Watcher:
         self._pserver.close()
 
     def _ask(self) -> PserverStatus:
-        return status_of(self._pserver.call("Status", pb.StatusRequest(details=True), _TIMEOUT_S))
+        try:
+            return status_of(self._pserver.call("Status", pb.StatusRequest(details=True), _TIMEOUT_S))
+        except PserverLostError:
+            if why := self._pserver.misunderstanding():
+                raise ConnectError(f"pserver {self._pserver.address} {why}") from None
+            raise
 
 
 def show(watcher: Watcher, interval_s: float) -> None:

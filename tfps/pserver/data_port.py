@@ -10,14 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tfps.errors import ConfigError, TfpsError
+from tfps.pserver.gate import Rate
 from tfps.wire.connection import Connection, admit, greet, refuse
 from tfps.wire.frames import Kind
+from tfps.wire.job_token import JobToken
 from tfps.wire.send_queue import SendQueue
 from tfps.wire.stream import Receiver
 
 logger = logging.getLogger("tfps")
 _GREETING_S = 5.0  # for a client to identify itself
-_MAX_STRANGERS = 64  # unidentified connections at a time
+_MAX_STRANGERS = 64  # unidentified connections at a time; another one ends the oldest
+_PER_S, _BURST = 50.0, 256.0  # connections that are accepted; the others wait in the kernel
 _LINGER_S = 5.0  # for a worker to end its half of a connection after the pserver's
 
 
@@ -41,7 +44,8 @@ class DataPort:
 
     Args:
         port: 0 picks a free one; see `port`.
-        open_session: returns the session for a token and a rank, or raises the TfpsError to tell the worker.
+        token: what every connection must begin with.
+        open_session: returns the session for an incarnation and a rank, or raises the TfpsError to tell the worker.
         refused: called with that error.
 
     Raises:
@@ -52,10 +56,12 @@ class DataPort:
         self,
         host: str,
         port: int,
+        token: JobToken,
         open_session: Callable[[str, int], Session],
         refused: Callable[[TfpsError], None],
     ) -> None:
-        self._open_session, self._refused = open_session, refused
+        self._token, self._open_session, self._refused = token, open_session, refused
+        self._rate = Rate(_PER_S, _BURST)
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             self._listening = socket.create_server((host, port), family=family, backlog=128)
@@ -63,7 +69,7 @@ class DataPort:
             raise ConfigError(f"cannot listen on {host}:{port} for data connections: {error.strerror}") from error
         self.port = int(self._listening.getsockname()[1])
         self._lock = threading.Condition()  # guards the next three; notified when a connection has ended
-        self._strangers: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, None] = {}  # the oldest first
         self._connections: set[Connection] = set()
         self._closed = False
         threading.Thread(target=self._accept, name="tfps-accept", daemon=True).start()
@@ -86,6 +92,8 @@ class DataPort:
 
     def _accept(self) -> None:
         while True:
+            while (wait_s := self._rate.take()) and not self._closed:
+                threading.Event().wait(wait_s)
             try:
                 connected, _ = self._listening.accept()
             except OSError as error:
@@ -95,20 +103,23 @@ class DataPort:
                 threading.Event().wait(0.1)
                 continue
             with self._lock:
-                room = len(self._strangers) < _MAX_STRANGERS and not self._closed
-                if room:
-                    self._strangers.add(connected)
-            if room:
-                threading.Thread(target=self._serve, args=(connected,), name="tfps-data", daemon=True).start()
-            else:
-                connected.close()
+                if self._closed:
+                    connected.close()
+                    return
+                while len(self._strangers) >= _MAX_STRANGERS:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    with contextlib.suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread
+                self._strangers[connected] = None
+            threading.Thread(target=self._serve, args=(connected,), name="tfps-data", daemon=True).start()
 
     def _serve(self, connected: socket.socket) -> None:
         """Runs one connection on its own thread: the greeting, then receiving."""
         opened = None
         try:
-            token, rank = greet(connected, _GREETING_S)
-            opened = self._open_session(token, rank)
+            incarnation, rank = greet(connected, self._token, _GREETING_S)
+            opened = self._open_session(incarnation, rank)
             connection = admit(connected)
         except TfpsError as error:
             self._refused(error)
@@ -121,7 +132,7 @@ class DataPort:
             return
         finally:
             with self._lock:
-                self._strangers.discard(connected)
+                self._strangers.pop(connected, None)
         with self._lock:
             self._connections.add(connection)
             closed = self._closed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tfps.config import Config
@@ -19,17 +19,17 @@ from tfps.errors import (
 )
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.layout import Layout
-from tfps.exchange.slicing import cut
 from tfps.pserver.job_status import ErrorCounts, job_status
 from tfps.pserver.membership import Applicant, Member, Membership, State, first_difference
 from tfps.pserver.owned_slice import Taken
 from tfps.pserver.recording import Recording
+from tfps.pserver.replies import reply_gather, reply_sum
 from tfps.pserver.shard import Shard
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.control import PULL, PUSH, layout_message
-from tfps.wire.frames import EMPTY, LAST, Header, Kind
-from tfps.wire.send_queue import Outgoing, SendQueue
+from tfps.wire.frames import EMPTY, Header, Kind
+from tfps.wire.send_queue import SendQueue
 from tfps.wire.shared_memory import Attached, Place, Target
 from tfps.wire.status import JobStatus
 
@@ -47,14 +47,19 @@ class Job:
     """All a pserver knows of one job. Called by the threads of all streams and control calls.
 
     A failure ends the job for all its members; a new job needs a new object.
+
+    Args:
+        max_memory: bytes that it may declare.
     """
 
-    def __init__(self, workers: int, name: str, recorder: Recorder, errors: ErrorCounts) -> None:
-        self._recorder, self._errors = recorder, errors
+    def __init__(
+        self, workers: int, name: str, recorder: Recorder, errors: ErrorCounts, max_memory: int = 2**63
+    ) -> None:
+        self._recorder, self._errors, self._max_memory = recorder, errors, max_memory
         self.recording = Recording(recorder)
         self._changed = threading.Condition()  # guards all below; notified when a waiting declare may go on
         self._membership = Membership(workers, name)
-        self._shard = Shard(Config(), workers, 1, 0, recorder)  # replaced when the first worker joins
+        self._shard = Shard(Config(), workers, 1, 0, recorder, max_memory)  # replaced when the first worker joins
         self._queues: dict[int, SendQueue] = {}
         self._ends: dict[int, Callable[[], object]] = {}  # end the push streams
         self._declarations: list[_Declaration] = []
@@ -63,9 +68,9 @@ class Job:
     # Membership
 
     @property
-    def token(self) -> str:
-        """Authenticates members; empty before the first has joined."""
-        return self._membership.token
+    def incarnation(self) -> str:
+        """Tells this run of a job from others; known to its members only. Empty before the first has joined."""
+        return self._membership.incarnation
 
     @property
     def over(self) -> bool:
@@ -93,7 +98,7 @@ class Job:
             member = self._membership.join(applicant, time.monotonic())
             if first:
                 of = self._membership.workers, applicant.pservers, applicant.pserver_index
-                self._shard = Shard(config, *of, self._recorder)
+                self._shard = Shard(config, *of, self._recorder, self._max_memory)
             if member.state is State.JOINED:
                 member.memory = memory
                 self._queues[member.rank] = SendQueue(
@@ -198,6 +203,8 @@ class Job:
         """Blocks until all ranks have declared the same. Number 0 waits until all have joined.
 
         Raises:
+            ConnectError: the rank has not joined.
+            ConfigError: the buckets would take more memory than this pserver may use.
             MismatchError: they differ; the job has failed.
             WaitTimeoutError: names the missing ranks. The declaration is withdrawn and may be repeated.
             TfpsError: the job has failed, or this rank has left meanwhile.
@@ -205,6 +212,9 @@ class Job:
         lines = [*details, *map(str, specs)]
         with self._changed:
             self._raise_failure()
+            if rank not in self._membership.members:
+                raise ConnectError(f"rank {rank} has not joined this pserver, so it cannot declare anything")
+            self._shard.check(specs)
             self._enter(rank, number, lines, specs)
             declaration = self._declarations[number]
             # Whichever thread sees the last rank's declaration decides for all.
@@ -259,6 +269,7 @@ class Job:
 
         Raises:
             ProtocolError: the layout does not fit the buckets.
+            ConfigError: so many slices would take more memory than this pserver may use.
             TfpsError: the job has failed.
         """
         with self._changed:
@@ -364,31 +375,6 @@ class Job:
     def _reply(self, push: Header, result: memoryview, gather: bool, taken: Taken) -> None:
         queues = dict(self._queues)
         if gather:
-            _reply_gather(queues.values(), push, result, self._shard.config.first_slice_bytes)
+            reply_gather(queues.values(), push, result, self._shard.config.first_slice_bytes)
         else:
-            _reply_sum(queues, push, result, taken)
-
-
-def _reply_sum(queues: Mapping[int, SendQueue], push: Header, result: memoryview, taken: Taken) -> None:
-    """Sends the sum completed by `push` to all ranks: into shared memory, or in one frame for all others."""
-    header = Header(Kind.REPLY, 0, push.bucket, push.index, push.priority, push.step)
-    frame = frames.encode(header, result) if taken.blank is None else taken.blank.finish(header)
-    content = memoryview(frame)[frames.HEADER_BYTES :]
-    for rank, queue in queues.items():
-        if (target := taken.targets.get(rank)) is None:
-            queue.put([Outgoing(header, len(content), frame=frame)])
-        else:
-            queue.put([Outgoing(header, len(content), content, target=target)])
-
-
-def _reply_gather(queues: Iterable[SendQueue], push: Header, result: memoryview, piece_bytes: int) -> None:
-    """Sends the gather completed by `push` to all ranks, in pieces of `piece_bytes`."""
-    pieces = cut(len(result), piece_bytes)
-    items = []
-    for index, piece in enumerate(pieces):
-        flags = LAST if index == len(pieces) - 1 else 0
-        header = Header(Kind.REPLY, flags, push.bucket, index, push.priority, push.step)
-        frame = frames.encode(header, result[piece.offset : piece.offset + piece.nbytes])  # once for all ranks
-        items.append(Outgoing(header, piece.nbytes, frame=frame))
-    for queue in queues:
-        queue.put(items)
+            reply_sum(queues, push, result, taken)

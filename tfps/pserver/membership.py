@@ -8,8 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tfps.errors import ConnectError, MismatchError
+from tfps.protos import tfps_pb2 as pb
 from tfps.wire.shared_memory import Attached
 
+_MAX_TEXT = 256  # characters of a name that a worker sends
+_MAX_PSERVERS = 4096
 STREAM_GRACE_S = 30.0  # a member without a stream by then died between the calls
 
 
@@ -23,7 +26,11 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Applicant:
-    """A worker that asks to join; see JoinRequest in tfps.proto."""
+    """A worker that asks to join; see JoinRequest in tfps.proto.
+
+    Raises:
+        ConnectError: a name is too long or not printable, or there are too many pservers.
+    """
 
     job: str
     rank: int | None
@@ -33,11 +40,46 @@ class Applicant:
     pid: int
     pserver_index: int
     pservers: int
-    token: str  # empty for the first pserver of the list
+    incarnation: str  # empty for the first pserver of the list
     settings: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("job", "uid", "host", "incarnation"):
+            text = getattr(self, name)
+            if len(text) > _MAX_TEXT or not all(map(str.isprintable, text)):
+                raise ConnectError(
+                    f"{name} of a worker must be at most {_MAX_TEXT} printable characters, got {len(text)}: "
+                    f"{text[:40]!a}"
+                )
+        if not 1 <= self.pservers <= _MAX_PSERVERS or not 0 <= self.pserver_index < self.pservers:
+            raise ConnectError(
+                f"a job must have 1 to {_MAX_PSERVERS} pservers and this one be one of them, got {self.pservers} "
+                f"pservers and number {self.pserver_index + 1}"
+            )
 
     def __str__(self) -> str:
         return f"{self.host}:{self.pid}"
+
+
+def applicant_of(request: pb.JoinRequest) -> Applicant:
+    """The worker that sends this request.
+
+    Raises:
+        ConnectError: see `Applicant`.
+    """
+    settings = {field.name: getattr(request.settings, field.name) for field in pb.Settings.DESCRIPTOR.fields}
+    return Applicant(
+        job=request.job,
+        rank=request.rank if request.rank >= 0 else None,
+        workers=request.workers,
+        uid=request.uid,
+        host=request.host,
+        pid=request.pid,
+        pserver_index=request.pserver_index,
+        pservers=request.pservers,
+        incarnation=request.incarnation,
+        settings=settings,
+    )
 
 
 @dataclass(slots=True)
@@ -66,7 +108,7 @@ class Membership:
 
     def __init__(self, workers: int, job: str = "") -> None:
         self.workers = workers
-        self.token = ""
+        self.incarnation = ""
         self.members: dict[int, Member] = {}
         self._job = job
 
@@ -85,7 +127,7 @@ class Membership:
         self._check_settings(applicant)
         rank = self._rank_for(applicant)
         if not self.members:
-            self.token = applicant.token or secrets.token_hex(16)
+            self.incarnation = applicant.incarnation or secrets.token_hex(16)
         self.members[rank] = Member(rank, applicant, now_s)
         return self.members[rank]
 
@@ -126,9 +168,9 @@ class Membership:
         if self._job and new.job != self._job:
             raise ConnectError(f"the pserver serves only job {self._job!r} (--job), this worker belongs to {new.job!r}")
         if not self.members:
-            if new.pserver_index and not new.token:
+            if new.pserver_index and not new.incarnation:
                 raise ConnectError(
-                    "a worker must join the first pserver of its list first, this one came without a token"
+                    "a worker must join the first pserver of its list first, this one came without an incarnation"
                 )
             return
         first = next(iter(self.members.values()))
@@ -139,7 +181,7 @@ class Membership:
                 f"for {first} and number {ours[0] + 1} of {ours[1]} for this worker; give all workers of a job the "
                 "same list, and every job pservers of its own"
             )
-        if new.job != theirs.job or (new.pserver_index and new.token != self.token):
+        if new.job != theirs.job or (new.pserver_index and new.incarnation != self.incarnation):
             members = ", ".join(map(str, self.members.values()))
             raise ConnectError(
                 f"the pserver is used by another job {theirs.job!r} (its workers: {members}); "

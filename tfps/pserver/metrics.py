@@ -5,16 +5,18 @@ Nothing is counted here: a scrape reads what the pserver keeps anyway. docs/metr
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import socketserver
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from tfps.errors import ConfigError
 from tfps.pserver.membership import State
 from tfps.pserver.server import ParameterServer
-from tfps.types import Function
+from tfps.types import Argument, Function
 from tfps.wire.status import MemberStatus
 
 try:
@@ -27,6 +29,7 @@ except ImportError as error:
     ) from error
 
 _REQUEST_TIMEOUT_S = 10.0  # a silent client holds a thread no longer
+_MAX_REQUESTS = 16  # at a time; another one ends the oldest
 
 # Per member: name, whether a total, value, help text.
 _PER_RANK: tuple[tuple[str, bool, Callable[[MemberStatus], float], str], ...] = (
@@ -89,6 +92,30 @@ class PserverCollector(Collector):
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
+    def __init__(self, *arguments: Argument) -> None:
+        self._lock = threading.Lock()  # guards _open
+        self._open: OrderedDict[socket.socket, None] = OrderedDict()  # connections that are served, the oldest first
+        super().__init__(*arguments)
+
+    def process_request(self, request: Argument, client_address: Argument) -> None:
+        """Starts a thread for a connection; ends the oldest where there are too many."""
+        with self._lock:
+            while len(self._open) >= _MAX_REQUESTS:
+                oldest, _ = self._open.popitem(last=False)
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Argument) -> None:
+        """A connection has been served."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Argument, client_address: Argument) -> None:
+        """Says nothing: a client that breaks off is no error of the pserver."""
+
     def server_bind(self) -> None:
         socketserver.TCPServer.server_bind(self)  # HTTPServer's also asks DNS for a name, which may take seconds
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
@@ -108,7 +135,7 @@ class MetricsServer:
     `/metrics` in Prometheus formats; `/healthz` with 200 while the pserver serves and 503 once it stops.
 
     Args:
-        host: address to listen on, as the pserver's.
+        host: address to listen on. Whoever reaches it may read the metrics.
         port: 0 picks a free one; see `port`.
 
     Raises:

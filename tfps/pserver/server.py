@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hmac
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,42 +14,47 @@ from typing import cast
 import grpc
 from google.protobuf.message import Message
 
+from tfps.config import Security
 from tfps.errors import ClosedError, ConfigError, ConnectError, ProtocolError, PserverLostError, TfpsError
 from tfps.exchange.interface import BucketKind, BucketSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.data_port import DataPort, Session
+from tfps.pserver.gate import Gate, Rate, parse
 from tfps.pserver.job import Job
 from tfps.pserver.job_status import ErrorCounts
-from tfps.pserver.membership import Applicant
+from tfps.pserver.listening import check_host, reachable, try_to_listen
+from tfps.pserver.membership import applicant_of
+from tfps.pserver.pushes import Pushes
 from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
 from tfps.version import __version__
 from tfps.wire import frames
 from tfps.wire.control import (
+    INCARNATION_KEY,
     PROTOCOL_VERSION,
     PULL,
     PUSH,
     RANK_KEY,
     SERVER_OPTIONS,
     SERVICE,
-    TOKEN_KEY,
     Fallible,
     config_of,
     failure_of,
     layout_of,
     reply_type,
-    request_type,
     version_text,
 )
-from tfps.wire.frames import Header, Kind, error_from
+from tfps.wire.frames import Kind, error_from
 from tfps.wire.grpc_path import outgoing, receive
-from tfps.wire.memory import resident_bytes, tune_malloc
+from tfps.wire.job_token import JobToken
+from tfps.wire.memory import machine_bytes, resident_bytes, tune_malloc
 from tfps.wire.send_queue import SendQueue
-from tfps.wire.shared_memory import Attached, Offer, Place
+from tfps.wire.shared_memory import Attached, Offer
 from tfps.wire.status import PserverStatus, status_message
-from tfps.wire.stream import not_expected
+from tfps.wire.tls import server_credentials
 
 logger = logging.getLogger("tfps")
+_MAX_WAIT_S, _MAX_JOIN_S = 60.0, 600.0  # of a call and of a Join, whatever their clients say
 _JOIN_MARGIN_S = 1.0  # before a caller's deadline: tells it why it waits instead of timing out
 
 
@@ -63,10 +68,13 @@ class ParameterServer:
         port: 0 picks a free one; see `port`.
         workers: how many workers a job has.
         job: serve only jobs of this name.
-        data_port: port for data connections; 0 picks a free one. Workers learn it when they join.
+        data_port: port for data connections; 0 picks a free one. Workers learn it when they join. None with TLS.
+        security: whom it talks to. Without a job token and TLS `host` must be a loopback address.
+        max_memory: bytes that jobs may declare; None: what the machine has.
 
     Raises:
-        ConfigError: the number of workers is out of range, or a port is not available.
+        ConfigError: an argument is out of range, a port is not available, `host` is open to strangers, or a file of
+            `security` cannot be read or is malformed.
     """
 
     def __init__(
@@ -77,35 +85,57 @@ class ParameterServer:
         workers: int,
         job: str = "",
         data_port: int = 0,
+        security: Security = Security(),  # noqa: B008 (it is immutable)
+        max_memory: int | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         if workers < 1:
             raise ConfigError(f"workers must be at least 1, got {workers}")
+        if max_memory is not None and max_memory < 1:
+            raise ConfigError(f"max_memory must be a positive number of bytes, got {max_memory}")
+        if security.tls_cert and data_port:
+            raise ConfigError(f"data_port must be 0 with TLS, which data connections do not have, got {data_port}")
+        check_host(host, security)
+        token = JobToken.read(security.token_file)
+        credentials = server_credentials(security) if security.tls_cert else None
         tune_malloc()
         self.workers = workers
         self._job_name = job
         self._recorder = recorder or Recorder()
         self._started_s = time.monotonic()
         self._errors = ErrorCounts()
+        self._max_memory = machine_bytes() if max_memory is None else max_memory
+        self._gate = Gate(token, self._errors.add)
+        self._join_rate = Rate(10 * workers + 40, 20 * workers + 100)
+        self._joining = threading.Semaphore(2 * workers)  # joins that may wait for the end of a job
         self._lock = threading.Lock()  # guards all below
-        self._job = Job(workers, job, self._recorder, self._errors)
+        self._job = self._new_job()
         self._jobs = 0
         self._stopped = False
         # A worker holds two threads for its streams and maybe one for a call; twice that, as a new job's workers may
         # come before the last job's stream threads have ended.
         self._pool = DaemonPool(6 * workers + 8, "tfps-server")
-        self._server = grpc.server(self._pool, options=SERVER_OPTIONS)
+        self._server = grpc.server(self._pool, interceptors=(self._gate,), options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((self._handlers(),))
         where = f"[{host}]" if ":" in host else host
         try:
-            _try_to_listen(host, port)
-            self.port = int(self._server.add_insecure_port(f"{where}:{port}"))
+            try_to_listen(host, port)
+            add = self._server.add_insecure_port
+            if credentials is not None:
+                add = functools.partial(self._server.add_secure_port, server_credentials=credentials)
+            self.port = int(add(f"{where}:{port}"))
         except (OSError, RuntimeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "the port is not available"
             raise ConfigError(f"cannot listen on {where}:{port}: {reason}") from error
-        self.address = f"{_reachable(host)}:{self.port}"
-        self._data = DataPort(host, data_port, self._open_session, functools.partial(self._errors.add, "Push"))
+        self.address = f"{reachable(host)}:{self.port}"
+        self._data: DataPort | None = None
+        if credentials is None:
+            refused = functools.partial(self._errors.add, "Push")
+            self._data = DataPort(host, data_port, token, self._open_session, refused)
         self._server.start()
+
+    def _new_job(self) -> Job:
+        return Job(self.workers, self._job_name, self._recorder, self._errors, self._max_memory)
 
     def stop(self, grace_s: float = 2.0) -> None:
         """Fails the current job, if any, and stops the server. May be called again."""
@@ -114,8 +144,10 @@ class ParameterServer:
             job = self._job
         job.fail(PserverLostError(f"pserver {self.address} was stopped"))
         stopping = self._server.stop(grace_s)
-        self._data.close(grace_s)
+        if self._data is not None:
+            self._data.close(grace_s)
         stopping.wait()
+        self._gate.close()
         self._pool.shutdown(wait=False)
 
     @property
@@ -139,14 +171,13 @@ class ParameterServer:
 
     def _handlers(self) -> grpc.GenericRpcHandler:
         def unary(call: Callable[..., Message], name: str) -> grpc.RpcMethodHandler:
-            def answered(request: Message, context: grpc.ServicerContext) -> Message:
+            def answered(request: bytes, context: grpc.ServicerContext) -> Message:
                 try:
-                    reply = call(request, context)
+                    reply = call(parse(name, request), context)
                 except TfpsError as error:
-                    reply = reply_type(name)(failure=failure_of(error))
+                    reply = _refusal(name, error)
                 except Exception as error:
-                    bug = self._bug(f"in {name}", error)
-                    reply = reply_type(name)(**({} if name == "Leave" else {"failure": failure_of(bug)}))
+                    reply = _refusal(name, self._bug(f"in {name}", error))
                 if name != "Leave" and reply.HasField("failure"):
                     failure = cast(Fallible, reply).failure
                     self._errors.add(name, error_from(failure.code, failure.text))
@@ -154,7 +185,6 @@ class ParameterServer:
 
             return grpc.unary_unary_rpc_method_handler(
                 answered,
-                request_deserializer=request_type(name).FromString,
                 response_serializer=lambda reply: reply.SerializeToString(),
             )
 
@@ -175,9 +205,9 @@ class ParameterServer:
         handlers[PULL] = grpc.unary_stream_rpc_method_handler(self._pull)
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
-    def _job_of(self, token: str) -> Job:
+    def _job_of(self, incarnation: str) -> Job:
         with self._lock:
-            if token and token == self._job.token:
+            if incarnation and hmac.compare_digest(incarnation.encode(), self._job.incarnation.encode()):
                 return self._job
         raise ClosedError("the pserver does not know this job, or not any more")
 
@@ -188,66 +218,67 @@ class ParameterServer:
         try:
             if request.protocol_version != PROTOCOL_VERSION:
                 raise ConnectError(version_text(PROTOCOL_VERSION, request.protocol_version))
+            if wait_s := self._join_rate.take():
+                raise ConnectError(f"too many workers join this pserver at once; the next may in {wait_s:.2g} s")
             config = config_of(request.settings)
-            applicant = Applicant(
-                job=request.job,
-                rank=request.rank if request.rank >= 0 else None,
-                workers=request.workers,
-                uid=request.uid,
-                host=request.host,
-                pid=request.pid,
-                pserver_index=request.pserver_index,
-                pservers=request.pservers,
-                token=request.token,
-                settings={field.name: getattr(request.settings, field.name) for field in pb.Settings.DESCRIPTOR.fields},
-            )
-            with self._lock:
-                job = self._job
-            job.wait_over(max((context.time_remaining() or 0.0) - _JOIN_MARGIN_S, 0.0))
+            applicant = applicant_of(request)
+            self._wait_for_end(context)
             with self._lock:
                 if self._stopped:
                     raise ConnectError("the pserver is stopping")
                 if self._job.over:
-                    self._job = Job(self.workers, self._job_name, self._recorder, self._errors)
-                first = not self._job.token
+                    self._job = self._new_job()
+                first = not self._job.incarnation
+                data_port = 0 if self._data is None else self._data.port
                 member = self._job.join(applicant, config, _attached(request))
                 reply.rank, reply.shared_memory = member.rank, member.memory is not None
                 self._jobs += first
-                reply.workers, reply.token, reply.data_port = self.workers, self._job.token, self._data.port
+                reply.workers, reply.incarnation, reply.data_port = self.workers, self._job.incarnation, data_port
         except TfpsError as error:  # caught here: a refusal must carry the protocol version, too
             reply.failure.CopyFrom(failure_of(error))
         return reply
+
+    def _wait_for_end(self, context: grpc.ServicerContext) -> None:
+        """Waits, while a job ends, for as long as a Join may."""
+        if not self._joining.acquire(blocking=False):
+            raise ConnectError("too many workers wait for the end of this pserver's job")
+        try:
+            with self._lock:
+                job = self._job
+            job.wait_over(min(max((context.time_remaining() or 0.0) - _JOIN_MARGIN_S, 0.0), _MAX_JOIN_S))
+        finally:
+            self._joining.release()
 
     def _declare(self, request: pb.DeclareRequest, context: grpc.ServicerContext) -> pb.DeclareReply:
         specs = [
             BucketSpec(tuple(b.names), cast("BucketKind", b.kind), b.nbytes, b.dtype, b.priority, b.occasional)
             for b in request.buckets
         ]
-        job = self._job_of(request.token)
-        job.declare(request.rank, request.number, request.details, specs, request.timeout_s)
+        job = self._job_of(request.incarnation)
+        job.declare(request.rank, request.number, request.details, specs, _bounded(request.timeout_s))
         return pb.DeclareReply()
 
     def _waiting(self, request: pb.WaitingRequest, context: grpc.ServicerContext) -> pb.WaitingReply:
-        job = self._job_of(request.token)
+        job = self._job_of(request.incarnation)
         return pb.WaitingReply(missing=job.undeclared() if request.declaration else job.missing(request.bucket))
 
     def _tune(self, request: pb.TuneRequest, context: grpc.ServicerContext) -> pb.TuneReply:
-        self._job_of(request.token).tune(layout_of(request.layout))
+        self._job_of(request.incarnation).tune(layout_of(request.layout))
         return pb.TuneReply()
 
     def _trace(self, request: pb.TraceRequest, context: grpc.ServicerContext) -> pb.TraceReply:
-        self._job_of(request.token).trace(request.number, request.on)
+        self._job_of(request.incarnation).trace(request.number, request.on)
         return pb.TraceReply()
 
     def _clock(self, request: pb.ClockRequest, context: grpc.ServicerContext) -> pb.ClockReply:
         return pb.ClockReply(time_ns=self._recorder.clock())
 
     def _upload(self, request: pb.UploadRequest, context: grpc.ServicerContext) -> pb.UploadReply:
-        self._job_of(request.token).recording.upload(request.number, request.rank, request.records)
+        self._job_of(request.incarnation).recording.upload(request.number, request.rank, request.records)
         return pb.UploadReply()
 
     def _collect(self, request: pb.CollectRequest, context: grpc.ServicerContext) -> pb.CollectReply:
-        part = self._job_of(request.token).recording.collect(request.number, request.timeout_s)
+        part = self._job_of(request.incarnation).recording.collect(request.number, _bounded(request.timeout_s))
         return pb.CollectReply(records=part)
 
     def _status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
@@ -256,7 +287,7 @@ class ParameterServer:
     def _leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         failure = error_from(request.failure.code, request.failure.text) if request.HasField("failure") else None
         with contextlib.suppress(ClosedError):
-            self._job_of(request.token).leave(request.rank, failure)
+            self._job_of(request.incarnation).leave(request.rank, failure)
         return pb.LeaveReply()
 
     # Streams
@@ -266,7 +297,7 @@ class ParameterServer:
     ) -> tuple[Job, int, SendQueue]:
         metadata = dict(context.invocation_metadata())
         rank = _rank_of(metadata)
-        job = self._job_of(metadata.get(TOKEN_KEY, ""))
+        job = self._job_of(metadata.get(INCARNATION_KEY, ""))
         return job, rank, job.open_stream(rank, stream, end)
 
     def _push(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
@@ -276,7 +307,7 @@ class ParameterServer:
             self._errors.add("Push", error)
             return frames.encode_error(error)  # refused alone: the job goes on
         try:
-            receive(_until_broken(messages), Kind.PUSH, queue, _Pushes(job, rank))
+            receive(_until_broken(messages), Kind.PUSH, queue, Pushes(job, rank))
         except Exception as error:
             self._fail(job, rank, error, f"while it took a push of rank {rank}")
         job.stream_ended(rank)
@@ -299,13 +330,13 @@ class ParameterServer:
         except Exception as error:
             yield frames.encode_error(self._fail(job, rank, error, f"while it sent to rank {rank}"))
 
-    def _open_session(self, token: str, rank: int) -> Session:
+    def _open_session(self, incarnation: str, rank: int) -> Session:
         """Opens the session of a data connection, which is both streams."""
-        job = self._job_of(token)
+        job = self._job_of(incarnation)
         job.open_stream(rank, PUSH)
         queue = job.open_stream(rank, PULL)
         fail = functools.partial(self._fail, job, rank)
-        return Session(queue, _Pushes(job, rank), fail, functools.partial(job.stream_ended, rank))
+        return Session(queue, Pushes(job, rank), fail, functools.partial(job.stream_ended, rank))
 
     def _fail(self, job: Job, rank: int, error: Exception, when: str) -> TfpsError:
         """Fails the job with an error of a stream of `rank`; returns what to tell its workers."""
@@ -325,22 +356,6 @@ class ParameterServer:
 
     def _failed(self, when: str, error: Exception) -> TfpsError:
         return TfpsError(f"pserver {self.address}: failed {when}: {error!r}; its log says where")
-
-
-class _Pushes:
-    """Receives one rank's frames; see `Receiver`. A push stays where it was received until its sum is complete."""
-
-    def __init__(self, job: Job, rank: int) -> None:
-        self._job, self._rank = job, rank
-
-    def memory(self, header: Header, nbytes: int) -> memoryview | None:
-        return None
-
-    def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
-        self._job.push(self._rank, header, payload, place)
-
-    def notice(self, header: Header, payload: memoryview) -> None:
-        raise not_expected(header, Kind.PUSH)
 
 
 def _until_broken(messages: Iterator[bytes]) -> Iterator[bytes]:
@@ -366,21 +381,13 @@ def _rank_of(metadata: dict[str, object]) -> int:
     return int(text)
 
 
-def _reachable(host: str) -> str:
-    """An address at which other hosts reach a server that listens on `host`."""
-    if host not in ("0.0.0.0", "::", ""):
-        return f"[{host}]" if ":" in host else host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing; picks the interface of the default route
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
+def _refusal(name: str, error: TfpsError) -> Message:
+    """The reply to a control call that has failed."""
+    version = {"protocol_version": PROTOCOL_VERSION} if name == "Join" else {}
+    reply: Message = reply_type(name)(**({} if name == "Leave" else {"failure": failure_of(error)}), **version)
+    return reply
 
 
-def _try_to_listen(host: str, port: int) -> None:
-    """Raises OSError if the port is not available: gRPC itself does not report the reason."""
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does; else lingering connections count
-        probe.bind((host, port))
+def _bounded(wait_s: float) -> float:
+    """How long a call may wait: `wait_s`, if it is a time, up to a bound."""
+    return max(wait_s, 0.0) if wait_s < _MAX_WAIT_S else _MAX_WAIT_S

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tfps.config import Config
+from tfps.errors import ConfigError
 from tfps.exchange.aggregate import GatherRound, SumRound
 from tfps.exchange.interface import BucketSpec, parse_dtype
 from tfps.exchange.layout import Cutting, Layout, cut_anew, cut_sum
 from tfps.exchange.placement import Placer
 from tfps.pserver.owned_slice import OwnedSlice
 from tfps.trace.recorder import Recorder
+
+_SLICE_BYTES = 1024  # that a slice takes beside its payload, on every pserver
 
 
 @dataclass(slots=True)
@@ -37,13 +40,35 @@ class Shard:
     Args:
         workers: number of workers in the job.
         pservers: number of pservers; `index` is this one's place in the workers' lists.
+        max_memory: bytes that the buckets may take.
     """
 
-    def __init__(self, config: Config, workers: int, pservers: int, index: int, recorder: Recorder) -> None:
-        self.config, self.index = config, index
+    def __init__(
+        self, config: Config, workers: int, pservers: int, index: int, recorder: Recorder, max_memory: int = 2**63
+    ) -> None:
+        self.config, self.index, self._max_memory = config, index, max_memory
         self.buckets: list[OwnedBucket] = []  # only grows, until `clear`: streams read it without the lock
         self._workers, self._pservers, self._recorder = workers, pservers, recorder
         self._placer = Placer(pservers, config.placement)
+
+    def check(self, specs: Sequence[BucketSpec]) -> None:
+        """Checks that there is memory for `specs` beside the buckets that are here.
+
+        Raises:
+            ConfigError: there is not.
+        """
+        self._check([*(bucket.spec for bucket in self.buckets), *specs], self.config.first_slice_bytes)
+
+    def _check(self, specs: Sequence[BucketSpec], slice_bytes: int) -> None:
+        parts = self._workers if self.config.deterministic else 1  # of a slice, that are kept
+        payload = sum(spec.nbytes for spec in specs) * parts // self._pservers
+        slices = sum(spec.nbytes // slice_bytes + 1 for spec in specs)
+        if payload + slices * _SLICE_BYTES > self._max_memory:
+            raise ConfigError(
+                f"what a job declares must fit into the {self._max_memory} bytes that a pserver may use "
+                f"(--max-memory), got {payload} bytes here in {slices} slices of up to {slice_bytes} bytes on all of "
+                f"the {self._pservers} pservers"
+            )
 
     def add(self, specs: Sequence[BucketSpec]) -> None:
         """Adds buckets that all ranks have declared."""
@@ -61,8 +86,11 @@ class Shard:
 
         Raises:
             ProtocolError: the layout does not fit the buckets.
+            ConfigError: so many slices take more memory than there is.
         """
         specs = [bucket.spec for bucket in self.buckets]
+        if layout.slice_bytes > 0:  # else it does not fit
+            self._check(specs, layout.slice_bytes)
         for number, cutting in cut_anew(specs, layout, self._pservers, self.config.placement).items():
             self.buckets[number].next[cutting.step] = self._slices(specs[number], cutting)
 

@@ -144,7 +144,8 @@ def _from_tasks(
         port = pservers[task_index].rpartition(":")[2] if known else "PORT"
         raise ConfigError(
             f"{source} says that this process is a ps task: run `tfps_pserver --port {port} --workers "
-            f"{len(ranked) or 'N'}` there instead of a training script"
+            f"{len(ranked) or 'N'}` there instead of a training script, with --token-file FILE if workers are on other "
+            "hosts (docs/security.md)"
         )
     if task_type == "evaluator":
         return _Tasks(source, pservers, is_evaluator=True)

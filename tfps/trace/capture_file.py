@@ -22,6 +22,7 @@ from tfps.types import Json
 
 FORMAT = 1
 SUFFIX = ".trace.json.gz"
+_MOST_BYTES, _MOST_RATIO = 2**20, 100  # what the first line of a file may unpack to; captures reach a ratio of 20
 # A metadata event that others ignore. Perfetto would stop at an unknown member of an outer object.
 _START = b'[{"name":"tfps","ph":"M","pid":0,"tid":0,"args":'
 _END = b"},\n"
@@ -56,7 +57,7 @@ def read(path: str | Path) -> Capture:
     """
     try:
         return from_columns(json.loads(read_columns(path)))
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise TfpsError(f"'{path}' must be a capture of tfps, but its first line is damaged: {error!r}") from error
 
 
@@ -67,11 +68,17 @@ def read_columns(path: str | Path) -> bytes:
         TfpsError: it is not a capture, or of a newer format.
     """
     try:
+        limit = _MOST_BYTES + _MOST_RATIO * Path(path).stat().st_size
         with gzip.open(path, "rb") as file:
             start = file.read(len(_START))
-            line = file.readline() if start == _START else b""
+            line = file.readline(limit) if start == _START else b""
     except (OSError, EOFError, zlib.error) as error:
         raise TfpsError(f"cannot read the capture '{path}': {error}") from error
+    if len(line) >= limit and not line.endswith(_END):
+        raise TfpsError(
+            f"the first line of the capture '{path}' must unpack to at most {limit} bytes, {_MOST_RATIO} times its "
+            "size; got more: it was made to fill memory"
+        )
     if not line.endswith(_END):
         raise TfpsError(
             f"'{path}' must be a capture of tfps, got another file: "

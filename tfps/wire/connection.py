@@ -19,13 +19,14 @@ from collections.abc import Sequence
 from tfps.errors import ConnectError, ProtocolError, TfpsError
 from tfps.wire import frames
 from tfps.wire.frames import HEADER_BYTES, Header, Kind
+from tfps.wire.job_token import MAX_TOKEN_BYTES, JobToken
 from tfps.wire.pace import Pace
 from tfps.wire.parts import PART_BYTES, Assembler, Part, decode_part, encode_part
 from tfps.wire.send_queue import Next, Outgoing, SendQueue
 from tfps.wire.stream import Receiver, take, write_shared
 
-_HELLO = struct.Struct("<4sHHI")  # magic, version, bytes of the token, rank; then the token
-_MAGIC, _VERSION, _MAX_TOKEN_BYTES = b"tfps", 1, 256
+_HELLO = struct.Struct("<4sHHHI")  # magic, version, bytes of the job token and of the incarnation, rank; then these two
+_MAGIC, _VERSION, _MAX_INCARNATION_BYTES = b"tfps", 2, 256
 _LINGER_S, _UNREAD, _MAX_UNREAD = 1.0, 4096, 64 * 1024  # seconds and bytes that a refused connection may still send
 _IDLE_S = 5e-4  # a longer wait for data means an idle link
 _LINUX = ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000)  # s, s, -, ms
@@ -189,7 +190,7 @@ def _whole(frame: bytes) -> tuple[bytes | memoryview, ...]:
     return encode_part(Part(header, len(payload), 0, len(payload))), payload
 
 
-def dial(address: str, port: int, token: str, rank: int, timeout_s: float) -> Connection:
+def dial(address: str, port: int, token: JobToken, incarnation: str, rank: int, timeout_s: float) -> Connection:
     """Opens a worker's data connection to `port` of the pserver at `address` (`host:port`).
 
     Raises:
@@ -199,8 +200,8 @@ def dial(address: str, port: int, token: str, rank: int, timeout_s: float) -> Co
     host = address.rpartition(":")[0].strip("[]")
     connected = socket.create_connection((host, port), timeout_s)
     try:
-        secret = token.encode()
-        connected.sendall(_HELLO.pack(_MAGIC, _VERSION, len(secret), rank) + secret)
+        names = token.reveal(), incarnation.encode()
+        connected.sendall(_HELLO.pack(_MAGIC, _VERSION, *map(len, names), rank) + b"".join(names))
         part = decode_part(_exactly(connected, PART_BYTES))
         if part.header.kind == Kind.ERROR:
             raise frames.decode_error(part.header, memoryview(_exactly(connected, part.total)))
@@ -215,20 +216,22 @@ def dial(address: str, port: int, token: str, rank: int, timeout_s: float) -> Co
         raise
 
 
-def greet(connected: socket.socket, timeout_s: float) -> tuple[str, int]:
-    """On a pserver: receives the client's token and rank.
+def greet(connected: socket.socket, token: JobToken, timeout_s: float) -> tuple[str, int]:
+    """On a pserver: receives the client's incarnation and rank.
 
     Raises:
-        ConnectError: the greeting is malformed or of another version.
+        ConnectError: the greeting is malformed, of another version, or without `token`, which is looked at first.
         OSError: no greeting comes within `timeout_s`, or the client is gone.
     """
     deadline_s = time.monotonic() + timeout_s
     head = _exactly(connected, _HELLO.size, deadline_s)
-    magic, version, size, rank = _HELLO.unpack(head)
-    if magic != _MAGIC or size > _MAX_TOKEN_BYTES:
+    magic, version, token_bytes, size, rank = _HELLO.unpack(head)
+    if magic != _MAGIC or token_bytes > MAX_TOKEN_BYTES or size > _MAX_INCARNATION_BYTES:
         raise ConnectError("the client that connected is not a tfps worker")
     if version != _VERSION:
         raise ConnectError(f"data connections are of version {_VERSION} here, the worker's of version {version}")
+    if (why := token.refusal(_exactly(connected, token_bytes, deadline_s))) is not None:
+        raise ConnectError(f"the pserver {why}")
     return _exactly(connected, size, deadline_s).decode("utf-8", "replace"), rank
 
 

@@ -8,27 +8,28 @@ import grpc
 import grpc.experimental
 from google.protobuf.message import Message
 
-from tfps.config import Config
+from tfps.config import Config, Security
 from tfps.errors import ConnectError, ProtocolError, PserverLostError, TfpsError
 from tfps.exchange.layout import Layout
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Function
-from tfps.wire.frames import error_code, error_from
+from tfps.wire.frames import MAX_FRAME_BYTES, error_code, error_from
+from tfps.wire.job_token import JobToken
 from tfps.wire.shared_memory import Offer
+from tfps.wire.tls import channel_credentials, diagnose
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 SERVICE = "tfps.v1.ParameterServer"
 PUSH, PULL = "Push", "Pull"  # the streams, one per direction
-TOKEN_KEY, RANK_KEY = "tfps-token", "tfps-rank"  # their metadata
+INCARNATION_KEY, RANK_KEY = "tfps-incarnation", "tfps-rank"  # their metadata
+
+_LOOK_S = 1.0  # how long a Join may go unanswered before the worker looks whether both ends agree on TLS
 
 _OPTIONS = [
-    # Oversized frames must come through: frames.decode names them, gRPC would only break the stream.
     ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
     # The send queues' window does the flow control, gRPC's own only adds messages; larger HTTP/2 frames are fewer
     # pieces to join. Saves at most a few percent of the CPU (tools/bench.py wire).
     ("grpc.http2.max_frame_size", 2**24 - 1),
-    ("grpc.http2.lookahead_bytes", 64 * 2**20),
     ("grpc.http2.bdp_probe", 0),
     # A host that vanishes without closing its connections is noticed after 30 s.
     ("grpc.keepalive_time_ms", 10_000),
@@ -38,12 +39,22 @@ _OPTIONS = [
 ]
 SERVER_OPTIONS = [
     *_OPTIONS,
+    # A little more than the largest frame: frames.decode names what is wrong, gRPC only breaks the stream.
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES + 1024),
+    # What gRPC takes from a connection before anybody has looked at the call. A message that is waited for gets more.
+    ("grpc.http2.lookahead_bytes", 4 * 2**20),
+    ("grpc.max_concurrent_streams", 32),  # of one connection; a worker has two streams and a few calls
+    ("grpc.max_metadata_size", 8 * 1024),
+    ("grpc.absolute_max_metadata_size", 16 * 1024),
+    ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),  # else the workers' keepalive is taken for abuse
     ("grpc.so_reuseport", 0),  # else a second pserver on the same port starts and takes half of the workers
 ]
 CHANNEL_OPTIONS = [
     *_OPTIONS,
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.http2.lookahead_bytes", 64 * 2**20),
     ("grpc.enable_http_proxy", 0),  # pservers are inside the cluster
     ("grpc.use_local_subchannel_pool", 1),  # two workers of one process do not share a connection
     (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),  # replies skip a detour through another thread
@@ -153,17 +164,33 @@ def raise_failure(reply: Fallible, prefix: str = "") -> None:
 
 
 class Pserver:
-    """A worker's connection to one pserver; control calls may come from any thread."""
+    """A worker's connection to one pserver; control calls may come from any thread.
 
-    def __init__(self, address: str) -> None:
+    Attributes:
+        metadata: of every call and stream: the job token, if there is one.
+
+    Raises:
+        ConfigError: a file of `security` cannot be read or is malformed.
+    """
+
+    def __init__(self, address: str, security: Security = Security()) -> None:  # noqa: B008 (it is immutable)
         self.address = address
-        self.channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
+        self.token = JobToken.read(security.token_file)
+        self._security = security
+        if security.tls_ca:
+            self.channel = grpc.secure_channel(address, channel_credentials(security), CHANNEL_OPTIONS)
+        else:
+            self.channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
         self._calls = {
             name: self.channel.unary_unary(
                 method(name), request_serializer=request.SerializeToString, response_deserializer=reply.FromString
             )
             for name, (request, reply) in _TYPES.items()
         }
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return self.token.metadata()
 
     def join(self, request: pb.JoinRequest, timeout_s: float, limit_s: float) -> pb.JoinReply:
         """Calls Join, waiting for the pserver to come up.
@@ -174,12 +201,16 @@ class Pserver:
             limit_s: the user's setting, for the error message.
 
         Raises:
-            ConnectError: no answer within `timeout_s`, not a pserver, or it refuses this worker.
+            ConnectError: no answer within `timeout_s`, not a pserver, it refuses this worker, or one of the two lacks
+                the job token or TLS.
             MismatchError: this worker's settings differ from the others'.
         """
         try:
-            reply = self._calls["Join"](request, timeout=timeout_s, wait_for_ready=True)
+            reply = self._answer(
+                self._calls["Join"].future(request, timeout=timeout_s, wait_for_ready=True, metadata=self.metadata)
+            )
         except grpc.RpcError as error:
+            self._raise_stranger(error)
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise ConnectError(f"pserver {self.address}: what answers there is not a tfps pserver") from error
             raise ConnectError(
@@ -190,6 +221,31 @@ class Pserver:
             raise ConnectError(f"pserver {self.address}: {version_text(reply.protocol_version, PROTOCOL_VERSION)}")
         raise_failure(reply, f"pserver {self.address}: ")
         return reply
+
+    def _answer(self, call: grpc.Future) -> pb.JoinReply:
+        """Waits for the answer to `call`, and looks meanwhile whether both ends agree on TLS."""
+        agreed = False
+        try:
+            while True:
+                try:
+                    reply: pb.JoinReply = call.result(None if agreed else _LOOK_S)
+                    return reply
+                except grpc.FutureTimeoutError:
+                    wrong = self.misunderstanding()
+                    if wrong and self.misunderstanding():  # looked at twice: it may just have been stopped
+                        raise ConnectError(f"pserver {self.address} {wrong}") from None
+                    agreed = wrong == ""
+        finally:
+            call.cancel()
+
+    def misunderstanding(self) -> str | None:
+        """What of TLS keeps the two ends from understanding each other; "" if nothing, None if unknown."""
+        return diagnose(self.address, self._security)
+
+    def _raise_stranger(self, error: grpc.RpcError) -> None:
+        """Raises ConnectError if the pserver refuses this client's job token."""
+        if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            raise ConnectError(f"pserver {self.address} {error.details()}") from error
 
     @overload
     def call(self, name: Literal["Clock"], request: pb.ClockRequest, timeout_s: float) -> pb.ClockReply: ...
@@ -210,12 +266,14 @@ class Pserver:
         """Makes any other control call.
 
         Raises:
+            ConnectError: the pserver wants another job token.
             PserverLostError: the call failed.
             TfpsError: the error that the pserver answered.
         """
         try:
-            reply = self._calls[name](request, timeout=timeout_s)
+            reply = self._calls[name](request, timeout=timeout_s, metadata=self.metadata)
         except grpc.RpcError as error:
+            self._raise_stranger(error)
             raise lost(self.address, error, f"in {name}") from error
         if name != "Leave":
             raise_failure(reply)

@@ -9,7 +9,7 @@ import grpc
 
 from tfps.errors import TfpsError
 from tfps.wire import frames
-from tfps.wire.control import PULL, PUSH, RANK_KEY, TOKEN_KEY, Pserver, lost, method
+from tfps.wire.control import INCARNATION_KEY, PULL, PUSH, RANK_KEY, Pserver, lost, method
 from tfps.wire.frames import Header, Kind
 from tfps.wire.send_queue import SendQueue
 from tfps.wire.stream import Receiver, take, write_shared
@@ -58,9 +58,11 @@ def receive(messages: Iterable[bytes], data: Kind, queue: SendQueue, receiver: R
 class GrpcPath:
     """A worker's two streams. gRPC's own threads push."""
 
-    def __init__(self, pserver: Pserver, queue: SendQueue, token: str, rank: int, when: Callable[[], str]) -> None:
+    def __init__(
+        self, pserver: Pserver, queue: SendQueue, incarnation: str, rank: int, when: Callable[[], str]
+    ) -> None:
         self._address, self._when = pserver.address, when
-        channel, metadata = pserver.channel, ((TOKEN_KEY, token), (RANK_KEY, str(rank)))
+        channel, metadata = pserver.channel, (*pserver.metadata, (INCARNATION_KEY, incarnation), (RANK_KEY, str(rank)))
         self._pull: grpc.Call = channel.unary_stream(method(PULL))(b"", metadata=metadata)
         self._push: grpc.Future = channel.stream_unary(method(PUSH)).future(outgoing(queue), metadata=metadata)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import pathlib
 
 import numpy as np
@@ -40,6 +42,15 @@ def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes]
+
+
+def machine_bytes() -> int:
+    """Memory that this process may use: the machine's, or its container's if that is less."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            found.append(int(pathlib.Path(path).read_text()))
+    return min(found)
 
 
 def resident_bytes() -> int:

@@ -11,6 +11,7 @@ import mmap
 import os
 import pathlib
 import secrets
+import stat
 import threading
 import weakref
 from collections import deque
@@ -23,6 +24,8 @@ from numpy.typing import NDArray
 from tfps.errors import ProtocolError
 
 _SECRET_BYTES = 16
+_NAME = "tfps"
+_MEMFD = f"/memfd:{_NAME} (deleted)"  # what /proc shows of it
 _CHUNK_BYTES = 2**28  # of address space; only regions take memory
 
 
@@ -98,7 +101,7 @@ class Arena:
         if not hasattr(os, "memfd_create"):
             raise OSError("memfd_create is for Linux")
         secret = secrets.token_bytes(_SECRET_BYTES)
-        self._fd = os.memfd_create("tfps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = weakref.finalize(self, os.close, self._fd)
         os.pwrite(self._fd, secret, 0)
         self._end = mmap.PAGESIZE  # of allocated regions
@@ -188,6 +191,22 @@ class Sharing:
             self._arena.close()
 
 
+def _open_memfd(path: str) -> int:
+    """Opens a memfd named "tfps", and nothing else: opening a device or a pipe may already do something.
+
+    In another PID namespace, or if an offer is wrong, the path leads to some other file. What is looked at is what is
+    opened, even if the other process exchanges it meanwhile.
+    """
+    found = os.open(path, os.O_PATH | os.O_CLOEXEC)  # opens no file, only refers to it
+    try:
+        own = pathlib.Path(f"/proc/self/fd/{found}")
+        if not stat.S_ISREG(os.fstat(found).st_mode) or str(own.readlink()) != _MEMFD:
+            raise OSError(f"the file must be a worker's memory, got {own.readlink()}")
+        return os.open(own, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    finally:
+        os.close(found)
+
+
 class Attached:
     """A worker's arena, on a pserver. Views are for the thread of one stream.
 
@@ -198,9 +217,8 @@ class Attached:
     def __init__(self, offer: Offer) -> None:
         if not offer.host or offer.host != host():
             raise OSError("the worker is on another host")
-        self._fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        self._fd = _open_memfd(f"/proc/{offer.pid}/fd/{offer.fd}")
         weakref.finalize(self, os.close, self._fd)
-        # In another PID namespace, or if the offer is wrong, this is some other file.
         if not fcntl.fcntl(self._fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise OSError("the memory is not sealed")
         if len(offer.secret) != _SECRET_BYTES or os.pread(self._fd, _SECRET_BYTES, 0) != offer.secret:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from tfps.config import Transport
-from tfps.errors import ConnectError, PserverLostError, TfpsError
+from tfps.errors import ConfigError, ConnectError, PserverLostError, TfpsError
 from tfps.wire.connection import Connection, dial
 from tfps.wire.control import Pserver
 from tfps.wire.frames import Kind
@@ -59,24 +59,30 @@ def open_path(
     index: int,
     queue: SendQueue,
     data_port: int,
-    token: str,
+    incarnation: str,
     rank: int,
     when: Callable[[], str],
 ) -> Path:
     """Opens the data path of a joined worker, as `transport` says.
 
     Args:
-        data_port: the pserver's; 0 if it takes no data connections.
+        data_port: the pserver's; 0 if it takes no data connections, as it uses TLS.
 
     Raises:
+        ConfigError: `transport` is "tcp" and the pserver uses TLS.
         ConnectError: `transport` is "tcp" and the pserver's data port cannot be reached.
         TfpsError: the error with which the pserver refuses this worker.
     """
-    if transport != "grpc":
+    if transport == "tcp" and not data_port:
+        raise ConfigError(
+            f'transport must be "auto" or "grpc" with TLS, got "tcp": pserver {pserver.address} uses TLS, and data '
+            "connections are not encrypted"
+        )
+    if not data_port and transport != "grpc":
+        logger.info("tfps: pserver %s uses TLS: slices go through gRPC", pserver.address)
+    elif transport != "grpc":
         try:
-            if not data_port:
-                raise OSError("it has none (an older tfps)")
-            connection = dial(pserver.address, data_port, token, rank, _DIAL_S)
+            connection = dial(pserver.address, data_port, pserver.token, incarnation, rank, _DIAL_S)
             return TcpPath(connection, pserver.address, index, queue, when)
         except OSError as error:
             where = f"pserver {pserver.address}: its data port {data_port} cannot be reached: {error}"
@@ -86,4 +92,4 @@ def open_path(
                     'transport="auto"'
                 ) from error
             logger.warning("tfps: %s; slices go through gRPC, which takes several times the CPU per byte", where)
-    return GrpcPath(pserver, queue, token, rank, when)
+    return GrpcPath(pserver, queue, incarnation, rank, when)

@@ -44,7 +44,7 @@ class Declarations:
             TfpsError: the job has failed.
         """
         request = pb.DeclareRequest(
-            token=self._membership.token,
+            incarnation=self._membership.incarnation,
             rank=self._membership.rank,
             number=self._number,
             details=details,

@@ -72,15 +72,15 @@ def join(
         request.pserver_index = index
         with saying(partial(join_blocked_by, pserver)):
             reply = pserver.join(request, max(deadline_s - time.monotonic(), 0.1), config.connect_timeout_s)
-        request.rank, request.workers, request.token = reply.rank, reply.workers, reply.token
-        yield Joined(Membership(reply.rank, reply.workers, reply.token), reply.shared_memory, reply.data_port)
+        request.rank, request.workers, request.incarnation = reply.rank, reply.workers, reply.incarnation
+        yield Joined(Membership(reply.rank, reply.workers, reply.incarnation), reply.shared_memory, reply.data_port)
 
 
 def leave(pservers: Sequence[Pserver], membership: Membership, failure: TfpsError | None) -> None:
     """Tells every pserver that this worker leaves, and why if it failed; ignores unreachable pservers."""
     farewell = None if failure is None else failure_of(failure)
     for pserver in pservers:
-        request = pb.LeaveRequest(token=membership.token, rank=membership.rank, failure=farewell)
+        request = pb.LeaveRequest(incarnation=membership.incarnation, rank=membership.rank, failure=farewell)
         try:
             pserver.call("Leave", request, _LEAVE_TIMEOUT_S)
         except TfpsError:

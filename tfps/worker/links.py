@@ -26,7 +26,8 @@ class Links:
     def __init__(
         self, pservers: Sequence[Pserver], queues: Sequence[SendQueue], memory: Sharing, membership: Membership
     ) -> None:
-        self._pservers, self._queues, self._memory, self._token = pservers, queues, memory, membership.token
+        self._pservers, self._queues, self._memory = pservers, queues, memory
+        self._incarnation = membership.incarnation
         self._cpu_s: list[float] = []  # of each pserver, when training began
 
     def begin(self) -> None:
@@ -55,5 +56,5 @@ class Links:
         return found
 
     def _cpu_s_of(self, pserver: Pserver) -> float:
-        status = pserver.call("Status", pb.StatusRequest(token=self._token), _STATUS_TIMEOUT_S)
+        status = pserver.call("Status", pb.StatusRequest(incarnation=self._incarnation), _STATUS_TIMEOUT_S)
         return float(status.cpu_s)

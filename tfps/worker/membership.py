@@ -15,9 +15,9 @@ class Membership:
     Attributes:
         rank: this worker's number, from 0.
         workers: how many the job has.
-        token: proves that the worker belongs to the job.
+        incarnation: tells this run of the job from others; members know it.
     """
 
     rank: int
     workers: int
-    token: str
+    incarnation: str

@@ -77,7 +77,9 @@ class Blame:
 
     def declaring(self, pserver: Pserver, number: int) -> str:
         """Returns the ranks yet to join (`number` 0) or to declare what this worker has; "" if none."""
-        request = pb.WaitingRequest(token=self._membership.token, rank=self._membership.rank, declaration=True)
+        request = pb.WaitingRequest(
+            incarnation=self._membership.incarnation, rank=self._membership.rank, declaration=True
+        )
         try:
             missing = self._others(pserver.call("Waiting", request, _ASK_TIMEOUT_S).missing)
         except TfpsError as error:
@@ -88,7 +90,7 @@ class Blame:
         """Asks the pservers that still owe replies to `push` of bucket `number`."""
         with bucket.lock:
             owners = sorted({owner for index, owner in enumerate(bucket.cutting.owners) if index not in push.arrived})
-        request = pb.WaitingRequest(token=self._membership.token, rank=self._membership.rank, bucket=number)
+        request = pb.WaitingRequest(incarnation=self._membership.incarnation, rank=self._membership.rank, bucket=number)
         answers = []
         for pserver in (self._pservers[owner] for owner in owners):
             try:

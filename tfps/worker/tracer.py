@@ -100,7 +100,7 @@ class Tracer:
             )
 
     def _trace(self, pserver: Pserver, on: bool) -> None:
-        request = pb.TraceRequest(token=self._membership.token, rank=self._rank, number=self._number, on=on)
+        request = pb.TraceRequest(incarnation=self._membership.incarnation, rank=self._rank, number=self._number, on=on)
         pserver.call("Trace", request, _CALL_TIMEOUT_S)
 
     def _collect(self, pserver: Pserver, deadline_s: float) -> list[pb.Records]:
@@ -108,7 +108,7 @@ class Tracer:
         while True:
             left_s = max(deadline_s - time.monotonic(), 0.0)
             request = pb.CollectRequest(
-                token=self._membership.token, rank=self._rank, number=self._number, timeout_s=left_s
+                incarnation=self._membership.incarnation, rank=self._rank, number=self._number, timeout_s=left_s
             )
             reply = pserver.call("Collect", request, left_s + _CALL_TIMEOUT_S)
             if not reply.HasField("records"):
@@ -164,7 +164,9 @@ class Tracer:
             offset_ns, error_ns = measure(self._pservers[0], self._recorder.clock)
             for part in parts:
                 part.clock_offset_ns, part.clock_error_ns = -offset_ns, error_ns
-                request = pb.UploadRequest(token=self._membership.token, rank=self._rank, number=number, records=part)
+                request = pb.UploadRequest(
+                    incarnation=self._membership.incarnation, rank=self._rank, number=number, records=part
+                )
                 self._pservers[0].call("Upload", request, COLLECT_TIMEOUT_S)
         except TfpsError as error:  # rank 0 logs what it lacks; a failed job is reported elsewhere
             logger.info("tfps: rank %d could not upload its records: %s", self._rank, error)

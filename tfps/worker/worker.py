@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from tfps.config import Config, check_address
+from tfps.config import Config, Security, check_address
 from tfps.errors import ConfigError, InterruptError, ProtocolError, PserverLostError, TfpsError, WaitTimeoutError
 from tfps.exchange.interface import (
     BucketSpec,
@@ -62,7 +62,8 @@ class Worker:
         job: name of the job; a pserver serves one at a time.
 
     Raises:
-        ConfigError: an address is malformed, or rank and workers contradict each other.
+        ConfigError: an address is malformed, rank and workers contradict each other, or a file of the job token or of
+            TLS cannot be read.
         ConnectError: a pserver cannot be reached or refuses this worker; the message names it.
         MismatchError: the settings differ between workers.
         WaitTimeoutError: some ranks did not join within `config.connect_timeout_s`; the message names them.
@@ -89,15 +90,16 @@ class Worker:
         self._buckets: list[PushedBucket] = []
         self._declaring = threading.Lock()  # serializes declarations
         self._placer = Placer(len(addresses), config.placement)
-        # As requested, without a token, until the first pserver has answered.
-        self._membership = Membership(-1 if rank is None else rank, workers or 0, token="")
+        # As requested, without an incarnation, until the first pserver has answered.
+        self._membership = Membership(-1 if rank is None else rank, workers or 0, incarnation="")
         self._memory = Sharing(config.shared_memory)
         self._step = 0  # for messages
         self._farewell: TfpsError | None = None  # why this worker failed, for the pservers
         self._leaving = threading.Lock()  # guards _left
         self._left = False
         self._wake = threading.Event()  # set by a failure and by close
-        self._pservers = [Pserver(address) for address in addresses]
+        security = Security.of_worker(config)
+        self._pservers = [Pserver(address, security) for address in addresses]
         self._queues = [
             SendQueue(
                 config.first_window_bytes,
@@ -171,7 +173,9 @@ class Worker:
         for index, (membership, shares_memory, data_port) in enumerate(joined):
             self._membership = membership
             pserver, queue, transport = self._pservers[index], self._queues[index], self.config.transport
-            path = open_path(transport, pserver, index, queue, data_port, membership.token, membership.rank, self._when)
+            path = open_path(
+                transport, pserver, index, queue, data_port, membership.incarnation, membership.rank, self._when
+            )
             self._streams[index].start(path)
             if shares_memory:
                 self._memory.pservers.add(index)
@@ -201,7 +205,7 @@ class Worker:
             first, self._left = not self._left, True
         if not first:
             return
-        if self._membership.token:
+        if self._membership.incarnation:
             leave(self._pservers, self._membership, self._farewell)
 
     def fail(self, error: TfpsError) -> None:
@@ -269,7 +273,9 @@ class Worker:
             if tunable(bucket.spec) and (step := bucket.hold()) is not None:
                 steps[number] = step
         layout = Layout(slice_bytes, window_bytes, steps)
-        request = pb.TuneRequest(token=self._membership.token, rank=self.rank, layout=layout_message(layout))
+        request = pb.TuneRequest(
+            incarnation=self._membership.incarnation, rank=self.rank, layout=layout_message(layout)
+        )
         try:
             for pserver in self._pservers:
                 pserver.call("Tune", request, _TUNE_TIMEOUT_S)

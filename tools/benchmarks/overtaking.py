@@ -59,7 +59,7 @@ def measure(rate_mbit: float, transport: str) -> dict[str, Json]:
     """One run in fresh processes on two hosts."""
     with Netlab(2, rate_mbit) as lab, contextlib.ExitStack() as stack:
         here, there = lab.hosts
-        serve = ["-m", "tfps.cli", f"--host={there.address}", "--port=0", "--workers=1"]
+        serve = ["-m", "tfps.cli", f"--host={there.address}", "--port=0", "--workers=1", "--insecure"]
         server = stack.enter_context(_start(there, serve))
         address = children.answer(server, ANSWER_S).split()[3]
         worker = stack.enter_context(_start(here, [str(pathlib.Path(__file__)), address, transport]))

@@ -1,0 +1,54 @@
+"""Where a pserver may listen."""
+
+from __future__ import annotations
+
+import pytest
+
+from tfps.config import Security
+from tfps.errors import ConfigError
+from tfps.pserver.listening import check_host, default_host, is_loopback, reachable
+from tfps.pserver.server import ParameterServer
+
+TOKEN, TLS = Security(token_file="t"), Security(tls_cert="c", tls_key="k")
+INSECURE = Security(insecure=True)
+
+
+@pytest.mark.parametrize(
+    ("security", "host"),
+    [(Security(), "127.0.0.1"), (TOKEN, "0.0.0.0"), (TLS, "0.0.0.0"), (INSECURE, "0.0.0.0")],
+)
+def test_other_hosts_are_served_only_by_who_keeps_strangers_out_or_says_so(security: Security, host: str) -> None:
+    assert default_host(security) == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.7"])
+def test_a_host_that_others_reach_needs_a_token_tls_or_insecure(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"must be a loopback address such as 127\.0\.0\.1, got .*--token-file FILE"):
+        check_host(host, Security())
+    for security in (TOKEN, TLS, INSECURE):
+        check_host(host, security)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])
+def test_loopback_needs_nothing(host: str) -> None:
+    assert is_loopback(host)
+    check_host(host, Security())
+
+
+def test_a_pserver_that_others_reach_is_refused_before_it_listens() -> None:
+    with pytest.raises(ConfigError, match="--insecure"):
+        ParameterServer("0.0.0.0", 0, workers=1)
+
+
+def test_an_authority_without_a_certificate_of_the_pserver_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tls_ca of a pserver must come with tls_cert and tls_key"):
+        check_host("127.0.0.1", Security(tls_ca="ca"))
+
+
+@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("ps0", "ps0")])
+def test_a_host_of_its_own_is_where_it_is_reached(host: str, address: str) -> None:
+    assert reachable(host) == address
+
+
+def test_every_interface_is_reached_at_one_of_them() -> None:
+    assert reachable("0.0.0.0") not in ("0.0.0.0", "")

@@ -1,0 +1,111 @@
+"""Who may call a pserver, how much, and how often: looked at before a call costs anything."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+from google.protobuf.message import Message
+
+from tfps.errors import ConnectError, ProtocolError
+from tfps.wire.control import request_type
+from tfps.wire.job_token import TOKEN_KEY, JobToken
+
+_REFUSAL_S = 0.01  # all strangers together get one refusal in this time, so that they cost a running job little
+# Of a request, in bytes. A declaration names variables, an upload has what was recorded, a layout a step per bucket.
+_MAX_BYTES = {"Declare": 16 * 2**20, "Upload": 8 * 2**20, "Tune": 4 * 2**20}
+_MAX_OTHER_BYTES = 64 * 1024
+
+
+class Gate(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """Refuses calls without the job token before their messages are read.
+
+    One thread, "tfps-refusals", answers strangers, one after the other and slowly.
+
+    Args:
+        refused: called with the name of the call and the error.
+    """
+
+    def __init__(self, token: JobToken, refused: Callable[[str, Exception], None]) -> None:
+        self._token, self._refused = token, refused
+        self._strangers = ThreadPoolExecutor(1, "tfps-refusals")
+        self._closed = threading.Event()
+
+    def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler], details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler:
+        """See grpc.ServerInterceptor; on gRPC's thread, for every call."""
+        received = dict(details.invocation_metadata).get(TOKEN_KEY, "")
+        if (why := self._token.refusal(received.encode() if isinstance(received, str) else received)) is None:
+            return continuation(details)
+        name = str(details.method).rpartition("/")[2]
+
+        def refuse(_: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+            self._refused(name if name in _CALLS else "other", ConnectError(why))
+            self._closed.wait(_REFUSAL_S)
+            context.set_code(grpc.StatusCode.UNAUTHENTICATED)
+            context.set_details(why)
+            return b""
+
+        refuse.experimental_thread_pool = self._strangers  # type: ignore[attr-defined]  # gRPC's name
+        # As a stream, whatever it is, so that gRPC does not read its message first.
+        return grpc.stream_unary_rpc_method_handler(refuse)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closed.set()
+        self._strangers.shutdown(wait=False, cancel_futures=True)
+
+
+_CALLS = {
+    "Join",
+    "Declare",
+    "Waiting",
+    "Tune",
+    "Trace",
+    "Clock",
+    "Upload",
+    "Collect",
+    "Status",
+    "Leave",
+    "Push",
+    "Pull",
+}
+
+
+def parse(name: str, request: bytes) -> Message:
+    """The message of a control call.
+
+    Raises:
+        ProtocolError: it is larger than such a call may be, or malformed. Nothing was parsed.
+    """
+    limit = _MAX_BYTES.get(name, _MAX_OTHER_BYTES)
+    if len(request) > limit:
+        raise ProtocolError(f"a request of {name} must have at most {limit} bytes, got {len(request)}")
+    try:
+        return request_type(name).FromString(request)
+    except Exception as error:  # of protobuf, whose class is another one in each of its implementations
+        raise ProtocolError(f"a request of {name} must be a message of tfps, got {len(request)} other bytes") from error
+
+
+class Rate:
+    """Allows `burst` events at once and `per_s` per second in the long run; any thread."""
+
+    def __init__(self, per_s: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_s, self._burst, self._clock = per_s, burst, clock
+        self._lock = threading.Lock()  # guards the next two
+        self._left, self._then_s = burst, clock()
+
+    def take(self) -> float:
+        """Counts one event. Returns 0.0 if it may happen now, else in how many seconds: then it was not counted."""
+        with self._lock:
+            now_s = self._clock()
+            self._left = min(self._left + (now_s - self._then_s) * self._per_s, self._burst)
+            self._then_s = now_s
+            if self._left >= 1:
+                self._left -= 1
+                return 0.0
+            return (1 - self._left) / self._per_s

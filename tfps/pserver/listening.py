@@ -1,0 +1,66 @@
+"""Where a pserver listens: only on this host, unless it knows whom it talks to."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+
+from tfps.config import Security
+from tfps.errors import ConfigError
+
+LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
+
+
+def default_host(security: Security) -> str:
+    """Every interface if strangers are kept out or `insecure` allows them, else this host only."""
+    return EVERYWHERE if _open_to_others(security) else LOOPBACK
+
+
+def check_host(host: str, security: Security) -> None:
+    """Checks that other hosts can reach `host` only with a job token, TLS, or `insecure`.
+
+    Raises:
+        ConfigError: they could without; or the files do not fit together.
+    """
+    if security.tls_ca and not security.tls_cert:
+        raise ConfigError("tls_ca of a pserver must come with tls_cert and tls_key (--tls-cert, --tls-key), got none")
+    if not _open_to_others(security) and not is_loopback(host):
+        raise ConfigError(
+            f"host of a pserver without a job token and without TLS must be a loopback address such as {LOOPBACK}, got "
+            f"{host!r}: give it --token-file FILE (or --tls-cert and --tls-key), or --insecure where everybody who "
+            "reaches it may join, read and end its jobs"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches `host`. Names that are unknown count as such: nobody reaches them."""
+    if not host:
+        return False
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return True
+    return all(ipaddress.ip_address(str(each[4][0]).partition("%")[0]).is_loopback for each in found)
+
+
+def reachable(host: str) -> str:
+    """An address at which other hosts reach a server that listens on `host`."""
+    if host not in (EVERYWHERE, "::", ""):
+        return f"[{host}]" if ":" in host else host
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing; picks the interface of the default route
+        return str(probe.getsockname()[0])
+    return LOOPBACK
+
+
+def try_to_listen(host: str, port: int) -> None:
+    """Raises OSError if the port is not available: gRPC itself does not report the reason."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does; else lingering connections count
+        probe.bind((host, port))
+
+
+def _open_to_others(security: Security) -> bool:
+    return bool(security.token_file or security.tls_cert or security.insecure)

@@ -1,0 +1,96 @@
+"""The job token: a secret that the workers and pservers of a job share, read from a file."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import stat
+from pathlib import Path
+
+from tfps.errors import ConfigError
+
+logger = logging.getLogger("tfps")
+TOKEN_KEY = "tfps-token"  # metadata of every call
+MIN_TOKEN_BYTES, MAX_TOKEN_BYTES = 16, 256
+_warned_of: set[str] = set()  # files that others may read: a worker reads its token once per pserver
+
+
+class JobToken:
+    """A token that does not show: neither `str` nor `repr` has it.
+
+    Args:
+        text: visible ASCII characters; "" stands for no token.
+
+    Raises:
+        ConfigError: it is too short, too long, or has other characters. The message does not show it.
+    """
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str = "", where: str = "a job token") -> None:
+        size = len(text)
+        if text and not MIN_TOKEN_BYTES <= size <= MAX_TOKEN_BYTES:
+            raise ConfigError(
+                f"{where} must have {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES} characters, got {size}; "
+                "`openssl rand -hex 32` makes a good one"
+            )
+        if not all("!" <= character <= "~" for character in text):
+            raise ConfigError(f"{where} must have visible ASCII characters only, without spaces; got others")
+        self._text = text
+
+    @classmethod
+    def read(cls, path: str) -> JobToken:
+        """The token in the file at `path`, without white space around it; "" gives no token.
+
+        Raises:
+            ConfigError: it cannot be read, or is malformed.
+        """
+        if not path:
+            return cls()
+        try:
+            with Path(path).open("rb") as file:
+                mode = os.fstat(file.fileno()).st_mode
+                content = file.read(2 * MAX_TOKEN_BYTES)
+        except OSError as error:
+            raise ConfigError(f"token_file '{path}' cannot be read: {error.strerror}") from None
+        if stat.S_ISREG(mode) and mode & 0o077 and path not in _warned_of:
+            _warned_of.add(path)
+            logger.warning("tfps: token_file '%s' may be read by other users of this host: chmod 600", path)
+        token = cls(content.decode("ascii", "replace").strip(), f"the job token in '{path}'")
+        if not token:
+            raise ConfigError(f"token_file '{path}' must contain a job token, got an empty file")
+        return token
+
+    def __bool__(self) -> bool:
+        return bool(self._text)
+
+    def __repr__(self) -> str:
+        return "JobToken(...)" if self._text else "JobToken()"
+
+    def reveal(self) -> bytes:
+        """The token itself, to be sent."""
+        return self._text.encode()
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a call carries."""
+        return ((TOKEN_KEY, self._text),) if self._text else ()
+
+    def refusal(self, received: bytes) -> str | None:
+        """What to tell a client that sent `received` (b"": no token); None if it fits. Takes the same time for all."""
+        if not self._text:
+            return NOT_WANTED if received else None
+        if hmac.compare_digest(received, self._text.encode()):
+            return None
+        return OTHER if received else WANTED
+
+
+WANTED = "wants a job token, this client sent none: set TFPS_TOKEN_FILE (or token_file, --token-file) to its file"
+OTHER = (
+    "has another job token than this client: TFPS_TOKEN_FILE (or token_file, --token-file) must name a file with the "
+    "same content on both"
+)
+NOT_WANTED = (
+    "was started without a job token, but this client has one: start the pserver with --token-file, or unset "
+    "TFPS_TOKEN_FILE (token_file) here"
+)
