@@ -13,15 +13,15 @@ FLOAT_BYTES = 4
 class Named:
     """What `fuse` looks at of a variable."""
 
-    def __init__(self, name: str, items: int) -> None:
-        self._unique_id, self.shape = name, (items,)
+    def __init__(self, name: str, items: int, group: int) -> None:
+        self._unique_id, self.shape, self.group = name, (items,), group
 
 
-def noted(name: str, items: int, dtype: tf.DType = tf.float32, sparse: bool = False) -> Noted:
+def noted(name: str, items: int, dtype: tf.DType = tf.float32, sparse: bool = False, group: int = 0) -> Noted:
     gradient: Value = tf.zeros([items], dtype)
     if sparse:
         gradient = tf.IndexedSlices(gradient, tf.range(items))
-    variable: Variable = Named(name, items)
+    variable: Variable = Named(name, items, group)
     return Noted(variable, lambda: None, (), Reduced(gradient, gradient, Reduction(1)))
 
 
@@ -55,3 +55,10 @@ def test_the_first_buckets_stay_small_and_each_is_at_most_as_large_as_all_before
     order = {f"v{index:03}": index for index in range(200)}
     buckets = fuse([noted(name, 10) for name in order], order, 500 * FLOAT_BYTES, 20 * FLOAT_BYTES)
     assert [10 * len(bucket) for bucket in buckets] == [20, 20, 40, 80, 160, 320, 500, 500, 360]
+
+
+def test_variables_that_may_share_a_gate_stay_together_wherever_forward_uses_them() -> None:
+    order = {name: index for index, name in enumerate("abcde")}
+    updates = [noted("a", 10, group=1), noted("b", 10, group=2), noted("c", 10, group=1), noted("d", 10, group=2)]
+    updates += [noted("e", 10, sparse=True, group=2)]
+    assert names(fuse(updates, order, 20 * FLOAT_BYTES, 20 * FLOAT_BYTES)) == [["a", "c"], ["b", "d"], ["e"]]
