@@ -40,20 +40,20 @@ def gates(variables: Sequence[GatedVariable]) -> list[int]:
 
 
 def test_neighbors_share_a_gate_up_to_the_limit(strategy: tfps.Strategy) -> None:
-    variables = made(strategy, 100, 100, 100, 300, 20, 20)  # of 4 bytes each; 300 alone are too many
+    variables = made(strategy, 100, 100, 100, 20, 300, 20, 20)  # of 4 bytes each; 300 alone are too many
     group_gates(variables, LIMIT)
-    assert gates(variables) == [0, 0, 2, 3, 2, 2]
+    assert gates(variables) == [0, 0, 2, 2, 4, 5, 5]
 
 
 def test_dtypes_do_not_mix_and_embeddings_keep_their_own(strategy: tfps.Strategy) -> None:
     variables = [
-        *made(strategy, 10),
+        *made(strategy, 10, 10),
         *made(strategy, 10, name="embeddings"),
-        *made(strategy, 10),
-        *made(strategy, 10, dtype=tf.float64),
+        *made(strategy, 10, 10),
+        *made(strategy, 10, 10, dtype=tf.float64),
     ]
     group_gates(variables, LIMIT)
-    assert gates(variables) == [0, 1, 0, 3]
+    assert gates(variables) == [0, 0, 2, 3, 3, 5, 5]
 
 
 def test_a_second_optimizer_changes_no_group(strategy: tfps.Strategy) -> None:

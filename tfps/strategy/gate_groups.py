@@ -33,13 +33,13 @@ def _groups(variables: Iterable[GatedVariable], limit: int) -> Iterator[list[Gat
     nbytes = 0
     for variable in variables:
         size = int(variable.dtype.size) * int(variable.shape.num_elements() or 0)
-        if not _may_join(variable) or size > limit:
-            continue
-        if group and (nbytes + size > limit or not _alike(variable, group[0])):
+        joins = _may_join(variable) and size <= limit
+        if group and (not joins or nbytes + size > limit or not _alike(variable, group[0])):
             yield group
             group, nbytes = [], 0
-        group.append(variable)
-        nbytes += size
+        if joins:
+            group.append(variable)
+            nbytes += size
     if group:
         yield group
 
