@@ -67,7 +67,7 @@ def test_a_gate_with_an_error_raises_it_in_the_graph() -> None:
 
     @tf.function(autograph=False)
     def read() -> Value:
-        graph_ops.pass_gate(gate, variable.handle, [])
+        graph_ops.pass_gate(gate, [variable.handle], [])
         return variable.read_value()
 
     assert read() == [1.0]
