@@ -34,7 +34,7 @@ PROGRAMS: dict[str, tuple[training.Build, Callable[[], keras.optimizers.Optimize
     "sparse": (training.embedding_sparse, Adam, {}),
     "eager": (training.mlp, Adam, {"run_eagerly": True}),
 }
-OVER_GRPC = ("adam", "accumulation", "sparse")
+OVER_GRPC = ("accumulation", "sparse")
 
 
 def watch_who_sends() -> dict[str, set[int]]:

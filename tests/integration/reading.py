@@ -16,7 +16,7 @@ import tensorflow as tf
 import training
 
 import tfps
-from tfps.exchange.interface import OnReply, Payload
+from tfps.exchange.interface import OnPart, OnReply, Payload
 from tfps.types import Logs, Structure, Value
 
 BATCH, STEPS = 32, 6
@@ -143,9 +143,9 @@ def counts_what_travels(strategy: tfps.Strategy) -> None:
     runtime = strategy._runtime
     push = runtime.exchange.push
 
-    def counted(bucket: int, payload: Payload | None, on_reply: OnReply) -> None:
+    def counted(bucket: int, payload: Payload | None, on_reply: OnReply, on_part: OnPart | None = None) -> None:
         pushed.append(runtime.declared.spec(bucket).name)
-        push(bucket, payload, on_reply)
+        push(bucket, payload, on_reply, on_part)
 
     with strategy.scope():
         model = compiled(normalized=True)

@@ -16,10 +16,7 @@ PROGRAMS = [
     *("loop_function", "normalized", "moving_mean", "worker_without_rows"),
 ]
 # By workers and devices; the differential tester draws more of the kind (tests/tools/test_fuzz_programs.py).
-QUICK = {
-    (3, 1): ["arrays", "updated_in_the_step", "normalized"],
-    (2, 2): ["one_row_in_all", "accumulated", "worker_without_rows"],
-}
+QUICK = {(3, 1): ["updated_in_the_step", "normalized"], (2, 2): ["one_row_in_all", "worker_without_rows"]}
 ONE_DEVICE = {"several_steps"}  # as under every strategy; see docs/semantics.md
 pytestmark = pytest.mark.timeout(600)
 Jobs = Callable[[int, int, bool], Results]

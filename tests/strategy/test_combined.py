@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 import tfps
-from tfps.exchange.interface import OnReply, Payload
+from tfps.exchange.interface import OnPart, OnReply, Payload
 from tfps.types import Value, Variable
 
 ON_READ, SUM = tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM
@@ -36,9 +36,9 @@ def pushes(strategy: tfps.Strategy, monkeypatch: pytest.MonkeyPatch) -> list[int
     pushed: list[int] = []
     push = strategy._runtime.exchange.push
 
-    def counted(bucket: int, payload: Payload | None, on_reply: OnReply) -> None:
+    def counted(bucket: int, payload: Payload | None, on_reply: OnReply, on_part: OnPart | None = None) -> None:
         pushed.append(bucket)
-        push(bucket, payload, on_reply)
+        push(bucket, payload, on_reply, on_part)
 
     monkeypatch.setattr(strategy._runtime.exchange, "push", counted)
     return pushed
