@@ -33,6 +33,18 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("same" if config.getoption("markexpr") == "not long" else "new")
 
 
+# Files that take longest begin, so that all processes of the suite (tools/test.sh) end together.
+_LONGEST = (
+    *("test_exactness.py", "test_fuzz_programs.py", "test_programs.py", "test_strategy.py", "test_input.py"),
+    *("test_semantics.py", "test_rows.py", "test_workers.py", "test_worker.py", "test_failures.py", "test_machine.py"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: position for position, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
 @pytest.fixture
 def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[tfps.Strategy]:
     """One worker over gRPC, two pservers, one of them through shared memory, many small slices."""

@@ -39,5 +39,5 @@ echo "ruff check";  .venv/bin/python -m ruff check .
 echo "ruff format"; .venv/bin/python -m ruff format --check .
 echo "mypy";        .venv/bin/python -m mypy
 # Four at a time: most tests wait for something for a while. All of a file on one of them, as many share what is slow to
-# make. In their order, which begins with those that take long, so that all end together.
+# make. In their order, which begins with those that take long (tests/conftest.py), so that all end together.
 echo "pytest";      .venv/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder ${arguments[@]+"${arguments[@]}"} </dev/null

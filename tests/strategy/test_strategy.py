@@ -305,8 +305,8 @@ def test_an_error_of_the_data_does_not_disturb_the_next_fit(strategy: tfps.Strat
 def test_many_short_epochs_end(strategy: tfps.Strategy) -> None:
     # Every epoch ends with an error inside the step's graph (the end of the data), at a random moment for the gates.
     model, x, y = compiled(strategy)
-    history = model.fit(x[:64], y[:64], batch_size=32, epochs=80, verbose=0).history
-    assert len(history["loss"]) == 80
+    history = model.fit(x[:64], y[:64], batch_size=32, epochs=50, verbose=0).history
+    assert len(history["loss"]) == 50
 
 
 def test_evaluate_predict_and_checkpoint_read_current_values(remote: tfps.Strategy, tmp_path: Path) -> None:
