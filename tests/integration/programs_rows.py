@@ -186,6 +186,16 @@ class Guide(keras.Model):
                 metric.update_state(y, outputs)
         return {"last": loss}
 
+    def test_step(self, data: Structure) -> Logs:
+        x, y = data
+        outputs = self(x, training=False)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(self.compute_loss(y=y, y_pred=outputs))
+            else:
+                metric.update_state(y, outputs)
+        return {metric.name: metric.result() for metric in self.metrics}
+
 
 def tracked_loss(job: Job) -> Results:
     def build() -> Model:
@@ -197,6 +207,18 @@ def tracked_loss(job: Job) -> Results:
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
     tracked = {metric.name: metric.result() for metric in model.metrics}
     return {**weights(model), "loss": np.array(tracked["loss"])}
+
+
+def evaluated_evenly_after_an_uneven_batch(job: Job) -> Results:
+    """Of the last batch to train on, some replicas have as many rows as of the batch to evaluate, and some fewer."""
+
+    def build() -> Model:
+        model = dense()
+        return Guide(model.inputs, model.outputs)
+
+    x, y = data(17)
+    model = job.compiled(lambda: SGD(0.1), build=build)
+    return history(model.fit(x, y, batch_size=12, shuffle=False, verbose=0, validation_data=(x[:6], y[:6])))
 
 
 def train_on_batch(job: Job) -> Results:

@@ -13,10 +13,13 @@ PROGRAMS = [
     *("arrays", "every_batch_uneven", "last_batch_of_one_row", "last_batch_of_four_rows", "fewer_rows_than_replicas"),
     *("one_row_in_all", "eagerly", "several_steps", "tf_data", "py_dataset", "accumulated", "masked"),
     *("updated_in_the_step", "by_sample_weights", "other_reductions", "tracked_loss", "train_on_batch", "loop_eager"),
-    *("loop_function", "normalized", "moving_mean", "worker_without_rows"),
+    *("evaluated_evenly_after_an_uneven_batch", "loop_function", "normalized", "moving_mean", "worker_without_rows"),
 ]
 # By workers and devices; the differential tester draws more of the kind (tests/tools/test_fuzz_programs.py).
-QUICK = {(3, 1): ["updated_in_the_step", "normalized"], (2, 2): ["one_row_in_all", "worker_without_rows"]}
+QUICK = {
+    (3, 1): ["updated_in_the_step", "normalized", "evaluated_evenly_after_an_uneven_batch"],
+    (2, 2): ["one_row_in_all", "worker_without_rows"],
+}
 ONE_DEVICE = {"several_steps"}  # as under every strategy; see docs/semantics.md
 pytestmark = pytest.mark.timeout(600)
 Jobs = Callable[[int, int, bool], Results]

@@ -23,6 +23,11 @@ _MANY = 4  # tensors returned at most
 _PARAMETERS = ("Const", "ReadVariableOp", "Placeholder")
 
 
+def is_backward(op: tf.Operation) -> bool:
+    """Whether `op` belongs to a backward pass."""
+    return _BACKWARD.search(op.name) is not None
+
+
 class Landmarks:
     """Finds the places in `graph` as it is now. All tensors that it finds have several uses.
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import tensorflow as tf
 
+from tfps.graph.landmarks import is_backward
 from tfps.graph.ops import HOST
 from tfps.graph.tf_private import (
     ResourceVariable,
@@ -136,9 +137,10 @@ class Share:
         self.rows, self.replicas = rows, replicas
         self._sum_rows = sum_rows
         self._total: tf.Tensor | None = None
+        self._noted: tf.Tensor | None = None  # the total, if this graph trains
         self._weights: list[tf.Tensor] = []  # replace the weight by rows
         if last is not None:  # batches not from the iterator are assumed to divide evenly
-            self._total = tf.where(tf.equal(last[1], rows), last[0], tf.constant(UNKNOWN, tf.int64))
+            self._noted = tf.where(tf.equal(last[1], rows), last[0], tf.constant(UNKNOWN, tf.int64))
 
     @property
     def may_be_empty(self) -> bool:
@@ -160,8 +162,20 @@ class Share:
             return tf.IndexedSlices(self.only_if_rows(value.values), value.indices, value.dense_shape)
         return tf.where(self.has_rows, value, tf.zeros_like(value) if otherwise is None else otherwise)
 
+    @property
+    def trains(self) -> bool:
+        """Whether something has been, or is being, differentiated here.
+
+        Elsewhere, as in evaluation, what was noted last is of another batch.
+        """
+        if is_differentiated() or _current.gradients or self.graph is None:
+            return True
+        return any(is_backward(op) for op in self.graph.get_operations())
+
     def total(self, *, exchange: bool) -> tf.Tensor | None:
         """Returns the rows of the whole batch, int64, -1 if unknown; None if only a forbidden exchange would tell."""
+        if self._total is None and self.trains:
+            self._total = self._noted
         if self._total is None and exchange:
             with self._in_graph():
                 self._total = self._sum_rows(self.rows)

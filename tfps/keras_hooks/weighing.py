@@ -143,6 +143,11 @@ def _weigh_tracked_scalars() -> None:
     def update_state(self: keras.metrics.Mean, values: Structure, sample_weight: Value = None) -> object:
         share = current_share()
         if share is not None and sample_weight is None and _is_scalar(values):
+            if not share.trains:
+                _say_once(
+                    "outside of training, a scalar given to keras.metrics.Mean counts once for each replica: if "
+                    "batches do not divide evenly, the result is not exactly that of one process"
+                )
             values = share.only_if_rows(tf.convert_to_tensor(values))
             sample_weight = share.only_if_rows(share.relative(tf.as_dtype(self.dtype)))
         return original(self, values, sample_weight)

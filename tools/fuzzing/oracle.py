@@ -61,7 +61,7 @@ def _uneven(case: Case) -> bool:
 
 
 def _differs_in_evaluation(case: Case) -> bool:
-    counts_alike = case.reduction == "sum" or case.network.second_output
+    counts_alike = case.reduction == "sum" or case.network.second_output or case.step == "guide"
     return "masked loss" in features(case) or (counts_alike and _uneven(case))
 
 
