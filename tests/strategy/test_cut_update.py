@@ -78,10 +78,10 @@ def remote() -> Iterator[Callable[[], tfps.Strategy]]:
         server.stop()
 
 
-def trained(strategy: tfps.Strategy, make: Make) -> list[Array]:
+def trained(strategy: tfps.Strategy, make: Make, units: int = UNITS) -> list[Array]:
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        layers = [keras.layers.Dense(UNITS, name="large"), keras.layers.Dense(2, name="last")]
+        layers = [keras.layers.Dense(units, name="large"), keras.layers.Dense(2, name="last")]
         model = keras.Sequential([keras.layers.Input((INPUTS,)), *layers])
         model.compile(make(), "mse", jit_compile=False)
     data = np.random.default_rng(0).standard_normal((32, INPUTS), np.float32)
@@ -137,6 +137,15 @@ def test_rows_are_updated_before_the_last_slice_has_come_back(
     monkeypatch.setattr(DeferredUpdate, "take_part", noted)
     trained(remote(), ELEMENTWISE["Adam"])
     assert seen == [True] * 8
+
+
+def test_a_large_vector_is_updated_as_a_whole(
+    remote: Callable[[], tfps.Strategy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = trained(remote(), ELEMENTWISE["momentum"], units=300)  # a bias of 1200 bytes: three slices
+    monkeypatch.setattr(emitter, "_CUT_SLICES", 10**9)
+    for one, other in zip(cut, trained(remote(), ELEMENTWISE["momentum"], units=300), strict=True):
+        assert one.tobytes() == other.tobytes()
 
 
 def test_variables_that_are_not_worth_it_are_not_cut() -> None:

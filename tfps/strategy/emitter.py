@@ -19,6 +19,7 @@ from tfps.graph.tf_private import distribute_lib, ops, outer_graphs
 from tfps.graph.timestamps import PassedGate, Timestamps
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import DeferredUpdate, Group
+from tfps.strategy.cut_update import rows_at_once
 from tfps.strategy.deferred import GraphState, Noted, Reduced, deferrable, find_reduced, fuse
 from tfps.strategy.gate_groups import group_gates
 from tfps.strategy.invariants import Invariants
@@ -224,8 +225,10 @@ class Emitter:
 
     def _may_be_cut(self, bucket: PlannedBucket) -> bool:
         """Whether to update the variable of `bucket` in parts as its slices come back."""
-        large = len(bucket.variables) == 1 and bucket.spec.nbytes >= _CUT_SLICES * self._slice_bytes
-        return large and not self._runtime.alone
+        if self._runtime.alone or len(bucket.variables) > 1 or bucket.spec.nbytes < _CUT_SLICES * self._slice_bytes:
+            return False
+        (variable,) = bucket.variables
+        return rows_at_once(variable.shape, variable.dtype.size) > 0
 
     def _declare(self, buckets: list[PlannedBucket], graph: tf.Graph) -> dict[PlannedBucket, int]:
         """Declares `buckets`, which `graph` sends, and returns their numbers."""
