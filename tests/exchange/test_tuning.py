@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jobs import DEADLINE_S, Cluster, poll, push, summed, together, use
 from recorded import sends
 
-from tfps.config import FIRST_WINDOW_BYTES, Config
+from tfps.config import FIRST_WINDOW_BYTES, Config, Transport
 from tfps.errors import ProtocolError, TfpsError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.layout import Cutting, Layout, cut_anew
@@ -28,7 +28,7 @@ from tfps.types import Argument
 from tfps.wire.send_queue import SendQueue, Throughput
 from tfps.wire.shared_memory import Sharing
 from tfps.worker.bucket import PushedBucket
-from tfps.worker.tuner import Tuner, measure
+from tfps.worker.tuner import Tuner, measure, message_s
 from tfps.worker.worker import Worker
 
 CONFIG = Config(slice_bytes=1024, window_bytes=4096, step_timeout_s=DEADLINE_S, connect_timeout_s=DEADLINE_S)
@@ -185,7 +185,7 @@ def test_what_small_slices_could_not_show_is_seen_at_a_second_look(
 ) -> None:
     monkeypatch.setattr("tfps.worker.tuner._MAX_MESSAGE_S", 1e-4)
     monkeypatch.setattr("tfps.worker.tuner._MIN_MESSAGE_S", 1e-4)
-    link, sizes = types.SimpleNamespace(throughput=Throughput()), list[tuple[int, int]]()
+    link, sizes = types.SimpleNamespace(throughput=Throughput(), on_connection=False), list[tuple[int, int]]()
     raw = cluster.raw(cluster.pserver(1).address)
     queues = cast(list[SendQueue], [link])
     tuner = Tuner(Config(), [raw.pserver], queues, Sharing(wanted=False), lambda *chosen: sizes.append(chosen))
@@ -274,7 +274,23 @@ def test_long_steps_take_slices_as_large_as_nobody_notices() -> None:
 def test_streams_that_are_busy_together_add_up() -> None:
     measured = measure([Throughput(30, 2.0), Throughput(10, 1.0)], 3e-3, 1e-3, 0.5)
     assert measured == Measured(20.0, 3e-3, 1e-3, 0.5, 2)
-    assert measure([Throughput(30, 2.0)], 1e-3, 2e-3, 0.5).message_s > 0  # a network slower than the call through it
+
+
+def test_the_cost_of_a_message_over_grpc_is_what_the_network_does_not_explain() -> None:
+    assert message_s(3e-3, 1e-3) == 1e-3
+    assert message_s(1e-3, 2e-3) > 0  # a network slower than the call through it
+
+
+@pytest.mark.parametrize("transport", ["tcp", "grpc"])
+def test_messages_over_a_data_connection_cost_what_they_cost_there(
+    cluster: Cluster, transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tfps.worker.tuner._TCP_MESSAGE_S", 7.0)
+    config = replace(AUTO, shared_memory=False, transport=transport)
+    worker = cluster.worker(cluster.pservers(1, 1), 0, config=config)
+    worker.declare(SPECS)
+    assert worker._tuner._message_s > 0
+    assert (worker._tuner._message_s == 7.0) == (transport == "tcp")
 
 
 def test_a_layout_places_by_balance_over_the_listed_buckets() -> None:

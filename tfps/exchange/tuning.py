@@ -20,8 +20,7 @@ class Measured:
     Args:
         bytes_per_s: payload that all pservers together received from this worker while it had something to send.
         round_trip_s: of a small call through gRPC, on an idle connection.
-        message_s: cost of one message without the network: half the part of the round trip that the network does not
-            explain.
+        message_s: cost of one message at both ends, without the network.
         step_s: of one training step.
         pservers: their number.
     """
@@ -38,9 +37,10 @@ def choose(
 ) -> tuple[int, int]:
     """Slice and window size in bytes.
 
-    Slices are so large that an urgent one's wait for another is negligible in a step, but large enough for handling to
-    be a fraction of their wire time. The windows of all pservers together keep the link busy while receipts, one per
-    half window, come back; anything more would only delay urgent slices.
+    A slice's time on the wire is negligible in a step (a sum begins when all of it has come; over gRPC an urgent slice
+    waits for one), but long enough for handling to be a fraction of it. The windows of all pservers together, of use
+    over gRPC only, keep the link busy while receipts, one per half window, come back; anything more would only delay
+    urgent slices.
     """
     unnoticed = _DELAY * measured.step_s * measured.bytes_per_s / measured.pservers
     slice_bytes = max(_OVERHEAD * measured.message_s * measured.bytes_per_s, unnoticed)

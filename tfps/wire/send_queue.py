@@ -143,6 +143,12 @@ class SendQueue:
             self._piggyback = self._windowless = True
             self._changed.notify()
 
+    @property
+    def on_connection(self) -> bool:
+        """Whether it feeds a data connection."""
+        with self._changed:
+            return self._windowless
+
     def set_window(self, window_bytes: int) -> None:
         """Changes the window from now on. The other end must do so too: receipts come per half window."""
         with self._changed:

@@ -29,6 +29,7 @@ _PROBE_TIMEOUT_S = 5.0
 _STEPS, _BUSY_S = 2, 0.1  # minimum for a measurement
 _GIVE_UP_STEPS = 50  # by then the network would have been busy if it mattered
 _MIN_MESSAGE_S, _MAX_MESSAGE_S = 100e-6, 2e-3  # Python and gRPC on both ends take about 0.15 ms at best
+_TCP_MESSAGE_S = 100e-6  # over a data connection, both ends: docs/transport.md
 
 
 class Tuner:
@@ -58,7 +59,7 @@ class Tuner:
         self._ask = False  # whether to ask the pservers for the network's throughput
         self._most = MAX_SLICE_BYTES
         self.done = config.slice_bytes != "auto" and config.window_bytes != "auto"
-        self._round_trip_s = self._network_s = 0.0
+        self._round_trip_s = self._message_s = 0.0
         self._first: tuple[float, int] | None = None  # time and step count at the first look
         self._busy_then: Sequence[Throughput] = ()
         self._measured: Measured | None = None  # by the first measurement
@@ -82,7 +83,12 @@ class Tuner:
                 pserver.call("Status", request, _PROBE_TIMEOUT_S)
 
         self._round_trip_s = max(min(_seconds(call, p) for _ in range(_PROBES)) for p in self._pservers)
-        self._network_s = max(min(_seconds(_connect, p) for _ in range(_PROBES)) for p in self._pservers)
+        far = [queue for index, queue in enumerate(self._queues) if index not in self._memory.pservers]
+        if far and all(queue.on_connection for queue in far):
+            self._message_s = _TCP_MESSAGE_S
+            return
+        network_s = max(min(_seconds(_connect, p) for _ in range(_PROBES)) for p in self._pservers)
+        self._message_s = message_s(self._round_trip_s, network_s)
 
     def look(self, buckets: Sequence[PushedBucket]) -> None:
         """Tunes if enough has been measured."""
@@ -108,7 +114,7 @@ class Tuner:
                 logger.info("tfps: the network keeps up: slices and windows stay as they are")
             return
         step_s = (now_s - self._first[0]) / (steps - self._first[1])
-        measured = measure(busy, self._round_trip_s, self._network_s, step_s)
+        measured = measure(busy, self._round_trip_s, self._message_s, step_s)
         if self._measured is None:
             slice_bytes = self._change(measured, *choose(measured, most_slice_bytes=self._most))
             self.done = self._config.slice_bytes != "auto" or slice_bytes <= self._config.first_slice_bytes
@@ -152,11 +158,15 @@ class Tuner:
         return slice_bytes
 
 
-def measure(busy: Sequence[Throughput], round_trip_s: float, network_s: float, step_s: float) -> Measured:
+def measure(busy: Sequence[Throughput], round_trip_s: float, message_s: float, step_s: float) -> Measured:
     """Combines all streams: they are busy at about the same time, the longest of them throughout."""
     bytes_per_s = sum(one.nbytes for one in busy) / max(one.seconds for one in busy)
-    message_s = min(max((round_trip_s - network_s) / 2, _MIN_MESSAGE_S), _MAX_MESSAGE_S)
     return Measured(bytes_per_s, round_trip_s, message_s, step_s, len(busy))
+
+
+def message_s(round_trip_s: float, network_s: float) -> float:
+    """Returns the cost of a message over gRPC: half of a call's round trip without the network's part."""
+    return min(max((round_trip_s - network_s) / 2, _MIN_MESSAGE_S), _MAX_MESSAGE_S)
 
 
 def _connect(pserver: Pserver) -> None:
