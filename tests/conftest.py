@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
+import preloaded
 import pytest
 
 from tfps.types import Argument
@@ -30,6 +33,10 @@ hypothesis.settings.register_profile("new", **_COMMON)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # the first process of the test run, which starts the others
+        folder = tempfile.TemporaryDirectory(prefix="tfps-tests-")
+        config.add_cleanup(folder.cleanup)
+        preloaded.share(Path(folder.name))
     hypothesis.settings.load_profile("same" if config.getoption("markexpr") == "not long" else "new")
 
 

@@ -1,16 +1,18 @@
 """Runs scripts in processes that have imported TensorFlow and Keras already.
 
 The import takes 7 s of processor time, more than most scripts of tests: one process imports, and forks for each script.
-The script is `__main__` of its process and ends as under a Python of its own: uncaught errors, exit handlers, signals.
+All processes of a test run share it. The script is `__main__` of its process and ends as under a Python of its own:
+uncaught errors, exit handlers, signals.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import fcntl
 import functools
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -20,9 +22,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-START_S = 120.0
 FIRST_FREE = 3  # file descriptor after those of stdin, stdout and stderr
 LARGEST = 2**17  # bytes of a request, most of them environment
+_FOLDER, _ALIVE = "TFPS_TESTS_PRELOADED", "alive"  # variable that names the folder of sockets; a file in it
 
 
 class Process:
@@ -68,43 +70,75 @@ def start(number: int, script: Path, arguments: Sequence[str], environment: Mapp
     out, theirs = os.pipe()
     status, reports = socket.socketpair()
     request = json.dumps([str(script), list(arguments), dict(environment)]).encode()
-    socket.send_fds(_preloaded(number), [request], [theirs, reports.fileno()])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as requests:
+        requests.connect(str(_preloaded(number)))
+        socket.send_fds(requests, [request], [theirs, reports.fileno()])
     os.close(theirs)
     reports.close()
     return Process(os.fdopen(out), os.fdopen(status.detach()))
 
 
+def share(folder: Path) -> None:
+    """Makes this process, and all that it starts, share preloaded processes, which end with it."""
+    os.environ[_FOLDER] = str(folder)
+    os.mkfifo(folder / _ALIVE)
+    os.open(folder / _ALIVE, os.O_RDWR | os.O_CLOEXEC)  # the only end for writing, open as long as this process lives
+
+
 @functools.cache
-def _preloaded(number: int) -> socket.socket:
-    """Starts process `number`; what it takes requests from."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    process = subprocess.Popen(
-        [sys.executable, __file__, str(theirs.fileno())],
-        # Threads would not survive the fork; OpenBLAS starts some when NumPy is imported.
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": str(number), "TF_CPP_MIN_LOG_LEVEL": "2"},
-        stdout=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno()],
-    )
-    theirs.close()
-    atexit.register(process.wait, START_S)
-    atexit.register(ours.close)
-    return ours
+def _preloaded(number: int) -> Path:
+    """Where process `number` takes requests, once it does; starts it if no other process of the test run has."""
+    folder = Path(os.environ[_FOLDER])
+    where = folder / str(number)
+    with (folder / f"{number}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not where.exists():
+            process = subprocess.Popen(
+                [sys.executable, __file__, str(where)],
+                # Threads would not survive the fork; OpenBLAS starts some when NumPy is imported.
+                env={
+                    **os.environ,
+                    "OPENBLAS_NUM_THREADS": "1",
+                    "PYTHONHASHSEED": str(number),
+                    "TF_CPP_MIN_LOG_LEVEL": "2",
+                },
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # others use it, too, when this process is interrupted
+            )
+            assert process.stdout is not None
+            assert process.stdout.readline(), "the preloaded process ended"
+    return where
 
 
-def _serve(requests: socket.socket) -> str | None:
-    """Forks for each request. Returns the script's path in the new process, None here at the end."""
+def _serve(where: Path) -> str | None:
+    """Forks for each request. Returns the script's path in the new process, None once the test run has ended."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind(str(where))
+    listening.listen(64)
+    alive = os.open(where.parent / _ALIVE, os.O_RDONLY | os.O_NONBLOCK)
+    print("ready", flush=True)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    events = select.poll()
+    events.register(listening, select.POLLIN)
+    events.register(alive, 0)  # only that its other end is closed
     while True:
+        ready = [descriptor for descriptor, _ in events.poll()]
+        if listening.fileno() not in ready:
+            return None
+        requests, _ = listening.accept()
         message, descriptors, *_ = socket.recv_fds(requests, LARGEST, 2)
+        requests.close()
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        if not message:
-            return None
+        if len(descriptors) < 2:
+            continue  # who asked is gone
         if os.fork():
             for each in descriptors:
                 os.close(each)
             continue
-        requests.close()
+        listening.close()
+        os.close(alive)
         out, reports = descriptors
         if child := os.fork():  # this process only waits, to say how the script has ended
             os.close(out)
@@ -132,7 +166,7 @@ if __name__ == "__main__":
     import keras  # noqa: F401
     import tensorflow  # noqa: F401
 
-    _script = _serve(socket.socket(fileno=int(sys.argv[1])))
+    _script = _serve(Path(sys.argv[1]))
     if _script:
         __file__ = _script
         exec(compile(Path(_script).read_text(encoding="utf-8"), _script, "exec", dont_inherit=True))
