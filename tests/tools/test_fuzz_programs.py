@@ -164,10 +164,10 @@ def test_without_a_fault_none_is_found(pool: Pool) -> None:
 @pytest.mark.timeout(1800)
 def test_random_programs_end_as_under_plain_keras(pool: Pool, tmp_path: Path) -> None:
     """Always the same ones: a failure is due to a change."""
-    session = Session(minutes=25.0, seed=7, workers=(1, 2), most_cases=10, without=KNOWN, folder=tmp_path)
+    session = Session(minutes=25.0, seed=7, workers=(1, 2), most_cases=5, without=KNOWN, folder=tmp_path)
     session.run(pool)
     assert not session.failures, session.summary()
-    assert session.ran["passed"] >= 8, session.summary()
+    assert session.ran["passed"] >= 4, session.summary()
 
 
 @pytest.mark.long

@@ -217,6 +217,7 @@ def test_one_worker_may_stand_for_all(policy: Policy) -> None:
     assert symmetric.step_s == pytest.approx(exact.step_s, rel=0.03)
 
 
+@pytest.mark.long
 def test_sixty_four_workers_are_simulated_exactly() -> None:
     model = model_profiles.load("resnet50")
     assert simulate(model, Cluster(64, 64, 10.0), Settings(warmup_steps=0, steps=1)).exact
