@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import gc
 import json
 import os
 import select
@@ -166,6 +167,7 @@ if __name__ == "__main__":
     import keras  # noqa: F401
     import tensorflow  # noqa: F401
 
+    gc.freeze()  # no collection touches, and so copies, what the processes share
     _script = _serve(Path(sys.argv[1]))
     if _script:
         __file__ = _script
