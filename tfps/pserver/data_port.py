@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tfps.errors import ConfigError, TfpsError
-from tfps.pserver.gate import Rate
+from tfps.pserver.guard import Rate
 from tfps.wire.connection import Connection, admit, greet, refuse
 from tfps.wire.frames import Kind
 from tfps.wire.job_token import JobToken

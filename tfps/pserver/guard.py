@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.message import Message
 
 from tfps.errors import ConnectError, ProtocolError
-from tfps.wire.control import request_type
+from tfps.wire.control import CALLS, request_type
 from tfps.wire.job_token import TOKEN_KEY, JobToken
 
 _REFUSAL_S = 0.01  # all strangers together get one refusal in this time, so that they cost a running job little
@@ -20,7 +20,7 @@ _MAX_BYTES = {"Declare": 16 * 2**20, "Upload": 8 * 2**20, "Tune": 4 * 2**20}
 _MAX_OTHER_BYTES = 64 * 1024
 
 
-class Gate(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Refuses calls without the job token before their messages are read.
 
     One thread, "tfps-refusals", answers strangers, one after the other and slowly.
@@ -44,7 +44,7 @@ class Gate(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
         name = str(details.method).rpartition("/")[2]
 
         def refuse(_: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-            self._refused(name if name in _CALLS else "other", ConnectError(why))
+            self._refused(name if name in CALLS else "other", ConnectError(why))
             self._closed.wait(_REFUSAL_S)
             context.set_code(grpc.StatusCode.UNAUTHENTICATED)
             context.set_details(why)
@@ -58,22 +58,6 @@ class Gate(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
         """Ends the thread."""
         self._closed.set()
         self._strangers.shutdown(wait=False, cancel_futures=True)
-
-
-_CALLS = {
-    "Join",
-    "Declare",
-    "Waiting",
-    "Tune",
-    "Trace",
-    "Clock",
-    "Upload",
-    "Collect",
-    "Status",
-    "Leave",
-    "Push",
-    "Pull",
-}
 
 
 def parse(name: str, request: bytes) -> Message:
