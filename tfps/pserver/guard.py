@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -93,3 +95,29 @@ class Rate:
                 self._left -= 1
                 return 0.0
             return (1 - self._left) / self._per_s
+
+
+class Newest:
+    """The newest open connections, `limit` at most: one more ends the oldest. Who uses it locks."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._open: dict[socket.socket, None] = {}  # the oldest first
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[socket.socket]:
+        return iter(self._open)
+
+    def add(self, connection: socket.socket) -> None:
+        while len(self._open) >= self._limit:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread
+        self._open[connection] = None
+
+    def discard(self, connection: socket.socket) -> None:
+        """Forgets `connection`, if it is still there."""
+        self._open.pop(connection, None)
