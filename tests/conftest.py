@@ -53,11 +53,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
+def strategy() -> Iterator[tfps.Strategy]:
+    """One worker, whose pserver is embedded."""
+    import tfps  # here: most tests need no TensorFlow
+
+    strategy = tfps.Strategy()
+    yield strategy
+    strategy.close()
+
+
+@pytest.fixture
 def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[tfps.Strategy]:
     """One worker over gRPC, two pservers, one of them through shared memory, many small slices."""
     import jobs
 
-    import tfps  # here: most tests need no TensorFlow
+    import tfps
     from tfps.pserver.server import ParameterServer
 
     jobs.use("both", monkeypatch)

@@ -24,13 +24,6 @@ from tfps.pserver.server import ParameterServer
 from tfps.types import Batches, Logs, Structure, Value
 
 
-@pytest.fixture
-def strategy() -> Iterator[tfps.Strategy]:
-    strategy = tfps.Strategy()
-    yield strategy
-    strategy.close()
-
-
 @pytest.fixture(autouse=True)
 def _only_own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of an earlier test is left, and who closes waits for its own also where they do not get to run."""

@@ -197,13 +197,14 @@ class Guide(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-def tracked_loss(job: Job) -> Results:
-    def build() -> Model:
-        model = dense()
-        return Guide(model.inputs, model.outputs)
+def guide() -> Model:
+    model = dense()
+    return Guide(model.inputs, model.outputs)
 
+
+def tracked_loss(job: Job) -> Results:
     x, y = data(29)
-    model = job.compiled(lambda: SGD(0.1), build=build)
+    model = job.compiled(lambda: SGD(0.1), build=guide)
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
     tracked = {metric.name: metric.result() for metric in model.metrics}
     return {**weights(model), "loss": np.array(tracked["loss"])}
@@ -211,13 +212,8 @@ def tracked_loss(job: Job) -> Results:
 
 def evaluated_evenly_after_an_uneven_batch(job: Job) -> Results:
     """Of the last batch to train on, some replicas have as many rows as of the batch to evaluate, and some fewer."""
-
-    def build() -> Model:
-        model = dense()
-        return Guide(model.inputs, model.outputs)
-
     x, y = data(17)
-    model = job.compiled(lambda: SGD(0.1), build=build)
+    model = job.compiled(lambda: SGD(0.1), build=guide)
     return history(model.fit(x, y, batch_size=12, shuffle=False, verbose=0, validation_data=(x[:6], y[:6])))
 
 

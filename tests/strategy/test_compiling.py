@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -25,13 +25,6 @@ OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "average": lambda: SGD(0.1, use_ema=True, ema_overwrite_frequency=3),
     "loss scaling": lambda: keras.optimizers.LossScaleOptimizer(Adam(1e-3)),
 }
-
-
-@pytest.fixture
-def strategy() -> Iterator[tfps.Strategy]:
-    strategy = tfps.Strategy()
-    yield strategy
-    strategy.close()
 
 
 def fine_tuned(

@@ -38,13 +38,6 @@ MODELS = [
 TELLING = (training.batch_normalization, training.embedding_sparse, training.lstm)
 
 
-@pytest.fixture
-def strategy() -> Iterator[tfps.Strategy]:
-    strategy = tfps.Strategy()
-    yield strategy
-    strategy.close()
-
-
 def optimizer(name: str, **options: Argument) -> Callable[[], keras.optimizers.Optimizer]:
     return lambda: getattr(keras.optimizers, name)(**options)
 

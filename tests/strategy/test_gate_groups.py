@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import companion
 import keras
@@ -17,13 +17,6 @@ from tfps.strategy.variables import GatedVariable
 
 CONFIG = tfps.Config(slice_bytes=4096, window_bytes=8192, step_timeout_s=60)
 LIMIT = 1000
-
-
-@pytest.fixture
-def strategy() -> Iterator[tfps.Strategy]:
-    strategy = tfps.Strategy()
-    yield strategy
-    strategy.close()
 
 
 def made(

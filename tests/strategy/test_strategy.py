@@ -30,13 +30,6 @@ from tfps.strategy import strategy as strategies
 from tfps.types import Argument, Array, Optimizer, Options, Structure, Value
 
 
-@pytest.fixture
-def strategy() -> Iterator[tfps.Strategy]:
-    strategy = tfps.Strategy()
-    yield strategy
-    strategy.close()
-
-
 def compiled(
     strategy: tfps.Strategy, optimizer: Optimizer = "adam", **options: Argument
 ) -> tuple[keras.Model, Array, Array]:

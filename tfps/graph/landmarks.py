@@ -50,7 +50,7 @@ class Landmarks:
     def backward(self) -> int | None:
         """Number of the first op of the step's backward pass; None if there is none."""
         own = range(self._since, len(self._operations))
-        return next((number for number in own if _BACKWARD.search(self._operations[number].name)), None)
+        return next((number for number in own if is_backward(self._operations[number])), None)
 
     def last_of_forward(self) -> list[tf.Tensor]:
         """Returns the last tensors before the backward pass that backward needs."""
@@ -59,7 +59,7 @@ class Landmarks:
             for output in op.outputs if op.type not in _PARAMETERS else ():
                 uses = output.consumers()
                 # An op that makes something for backward alone has several results: no rewrite fuses it.
-                if (len(uses) > 1 or len(op.outputs) > 1) and any(_BACKWARD.search(use.name) for use in uses):
+                if (len(uses) > 1 or len(op.outputs) > 1) and any(map(is_backward, uses)):
                     found += [output] if has_elements(output) else []
             if len(found) >= _MANY:
                 break
@@ -79,7 +79,7 @@ class Landmarks:
 
         uses(handle)
         for _ in range(_FAR):
-            if not heap or _BACKWARD.search(heap[0][1].name):
+            if not heap or is_backward(heap[0][1]):
                 break
             op = heapq.heappop(heap)[1]
             others = [each for each in op.inputs if each.op.name not in names]

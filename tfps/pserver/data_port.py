@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tfps.errors import ConfigError, TfpsError
-from tfps.pserver.gate import Rate
+from tfps.pserver.guard import Newest, Rate
 from tfps.wire.connection import Connection, admit, greet, refuse
 from tfps.wire.frames import Kind
 from tfps.wire.job_token import JobToken
@@ -69,7 +69,7 @@ class DataPort:
             raise ConfigError(f"cannot listen on {host}:{port} for data connections: {error.strerror}") from error
         self.port = int(self._listening.getsockname()[1])
         self._lock = threading.Condition()  # guards the next three; notified when a connection has ended
-        self._strangers: dict[socket.socket, None] = {}  # the oldest first
+        self._strangers = Newest(_MAX_STRANGERS)
         self._connections: set[Connection] = set()
         self._closed = False
         threading.Thread(target=self._accept, name="tfps-accept", daemon=True).start()
@@ -106,12 +106,7 @@ class DataPort:
                 if self._closed:
                     connected.close()
                     return
-                while len(self._strangers) >= _MAX_STRANGERS:
-                    oldest = next(iter(self._strangers))
-                    del self._strangers[oldest]
-                    with contextlib.suppress(OSError):
-                        oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread
-                self._strangers[connected] = None
+                self._strangers.add(connected)
             threading.Thread(target=self._serve, args=(connected,), name="tfps-data", daemon=True).start()
 
     def _serve(self, connected: socket.socket) -> None:
@@ -132,7 +127,7 @@ class DataPort:
             return
         finally:
             with self._lock:
-                self._strangers.pop(connected, None)
+                self._strangers.discard(connected)
         with self._lock:
             self._connections.add(connection)
             closed = self._closed

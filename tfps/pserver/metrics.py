@@ -5,15 +5,14 @@ Nothing is counted here: a scrape reads what the pserver keeps anyway. docs/metr
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import socketserver
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from tfps.errors import ConfigError
+from tfps.pserver.guard import Newest
 from tfps.pserver.membership import State
 from tfps.pserver.server import ParameterServer
 from tfps.types import Argument, Function
@@ -94,23 +93,19 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     def __init__(self, *arguments: Argument) -> None:
         self._lock = threading.Lock()  # guards _open
-        self._open: OrderedDict[socket.socket, None] = OrderedDict()  # connections that are served, the oldest first
+        self._open = Newest(_MAX_REQUESTS)  # connections that are served
         super().__init__(*arguments)
 
     def process_request(self, request: Argument, client_address: Argument) -> None:
         """Starts a thread for a connection; ends the oldest where there are too many."""
         with self._lock:
-            while len(self._open) >= _MAX_REQUESTS:
-                oldest, _ = self._open.popitem(last=False)
-                with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread
-            self._open[request] = None
+            self._open.add(request)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Argument) -> None:
         """A connection has been served."""
         with self._lock:
-            self._open.pop(request, None)
+            self._open.discard(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Argument, client_address: Argument) -> None:

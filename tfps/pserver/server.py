@@ -19,7 +19,7 @@ from tfps.errors import ClosedError, ConfigError, ConnectError, ProtocolError, P
 from tfps.exchange.interface import BucketKind, BucketSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.data_port import DataPort, Session
-from tfps.pserver.gate import Gate, Rate, parse
+from tfps.pserver.guard import Guard, Rate, parse
 from tfps.pserver.job import Job
 from tfps.pserver.job_status import ErrorCounts
 from tfps.pserver.listening import check_host, reachable, try_to_listen
@@ -105,7 +105,7 @@ class ParameterServer:
         self._started_s = time.monotonic()
         self._errors = ErrorCounts()
         self._max_memory = machine_bytes() if max_memory is None else max_memory
-        self._gate = Gate(token, self._errors.add)
+        self._guard = Guard(token, self._errors.add)
         self._join_rate = Rate(10 * workers + 40, 20 * workers + 100)
         self._joining = threading.Semaphore(2 * workers)  # joins that may wait for the end of a job
         self._lock = threading.Lock()  # guards all below
@@ -115,7 +115,7 @@ class ParameterServer:
         # A worker holds two threads for its streams and maybe one for a call; twice that, as a new job's workers may
         # come before the last job's stream threads have ended.
         self._pool = DaemonPool(6 * workers + 8, "tfps-server")
-        self._server = grpc.server(self._pool, interceptors=(self._gate,), options=SERVER_OPTIONS)
+        self._server = grpc.server(self._pool, interceptors=(self._guard,), options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((self._handlers(),))
         where = f"[{host}]" if ":" in host else host
         try:
@@ -147,7 +147,7 @@ class ParameterServer:
         if self._data is not None:
             self._data.close(grace_s)
         stopping.wait()
-        self._gate.close()
+        self._guard.close()
         self._pool.shutdown(wait=False)
 
     @property

@@ -40,14 +40,14 @@ def compile_in_scope(strategy_class: type[tf.distribute.Strategy]) -> None:
     @functools.wraps(build_optimizer)
     def build(self: Optimizer, variables: Sequence[Variable]) -> object:
         updated = [getattr(variable, "value", variable) for variable in variables]  # of Keras or of TensorFlow
-        strategies = {each.distribute_strategy for each in updated if isinstance(each, GatedVariable)}
-        if len(strategies) == 1 and not all(map(_distributed, self.variables)):
+        gated = [each for each in updated if isinstance(each, GatedVariable)]
+        strategies = {each.distribute_strategy for each in gated}
+        if len(strategies) == 1:
             (strategy,) = strategies
-            _adopt(self.variables, strategy)
-            adopt_optimizer(self, strategy)
-        for strategy in strategies if len(strategies) == 1 else ():
-            if isinstance(strategy, strategy_class):
-                strategy.extended.group_gates([each for each in updated if isinstance(each, GatedVariable)])
+            if not all(map(_distributed, self.variables)):
+                _adopt(self.variables, strategy)
+                adopt_optimizer(self, strategy)
+            strategy.extended.group_gates(gated)
         return build_optimizer(self, variables)
 
     keras.optimizers.Optimizer.build = build

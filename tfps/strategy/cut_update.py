@@ -70,7 +70,7 @@ class CutUpdate:
         operations: Sequence[tf.Operation],
         captured: dict[int, tf.Tensor],
     ) -> None:
-        self._component, self._gradient, self._captured = component, gradient, captured
+        self._gradient, self._captured = gradient, captured
         self._own = {id(handle) for handle in handles}
         self._operations = operations
         self._shape: tf.TensorShape = component.shape

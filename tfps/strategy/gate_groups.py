@@ -46,8 +46,8 @@ def _groups(variables: Iterable[GatedVariable], limit: int) -> Iterator[list[Gat
 
 def _may_join(variable: GatedVariable) -> bool:
     """Whether `variable` has gates, no group, and presumably a dense gradient: a sparse one has its own bucket."""
-    own = isinstance(variable, GatedVariable) and variable.gates and variable.owner is None
-    return bool(own) and not variable.group and "embeddings" not in str(variable.name)
+    own = bool(variable.gates) and variable.owner is None
+    return own and not variable.group and "embeddings" not in str(variable.name)
 
 
 def _alike(variable: GatedVariable, other: GatedVariable) -> bool:

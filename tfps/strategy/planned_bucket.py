@@ -197,20 +197,21 @@ class PlannedBucket:
             transfer.parts.endings.append(flat_call(self.ending))
         transfer.kept = self.deferral.kept_names()
         transfer.labels = self._labels()
-        gates = list(dict.fromkeys(variable.gates[self.replica] for variable in self.variables))
+        gates = {variable.gates[self.replica]: variable for variable in self.variables}  # with one that waits at it
         transfer.gates += gates
         gradients = [item.reduced.gradient for item in self.noted]
         data, indices = self._payload(gradients) if carries else (tf.constant([], tf.uint8), None)
         after = tf.nest.flatten(gradients, expand_composites=True)
         after = [graph_ops.check_open(queue, after)]
-        closed = graph_ops.close_gates(gates, self._handles, after)
+        closed = graph_ops.close_gates(list(gates), self._handles, after)
         with tf.control_dependencies([closed]):
             kept = [holder.assign(tensor).op for holder, tensor, _ in self.deferral.kept.values()]
         with tf.control_dependencies([closed.op, *kept]):
             graph_ops.send(queue, transfer.id, ticket, data, indices, times)
-        for variable in {id(each): each for own in self.variables for each in own.sharing()}.values():
-            for each in variable.with_slots():
-                each.forget_passes(self.replica, self.graph)
+        for variable in gates.values():
+            for sharing in variable.sharing():
+                for each in sharing.with_slots():
+                    each.forget_passes(self.replica, self.graph)
 
     def _payload(self, gradients: list[Value]) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Returns the bytes of `gradients`, and of the indices if sparse."""

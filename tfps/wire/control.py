@@ -76,6 +76,7 @@ _TYPES: dict[str, tuple[type[Message], type[Message]]] = {
     "Status": (pb.StatusRequest, pb.StatusReply),
     "Leave": (pb.LeaveRequest, pb.LeaveReply),
 }
+CALLS = frozenset([*_TYPES, PUSH, PULL])  # the names of all that a pserver answers
 
 
 def method(name: str) -> str:

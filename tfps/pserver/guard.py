@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +13,7 @@ import grpc
 from google.protobuf.message import Message
 
 from tfps.errors import ConnectError, ProtocolError
-from tfps.wire.control import request_type
+from tfps.wire.control import CALLS, request_type
 from tfps.wire.job_token import TOKEN_KEY, JobToken
 
 _REFUSAL_S = 0.01  # all strangers together get one refusal in this time, so that they cost a running job little
@@ -20,7 +22,7 @@ _MAX_BYTES = {"Declare": 16 * 2**20, "Upload": 8 * 2**20, "Tune": 4 * 2**20}
 _MAX_OTHER_BYTES = 64 * 1024
 
 
-class Gate(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Refuses calls without the job token before their messages are read.
 
     One thread, "tfps-refusals", answers strangers, one after the other and slowly.
@@ -44,7 +46,7 @@ class Gate(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
         name = str(details.method).rpartition("/")[2]
 
         def refuse(_: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-            self._refused(name if name in _CALLS else "other", ConnectError(why))
+            self._refused(name if name in CALLS else "other", ConnectError(why))
             self._closed.wait(_REFUSAL_S)
             context.set_code(grpc.StatusCode.UNAUTHENTICATED)
             context.set_details(why)
@@ -58,22 +60,6 @@ class Gate(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
         """Ends the thread."""
         self._closed.set()
         self._strangers.shutdown(wait=False, cancel_futures=True)
-
-
-_CALLS = {
-    "Join",
-    "Declare",
-    "Waiting",
-    "Tune",
-    "Trace",
-    "Clock",
-    "Upload",
-    "Collect",
-    "Status",
-    "Leave",
-    "Push",
-    "Pull",
-}
 
 
 def parse(name: str, request: bytes) -> Message:
@@ -109,3 +95,29 @@ class Rate:
                 self._left -= 1
                 return 0.0
             return (1 - self._left) / self._per_s
+
+
+class Newest:
+    """The newest open connections, `limit` at most: one more ends the oldest. Who uses it locks."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._open: dict[socket.socket, None] = {}  # the oldest first
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[socket.socket]:
+        return iter(self._open)
+
+    def add(self, connection: socket.socket) -> None:
+        while len(self._open) >= self._limit:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread
+        self._open[connection] = None
+
+    def discard(self, connection: socket.socket) -> None:
+        """Forgets `connection`, if it is still there."""
+        self._open.pop(connection, None)

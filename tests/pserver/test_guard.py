@@ -1,4 +1,4 @@
-"""The gate of a pserver: what is refused before it costs anything. Whole attacks are in test_security.py."""
+"""The guard of a pserver: what is refused before it costs anything. Whole attacks are in test_security.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tfps.errors import ProtocolError
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver.gate import Rate, parse
+from tfps.pserver.guard import Rate, parse
 
 
 def test_a_rate_allows_a_burst_and_then_so_many_in_a_second() -> None:
