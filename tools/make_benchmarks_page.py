@@ -11,12 +11,13 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from tfps.types import Json
-from tools import pages
-from tools.benchmark_plots import DRAWERS, Section
+from tools import benchmark_plots, benchmark_tables, pages
+from tools.benchmark_plots import Section
 from tools.pages import PageError
 
 PROGRAM = "tools/make_benchmarks_page.py"
-NAMES = ("schedule", "tuning", "scale", "wire", "overhead", "staging", "peers")
+NAMES = ("schedule", "tuning", "scale", "wire", "overtaking", "updates", "overhead", "staging", "security", "peers")
+_DRAWERS = {**benchmark_plots.DRAWERS, **benchmark_tables.DRAWERS}
 _HEAD = f"""# Benchmarks
 
 Written by `{PROGRAM}` from the files in [benchmarks/](benchmarks); do not edit. Figures in tables are medians.
@@ -43,7 +44,7 @@ def make(docs: pathlib.Path) -> dict[str, bytes]:
             continue
         content = _read(path)
         try:
-            section = DRAWERS[name](content["runs"])
+            section = _DRAWERS[name](content["runs"])
         except KeyError as error:
             raise PageError(f"every run in {path.name} must have {error}; measure again: {_bench(name)}") from None
         files |= {f"benchmarks/{plot}": data for plot, data in section.plots.items()}

@@ -76,6 +76,23 @@ RUNS: dict[str, list[dict[str, Json]]] = {
     "schedule": schedule_runs(),
     "scale": scale_runs(),
     "wire": [{"what": what, "gb_per_s": 0.5, "cpu_s_per_gb": 2.0} for what in ("raw", "1 pserver")],
+    "overtaking": [
+        {"rate": 100, "transport": "raw", "link": 0.95},
+        *(
+            {
+                "rate": 100,
+                "transport": transport,
+                "link": 0.99,
+                **{f"{way}_{unit}": 2.0 for way in ("push", "reply") for unit in ("ms", "ratio")},
+            }
+            for transport in ("tcp", "grpc")
+        ),
+    ],
+    "updates": [
+        {"what": what, "first_ms": wait, "exposed_ms": 2 * wait, "step_ms": 300.0}
+        for what, wait in (("in order", 100.0), ("urgent first", 10.0))
+    ],
+    "security": [{"ratio": ratio, "refused_per_s": 40.0} for ratio in (1.0, 1.01, 1.02)],
     "overhead": [{"model": "small", "plain_step_s": 0.004, "tfps_step_s": 0.008, "ratio": 2.0, "extra_cpu_s": 0.006}],
     "staging": [
         {

@@ -2,8 +2,9 @@
 
 Through the real worker and pserver, in both directions: pushes and replies, as a capture of the job has them. Bulk is
 pushed all the time; four times a second an urgent slice comes. Its time is from when it is wanted (pushed, or summed
-up) to when it has arrived, over its own time on the wire. Beside it, how full the link was: payload in one direction,
-over what TCP can carry at the link's rate. Needs root, for network namespaces.
+up) to when it has arrived, over its own time on the wire. Beside it, how full the link was: payload of the emptier
+direction, over that of plain blocking sockets that send in both directions on the same link (row "raw"), whose own
+figure is over the link's rate. Needs root, for network namespaces.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import json
 import os
 import pathlib
+import socket
 import statistics
 import subprocess
 import sys
@@ -30,8 +32,9 @@ from tools.netlab import Host, Netlab
 RATES_MBIT = (100, 300, 1000)
 TRANSPORTS = ("tcp", "grpc")
 URGENT_BYTES, BULK_BYTES, BULK_BUCKETS = 64 * 1024, 4_000_000, 6
+ECHO_BYTES = 2**20  # of a block of the raw sockets
 PAYLOAD_SHARE = 0.956  # of the wire, that TCP leaves for payload
-EVERY_S, WARMUP_S, RUN_S = 0.25, 8.0, 8.0
+EVERY_S, WARMUP_S, RUN_S, RAW_S = 0.25, 8.0, 8.0, 3.0
 ANSWER_S = 120.0
 
 
@@ -41,22 +44,30 @@ def run(quick: bool) -> Outcome:
     print(f"{'':12} {'Mbit/s':>7} {'push':>15} {'reply':>15} {'link':>6}")
     for _ in range(1 if quick else 3):
         for rate in RATES_MBIT:
+            raw = measure_raw(rate)
+            runs.append({"rate": rate, "transport": "raw", "link": raw / _payload_per_s(rate)})
+            print(f"{'raw':12} {rate:7} {'':15} {'':15} {runs[-1]['link']:6.2f}", flush=True)
             for transport in TRANSPORTS:
-                result = measure(rate, transport)
+                result = measure(rate, transport, raw)
                 runs.append(result)
                 ways = [f"{result[f'{way}_ms']:7.1f} ms {result[f'{way}_ratio']:4.1f}" for way in ("push", "reply")]
                 print(f"{transport:12} {rate:7} {ways[0]:>15} {ways[1]:>15} {result['link']:6.2f}", flush=True)
     headline = {}
     for rate in RATES_MBIT:
-        for transport in TRANSPORTS:
+        for transport in ("raw", *TRANSPORTS):
             of_kind = [each for each in runs if each["rate"] == rate and each["transport"] == transport]
-            for figure in ("push_ratio", "reply_ratio", "link"):
+            for figure in ("link",) if transport == "raw" else ("push_ratio", "reply_ratio", "link"):
                 headline[f"{transport}_{rate}_{figure}"] = statistics.median(each[figure] for each in of_kind)
     return Outcome(headline, runs)
 
 
-def measure(rate_mbit: float, transport: str) -> dict[str, Json]:
-    """One run in fresh processes on two hosts."""
+def _payload_per_s(rate_mbit: float) -> float:
+    """Bytes that the link can carry in one direction while the other is idle."""
+    return rate_mbit * 1e6 / 8 * PAYLOAD_SHARE
+
+
+def measure(rate_mbit: float, transport: str, raw_bytes_per_s: float) -> dict[str, Json]:
+    """One run in fresh processes on two hosts; `raw_bytes_per_s` is what plain sockets carry per direction."""
     with Netlab(2, rate_mbit) as lab, contextlib.ExitStack() as stack:
         here, there = lab.hosts
         serve = ["-m", "tfps.cli", f"--host={there.address}", "--port=0", "--workers=1", "--insecure"]
@@ -64,11 +75,21 @@ def measure(rate_mbit: float, transport: str) -> dict[str, Json]:
         address = children.answer(server, ANSWER_S).split()[3]
         worker = stack.enter_context(_start(here, [str(pathlib.Path(__file__)), address, transport]))
         result: dict[str, Json] = json.loads(children.answer(worker, ANSWER_S))
-    own_s = URGENT_BYTES * 8 / (rate_mbit * 1e6 * PAYLOAD_SHARE)
+    own_s = URGENT_BYTES / _payload_per_s(rate_mbit)
     for way in ("push", "reply"):
         result[f"{way}_ratio"] = result[f"{way}_ms"] / 1e3 / own_s
-    link = result["bytes_per_s"] * 8 / (rate_mbit * 1e6 * PAYLOAD_SHARE)
-    return {**result, "rate": rate_mbit, "transport": transport, "link": link}
+    return {**result, "rate": rate_mbit, "transport": transport, "link": result["bytes_per_s"] / raw_bytes_per_s}
+
+
+def measure_raw(rate_mbit: float) -> float:
+    """Bytes per second of the emptier direction, of plain sockets that send all the time in both."""
+    with Netlab(2, rate_mbit) as lab, contextlib.ExitStack() as stack:
+        here, there = lab.hosts
+        server = stack.enter_context(_start(there, [str(pathlib.Path(__file__)), there.address, "raw-listen"]))
+        address = children.answer(server, ANSWER_S).strip()
+        client = stack.enter_context(_start(here, [str(pathlib.Path(__file__)), address, "raw"]))
+        ends = [float(children.answer(each, ANSWER_S)) for each in (server, client)]
+    return min(ends)
 
 
 def _start(host: Host, arguments: list[str]) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
@@ -94,11 +115,9 @@ def _work(address: str, transport: Transport) -> dict[str, Json]:
     *numbers, urgent = worker.declare([*bulk, BucketSpec(("urgent",), "sum", URGENT_BYTES, "float32", 0)])
     payload, urgent_payload = np.ones(BULK_BYTES // 4, np.float32), np.ones(URGENT_BYTES // 4, np.float32)
     stopping, left = threading.Event(), threading.Semaphore(0)
-    replied = [0]
 
     def again(number: int) -> None:
         def take(reply: Reply) -> None:
-            replied[0] += BULK_BYTES
             if reply.error is not None or stopping.is_set():
                 left.release()
             else:
@@ -119,9 +138,12 @@ def _work(address: str, transport: Transport) -> dict[str, Json]:
 
     beats(WARMUP_S)
     worker.start_trace()
-    bytes_then, then_s = replied[0], time.monotonic()
+    (queue,) = worker._queues
+    then, then_s = queue.load, time.monotonic()
     beats(RUN_S)
-    nbytes, seconds = replied[0] - bytes_then, time.monotonic() - then_s
+    load, seconds = queue.load, time.monotonic() - then_s
+    pushed = load.sent_bytes - load.in_flight_bytes - then.sent_bytes + then.in_flight_bytes
+    nbytes = min(pushed, load.received_bytes - then.received_bytes)
     capture = worker.stop_trace([], "overtaking", (), {})
     stopping.set()
     for _ in numbers:
@@ -138,11 +160,46 @@ def _work(address: str, transport: Transport) -> dict[str, Json]:
     return {**found, "urgent": len(ways["push"]), "bytes_per_s": nbytes / seconds, "slice_bytes": slice_bytes}
 
 
+def _raw(address: str, *, listens: bool) -> float:
+    """Sends and receives all the time; bytes received per second."""
+    if listens:
+        listener = socket.create_server((address, 0))
+        print(f"{address}:{listener.getsockname()[1]}", flush=True)
+        connection, _ = listener.accept()
+    else:
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host, int(port)))
+
+    def send() -> None:
+        block = bytes(ECHO_BYTES)
+        with contextlib.suppress(OSError):
+            while True:
+                connection.sendall(block)
+
+    threading.Thread(target=send, daemon=True).start()
+    buffer = bytearray(ECHO_BYTES)
+
+    def received(seconds: float) -> float:
+        nbytes, began_s = 0, time.monotonic()
+        while (passed_s := time.monotonic() - began_s) < seconds:
+            nbytes += connection.recv_into(buffer)
+        return nbytes / passed_s
+
+    received(RAW_S)
+    rate = received(RAW_S)
+    received(RAW_S / 2)  # the other end may still measure
+    return rate
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("address")
     parser.add_argument("transport")
     options = parser.parse_args()
+    if options.transport in ("raw", "raw-listen"):
+        print(_raw(options.address, listens=options.transport == "raw-listen"), flush=True)
+        sys.stdin.readline()
+        return
     print(json.dumps(_work(options.address, options.transport)), flush=True)
     sys.stdin.readline()  # stays until it is terminated
 

@@ -1,12 +1,10 @@
-"""What a flood of strangers does to the steps of a running job, and what TLS costs.
+"""What a flood of strangers does to the steps of a running job. What TLS costs is in `wire`.
 
 The job: 2 workers and a pserver with a job token, each a process of this host, over its sockets. A step computes for
 20 ms (sleeps) and exchanges 4 MB. The flood: 200 strangers, threads of processes of their own, that open data
 connections and say nothing or nonsense, and make calls without the token, as fast as they are answered. It is stopped
 and continued, so that undisturbed and disturbed steps alternate; the ratio is the median over such pairs. Strangers run
 at the lowest priority (nice 19): they would be elsewhere, and their own computing is not what is measured.
-
-TLS: steps without computing, slices through gRPC with and without it, and over data connections, interleaved.
 """
 
 from __future__ import annotations
@@ -31,17 +29,15 @@ import numpy as np
 from tfps.types import Json
 from tools import children
 from tools.benchmarks.common import Outcome, median
-from tools.certificates import Authority, Certificate
 
 STRANGERS, PROCESSES = 200, 4
 COMPUTE_S, STEP_BYTES, BUCKETS = 0.02, 4_000_000, 4
-TLS_STEP_BYTES = 50_000_000
 STEPS = 15  # of one half of a pair
 ANSWER_S = 120.0
 
 
 def run(quick: bool) -> Outcome:
-    """Medians over pairs of undisturbed and disturbed steps; then medians over rounds of each way of slices."""
+    """Medians over pairs of undisturbed and disturbed steps."""
     runs = _flood(6 if quick else 30)
     ratios = [one["ratio"] for one in runs]
     low, _, high = statistics.quantiles(ratios, n=4)
@@ -60,18 +56,7 @@ def run(quick: bool) -> Outcome:
         f"{high:.3f}) while {STRANGERS} strangers get {headline['refused_per_s']:.0f} refusals a second",
         flush=True,
     )
-    ways = _ways(2 if quick else 7)
-    for way in WAYS:
-        of_way = [one for one in ways if one["way"] == way]
-        headline |= {
-            f"{way}_gb_per_s": median(of_way, "gb_per_s"),
-            f"{way}_cpu_s_per_gb": median(of_way, "cpu_s_per_gb"),
-        }
-        print(
-            f"{way:5} {headline[f'{way}_gb_per_s']:.3f} GB/s, {headline[f'{way}_cpu_s_per_gb']:.2f} CPU s/GB",
-            flush=True,
-        )
-    return Outcome(headline, [*runs, *ways])
+    return Outcome(headline, runs)
 
 
 def _flood(pairs: int) -> list[dict[str, Json]]:
@@ -117,38 +102,6 @@ def _flood(pairs: int) -> list[dict[str, Json]]:
                 quiet_s, flood_s = found[False], found[True]
                 runs.append({"quiet_s": quiet_s, "flood_s": flood_s, "ratio": flood_s / quiet_s, **figures})
         return runs
-
-
-WAYS = ("tcp", "grpc", "tls")
-
-
-def _ways(rounds: int) -> list[dict[str, Json]]:
-    """Rounds of each way of slices, interleaved."""
-    with tempfile.TemporaryDirectory() as folder:
-        authority = Authority(pathlib.Path(folder))
-        own = authority.sign("pserver")
-        return [{"way": way, **_way(way, authority, own)} for _ in range(rounds) for way in WAYS]
-
-
-def _way(way: str, authority: Authority, own: Certificate) -> dict[str, Json]:
-    with contextlib.ExitStack() as stack:
-        serve = ["-m", "tfps.cli", "--host=127.0.0.1", "--port=0", "--workers=2"]
-        tls = way == "tls"
-        server = stack.enter_context(_start([*serve, *(("--tls-cert", own.cert, "--tls-key", own.key) if tls else ())]))
-        address = children.answer(server, ANSWER_S).split()[3]
-        variables = {"TFPS_TRANSPORT": "auto" if tls else way, "TFPS_TLS_CA": authority.file if tls else ""}
-        command = [_ME, "work", address, "0", str(TLS_STEP_BYTES)]
-        workers = [stack.enter_context(_start(command, **variables)) for _ in range(2)]
-        for worker in workers:
-            children.answer(worker, ANSWER_S)
-        cpu_s = children.cpu_s(server.pid)
-        for worker in workers:
-            children.tell(worker, str(STEPS))
-        found = [json.loads(children.answer(worker, ANSWER_S)) for worker in workers]
-        cpu_s = children.cpu_s(server.pid) - cpu_s + sum(one["cpu_s"] for one in found)
-    gigabytes = STEPS * TLS_STEP_BYTES / 1e9
-    wall_s = max(one["wall_s"] for one in found)
-    return {"gb_per_s": gigabytes / wall_s, "cpu_s_per_gb": cpu_s / gigabytes / 2}
 
 
 def _refused(address: str, token_file: str) -> int:
@@ -219,10 +172,8 @@ def _work(address: str, compute_s: float, step_bytes: int) -> None:
         step()
     print("ready", flush=True)
     for line in sys.stdin:
-        wall_s, cpu_s = time.perf_counter(), time.process_time()
         times = [step() for _ in range(int(line))]
-        wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
-        print(json.dumps({"step_s": statistics.mean(times), "wall_s": wall_s, "cpu_s": cpu_s}), flush=True)
+        print(json.dumps({"step_s": statistics.mean(times)}), flush=True)
 
 
 def _flooding(address: str, data_port: int) -> None:

@@ -1,7 +1,8 @@
 """Push-pull of 50 MB per step between 2 workers and 1 or 2 pservers on one host, without TensorFlow.
 
 As it is by default, through shared memory, and through sockets on loopback (`TFPS_SHARED_MEMORY=0`), as to another
-host with an unlimited network.
+host with an unlimited network: over data connections, with the slices that tuning chooses and with slices of 64 KiB;
+over gRPC; and over gRPC with TLS.
 
 Beside it, in the same run and interleaved: 2 clients that echo the same bytes in equal slices off one process through
 raw sockets, which is what loopback and Python give at best. GB/s per worker are bytes pushed per worker and second; CPU
@@ -22,10 +23,12 @@ import queue
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +36,7 @@ import numpy as np
 from tfps.types import Buffer, Json
 from tools import children
 from tools.benchmarks.common import Outcome, median
+from tools.certificates import Authority
 
 STEP_BYTES = 50_000_000
 BUCKET_BYTES = 4_000_000  # a model's buckets: some of one slice, most of several
@@ -43,23 +47,28 @@ ANSWER_S = 300.0
 
 
 class Row(NamedTuple):
-    """What is measured; `key` is in the names of figures."""
+    """What is measured; `key` is in the names of figures, `settings` are variables for the workers."""
 
     key: str
     name: str
     role: str
     servers: int = 1
-    shared_memory: bool = True
+    settings: Mapping[str, str] = MappingProxyType({})
+    tls: bool = False
 
 
+SOCKETS, SMALL = {"TFPS_SHARED_MEMORY": "0"}, {"TFPS_SLICE_BYTES": "65536", "TFPS_WINDOW_BYTES": "524288"}
 ROWS = (
     Row("raw", "raw", "raw"),
     Row("grpc", "bare gRPC", "grpc"),
     Row("floor", "gRPC + sums", "grpc-sum"),
     Row("p1", "1 pserver", "work"),
     Row("p2", "2 pservers", "work", servers=2),
-    Row("p1_sockets", "1 pserver, sockets", "work", shared_memory=False),
-    Row("p2_sockets", "2 pservers, sockets", "work", servers=2, shared_memory=False),
+    Row("p1_sockets", "1 pserver, sockets", "work", settings=SOCKETS),
+    Row("p2_sockets", "2 pservers, sockets", "work", servers=2, settings=SOCKETS),
+    Row("p1_sockets_64k", "1 pserver, sockets, slices of 64 KiB", "work", settings=SOCKETS | SMALL),
+    Row("p1_grpc", "1 pserver, gRPC", "work", settings=SOCKETS | {"TFPS_TRANSPORT": "grpc"}),
+    Row("p1_tls", "1 pserver, gRPC with TLS", "work", settings=SOCKETS, tls=True),
 )
 
 
@@ -67,12 +76,12 @@ def run(quick: bool) -> Outcome:
     """Interleaves all rows; medians over the rounds."""
     rounds, steps = (3, 20) if quick else (7, 40)
     runs: list[dict[str, Json]] = []
-    print(f"{'':20} {'GB/s per worker':>16} {'CPU s/GB':>9}")
+    print(f"{'':36} {'GB/s per worker':>16} {'CPU s/GB':>9}")
     for number in range(rounds):
         for row in ROWS:
-            result = measure(row.role, row.servers, steps, row.shared_memory) | {"round": number, "what": row.name}
+            result = measure(row, steps) | {"round": number, "what": row.name}
             runs.append(result)
-            print(f"{row.name:20} {result['gb_per_s']:16.3f} {result['cpu_s_per_gb']:9.2f}", flush=True)
+            print(f"{row.name:36} {result['gb_per_s']:16.3f} {result['cpu_s_per_gb']:9.2f}", flush=True)
     headline = {}
     for key, of_kind in ((row.key, [r for r in runs if r["what"] == row.name]) for row in ROWS):
         headline[f"{key}_gb_per_s"] = median(of_kind, "gb_per_s")
@@ -80,20 +89,24 @@ def run(quick: bool) -> Outcome:
     return Outcome(headline, runs)
 
 
-def measure(role: str, server_count: int, steps: int, shared_memory: bool = True) -> dict[str, Json]:
-    """One run in fresh processes; `role` is what the workers do: "work" with pservers, the others with an echo."""
+def measure(row: Row, steps: int) -> dict[str, Json]:
+    """One run in fresh processes; `row.role` is what the workers do: "work" with pservers, the others with an echo."""
     with contextlib.ExitStack() as stack:
         command = [sys.executable, "-u", str(pathlib.Path(__file__))]
-        if role == "work":
+        settings = dict(row.settings)
+        if row.role == "work":
             serve = [sys.executable, "-u", "-m", "tfps.cli", "--host=127.0.0.1", "--port=0", f"--workers={WORKERS}"]
         else:
-            serve = [*command, f"{role}-echo"]
-        servers = [stack.enter_context(_start(serve)) for _ in range(server_count)]
+            serve = [*command, f"{row.role}-echo"]
+        if row.tls:
+            authority = Authority(pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory())))
+            own = authority.sign("pserver")
+            serve += ["--tls-cert", own.cert, "--tls-key", own.key]
+            settings["TFPS_TLS_CA"] = authority.file
+        servers = [stack.enter_context(_start(serve)) for _ in range(row.servers)]
         addresses = [_line(server).split()[3] for server in servers]
-        work = [*command, role, *addresses, "--steps", str(steps)]
-        workers = [
-            stack.enter_context(_start(work, TFPS_SHARED_MEMORY=str(int(shared_memory)))) for _ in range(WORKERS)
-        ]
+        work = [*command, row.role, *addresses, "--steps", str(steps)]
+        workers = [stack.enter_context(_start(work, **settings)) for _ in range(WORKERS)]
         for worker in workers:
             _line(worker)  # ready: connected and warm
         before = [children.cpu_s(server.pid) for server in servers]

@@ -1,0 +1,52 @@
+"""Tables of benchmarks that need no plot, from the runs in their JSON files (for tools/make_benchmarks_page.py)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+
+from tools.benchmark_plots import Runs, Section, grouped
+from tools.pages import table
+
+
+def overtaking(runs: Runs) -> Section:
+    """Per rate and transport what an urgent slice waits for, and how full the link was."""
+    section = Section()
+
+    def figure(name: str) -> Mapping[tuple[int, str], float]:
+        return grouped([r for r in runs if name in r], lambda r: (r["rate"], r["transport"]), lambda r: r[name])
+
+    links, ways = figure("link"), [figure(f"{way}_{unit}") for way in ("push", "reply") for unit in ("ms", "ratio")]
+    rows = [
+        [f"{rate} Mbit/s", transport, *(f"{way[rate, transport]:.1f}" for way in ways), f"{link:.2f}"]
+        for (rate, transport), link in links.items()
+        if transport != "raw"
+    ]
+    heads = ["link", "over", "push, ms", "x own time", "reply, ms", "x own time", "full, x plain sockets"]
+    section.add(table(heads, rows))
+    return section
+
+
+def security(runs: Runs) -> Section:
+    """The flood."""
+    section = Section()
+    low, middle, high = statistics.quantiles((r["ratio"] for r in runs), n=4)
+    refused = statistics.median(r["refused_per_s"] for r in runs)
+    section.add(
+        f"A step takes {middle:.3f} times as long during the flood (quartiles {low:.3f} to {high:.3f}, {len(runs)} "
+        f"pairs); {refused:.0f} strangers are refused per second.\n"
+    )
+    return section
+
+
+def updates(runs: Runs) -> Section:
+    """What the first layer waits for, before and after."""
+    section = Section()
+    figures = ("first_ms", "exposed_ms", "step_ms")
+    found = [grouped(runs, lambda r: r["what"], lambda r, n=n: r[n]) for n in figures]  # type: ignore[misc]
+    rows = [[what, *(f"{each[what]:.1f} ms" for each in found)] for what in found[0]]
+    section.add(table(["updates", "first layer waits", "all exposed wait", "step"], rows))
+    return section
+
+
+DRAWERS: dict[str, Callable[[Runs], Section]] = {"overtaking": overtaking, "security": security, "updates": updates}
