@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Everything that has to hold before a change is taken: style, types, tests.
 #   tools/test.sh                 everything but the tests marked "long"
-#   tools/test.sh --quick         for while one edits, within 90 seconds: what starts no workers and trains no models
+#   tools/test.sh --quick         for while one edits, within 90 seconds: what needs no TensorFlow
 #   tools/test.sh --long          also the tests marked "long"
 #   tools/test.sh --matrix        only the core suite, on the oldest and the newest TensorFlow and Python
 #   tools/test.sh --matrix 2.19:3.11 2.20:3.13 -- -k fit     on these, with options for pytest
 #   tools/test.sh -k launch -x    other arguments go to pytest
 set -euo pipefail
+export PYTHONDONTWRITEBYTECODE=  # many processes import the same modules
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 tools/venv.sh
 
@@ -15,21 +16,25 @@ if [[ ${1:-} == --matrix ]]; then
     exec .venv/bin/python tools/matrix.py "$@"
 fi
 
-# What --quick leaves out; a new file of tests belongs to it until it is named here.
+# What --quick leaves out: tests that need TensorFlow, start processes or browsers, or run tools. A new file of tests
+# belongs to it until it is named here.
 slow=(
-    tests/{integration,tensorboard,tools}
-    tests/input/test_{lockstep,staging}.py
-    tests/launch/test_cli.py
-    tests/runtime/test_{interrupts,trace_run}.py
-    tests/strategy/test_{combined,compiling,exactness,graph_view,overlap,strategy}.py
-    tests/test_callbacks.py
+    tests/{graph,input,integration,keras_hooks,runtime,strategy,tensorboard,tools}
+    tests/launch/test_{cli,terminal}.py
+    tests/pserver/test_{cli,console,security}.py
+    tests/test_{api,callbacks,errors,private_names,versions}.py
 )
+# Most tests wait for something for a while, so more at a time than there are cores. All of a file in one process, as many
+# share what is slow to make. In their order, which begins with those that take long (tests/conftest.py), so that all
+# processes end together.
+spread=(-n 5 --dist loadfile --no-loadscope-reorder)
 arguments=()
 for argument in "$@"; do
     if [[ $argument == --long ]]; then
         arguments+=(-m "long or not long")
     elif [[ $argument == --quick ]]; then
         arguments+=("${slow[@]/#/--ignore=}")
+        spread=(-n 8 --dist load)  # light ones, many of which wait for a deadline
     else
         arguments+=("$argument")
     fi
@@ -38,6 +43,4 @@ done
 echo "ruff check";  .venv/bin/python -m ruff check .
 echo "ruff format"; .venv/bin/python -m ruff format --check .
 echo "mypy";        .venv/bin/python -m mypy
-# Four at a time: most tests wait for something for a while. All of a file on one of them, as many share what is slow to
-# make. In their order, which begins with those that take long (tests/conftest.py), so that all end together.
-echo "pytest";      .venv/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder ${arguments[@]+"${arguments[@]}"} </dev/null
+echo "pytest";      .venv/bin/python -m pytest "${spread[@]}" ${arguments[@]+"${arguments[@]}"} </dev/null

@@ -12,14 +12,10 @@ from hypothesis import strategies as st
 
 from tfps.errors import ProtocolError
 from tfps.exchange.aggregate import GatherRound, SumRound, split_gathered
-from tfps.types import Array, DType
+from tfps.types import Array
 
 FLOAT = np.dtype("float32")
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100)
-
-
-def sum_round(label: str, workers: int, dtype: DType, nbytes: int, deterministic: bool) -> SumRound:
-    return SumRound(label, workers, dtype, nbytes, deterministic, lambda size: np.empty(size, np.uint8))
 
 
 def total(round_: SumRound, order: Sequence[int], parts: Sequence[Array | None], step: int = 0) -> Array:
@@ -37,7 +33,7 @@ def test_deterministic_sums_do_not_depend_on_the_order_of_arrival(rows: list[lis
     for part in parts[1:]:
         expected = expected + part
     order = data.draw(st.permutations(range(len(parts))))
-    result = total(sum_round("x", len(parts), FLOAT, 12, deterministic=True), order, parts)
+    result = total(SumRound("x", len(parts), FLOAT, 12, deterministic=True), order, parts)
     assert result.tobytes() == expected.tobytes()
 
 
@@ -48,9 +44,25 @@ def test_sums_are_right_in_any_order_and_leave_the_parts_alone(rows: list[list[i
     parts = [np.array(row, "int64") for row in rows]
     before = [part.copy() for part in parts]
     order = data.draw(st.permutations(range(len(parts))))
-    result = total(sum_round("x", len(parts), np.dtype("int64"), 16, deterministic=False), order, parts)
+    result = total(SumRound("x", len(parts), np.dtype("int64"), 16, deterministic=False), order, parts)
     assert result.tolist() == np.sum(rows, axis=0).tolist()
     assert all((part == old).all() for part, old in zip(parts, before, strict=True))
+
+
+@given(rows=st.lists(st.lists(floats, min_size=3, max_size=3), min_size=1, max_size=4), data=st.data())
+def test_only_parts_that_may_be_written_to_are(rows: list[list[float]], data: st.DataObject) -> None:
+    parts = [np.array(row, FLOAT) for row in rows]
+    owned = [data.draw(st.booleans()) for _ in parts]
+    before = [part.copy() for part in parts]
+    expected = before[0]
+    for part in before[1:]:
+        expected = expected + part
+    round_ = SumRound("x", len(parts), FLOAT, 12, data.draw(st.booleans()))
+    for rank, part in enumerate(parts):
+        round_.add(rank, 0, part, owned=owned[rank])
+    assert bytes(round_.finish()) == expected.tobytes()
+    for part, old, may in zip(parts, before, owned, strict=True):
+        assert may or part.tobytes() == old.tobytes()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -58,18 +70,18 @@ def test_the_only_contribution_comes_back_bit_for_bit(deterministic: bool) -> No
     bits = np.array([0x80000000, 0x7FA00001, 1], np.uint32)  # -0.0, a signalling NaN, a denormal
     for rank in range(3):
         parts = [bits.view(FLOAT) if r == rank else None for r in range(3)]
-        result = total(sum_round("x", 3, FLOAT, 12, deterministic), range(3), parts)
+        result = total(SumRound("x", 3, FLOAT, 12, deterministic), range(3), parts)
         assert result.tobytes() == bits.tobytes()
 
 
 def test_without_contributions_the_sum_is_zero() -> None:
-    assert total(sum_round("x", 2, FLOAT, 8, False), [1, 0], [None, None]).tolist() == [0, 0]
+    assert total(SumRound("x", 2, FLOAT, 8, False), [1, 0], [None, None]).tolist() == [0, 0]
 
 
 def test_nan_and_infinity_pass_as_arithmetic_has_it() -> None:
     parts = [np.array([np.nan, np.inf, 1], FLOAT), np.array([1, -np.inf, 1], FLOAT)]
     with np.errstate(invalid="ignore"):
-        result = total(sum_round("x", 2, FLOAT, 12, False), [0, 1], parts)
+        result = total(SumRound("x", 2, FLOAT, 12, False), [0, 1], parts)
     assert np.isnan(result[:2]).all()
     assert result[2] == 2
 
@@ -78,13 +90,12 @@ def test_nan_and_infinity_pass_as_arithmetic_has_it() -> None:
 def test_every_numeric_dtype_is_summed(dtype: str) -> None:
     part = np.array([1, 0, 1], dtype)
     assert (
-        total(sum_round("x", 2, part.dtype, part.nbytes, False), [0, 1], [part, part]).tolist()
-        == (part + part).tolist()
+        total(SumRound("x", 2, part.dtype, part.nbytes, False), [0, 1], [part, part]).tolist() == (part + part).tolist()
     )
 
 
 def test_steps_follow_each_other() -> None:
-    round_ = sum_round("x", 2, FLOAT, 4, False)
+    round_ = SumRound("x", 2, FLOAT, 4, False)
     for step in range(3):
         parts = [np.array([step], FLOAT), np.array([1], FLOAT)]
         assert total(round_, [0, 1], parts, step).tolist() == [step + 1]
@@ -92,14 +103,14 @@ def test_steps_follow_each_other() -> None:
 
 @pytest.mark.parametrize("step", [0, 2])
 def test_another_step_than_the_current_is_refused(step: int) -> None:
-    round_ = sum_round("slice 3 of bucket 'x'", 1, FLOAT, 4, False)
+    round_ = SumRound("slice 3 of bucket 'x'", 1, FLOAT, 4, False)
     total(round_, [0], [np.zeros(1, FLOAT)])
     with pytest.raises(ProtocolError, match=f"step of slice 3 of bucket 'x' must be 1, got {step}"):
         round_.add(0, step, None)
 
 
 def test_a_rank_that_comes_twice_is_refused() -> None:
-    round_ = sum_round("slice 3 of bucket 'x'", 2, FLOAT, 4, False)
+    round_ = SumRound("slice 3 of bucket 'x'", 2, FLOAT, 4, False)
     round_.add(0, 0, None)
     with pytest.raises(ProtocolError, match="slice 3 of bucket 'x' must be pushed once in step 0, got it twice"):
         round_.add(0, 0, None)
@@ -158,6 +169,6 @@ def test_a_malformed_gather_result_is_refused(result: bytes, workers: int) -> No
 def test_orders_of_arrival_matter_without_deterministic() -> None:
     parts = [np.array([value], FLOAT) for value in (1e8, -1e8, 1.0)]
     results = {
-        total(sum_round("x", 3, FLOAT, 4, False), order, parts).tobytes() for order in itertools.permutations(range(3))
+        total(SumRound("x", 3, FLOAT, 4, False), order, parts).tobytes() for order in itertools.permutations(range(3))
     }
     assert len(results) > 1  # else the test of deterministic sums shows nothing

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 from tfps import errors
 from tfps.errors import ProtocolError, TfpsError
 from tfps.wire import frames
-from tfps.wire.frames import EMPTY, HEADER_BYTES, LAST, MAX_FRAME_BYTES, Blank, Header, Kind
+from tfps.wire.frames import EMPTY, HEADER_BYTES, LAST, MAX_FRAME_BYTES, Header, Kind
 
 u32, u64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 headers = st.builds(
@@ -87,12 +86,3 @@ def test_every_error_crosses_the_wire_as_its_class(kind: type[TfpsError]) -> Non
 
 def test_an_error_of_a_newer_version_is_still_an_error() -> None:
     assert type(frames.error_from(999, "text")) is TfpsError
-
-
-@given(header=headers, payload=st.binary(max_size=300))
-def test_a_message_written_in_place_is_the_same_message(header: Header, payload: bytes) -> None:
-    blank = Blank(len(payload))
-    blank.payload[:] = np.frombuffer(payload, np.uint8)
-    message = blank.finish(header)
-    assert message == frames.encode(header, payload)
-    assert not blank.payload.flags.writeable

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tfps.errors import ProtocolError
 from tfps.types import Array, DType
 
 Part = Array
-Allocate = Callable[[int], NDArray[np.uint8]]
 
 
 class Round:
@@ -50,27 +47,26 @@ class Round:
 class SumRound(Round):
     """Adds one slice over all ranks.
 
-    Contributions are added as they arrive or, if `deterministic`, in rank order, which keeps all until the last. The
-    first is kept by reference and never written to; sums go into the uint8 array that `allocate` returns for the
-    slice's size.
+    Contributions are added as they arrive or, if `deterministic`, in rank order, which keeps all until the last. They
+    are kept by reference. The sum goes into the first of two that may be written to, or into new memory.
     """
 
-    __slots__ = ("_allocate", "_deterministic", "_owned", "_parts", "_sum", "dtype", "nbytes")
+    __slots__ = ("_deterministic", "_owned", "_parts", "_sum", "dtype", "nbytes")
 
-    def __init__(
-        self, label: str, workers: int, dtype: DType, nbytes: int, deterministic: bool, allocate: Allocate
-    ) -> None:
+    def __init__(self, label: str, workers: int, dtype: DType, nbytes: int, deterministic: bool) -> None:
         super().__init__(label, workers)
-        self._allocate = allocate
         self.dtype = dtype
         self.nbytes = nbytes
         self._deterministic = deterministic
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, tuple[Part, bool]] = {}
         self._sum: Part | None = None
         self._owned = False  # whether _sum may be added to in place
 
-    def add(self, rank: int, step: int, part: Part | None) -> None:
+    def add(self, rank: int, step: int, part: Part | None, *, owned: bool = False) -> None:
         """Takes the contribution of `rank`, an array of the slice's dtype and size; None contributes nothing.
+
+        Args:
+            owned: whether `part` may be written to.
 
         Raises:
             ProtocolError: this is not the current step, or the rank has contributed to it already.
@@ -80,14 +76,14 @@ class SumRound(Round):
         if part is None:
             return
         if self._deterministic:
-            self._parts[rank] = part
+            self._parts[rank] = part, owned
         else:
-            self._add(part)
+            self._add(part, owned)
 
     def finish(self) -> memoryview:
         """The bytes of the completed step's sum: those of the only contribution if there is one, zeros if none."""
         for rank in sorted(self._parts):
-            self._add(self._parts[rank])
+            self._add(*self._parts[rank])
         result = self._sum
         self._parts, self._sum, self._owned = {}, None, False
         self._advance()
@@ -95,11 +91,11 @@ class SumRound(Round):
             return memoryview(bytes(self.nbytes))
         return result.view(np.uint8).data
 
-    def _add(self, part: Part) -> None:
+    def _add(self, part: Part, owned: bool) -> None:
         if self._sum is None:
-            self._sum = part
+            self._sum, self._owned = part, owned
         else:
-            out = self._sum if self._owned else self._allocate(self.nbytes).view(self.dtype)
+            out = self._sum if self._owned else part if owned else np.empty_like(part)
             self._sum, self._owned = np.add(self._sum, part, out=out), True
 
 

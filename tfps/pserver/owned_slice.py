@@ -9,13 +9,12 @@ import threading
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tfps.errors import ProtocolError
 from tfps.exchange.aggregate import GatherRound, SumRound
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
-from tfps.wire.frames import EMPTY, LAST, Blank, Header
+from tfps.wire.frames import EMPTY, LAST, Header
 from tfps.wire.shared_memory import Target
 
 
@@ -27,7 +26,6 @@ class Taken(NamedTuple):
         missing: ranks that the round waits for.
         wait_ns: this rank's delay after the first rank's push.
         result: of the round, if complete.
-        blank: the reply, if the sum has been written into it.
         targets: of the ranks that get the sum in shared memory, not in a frame.
     """
 
@@ -35,35 +33,28 @@ class Taken(NamedTuple):
     missing: list[int]
     wait_ns: int
     result: memoryview | None
-    blank: Blank | None
     targets: dict[int, Target]
 
 
 class OwnedSlice:
     """A slice of a sum, or a whole gather. Set `round` once, before anything else."""
 
-    __slots__ = ("_blank", "_recorder", "_targets", "first_ns", "lock", "round")
+    __slots__ = ("_recorder", "_targets", "first_ns", "lock", "round")
 
     def __init__(self, recorder: Recorder) -> None:
         self.lock = threading.Lock()
         self.first_ns = 0  # first push of this round, on the recorder's clock
         self.round: SumRound | GatherRound
-        self._blank: Blank | None = None
         self._targets: dict[int, Target] = {}
         self._recorder = recorder
 
-    def allocate(self, nbytes: int) -> NDArray[np.uint8]:
-        """Memory for the sum: the reply itself, which saves a copy."""
-        self._blank = Blank(nbytes)
-        return self._blank.payload
-
     def take(self, rank: int, header: Header, payload: memoryview, target: Target | None) -> Taken:
-        """Adds a push to the round. Keeps `payload` by reference.
+        """Adds a push to the round. Keeps `payload`, and may write to it unless it is in shared memory (`target`).
 
         Raises:
             ProtocolError: the frame does not fit the slice or its step.
         """
-        recorder, result, blank = self._recorder, None, None
+        recorder, result = self._recorder, None
         targets: dict[int, Target] = {}
         now_ns = recorder.clock()
         with self.lock:
@@ -76,11 +67,10 @@ class OwnedSlice:
             missing = self.round.missing()
             if not missing:
                 result = self.round.finish()
-                blank, self._blank = self._blank, None
                 targets, self._targets = self._targets, targets
                 if recorder.enabled:
                     self._record(rank, header, len(result))
-            return Taken(self.round.step, missing, wait_ns, result, blank, targets)
+            return Taken(self.round.step, missing, wait_ns, result, targets)
 
     def _add(self, rank: int, header: Header, payload: memoryview, target: Target | None) -> None:
         round_ = self.round
@@ -98,7 +88,7 @@ class OwnedSlice:
                 raise ProtocolError(f"the place of {round_.label} must have {round_.nbytes} bytes, got {target.place}")
             self._targets[rank] = target
         part = None if header.flags & EMPTY else np.frombuffer(payload, np.uint8).view(round_.dtype)
-        round_.add(rank, header.step, part)
+        round_.add(rank, header.step, part, owned=target is None and not payload.readonly)
 
     def _record(self, rank: int, header: Header, nbytes: int) -> None:
         """Records the round that `rank` completed: one span, also for all pieces of a gather."""

@@ -15,25 +15,34 @@ from tfps.wire.send_queue import Outgoing, SendQueue
 
 
 def reply_sum(queues: Mapping[int, SendQueue], push: Header, result: memoryview, taken: Taken) -> None:
-    """Sends the sum completed by `push` to all ranks: into shared memory, or in one frame for all others."""
+    """Sends the sum completed by `push` to all ranks, to some of them into shared memory."""
     header = Header(Kind.REPLY, 0, push.bucket, push.index, push.priority, push.step)
-    frame = frames.encode(header, result) if taken.blank is None else taken.blank.finish(header)
-    content = memoryview(frame)[frames.HEADER_BYTES :]
+    whole: Outgoing | None = None
     for rank, queue in queues.items():
-        if (target := taken.targets.get(rank)) is None:
-            queue.put([Outgoing(header, len(content), frame=frame)])
+        if (target := taken.targets.get(rank)) is not None or queue.on_connection:
+            queue.put([Outgoing(header, len(result), result, target=target)])
         else:
-            queue.put([Outgoing(header, len(content), content, target=target)])
+            whole = whole or _whole(header, result)
+            queue.put([whole])
 
 
 def reply_gather(queues: Iterable[SendQueue], push: Header, result: memoryview, piece_bytes: int) -> None:
     """Sends the gather completed by `push` to all ranks, in pieces of `piece_bytes`."""
     pieces = cut(len(result), piece_bytes)
-    items = []
+    parts: list[tuple[Header, memoryview]] = []
     for index, piece in enumerate(pieces):
         flags = LAST if index == len(pieces) - 1 else 0
         header = Header(Kind.REPLY, flags, push.bucket, index, push.priority, push.step)
-        frame = frames.encode(header, result[piece.offset : piece.offset + piece.nbytes])  # once for all ranks
-        items.append(Outgoing(header, piece.nbytes, frame=frame))
+        parts.append((header, result[piece.offset : piece.offset + piece.nbytes]))
+    whole: list[Outgoing] = []
     for queue in queues:
-        queue.put(items)
+        if queue.on_connection:
+            queue.put([Outgoing(header, len(part), part) for header, part in parts])
+        else:
+            whole = whole or [_whole(header, part) for header, part in parts]
+            queue.put(whole)
+
+
+def _whole(header: Header, payload: memoryview) -> Outgoing:
+    """For gRPC, which sends bytes: encoded once for all ranks."""
+    return Outgoing(header, len(payload), frame=frames.encode(header, payload))

@@ -106,6 +106,6 @@ class Shard:
             if owner == self.index:
                 owned[index] = item = OwnedSlice(self._recorder)
                 label = f"slice {index} of bucket '{spec.name}'"
-                item.round = SumRound(label, self._workers, dtype, piece.nbytes, deterministic, item.allocate)
+                item.round = SumRound(label, self._workers, dtype, piece.nbytes, deterministic)
                 item.round.step = cutting.step
         return owned

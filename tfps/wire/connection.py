@@ -18,11 +18,11 @@ from collections.abc import Sequence
 
 from tfps.errors import ConnectError, ProtocolError, TfpsError
 from tfps.wire import frames
-from tfps.wire.frames import HEADER_BYTES, Header, Kind
+from tfps.wire.frames import Header, Kind
 from tfps.wire.job_token import MAX_TOKEN_BYTES, JobToken
 from tfps.wire.pace import Pace
 from tfps.wire.parts import PART_BYTES, Assembler, Part, decode_part, encode_part
-from tfps.wire.send_queue import Next, Outgoing, SendQueue
+from tfps.wire.send_queue import Next, SendQueue
 from tfps.wire.stream import Receiver, take, write_shared
 
 _HELLO = struct.Struct("<4sHHHI")  # magic, version, bytes of the job token and of the incarnation, rank; then these two
@@ -175,13 +175,7 @@ def _encoded(part: Next) -> tuple[bytes | memoryview, ...]:
         return _whole(write_shared(header, item.payload, item.target))
     nbytes = part.end - part.begin
     head = encode_part(Part(header, item.nbytes, part.begin, nbytes))
-    return (head, _payload(item)[part.begin : part.end]) if nbytes else (head,)
-
-
-def _payload(item: Outgoing) -> memoryview:
-    if item.frame is not None:
-        return memoryview(item.frame)[HEADER_BYTES:]
-    return memoryview(b"") if item.payload is None else item.payload
+    return (head, item.payload[part.begin : part.end]) if nbytes and item.payload is not None else (head,)
 
 
 def _whole(frame: bytes) -> tuple[bytes | memoryview, ...]:

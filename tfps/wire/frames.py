@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import struct
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from tfps import errors
 from tfps.config import MAX_SLICE_BYTES
@@ -96,37 +92,6 @@ def decode_place(header: Header, payload: memoryview) -> Place | None:
     if len(payload) != _PLACE.size:
         raise ProtocolError(f"the place of a shared slice must have {_PLACE.size} bytes, got {len(payload)}")
     return Place(*_PLACE.unpack(payload))
-
-
-class Blank:
-    """A message whose payload is written in place, which saves the copy that `encode` makes.
-
-    Attributes:
-        payload: uint8 array of the payload's size, writable until `finish`.
-    """
-
-    __slots__ = ("_message", "payload")
-
-    def __init__(self, nbytes: int) -> None:
-        # The documented use of PyBytes_FromStringAndSize(NULL, n): new bytes, written to before anybody else sees them.
-        self._message: bytes = _new_bytes(None, HEADER_BYTES + nbytes)
-        self.payload: NDArray[np.uint8] = self._view(HEADER_BYTES, nbytes)
-
-    def finish(self, header: Header) -> bytes:
-        """The message, which is read-only from now on."""
-        self._view(0, HEADER_BYTES)[:] = np.frombuffer(encode(header), np.uint8)
-        self.payload.flags.writeable = False
-        return self._message
-
-    def _view(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        memory = (ctypes.c_uint8 * nbytes).from_address(_bytes_address(self._message) + offset)
-        return np.ctypeslib.as_array(memory)
-
-
-_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
-_new_bytes.restype, _new_bytes.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t)
-_bytes_address = ctypes.pythonapi.PyBytes_AsString
-_bytes_address.restype, _bytes_address.argtypes = ctypes.c_void_p, (ctypes.py_object,)
 
 
 def decode(message: bytes) -> tuple[Header, memoryview]:

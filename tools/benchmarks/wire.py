@@ -238,14 +238,10 @@ def _grpc(address: str, steps: int, sums: bool) -> None:
 
 def _with_sums(messages: Iterator[bytes], _: object) -> Iterator[bytes]:
     """Echoes; two workers' messages make one sum, so every second one is added to what was there."""
-    from tfps.wire.frames import HEADER_BYTES, Blank, Header, Kind
-
     for number, message in enumerate(messages):
         if number % 2:
-            blank = Blank(len(message) - HEADER_BYTES)
-            part = np.frombuffer(message, np.float32, offset=HEADER_BYTES)
-            np.add(part, part, out=blank.payload.view(np.float32))
-            yield blank.finish(Header(Kind.REPLY))
+            part = np.frombuffer(message, np.float32)
+            yield (part + part).tobytes()
         else:
             yield message
 
