@@ -21,7 +21,7 @@ from tfps.config import FIRST_WINDOW_BYTES, Config, Transport
 from tfps.errors import ProtocolError, TfpsError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.layout import Cutting, Layout, cut_anew
-from tfps.exchange.tuning import MAX_SHARED_SLICE_BYTES, MAX_SLICE_BYTES, MIN_SLICE_BYTES, Measured, choose
+from tfps.exchange.tuning import MAX_GRPC_SLICE_BYTES, MAX_SLICE_BYTES, MIN_SLICE_BYTES, Measured, choose
 from tfps.protos import tfps_pb2 as pb
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument
@@ -201,7 +201,7 @@ def test_what_small_slices_could_not_show_is_seen_at_a_second_look(
     assert tuner._measured is not None
     assert tuner._measured.step_s == pytest.approx(0.1)
     first = Config().first_slice_bytes
-    found = ["largest" if s == MAX_SLICE_BYTES else "larger" if s > first else "smaller" for s, _ in sizes]
+    found = ["largest" if s == MAX_GRPC_SLICE_BYTES else "larger" if s > first else "smaller" for s, _ in sizes]
     assert found == changes
 
 
@@ -291,6 +291,7 @@ def test_messages_over_a_data_connection_cost_what_they_cost_there(
     worker.declare(SPECS)
     assert worker._tuner._message_s > 0
     assert (worker._tuner._message_s == 7.0) == (transport == "tcp")
+    assert worker._tuner._most == (MAX_SLICE_BYTES if transport == "tcp" else MAX_GRPC_SLICE_BYTES)
 
 
 def test_a_layout_places_by_balance_over_the_listed_buckets() -> None:
@@ -325,14 +326,14 @@ def sharing(cluster: Cluster, *shared: bool, pservers: int = 1) -> list[Worker]:
 def test_slices_may_be_larger_where_all_share_memory(cluster: Cluster) -> None:
     members = sharing(cluster, True, True)
     tuner = members[0]._tuner
-    assert (tuner._ask, tuner._most) == (False, MAX_SHARED_SLICE_BYTES)
+    assert (tuner._ask, tuner._most) == (False, MAX_SLICE_BYTES)
     poll(lambda: tuner._busy() == [members[0]._queues[0].throughput])  # the last receipts may still come
 
 
 def test_rank_0_on_the_host_of_all_pservers_asks_how_fast_others_receive(cluster: Cluster) -> None:
     members = sharing(cluster, True, False, True, pservers=2)
     tuner = members[0]._tuner
-    assert (tuner._ask, tuner._most) == (True, MAX_SLICE_BYTES)
+    assert (tuner._ask, tuner._most) == (True, MAX_GRPC_SLICE_BYTES)
 
     def told() -> list[Throughput]:
         return [Throughput(m.busy_bytes, m.busy_s) for members in tuner._members() for m in members if m.rank == 1]

@@ -28,7 +28,7 @@ from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.job import Job
 from tfps.pserver.owned_slice import OwnedSlice
 from tfps.pserver.server import ParameterServer
-from tfps.wire import frames
+from tfps.wire import frames, send_queue
 from tfps.wire.frames import EMPTY, HEADER_BYTES, LAST, MAX_FRAME_BYTES, Header, Kind
 from tfps.wire.send_queue import Outgoing, SendQueue
 from tfps.worker.worker import Worker
@@ -70,7 +70,8 @@ def test_a_slice_comes_back_to_all_when_all_have_pushed(cluster: Cluster) -> Non
         assert np.frombuffer(payload, np.float32).tolist() == [2] * 256
 
 
-def test_half_a_window_is_acknowledged_by_a_frame_of_its_own(cluster: Cluster) -> None:
+def test_half_a_window_is_acknowledged_by_a_frame_of_its_own(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(send_queue, "_RECEIPT_BYTES", jobs.CONFIG.first_window_bytes // 2)  # over a data connection
     first, _ = pair(cluster)
     first.send(frames.encode(slice_push(0), bytes(1024)))
     first.send(frames.encode(slice_push(1), bytes(976)))

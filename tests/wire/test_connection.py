@@ -22,7 +22,7 @@ from tfps.wire import frames
 from tfps.wire.connection import Connection, dial, greet
 from tfps.wire.frames import Header, Kind
 from tfps.wire.job_token import JobToken
-from tfps.wire.parts import Part, encode_part
+from tfps.wire.parts import PART_BYTES, Part, decode_part, encode_part
 from tfps.wire.send_queue import Outgoing, SendQueue
 
 
@@ -98,6 +98,36 @@ def test_slices_of_any_size_arrive_as_they_were(nbytes: int, pair: tuple[socket.
     assert [(header._replace(received=0), payload) for header, payload in taking.got] == expected
 
 
+@pytest.mark.parametrize("sizes", [[0, 10, 0, 70_000, 1], [1] * 200, [300_000, 0, 300_000, 5]])
+def test_slices_that_are_sent_together_arrive_one_by_one(
+    sizes: list[int], pair: tuple[socket.socket, socket.socket]
+) -> None:
+    here, there = map(Connection, pair)
+    sends, taking = queue(), Taking(len(sizes))
+    sends.put([item(n, nbytes, bucket=n) for n, nbytes in enumerate(sizes)])
+    ended = receiving(there, taking)
+    with sending(here, sends):
+        assert taking.all.wait(jobs.DEADLINE_S)
+    assert the_end(ended) is None
+    assert [(header.bucket, payload) for header, payload in taking.got] == [
+        (n, bytes([n]) * nbytes) for n, nbytes in enumerate(sizes)
+    ]
+
+
+def test_what_is_sent_together_says_that_more_follows(pair: tuple[socket.socket, socket.socket]) -> None:
+    here, there = pair
+    sends = queue()
+    sends.put([item(n, nbytes, bucket=n) for n, nbytes in enumerate((3, 0, 5))])
+    with sending(Connection(here), sends):
+        found = []
+        for _ in range(3):
+            part = decode_part(there.recv(PART_BYTES, socket.MSG_WAITALL))
+            found.append((part.header.bucket, part.nbytes, part.more))
+            if part.nbytes:
+                there.recv(part.nbytes, socket.MSG_WAITALL)
+    assert found == [(0, 3, True), (1, 0, True), (2, 5, False)]
+
+
 def test_an_urgent_slice_overtakes_one_that_is_under_way(pair: tuple[socket.socket, socket.socket]) -> None:
     # Nobody receives, so that the large slice gets stuck: then the urgent one comes.
     here, there = map(Connection, pair)
@@ -140,6 +170,8 @@ CUTS = {
     "in a header": encode_part(Part(Header(Kind.PUSH), 8, 0, 8))[:10],
     "before a payload": encode_part(Part(Header(Kind.PUSH), 8, 0, 8)),
     "in a payload": encode_part(Part(Header(Kind.PUSH), 8, 0, 8)) + b"abc",
+    "before a header that was announced": encode_part(Part(Header(Kind.ACK), 0, 0, 0, more=True)),
+    "in a header that was announced": encode_part(Part(Header(Kind.PUSH), 8, 0, 4, more=True)) + b"abcdefg",
 }
 
 
@@ -188,7 +220,7 @@ def test_who_has_no_token_is_told_so_before_anything_else_is_read(
 ) -> None:
     here, there = pair
     sent = token.reveal()
-    here.sendall(struct.pack("<4sHHHI", b"tfps", 2, len(sent), 200, 0) + sent)  # the 200 bytes never come
+    here.sendall(struct.pack("<4sHHHI", b"tfps", 3, len(sent), 200, 0) + sent)  # the 200 bytes never come
     with pytest.raises(ConnectError, match=r"the pserver (wants|has another) .*job token"):
         greet(there, JobToken("the-token-0123456789"), jobs.DEADLINE_S)
 

@@ -1,4 +1,4 @@
-"""Parts of about a millisecond of the link, against a socket that takes bytes at a given rate."""
+"""Parts of about half a millisecond of the link, against a socket that takes bytes at a given rate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def paced(rate: float, seconds: float = 1.0) -> Pace:
 
 
 @pytest.mark.parametrize("mbit", [200, 300, 1000, 2500, 5000])
-def test_a_part_takes_about_a_millisecond(mbit: int) -> None:
+def test_a_part_takes_about_half_a_millisecond(mbit: int) -> None:
     pace = paced(mbit * 1e6 / 8)
     assert PART_S / 2 <= pace.part_bytes / (mbit * 1e6 / 8) <= 2 * PART_S
     assert pace.unsent_bytes == pace.part_bytes * UNSENT_S / PART_S

@@ -57,9 +57,10 @@ def test_parts_of_several_frames_may_alternate(payloads: list[bytes], sizes: lis
         *([st.integers(0, 2**64 - 1)] * 2),
     ),
     total=st.integers(1, MAX_SLICE_BYTES),
+    more=st.booleans(),
 )
-def test_what_is_encoded_is_decoded(header: Header, total: int) -> None:
-    part = Part(header, total, total // 2, total - total // 2)
+def test_what_is_encoded_is_decoded(header: Header, total: int, more: bool) -> None:
+    part = Part(header, total, total // 2, total - total // 2, more)
     assert len(encode_part(part)) == PART_BYTES
     assert decode_part(encode_part(part)) == part
 
@@ -100,6 +101,14 @@ def test_parts_come_in_order_and_of_one_size_in_all(wrong: Part) -> None:
     assembler.end(first)
     with pytest.raises(ProtocolError, match="must begin at byte 4 of 8"):
         assembler.begin(wrong)
+
+
+def test_a_frame_that_is_under_way_does_not_begin_again() -> None:
+    assembler, first = Assembler(own), Part(PUSH, 8, 0, 4)
+    assembler.begin(first)
+    assembler.end(first)
+    with pytest.raises(ProtocolError, match="must not begin it again, got 8 of 8 bytes"):
+        assembler.begin(Part(PUSH, 8, 0, 8))
 
 
 def test_frames_under_way_are_bounded() -> None:

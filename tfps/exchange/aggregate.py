@@ -29,6 +29,11 @@ class Round:
         return [rank for rank in range(self.workers) if rank not in self.arrived]
 
     @property
+    def complete(self) -> bool:
+        """Whether all ranks have contributed."""
+        return len(self.arrived) == self.workers
+
+    @property
     def started(self) -> bool:
         """Whether any rank waits for others."""
         return bool(self.arrived)

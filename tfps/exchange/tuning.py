@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _KIB = 1024
-MIN_SLICE_BYTES, MAX_SLICE_BYTES = 32 * _KIB, 1024 * _KIB
-MAX_SHARED_SLICE_BYTES = 4096 * _KIB  # without sockets only the cost per message matters
+MIN_SLICE_BYTES, MAX_SLICE_BYTES = 32 * _KIB, 4096 * _KIB
+MAX_GRPC_SLICE_BYTES = 1024 * _KIB  # nothing overtakes within one
 MAX_WINDOW_BYTES = 64 * 1024 * _KIB
 _OVERHEAD = 20  # least ratio of a slice's time on the wire to its handling cost
 _FASTER = 1.25  # if larger slices are so much faster, CPUs are the limit, not the network

@@ -339,8 +339,8 @@ class Job:
         member.wait_s += taken.wait_ns / 1e9  # only its stream's thread writes both
         if taken.result is not None:
             self._reply(header, taken.result, gather, taken)
-        elif gone := [r for r in self._membership.gone() if r in taken.missing]:
-            self._fail_left(self._membership.members[gone[0]], taken.step, bucket.spec.name)
+        elif (gone := self._membership.gone()) and (late := item.waits_for(gone, taken.step)):
+            self._fail_left(self._membership.members[late[0]], taken.step, bucket.spec.name)
 
     def missing(self, bucket: int) -> list[str]:
         """The ranks whose push of a slice of `bucket` others wait for."""

@@ -6,6 +6,7 @@ Tested in tests/pserver/test_job.py.
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -23,14 +24,12 @@ class Taken(NamedTuple):
 
     Attributes:
         step: of its round or, if it completed that, of the next one.
-        missing: ranks that the round waits for.
         wait_ns: this rank's delay after the first rank's push.
         result: of the round, if complete.
         targets: of the ranks that get the sum in shared memory, not in a frame.
     """
 
     step: int
-    missing: list[int]
     wait_ns: int
     result: memoryview | None
     targets: dict[int, Target]
@@ -64,13 +63,19 @@ class OwnedSlice:
             if recorder.enabled:
                 recorder.arrived(now_ns, header.step, header.bucket, header.index, rank, NONE)
             wait_ns = now_ns - self.first_ns if rank in self.round.arrived else 0
-            missing = self.round.missing()
-            if not missing:
+            if self.round.complete:
                 result = self.round.finish()
                 targets, self._targets = self._targets, targets
                 if recorder.enabled:
                     self._record(rank, header, len(result))
-            return Taken(self.round.step, missing, wait_ns, result, targets)
+            return Taken(self.round.step, wait_ns, result, targets)
+
+    def waits_for(self, ranks: Collection[int], step: int) -> list[int]:
+        """Those of `ranks` that the round of `step` waits for; none if it is over."""
+        with self.lock:
+            if self.round.step != step:
+                return []
+            return [rank for rank in ranks if rank not in self.round.arrived]
 
     def _add(self, rank: int, header: Header, payload: memoryview, target: Target | None) -> None:
         round_ = self.round

@@ -21,13 +21,14 @@ from tfps.wire import frames
 from tfps.wire.frames import Header, Kind
 from tfps.wire.job_token import MAX_TOKEN_BYTES, JobToken
 from tfps.wire.pace import Pace
-from tfps.wire.parts import PART_BYTES, Assembler, Part, decode_part, encode_part
+from tfps.wire.parts import PART_BYTES, Assembler, Part, decode_part, encode_part, pack_part
 from tfps.wire.send_queue import Next, SendQueue
 from tfps.wire.stream import Receiver, take, write_shared
 
 _HELLO = struct.Struct("<4sHHHI")  # magic, version, bytes of the job token and of the incarnation, rank; then these two
-_MAGIC, _VERSION, _MAX_INCARNATION_BYTES = b"tfps", 2, 256
+_MAGIC, _VERSION, _MAX_INCARNATION_BYTES = b"tfps", 3, 256
 _LINGER_S, _UNREAD, _MAX_UNREAD = 1.0, 4096, 64 * 1024  # seconds and bytes that a refused connection may still send
+_ACK = Header(Kind.ACK)
 _IDLE_S = 5e-4  # a longer wait for data means an idle link
 _LINUX = ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000)  # s, s, -, ms
 _WAIT_ALL, _DO_NOT_WAIT = socket.MSG_WAITALL, getattr(socket, "MSG_DONTWAIT", 0)
@@ -75,6 +76,8 @@ class Connection:
 
     def _wait(self, queue: SendQueue) -> bool:
         """Waits for something to send; False once `queue` is closed."""
+        if queue.waiting:
+            return True
         began_s = time.monotonic()
         ready = queue.wait()
         if time.monotonic() - began_s > _IDLE_S:
@@ -83,29 +86,37 @@ class Connection:
 
     def _send_parts(self, queue: SendQueue) -> bool:
         """Sends what is most urgent once the socket can take it; False once `queue` is closed."""
-        if waited := not self._poll.poll(0):
+        # A socket that has taken everything for a while is not asked first.
+        if waited := not (self._pace.unlimited or self._poll.poll(0)):
             self._poll.poll()
         # Chosen only now: something more urgent may have come while the socket was full.
         if (taken := queue.take_parts(self._pace.part_bytes)) is None:
             return False
-        self._send([buffer for each in taken for buffer in _encoded(each)])
-        nbytes = sum(each.end - each.begin for each in taken)
-        if self._pace.sent(nbytes, waited=waited, now_s=time.monotonic()):
+        nbytes, last = 0, len(taken) - 1
+        buffers: list[bytes | memoryview] = []
+        for index, each in enumerate(taken):
+            buffers += _encoded(each, index < last)
+            nbytes += each.end - each.begin
+        full = self._send(buffers)
+        if self._pace.sent(nbytes, waited=waited or full, now_s=time.monotonic()):
             self._set_unsent()
         return True
 
-    def _send(self, buffers: Sequence[bytes | memoryview]) -> None:
-        rest = list(buffers)
+    def _send(self, buffers: Sequence[bytes | memoryview]) -> bool:
+        """Sends all of `buffers`; returns whether the socket was full meanwhile."""
+        rest, full = list(buffers), False
         while rest:
             try:
                 sent = self._socket.sendmsg(rest, [], _DO_NOT_WAIT)
             except BlockingIOError:
+                full = True
                 self._poll.poll()
                 continue
             while rest and sent >= len(rest[0]):
                 sent -= len(rest.pop(0))
             if sent:
                 rest[0] = memoryview(rest[0])[sent:]
+        return full
 
     def _set_unsent(self) -> None:
         if _NOT_SENT_LOWAT is not None:
@@ -126,16 +137,29 @@ class Connection:
         """
         assembler = Assembler(receiver.memory)
         head = memoryview(bytearray(PART_BYTES))
-        while self._fill(head, may_end=True):
+        more = False  # whether `head` has been received already
+        while more or self._fill(head, may_end=True):
             part = decode_part(head)
             payload: memoryview | None = memoryview(b"")
             if part.nbytes:
-                self._fill(assembler.begin(part))
+                self._fill_both(assembler.begin(part), head) if part.more else self._fill(assembler.begin(part))
                 payload = assembler.end(part)
+            elif part.more:
+                self._fill(head)
+            more = part.more
             if payload is not None and (error := take(part.header, payload, data, queue, receiver)) is not None:
                 return error
             payload = None  # frees its memory while waiting for the next
         return None
+
+    def _fill_both(self, payload: memoryview, head: memoryview) -> None:
+        """Receives all of `payload` and the next `head`, if possible at once."""
+        count = self._socket.recvmsg_into([payload, head], 0, _WAIT_ALL)[0]
+        size = len(payload)
+        if count < size:
+            self._fill(payload[count:])
+        if count < size + len(head):
+            self._fill(head[max(count - size, 0) :])
 
     def _fill(self, memory: memoryview, *, may_end: bool = False) -> bool:
         """Receives all of `memory`; False if the connection ends before its first byte and `may_end`.
@@ -163,25 +187,24 @@ class Connection:
         self._socket.close()
 
 
-def _encoded(part: Next) -> tuple[bytes | memoryview, ...]:
+def _encoded(part: Next, more: bool) -> tuple[bytes | memoryview, ...]:
     """Headers and payload of a part, as buffers."""
-    item = part.item
+    item, received, begin, end = part
     if item is None:
-        return (encode_part(Part(Header(Kind.ACK, received=part.received), 0, 0, 0)),)
+        return (pack_part(_ACK, received, 0, 0, 0, more),)
     if isinstance(item, bytes):
-        return _whole(item)
-    header = item.header._replace(received=part.received)
+        return _whole(item, more)
     if item.target is not None:
-        return _whole(write_shared(header, item.payload, item.target))
-    nbytes = part.end - part.begin
-    head = encode_part(Part(header, item.nbytes, part.begin, nbytes))
-    return (head, item.payload[part.begin : part.end]) if nbytes and item.payload is not None else (head,)
+        return _whole(write_shared(item.header._replace(received=received), item.payload, item.target), more)
+    nbytes = end - begin
+    head = pack_part(item.header, received, item.nbytes, begin, nbytes, more)
+    return (head, item.payload[begin:end]) if nbytes and item.payload is not None else (head,)
 
 
-def _whole(frame: bytes) -> tuple[bytes | memoryview, ...]:
+def _whole(frame: bytes, more: bool = False) -> tuple[bytes | memoryview, ...]:
     """An encoded frame as one part."""
     header, payload = frames.decode(frame)
-    return encode_part(Part(header, len(payload), 0, len(payload))), payload
+    return encode_part(Part(header, len(payload), 0, len(payload), more)), payload
 
 
 def dial(address: str, port: int, token: JobToken, incarnation: str, rank: int, timeout_s: float) -> Connection:

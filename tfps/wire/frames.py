@@ -70,10 +70,10 @@ def encode(header: Header, payload: bytes | memoryview = b"") -> bytes:
     return b"".join((pack_header(header), payload))
 
 
-def pack_header(header: Header) -> bytes:
-    """The first `HEADER_BYTES` of a frame."""
-    kind, flags, bucket, index, priority, step, received = header
-    return _LAYOUT.pack(kind, flags, 0, bucket, index, priority, step, received)
+def pack_header(header: Header, received: int | None = None) -> bytes:
+    """The first `HEADER_BYTES` of a frame, with `received` instead of the header's if given."""
+    kind, flags, bucket, index, priority, step, own = header
+    return _LAYOUT.pack(kind, flags, 0, bucket, index, priority, step, own if received is None else received)
 
 
 def encode_shared(header: Header, place: Place) -> bytes:

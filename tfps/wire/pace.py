@@ -1,4 +1,4 @@
-"""How much a sender hands to the kernel at a time: about a millisecond of the link, whatever its rate.
+"""How much a sender hands to the kernel at a time: about half a millisecond of the link, whatever its rate.
 
 An urgent slice cannot overtake what the kernel holds. Too little there leaves the link idle between two wake-ups of
 the sender. docs/transport.md has the measurements.
@@ -6,13 +6,14 @@ the sender. docs/transport.md has the measurements.
 
 from __future__ import annotations
 
-PART_S = 1e-3  # link time of one part
-UNSENT_S = 2e-3  # link time of what the kernel holds unsent (TCP_NOTSENT_LOWAT)
+PART_S = 0.5e-3  # link time of one part
+UNSENT_S = 0.75e-3  # link time of what the kernel holds unsent (TCP_NOTSENT_LOWAT)
 MIN_BYTES, MAX_BYTES = 16 * 1024, 1024 * 1024
 _FIRST_BYTES = 64 * 1024
 _LEAST_S = 5e-3  # shortest time to measure a rate
 _SMOOTHING = 0.3
 _FREE = 16  # after so many parts in a row without a wait they grow
+_UNLIMITED = 4  # so many mean that nothing need be asked before the next
 
 
 class Pace:
@@ -24,11 +25,16 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self.part_bytes, self.unsent_bytes = _FIRST_BYTES, 2 * _FIRST_BYTES
+        self.part_bytes, self.unsent_bytes = _FIRST_BYTES, _unsent(_FIRST_BYTES)
         self._rate = 0.0  # bytes per second
         self._since_s: float | None = None  # the socket has been full at each check since
         self._nbytes = 0  # taken since
         self._free = 0  # parts taken without a wait
+
+    @property
+    def unlimited(self) -> bool:
+        """Whether the socket has taken several parts in a row at once: it is not the link that limits."""
+        return self._free >= _UNLIMITED
 
     def idle(self) -> None:
         """Notes that there was nothing to send: measuring restarts when the socket is full again."""
@@ -63,5 +69,9 @@ class Pace:
             part *= 2
         if part == self.part_bytes:
             return False
-        self.part_bytes, self.unsent_bytes = part, int(part * UNSENT_S / PART_S)
+        self.part_bytes, self.unsent_bytes = part, _unsent(part)
         return True
+
+
+def _unsent(part_bytes: int) -> int:
+    return int(part_bytes * UNSENT_S / PART_S)

@@ -18,6 +18,7 @@ from tfps.wire.frames import Header
 from tfps.wire.shared_memory import Target
 
 _MAX_PARTS = 64  # per call of `take_parts`
+_RECEIPT_BYTES = 2**20  # over a data connection an ACK is due after so many, if no frame carries the receipt
 
 
 class Outgoing(NamedTuple):
@@ -80,7 +81,8 @@ class SendQueue:
 
     Args:
         piggyback: outgoing data frames carry receipts. Where they cannot (a reply's bytes are the same for all ranks,
-            unless in shared memory) or none is going out, an ACK is due for every half window received.
+            unless in shared memory) or none is going out, an ACK is due for every half window received, over a data
+            connection for every MiB.
         rank, pserver: the other end of the stream; give one.
     """
 
@@ -141,19 +143,25 @@ class SendQueue:
         """Switches to a data connection: its socket limits what is in flight, and every frame carries a receipt."""
         with self._changed:
             self._piggyback = self._windowless = True
+            self._receipt_bytes = _RECEIPT_BYTES
             self._changed.notify()
 
     @property
     def on_connection(self) -> bool:
         """Whether it feeds a data connection."""
-        with self._changed:
-            return self._windowless
+        return self._windowless
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a frame waits, over a data connection; may have changed when it returns."""
+        return bool(self._heap)
 
     def set_window(self, window_bytes: int) -> None:
         """Changes the window from now on. The other end must do so too: receipts come per half window."""
         with self._changed:
             self._window_bytes = window_bytes
-            self._receipt_bytes = max(window_bytes // 2, 1)
+            if not self._windowless:
+                self._receipt_bytes = max(window_bytes // 2, 1)
             self._changed.notify()
 
     @property
@@ -265,16 +273,32 @@ class SendQueue:
             ProtocolError: that is more than was sent.
         """
         with self._changed:
-            if total <= self._acked:
-                if total < self._acked and total != 0:  # 0: a frame that carries no receipt
-                    raise ProtocolError(f"acknowledged bytes must not decrease from {self._acked}, got {total}")
-                return
-            if total > self._sent:
-                raise ProtocolError(f"acknowledged bytes must be at most the {self._sent} sent, got {total}")
-            self._measure(total)
-            self._acked = total
-            if self._may_send():
+            self._take_receipt(total)
+
+    def received(self, nbytes: int, acked: int = 0) -> None:
+        """A data frame with `nbytes` of payload has come in from the other end, with the receipt `acked`.
+
+        Raises:
+            ProtocolError: as `acked`.
+        """
+        with self._changed:
+            self._received += nbytes
+            self._received_slices += 1
+            if self._receipt_due():
                 self._changed.notify()
+            self._take_receipt(acked)
+
+    def _take_receipt(self, total: int) -> None:
+        if total <= self._acked:
+            if total < self._acked and total != 0:  # 0: a frame that carries no receipt
+                raise ProtocolError(f"acknowledged bytes must not decrease from {self._acked}, got {total}")
+            return
+        if total > self._sent:
+            raise ProtocolError(f"acknowledged bytes must be at most the {self._sent} sent, got {total}")
+        self._measure(total)
+        self._acked = total
+        if self._may_send() and not self._windowless:
+            self._changed.notify()
 
     def _measure(self, total: int) -> None:
         """Counts a receipt if there was always something to send since the last one: sent by then, or waiting."""
@@ -283,14 +307,6 @@ class SendQueue:
             nbytes, seconds = total - self._acked, now_s - self._receipt_s
             self._busy = Throughput(self._busy.nbytes + nbytes, self._busy.seconds + seconds)
         self._receipt_s, self._sent_then, self._backlog = now_s, self._sent, bool(self._heap)
-
-    def received(self, nbytes: int) -> None:
-        """`nbytes` of payload have come in from the other end."""
-        with self._changed:
-            self._received += nbytes
-            self._received_slices += 1
-            if self._receipt_due():
-                self._changed.notify()
 
     def close(self) -> None:
         """Drops waiting frames and ends the sender."""

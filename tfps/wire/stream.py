@@ -69,10 +69,10 @@ def take(header: Header, payload: memoryview, data: Kind, queue: SendQueue, rece
     """
     if header.kind == data:
         if (place := frames.decode_place(header, payload)) is None:
-            queue.received(len(payload))
+            nbytes = len(payload)
         else:
-            queue.received(0 if header.flags & EMPTY else place.nbytes)
-        queue.acked(header.received)
+            nbytes = 0 if header.flags & EMPTY else place.nbytes
+        queue.received(nbytes, header.received)
         receiver.data(header, payload, place)
     elif header.kind == Kind.ACK:
         queue.acked(header.received)

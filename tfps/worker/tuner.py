@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from tfps.config import Config
 from tfps.errors import TfpsError
 from tfps.exchange.layout import tunable
-from tfps.exchange.tuning import MAX_SHARED_SLICE_BYTES, MAX_SLICE_BYTES, Measured, choose, limited_by_handling
+from tfps.exchange.tuning import MAX_GRPC_SLICE_BYTES, MAX_SLICE_BYTES, Measured, choose, limited_by_handling
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire.control import Pserver
 from tfps.wire.send_queue import SendQueue, Throughput
@@ -28,6 +28,7 @@ _PROBES = 5
 _PROBE_TIMEOUT_S = 5.0
 _STEPS, _BUSY_S = 2, 0.1  # minimum for a measurement
 _GIVE_UP_STEPS = 50  # by then the network would have been busy if it mattered
+_LEAST_SLICES = 8  # per pserver, unless they are below 1 MiB: pushes and replies overlap slice by slice
 _MIN_MESSAGE_S, _MAX_MESSAGE_S = 100e-6, 2e-3  # Python and gRPC on both ends take about 0.15 ms at best
 _TCP_MESSAGE_S = 100e-6  # over a data connection, both ends: docs/transport.md
 
@@ -57,7 +58,7 @@ class Tuner:
         self._config, self._pservers, self._queues, self._tune = config, pservers, queues, tune
         self._memory = memory
         self._ask = False  # whether to ask the pservers for the network's throughput
-        self._most = MAX_SLICE_BYTES
+        self._most = MAX_GRPC_SLICE_BYTES
         self.done = config.slice_bytes != "auto" and config.window_bytes != "auto"
         self._round_trip_s = self._message_s = 0.0
         self._first: tuple[float, int] | None = None  # time and step count at the first look
@@ -75,7 +76,7 @@ class Tuner:
             return
         if len(self._memory.pservers) == len(self._pservers):
             self._ask = any(not member.shared_memory for members in self._members() for member in members)
-            self._most = MAX_SLICE_BYTES if self._ask else MAX_SHARED_SLICE_BYTES
+            self._most = MAX_GRPC_SLICE_BYTES if self._ask else MAX_SLICE_BYTES  # others may use gRPC
         request = pb.StatusRequest()
 
         def call(pserver: Pserver) -> None:
@@ -85,7 +86,7 @@ class Tuner:
         self._round_trip_s = max(min(_seconds(call, p) for _ in range(_PROBES)) for p in self._pservers)
         far = [queue for index, queue in enumerate(self._queues) if index not in self._memory.pservers]
         if far and all(queue.on_connection for queue in far):
-            self._message_s = _TCP_MESSAGE_S
+            self._message_s, self._most = _TCP_MESSAGE_S, MAX_SLICE_BYTES
             return
         network_s = max(min(_seconds(_connect, p) for _ in range(_PROBES)) for p in self._pservers)
         self._message_s = message_s(self._round_trip_s, network_s)
@@ -122,7 +123,9 @@ class Tuner:
             self._measured, self._first, self._steps_then = measured, None, steps + 3
             return
         if limited_by_handling(self._measured, measured):
-            self._change(measured, *choose(measured, self._most, self._most))
+            nbytes = sum(bucket.spec.nbytes for bucket in buckets if tunable(bucket.spec))
+            most = min(self._most, max(nbytes // _LEAST_SLICES // len(self._pservers), MAX_GRPC_SLICE_BYTES))
+            self._change(measured, *choose(measured, most, most))
         self.done = True
 
     def _busy(self) -> list[Throughput]:
