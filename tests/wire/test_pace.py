@@ -35,6 +35,16 @@ def test_a_socket_that_takes_all_at_once_gets_larger_parts() -> None:
     assert pace.part_bytes == MAX_BYTES
 
 
+def test_a_socket_that_takes_what_comes_now_and_then_shows_nothing() -> None:
+    pace = Pace()
+    before = pace.part_bytes
+    for _ in range(200):
+        for _ in range(3):
+            pace.sent(pace.part_bytes, waited=False, now_s=0.0)
+        pace.idle()
+    assert pace.part_bytes == before
+
+
 def test_an_idle_link_says_nothing_of_its_rate() -> None:
     pace = paced(1.25e8)
     before = pace.part_bytes

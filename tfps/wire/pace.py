@@ -37,8 +37,12 @@ class Pace:
         return self._free >= _UNLIMITED
 
     def idle(self) -> None:
-        """Notes that there was nothing to send: measuring restarts when the socket is full again."""
-        self._since_s = None
+        """Notes that there was nothing to send.
+
+        Measuring restarts when the socket is full again. And that a socket takes what comes at the link's own rate, as
+        replies do, does not show that the link is faster.
+        """
+        self._since_s, self._free = None, 0
 
     def sent(self, nbytes: int, *, waited: bool, now_s: float) -> bool:
         """Notes that the socket took `nbytes`, at once or after it `waited`; returns whether the sizes changed."""
