@@ -13,6 +13,7 @@ from jobs import DEADLINE_S
 import tfps
 from tfps.exchange.interface import Reply
 from tfps.pserver.server import ParameterServer
+from tfps.runtime import transfers
 from tfps.runtime.transfers import DeferredUpdate, UpdatedRows
 from tfps.strategy import emitter
 from tfps.strategy.cut_update import rows_at_once
@@ -46,17 +47,26 @@ WHOLE: dict[str, Make] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small variables are updated in parts, too, and however fast slices come back."""
+    monkeypatch.setattr(transfers, "PART_BYTES", 1)
+    monkeypatch.setattr(transfers, "_WORTH", 0.0)
+
+
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows up to which parts have been updated."""
     rows: list[int] = []
     take = DeferredUpdate.take_part
 
-    def noted(self: DeferredUpdate, updated: UpdatedRows, buffer: Array, nbytes: int) -> None:
+    def noted(self: DeferredUpdate, updated: UpdatedRows, buffer: Array, nbytes: int) -> bool:
         before = updated.count
-        take(self, updated, buffer, nbytes)
-        if updated.count > before:
+        took = take(self, updated, buffer, nbytes)
+        assert took is (updated.count > before)
+        if took:
             rows.append(updated.count)
+        return took
 
     monkeypatch.setattr(DeferredUpdate, "take_part", noted)
     return rows
@@ -129,14 +139,32 @@ def test_rows_are_updated_before_the_last_slice_has_come_back(
             seen.append(updated.wait(DEADLINE_S))
         return receive(self, pserver, push, header, *rest)
 
-    def noted(self: DeferredUpdate, *arguments: Value) -> None:
-        take_part(self, *arguments)
-        updated.set()
+    def noted(self: DeferredUpdate, *arguments: Value) -> bool:
+        took = take_part(self, *arguments)
+        if took:
+            updated.set()
+        return took
 
     monkeypatch.setattr(PushedBucket, "take", held)
     monkeypatch.setattr(DeferredUpdate, "take_part", noted)
     trained(remote(), ELEMENTWISE["Adam"])
     assert seen == [True] * 8
+
+
+def test_where_slices_come_back_faster_than_they_are_used_the_update_stays_whole(
+    remote: Callable[[], tfps.Strategy], taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "_WORTH", 1e6)
+    trained(remote(), ELEMENTWISE["momentum"])
+    assert not taken
+
+
+def test_small_variables_are_updated_as_a_whole(
+    remote: Callable[[], tfps.Strategy], taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "PART_BYTES", 8 * 2**20)
+    trained(remote(), ELEMENTWISE["momentum"])
+    assert not taken
 
 
 def test_a_large_vector_is_updated_as_a_whole(

@@ -329,10 +329,11 @@ class Runtime:
         """Updates the part of a variable whose gradient has come back already."""
         begin = self.spans.now()
         try:
-            transfer.take_part(updated, buffer, nbytes)
+            took = transfer.take_part(updated, buffer, nbytes)
         except Exception as error:
             self._break(transfer, error)
-        if self.recorder.enabled:
+            return
+        if took and self.recorder.enabled:
             self.spans.updated(begin, self.spans.now(), transfer, step)
 
     def _finish(self, transfer: Transfer, sent: _Sent, reply: Reply) -> None:

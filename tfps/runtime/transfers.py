@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,12 +22,17 @@ from tfps.types import Function
 UNDECLARED = -1  # in place of a bucket's id
 _NO_BYTES = np.empty(0, np.uint8)
 
+#: The least gradient for a part of an update: a part is a call, and writes row by row.
+PART_BYTES = 8 * 2**20
+_WORTH = 3.0  # parts take up to so many times as long as the whole update, which must pass while slices come back
+
 
 @dataclass(eq=False)
 class UpdatedRows:
     """How many rows of a variable one round has updated so far. Apply threads only, one at a time."""
 
     count: int = 0
+    began_s: float = 0.0  # when the first slices had come back
 
 
 class Transfer:
@@ -77,11 +84,13 @@ class Transfer:
         """Whether it can use the first reduced bytes before the others have come."""
         return False
 
-    def take_part(self, updated: UpdatedRows, buffer: NDArray[np.uint8], nbytes: int) -> None:
-        """Uses the first `nbytes` of the reduced bytes in `buffer`. Called by an apply thread, before `finish`.
+    def take_part(self, updated: UpdatedRows, buffer: NDArray[np.uint8], nbytes: int) -> bool:
+        """Uses the first `nbytes` of the reduced bytes in `buffer`, or not; returns whether it did.
 
-        A call may be late: then the round's `updated` says that nothing is left to do.
+        Called by an apply thread, before `finish`. A call may be late: then the round's `updated` says that nothing is
+        left to do.
         """
+        return False
 
     def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
         """Uses the reduced bytes (flat uint8). Called by an apply thread."""
@@ -177,6 +186,8 @@ class DeferredUpdate(Transfer):
         self.whole = False  # whether its messages include the times of the forward pass
         self.functions: list[Function] = []  # one per local replica
         self.parts: Parts | None = None  # if the update can be cut
+        self.spread_s = 0.0  # from the first slice of the last round to its last,
+        self.whole_s = sys.float_info.max  # and how long the whole update took when it was last done
         self.invariants: Comparison | None = None
         self.leads = False  # whether each digest is compared
         self.labels: tuple[tuple[str, ...], tuple[bool | None, ...]] = (), ()  # of the values in a digest
@@ -186,12 +197,27 @@ class DeferredUpdate(Transfer):
     def takes_parts(self) -> bool:
         return self.parts is not None and len(self.parts.functions) == len(self.functions)
 
-    def take_part(self, updated: UpdatedRows, buffer: NDArray[np.uint8], nbytes: int) -> None:
-        if self.parts is not None:
-            whole = nbytes // self.parts.row_bytes // self.parts.at_once * self.parts.at_once
-            self.parts.update(updated, lambda begin, end: tensor_of(buffer[begin:end]), whole)
+    def take_part(self, updated: UpdatedRows, buffer: NDArray[np.uint8], nbytes: int) -> bool:
+        updated.began_s = updated.began_s or time.monotonic()
+        # Where all slices come back at about the same time the whole update is faster.
+        if self.parts is None or self.spread_s < _WORTH * self.whole_s:
+            return False
+        until = nbytes // self.parts.row_bytes // self.parts.at_once * self.parts.at_once
+        if (until - updated.count) * self.parts.row_bytes < PART_BYTES:
+            return False
+        self.parts.update(updated, lambda begin, end: tensor_of(buffer[begin:end]), until)
+        return True
 
     def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
+        began_s = time.monotonic()
+        if self.takes_parts and self.updated.began_s:
+            self.spread_s = began_s - self.updated.began_s
+        in_parts = self.updated.count > 0
+        self._update(data, indices)
+        if self.takes_parts and not in_parts:
+            self.whole_s = time.monotonic() - began_s
+
+    def _update(self, data: tf.Tensor, indices: tf.Tensor) -> None:
         functions, arguments = self.functions, [data, indices]
         if self.parts is not None and self.updated.count:
             self.parts.update(self.updated, lambda begin, end: data[begin:end], self.parts.rows)

@@ -140,7 +140,8 @@ class CutUpdate:
     ) -> tf.Tensor | None:
         """Builds what `op` does with the variable of `handle`, for the rows; returns what it reads."""
         if op.type == "ReadVariableOp" and op.outputs[0].shape == self._shape:
-            return tf.raw_ops.ReadVariableOp(resource=handle, dtype=op.outputs[0].dtype)[begin:end]
+            # Not a range of the variable read as a whole: once rows have been written, such a read copies all of it.
+            return tf.raw_ops.ResourceGather(resource=handle, indices=tf.range(begin, end), dtype=op.outputs[0].dtype)
         value = self._input(op.inputs[1], copies) if op.type in _WRITES else None
         if id(value) not in in_rows:
             raise NotElementwiseError(op.type)

@@ -17,6 +17,7 @@ from tfps.errors import UnsupportedError
 from tfps.graph import ops as graph_ops
 from tfps.graph.tf_private import distribute_lib, ops, outer_graphs
 from tfps.graph.timestamps import PassedGate, Timestamps
+from tfps.runtime import transfers
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.strategy.cut_update import rows_at_once
@@ -225,7 +226,8 @@ class Emitter:
 
     def _may_be_cut(self, bucket: PlannedBucket) -> bool:
         """Whether to update the variable of `bucket` in parts as its slices come back."""
-        if self._runtime.alone or len(bucket.variables) > 1 or bucket.spec.nbytes < _CUT_SLICES * self._slice_bytes:
+        least = max(_CUT_SLICES * self._slice_bytes, 2 * transfers.PART_BYTES)
+        if self._runtime.alone or len(bucket.variables) > 1 or bucket.spec.nbytes < least:
             return False
         (variable,) = bucket.variables
         return rows_at_once(variable.shape, variable.dtype.size) > 0
