@@ -27,7 +27,7 @@ slow=(
 # Most tests wait for something for a while, so more at a time than there are cores. All of a file in one process, as many
 # share what is slow to make. In their order, which begins with those that take long (tests/conftest.py), so that all
 # processes end together.
-spread=(-n 5 --dist loadfile --no-loadscope-reorder)
+spread=(-n 6 --dist loadfile --no-loadscope-reorder)
 arguments=()
 for argument in "$@"; do
     if [[ $argument == --long ]]; then
