@@ -7,7 +7,9 @@ import os
 import pathlib
 import select
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import IO, cast
 
 END_S = 20.0
@@ -21,6 +23,30 @@ def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.terminate()
         process.communicate(timeout=END_S)
+
+
+def python(
+    arguments: Sequence[str],
+    variables: Mapping[str, str] = MappingProxyType({}),
+    popen: Callable[..., subprocess.Popen[str]] = subprocess.Popen,
+    stderr: int | None = None,
+) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    """Starts this Python with `arguments`, as of this copy of tfps and its tools; see `ended`.
+
+    Args:
+        variables: added to the environment.
+        popen: `Host.popen` starts it on another host.
+    """
+    root = pathlib.Path(__file__).resolve().parents[1]
+    process = popen(
+        [sys.executable, "-u", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root), **variables},
+    )
+    return ended(process)
 
 
 def tell(process: subprocess.Popen[str], line: str) -> None:

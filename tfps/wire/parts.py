@@ -87,8 +87,7 @@ class Assembler:
         if nbytes == total:  # all in one part
             if self._open and _key(header) in self._open:
                 raise ProtocolError(f"the next part of a frame must not begin it again, got {nbytes} of {total} bytes")
-            whole = self._memory(header, total)
-            self._whole = np.empty(total, np.uint8).data if whole is None else whole
+            self._whole = self._payload(header, total)
             if len(self._whole) != total:
                 raise ProtocolError(f"a frame must have {len(self._whole)} payload bytes, got {total}")
             return self._whole
@@ -99,10 +98,7 @@ class Assembler:
                 raise ProtocolError(f"the first part of a frame must begin at byte 0, got one at {part.offset}")
             if len(self._open) >= _MAX_OPEN:
                 raise ProtocolError(f"at most {_MAX_OPEN} frames may be under way at a time")
-            memory = self._memory(header, total)
-            if memory is None:
-                memory = np.empty(part.total, np.uint8).data
-            found = self._open[key] = memory, 0
+            found = self._open[key] = self._payload(header, total), 0
         payload, so_far = found
         if len(payload) != part.total or part.offset != so_far:
             raise ProtocolError(
@@ -110,6 +106,10 @@ class Assembler:
                 f"{part.total}"
             )
         return payload[part.offset : part.offset + part.nbytes]
+
+    def _payload(self, header: Header, nbytes: int) -> memoryview:
+        memory = self._memory(header, nbytes)
+        return np.empty(nbytes, np.uint8).data if memory is None else memory
 
     def end(self, part: Part) -> memoryview | None:
         """The frame's payload, if `part` was its last."""

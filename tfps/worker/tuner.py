@@ -84,7 +84,7 @@ class Tuner:
                 pserver.call("Status", request, _PROBE_TIMEOUT_S)
 
         self._round_trip_s = max(min(_seconds(call, p) for _ in range(_PROBES)) for p in self._pservers)
-        far = [queue for index, queue in enumerate(self._queues) if index not in self._memory.pservers]
+        far = self._far()
         if far and all(queue.on_connection for queue in far):
             self._message_s, self._most = _TCP_MESSAGE_S, MAX_SLICE_BYTES
             return
@@ -135,8 +135,11 @@ class Tuner:
                 far = [Throughput(m.busy_bytes, m.busy_s) for m in members if not m.shared_memory]
                 found.append(max(far, key=lambda one: one.seconds, default=Throughput()))
             return found
-        far = [queue.throughput for index, queue in enumerate(self._queues) if index not in self._memory.pservers]
-        return far or [queue.throughput for queue in self._queues]
+        return [queue.throughput for queue in self._far() or self._queues]
+
+    def _far(self) -> list[SendQueue]:
+        """Returns the queues of the pservers that do not use shared memory."""
+        return [queue for index, queue in enumerate(self._queues) if index not in self._memory.pservers]
 
     def _members(self) -> list[Sequence[MemberStatus]]:
         """Returns all workers, as each pserver sees them."""

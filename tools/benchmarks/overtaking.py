@@ -12,11 +12,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import pathlib
 import socket
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -27,7 +25,7 @@ from tfps.config import Transport
 from tfps.types import Json
 from tools import children
 from tools.benchmarks.common import Outcome
-from tools.netlab import Host, Netlab
+from tools.netlab import Netlab
 
 RATES_MBIT = (100, 300, 1000)
 TRANSPORTS = ("tcp", "grpc")
@@ -36,6 +34,7 @@ ECHO_BYTES = 2**20  # of a block of the raw sockets
 PAYLOAD_SHARE = 0.956  # of the wire, that TCP leaves for payload
 EVERY_S, WARMUP_S, RUN_S, RAW_S = 0.25, 8.0, 8.0, 6.0
 ANSWER_S = 120.0
+_ME = str(pathlib.Path(__file__))
 
 
 def run(quick: bool) -> Outcome:
@@ -71,9 +70,9 @@ def measure(rate_mbit: float, transport: str, raw_bytes_per_s: float) -> dict[st
     with Netlab(2, rate_mbit) as lab, contextlib.ExitStack() as stack:
         here, there = lab.hosts
         serve = ["-m", "tfps.cli", f"--host={there.address}", "--port=0", "--workers=1", "--insecure"]
-        server = stack.enter_context(_start(there, serve))
+        server = stack.enter_context(children.python(serve, popen=there.popen))
         address = children.answer(server, ANSWER_S).split()[3]
-        worker = stack.enter_context(_start(here, [str(pathlib.Path(__file__)), address, transport]))
+        worker = stack.enter_context(children.python([_ME, address, transport], popen=here.popen))
         result: dict[str, Json] = json.loads(children.answer(worker, ANSWER_S))
     own_s = URGENT_BYTES / _payload_per_s(rate_mbit)
     for way in ("push", "reply"):
@@ -85,23 +84,11 @@ def measure_raw(rate_mbit: float) -> float:
     """Bytes per second of the emptier direction, of plain sockets that send all the time in both."""
     with Netlab(2, rate_mbit) as lab, contextlib.ExitStack() as stack:
         here, there = lab.hosts
-        server = stack.enter_context(_start(there, [str(pathlib.Path(__file__)), there.address, "raw-listen"]))
+        server = stack.enter_context(children.python([_ME, there.address, "raw-listen"], popen=there.popen))
         address = children.answer(server, ANSWER_S).strip()
-        client = stack.enter_context(_start(here, [str(pathlib.Path(__file__)), address, "raw"]))
+        client = stack.enter_context(children.python([_ME, address, "raw"], popen=here.popen))
         ends = [float(children.answer(each, ANSWER_S)) for each in (server, client)]
     return min(ends)
-
-
-def _start(host: Host, arguments: list[str]) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
-    root = pathlib.Path(__file__).resolve().parents[2]
-    process = host.popen(
-        [sys.executable, "-u", *arguments],
-        env={**os.environ, "PYTHONPATH": str(root)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    return children.ended(process)
 
 
 def _work(address: str, transport: Transport) -> dict[str, Json]:

@@ -65,17 +65,24 @@ def _flood(pairs: int) -> list[dict[str, Json]]:
         token.write(secrets.token_hex(32))
         token.flush()
         serve = ["-m", "tfps.cli", "--host=127.0.0.1", "--port=0", "--workers=2", "--data-port", str(_free_port())]
-        server = stack.enter_context(_start([*serve, "--token-file", token.name]))
+        server = stack.enter_context(children.python([*serve, "--token-file", token.name], stderr=subprocess.DEVNULL))
         address = children.answer(server, ANSWER_S).split()[3]
         workers = [
             stack.enter_context(
-                _start([_ME, "work", address, str(COMPUTE_S), str(STEP_BYTES)], TFPS_TOKEN_FILE=token.name)
+                children.python(
+                    [_ME, "work", address, str(COMPUTE_S), str(STEP_BYTES)],
+                    {"TFPS_TOKEN_FILE": token.name},
+                    stderr=subprocess.DEVNULL,
+                )
             )
             for _ in range(2)
         ]
         for worker in workers:
             children.answer(worker, ANSWER_S)
-        flood = [stack.enter_context(_start([_ME, "flood", address, serve[-1]])) for _ in range(PROCESSES)]
+        flood = [
+            stack.enter_context(children.python([_ME, "flood", address, serve[-1]], stderr=subprocess.DEVNULL))
+            for _ in range(PROCESSES)
+        ]
         stack.callback(_signal, flood, signal.SIGCONT)  # else they could not be ended
         for each in flood:
             children.answer(each, ANSWER_S)
@@ -126,20 +133,6 @@ def _signal(processes: list[subprocess.Popen[str]], number: int) -> None:
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)
-
-
-def _start(arguments: list[str], **more: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
-    root = pathlib.Path(__file__).resolve().parents[2]
-    return children.ended(
-        subprocess.Popen(
-            [sys.executable, "-u", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(root), **more},
-        )
-    )
 
 
 # The processes

@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 
@@ -36,14 +34,16 @@ def run(quick: bool) -> Outcome:
     pairs = 8 if quick else 24
     with contextlib.ExitStack() as stack:
         serve = ["-m", "tfps.cli", "--host=127.0.0.1", "--port=0", f"--workers={WORKERS}"]
-        addresses = [children.answer(stack.enter_context(_start(serve)), ANSWER_S).split()[3] for _ in range(PSERVERS)]
+        addresses = [
+            children.answer(stack.enter_context(children.python(serve)), ANSWER_S).split()[3] for _ in range(PSERVERS)
+        ]
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         work = [str(pathlib.Path(__file__)), folder, str(pairs)]
+        # Sizes are given: only the buckets of the first model would be tuned.
+        sizes = {"TFPS_SLICE_BYTES": str(2**20), "TFPS_WINDOW_BYTES": str(4 * 2**20)}
+        job = {"TFPS_PSERVERS": ",".join(addresses), "TFPS_WORKERS": str(WORKERS), "TF_CPP_MIN_LOG_LEVEL": "2", **sizes}
         workers = [
-            stack.enter_context(
-                _start(work, TFPS_PSERVERS=",".join(addresses), TFPS_RANK=str(rank), TFPS_WORKERS=str(WORKERS))
-            )
-            for rank in range(WORKERS)
+            stack.enter_context(children.python(work, {**job, "TFPS_RANK": str(rank)})) for rank in range(WORKERS)
         ]
         runs: list[dict[str, Json]] = []
         for _ in range(pairs):
@@ -57,17 +57,6 @@ def run(quick: bool) -> Outcome:
         headline |= {f"{what.replace(' ', '_')}_{key}": median(of_mode, key) for key in FIGURES}
     ratios = [new["first_ms"] / max(old["first_ms"], 1e-3) for old, new in zip(runs[::2], runs[1::2], strict=True)]
     return Outcome({**headline, "first_ratio": statistics.median(ratios)}, runs)
-
-
-def _start(arguments: list[str], **more: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
-    root = pathlib.Path(__file__).resolve().parents[2]
-    # Sizes are given: only the buckets of the first model would be tuned.
-    sizes = {"TFPS_SLICE_BYTES": str(2**20), "TFPS_WINDOW_BYTES": str(4 * 2**20)}
-    environment = {**os.environ, "PYTHONPATH": str(root), "TF_CPP_MIN_LOG_LEVEL": "2", **sizes, **more}
-    command = [sys.executable, "-u", *arguments]
-    return children.ended(
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    )
 
 
 def _work(folder: pathlib.Path, pairs: int) -> None:

@@ -7,9 +7,9 @@ over gRPC; and over gRPC with TLS.
 Beside it, in the same run and interleaved: 2 clients that echo the same bytes in equal slices off one process through
 raw sockets, which is what loopback and Python give at best. GB/s per worker are bytes pushed per worker and second; CPU
 s/GB are of all processes together, per byte pushed by all workers. Two further rows are gRPC alone: the same echo over
-bare bidirectional streams; and the same with the three passes over memory that a sum needs however it is organised: a
-client copies a gradient into its message and the answer out of it, and the server adds every second message to another.
-That is the floor for anything built on gRPC for Python.
+bare bidirectional streams; and the same with the passes over memory that a sum needs: a client copies a gradient into
+its message and the answer out of it, and the server adds every second message to another and copies the sum into bytes,
+the only thing that gRPC for Python sends. That is the floor for anything built on gRPC for Python.
 """
 
 from __future__ import annotations
@@ -92,21 +92,21 @@ def run(quick: bool) -> Outcome:
 def measure(row: Row, steps: int) -> dict[str, Json]:
     """One run in fresh processes; `row.role` is what the workers do: "work" with pservers, the others with an echo."""
     with contextlib.ExitStack() as stack:
-        command = [sys.executable, "-u", str(pathlib.Path(__file__))]
+        script = str(pathlib.Path(__file__))
         settings = dict(row.settings)
         if row.role == "work":
-            serve = [sys.executable, "-u", "-m", "tfps.cli", "--host=127.0.0.1", "--port=0", f"--workers={WORKERS}"]
+            serve = ["-m", "tfps.cli", "--host=127.0.0.1", "--port=0", f"--workers={WORKERS}"]
         else:
-            serve = [*command, f"{row.role}-echo"]
+            serve = [script, f"{row.role}-echo"]
         if row.tls:
             authority = Authority(pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory())))
             own = authority.sign("pserver")
             serve += ["--tls-cert", own.cert, "--tls-key", own.key]
             settings["TFPS_TLS_CA"] = authority.file
-        servers = [stack.enter_context(_start(serve)) for _ in range(row.servers)]
+        servers = [stack.enter_context(children.python(serve)) for _ in range(row.servers)]
         addresses = [_line(server).split()[3] for server in servers]
-        work = [*command, row.role, *addresses, "--steps", str(steps)]
-        workers = [stack.enter_context(_start(work, **settings)) for _ in range(WORKERS)]
+        work = [script, row.role, *addresses, "--steps", str(steps)]
+        workers = [stack.enter_context(children.python(work, settings)) for _ in range(WORKERS)]
         for worker in workers:
             _line(worker)  # ready: connected and warm
         before = [children.cpu_s(server.pid) for server in servers]
@@ -123,14 +123,6 @@ def measure(row: Row, steps: int) -> dict[str, Json]:
         "pserver_cpu_s_per_gb": server_cpu_s / (gigabytes * WORKERS),
         "worker_cpu_s_per_gb": worker_cpu_s / (gigabytes * WORKERS),
     }
-
-
-def _start(command: list[str], **more: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
-    root = pathlib.Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tools'}", **more}
-    return children.ended(
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    )
 
 
 def _line(process: subprocess.Popen[str]) -> str:
