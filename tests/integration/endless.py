@@ -1,11 +1,13 @@
 """Worker: trains until something ends it; prints `training` once steps are running and the error that ended it.
 
 endless.py [LAST_STEP]     ends by itself after LAST_STEP steps
+endless.py stays           stays in front of a step once it has printed `training`
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 
 import keras
 import training
@@ -14,7 +16,7 @@ import tfps
 
 
 class Say(keras.callbacks.Callback):
-    def __init__(self, last: int) -> None:
+    def __init__(self, last: str) -> None:
         super().__init__()
         self.last, self.steps = last, 0
 
@@ -22,11 +24,13 @@ class Say(keras.callbacks.Callback):
         self.steps += 1
         if self.steps == 5:
             print("training", flush=True)
-        if self.steps == self.last:
+            if self.last == "stays":
+                threading.Event().wait()
+        if str(self.steps) == self.last:
             sys.exit(0)
 
 
-def main(last: int = -1) -> None:
+def main(last: str = "") -> None:
     strategy = tfps.Strategy()
     with strategy.scope():
         model, x, y = training.mlp()
@@ -43,4 +47,4 @@ def main(last: int = -1) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Iterator
 
+import jobs
 import processes
 import pytest
 
@@ -28,9 +29,11 @@ def read_until(process: object, word: str) -> None:
 
 
 def test_a_killed_worker_ends_the_others_with_an_error_that_names_its_rank(server: ParameterServer) -> None:
-    with processes.started("endless.py", [server.address], 2, [[], []]) as running:
+    with processes.started("endless.py", [server.address], 2, [[], ["stays"]]) as running:
         for process in running:
             read_until(process, "training")
+        # Rank 0 is in a step: it has pushed gradients, not just whether it has a next batch (one slice).
+        jobs.poll(lambda: server.status().job.members[1].awaited_slices > 1)
         running[1].send_signal(signal.SIGKILL)
         ((code, output),) = processes.finish(running[:1])
     assert code == 1

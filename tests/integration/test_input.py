@@ -68,13 +68,18 @@ def test_one_warning_names_the_rank_whose_data_ended_and_what_is_dropped(found: 
     dropped = {"loop": "rank 1 2", "unstaged loop": "rank 1 2"}
     dropped |= dict.fromkeys(["empty", "not counted", "without any", "in function"], "rank 0 at least 1")
     for result in found(program):
-        warnings = result["warnings"]
+        warnings = _of_the_data(result)
         assert len(warnings) <= 1
         for warning in warnings:
             assert ended in warning
             assert f"batches dropped: {dropped.get(program, 'rank 0 2')}." in warning
     # A worker that counts its batches does not ask for one after its last, and has nothing to say.
-    assert any(result["warnings"] for result in found(program))
+    assert any(_of_the_data(result) for result in found(program))
+
+
+def _of_the_data(result: dict[str, Json]) -> list[str]:
+    """Returns the warnings without those that say whom a worker waits for, as it may on a busy machine."""
+    return [line for line in result["warnings"] if not line.startswith("tfps: waits for")]
 
 
 def test_validation_and_prediction_use_all_batches_of_each_worker(found: Found) -> None:

@@ -134,6 +134,14 @@ RULES = (
         NOTHING,
     ),
     Rule(
+        "reshuffled",
+        lambda case: _several(case)
+        and (_clips(case) or _uses(case, "BatchNormalization"))
+        and any(fit.input == "tf.data reshuffled" for fit in case.fits),
+        "under MirroredStrategy Keras makes one more iterator: the dataset's order is that of a later epoch",
+        NOTHING,
+    ),
+    Rule(
         "number of batches unknown",
         lambda case: any(fit.input == "tf.data, number of batches unknown" for fit in case.fits),
         "plain Keras counts the step that finds no batch in `iterations`, which Adam, schedules and EMA see",
