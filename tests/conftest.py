@@ -43,7 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
 # Files that take longest begin, so that all processes of the suite (tools/test.sh) end together.
 _LONGEST = (
     *("test_exactness.py", "test_fuzz_programs.py", "test_programs.py", "test_strategy.py", "test_input.py"),
-    *("test_semantics.py", "test_rows.py", "test_workers.py", "test_worker.py", "test_failures.py", "test_machine.py"),
+    *("test_semantics.py", "test_rows.py", "test_workers.py", "test_worker_starts.py", "test_worker_ends.py"),
+    *("test_failures.py", "test_machine.py"),
 )
 
 

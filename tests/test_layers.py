@@ -18,6 +18,7 @@ USED_EVERYWHERE = {"config", "errors", "threads", "types", "version", "protos"}
 LOWEST_WITH_TENSORFLOW, ALONE_WITH_TENSORFLOW = "graph", "tfps.callbacks"
 
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "protos" not in path.relative_to(PACKAGE).parts)
+OTHERS = sorted(path for folder in ("tests", "tools") for path in (ROOT / folder).rglob("*.py"))
 by_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 
 
@@ -106,8 +107,7 @@ def test_private_names_of_tensorflow_and_of_keras_are_imported_in_one_module_eac
 
 
 def test_any_is_written_in_one_place() -> None:
-    others = [path for folder in ("tests", "tools") for path in (ROOT / folder).rglob("*.py")]
-    found = {path for path in [*SOURCES, *others] for _, name in imported(path) if name in ("typing.Any", "typing")}
+    found = {path for path in [*SOURCES, *OTHERS] for _, name in imported(path) if name in ("typing.Any", "typing")}
     assert found == {PACKAGE / "types.py"}
 
 
@@ -117,9 +117,18 @@ def test_the_package_has_no_assert_statements(path: Path) -> None:
     assert not [f"line {node.lineno}" for node in ast.walk(tree) if isinstance(node, ast.Assert)]
 
 
+def lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
 @by_source
 def test_files_are_short_enough_to_read(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+    assert lines(path) <= MAX_LINES
+
+
+def test_files_of_tests_and_tools_are_short_enough_to_read() -> None:
+    assert OTHERS
+    assert not [f"{path.relative_to(ROOT)}: {lines(path)} lines" for path in OTHERS if lines(path) > MAX_LINES]
 
 
 @by_source

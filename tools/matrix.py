@@ -30,7 +30,10 @@ NOT_CORE = (
     "test_layers.py",
     *(
         f"tools/test_{name}.py"
-        for name in ("benchmarks_page", "compare_strategies", "emulation", "matrix", "netlab", "peers", "simulation")
+        for name in (
+            *("benchmarks_page", "compare_strategies", "emulation", "matrix"),
+            *("model_profiles", "netlab", "peers", "simulation"),
+        )
     ),
 )
 

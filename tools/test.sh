@@ -20,8 +20,8 @@ fi
 # belongs to it until it is named here.
 slow=(
     tests/{graph,input,integration,keras_hooks,runtime,strategy,tensorboard,tools}
-    tests/launch/test_{cli,terminal}.py
-    tests/pserver/test_{cli,console,security}.py
+    tests/launch/test_{cli,supervisor,terminal}.py
+    tests/pserver/test_{cli,console,security,strangers}.py
     tests/test_{api,callbacks,errors,private_names,versions}.py
 )
 # Most tests wait for something for a while, so more at a time than there are cores. All of a file in one process, as many

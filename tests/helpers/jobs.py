@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from tfps.config import Config, Security
-from tfps.exchange.interface import Exchange, Payload, Reply
+from tfps.exchange.interface import BucketSpec, Exchange, Payload, Reply
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver import server
 from tfps.pserver.server import ParameterServer
@@ -165,6 +165,24 @@ class Cluster(contextlib.ExitStack):
         raw = RawWorker(address, rank, **options)
         self.callback(raw.close)
         return raw
+
+
+def bucket(nbytes: int, priority: int = 0, name: str = "b") -> BucketSpec:
+    """A sum of float32."""
+    return BucketSpec((name,), "sum", nbytes, "float32", priority)
+
+
+def declare(workers: Sequence[Worker], *specs: BucketSpec) -> list[int]:
+    """On all workers at the same time; the numbers of the buckets."""
+    ids: list[int] = together(*(functools.partial(worker.declare, specs) for worker in workers))[0]
+    return ids
+
+
+def job(cluster: Cluster, workers: int, *specs: BucketSpec, pservers: int = 1, **options: Argument) -> list[Worker]:
+    """New workers with new pservers, which have declared `specs`."""
+    members = cluster.workers(cluster.pservers(pservers, workers), workers, **options)
+    declare(members, *specs)
+    return members
 
 
 def unused_ports(count: int) -> int:

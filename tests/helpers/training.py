@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
-from tfps.types import Argument, Array, Structure, Value
+from tfps.types import Argument, Array, Optimizer, Structure, Value
 
 Build = Callable[[], tuple[keras.Model, Structure, Array]]  # model, inputs, targets
 
@@ -125,6 +125,16 @@ def lstm() -> tuple[keras.Model, Array, Array]:
     images, labels = digits()
     layers = [keras.layers.Input((8, 8)), keras.layers.LSTM(12), keras.layers.Dense(10)]
     return keras.Sequential(layers), images.reshape(-1, 8, 8), labels
+
+
+def compiled(
+    strategy: tf.distribute.Strategy, optimizer: Optimizer = "adam", **options: Argument
+) -> tuple[keras.Model, Array, Array]:
+    """`mlp` under a strategy, its inputs and targets."""
+    with strategy.scope():
+        model, x, y = mlp()
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
+    return model, x, y
 
 
 def train(

@@ -23,12 +23,13 @@ pytestmark = pytest.mark.timeout(600)
 
 # The first of each pair belongs to the quick suite, the second is long.
 PROGRAMS = {
+    "programs_steps": (
+        ["loop_function", "guide_steps", "logs_that_differ"],
+        ["own_logs", "gan", "own_train_step", "loop_eager", "loop_epoch_function"],
+    ),
     "programs_training": (
-        ["loop_function", "guide_steps", "logs_that_differ", "helper_models", "strings"],
-        [
-            *("own_logs", "gan", "own_train_step", "loop_eager", "loop_epoch_function", "gradients_none"),
-            *("compile_again", "fine_tuning", "train_on_batch", "two_strategies", "shared_variables"),
-        ],
+        ["helper_models", "strings"],
+        ["gradients_none", "compile_again", "fine_tuning", "train_on_batch", "two_strategies", "shared_variables"],
     ),
     "programs_precision": (
         ["loss_scaling", "accumulation"],

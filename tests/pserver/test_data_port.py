@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
 
 import jobs
 import numpy as np
@@ -30,12 +29,6 @@ TCP = Config(
     step_timeout_s=jobs.DEADLINE_S,
 )
 SUM = BucketSpec(("b",), "sum", 40_000, "float32", 0)
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with Cluster() as cluster:
-        yield cluster
 
 
 def data(server: ParameterServer) -> DataPort:

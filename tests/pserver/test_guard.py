@@ -1,4 +1,4 @@
-"""The guard of a pserver: what is refused before it costs anything. Whole attacks are in test_security.py."""
+"""The guard of a pserver: what is refused before it costs anything. Whole attacks are in test_strangers.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job by itself: declarations and streams. Rounds and members are in test_server.py and test_worker.py."""
+"""A job by itself: declarations and streams. Rounds and members are in test_server.py and in tests/worker/."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import re
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import jobs
@@ -29,12 +28,6 @@ from tfps.wire.status import JobStatus, MemberStatus, PserverStatus, status_mess
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs" / "metrics.md"
 NUMBERS = np.arange(1000, dtype=np.float32)  # 4 slices of 1024 bytes, the last one shorter
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with Cluster() as cluster:
-        yield cluster
 
 
 def serve(cluster: Cluster, server: ParameterServer) -> MetricsServer:

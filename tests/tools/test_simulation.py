@@ -1,4 +1,4 @@
-"""The simulation of tools/: hand-computed cases, the lower bound, profiles, errors."""
+"""The simulation of tools/: hand-computed cases, the lower bound, errors, the command."""
 
 from __future__ import annotations
 
@@ -9,22 +9,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from small_profiles import MB, TWO_LAYERS, profile
 
 from tfps.errors import ConfigError
 from tfps.types import Argument, Function, Json, Options
-from tools import make_profiles, model_profiles
+from tools import model_profiles
 from tools import simulate as command
-from tools.model_profiles import Layer, Profile
+from tools.model_profiles import Profile
 from tools.simulation import POLICIES, Cluster, Policy, Settings, chrome_trace, lower_bound, simulate
 
-MB = 1_000_000
 MEGABYTE_PER_S = 0.008  # Gbit/s
 modes = pytest.mark.parametrize("mode", ["exact", "symmetric"])
-
-
-def profile(*layers: tuple[float, float, int]) -> Profile:
-    """Layers (forward_s, backward_s, nbytes) named a, b, c..."""
-    return Profile("test", tuple(Layer(chr(97 + i), *layer) for i, layer in enumerate(layers)), "made for a test")
 
 
 def cluster(workers: int, pservers: int, rate_gbit: float, **others: Argument) -> Cluster:
@@ -38,13 +33,12 @@ def step_s(model: Profile, hosts: Cluster, **options: Argument) -> float:
 
 # Hand-computed
 
-# A link of 1 MB/s to one pserver. Backward ends b at 0.5 s and a at 1 s; forward takes 1 s each. In MB and s:
+# TWO_LAYERS, 1 MB/s to one pserver. Backward ends b at 0.5 s and a at 1 s; forward takes 1 s each. In MB and s:
 #   barrier               push b 1-3 a 3-4              reply b 3-5 a 5-6                 forward 6-8
 #   overlap               push b 0.5-2.5 a 2.5-3.5      reply b 2.5-4.5 a 4.5-5.5         forward 5.5-7.5
 #   overlap_send_barrier  the same                      reply b 3.5-5.5 a 5.5-6.5         forward 6.5-8.5
 #   slices   push b0 0.5-1.5 b1 1.5-2.5 a 2.5-3.5       reply b0 1.5- b1 2.5- a 3.5-4.5   forward 4.5-6.5
 #   priority push b0 0.5-1.5 a 1.5-2.5 b1 2.5-3.5       reply b0 1.5- a 2.5-3.5 b1 -4.5   forward a 3.5-4.5 b 4.5-5.5
-TWO_LAYERS = profile((1.0, 0.5, MB), (1.0, 0.5, 2 * MB))
 EXPECTED_S: dict[Policy, float] = dict(zip(POLICIES, (8.0, 7.5, 8.5, 6.5, 5.5), strict=True))
 
 
@@ -263,75 +257,7 @@ def test_the_bound_exposes_the_first_layers_and_all_bytes() -> None:
     assert lower_bound(profile((1.0, 0.5, MB)), replace(hosts, latency_s=0.25)) == pytest.approx(1.5 + 1 + 0.5)
 
 
-# Profiles
-
-
-@pytest.mark.parametrize(
-    ("name", "layer_count", "parameters"),
-    [("vgg16", 16, 138_357_544), ("vgg19", 19, 143_667_240), ("resnet50", 54, 25_583_592), ("sockeye", 9, 41_642_525)],
-)
-def test_profiles_have_the_parameters_of_their_models(name: str, layer_count: int, parameters: int) -> None:
-    found = model_profiles.load(name)
-    assert (len(found.layers), found.nbytes) == (layer_count, 4 * parameters)
-    assert found in make_profiles.profiles()
-
-
-def test_the_first_layer_of_sockeye_is_its_largest() -> None:
-    sizes = [layer.nbytes for layer in model_profiles.load("sockeye").layers]
-    assert max(sizes) == sizes[0]
-
-
-def test_a_profile_is_read_as_it_was_written(tmp_path: pathlib.Path) -> None:
-    model_profiles.save(TWO_LAYERS, tmp_path / "a.json")
-    assert model_profiles.load(tmp_path / "a.json") == TWO_LAYERS
-    assert [layer.nbytes for layer in TWO_LAYERS.scaled(1e9).layers] == [4, 4]
-    assert TWO_LAYERS.scaled(4).nbytes == TWO_LAYERS.nbytes // 4
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ([], r"a profile must be an object with name, source, layers, got \[\]"),
-        ({"name": "a", "source": "b", "layers": 1}, "layers must be a list, got 1"),
-        ({"name": "a", "source": "", "layers": []}, "source of a profile must be a text, got ''"),
-        ({"name": "a", "source": "b", "layers": []}, "profile 'a' must have at least one layer"),
-        ({"name": "a", "source": "b", "layers": [{}]}, "layer 0 must be an object with name, forward_s"),
-    ],
-)
-def test_a_malformed_profile_is_refused(content: Json, message: str, tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "bad.json"
-    path.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=message):
-        model_profiles.load(path)
-
-
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [
-        (("", 0.0, 0.0, 4), "name of a layer must be a text, got ''"),
-        (("a", -1.0, 0.0, 4), "forward_s of layer 'a' must be seconds, at least 0, got -1.0"),
-        (("a", 0.0, float("nan"), 4), "backward_s of layer 'a' must be seconds, at least 0, got nan"),
-        (("a", 0.0, 0.0, 3), "nbytes of layer 'a' must be a multiple of 4, got 3"),
-        (("a", 0.0, 0.0, 4.0), "nbytes of layer 'a' must be a whole number, got 4.0"),
-    ],
-)
-def test_a_layer_out_of_range_is_refused(layer: tuple[Argument, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Layer(*layer)
-
-
-def test_unknown_and_unreadable_profiles_are_named(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ConfigError, match="one of resnet50, sockeye, vgg16, vgg19 or a JSON file, got 'x'"):
-        model_profiles.load("x")
-    with pytest.raises(ConfigError, match=r"cannot read profile .*none\.json: No such file"):
-        model_profiles.load(tmp_path / "none.json")
-    (tmp_path / "text.json").write_text("not JSON")
-    with pytest.raises(ConfigError, match=r"text\.json must be JSON"):
-        model_profiles.load(tmp_path / "text.json")
-    with pytest.raises(ConfigError, match="layers of profile 'p' must have different names, got twice: \\['a'\\]"):
-        Profile("p", (Layer("a", 0, 0, 4), Layer("a", 0, 0, 4)), "s")
-    with pytest.raises(ConfigError, match="the divisor of bytes must be positive, got 0"):
-        TWO_LAYERS.scaled(0)
+# Errors, the timeline, the command
 
 
 @pytest.mark.parametrize(

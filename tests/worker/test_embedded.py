@@ -1,4 +1,4 @@
-"""The embedded exchange: what it does beyond test_exchange.py, which it shares with workers."""
+"""The embedded exchange: what it does beyond test_interface.py, which it shares with workers."""
 
 from __future__ import annotations
 

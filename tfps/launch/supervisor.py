@@ -1,7 +1,4 @@
-"""Runs local processes as one: shows their output with prefixes, notices how they end, and leaves none behind.
-
-Tested in tests/launch/test_cli.py.
-"""
+"""Runs local processes as one: shows their output with prefixes, notices how they end, and leaves none behind."""
 
 from __future__ import annotations
 

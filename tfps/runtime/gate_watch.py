@@ -3,7 +3,7 @@
 TensorFlow stops a step at its first error: a reader may then hold a token, or a send may have closed its gates without
 sending.
 
-Tested in tests/strategy/test_strategy.py.
+Tested in tests/strategy/test_stopped_steps.py.
 """
 
 from __future__ import annotations

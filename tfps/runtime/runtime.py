@@ -3,7 +3,7 @@
 Thread "tfps-pump" moves messages from the TensorFlow queue into the exchange; threads "tfps-apply" run updates and
 answer pulls (see apply_threads.py). None blocks on the network; the exchange's receiver threads only hand replies over.
 
-Tested in tests/strategy/test_strategy.py.
+Tested in tests/strategy/test_strategy.py and tests/strategy/test_stopped_steps.py.
 """
 
 from __future__ import annotations

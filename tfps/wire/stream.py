@@ -1,6 +1,6 @@
 """The streams between a worker and a pserver, on either data path, and the worker's end of them.
 
-Tested in tests/wire/test_grpc_path.py, tests/wire/test_connection.py and tests/worker/test_worker.py.
+Tested in tests/wire/test_grpc_path.py, tests/wire/test_connection.py and tests/worker/test_worker_ends.py.
 """
 
 from __future__ import annotations

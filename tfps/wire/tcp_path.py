@@ -1,6 +1,6 @@
 """Slices over a data connection, and the choice between it and gRPC.
 
-Tested in tests/worker/test_worker.py and tests/pserver/test_data_port.py.
+Tested in tests/worker/test_worker.py, tests/worker/test_worker_ends.py and tests/pserver/test_data_port.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Declares buckets atomically: on all pservers once all ranks declare them, else nowhere.
 
-Tested in tests/runtime/test_interrupts.py.
+Tested in tests/runtime/test_interrupts.py and tests/worker/test_worker_starts.py.
 """
 
 from __future__ import annotations

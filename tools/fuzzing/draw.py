@@ -27,8 +27,8 @@ from tools.fuzzing.cases import (
     Save,
     features,
 )
+from tools.fuzzing.expressions import CLIPPING, LOSSES, OPTIMIZERS, SCHEDULES
 from tools.fuzzing.layers import EMBEDDINGS, IMAGES, SEQUENCES, VECTORS
-from tools.fuzzing.source import CLIPPING, LOSSES, OPTIMIZERS, SCHEDULES
 
 _METRICS = {
     "regression": ["mae", "RootMeanSquaredError", "R2Score", "CosineSimilarity"],

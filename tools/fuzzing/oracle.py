@@ -19,7 +19,7 @@ Found = Mapping[str, Value]
 PLAIN, MIRRORED, NOTHING = "plain", "mirrored", "nothing"
 
 # Of the largest item of all results of a kind: float32 has 6e-8; sums of a few dozen terms and a dozen steps, without
-# optimizers that divide by next to nothing (`source.py`), have been seen to stay below a third of this.
+# optimizers that divide by next to nothing (`expressions.py`), have been seen to stay below a third of this.
 TOLERANCE = 1e-5
 
 

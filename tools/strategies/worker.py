@@ -19,7 +19,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tools.strategies.programs import PROGRAMS, Job
+from tools.strategies.job import Job
+from tools.strategies.programs import PROGRAMS
 
 
 def alone() -> tuple[tf.distribute.Strategy | None, int]:

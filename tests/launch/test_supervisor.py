@@ -1,0 +1,230 @@
+"""Processes that run as one, as real launchers run them: their output, their ends, and that none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import launching
+import pytest
+from launching import END_S, ROOT, Running, WriteScript, command, environment, launch
+
+from tfps.launch.terminal import LineAssembler, plain
+
+pytestmark = launching.NEEDS_POSIX
+
+
+def test_every_line_says_where_it_comes_from(write_script: WriteScript) -> None:
+    result = launch("--workers", 2, "--pservers", 2, write_script("print('hello', rank)"))
+    assert result.returncode == 0
+    assert result.stderr == "" or all(line.startswith("[pserver ") for line in result.stderr.splitlines())
+    lines = result.stdout.splitlines()
+    assert sorted(line for line in lines if "hello" in line) == ["[worker 0] hello 0", "[worker 1] hello 1"]
+    for index in (0, 1):
+        assert any(line.startswith(f"[pserver {index}] tfps_pserver ready at 127.0.0.1:") for line in lines)
+    assert len(lines) == 4
+
+
+def test_standard_error_stays_standard_error(write_script: WriteScript) -> None:
+    result = launch(write_script("print('a result'); print('a warning', file=sys.stderr)"))
+    assert "[worker 0] a warning\n" in result.stderr
+    assert "a warning" not in result.stdout
+
+
+def test_lines_of_several_workers_are_never_mixed(write_script: WriteScript) -> None:
+    script = write_script(
+        """
+        for index in range(500):
+            for piece in (f"begin-{rank} ", "x" * 100, f" {index} ", f"end-{rank}\\n"):
+                os.write(1, piece.encode())
+        os.write(1, b"without a newline")
+        """
+    )
+    result = launch("--workers", 2, script)
+    lines = [line for line in result.stdout.splitlines() if "pserver" not in line]
+    expected = [f"[worker {rank}] begin-{rank} {'x' * 100} {index} end-{rank}" for rank in "01" for index in range(500)]
+    assert sorted(lines) == sorted([*expected, *(f"[worker {rank}] without a newline" for rank in "01")])
+
+
+def test_a_progress_bar_in_a_pipe_is_one_line_per_pass(write_script: WriteScript) -> None:
+    script = write_script(
+        """
+        for percent in (10, 50, 100):
+            print("\\b" * 20 + "\\r\\x1b[32m" + f"{percent}%" + "\\x1b[0m", end="", flush=True)
+        print()
+        """
+    )
+    lines = launch(script).stdout.splitlines()
+    assert [line for line in lines if line.startswith("[worker")] == ["[worker 0] 100%"]
+
+
+def test_on_a_terminal_rank_0_draws_a_progress_bar_as_wide_as_fits(write_script: WriteScript) -> None:
+    script = write_script(
+        """
+        import shutil
+        if rank == "0":
+            width = shutil.get_terminal_size().columns
+            print("tty", sys.stdout.isatty(), sys.stderr.isatty(), width)
+            for percent in (10, 50, 100):
+                print("\\r" + f"{percent}%", end="", flush=True)
+            print()
+        else:
+            print("tty", sys.stdout.isatty())
+        """
+    )
+    read_end, write_end = os.openpty()
+    variables = {name: value for name, value in environment().items() if name != "COLUMNS"}  # it would win
+    launcher = subprocess.Popen(
+        command("--workers", 2, script), env=variables, stdout=write_end, stderr=write_end, start_new_session=True
+    )
+    os.close(write_end)
+    data = b""
+    try:
+        while piece := os.read(read_end, 65536):
+            data += piece
+    except OSError:  # Linux: nobody has it open any more
+        pass
+    finally:
+        os.close(read_end)
+        assert launcher.wait(END_S) == 0
+    assembler = LineAssembler()
+    screen = [plain(line) for line in [*assembler.feed(data.decode()), *assembler.finish()] if line]
+    assert screen[0].startswith("[pserver 0] tfps_pserver ready")
+    assert sorted(screen[1:]) == ["[worker 0] 100%", "[worker 0] tty True True 68", "[worker 1] tty False"]
+    assert "\x1b[32m[worker 0] " in data.decode()
+
+
+def test_the_exit_code_is_that_of_the_failing_worker(write_script: WriteScript) -> None:
+    script = write_script("sys.exit(7) if rank == '1' else signal.pause()")
+    result = launch("--workers", 3, "--grace", 0.2, script)
+    assert result.returncode == 7
+    assert result.stderr.splitlines()[-1] == "tfps_launch: worker 1 ended with exit code 7; all others were ended"
+
+
+def test_a_worker_killed_by_a_signal_is_named_with_the_signal(write_script: WriteScript) -> None:
+    script = write_script("os.kill(os.getpid(), signal.SIGSEGV) if rank == '1' else signal.pause()")
+    result = launch("--workers", 2, "--grace", 0.2, script)
+    assert result.returncode == 128 + signal.SIGSEGV
+    assert result.stderr.splitlines()[-1] == "tfps_launch: worker 1 was killed by SIGSEGV; all others were ended"
+
+
+def test_other_workers_may_say_what_they_saw_after_a_failure(write_script: WriteScript, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "peer")
+    script = write_script(
+        """
+        if rank == "1":
+            with open(sys.argv[1], "w"):
+                sys.exit(7)
+        with open(sys.argv[1]) as peer:
+            peer.read()
+        sys.exit("rank 0 saw rank 1 go")
+        """
+    )
+    result = launch("--workers", 2, "--grace", END_S, script, tmp_path / "peer")
+    assert result.returncode in (1, 7)  # which of the two ended first is a race; both speak
+    assert "[worker 0] rank 0 saw rank 1 go" in result.stderr
+
+
+def test_a_pserver_that_dies_ends_the_job(write_script: WriteScript) -> None:
+    script = write_script(
+        """
+        import psutil
+        siblings = psutil.Process(os.getppid()).children()
+        next(process for process in siblings if "tfps.cli" in process.cmdline()).kill()
+        signal.pause()
+        """
+    )
+    result = launch("--grace", 0.2, script)
+    assert result.returncode == 128 + signal.SIGKILL
+    assert "tfps_launch: pserver 0 was killed by SIGKILL" in result.stderr.splitlines()[-1]
+
+
+def test_a_pserver_that_does_not_start_is_a_clear_error(write_script: WriteScript, tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "grpc.py").write_text("raise ImportError('this grpc is broken')")
+    script = write_script("print('never')")
+    result = launch("--workers", 2, script, PYTHONPATH=f"{tmp_path / 'broken'}{os.pathsep}{ROOT}")
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last == ("tfps_launch: pserver 0 did not start, it ended with exit code 1: ImportError: this grpc is broken")
+    assert "[pserver 0] ImportError: this grpc is broken" in result.stderr
+    assert "never" not in result.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_launcher_ends_all(
+    number: signal.Signals, write_script: WriteScript, start: Callable[..., Running]
+) -> None:
+    running = start("--workers", 2, "--pservers", 2, write_script("print('ready'); signal.pause()"))
+    running.wait_ready(2)
+    assert len(running.processes) == 4
+    running.popen.send_signal(number)
+    code, errors = running.finish()
+    assert code == 128 + number
+    assert errors.splitlines()[-1] == f"tfps_launch: ended by {number.name}; all processes were ended"
+    assert not running.survivors()
+
+
+def test_a_worker_that_ignores_sigterm_is_killed(write_script: WriteScript, start: Callable[..., Running]) -> None:
+    script = write_script(
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("ready")
+        while True:
+            signal.pause()
+        """
+    )
+    running = start("--workers", 2, "--grace", 0.2, script)
+    running.wait_ready(2)
+    running.popen.send_signal(signal.SIGINT)
+    assert running.finish()[0] == 128 + signal.SIGINT
+    assert not running.survivors()
+
+
+def test_processes_that_a_worker_has_started_end_with_it(
+    write_script: WriteScript, start: Callable[..., Running]
+) -> None:
+    script = write_script(
+        """
+        subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        print("ready")
+        signal.pause()
+        """
+    )
+    running = start(script)
+    running.wait_ready(1)
+    assert len(running.processes) == 3
+    running.popen.send_signal(signal.SIGTERM)
+    running.finish()
+    assert not running.survivors()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends children with their parent")
+def test_nothing_survives_a_killed_launcher(write_script: WriteScript, start: Callable[..., Running]) -> None:
+    script = write_script(
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("ready")
+        while True:
+            signal.pause()
+        """
+    )
+    running = start("--workers", 2, "--pservers", 2, script)
+    running.wait_ready(2)
+    running.popen.kill()
+    running.popen.wait(END_S)
+    assert not running.survivors()
+
+
+def test_when_nobody_reads_any_more_all_end(write_script: WriteScript, start: Callable[..., Running]) -> None:
+    running = start("--workers", 2, write_script("print('ready')\nwhile True: print('x' * 1000)"))
+    running.wait_ready(2)
+    running.output.close()
+    assert running.popen.wait(END_S) == 128 + signal.SIGPIPE
+    assert running.popen.stderr is not None
+    assert "Traceback" not in running.popen.stderr.read().replace("[worker", "")
+    assert not running.survivors()

@@ -1,0 +1,165 @@
+"""Workers at their start: they find pservers and each other, and are told who is missing, and what differs."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import threading
+import time
+from dataclasses import replace
+
+import jobs
+import pytest
+from jobs import Cluster, attempt, bucket, job, together
+
+from tfps.config import Config
+from tfps.errors import ConfigError, ConnectError, MismatchError, WaitTimeoutError, WorkerLostError
+from tfps.worker.worker import Worker
+
+SHORT = replace(jobs.CONFIG, connect_timeout_s=1.5, step_timeout_s=1.0)
+# For whoever has to join, or to declare, in time before the wait that must end: a busy machine takes a while for that.
+LONGER = replace(jobs.CONFIG, connect_timeout_s=5.0)
+
+
+# Joining
+
+
+def test_ranks_follow_the_order_of_joining(cluster: Cluster) -> None:
+    addresses = cluster.pservers(2, 3)
+    workers = together(*[lambda: cluster.worker(addresses)] * 3)
+    assert sorted(worker.rank for worker in workers) == [0, 1, 2]
+    assert {worker.workers for worker in workers} == {3}
+
+
+def test_pservers_may_start_later_than_workers(cluster: Cluster) -> None:
+    port = jobs.unused_ports(1)
+    started = threading.Event()
+
+    def join() -> Worker:
+        started.set()
+        return cluster.worker([f"127.0.0.1:{port}"])
+
+    def serve() -> None:
+        from tfps.pserver.server import ParameterServer
+
+        assert started.wait(jobs.DEADLINE_S)
+        server = ParameterServer("127.0.0.1", port, workers=1)
+        cluster.callback(server.stop, 0.2)
+
+    worker, _ = together(join, serve)
+    assert worker is not None
+    assert worker.workers == 1
+
+
+def test_no_pserver_at_an_address_is_named_within_the_timeout(cluster: Cluster) -> None:
+    address = f"127.0.0.1:{jobs.unused_ports(1)}"
+    start = time.monotonic()
+    with pytest.raises(
+        ConnectError, match=rf"pserver {address}: no answer within 1.5 s .*is tfps_pserver running there"
+    ):
+        cluster.worker([address], config=SHORT)
+    assert time.monotonic() - start < jobs.DEADLINE_S
+
+
+def test_one_of_two_pservers_unreachable_is_named_and_the_other_is_free_again(cluster: Cluster) -> None:
+    good, bad = cluster.pserver(1).address, f"127.0.0.1:{jobs.unused_ports(1)}"
+    with pytest.raises(ConnectError, match=f"pserver {bad}: no answer"):
+        cluster.worker([good, bad], config=LONGER)
+    cluster.worker([good])
+
+
+def test_something_else_at_the_address_is_no_pserver(cluster: Cluster) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    import grpc
+
+    other = grpc.server(ThreadPoolExecutor(1))
+    port = other.add_insecure_port("127.0.0.1:0")
+    other.start()
+    cluster.callback(lambda: other.stop(0).wait())
+    with pytest.raises(ConnectError, match="not a tfps pserver"):
+        cluster.worker([f"127.0.0.1:{port}"])
+
+
+def test_a_missing_rank_is_named_within_the_timeout(cluster: Cluster) -> None:
+    addresses = cluster.pservers(1, 3)
+    results = attempt(*(functools.partial(cluster.worker, addresses, rank, config=LONGER) for rank in (0, 2)))
+    for error in results:
+        assert isinstance(error, WaitTimeoutError)
+        assert "rank 1 (not joined)" in str(error)
+
+
+def test_a_wrong_number_of_workers_is_refused(cluster: Cluster) -> None:
+    address = cluster.pserver(2).address
+    with pytest.raises(ConnectError, match=f"pserver {address}: .*--workers 2, this worker expects 3"):
+        cluster.worker([address], workers=3)
+
+
+def test_two_workers_of_one_rank_are_refused(cluster: Cluster) -> None:
+    addresses = cluster.pservers(1, 2)
+    first = cluster.raw(addresses[0], rank=0).open()
+    with pytest.raises(ConnectError, match=r"two workers have rank 0: rawhost:\d+ and"):
+        cluster.worker(addresses, 0)
+    first.leave()
+
+
+def test_a_pserver_used_by_another_job_names_its_workers(cluster: Cluster) -> None:
+    addresses = cluster.pservers(2, 1)
+    cluster.worker(addresses[1:], job="mnist")
+    with pytest.raises(ConnectError, match=rf"pserver {addresses[1]}: .*used by|lists of pservers differ"):
+        cluster.worker(addresses, job="imagenet")
+    with pytest.raises(ConnectError, match=r"used by another job 'mnist' \(its workers: rank 0"):
+        cluster.worker(addresses[1:], job="imagenet")
+
+
+def test_settings_that_differ_are_refused(cluster: Cluster) -> None:
+    addresses = cluster.pservers(1, 2)
+    first = cluster.raw(addresses[0], rank=0).open()
+    with pytest.raises(MismatchError, match=r"window_bytes must be the same on all workers: .* 4096, this worker 9999"):
+        cluster.worker(addresses, 1, config=Config(slice_bytes=1024, window_bytes=9999, connect_timeout_s=30))
+    first.leave()
+
+
+@pytest.mark.parametrize("pservers", [[], ["a:1", "a:1"], ["nonsense"]])
+def test_malformed_lists_of_pservers_are_refused(pservers: list[str]) -> None:
+    with pytest.raises(ConfigError, match="pserver"):
+        Worker(pservers)
+
+
+# Declaring
+
+
+def test_models_that_differ_are_named_on_every_worker(cluster: Cluster) -> None:
+    workers = job(cluster, 3)
+    details = [["x", "variable dense/kernel (64, 10) float32"]] * 2 + [["x", "variable dense/kernel (64, 12) float32"]]
+    results = attempt(*(functools.partial(w.declare, [], details[w.rank]) for w in workers))
+    for error in results:
+        assert isinstance(error, MismatchError)
+        assert "line 2" in str(error)
+        for rank, size in enumerate((10, 10, 12)):
+            assert f"rank {rank} ({socket.gethostname()}:" in str(error)
+            assert f"has variable dense/kernel (64, {size}) float32" in str(error)
+
+
+def test_a_variable_that_only_one_rank_has_is_named(cluster: Cluster) -> None:
+    workers = job(cluster, 2)
+    results = attempt(*(functools.partial(w.declare, [bucket(8)] * (1 + w.rank)) for w in workers))
+    for error in results:
+        assert isinstance(error, MismatchError)
+        assert "has nothing" in str(error)
+        assert "has bucket 'b' sum 8 bytes float32 priority 0" in str(error)
+
+
+def test_a_rank_that_does_not_declare_is_named(cluster: Cluster) -> None:
+    first, second = job(cluster, 2)
+    first.config = SHORT  # only now: to join and to declare nothing it had time
+    with pytest.raises(WaitTimeoutError, match=r"after 1 s not declared its variables: rank 1 \("):
+        first.declare([bucket(8)])
+    assert isinstance(jobs.Failed(second).wait(), WaitTimeoutError)
+
+
+def test_a_rank_that_leaves_instead_of_declaring_is_named(cluster: Cluster) -> None:
+    first, second = job(cluster, 2)
+    error, _ = attempt(lambda: first.declare([bucket(8)]), second.close)
+    assert isinstance(error, WorkerLostError)
+    assert "rank 1" in str(error)

@@ -1,0 +1,176 @@
+"""Writes what a program does with its model, one action of the case after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tools.fuzzing.cases import (
+    SPLIT,
+    Action,
+    Assign,
+    Case,
+    Evaluate,
+    Fit,
+    Loop,
+    OnBatch,
+    Predict,
+    Recompile,
+    Resume,
+    Save,
+)
+from tools.fuzzing.expressions import CALLBACKS, loss_of, optimizer
+
+
+def action_lines(case: Case, action: Action, number: int) -> Iterator[str]:
+    """What it is in a program, line by line, for a function's body; `number` is its place in the case."""
+    name = f"{number}"
+    yield f"# {number}: {action!r}"
+    if isinstance(action, Fit):
+        if action.interrupted:
+            yield "with contextlib.suppress(KeyboardInterrupt):"
+            interrupt = f"Interrupt({action.interrupted})"
+            yield f"    model.fit({_fit(case, action, number, _callbacks(case, action, number, interrupt))})"
+        yield f"fit = model.fit({_fit(case, action, number, _callbacks(case, action, number))})"
+        yield f'job.note("{name}", model, fit)'
+        if any(callback.lower().find("checkpoint") >= 0 for callback in action.callbacks):
+            yield f'job.note_files("{name}")'
+    elif isinstance(action, Evaluate):
+        arrays = "held_x, held_y, held_weights" if action.weighted else "held_x, held_y"
+        if action.input == "arrays":
+            weights = ", sample_weight=held_weights" if action.weighted else ""
+            given = f"held_x, held_y{weights}, batch_size={case.batch}"
+        else:
+            given = _input(action.input, case.batch, arrays, 0)
+        yield f"result = model.evaluate({given}, return_dict=True, verbose=0)"
+        yield f'job.found.update({{f"evaluated/{name}/{{key}}": np.asarray(value) for key, value in result.items()}})'
+    elif isinstance(action, Predict):
+        given = f"held_x, batch_size={case.batch}"
+        if action.input != "arrays":
+            given = _input(action.input, case.batch, "held_x", 0)
+        yield f"predictions = tf.nest.flatten(model.predict({given}, verbose=0))"
+        yield (
+            f'job.found.update({{f"predictions/{name}/{{index}}": value for index, value in enumerate(predictions)}})'
+        )
+    elif isinstance(action, Save):
+        yield from _save(case, action, name)
+    elif isinstance(action, Recompile):
+        if action.frozen:
+            yield f"for layer in [layer for layer in model.layers if layer.weights][:{action.frozen}]:"
+            yield "    layer.trainable = False"
+        if action.where == "in the scope":
+            yield "with job.scope():"
+            yield "    compiled(job, model)"
+        else:
+            yield "compiled(job, model)"
+    elif isinstance(action, Loop):
+        loss = loss_of(case, "none")
+        dataset = _input("tf.data", case.batch, "x, y", 0)
+        made = f"lambda: {optimizer(case.optimizer)}"
+        yield f'losses = loop(job, model, {made}, {loss}, {dataset}, {case.batch}, {action.epochs}, "{action.how}")'
+        yield f'job.found["losses/{name}"] = losses'
+        yield f'job.note("{name}", model)'
+    elif isinstance(action, Assign):
+        if action.what == "learning rate":
+            yield "model.optimizer.learning_rate = 0.02"
+        else:
+            yield "model.set_weights([0.9 * weight for weight in model.get_weights()])"
+    elif isinstance(action, OnBatch):
+        yield from _on_batch(case, action, name)
+    elif isinstance(action, Resume):
+        yield from _resume(case, action, number)
+
+
+def _input(kind: str, batch: int, arrays: str, seed: int) -> str:
+    """The expression of a dataset of `arrays`, names with commas between them."""
+    dataset = f"tf.data.Dataset.from_tensor_slices(({arrays}))"
+    if "," not in arrays:
+        dataset = f"tf.data.Dataset.from_tensor_slices({arrays})"
+    return {
+        "tf.data": f"{dataset}.batch({batch})",
+        "tf.data shuffled": f"{dataset}.shuffle(50, seed={seed}, reshuffle_each_iteration=False).batch({batch})",
+        "tf.data reshuffled": f"{dataset}.shuffle(50, seed={seed}).batch({batch})",
+        "tf.data, number of batches unknown": f"without_cardinality({dataset}.batch({batch}))",
+        "PyDataset": f"Batches({batch}, {arrays})",
+        "generator": f"endless(Batches({batch}, {arrays}))",
+    }[kind]
+
+
+def _fit(case: Case, fit: Fit, number: int, callbacks: str) -> str:
+    """The arguments of `fit`."""
+    weighted = fit.weighted == "sample_weight"
+    options = []
+    if fit.input in ("arrays", "tensors"):
+        arrays = "x, y"
+        if fit.input == "tensors":
+            arrays = "*tf.nest.map_structure(tf.constant, (x, y))"
+        options = [arrays, *(["sample_weight=weights"] if weighted else []), f"batch_size={case.batch}"]
+    else:
+        options = [_input(fit.input, case.batch, "x, y, weights" if weighted else "x, y", case.seed + number)]
+    options += [f"epochs={fit.epochs}", f"shuffle={fit.shuffle}"]
+    if fit.weighted == "class_weight":
+        options.append("class_weight={0: 0.5, 1: 1.0, 2: 2.0, 3: 1.5}")
+    if fit.validation == "validation_split":
+        options.append(f"validation_split={SPLIT}")
+    elif fit.validation != "no validation":
+        options.append(
+            {
+                "validation_data": f"validation_data=(held_x, held_y), validation_batch_size={case.batch}",
+                "weighted validation_data": (
+                    f"validation_data=(held_x, held_y, held_weights), validation_batch_size={case.batch}"
+                ),
+                "validation_data of tf.data": f"validation_data={_input('tf.data', case.batch, 'held_x, held_y', 0)}",
+            }[fit.validation]
+        )
+    if fit.steps:
+        options.append(f"steps_per_epoch={fit.steps}")
+    return ", ".join([*options, f"callbacks={callbacks}", "verbose=0"])
+
+
+def _callbacks(case: Case, fit: Fit, number: int, more: str = "") -> str:
+    monitor = "loss" if fit.validation == "no validation" else "val_loss"
+    names = [CALLBACKS[name].format(monitor=monitor, number=number) for name in fit.callbacks]
+    return f"[{', '.join([*names, *([more] if more else []), f'Seen(job, {number})'])}]"
+
+
+def _on_batch(case: Case, action: OnBatch, name: str) -> Iterator[str]:
+    part = case.batch // case.place.workers
+    yield f"for step in range({action.steps}):"
+    yield f"    start = step * {case.batch} % max({case.rows} - {case.batch} + 1, 1)"
+    yield f"    part = slice(start, start + {case.batch})"
+    yield "    if job.workers > 1:"
+    yield f"        part = slice(start + job.rank * {part}, start + (job.rank + 1) * {part})"
+    yield "    model.train_on_batch(*tf.nest.map_structure(lambda a: a[part], (x, y)))"
+    yield f'job.note("{name}", model)'
+
+
+def _save(case: Case, action: Save, name: str) -> Iterator[str]:
+    if action.what == "model.keras":
+        classes = ["AddLoss"] * ("AddLoss" in case.network.layers) + ["Guided"] * (case.step != "Keras' train_step")
+        objects = ", ".join(f"{each!r}: {each}" for each in classes)
+        objects = f", custom_objects={{{objects}}}" if objects else ""
+        yield f'model.save(job.path("{name}-saved.keras"))'
+        yield f'job.note_files("{name}")'
+        yield "with job.scope():"
+        yield f'    model = keras.models.load_model(job.path("{name}-saved.keras"){objects})'
+    else:
+        yield f'model.save_weights(job.path("{name}-saved.weights.h5"))'
+        yield f'job.note_files("{name}")'
+        if action.what == "weights into a new model":
+            yield "with job.scope():"
+            yield "    model = compiled(job, build())"
+        else:
+            yield "model.set_weights([0.5 * weight for weight in model.get_weights()])"
+        yield f'model.load_weights(job.path("{name}-saved.weights.h5"))'
+    yield f'job.note("{name}", model)'
+
+
+def _resume(case: Case, action: Resume, number: int) -> Iterator[str]:
+    backup = f'keras.callbacks.BackupAndRestore(job.path("backup{number}"))'
+    fit = Fit(epochs=action.epochs)
+    arguments = _fit(case, fit, number, f"[{backup}, Stop({action.stop})]")
+    yield "with contextlib.suppress(RuntimeError):"
+    yield f"    model.fit({arguments})"
+    yield "with job.scope():"
+    yield "    model = compiled(job, build())"
+    yield f"fit = model.fit({_fit(case, fit, number, f'[{backup}]')})"
+    yield f'job.note("{number}", model, fit)'
