@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import jobs
 import numpy as np
@@ -121,12 +122,19 @@ def test_a_pserver_that_hangs_is_named(cluster: Cluster, said: list[str], monkey
         worker = cluster.worker([address])
         worker.declare([SPEC])
         process.send_signal(signal.SIGSTOP)
+        jobs.poll(lambda: _is_stopped(process.pid))
         pending = jobs.push(worker, 0, ONES)
         jobs.poll(lambda: any("does not answer" in line for line in said))
         process.send_signal(signal.SIGCONT)
         pending.wait()
         worker.close()
     assert any(line.startswith(f"tfps: waits for pserver {address}, which does not answer; ") for line in said)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether all threads of a process stand still; on a busy machine some still run after the signal."""
+    stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def test_the_same_rank_is_not_named_again_at_the_next_step(cluster: Cluster, said: list[str]) -> None:

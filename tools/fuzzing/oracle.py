@@ -135,9 +135,11 @@ RULES = (
     ),
     Rule(
         "reshuffled",
-        lambda case: _several(case)
-        and (_clips(case) or _uses(case, "BatchNormalization"))
-        and any(fit.input == "tf.data reshuffled" for fit in case.fits),
+        lambda case: (
+            _several(case)
+            and (_clips(case) or _uses(case, "BatchNormalization"))
+            and any(fit.input == "tf.data reshuffled" for fit in case.fits)
+        ),
         "under MirroredStrategy Keras makes one more iterator: the dataset's order is that of a later epoch",
         NOTHING,
     ),
