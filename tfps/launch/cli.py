@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tfps.errors import ConfigError
+from tfps.launch.job import Job
 
 if TYPE_CHECKING:
     from tfps.launch.supervisor import Command, Process, Supervisor
@@ -152,32 +153,23 @@ def with_token(plan: Plan, environment: Mapping[str, str]) -> Iterator[Plan]:
         yield replace(plan, token_file=file.name)
 
 
-def worker_command(plan: Plan, rank: int, pservers: Sequence[str], job: str, environment: Mapping[str, str]) -> Command:
-    """The command of one worker, which reads its place in the job from `TFPS_...` (see tfps.config.Launch)."""
+def worker_command(plan: Plan, rank: int, job: Job, environment: Mapping[str, str]) -> Command:
+    """The command of one worker."""
     from tfps.launch.supervisor import Command
 
     program = ["-m", plan.script] if plan.is_module else [plan.script]
-    variables = {
-        **_inherited(environment),
-        "TFPS_PSERVERS": ",".join(pservers),
-        "TFPS_RANK": str(rank),
-        "TFPS_WORKERS": str(plan.workers),
-        "TFPS_JOB": job,
-        "TFPS_TOKEN_FILE": plan.token_file,
-    }
+    variables = {**_inherited(environment), **job.worker_variables(rank)}
     colour = _WORKER_COLOURS[rank % len(_WORKER_COLOURS)]
     return Command(f"worker {rank}", (sys.executable, *program, *plan.args), variables, colour)
 
 
-def pserver_command(plan: Plan, index: int, job: str, environment: Mapping[str, str]) -> Command:
+def pserver_command(plan: Plan, index: int, job: Job, environment: Mapping[str, str]) -> Command:
     """The command of one pserver on a free port, with metrics on a predictable one."""
     from tfps.launch.supervisor import Command
 
-    argv = [sys.executable, "-m", "tfps.cli", "--host", "127.0.0.1", "--port", "0"]
-    argv += ["--workers", str(plan.workers), "--job", job]
-    if plan.metrics_port is not None:
-        argv += ["--metrics-port", str(plan.metrics_port and plan.metrics_port + index)]
-    variables = {**_inherited(environment), "TFPS_TOKEN_FILE": plan.token_file}
+    metrics_port = plan.metrics_port and plan.metrics_port + index
+    argv = [sys.executable, "-m", "tfps.cli", *job.pserver_arguments("127.0.0.1", metrics_port=metrics_port)]
+    variables = {**_inherited(environment), **job.pserver_variables()}
     return Command(f"pserver {index}", argv, variables, _PSERVER_COLOUR)
 
 
@@ -206,7 +198,7 @@ class Outcome:
 def run(plan: Plan, supervisor: Supervisor, environment: Mapping[str, str]) -> Outcome:
     """Starts pservers, then workers, and waits until the workers have ended or one process has failed."""
     name = plan.script if plan.is_module else Path(plan.script).stem
-    job = f"{name}-{secrets.token_hex(4)}"
+    job = Job.named(name, plan.workers, plan.token_file)
 
     addresses: dict[int, str] = {}
 
@@ -229,10 +221,10 @@ def run(plan: Plan, supervisor: Supervisor, environment: Mapping[str, str]) -> O
         if not started and index not in addresses:
             return Outcome(1, f"{pserver.command.name} was not ready within {START_S:g} s")
 
-    ordered = [addresses[index] for index in range(plan.pservers)]
+    job = job.at([addresses[index] for index in range(plan.pservers)])
     workers = [
         # Rank 0 shows the progress bar, so it gets a terminal if there is one.
-        supervisor.start(worker_command(plan, rank, ordered, job, environment), terminal=rank == 0)
+        supervisor.start(worker_command(plan, rank, job, environment), terminal=rank == 0)
         for rank in range(plan.workers)
     ]
     failed: list[Process] = []
