@@ -21,6 +21,7 @@ from tfps.wire.tls import channel_credentials, diagnose
 PROTOCOL_VERSION = 5
 SERVICE = "tfps.v1.ParameterServer"
 PUSH, PULL = "Push", "Pull"  # the streams, one per direction
+MEASURE = "Measure"  # a stream, too; see wire/measuring.py
 INCARNATION_KEY, RANK_KEY = "tfps-incarnation", "tfps-rank"  # their metadata
 
 _LOOK_S = 1.0  # how long a Join may go unanswered before the worker looks whether both ends agree on TLS
@@ -74,9 +75,10 @@ _TYPES: dict[str, tuple[type[Message], type[Message]]] = {
     "Upload": (pb.UploadRequest, pb.UploadReply),
     "Collect": (pb.CollectRequest, pb.CollectReply),
     "Status": (pb.StatusRequest, pb.StatusReply),
+    "Probe": (pb.ProbeRequest, pb.ProbeReply),
     "Leave": (pb.LeaveRequest, pb.LeaveReply),
 }
-CALLS = frozenset([*_TYPES, PUSH, PULL])  # the names of all that a pserver answers
+CALLS = frozenset([*_TYPES, PUSH, PULL, MEASURE])  # the names of all that a pserver answers
 
 
 def method(name: str) -> str:
@@ -253,6 +255,9 @@ class Pserver:
 
     @overload
     def call(self, name: Literal["Collect"], request: pb.CollectRequest, timeout_s: float) -> pb.CollectReply: ...
+
+    @overload
+    def call(self, name: Literal["Probe"], request: pb.ProbeRequest, timeout_s: float) -> pb.ProbeReply: ...
 
     @overload
     def call(self, name: Literal["Status"], request: pb.StatusRequest, timeout_s: float) -> pb.StatusReply: ...
