@@ -69,6 +69,7 @@ setup(
             "tfps_pserver=tfps.pserver.cli:main",
             "tfps_launch=tfps.launch.cli:main",
             "tfps_trace=tfps.trace.cli:main",
+            "tfps_doctor=tfps.doctor.cli:main",
         ],
         "tensorboard_plugins": ["tfps=tfps.tensorboard.plugin:ParameterServersPlugin"],
     },

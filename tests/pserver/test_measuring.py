@@ -82,7 +82,7 @@ def test_while_there_is_a_job_nothing_is_measured_and_afterwards_it_is(measure: 
     server = cluster.pserver(1)
     worker = cluster.worker([server.address], config=settings(""))
     worker.declare([SUM])
-    with pytest.raises(ConnectError, match="the pserver has a job, which a measurement would slow"):
+    with pytest.raises(WaitTimeoutError, match="the pserver has a job, which a measurement would slow"):
         measure(server, "push")
     still_sums(worker)
     worker.close()

@@ -89,9 +89,9 @@ class Measuring:
 
     @contextlib.contextmanager
     def _taken(self) -> Iterator[None]:
-        """Raises WaitTimeoutError if it is not this client's turn, ConnectError if there is a job."""
+        """Raises WaitTimeoutError if there is a job, or it is not this client's turn."""
         if self._has_job():
-            raise ConnectError("the pserver has a job, which a measurement would slow")
+            raise WaitTimeoutError("the pserver has a job, which a measurement would slow")
         if not self._turn.acquire(blocking=False):
             raise WaitTimeoutError("another client measures at the moment")
         try:

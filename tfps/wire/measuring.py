@@ -179,8 +179,8 @@ def measure_grpc(pserver: Pserver, direction: Direction, seconds: float) -> Meas
     """Measures over gRPC, as `measure_connection` does.
 
     Raises:
-        ConnectError: the pserver has a job, or wants another job token.
-        WaitTimeoutError: somebody else measures.
+        ConnectError: the pserver refuses this client.
+        WaitTimeoutError: the pserver has a job, or somebody else measures.
         UnsupportedError: the pserver is too old to measure.
         PserverLostError: the call failed.
     """
