@@ -66,9 +66,7 @@ both_directions = pytest.mark.parametrize("direction", ["push", "pull"])
 
 @both_paths
 @both_directions
-def test_both_directions_are_measured_over_both_paths(
-    measure: Measure, direction: Direction, cluster: Cluster
-) -> None:
+def test_both_directions_are_measured_over_both_paths(measure: Measure, direction: Direction, cluster: Cluster) -> None:
     server = cluster.pserver(1)
     measured = measure(server, direction)
     assert measured.bytes_per_s > 1e6
@@ -132,9 +130,8 @@ def test_a_silent_call_of_grpc_ends_at_its_deadline(cluster: Cluster) -> None:
 @both_paths
 def test_one_client_measures_at_a_time(measure: Measure, cluster: Cluster) -> None:
     server = cluster.pserver(1)
-    with asked(server, "push"):
-        with pytest.raises(WaitTimeoutError, match="another client measures at the moment"):
-            measure(server, "pull")
+    with asked(server, "push"), pytest.raises(WaitTimeoutError, match="another client measures at the moment"):
+        measure(server, "pull")
 
 
 def test_many_clients_at_once_are_served_one_by_one(cluster: Cluster) -> None:

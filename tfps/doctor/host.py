@@ -32,7 +32,8 @@ def open_files(peers: int, limit: int | None = None) -> Check:
     least = _FILES + _FILES_PER_PEER * peers
     values = {"limit": limit, "least": least}
     if limit < least:
-        advice = f"a process may open {limit} files and needs {least} for {peers} peers: ulimit -n {_USUAL_FILES}"
+        enough = max(_USUAL_FILES, 1 << (least - 1).bit_length())
+        advice = f"a process may open {limit} files and needs {least} for {peers} peers: ulimit -n {enough}"
         return Check("open files", "failed", f"{limit}, needs {least}", advice, "low", values)
     if limit < _USUAL_FILES:
         advice = f"a process may open {limit} files only, which data pipelines often exceed: ulimit -n {_USUAL_FILES}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 
@@ -147,15 +148,11 @@ class Visit:
 
     def _older(self, host: str, port: int) -> Check:
         """A gRPC server without Probe: a pserver of another version, or something else."""
-        request = pb.JoinRequest(protocol_version=0)  # which every version refuses, telling its own
-        try:
+        with contextlib.suppress(TfpsError):
             if self._pserver is not None:
-                reply = self._pserver.call("Join", request, self._client.timeout_s)
-                return of_version(getattr(reply, "protocol_version", 0), "")
-        except TfpsError:
-            pass
+                return of_version(self._pserver.protocol_version(self._client.timeout_s), "")
         who, said = reach.who_answers(host, port, self._client.timeout_s)
-        return stranger(*(("other", "gRPC answers") if who == "grpc" else (who, said)), "")
+        return stranger(*(("other", "HTTP/2 without tfps") if who == "grpc" else (who, said)), "")
 
     def _look_at_job(self, pserver: Pserver, reply: pb.ProbeReply) -> None:
         request = pb.StatusRequest(details=True)

@@ -18,6 +18,7 @@ Answers = Literal["grpc", "http", "data_port", "other", "closes", "silent"]
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 _BLOCKED = {errno.EPERM, errno.EACCES}
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # HTTP/2 with no settings
+_HTTP = (b"http/", b"<!doctype html", b"<html")  # in the last two cases without a status line
 _FRAME_BYTES, _SETTINGS = 9, 4  # of HTTP/2
 _SHOWN = 40
 
@@ -112,7 +113,7 @@ def who_answers(host: str, port: int, timeout_s: float) -> tuple[Answers, str]:
 
 def kind_of(said: bytes) -> Answers:
     """What kind of server says that first."""
-    if said.startswith(b"HTTP/"):
+    if said.lower().startswith(_HTTP):
         return "http"
     with contextlib.suppress(ProtocolError):
         if len(said) >= PART_BYTES and decode_part(said[:PART_BYTES]).header.kind == Kind.ERROR:

@@ -43,7 +43,11 @@ def stranger(who: Answers, said: str, error: str) -> Check:
             "give the address of --port (7070 by default), not of --data-port",
             "data_port",
         ),
-        "other": ("something else answers", f"{said}: that is no pserver; correct the address", "stranger"),
+        "other": (
+            "something else answers",
+            f"what answers there is no pserver ({said}): correct the address, or go around the proxy",
+            "stranger",
+        ),
         "closes": (
             "connections are closed at once",
             "connections are taken and closed: a proxy or load balancer without a pserver behind it, perhaps",

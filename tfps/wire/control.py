@@ -225,6 +225,20 @@ class Pserver:
         raise_failure(reply, f"pserver {self.address}: ")
         return reply
 
+    def protocol_version(self, timeout_s: float) -> int:
+        """The pserver's, which it tells when it refuses a Join of version 0; for those that do not know Probe.
+
+        Raises:
+            ConnectError: the pserver wants another job token.
+            PserverLostError: the call failed.
+        """
+        request = pb.JoinRequest(protocol_version=0)
+        try:
+            return int(self._calls["Join"](request, timeout=timeout_s, metadata=self.metadata).protocol_version)
+        except grpc.RpcError as error:
+            self._raise_stranger(error)
+            raise lost(self.address, error, "in Join") from error
+
     def _answer(self, call: grpc.Future) -> pb.JoinReply:
         """Waits for the answer to `call`, and looks meanwhile whether both ends agree on TLS."""
         agreed = False
