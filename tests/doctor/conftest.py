@@ -18,6 +18,12 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
+def near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round trips are never too long, however busy the machine is."""
+    monkeypatch.setattr("tfps.doctor.verdicts._FAR_S", float("inf"))
+
+
+@pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
     """Token -> path of its file."""
     found = {"": ""}

@@ -8,6 +8,7 @@ import jobs
 import pytest
 from guarded import data
 from jobs import Cluster
+from measured import enough
 
 from tfps.doctor.bandwidth import Bandwidth, compared, failed, mbit, measure, of_job
 from tfps.doctor.report import Check
@@ -32,10 +33,15 @@ def client(cluster: Cluster, server: ParameterServer) -> Pserver:
 def test_both_directions_are_measured(path: str, cluster: Cluster) -> None:
     server = cluster.pserver(1)
     port = data(server).port if path == "tcp" else 0
-    found = measure(client(cluster, server), port, jobs.DEADLINE_S, SHORT_S)
-    assert isinstance(found, Bandwidth)
-    assert found.path == path
-    assert found.least > 1e6
+    pserver = client(cluster, server)
+
+    def attempt(seconds: float) -> float:
+        found = measure(pserver, port, jobs.DEADLINE_S, seconds)
+        assert isinstance(found, Bandwidth)
+        assert found.path == path
+        return found.least
+
+    assert enough(attempt) > 1e5
 
 
 def test_while_another_client_measures_this_one_waits(cluster: Cluster) -> None:

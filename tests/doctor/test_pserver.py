@@ -26,6 +26,7 @@ from tfps.wire.shared_memory import Arena
 from tools.certificates import Authority, Certificate
 
 SHORT_S = 0.1
+pytestmark = pytest.mark.usefixtures("near")
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the command openssl")
 
 
@@ -57,7 +58,7 @@ def visited(address: str, asks: Client, *, measure: bool = False) -> dict[str, C
     try:
         visit.look()
         if measure and (found := visit.measure(visit.busy, SHORT_S)) is not None:
-            assert found.least > 1e6
+            # How fast: tests/pserver/test_measuring.py
             visit.checks.append(Check("bandwidth", "ok", found.text, values=found.values))
     finally:
         visit.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from guarded import OTHER, SECRET, SUM, settings
 from jobs import Cluster
+from measured import enough
 
 from tfps.config import Security
 from tfps.doctor.report import Check, Report
@@ -23,6 +25,7 @@ from tools import netlab
 from tools.netlab import Netlab
 
 SHORT_S = 0.1
+pytestmark = pytest.mark.usefixtures("near")
 SOCKETS = {"TFPS_SHARED_MEMORY": "0"}
 
 
@@ -91,13 +94,19 @@ def test_each_pserver_is_looked_at_although_others_cannot_be_reached(cluster: Cl
     report = look(closed, good, **SOCKETS)
     assert not report.healthy
     assert of_pserver(report, 0)["port"].problem == "refused"
-    assert of_pserver(report, 1)["bandwidth"].status == "ok"
+    assert of_pserver(report, 1)["bandwidth"].values["path"] == "tcp"
     assert report.to_do()[0].startswith(f"pserver {closed}: nothing listens")
 
 
 def test_two_pservers_are_measured_one_after_the_other(cluster: Cluster) -> None:
-    report = look(*cluster.pservers(2, 1), **SOCKETS)
-    assert all(of_pserver(report, index)["bandwidth"].values["push_bytes_per_s"] > 1e6 for index in (0, 1))
+    addresses = cluster.pservers(2, 1)
+
+    def attempt(seconds: float) -> float:
+        report = examine(addresses, seconds=seconds, ask_tensorflow=False, environment=SOCKETS)
+        found = [of_pserver(report, index)["bandwidth"].values for index in (0, 1)]
+        return float(min(each[f"{direction}_bytes_per_s"] for each in found for direction in ("push", "pull")))
+
+    assert enough(attempt) > 1e5
 
 
 def test_threads_do_not_stay(cluster: Cluster) -> None:
@@ -156,11 +165,15 @@ def test_a_running_job_goes_on_before_during_and_after_and_its_sums_are_right(
     jobs.declare(workers, SUM)
     environment = {"TFPS_TOKEN_FILE": files[SECRET], **SOCKETS}
     with stepping(workers) as steps:
-        jobs.poll(lambda: min(steps) > 5)
+
+        def beyond(step: int) -> bool:
+            return min(steps) > step
+
+        jobs.poll(functools.partial(beyond, 5))
         for _ in range(2):
             before = min(steps)
             report = look(*addresses, free.address, **environment)
-            jobs.poll(lambda before=before: min(steps) > before + 5)
+            jobs.poll(functools.partial(beyond, before + 5))
             for index in range(2):
                 assert of_pserver(report, index)["job"].problem == "busy"
                 assert of_pserver(report, index)["bandwidth"].status == "skipped"

@@ -13,6 +13,7 @@ import jobs
 import pytest
 from guarded import OTHER, SECRET, SUM, data, settings, still_sums
 from jobs import Cluster
+from measured import enough
 
 from tfps.config import Security
 from tfps.errors import ConnectError, TfpsError, WaitTimeoutError
@@ -33,21 +34,31 @@ from tfps.wire.measuring import (
 )
 from tfps.wire.shared_memory import Arena, Offer
 
-Measure = Callable[[ParameterServer, Direction], Measured]
-SHORT_S = 0.2
+Measure = Callable[[ParameterServer, Direction, float], Measured]
+SHORT_S = 0.1
 
 
-def over_tcp(server: ParameterServer, direction: Direction, token: str = "", seconds: float = SHORT_S) -> Measured:
+def over_tcp(server: ParameterServer, direction: Direction, seconds: float = SHORT_S, token: str = "") -> Measured:
     connected = asked(server, direction, token)
     return measure_connection(connected, direction, seconds, jobs.DEADLINE_S)
 
 
-def over_grpc(server: ParameterServer, direction: Direction) -> Measured:
+def over_grpc(server: ParameterServer, direction: Direction, seconds: float = SHORT_S) -> Measured:
     pserver = Pserver(server.address)
     try:
-        return measure_grpc(pserver, direction, SHORT_S)
+        return measure_grpc(pserver, direction, seconds)
     finally:
         pserver.close()
+
+
+def rate(server: ParameterServer, direction: Direction, measure: Measure) -> float:
+    """Once it is this client's turn, and enough arrives to say."""
+
+    def attempt(seconds: float) -> float:
+        jobs.poll(lambda: free(server))
+        return measure(server, direction, seconds).bytes_per_s
+
+    return enough(attempt)
 
 
 def asked(server: ParameterServer, direction: Direction, token: str = "") -> socket.socket:
@@ -68,8 +79,7 @@ both_directions = pytest.mark.parametrize("direction", ["push", "pull"])
 @both_directions
 def test_both_directions_are_measured_over_both_paths(measure: Measure, direction: Direction, cluster: Cluster) -> None:
     server = cluster.pserver(1)
-    measured = measure(server, direction)
-    assert measured.bytes_per_s > 1e6
+    assert rate(server, direction, measure) > 1e5
     jobs.poll(lambda: free(server))
     assert server.status().job.state == "idle"
     assert server.status().jobs == 0
@@ -81,10 +91,10 @@ def test_while_there_is_a_job_nothing_is_measured_and_afterwards_it_is(measure: 
     worker = cluster.worker([server.address], config=settings(""))
     worker.declare([SUM])
     with pytest.raises(WaitTimeoutError, match="the pserver has a job, which a measurement would slow"):
-        measure(server, "push")
+        measure(server, "push", SHORT_S)
     still_sums(worker)
     worker.close()
-    assert measure(server, "pull").bytes_per_s > 0
+    assert rate(server, "pull", measure) > 0
 
 
 @both_directions
@@ -131,7 +141,7 @@ def test_a_silent_call_of_grpc_ends_at_its_deadline(cluster: Cluster) -> None:
 def test_one_client_measures_at_a_time(measure: Measure, cluster: Cluster) -> None:
     server = cluster.pserver(1)
     with asked(server, "push"), pytest.raises(WaitTimeoutError, match="another client measures at the moment"):
-        measure(server, "pull")
+        measure(server, "pull", SHORT_S)
 
 
 def test_many_clients_at_once_are_served_one_by_one(cluster: Cluster) -> None:
@@ -166,7 +176,7 @@ def test_measurements_come_at_a_bounded_rate(cluster: Cluster) -> None:
 def test_without_the_token_nothing_is_measured(token: str, cluster: Cluster, files: dict[str, str]) -> None:
     server = cluster.pserver(1, security=Security(token_file=files[SECRET]))
     with pytest.raises(ConnectError, match="job token"):
-        over_tcp(server, "push", token)
+        over_tcp(server, "push", token=token)
     stranger = Pserver(server.address, Security(token_file=files[token]))
     cluster.callback(stranger.close)
     with pytest.raises(ConnectError, match="job token"):
@@ -174,7 +184,7 @@ def test_without_the_token_nothing_is_measured(token: str, cluster: Cluster, fil
     with pytest.raises(ConnectError, match="job token"):
         stranger.call("Probe", pb.ProbeRequest(), jobs.DEADLINE_S)
     assert free(server)
-    assert over_tcp(server, "push", SECRET).bytes_per_s > 0
+    assert rate(server, "push", functools.partial(over_tcp, token=SECRET)) > 0
 
 
 @pytest.mark.parametrize(

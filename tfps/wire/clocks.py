@@ -43,7 +43,7 @@ def compare(pserver: Pserver, clock: Callable[[], int], timeout_s: float = _CALL
     """
     best: Compared | None = None
     for _ in range(_ROUND_TRIPS):
-        wall_ns, before_ns = time.time_ns(), clock()
+        before_ns, wall_ns = clock(), time.time_ns()
         there = pserver.call("Clock", pb.ClockRequest(), timeout_s)
         after_ns = clock()
         took_ns = after_ns - before_ns

@@ -184,9 +184,9 @@ def measure_grpc(pserver: Pserver, direction: Direction, seconds: float) -> Meas
         UnsupportedError: the pserver is too old to measure.
         PserverLostError: the call failed.
     """
-    end_s = time.monotonic() + seconds
 
     def messages() -> Iterator[bytes]:
+        end_s = time.monotonic() + seconds
         while direction == "push" and time.monotonic() < end_s:
             yield CHUNK
 
