@@ -207,6 +207,16 @@ def test_a_job_that_runs_is_a_warning_and_is_not_measured(cluster: Cluster) -> N
     still_sums(worker)
 
 
+def test_a_job_that_begins_meanwhile_is_no_fault_of_the_network(cluster: Cluster) -> None:
+    server = cluster.pserver(1)
+    visit = Visit(server.address, client(timeout_s=0.2))
+    visit.look()
+    cluster.raw(server.address)
+    assert visit.measure(False) is None
+    visit.close()
+    assert (visit.checks[-1].status, visit.checks[-1].text) == ("skipped", "not measured: there is a job")
+
+
 def test_a_job_that_waits_for_workers_is_no_problem(cluster: Cluster) -> None:
     server = cluster.pserver(2)
     cluster.raw(server.address)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 
 from tfps.doctor.report import Check, Group, Report, Status
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 OK = Check("tls", "ok", "off")
 
 
@@ -60,3 +65,15 @@ def test_the_json_has_the_documented_keys() -> None:
             ],
         }
     ]
+
+
+def test_the_page_has_every_check_and_every_problem_that_the_package_names() -> None:
+    page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    names, problems = set(re.findall(r"`(\w+)`", page)), set()
+    for path in (ROOT / "tfps" / "doctor").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Check":
+                given = [each.value if isinstance(each, ast.Constant) else None for each in node.args]
+                problems |= {each for each in (given[0], *given[4:5]) if isinstance(each, str)}
+    assert len(problems) > 30
+    assert {each.replace(" ", "_") for each in problems} <= names

@@ -124,8 +124,7 @@ def stepping(workers: list[Worker]) -> Iterator[list[int]]:
     over, steps = threading.Event(), [0, 0]
 
     def train(rank: int) -> None:
-        while not over.is_set():
-            # A worker that stopped alone would leave the other waiting: the flag is summed, too.
+        while True:  # until both see that one is over: who stopped alone would leave the other waiting
             pushed = np.full(10_000, (rank + 1) * (steps[rank] % 1000), np.float32)
             pushed[0] = over.is_set()
             found = jobs.summed(jobs.push(workers[rank], 0, pushed).wait())

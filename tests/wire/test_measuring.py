@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
@@ -18,6 +19,7 @@ from tfps.wire.measuring import (
     Measured,
     Meter,
     direction_of,
+    drop,
     measure_connection,
     purpose,
 )
@@ -49,7 +51,9 @@ def test_the_first_quarter_does_not_count() -> None:
 def test_what_is_too_short_has_no_rate() -> None:
     meter = Meter()
     assert meter.measured() == Measured(0, 0.0)
-    meter.add(100, 5 * MS)
+    for now_ms in (5, 6):
+        meter.add(100, now_ms * MS)
+        assert meter.measured() == Measured(100 * (now_ms - 4), 0.0)
     assert meter.measured().bytes_per_s == 0.0
 
 
@@ -115,3 +119,20 @@ def test_a_push_without_a_result_is_an_error(ends: tuple[socket.socket, socket.s
     other.close()
     with pytest.raises(ConnectionError):
         measure_connection(client, "push", 1.0, jobs.DEADLINE_S)
+
+
+def test_a_push_of_which_nothing_arrives_is_an_error(ends: tuple[socket.socket, socket.socket]) -> None:
+    client, other = ends
+    other.sendall(Measured(0, 0.0).encode())
+    poll = select.poll()
+    poll.register(client, select.POLLIN)
+    assert poll.poll(jobs.DEADLINE_S * 1000)
+    with pytest.raises(TimeoutError, match=r"nothing of \d+ bytes has arrived"):
+        measure_connection(client, "push", jobs.DEADLINE_S, jobs.DEADLINE_S)
+
+
+def test_a_pull_of_which_nothing_arrives_is_an_error(ends: tuple[socket.socket, socket.socket]) -> None:
+    client, other = ends
+    drop(other)
+    with pytest.raises(TimeoutError, match="as nothing of what it sent has arrived"):
+        measure_connection(client, "pull", jobs.DEADLINE_S, jobs.DEADLINE_S)

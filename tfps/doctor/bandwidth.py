@@ -107,15 +107,16 @@ def of_job(members: Sequence[MemberStatus]) -> Check:
 
 def compared(found: Mapping[str, Bandwidth]) -> dict[str, Check]:
     """One check per address; a pserver that is much slower than the others is a warning."""
-    median = statistics.median([each.least for each in found.values()]) if found else 0.0
+    median = statistics.median_high([each.least for each in found.values()]) if found else 0.0
     checks = {}
     for address, each in found.items():
         if each.least <= 0:
-            advice = "too little arrived within a second to say how fast the network is: measure again"
+            advice = "too little arrived to say how fast the network is: measure again, on an idle host"
             checks[address] = Check("bandwidth", "warning", each.text, advice, "unknown", each.values)
         elif each.least < _SLOW * median:
             advice = (
-                f"slow: {mbit(each.least)}, half of the pservers reach {mbit(median)}; every step waits for the slowest"
+                f"slow: {mbit(each.least)}, while half of the pservers reach {mbit(median)}: every step waits for the "
+                "slowest"
             )
             checks[address] = Check("bandwidth", "warning", each.text, advice, "slow", each.values)
         else:

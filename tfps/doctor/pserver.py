@@ -24,6 +24,8 @@ from tfps.wire.shared_memory import Arena
 from tfps.wire.status import JobStatus, status_of
 from tfps.wire.tls import diagnose
 
+_BUSY = ("joining", "running", "ending")
+
 
 @dataclass(frozen=True, slots=True)
 class Client:
@@ -99,6 +101,9 @@ class Visit:
             found = bandwidth.failed(error)
         if isinstance(found, Bandwidth):
             return found
+        with contextlib.suppress(TfpsError):
+            if self._ask_for_job(self._pserver).state in _BUSY:  # it has begun meanwhile, and ended the measurement
+                found = bandwidth.of_job(())
         self.checks.append(found)
         return None
 
@@ -154,11 +159,13 @@ class Visit:
         who, said = reach.who_answers(host, port, self._client.timeout_s)
         return stranger(*(("other", "HTTP/2 without tfps") if who == "grpc" else (who, said)), "")
 
+    def _ask_for_job(self, pserver: Pserver) -> JobStatus:
+        """Raises TfpsError if the pserver does not answer."""
+        return status_of(pserver.call("Status", pb.StatusRequest(details=True), self._client.timeout_s)).job
+
     def _look_at_job(self, pserver: Pserver, reply: pb.ProbeReply) -> None:
-        request = pb.StatusRequest(details=True)
-        job = status_of(pserver.call("Status", request, self._client.timeout_s)).job
-        self._job = job
-        self.busy = job.state in ("joining", "running", "ending")
+        job = self._job = self._ask_for_job(pserver)
+        self.busy = job.state in _BUSY
         cluster = self._client.cluster
         here = sum(member.state != "gone" for member in job.members)
         values = {"state": job.state, "workers": reply.workers, "members": here, "name": reply.job}

@@ -57,10 +57,8 @@ def examine(
         found += [files.token(security), files.tls(security), *wrong]
         peers = len(cluster.pservers) + (cluster.workers or 0)
         found += [host.open_files(peers), host.memory(), host.shared_memory(config)]
-        visits: list[Visit] = []
-        if all(each.status != "failed" for each in found if each.name in ("token", "tls", "pservers")):
-            client = Client(config, security, cluster, _arena(config, stack), timeout_s)
-            visits = [Visit(address, client) for address in cluster.pservers]
+        client = Client(config, security, cluster, _arena(config, stack), timeout_s)
+        visits = [] if wrong else [Visit(address, client) for address in cluster.pservers]
         for visit in visits:
             stack.callback(visit.close)
         _look(visits)

@@ -23,10 +23,7 @@ def unreached(found: Unreached, port: int) -> Check:
             "or TLS it listens on its own host only"
         )
     elif found.problem == "timeout":
-        advice = (
-            f"port {port} does not answer, not even with a refusal: a firewall drops it (open port {port} between the "
-            "hosts), or there is no such host"
-        )
+        advice = f"a firewall drops what goes to port {port} (open it between the hosts), or there is no such host"
     return Check("port", "failed", f"{port}: {found.text}", advice, found.problem, {"port": port})
 
 

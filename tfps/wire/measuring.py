@@ -94,12 +94,15 @@ class Meter:
         return self.nbytes >= MAX_BYTES or self.seconds >= SECONDS
 
     def measured(self) -> Measured:
-        """What came after the first quarter of the time."""
+        """What came after the first quarter of the time; all of it, in no time, if it came at once."""
         if not self._points:
             return Measured(0, 0.0)
-        begin_ns = self._points[0][0] + (self._last[0] - self._points[0][0]) / _SKIPPED
+        (first_ns, _), (last_ns, _) = self._points[0], self._last
+        begin_ns = first_ns + (last_ns - first_ns) / _SKIPPED
         then_ns, before = next(point for point in [*self._points, self._last] if point[0] >= begin_ns)
-        return Measured(self._last[1] - before, (self._last[0] - then_ns) / 1e9)
+        if then_ns == last_ns:
+            return Measured(self.nbytes, 0.0)
+        return Measured(self.nbytes - before, (last_ns - then_ns) / 1e9)
 
 
 def purpose(direction: Direction) -> str:
@@ -133,7 +136,7 @@ def measure_connection(connected: socket.socket, direction: Direction, seconds: 
         timeout_s: for bytes to arrive.
 
     Raises:
-        OSError: it broke; TimeoutError: nothing came within `timeout_s`.
+        OSError: it broke; TimeoutError: nothing came within `timeout_s`, or nothing of what was sent has arrived.
     """
     try:
         connected.settimeout(timeout_s)
@@ -144,8 +147,13 @@ def measure_connection(connected: socket.socket, direction: Direction, seconds: 
 
 def _pull(connected: socket.socket, seconds: float) -> Measured:
     meter, memory = Meter(), bytearray(len(CHUNK))
-    while meter.seconds < seconds and (count := connected.recv_into(memory)):
-        meter.add(count, time.monotonic_ns())
+    try:
+        while meter.seconds < seconds and (count := connected.recv_into(memory)):
+            meter.add(count, time.monotonic_ns())
+    except ConnectionResetError:
+        if not meter.nbytes:
+            raise TimeoutError("the pserver has given up, as nothing of what it sent has arrived") from None
+        raise
     return meter.measured()
 
 
@@ -155,7 +163,7 @@ def _push(connected: socket.socket, seconds: float, timeout_s: float) -> Measure
     poll = select.poll()
     poll.register(connected, select.POLLIN | select.POLLOUT)
     end_s = time.monotonic() + seconds
-    sending, result = True, b""
+    sending, sent, result = True, 0, b""
     while len(result) < RESULT_BYTES:
         now_s = time.monotonic()
         if sending and now_s >= end_s:
@@ -171,8 +179,11 @@ def _push(connected: socket.socket, seconds: float, timeout_s: float) -> Measure
                 result += piece
             elif sending:
                 with contextlib.suppress(BlockingIOError):
-                    connected.send(CHUNK)
-    return Measured.decode(result)
+                    sent += connected.send(CHUNK)
+    measured = Measured.decode(result)
+    if sent and not measured.nbytes:
+        raise TimeoutError(f"nothing of {sent} bytes has arrived")
+    return measured
 
 
 def measure_grpc(pserver: Pserver, direction: Direction, seconds: float) -> Measured:
