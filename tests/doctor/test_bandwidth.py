@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 
 import jobs
@@ -67,7 +68,13 @@ def test_it_does_not_wait_for_ever(path: str, cluster: Cluster) -> None:
 
 def test_where_bulk_data_does_not_arrive_the_mtu_is_named(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     server = cluster.pserver(1)
-    monkeypatch.setattr(server._measuring, "_receive", lambda *_: Measured(0, 0.0))
+
+    def lose(connected: socket.socket, _: float) -> Measured:
+        connected.settimeout(jobs.DEADLINE_S)
+        connected.recv(1)
+        return Measured(0, 0.0)
+
+    monkeypatch.setattr(server._measuring, "_receive", lose)
     found = measure(client(cluster, server), data(server).port, jobs.DEADLINE_S, jobs.DEADLINE_S)
     assert isinstance(found, Check)
     assert (found.status, found.problem) == ("failed", "stalls")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tfps.doctor.report import Check
 from tfps.types import Json
 
 IMPORT_S = 120.0  # for TensorFlow to be imported on a busy machine
+_WAIT_S = 0.5
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 _ASK = """
 import json, os
@@ -38,7 +40,7 @@ class TensorFlowGpus:
         """
         count = gpus_of_host() if of_host is None else of_host
         try:
-            output, errors = self._process.communicate(timeout=timeout_s)
+            output, errors = self._communicate(time.monotonic() + timeout_s)
         except subprocess.TimeoutExpired:
             self.close()
             advice = f"TensorFlow could not be imported within {timeout_s:.0f} s: try python -c 'import tensorflow'"
@@ -58,6 +60,16 @@ class TensorFlowGpus:
             return Check("gpus", "warning", text, advice, "unseen", _values(count, 0))
         text = f"{seen['gpus']} seen by TensorFlow" if seen["gpus"] else "none"
         return Check("gpus", "ok", text, values=_values(count, int(seen["gpus"])))
+
+    def _communicate(self, end_s: float) -> tuple[str, str]:
+        """In short waits, between which Python notices Ctrl-C that has come to another thread."""
+        while True:
+            left_s = end_s - time.monotonic()
+            try:
+                return self._process.communicate(timeout=min(max(left_s, 0.0), _WAIT_S))
+            except subprocess.TimeoutExpired:
+                if left_s <= _WAIT_S:
+                    raise
 
     def close(self) -> None:
         """Ends the process, if it still runs."""

@@ -8,6 +8,8 @@ import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import TypeVar
 
 from tfps.config import Config, Security
 from tfps.doctor import bandwidth, files, gpus, host, versions
@@ -20,6 +22,8 @@ from tfps.wire.measuring import SECONDS
 from tfps.wire.shared_memory import Arena
 
 _AT_ONCE = 32  # pservers
+_WAIT_S = 0.5
+_T = TypeVar("_T")
 HOW = "none given: tfps_doctor HOST:PORT ..., TFPS_PSERVERS or TF_CONFIG name them"
 
 
@@ -61,9 +65,11 @@ def examine(
         visits = [] if wrong else [Visit(address, client) for address in cluster.pservers]
         for visit in visits:
             stack.callback(visit.close)
-        _look(visits)
+        pool = DaemonPool(_AT_ONCE, "tfps-doctor-look")
+        stack.callback(pool.shutdown, wait=False)
+        _look(pool, visits)
         found.append(gpus.without_tensorflow() if asked is None else asked.check())  # before it could disturb:
-        _measure(visits, seconds)
+        _measure(pool, visits, seconds)
         if not cluster.pservers and not wrong:
             found.append(Check("pservers", "skipped", HOW))
         groups = [Group(f"this host ({socket.gethostname()})", found)]
@@ -88,24 +94,30 @@ def _worker(
     return security, cluster, wrong
 
 
-def _look(visits: Sequence[Visit]) -> None:
+def _look(pool: DaemonPool, visits: Sequence[Visit]) -> None:
     """At all pservers at the same time."""
-    pool = DaemonPool(_AT_ONCE, "tfps-doctor-look")
-    try:
-        for future in [pool.submit(visit.look) for visit in visits]:
-            future.result()
-    finally:
-        pool.shutdown(wait=False)
+    for future in [pool.submit(visit.look) for visit in visits]:
+        _wait(future)
 
 
-def _measure(visits: Sequence[Visit], seconds: float) -> None:
+def _measure(pool: DaemonPool, visits: Sequence[Visit], seconds: float) -> None:
     """The bandwidth to one pserver after the other: they share this host's link."""
     busy = any(visit.busy for visit in visits)  # its workers may use the links to the others, too
-    measured = {visit.address: rates for visit in visits if (rates := visit.measure(busy, seconds)) is not None}
+    measured = {}
+    for visit in visits:
+        if (rates := _wait(pool.submit(visit.measure, busy, seconds))) is not None:
+            measured[visit.address] = rates
     checks = bandwidth.compared(measured)
     for visit in visits:
         if visit.address in checks:
             visit.checks.append(checks[visit.address])
+
+
+def _wait(future: Future[_T]) -> _T:
+    """The result, in short waits: Ctrl-C may come to another thread, and Python notices it between two of them."""
+    while not wait([future], _WAIT_S).done:
+        pass
+    return future.result()
 
 
 def _arena(config: Config, stack: contextlib.ExitStack) -> Arena | None:
