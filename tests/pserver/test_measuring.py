@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import socket
 import threading
@@ -98,7 +99,10 @@ def test_while_there_is_a_job_nothing_is_measured_and_afterwards_it_is(measure: 
 
 
 @both_directions
-def test_a_job_that_begins_ends_the_measurement(direction: Direction, cluster: Cluster) -> None:
+def test_a_job_that_begins_ends_the_measurement(
+    direction: Direction, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tfps.pserver.measuring.SECONDS", 10 * jobs.DEADLINE_S)  # time is not what ends it
     server = cluster.pserver(1)
     with asked(server, direction) as connected:  # which neither sends nor reads
         assert not free(server)
@@ -135,6 +139,17 @@ def test_a_silent_call_of_grpc_ends_at_its_deadline(cluster: Cluster) -> None:
     over.set()
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     jobs.poll(lambda: free(server))
+
+
+def test_strangers_do_not_push_out_who_measures(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tfps.pserver.measuring.SECONDS", 10 * jobs.DEADLINE_S)
+    server = cluster.pserver(1)
+    with asked(server, "push") as connected, contextlib.ExitStack() as stack:
+        address = "127.0.0.1", data(server).port
+        strangers = [stack.enter_context(socket.create_connection(address, jobs.DEADLINE_S)) for _ in range(70)]
+        assert strangers[0].recv(1) == b""  # the oldest make room
+        connected.shutdown(socket.SHUT_WR)
+        assert connected.recv(1000) == Measured(0, 0.0).encode()
 
 
 @both_paths
@@ -209,7 +224,10 @@ def test_malformed_calls_are_refused(
     assert says in caught.value.details()
 
 
-def test_a_pserver_that_stops_does_not_wait_for_a_measurement(cluster: Cluster) -> None:
+def test_a_pserver_that_stops_does_not_wait_for_a_measurement(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tfps.pserver.measuring.SECONDS", 10 * jobs.DEADLINE_S)
     server = cluster.pserver(1)
     with asked(server, "pull"):
         server.stop()
