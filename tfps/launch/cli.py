@@ -23,7 +23,6 @@ from tfps.launch.options import Plan, parse
 
 if TYPE_CHECKING:
     from tfps.launch.engine import Engine, Task
-    from tfps.launch.engine import Engine, Task
     from tfps.launch.supervisor import Process, Supervisor
 
 START_S = 60.0  # a pserver needs less than a second; a busy machine or slow disks may take more
