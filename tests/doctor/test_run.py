@@ -109,6 +109,10 @@ def test_two_pservers_are_measured_one_after_the_other(cluster: Cluster) -> None
     assert enough(attempt) > 1e5
 
 
+def test_gpus_are_those_that_a_worker_would_see() -> None:
+    assert of_host(look(CUDA_VISIBLE_DEVICES="0,3"))["gpus"].values == {"visible": 2, "seen_by_tensorflow": None}
+
+
 def test_threads_do_not_stay(cluster: Cluster) -> None:
     address = cluster.pserver(1).address
     look(address)

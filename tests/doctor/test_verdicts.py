@@ -58,7 +58,7 @@ def test_each_stranger_has_its_word(who: Answers, problem: str) -> None:
     ("problem", "says"),
     [
         ("refused", "is tfps_pserver running, with --port 7? Without --token-file or TLS it listens on its own host"),
-        ("timeout", "a firewall drops what goes to port 7 (open it between the hosts), or there is no such host"),
+        ("timeout", "a firewall drops what goes to port 7 (open it between hosts), or there is no such host"),
         ("unreachable", "look at the address, the route and firewalls"),
         ("blocked", "look at the address, the route and firewalls"),
     ],

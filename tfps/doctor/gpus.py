@@ -1,4 +1,4 @@
-"""GPUs of this host, and those that TensorFlow sees, which a process of its own is asked about."""
+"""GPUs that a worker would see, and those that TensorFlow sees, which a process of its own is asked about."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from tfps.doctor.report import Check
 from tfps.types import Json
 
 IMPORT_S = 120.0  # for TensorFlow to be imported on a busy machine
 _WAIT_S = 0.5
-_NVIDIA = Path("/proc/driver/nvidia/gpus")
 _ASK = """
 import json, os
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -32,13 +30,12 @@ class TensorFlowGpus:
             text=True, errors="replace",
         )  # fmt: skip
 
-    def check(self, timeout_s: float = IMPORT_S, of_host: int | None = None) -> Check:
+    def check(self, count: int, timeout_s: float = IMPORT_S) -> Check:
         """What it sees.
 
         Args:
-            of_host: how many GPUs there are; None: as the driver says.
+            count: of the GPUs that the driver would show to a worker.
         """
-        count = gpus_of_host() if of_host is None else of_host
         try:
             output, errors = self._communicate(time.monotonic() + timeout_s)
         except subprocess.TimeoutExpired:
@@ -77,18 +74,9 @@ class TensorFlowGpus:
         self._process.communicate()
 
 
-def without_tensorflow() -> Check:
+def without_tensorflow(count: int) -> Check:
     """What the driver says."""
-    count = gpus_of_host()
     return Check("gpus", "ok", str(count) if count else "none", values=_values(count, None))
-
-
-def gpus_of_host() -> int:
-    """How many GPUs NVIDIA's driver knows; 0 without it."""
-    try:
-        return sum(1 for _ in _NVIDIA.iterdir())
-    except OSError:
-        return 0
 
 
 def _answer(output: str) -> Json | None:
@@ -100,5 +88,5 @@ def _answer(output: str) -> Json | None:
     return found if isinstance(found, dict) and "gpus" in found else None
 
 
-def _values(of_host: int, seen: int | None) -> dict[str, Json]:
-    return {"of_host": of_host, "seen_by_tensorflow": seen}
+def _values(count: int, seen: int | None) -> dict[str, Json]:
+    return {"visible": count, "seen_by_tensorflow": seen}

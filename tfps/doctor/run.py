@@ -16,6 +16,7 @@ from tfps.doctor import bandwidth, files, gpus, host, versions
 from tfps.doctor.pserver import Client, Visit
 from tfps.doctor.report import Check, Group, Report
 from tfps.errors import ConfigError
+from tfps.launch.gpus import visible_gpus
 from tfps.launch.places import Cluster, locate
 from tfps.threads import DaemonPool
 from tfps.wire.measuring import SECONDS
@@ -68,7 +69,10 @@ def examine(
         pool = DaemonPool(_AT_ONCE, "tfps-doctor-look")
         stack.callback(pool.shutdown, wait=False)
         _look(pool, visits)
-        found.append(gpus.without_tensorflow() if asked is None else asked.check())  # before it could disturb:
+        count = len(visible_gpus(environment))
+        found.append(
+            gpus.without_tensorflow(count) if asked is None else asked.check(count)
+        )  # before it could disturb:
         _measure(pool, visits, seconds)
         if not cluster.pservers and not wrong:
             found.append(Check("pservers", "skipped", HOW))

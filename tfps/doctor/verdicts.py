@@ -23,7 +23,7 @@ def unreached(found: Unreached, port: int) -> Check:
             "or TLS it listens on its own host only"
         )
     elif found.problem == "timeout":
-        advice = f"a firewall drops what goes to port {port} (open it between the hosts), or there is no such host"
+        advice = f"a firewall drops what goes to port {port} (open it between hosts), or there is no such host"
     return Check("port", "failed", f"{port}: {found.text}", advice, found.problem, {"port": port})
 
 
