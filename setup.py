@@ -40,7 +40,6 @@ TEST = [
 ]
 
 
-
 def index_page() -> str:
     """The README as a package index shows it, where relative links lead nowhere: their words stay, pictures go.
 
