@@ -93,10 +93,15 @@ def parse(argv: Sequence[str]) -> Plan:
         help="how long other workers may go on after one has failed, and how long a process may take to end when told "
         "to (default %(default)g)",
     )
+    parser.add_argument(
+        "--kubernetes", action="store_true", help="write manifests instead; comes first, has its own --help"
+    )
     parser.add_argument("-m", dest="is_module", action="store_true", help="the script is the name of a module")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="script.py [args ...]", help="what to run")
     options = parser.parse_args(argv)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if options.kubernetes:
+        parser.error("--kubernetes must be the first option: tfps_launch --kubernetes --print ... script.py")
     if not command:
         parser.error("what to run is missing: tfps_launch --workers 2 --pservers 2 script.py")
     try:
@@ -248,7 +253,12 @@ def run(plan: Plan, supervisor: Supervisor, environment: Mapping[str, str]) -> O
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `tfps_launch`; returns the exit code."""
-    plan = parse(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["--kubernetes"]:
+        from tfps.launch import kubernetes
+
+        return kubernetes.main(argv[1:])
+    plan = parse(argv)
     if sys.platform == "win32":
         print("tfps_launch: needs Linux or macOS; start tfps_pserver and the workers by hand", file=sys.stderr)
         return 1
