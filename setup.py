@@ -23,12 +23,15 @@ EXAMPLES = ["scikit-learn>=1.4"]
 METRICS = ["prometheus-client>=0.20"]
 CONSOLE = ["rich>=13"]
 TENSORBOARD = ["tensorboard>=2.18"]
+KUBERNETES = ["PyYAML>=6.0.1"]
 TEST = [
     *EXAMPLES,
     *METRICS,
     *CONSOLE,
     *TENSORBOARD,
+    *KUBERNETES,
     "hypothesis>=6.100",
+    "kubernetes-validate>=1.37",
     "psutil>=5.9",
     "pytest>=8.2",
     "pytest-timeout>=2.3",
@@ -54,6 +57,7 @@ setup(
         "examples": EXAMPLES,
         "console": CONSOLE,
         "tensorboard": TENSORBOARD,
+        "kubernetes": KUBERNETES,
         "test": TEST,
         "dev": [
             *TEST,
@@ -62,6 +66,7 @@ setup(
             "ruff>=0.9",
             "types-protobuf>=5",
             "types-psutil>=5.9",
+            "types-PyYAML>=6.0",
         ],
     },
     entry_points={

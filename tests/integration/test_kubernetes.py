@@ -78,6 +78,7 @@ def test_what_is_written_trains_to_the_end(cluster: Cluster, form: str) -> None:
         finish(training, folder)
         for rank, each in enumerate(training):
             assert f"rank={rank} workers=2 pservers=pod-p" in each.log()
+        assert not any("may be read by other users" in each.log() for each in cluster.running)
         assert all("tfps_received_bytes_total" in each.get(9100, "/metrics")[1] for each in serving)
 
 

@@ -21,6 +21,7 @@ from kubelet import Pod
 from tfps.config import Config, Launch, Security
 from tfps.launch import cli, kubernetes
 from tfps.launch.manifests import Manifest
+from tfps.types import Json
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEPLOY = ROOT / "deploy" / "kubernetes"
@@ -78,6 +79,20 @@ def check(manifest: Manifest) -> None:
         kubernetes_validate.validate(manifest, version, strict=True)
 
 
+def assert_contains(whole: Json, part: Json, where: str = "") -> None:
+    """`whole` has all that `part` has, and maybe more."""
+    if isinstance(part, dict):
+        for name, value in part.items():
+            assert name in whole, f"{where}.{name}"
+            assert_contains(whole[name], value, f"{where}.{name}")
+    elif isinstance(part, list):
+        assert len(whole) == len(part), where
+        for index, value in enumerate(part):
+            assert_contains(whole[index], value, f"{where}[{index}]")
+    else:
+        assert whole == part, where
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("options", [DEFAULT, EVERYTHING, ("--no-metrics", *DEFAULT)], ids=["default", "all", "bare"])
 def test_every_field_is_known_to_kubernetes(form: str, options: tuple[str, ...]) -> None:
@@ -85,6 +100,17 @@ def test_every_field_is_known_to_kubernetes(form: str, options: tuple[str, ...])
     assert len(found) >= 3
     for manifest in found:
         check(manifest)
+
+
+@pytest.mark.parametrize("options", [DEFAULT, EVERYTHING], ids=["default", "all"])
+@pytest.mark.parametrize("form", ["jobset", "runtime"])
+def test_every_field_is_known_to_the_published_models(form: str, options: tuple[str, ...]) -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs the package kubeflow-trainer-api")
+    for manifest in documents("--as", form, *options):
+        kind = manifest["kind"]
+        if kind != "PodDisruptionBudget":
+            model = models.JobsetV1alpha2JobSet if kind == "JobSet" else getattr(models, f"TrainerV1alpha1{kind}")
+            assert_contains(model.from_dict(manifest).to_dict(), manifest)  # what it does not know is dropped
 
 
 def test_a_service_monitor_finds_the_metrics_of_the_service() -> None:

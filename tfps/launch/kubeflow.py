@@ -1,4 +1,7 @@
-"""The pods of a job in objects of other controllers: JobSet, and Kubeflow's TFJob and ClusterTrainingRuntime."""
+"""The pods of a job in objects of other controllers: JobSet, and Kubeflow's TFJob and ClusterTrainingRuntime.
+
+Tested in tests/launch/test_kubernetes.py, and with processes in tests/integration/test_kubernetes.py.
+"""
 
 from __future__ import annotations
 

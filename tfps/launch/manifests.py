@@ -2,6 +2,8 @@
 
 What is here are pure functions from a `KubernetesJob` to manifests, which are dicts as YAML has them. `kubeflow` puts
 the same pods into objects of other controllers.
+
+Tested in tests/launch/test_kubernetes.py, and with processes in tests/integration/test_kubernetes.py.
 """
 
 from __future__ import annotations
