@@ -145,8 +145,9 @@ def pods(documents: Sequence[Manifest], secrets: Mapping[str, Mapping[str, str]]
     for each in documents:
         name, spec = each["metadata"]["name"], each.get("spec", {})
         if each["kind"] == "StatefulSet":
-            (service,) = (one for one in documents if one["metadata"]["name"] == spec["serviceName"] and one is not each
-                          and one["kind"] == "Service")  # fmt: skip
+            (service,) = (
+                one for one in documents if (one["kind"], one["metadata"]["name"]) == ("Service", spec["serviceName"])
+            )
             assert service["spec"]["clusterIP"] == "None"
             labels = spec["template"]["metadata"]["labels"]
             assert service["spec"]["selector"].items() <= labels.items()

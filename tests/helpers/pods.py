@@ -166,16 +166,18 @@ class Cluster(contextlib.ExitStack):
         return self.running[-1]
 
     def _stage(self, pod: Pod, staged: Path) -> None:
-        """Files of Secrets as a kubelet makes them: links, so that all change at once; readable for the pod's group."""
-        group = pod.spec["securityContext"]["fsGroup"]
+        """Files of Secrets as a kubelet makes them: links, so that all change at once; with a fsGroup of that group."""
+        group = pod.spec["securityContext"].get("fsGroup")
+        modes = {each["name"]: each["secret"]["defaultMode"] for each in pod.spec["volumes"] if "secret" in each}
+        names = {mount["mountPath"]: mount["name"] for mount in pod.container["volumeMounts"]}
         for path, files in pod.mounts.items():
             folder = staged / "secrets" / path.lstrip("/")
             (folder / "..data").mkdir(parents=True)
             for name, content in files.items():
                 file = folder / "..data" / name
                 file.write_text(content)
-                os.chown(file, 0, group)
-                file.chmod(0o440)
+                os.chown(file, 0, group or 0)
+                file.chmod(modes[names[path]] | (0o440 if group else 0))
                 (folder / name).symlink_to(f"..data/{name}")
         mounts = [*_opened(staged), *((self.claim(claim), Path(path)) for path, claim in pod.claims.items())]
         (staged / "mounts").write_text("".join(f"{what} {where}\n" for what, where in mounts))

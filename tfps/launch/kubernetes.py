@@ -62,8 +62,13 @@ def parse(argv: Sequence[str]) -> Order:
     )
     add = parser.add_argument
     add("--print", action="store_true", help="write the manifests (there is nothing else to do yet: required)")
-    add("--as", dest="form", choices=sorted(_FORMS), default="job", help="Job and StatefulSet, JobSet, Kubeflow's "
-        "TFJob, or a ClusterTrainingRuntime with a TrainJob (default: job)")  # fmt: skip
+    add(
+        "--as",
+        dest="form",
+        choices=sorted(_FORMS),
+        default="job",
+        help="Job and StatefulSet, JobSet, Kubeflow's TFJob, or a ClusterTrainingRuntime with a TrainJob (default: job)",
+    )
     add("--image", required=True, help="has the script, tfps and TensorFlow (deploy/docker/worker.Dockerfile)")
     add("--pserver-image", default="", metavar="IMAGE", help="has tfps[metrics] (default: the same)")
     add("--name", default="", help="of the job (default: that of the script)")
