@@ -67,7 +67,7 @@ def parse(argv: Sequence[str]) -> Order:
         dest="form",
         choices=sorted(_FORMS),
         default="job",
-        help="Job and StatefulSet, JobSet, Kubeflow's TFJob, or a ClusterTrainingRuntime with a TrainJob (default: job)",
+        help="Job and StatefulSet, JobSet, TFJob, or ClusterTrainingRuntime and TrainJob (default: job)",
     )
     add("--image", required=True, help="has the script, tfps and TensorFlow (deploy/docker/worker.Dockerfile)")
     add("--pserver-image", default="", metavar="IMAGE", help="has tfps[metrics] (default: the same)")
