@@ -21,6 +21,7 @@ from kubelet import Pod
 from tfps.config import Config, Launch, Security
 from tfps.launch import cli, kubernetes
 from tfps.launch.manifests import Manifest
+from tfps.launch.options import parse
 from tfps.types import Json
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -295,7 +296,7 @@ def test_kubernetes_must_come_first(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_script_keeps_an_option_called_kubernetes() -> None:
-    assert cli.parse(["train.py", "--kubernetes"]).args == ("--kubernetes",)
+    assert parse(["train.py", "--kubernetes"]).args == ("--kubernetes",)
 
 
 def test_names_are_made_of_those_of_scripts() -> None:
