@@ -24,6 +24,7 @@ EXAMPLES = ["scikit-learn>=1.4"]
 METRICS = ["prometheus-client>=0.20"]
 CONSOLE = ["rich>=13"]
 TENSORBOARD = ["tensorboard>=2.18"]
+KUBERNETES = ["pyyaml>=6.0.1"]
 # With some fifty others: not for every .venv. twine renders Markdown with readme-renderer[md] only.
 RELEASE = ["ipykernel>=6.29", "nbclient>=0.10", "readme-renderer[md]>=44", "twine>=6"]
 TEST = [
@@ -31,7 +32,9 @@ TEST = [
     *METRICS,
     *CONSOLE,
     *TENSORBOARD,
+    *KUBERNETES,
     "hypothesis>=6.100",
+    "kubernetes-validate>=1.37",
     "psutil>=5.9",
     "pytest>=8.2",
     "pytest-timeout>=2.3",
@@ -70,6 +73,7 @@ setup(
         "examples": EXAMPLES,
         "console": CONSOLE,
         "tensorboard": TENSORBOARD,
+        "kubernetes": KUBERNETES,
         "release": RELEASE,
         "test": TEST,
         "dev": [
@@ -77,7 +81,6 @@ setup(
             "build>=1.2",
             "matplotlib>=3.10",
             "mypy>=1.13",
-            "pyyaml>=6",
             "ruff>=0.9",
             "types-protobuf>=5",
             "types-psutil>=5.9",

@@ -32,6 +32,17 @@ def test_tf_config_gives_pservers_rank_and_workers_chief_first() -> None:
         assert resolve(None, tf_config({"type": kind, "index": index})) == Cluster(("p0:1", "p1:1"), rank, 3)
 
 
+def test_what_the_operator_of_tfjobs_writes_is_understood() -> None:
+    text = (
+        '{"cluster":{"ps":["train-ps-0.research.svc:2222"],"worker":["train-worker-0.research.svc:2222",'
+        '"train-worker-1.research.svc:2222"]},"task":{"type":"%s","index":%d},"environment":"cloud"}'
+    )
+    expected = Cluster(("train-ps-0.research.svc:2222",), 1, 2, "train")
+    assert resolve(None, {"TF_CONFIG": text % ("worker", 1), "TFPS_JOB": "train"}) == expected
+    with pytest.raises(tfps.ConfigError, match="run `tfps_pserver --port 2222 --workers 2`"):
+        resolve(None, {"TF_CONFIG": text % ("ps", 0)})
+
+
 def test_explicit_addresses_win_and_the_rank_still_comes_from_tf_config() -> None:
     assert resolve(["x:1"], tf_config({"type": "worker", "index": 1})) == Cluster(("x:1",), 2, 3)
 

@@ -185,7 +185,12 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> Outcome:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `tfps_launch`; returns the exit code."""
-    plan = parse(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["--kubernetes"]:
+        from tfps.launch import kubernetes
+
+        return kubernetes.main(argv[1:])
+    plan = parse(argv)
     if sys.platform == "win32":
         print("tfps_launch: needs Linux or macOS; start tfps_pserver and the workers by hand", file=sys.stderr)
         return 1

@@ -115,10 +115,15 @@ def parse(argv: Sequence[str]) -> Plan:
         help="how long other workers may go on after one has failed, and how long a process may take to end when told "
         "to (default %(default)g)",
     )
+    parser.add_argument(
+        "--kubernetes", action="store_true", help="write manifests instead; comes first, has its own --help"
+    )
     parser.add_argument("-m", dest="is_module", action="store_true", help="the script is the name of a module")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="script.py [args ...]", help="what to run")
     options = parser.parse_args(argv)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if options.kubernetes:
+        parser.error("--kubernetes must be the first option: tfps_launch --kubernetes --print ... script.py")
     if not command:
         parser.error("what to run is missing: tfps_launch --workers 2 --pservers 2 script.py")
     try:
