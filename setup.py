@@ -26,6 +26,7 @@ CONSOLE = ["rich>=13"]
 TENSORBOARD = ["tensorboard>=2.18"]
 # With some fifty others: not for every .venv. twine renders Markdown with readme-renderer[md] only.
 RELEASE = ["ipykernel>=6.29", "nbclient>=0.10", "readme-renderer[md]>=44", "twine>=6"]
+MPI = ["mpi4py>=4"]
 TEST = [
     *EXAMPLES,
     *METRICS,
@@ -71,6 +72,7 @@ setup(
         "console": CONSOLE,
         "tensorboard": TENSORBOARD,
         "release": RELEASE,
+        "mpi": MPI,
         "test": TEST,
         "dev": [
             *TEST,

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import mpi
 import psutil
 import pytest
 from launching import END_S, ROOT
@@ -43,7 +44,7 @@ def test_without_an_allocation_there_is_an_error_that_says_where_to_use_it() -> 
 
 
 def test_several_launchers_of_one_allocation_are_refused() -> None:
-    with pytest.raises(ConfigError, match="srun has started 4 launchers .* start tfps_launch once, without srun"):
+    with pytest.raises(ConfigError, match=r"srun has started 4 launchers .* start tfps_launch once, without srun"):
         allocated({"SLURM_JOB_NODELIST": "a", "SLURM_TASKS_PER_NODE": "4", "SLURM_STEP_NUM_TASKS": "4"})
 
 
@@ -56,7 +57,7 @@ def test_the_allocation_says_which_nodes_and_how_many_workers(tmp_path: Path, mo
     assert allocated({**nodes, "SLURM_NTASKS": "20"}) == expected
     one_each = (Host("a08"), Host("a09"), Host("b"))
     assert allocated(nodes) == one_each  # nobody asked for tasks: these are the CPUs
-    with pytest.raises(ConfigError, match="is for 1 nodes, but SLURM_JOB_NODELIST=.* has 3; within a step of srun"):
+    with pytest.raises(ConfigError, match=r"is for 1 nodes, but SLURM_JOB_NODELIST=.* has 3; within a step of srun"):
         allocated({**nodes, "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1"})
 
 
@@ -209,6 +210,48 @@ time.sleep(600)
         assert errors.splitlines()[-1] == (
             f"tfps_launch: ended by SIG{'INT' if how == 'interrupt' else 'TERM'}; all processes were ended"
         )
+
+
+@NEEDS_SLURM
+@pytest.mark.long
+def test_srun_alone_makes_a_job_on_one_node(slurm: SlurmCluster) -> None:
+    result = slurm.run("srun", "-N1", "-n3", sys.executable, "-c", mpi.MEMBER)
+    assert result.returncode == 0, result.stderr
+    assert [words[:3] for words in mpi.members(result.stdout)] == [[str(rank), "3", "1"] for rank in range(3)]
+
+
+@NEEDS_SLURM
+@pytest.mark.long
+def test_srun_alone_on_several_nodes_is_told_to_use_the_launcher(slurm: SlurmCluster) -> None:
+    result = slurm.run("srun", "-N2", "-n2", sys.executable, "-c", mpi.MEMBER)
+    assert result.returncode != 0
+    assert "srun has started 2 processes on several nodes, and no pservers are named: start `tfps_launch --slurm`" in (
+        result.stderr
+    )
+
+
+@NEEDS_SLURM
+@pytest.mark.long
+def test_a_batch_script_and_a_shell_within_an_allocation_are_alone(slurm: SlurmCluster) -> None:
+    program = (
+        "import os\nfrom tfps.launch.ranks import ranks_of\nprint(ranks_of(os.environ), os.environ['SLURM_NTASKS'])"
+    )
+    assert slurm.run("salloc", "--quiet", "-n4", sys.executable, "-c", program).stdout == "None 4\n"
+    out = slurm.folder / "batch.out"
+    script = slurm.folder / "batch.py"
+    script.write_text(f"#!{sys.executable}\n{program}\n")
+    assert slurm.run("sbatch", "--wait", "-n4", f"--output={out}", script).returncode == 0
+    assert out.read_text() == "None 4\n"
+
+
+@NEEDS_SLURM
+@pytest.mark.long
+def test_several_launchers_are_refused(slurm: SlurmCluster) -> None:
+    launcher = [sys.executable, "-m", "tfps.launch", "--slurm", script(slurm, "print('never')")]
+    result = slurm.run("srun", "-n2", *launcher)
+    assert result.returncode != 0
+    assert "srun has started 2 launchers" in result.stderr
+    assert "never" not in result.stdout
 
 
 @NEEDS_SLURM

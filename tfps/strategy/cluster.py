@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tensorflow as tf
 
-from tfps.config import Launch, check_address
+from tfps.config import Config, Launch, Security, check_address
 from tfps.errors import ConfigError
+from tfps.launch.meeting import meet
+from tfps.launch.ranks import Ranks, ranks_of
 from tfps.types import Json
 
 _WORKER_TASKS = ("chief", "master", "worker")  # in rank order
@@ -18,12 +20,17 @@ _WORKER_TASKS = ("chief", "master", "worker")  # in rank order
 
 @dataclass(frozen=True)
 class Cluster:
-    """Pserver addresses (empty: embedded), rank and number of workers (None: the pservers decide)."""
+    """Pserver addresses (empty: embedded), rank and number of workers (None: the pservers decide).
+
+    Args:
+        others: without addresses: the processes that one command has started with this one, which have to meet.
+    """
 
     pservers: tuple[str, ...] = ()
     rank: int | None = None
     workers: int | None = None
     job: str = ""
+    others: Ranks | None = None
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,30 @@ class _Tasks:
     is_evaluator: bool = False
 
 
+def find(pservers: Sequence[str] | tf.distribute.cluster_resolver.ClusterResolver | None, config: Config) -> Cluster:
+    """Returns the cluster. Processes of mpirun or srun to which nobody has named pservers start their own.
+
+    From then on this process's environment says where they are, as if `tfps_launch` had started it: later strategies
+    use the same, and so do processes that the program starts.
+
+    Raises:
+        ConfigError: see `resolve`; or there is no way to find the other processes.
+        ConnectError: a pserver did not start.
+        WaitTimeoutError: not all processes came within `config.connect_timeout_s`.
+    """
+    cluster = resolve(pservers)
+    if cluster.others is None:
+        return cluster
+    security = Security.of_worker(config)
+    if security.tls_ca:
+        raise ConfigError(
+            f"the pservers that processes of {cluster.others.source} start for themselves have no TLS, but tls_ca is "
+            "set; start tfps_pserver with its certificates and set TFPS_PSERVERS"
+        )
+    os.environ.update(meet(cluster.others, security.token_file, config.connect_timeout_s))
+    return resolve(None)
+
+
 def resolve(
     pservers: Sequence[str] | tf.distribute.cluster_resolver.ClusterResolver | None,
     environment: Mapping[str, str] | None = None,
@@ -44,9 +75,13 @@ def resolve(
     """Returns the cluster that `pservers` and the environment describe.
 
     Only a resolver's addresses count if there is one; else explicit addresses win over `TFPS_PSERVERS` (set by
-    `tfps_launch`), and that over `TF_CONFIG`; without any, the pserver is embedded. Rank and number of workers come
-    from the resolver, else from `TFPS_RANK` and `TFPS_WORKERS`, else from `TF_CONFIG`, else from the order of joining.
-    An evaluator gets an embedded pserver.
+    `tfps_launch`), and that over `TF_CONFIG`. Rank and number of workers come from the resolver, else from `TFPS_RANK`
+    and `TFPS_WORKERS`, else from `TF_CONFIG`, else from the variables of mpirun or of a step of srun with several
+    tasks (`ranks_of`), else from the order of joining. If `TFPS_WORKERS` is not their number of processes, their ranks
+    do not count.
+
+    Without any addresses one worker has an embedded pserver, and so has an evaluator. Several that one mpirun or srun
+    has started have to meet (`Cluster.others`).
 
     Raises:
         ConfigError: an address or `TF_CONFIG` is malformed, they contradict each other, workers have no pserver, or
@@ -54,6 +89,7 @@ def resolve(
     """
     environment = os.environ if environment is None else environment
     launch = Launch.from_environment(environment)
+    others = _started_with(launch, environment)
     if isinstance(pservers, tf.distribute.cluster_resolver.ClusterResolver):
         tasks = _from_resolver(pservers)
         if tasks.is_evaluator:
@@ -61,6 +97,8 @@ def resolve(
         addresses, rank, workers = _pservers_of(tasks), tasks.rank, tasks.workers
         if rank is None and launch.rank is not None:
             rank, workers = launch.rank, workers or launch.workers
+        elif rank is None and others is not None and workers in (None, others.workers):
+            rank, workers = others.rank, others.workers
     else:
         text = environment.get("TF_CONFIG", "")
         tasks = _from_tf_config(text) if text.strip() else _Tasks("TF_CONFIG")
@@ -70,11 +108,45 @@ def resolve(
         rank, workers = launch.rank, launch.workers
         if rank is None and workers is None:
             rank, workers = tasks.rank, tasks.workers
+        if rank is None and others is not None:
+            rank, workers = others.rank, others.workers
     for address in addresses:
         check_address(address)
     if len(set(addresses)) < len(addresses):
         raise ConfigError(f"pservers must be different addresses, got {', '.join(addresses)}")
-    return Cluster(addresses, rank, workers, launch.job) if addresses else Cluster(job=launch.job)
+    if addresses:
+        return Cluster(addresses, rank, workers, launch.job)
+    return Cluster(job=launch.job, others=_who_have_to_meet(rank, workers, others, launch))
+
+
+def _started_with(launch: Launch, environment: Mapping[str, str]) -> Ranks | None:
+    """The processes of mpirun or srun, if TFPS_WORKERS does not say that the job consists of others."""
+    others = ranks_of(environment)
+    if others is not None and others.workers is None:
+        others = replace(others, workers=launch.workers)
+    return others if others is None or launch.workers in (None, others.workers) else None
+
+
+def _who_have_to_meet(rank: int | None, workers: int | None, others: Ranks | None, launch: Launch) -> Ranks | None:
+    """Returns the processes that one command has started, for a worker without pservers; None: it is alone.
+
+    Raises:
+        ConfigError: it is not alone, or cannot know, and these are not the others: each process would train alone.
+    """
+    if others is not None and (rank, workers) == (others.rank, others.workers):
+        return others
+    if others is not None:
+        raise ConfigError(
+            f"{others.source} has started {others.workers} processes, but TFPS_RANK, TF_CONFIG or the cluster resolver "
+            f"says that this one is rank {rank} of {workers or 'an unknown number of'} workers, and names no pservers; "
+            "unset it, or set TFPS_PSERVERS, or set TFPS_WORKERS=1 if each process is to train alone"
+        )
+    if (workers or 1) > 1 or (rank or 0) > 0:
+        raise ConfigError(
+            f"this process is rank {'?' if rank is None else rank} of {workers or 'several'} workers (TFPS_RANK, "
+            "TFPS_WORKERS), but no pservers are named; start tfps_pserver and set TFPS_PSERVERS=HOST:PORT,..."
+        )
+    return None
 
 
 def _explicit(pservers: Sequence[str] | None) -> tuple[str, ...]:
