@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Collection
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 from launching import ROOT
 
@@ -92,3 +95,12 @@ def believing(rank: int, workers: int, **more: str) -> subprocess.Popen[str]:
 def members(output: str) -> list[list[str]]:
     """What each of them has printed: rank, workers, pservers, job."""
     return sorted(line.split()[1:] for line in output.splitlines() if line.startswith("member "))
+
+
+def no_pserver_has(words: Callable[[psutil.Process], Collection[str]], word: str) -> bool:
+    """Whether no pserver that a member has started, of this test or another, has `word` among those."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it may end meanwhile
+            if "--while-needed" in process.cmdline() and word in words(process):
+                return False
+    return True

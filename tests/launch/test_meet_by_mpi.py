@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -22,6 +23,19 @@ def test_each_host_has_a_pserver_and_all_know_all(tmp_path: Path) -> None:
     found = mpi.members(result.stdout)
     assert [words[:3] for words in found] == [[str(rank), "4", "2"] for rank in range(4)]
     assert len({name for *_, name in found}) == 1
+
+
+@mpi.needs("Open MPI", mpi4py=True)
+def test_where_a_name_of_a_host_is_unknown_all_are_reached_by_their_addresses(tmp_path: Path) -> None:
+    unknown = (
+        "import os, socket\nif os.environ['OMPI_COMM_WORLD_RANK'] == '2':\n    socket.gethostname = lambda: 'no.such'\n"
+    )
+    program = unknown + mpi.MEMBER + "sys.stdout.write(variables['TFPS_PSERVERS'] + '\\n')"
+    result = mpi.mpirun("Open MPI", *mpi.two_hosts(tmp_path), sys.executable, "-c", program)
+    assert result.returncode == 0, result.stderr
+    assert len(mpi.members(result.stdout)) == 4
+    (pservers,) = {line for line in result.stdout.splitlines() if "," in line}
+    assert re.fullmatch(r"[\d.]+:\d+,[\d.]+:\d+", pservers)
 
 
 @mpi.needs("Open MPI", mpi4py=True)

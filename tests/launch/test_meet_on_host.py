@@ -6,8 +6,8 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 import jobs
 import mpi
@@ -21,25 +21,6 @@ from tfps.launch.ranks import Ranks
 NEEDS_LINUX = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 pytestmark = NEEDS_LINUX
 RANKS = Ranks("mpirun (PMI)", "PMI_RANK", 1, 2, 1, 2, "somebody's")
-
-
-def pservers() -> list[psutil.Process]:
-    """Those that members have started, also those of other tests."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if "--while-needed" in process.cmdline():
-                found.append(process)
-    return found
-
-
-def none_has(words: Callable[[psutil.Process], Collection[str]], word: str) -> bool:
-    """Whether a pserver has the word among those."""
-    for process in pservers():
-        with suppress(psutil.Error):  # it may end meanwhile
-            if word in words(process):
-                return False
-    return True
 
 
 @pytest.fixture
@@ -64,7 +45,7 @@ def test_all_find_the_pserver_of_rank_0_and_it_ends_with_them(start: ExitStack) 
     assert [words[:3] for words in found] == [[str(rank), "3", "1"] for rank in range(3)]
     assert len(jobs_names) == 1
     (name,) = jobs_names
-    jobs.poll(lambda: none_has(lambda pserver: pserver.cmdline(), name))
+    jobs.poll(lambda: mpi.no_pserver_has(lambda pserver: pserver.cmdline(), name))
 
 
 def test_who_does_not_come_is_named_and_no_pserver_is_left(start: ExitStack) -> None:
@@ -74,7 +55,7 @@ def test_who_does_not_come_is_named_and_no_pserver_is_left(start: ExitStack) -> 
         "rank 0: 3 of the 4 processes of mpirun (PMI) did not create a tfps.Strategy within 0.2 s (connect_timeout_s): "
         "rank 1, 2, 3"
     )
-    jobs.poll(lambda: none_has(lambda pserver: [pserver.environ().get("LIMIT_S", "")], "0.2"))
+    jobs.poll(lambda: mpi.no_pserver_has(lambda pserver: [pserver.environ().get("LIMIT_S", "")], "0.2"))
 
 
 def test_without_rank_0_the_error_says_so() -> None:

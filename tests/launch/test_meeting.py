@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jobs
 import mpi
 import numpy as np
 import pytest
@@ -97,6 +98,19 @@ def test_two_jobs_at_a_time_do_not_mix() -> None:
     found = mpi.members(result.stdout)
     assert [words[0] for words in found] == ["0", "0", "1", "1"], result.stderr
     assert len({name for *_, name in found}) == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=mpi.needs(kind)) for kind in mpi.MPIRUNS])
+def test_a_rank_that_dies_ends_all_and_no_pserver_is_left(kind: str) -> None:
+    program = mpi.MEMBER.replace(
+        "worker.close()",
+        "import signal, time; os.kill(os.getpid(), signal.SIGKILL) if worker.rank else time.sleep(600)",
+    )
+    result = mpi.mpirun(kind, "-n", 2, sys.executable, "-c", program)
+    assert result.returncode != 0
+    (name,) = {words[3] for words in mpi.members(result.stdout)}
+    jobs.poll(lambda: mpi.no_pserver_has(lambda pserver: pserver.cmdline(), name))
 
 
 @pytest.mark.long

@@ -45,6 +45,7 @@ def test_a_task_of_a_step_has_its_rank_there() -> None:
 
 def test_a_batch_script_and_an_interactive_shell_are_alone() -> None:
     assert ranks_of(BATCH) is None
+    assert ranks_of({**BATCH, "SLURM_STEP_NUM_TASKS": "4"}) is None
     interactive = {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}
     assert ranks_of({**BATCH, **interactive}) is None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import socket
@@ -64,7 +63,10 @@ def meet(world: Communicator, ranks: Ranks, token_file: str, timeout_s: float) -
     for rank in others:
         exchange.send(rank, _JOB, found.line())
     own = _own_pserver(found, ranks, token_file)
-    found = found.at(*(line.decode() for line in (own, *exchange.receive(others, _PSERVER)) if line))
+    offers = [line.decode().split(" ") for line in (own, *exchange.receive(others, _PSERVER)) if line]
+    # Hosts of a job know each other by name, as mpirun does. Where one does not, as in containers, none is trusted.
+    by_name = all(_resolves(name) for _, name in offers)
+    found = found.at(*(f"{name}:{address.rpartition(':')[2]}" if by_name else address for address, name in offers))
     for rank in others:
         exchange.send(rank, _ALL, found.line())
     exchange.finish()
@@ -72,15 +74,18 @@ def meet(world: Communicator, ranks: Ranks, token_file: str, timeout_s: float) -
 
 
 def _own_pserver(found: Found, ranks: Ranks, token_file: str) -> bytes:
-    """The address of the pserver that this process has started; b"": another one of its host does that."""
+    """Starts a pserver: its address and the name of this host. b"": another process of this host does that."""
     if ranks.local_rank != 0:
         return b""
     address = start_pserver(found, ranks.workers or 1, token_file, on_one_host=False)
-    # Hosts of a job know each other by name, as mpirun does; a name that is none to this host is none to others.
-    with contextlib.suppress(OSError):
-        socket.getaddrinfo(name := socket.gethostname(), None)
-        address = f"{name}:{address.rpartition(':')[2]}"
-    return address.encode()
+    return f"{address} {socket.gethostname()}".encode()
+
+
+def _resolves(name: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except OSError:
+        return False
 
 
 class _Exchange:
