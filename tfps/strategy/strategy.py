@@ -53,7 +53,8 @@ class Strategy(tf.distribute.Strategy):
     Args:
         pservers: addresses `"host:port"`; or a `tf.distribute.cluster_resolver.ClusterResolver` (Slurm, Kubernetes,
             Simple, ...) with `ps` tasks; or None for `TFPS_PSERVERS` (set by `tfps_launch`), else the `ps` tasks of
-            `TF_CONFIG`, else a pserver embedded in this process. The chief is rank 0; an evaluator is a separate job
+            `TF_CONFIG`, else those that the processes of one mpirun or srun start, else a pserver embedded in this
+            process. The chief is rank 0; an evaluator is a separate job
             (docs/semantics.md, "Cluster").
         devices: local devices, as for `tf.distribute.MirroredStrategy`; default: all local GPUs, else the CPU.
         config: settings; default: a `tfps.Config` from the `TFPS_...` environment variables.
