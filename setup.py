@@ -27,6 +27,7 @@ TENSORBOARD = ["tensorboard>=2.18"]
 KUBERNETES = ["pyyaml>=6.0.1"]
 # With some fifty others: not for every .venv. twine renders Markdown with readme-renderer[md] only.
 RELEASE = ["ipykernel>=6.29", "nbclient>=0.10", "readme-renderer[md]>=44", "twine>=6"]
+MPI = ["mpi4py>=4"]
 TEST = [
     *EXAMPLES,
     *METRICS,
@@ -75,6 +76,7 @@ setup(
         "tensorboard": TENSORBOARD,
         "kubernetes": KUBERNETES,
         "release": RELEASE,
+        "mpi": MPI,
         "test": TEST,
         "dev": [
             *TEST,

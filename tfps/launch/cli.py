@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 START_S = 60.0  # a pserver needs less than a second; a busy machine or slow disks may take more
 _WORKER_COLOURS = (32, 36, 34, 33)
 _PSERVER_COLOUR = 35
-_READY = re.compile(r"tfps_pserver ready at (?P<address>\S+:\d+) workers=\d+")
+READY = re.compile(r"tfps_pserver ready at (?P<address>\S+:\d+) workers=\d+")
 
 
 def check_script(plan: Plan) -> None:
@@ -137,7 +137,7 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> Outcome:
 
     def start_pserver(index: int, host: str) -> Process:
         def on_line(line: str) -> None:
-            if ready := _READY.fullmatch(line):
+            if ready := READY.fullmatch(line):
                 addresses[index] = engine.reached_at(host, ready["address"])
 
         task = pserver_task(plan, index, job, engine.listens_at(host))

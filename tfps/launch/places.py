@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tfps.config import Launch, check_address
 from tfps.errors import ConfigError
+from tfps.launch.ranks import Ranks, ranks_of
 from tfps.types import Json
 
 _WORKER_TASKS = ("chief", "master", "worker")  # in rank order
@@ -21,12 +22,17 @@ _WORKER_TASKS = ("chief", "master", "worker")  # in rank order
 
 @dataclass(frozen=True)
 class Cluster:
-    """Pserver addresses (empty: embedded), rank and number of workers (None: the pservers decide)."""
+    """Pserver addresses (empty: embedded), rank and number of workers (None: the pservers decide).
+
+    Args:
+        others: without addresses: the processes that one command has started with this one, which have to meet.
+    """
 
     pservers: tuple[str, ...] = ()
     rank: int | None = None
     workers: int | None = None
     job: str = ""
+    others: Ranks | None = None
 
 
 @dataclass(frozen=True)
@@ -43,9 +49,13 @@ class Tasks:
 def locate(pservers: Sequence[str] | None, environment: Mapping[str, str] | None = None) -> Cluster:
     """Returns the cluster that `pservers` and the environment describe.
 
-    Explicit addresses win over `TFPS_PSERVERS` (set by launchers), and that over `TF_CONFIG`; without any, the pserver
-    is embedded. Rank and number of workers come from `TFPS_RANK` and `TFPS_WORKERS`, else from `TF_CONFIG`, else from
-    the order of joining. An evaluator gets an embedded pserver.
+    Explicit addresses win over `TFPS_PSERVERS` (set by launchers), and that over `TF_CONFIG`. Rank and number of
+    workers come from `TFPS_RANK` and `TFPS_WORKERS`, else from `TF_CONFIG`, else from the variables of mpirun or of a
+    step of srun with several tasks (`ranks_of`), else from the order of joining. If `TFPS_WORKERS` is not their number
+    of processes, their ranks do not count.
+
+    Without any addresses one worker has an embedded pserver, and so has an evaluator. Several that one mpirun or srun
+    has started have to meet (`Cluster.others`).
 
     Raises:
         ConfigError: an address or `TF_CONFIG` is malformed, they contradict each other, workers have no pserver, or
@@ -53,6 +63,7 @@ def locate(pservers: Sequence[str] | None, environment: Mapping[str, str] | None
     """
     environment = os.environ if environment is None else environment
     launch = Launch.from_environment(environment)
+    others = started_with(launch, environment)
     text = environment.get("TF_CONFIG", "")
     tasks = _from_tf_config(text) if text.strip() else Tasks("TF_CONFIG")
     if tasks.is_evaluator and launch.rank is None:
@@ -61,20 +72,59 @@ def locate(pservers: Sequence[str] | None, environment: Mapping[str, str] | None
     rank, workers = launch.rank, launch.workers
     if rank is None and workers is None:
         rank, workers = tasks.rank, tasks.workers
-    return cluster_of(addresses, rank, workers, launch.job)
+    if rank is None and others is not None:
+        rank, workers = others.rank, others.workers
+    return cluster_of(addresses, rank, workers, launch.job, others)
 
 
-def cluster_of(addresses: tuple[str, ...], rank: int | None, workers: int | None, job: str) -> Cluster:
-    """A cluster; without addresses one whose pserver is embedded.
+def cluster_of(
+    addresses: tuple[str, ...], rank: int | None, workers: int | None, job: str, others: Ranks | None
+) -> Cluster:
+    """A cluster; without addresses one whose pserver is embedded, or whose processes have to meet.
+
+    Args:
+        others: see `started_with`.
 
     Raises:
-        ConfigError: an address is malformed, or is there twice.
+        ConfigError: an address is malformed, or is there twice; or a worker of several has no pserver.
     """
     for address in addresses:
         check_address(address)
     if len(set(addresses)) < len(addresses):
         raise ConfigError(f"pservers must be different addresses, got {', '.join(addresses)}")
-    return Cluster(addresses, rank, workers, job) if addresses else Cluster(job=job)
+    if addresses:
+        return Cluster(addresses, rank, workers, job)
+    return Cluster(job=job, others=_who_have_to_meet(rank, workers, others))
+
+
+def started_with(launch: Launch, environment: Mapping[str, str]) -> Ranks | None:
+    """The processes of mpirun or srun, if TFPS_WORKERS does not say that the job consists of others."""
+    others = ranks_of(environment)
+    if others is not None and others.workers is None:
+        others = replace(others, workers=launch.workers)
+    return others if others is None or launch.workers in (None, others.workers) else None
+
+
+def _who_have_to_meet(rank: int | None, workers: int | None, others: Ranks | None) -> Ranks | None:
+    """Returns the processes that one command has started, for a worker without pservers; None: it is alone.
+
+    Raises:
+        ConfigError: it is not alone, or cannot know, and these are not the others: each process would train alone.
+    """
+    if others is not None and (rank, workers) == (others.rank, others.workers):
+        return others
+    if others is not None:
+        raise ConfigError(
+            f"{others.source} has started {others.workers} processes, but TFPS_RANK, TF_CONFIG or the cluster resolver "
+            f"says that this one is rank {rank} of {workers or 'an unknown number of'} workers, and names no pservers; "
+            "unset it, or set TFPS_PSERVERS, or set TFPS_WORKERS=1 if each process is to train alone"
+        )
+    if (workers or 1) > 1 or (rank or 0) > 0:
+        raise ConfigError(
+            f"this process is rank {'?' if rank is None else rank} of {workers or 'several'} workers (TFPS_RANK, "
+            "TFPS_WORKERS), but no pservers are named; start tfps_pserver and set TFPS_PSERVERS=HOST:PORT,..."
+        )
+    return None
 
 
 def _explicit(pservers: Sequence[str] | None) -> tuple[str, ...]:

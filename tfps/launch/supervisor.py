@@ -8,6 +8,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import selectors
 import signal
 import struct
@@ -46,6 +47,7 @@ class Command:
         environment: all of it.
         colour: of the terminal, 31 to 36.
         stdin: for a process on another host: a line for `tfps.launch.remote`, whose standard input then stays open.
+        noise: lines of standard error that are not shown.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Command:
     environment: Mapping[str, str]
     colour: int = 36
     stdin: bytes | None = field(default=None, repr=False)
+    noise: re.Pattern[str] | None = None
 
 
 @dataclass
@@ -304,6 +307,8 @@ class Supervisor:
 
     def _show(self, output: _Output, lines: list[str]) -> None:
         process = output.process
+        if output.error and (noise := process.command.noise) is not None:
+            lines = [line for line in lines if not noise.fullmatch(line)]
         name, colour = f"[{process.command.name}] ", process.command.colour
         if output.is_pty:
             self._console.live(name, colour, "" if lines else output.assembler.partial())
