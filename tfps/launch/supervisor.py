@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import ctypes
 import errno
 import fcntl
 import os
@@ -12,19 +11,21 @@ import selectors
 import signal
 import struct
 import subprocess
-import sys
 import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 
+from tfps.launch.groups import end_with_parent, signal_group
 from tfps.launch.terminal import Console, LineAssembler
 
 DRAIN_S = 1.0  # how long to read output after a process has ended: its children may hold its pipe
 KILL_S = 10.0  # how long to wait for a killed process before we leave without it
+REMOTE_S = 5.0  # how much longer a process on another host may take to end: word of it has to travel
+BEAT_S = 10.0  # between signs of life to other hosts
+HELLO = "tfps_launch: this host answers"  # the first line of a process on another host; not shown
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PR_SET_PDEATHSIG = 1
 _READ_BYTES = 65536
 _SSH_FAILED = 255  # the exit code of ssh itself
 
@@ -46,6 +47,7 @@ class Command:
         environment: all of it.
         colour: of the terminal, 31 to 36.
         stdin: for a process on another host: a line for `tfps.launch.remote`, whose standard input then stays open.
+        host: where it runs, for messages; "": on this machine.
     """
 
     name: str
@@ -53,16 +55,26 @@ class Command:
     environment: Mapping[str, str]
     colour: int = 36
     stdin: bytes | None = field(default=None, repr=False)
+    host: str = ""
+
+    @property
+    def title(self) -> str:
+        """Its name, and its host if that is another."""
+        return f"{self.name} on {self.host}" if self.host else self.name
 
 
 @dataclass
 class Process:
-    """A started command. `code` is its exit code, -N after signal N, None while it runs."""
+    """A started command. `code` is its exit code, -N after signal N, None while it runs.
+
+    `answered`: it runs, and not only the program that reaches its host.
+    """
 
     command: Command
     popen: subprocess.Popen[bytes]
     on_line: Callable[[str], None] | None = None
     code: int | None = None
+    answered: bool = True
     tail: list[str] = field(default_factory=list)  # its last lines on standard error
     outputs: list[_Output] = field(default_factory=list)  # those still open
 
@@ -86,6 +98,12 @@ class Process:
             return  # it has ended already, and its output says why
         if sent < len(line):
             raise OSError(f"{self.command.name}: arguments and variables of {len(line)} bytes are too long to send")
+
+    def send_beat(self) -> None:
+        """Says to a process on another host that the launcher lives."""
+        if self.popen.stdin is not None and not self.popen.stdin.closed:
+            with contextlib.suppress(OSError):  # the pipe is full, or its reader gone
+                os.write(self.popen.stdin.fileno(), b"\n")
 
     def ask_to_end(self) -> None:
         """Sends SIGTERM; on another host to the process there, whose output goes on."""
@@ -138,6 +156,8 @@ class Supervisor:
         self._grace_s = grace_s
         self._processes: list[Process] = []
         self._selector = selectors.DefaultSelector()
+        self._next_beat_s = 0.0
+        self.unheard: list[Process] = []  # those on other hosts whose end nobody has seen
         self._signals: list[int] = []  # ending signals not yet raised as Interrupted
         self._old_handlers: dict[int, object] = {}
         self._wakeup = (-1, -1)
@@ -215,7 +235,7 @@ class Supervisor:
         finally:
             for end in set(write_ends):
                 os.close(end)
-        process = Process(command, popen, on_line)
+        process = Process(command, popen, on_line, answered=command.stdin is None)
         self._processes.append(process)
         if command.stdin is not None:
             process.send(command.stdin)
@@ -243,7 +263,8 @@ class Supervisor:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return False
-            for key, _ in self._selector.select(left):
+            beat_s = self._beat()
+            for key, _ in self._selector.select(beat_s if left is None else min(left, beat_s)):
                 if isinstance(key.data, _Output):
                     self._read(key.data)
                 else:
@@ -251,16 +272,22 @@ class Supervisor:
             self._reap()
 
     def end(self, processes: Sequence[Process]) -> None:
-        """Ends the processes and their children: SIGTERM, then SIGKILL after the grace or another Ctrl-C."""
+        """Ends the processes and their children: SIGTERM, then SIGKILL after the grace or another Ctrl-C.
+
+        On other hosts `tfps.launch.remote` does so; what is killed here is the program that reaches the host.
+        """
 
         def over() -> bool:
             return all(process.ended for process in processes)
 
-        for number, timeout_s in ((signal.SIGTERM, self._grace_s), (signal.SIGKILL, KILL_S)):
+        grace_s = self._grace_s + (REMOTE_S if any(process.command.stdin for process in processes) else 0.0)
+        for number, timeout_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_S)):
             for process in processes:
                 if process.code is None and number == signal.SIGTERM:
                     process.ask_to_end()
                 elif process.code is None:
+                    if process.command.stdin is not None and process.answered:
+                        self.unheard.append(process)
                     signal_group(process.popen.pid, number)
             while True:
                 try:
@@ -276,6 +303,15 @@ class Supervisor:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
+
+    def _beat(self) -> float:
+        """Sends signs of life to other hosts if it is time; seconds until the next."""
+        now_s = time.monotonic()
+        if now_s >= self._next_beat_s:
+            self._next_beat_s = now_s + BEAT_S
+            for process in self._processes:
+                process.send_beat()
+        return self._next_beat_s - now_s
 
     def _drain_wakeups(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -304,6 +340,8 @@ class Supervisor:
 
     def _show(self, output: _Output, lines: list[str]) -> None:
         process = output.process
+        if not process.answered and not output.error:
+            lines = self._without_hello(process, lines)
         name, colour = f"[{process.command.name}] ", process.command.colour
         if output.is_pty:
             self._console.live(name, colour, "" if lines else output.assembler.partial())
@@ -315,6 +353,14 @@ class Supervisor:
                 process.on_line(line)
         if output.is_pty and lines:
             self._console.live(name, colour, output.assembler.partial())
+
+    def _without_hello(self, process: Process, lines: list[str]) -> list[str]:
+        for index, line in enumerate(lines):
+            if line.endswith(HELLO):  # a shell's start-up files may have written something before it
+                process.answered = True
+                before = line[: -len(HELLO)]
+                return [*lines[:index], *([before] if before else []), *lines[index + 1 :]]
+        return lines
 
     def _reap(self) -> None:
         """Notices ended processes, ends what they leave behind, and reads their output to its end."""
@@ -349,27 +395,3 @@ class Supervisor:
         columns = max(20, self._console.columns() - len(f"[{command.name}] ") - 1)
         with contextlib.suppress(OSError):
             fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-
-
-def signal_group(leader: int, number: int) -> None:
-    """Signals the process group of process `leader`."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty; macOS says EPERM
-        os.killpg(leader, number)
-
-
-def end_with_parent() -> Callable[[], None] | None:
-    """A `preexec_fn` that makes a child end with this process; None if unsupported.
-
-    Nothing else helps if this process gets SIGKILL. Linux ties it to the thread that forks: the main thread.
-    """
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None).prctl
-    parent = os.getpid()
-
-    def follow() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent ended in between
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return follow
