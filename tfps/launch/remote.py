@@ -144,11 +144,12 @@ def _follow(child: subprocess.Popen[bytes], request: Request) -> int:
     for thread in (*outputs, threading.Thread(target=reap, name="tfps-launch-reap", daemon=True)):
         thread.start()
     _await_end(wakeup, request.silence_s)
-    for number, limit_s in ((signal.SIGTERM, request.grace_s), (signal.SIGKILL, KILL_S)):
-        if not over.is_set():
-            signal_group(child.pid, number)
-            _await_over(over, wakeup, limit_s)
     if not over.is_set():
+        signal_group(child.pid, signal.SIGTERM)
+        _await_over(over, wakeup, request.grace_s)
+    if not over.is_set():
+        signal_group(child.pid, signal.SIGKILL)
+    if not over.wait(KILL_S):
         return _refuse(f"process {child.pid} does not end, although it was killed")
     signal_group(child.pid, signal.SIGKILL)  # what it has left behind
     deadline_s = time.monotonic() + _DRAIN_S
