@@ -100,11 +100,13 @@ class SshHosts:
             server.kill()
             server.wait(END_S)
 
-    def start(self, *arguments: object, on: int = 0, cwd: Path | None = None, **more: str) -> subprocess.Popen[str]:
-        """A `tfps_launch --ssh ...` on a host; `more`: variables of its environment."""
+    def start(
+        self, *arguments: object, on: int = 0, cwd: Path | None = None, variables: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        """A `tfps_launch --ssh ...` on a host; `variables`: more of its environment."""
         return self.hosts[on].popen(
             launching.command("--ssh", self.command, *arguments),
-            env=launching.environment(**more),
+            env=launching.environment(**(variables or {})),
             cwd=cwd or self.folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -113,8 +115,8 @@ class SshHosts:
         )
 
     def launch(self, *arguments: object, timeout_s: float = END_S, **more: str) -> subprocess.CompletedProcess[str]:
-        """The same, to its end."""
-        with self.start(*arguments, **more) as process:
+        """The same, to its end; `more`: variables of its environment."""
+        with self.start(*arguments, variables=more) as process:
             output, errors = process.communicate(timeout=timeout_s)
         return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 

@@ -9,6 +9,7 @@ import hashlib
 import os
 import signal
 import socket
+import ssl
 import sys
 from pathlib import Path
 
@@ -34,6 +35,18 @@ class Die(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def certified(host: str, port: str) -> str:
+    """The hosts that a pserver's certificate names, after a handshake with ours."""
+    context = ssl.create_default_context(cafile=os.environ["TFPS_TLS_CA"])
+    context.load_cert_chain(os.environ["TFPS_TLS_CERT"], os.environ["TFPS_TLS_KEY"])
+    context.set_alpn_protocols(["h2"])  # gRPC's
+    with (
+        socket.create_connection((host, int(port)), timeout=60) as plain,
+        context.wrap_socket(plain, server_hostname=host) as secured,
+    ):
+        return str((secured.getpeercert() or {}).get("subjectAltName"))
+
+
 def main(folder: str, dies: str = "") -> None:
     strategy = tfps.Strategy(config=tfps.Config(deterministic=True))
     keras.utils.set_random_seed(1)
@@ -45,6 +58,9 @@ def main(folder: str, dies: str = "") -> None:
         callbacks.append(Die())
     history = model.fit(x, y, batch_size=48, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=callbacks)
     digest = hashlib.sha256(b"".join(weight.tobytes() for weight in model.get_weights())).hexdigest()
+    if strategy.rank == 0:
+        for address in os.environ["TFPS_PSERVERS"].split(","):
+            print("secured", certified(*address.split(":")), flush=True)
     print("trained", strategy.rank, socket.gethostname(), [epoch + 1 for epoch in history.epoch], digest, flush=True)
     strategy.close()
 

@@ -1,4 +1,4 @@
-"""A job on several hosts, as users run it: names, no shared loopback, ssh, token, TLS; a worker dies, the job resumes."""
+"""A job on several hosts, as users run it: by ssh, with a token and TLS; a worker dies, and the job resumes."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ def test_a_job_whose_worker_was_killed_resumes_and_ends_with_the_weights_of_one_
         ]
         assert len({digest for *_, digest in expected}) == 1
         assert undisturbed.stdout.count(" ready at ") == 2
+        assert re.findall(r"secured \(\('DNS', '(\w+)'\),\)", undisturbed.stdout) == ["host0", "host1"]
 
         killed = run(hosts, tmp_path / "killed", variables, "2")
         assert killed.returncode == 128 + signal.SIGKILL, killed.stdout + killed.stderr
