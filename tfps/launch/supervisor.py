@@ -171,6 +171,8 @@ class Supervisor:
         # Every signal with a Python handler writes a byte there, so the end of a child wakes the loop.
         self._old_wakeup = signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
         for number in _ENDING_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup: the job goes on without the terminal
             self._old_handlers[number] = signal.signal(number, self._on_signal)
         self._old_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
         self._old_handlers[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda number, frame: self._resize())
@@ -355,12 +357,9 @@ class Supervisor:
             self._console.live(name, colour, output.assembler.partial())
 
     def _without_hello(self, process: Process, lines: list[str]) -> list[str]:
-        for index, line in enumerate(lines):
-            if line.endswith(HELLO):  # a shell's start-up files may have written something before it
-                process.answered = True
-                before = line[: -len(HELLO)]
-                return [*lines[:index], *([before] if before else []), *lines[index + 1 :]]
-        return lines
+        # A shell's start-up files may have written something before it, even in the same line.
+        process.answered = any(line.endswith(HELLO) for line in lines)
+        return [line.removesuffix(HELLO) for line in lines if line != HELLO]
 
     def _reap(self) -> None:
         """Notices ended processes, ends what they leave behind, and reads their output to its end."""
