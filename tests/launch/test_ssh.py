@@ -246,11 +246,13 @@ def test_hosts_may_have_ipv6_only(how: str, hosts: SshHosts, write_script: Write
     script = write_script(
         """
         import jobs, numpy as np
+        from tfps.config import Config
         from tfps.worker.worker import Worker
-        worker = Worker(os.environ["TFPS_PSERVERS"].split(","), rank=int(rank), job=os.environ["TFPS_JOB"])
+        pservers, config = os.environ["TFPS_PSERVERS"].split(","), Config(transport="tcp")
+        worker = Worker(pservers, rank=int(rank), job=os.environ["TFPS_JOB"], config=config)
         (bucket,) = worker.declare([jobs.bucket(4096)])
         total = jobs.summed(jobs.push(worker, bucket, np.full(1024, int(rank) + 1, np.float32)).wait())
-        print("told", os.environ["TFPS_PSERVERS"].replace(":", " "), set(total.tolist()))
+        print("sum", set(total.tolist()))
         worker.close()
         """
     )
@@ -258,7 +260,7 @@ def test_hosts_may_have_ipv6_only(how: str, hosts: SshHosts, write_script: Write
     helpers = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'helpers'}"
     result = hosts.launch("--hosts", f"{names[0]}:1,{names[1]}:2", script, PYTHONPATH=helpers)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("{6.0}\n") == 3
+    assert result.stdout.count("] sum {6.0}\n") == 3
 
 
 @pytest.mark.long

@@ -19,11 +19,6 @@ from tools.netlab import Netlab
 
 pytestmark = [launching.NEEDS_POSIX, NEEDS_SSH_HOSTS, pytest.mark.long]
 
-# A launcher whose hosts believe it gone after 8 seconds instead of 120.
-IMPATIENT = (
-    "import sys; from tfps.launch import cli, engine, supervisor; engine.SILENCE_S = 8.0; supervisor.BEAT_S = 1.0"
-)
-
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[SshHosts]:
@@ -102,17 +97,25 @@ def test_a_host_without_python_or_tfps_is_named(what: str, hosts: SshHosts, writ
         assert last.endswith(f"(`{python} -m tfps.launch.remote` must run on host1: install the same tfps there)")
 
 
-def test_a_connection_that_is_cut_ends_the_job_here_and_there(hosts: SshHosts, write_script: WriteScript) -> None:
-    script = write_script("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\nsignal.pause()")
-    command = f"{hosts.command} -o ServerAliveInterval=1 -o ServerAliveCountMax=3"
-    program = [sys.executable, "-c", f"{IMPATIENT}; sys.exit(cli.main())", "--ssh", command, "--grace", "1"]
-    launcher = hosts.hosts[0].popen(
-        [*program, "--hosts", "host0,host1", str(script)],
+def impatient(hosts: SshHosts, silence_s: float, *arguments: object) -> subprocess.Popen[str]:
+    """A launcher on host0 whose hosts believe it gone after so long instead of 120 s."""
+    program = (
+        "import sys; from tfps.launch import cli, engine, supervisor; supervisor.BEAT_S = 1.0; "
+        f"engine.SILENCE_S = {silence_s}; sys.exit(cli.main())"
+    )
+    return hosts.hosts[0].popen(
+        [sys.executable, "-c", program, *map(str, arguments)],
         env=launching.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def test_a_connection_that_is_cut_ends_the_job_here_and_there(hosts: SshHosts, write_script: WriteScript) -> None:
+    script = write_script("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\nsignal.pause()")
+    command = f"{hosts.command} -o ServerAliveInterval=1 -o ServerAliveCountMax=3"
+    launcher = impatient(hosts, 8.0, "--ssh", command, "--grace", 1, "--hosts", "host0,host1", script)
     with launcher:
         read_until(launcher.stdout, "] ready", 2)
         assert [line for line in hosts.running() if line.startswith("host1: ") and "script.py" in line]
@@ -128,14 +131,7 @@ def test_a_connection_that_is_cut_ends_the_job_here_and_there(hosts: SshHosts, w
 
 def test_a_launcher_that_stands_still_loses_its_hosts(hosts: SshHosts, write_script: WriteScript) -> None:
     script = write_script("print('ready', flush=True)\nsignal.pause()")
-    program = [sys.executable, "-c", f"{IMPATIENT}; sys.exit(cli.main())", "--ssh", hosts.command]
-    launcher = hosts.hosts[0].popen(
-        [*program, "--hosts", "host1", str(script)],
-        env=launching.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    launcher = impatient(hosts, 8.0, "--ssh", hosts.command, "--hosts", "host1", script)
     with launcher:
         read_until(launcher.stdout, "] ready")
         launcher.send_signal(signal.SIGSTOP)
@@ -145,3 +141,10 @@ def test_a_launcher_that_stands_still_loses_its_hosts(hosts: SshHosts, write_scr
             launcher.send_signal(signal.SIGCONT)
         launcher.communicate(timeout=ssh_hosts.END_S)
     assert launcher.returncode in (0, 128 + signal.SIGTERM)
+
+
+def test_a_job_that_says_nothing_for_long_keeps_its_hosts(hosts: SshHosts, write_script: WriteScript) -> None:
+    script = write_script("import threading\nthreading.Event().wait(25)")
+    with impatient(hosts, 15.0, "--ssh", hosts.command, "--hosts", "host0,host1", script) as launcher:
+        output, errors = launcher.communicate(timeout=ssh_hosts.END_S)
+    assert launcher.returncode == 0, output + errors
