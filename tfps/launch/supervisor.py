@@ -5,20 +5,17 @@ from __future__ import annotations
 import codecs
 import contextlib
 import errno
-import fcntl
 import os
 import selectors
 import signal
-import struct
 import subprocess
-import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 
 from tfps.launch.groups import end_with_parent, signal_group
-from tfps.launch.terminal import Console, LineAssembler
+from tfps.launch.terminal import Console, LineAssembler, resize
 
 DRAIN_S = 1.0  # how long to read output after a process has ended: its children may hold its pipe
 KILL_S = 10.0  # how long to wait for a killed process before we leave without it
@@ -391,6 +388,4 @@ class Supervisor:
 
     def _set_size(self, fd: int, command: Command) -> None:
         """Makes a pty as wide as our terminal less the prefix."""
-        columns = max(20, self._console.columns() - len(f"[{command.name}] ") - 1)
-        with contextlib.suppress(OSError):
-            fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        resize(fd, max(20, self._console.columns() - len(f"[{command.name}] ") - 1))
