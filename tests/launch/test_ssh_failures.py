@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -100,7 +101,7 @@ def test_a_host_without_python_or_tfps_is_named(what: str, hosts: SshHosts, writ
 def impatient(hosts: SshHosts, silence_s: float, *arguments: object) -> subprocess.Popen[str]:
     """A launcher on host0 whose hosts believe it gone after so long instead of 120 s."""
     program = (
-        "import sys; from tfps.launch import cli, engine, supervisor; supervisor.BEAT_S = 1.0; "
+        "import sys; from tfps.launch import cli, engine, remote_input; remote_input.BEAT_S = 1.0; "
         f"engine.SILENCE_S = {silence_s}; sys.exit(cli.main())"
     )
     return hosts.hosts[0].popen(
@@ -148,3 +149,14 @@ def test_a_job_that_says_nothing_for_long_keeps_its_hosts(hosts: SshHosts, write
     with impatient(hosts, 15.0, "--ssh", hosts.command, "--hosts", "host0,host1", script) as launcher:
         output, errors = launcher.communicate(timeout=ssh_hosts.END_S)
     assert launcher.returncode == 0, output + errors
+
+
+def test_a_launcher_whose_output_is_not_read_keeps_its_hosts(hosts: SshHosts, write_script: WriteScript) -> None:
+    script = write_script("print('ready')\nfor _ in range(40_000): print('x' * 99)\nprint('end')")
+    with impatient(hosts, 15.0, "--ssh", hosts.command, "--hosts", "host0,host1", script) as launcher:
+        read_until(launcher.stdout, "] ready", 2)
+        enough_s = time.monotonic() + 25.0
+        jobs.poll(lambda: time.monotonic() > enough_s)
+        output, errors = launcher.communicate(timeout=ssh_hosts.END_S)
+    assert launcher.returncode == 0, errors
+    assert output.count("] end\n") == 2

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 
 from tfps.launch.groups import end_with_parent, signal_group
+from tfps.launch.remote_input import Beats, RemoteInput
 from tfps.launch.terminal import Console, LineAssembler, resize
 
 DRAIN_S = 1.0  # how long to read output after a process has ended: its children may hold its pipe
 KILL_S = 10.0  # how long to wait for a killed process before we leave without it
 REMOTE_S = 5.0  # how much longer a process on another host may take to end: word of it has to travel
-BEAT_S = 10.0  # between signs of life to other hosts
 HELLO = "tfps_launch: this host answers"  # the first line of a process on another host; not shown
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _READ_BYTES = 65536
@@ -74,40 +74,19 @@ class Process:
     answered: bool = True
     tail: list[str] = field(default_factory=list)  # its last lines on standard error
     outputs: list[_Output] = field(default_factory=list)  # those still open
+    remote_input: RemoteInput | None = None  # of one on another host
 
     @property
     def ended(self) -> bool:
         """Whether it has ended and all its output has been shown."""
         return self.code is not None and not self.outputs
 
-    def send(self, line: bytes) -> None:
-        """Says to a process on another host what to run.
-
-        Raises:
-            OSError: it does not fit into a pipe at once.
-        """
-        if self.popen.stdin is None:
-            return
-        os.set_blocking(self.popen.stdin.fileno(), False)
-        try:
-            sent = os.write(self.popen.stdin.fileno(), line)
-        except BrokenPipeError:
-            return  # it has ended already, and its output says why
-        if sent < len(line):
-            raise OSError(f"{self.command.name}: arguments and variables of {len(line)} bytes are too long to send")
-
-    def send_beat(self) -> None:
-        """Says to a process on another host that the launcher lives."""
-        if self.popen.stdin is not None and not self.popen.stdin.closed:
-            with contextlib.suppress(OSError):  # the pipe is full, or its reader gone
-                os.write(self.popen.stdin.fileno(), b"\n")
-
     def ask_to_end(self) -> None:
         """Sends SIGTERM; on another host to the process there, whose output goes on."""
-        if self.popen.stdin is None:
+        if self.remote_input is None:
             signal_group(self.popen.pid, signal.SIGTERM)
         else:
-            self.popen.stdin.close()
+            self.remote_input.close()
 
     def note_end(self, code: int) -> None:
         """Notes the exit code; from another host a signal comes as a shell says it."""
@@ -153,7 +132,7 @@ class Supervisor:
         self._grace_s = grace_s
         self._processes: list[Process] = []
         self._selector = selectors.DefaultSelector()
-        self._next_beat_s = 0.0
+        self._beats = Beats()
         self.unheard: list[Process] = []  # those on other hosts whose end nobody has seen
         self._signals: list[int] = []  # ending signals not yet raised as Interrupted
         self._old_handlers: dict[int, object] = {}
@@ -183,6 +162,7 @@ class Supervisor:
         try:
             self.end(self._processes)
         finally:
+            self._beats.close()
             for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)  # type: ignore[arg-type]
             signal.set_wakeup_fd(self._old_wakeup)
@@ -236,8 +216,10 @@ class Supervisor:
                 os.close(end)
         process = Process(command, popen, on_line, answered=command.stdin is None)
         self._processes.append(process)
-        if command.stdin is not None:
-            process.send(command.stdin)
+        if command.stdin is not None and popen.stdin is not None:
+            process.remote_input = RemoteInput(command.name, popen.stdin)
+            process.remote_input.send(command.stdin)
+            self._beats.add(process.remote_input)
         for index, end in enumerate(read_ends):
             os.set_blocking(end, False)
             decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -262,8 +244,7 @@ class Supervisor:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return False
-            beat_s = self._beat()
-            for key, _ in self._selector.select(beat_s if left is None else min(left, beat_s)):
+            for key, _ in self._selector.select(left):
                 if isinstance(key.data, _Output):
                     self._read(key.data)
                 else:
@@ -302,15 +283,6 @@ class Supervisor:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
-
-    def _beat(self) -> float:
-        """Sends signs of life to other hosts if it is time; seconds until the next."""
-        now_s = time.monotonic()
-        if now_s >= self._next_beat_s:
-            self._next_beat_s = now_s + BEAT_S
-            for process in self._processes:
-                process.send_beat()
-        return self._next_beat_s - now_s
 
     def _drain_wakeups(self) -> None:
         with contextlib.suppress(BlockingIOError):
