@@ -20,6 +20,7 @@ from tfps.launch.hosts import LOOPBACK, Placement
 from tfps.launch.job import Job
 from tfps.launch.options import Plan, parse
 from tfps.launch.secret import secret_file
+from tfps.launch.where import trace_variables, where_to_look
 
 if TYPE_CHECKING:
     from tfps.launch.engine import Engine, Task
@@ -75,7 +76,8 @@ def worker_task(plan: Plan, rank: int, job: Job, among: tuple[int, int]) -> Task
     program = ["-m", plan.script] if plan.is_module else [plan.script]
     colour = _WORKER_COLOURS[rank % len(_WORKER_COLOURS)]
     argv = (sys.executable, *program, *plan.args)
-    return Task(f"worker {rank}", argv, job.worker_variables(rank), colour, among)
+    variables = {**job.worker_variables(rank), **trace_variables(plan.logdir)}
+    return Task(f"worker {rank}", argv, variables, colour, among)
 
 
 def pserver_task(plan: Plan, index: int, job: Job, host: str) -> Task:
@@ -176,6 +178,8 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> Outcome:
     if late := [pserver for index, pserver in enumerate(pservers) if index not in addresses]:
         return Outcome(1, _describe_late(late))
 
+    for line in where_to_look(plan.logdir, place, plan.metrics_port):
+        print(f"tfps_launch: {line}", file=sys.stderr, flush=True)
     job = job.at([addresses[index] for index in range(len(pservers))])
     workers = [
         # Rank 0 shows the progress bar, so it gets a terminal if there is one. On another host there is none.

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from tfps.errors import ConfigError
 from tfps.launch.hosts import Host, parse_hosts
+from tfps.launch.where import FIRST, LAST, check_logdir
 
 _PORTS = 65536
 _T = TypeVar("_T")
@@ -23,8 +24,8 @@ class Plan:
 
     `metrics_port` is pserver 0's, others count up from it; 0 picks free ports; None: no metrics. `token_file` has the
     job token; "": one is made for the job. With `hosts` (reached by the command `ssh`) or `slurm` (those of the
-    allocation), these say how many workers there are, and each gets `pservers_per_host`. `variables`: NAME or
-    NAME=VALUE, which all processes get.
+    allocation), these say how many workers there are, and each gets `pservers_per_host`. `logdir`: where some steps
+    are recorded for TensorBoard; None: nowhere. `variables`: NAME or NAME=VALUE, which all processes get.
     """
 
     script: str
@@ -40,6 +41,7 @@ class Plan:
     slurm: bool = False
     pservers_per_host: int = 1
     ssh: str = "ssh"
+    logdir: str | None = None
     variables: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -53,6 +55,7 @@ class Plan:
                 f"--metrics-port must be from 0 to {_PORTS - pservers} with {pservers} pservers, which take "
                 f"one port each, got {self.metrics_port}"
             )
+        check_logdir(self.logdir)
         if not (math.isfinite(self.grace_s) and self.grace_s >= 0):
             raise ConfigError(f"--grace must be a number of seconds, 0 or more, got {self.grace_s}")
         try:
@@ -126,6 +129,12 @@ def parse(argv: Sequence[str]) -> Plan:
         help="file with the job token of pservers and workers (default: TFPS_TOKEN_FILE, else one is made for the job)",
     )
     parser.add_argument(
+        "--logdir",
+        metavar="DIR",
+        help=f"record the training steps {FIRST} to {LAST} for TensorBoard in this directory, as "
+        f"TFPS_TRACE=DIR:{FIRST}-{LAST} does, and say where to look",
+    )
+    parser.add_argument(
         "-x",
         "--env",
         action="append",
@@ -167,6 +176,7 @@ def parse(argv: Sequence[str]) -> Plan:
             slurm=options.slurm,
             pservers_per_host=_given(options.pservers_per_host, 1),
             ssh=_given(options.ssh, "ssh"),
+            logdir=options.logdir,
             variables=tuple(options.variables),
         )
     except ConfigError as error:
