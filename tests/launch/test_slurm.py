@@ -161,7 +161,7 @@ def test_workers_of_a_node_divide_its_gpus(slurm: SlurmCluster, allocation: str,
 def test_one_worker_that_fails_ends_all(slurm: SlurmCluster, how: str, end: str, code: int) -> None:
     path = script(slurm, f"if rank == '1':\n    {how}\ntime.sleep(600)")
     result = launch(slurm, "-N2 -n3", "--grace", "1", path)
-    assert result.stderr.splitlines()[-1] == f"tfps_launch: worker 1 {end}; all others were ended"
+    assert result.stderr.splitlines()[-1] == f"tfps_launch: worker 1 on node1 {end}; all others were ended"
     assert result.returncode == code
     assert "Exited with exit code" not in result.stderr
     assert not slurm.processes()
