@@ -17,7 +17,16 @@ document.addEventListener("paste", (event) => {
   if (!home) return;
   const HOLE = "…", LEAST = 6, SHOWN = 3;
   const plain = (text) => text.replace(/\s+/g, " ").trim();
-  const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+
+  // Whether a text has all parts of a message, in their order.
+  function has(text, parts) {
+    let from = 0;
+    return parts.every((part) => {
+      const place = text.indexOf(part, from);
+      from = place + part.length;
+      return place >= 0;
+    });
+  }
 
   const known = [...document.querySelectorAll("table")]
     .filter((table) => table.querySelector("th").textContent === "message")
@@ -26,15 +35,14 @@ document.addEventListener("paste", (event) => {
       while (heading && !/^H[23]$/.test(heading.tagName)) heading = heading.previousElementSibling;
       return [...table.querySelectorAll("td code")].map((code) => {
         const parts = plain(code.textContent).split(HOLE);
-        const pattern = new RegExp(parts.map(escaped).join(".*?"), "s");
-        return { code, heading, pattern, letters: parts.join("").replace(/\W/g, "").length };
+        return { code, heading, parts, letters: parts.join("").replace(/\W/g, "").length };
       });
     });
 
   // The messages in a text, those that explain most of it first.
   function find(text) {
     const given = plain(text);
-    return known.filter(({ letters, pattern }) => letters >= LEAST && pattern.test(given))
+    return known.filter(({ letters, parts }) => letters >= LEAST && has(given, parts))
       .sort((one, other) => other.letters - one.letters).slice(0, SHOWN);
   }
 

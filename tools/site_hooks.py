@@ -37,6 +37,7 @@ _COMMENT = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)
 _INDENT = 2
 # Of pages in searches: long lists of messages count little otherwise, long tables of figures too much.
 _BOOST = {"troubleshooting.md": 4, "security.md": 4, "semantics.md": 2, "benchmarks.md": 0.3, "scaling.md": 0.3}
+_HIDDEN = {"index.md": ["navigation"], "migrate.md": ["toc"]}  # for more room
 
 
 class _TwoSpaces(Extension):
@@ -77,10 +78,10 @@ def content_of(source: str) -> str:
 
 
 def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Leaves comments out and mends links."""
-    if page.file.src_uri in _BOOST:
-        page.meta["search"] = {"boost": _BOOST[page.file.src_uri]}
-    return mended(_COMMENT.sub("", text), page.file.src_uri)
+    """Leaves comments out, mends links, says what Material wants to know of a page."""
+    name = page.file.src_uri
+    page.meta |= {"search": {"boost": _BOOST.get(name, 1)}, "hide": _HIDDEN.get(name, [])}
+    return mended(_COMMENT.sub("", text), name)
 
 
 def mended(text: str, page: str) -> str:
