@@ -7,6 +7,7 @@ known only at run time is an ellipsis: `slice_bytes must be positive, got …`.
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import pathlib
 import re
@@ -46,7 +47,8 @@ def error_classes(package: pathlib.Path = PACKAGE) -> dict[str, str]:
     return {node.name: ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
-def messages(package: pathlib.Path = PACKAGE) -> list[Message]:
+@functools.cache
+def messages(package: pathlib.Path = PACKAGE) -> tuple[Message, ...]:
     """All of them, sorted, each text once per class.
 
     An error whose message is all made at run time (`kind(text)`, what arrives over the network) says nothing new: the
@@ -56,19 +58,18 @@ def messages(package: pathlib.Path = PACKAGE) -> list[Message]:
     for kind, text, path, line in _Package(package).errors():
         if len(re.findall(r"\w{2,}", text)) > 1:
             found.setdefault((kind, text), Message(kind, text, path, line))
-    return sorted(found.values())
+    return tuple(sorted(found.values()))
 
 
 class _Package:
-    """The sources: functions and constants by name, and which function holds which node."""
+    """The sources: functions and constants by name, and what holds which node."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._kinds = set(error_classes(folder))
         self._trees: dict[str, ast.Module] = {}
         self._functions: dict[str, list[_Function]] = defaultdict(list)
         self._constants: dict[str, list[ast.expr]] = defaultdict(list)
-        self._holders: dict[ast.AST, list[ast.AST]] = defaultdict(list)  # from the inside out
-        self._modules: dict[ast.AST, ast.Module] = {}
+        self._parents: dict[ast.AST, ast.AST] = {}
         for path in sorted(folder.rglob("*.py")):
             if "protos" not in path.relative_to(folder).parts:
                 tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -76,16 +77,22 @@ class _Package:
                 self._index(tree)
 
     def _index(self, tree: ast.Module) -> None:
-        self._modules.update(dict.fromkeys(ast.walk(tree), tree))
-        for node in ast.walk(tree):  # outer functions come before those inside them
+        for node in ast.walk(tree):
+            self._parents.update(dict.fromkeys(ast.iter_child_nodes(node), node))
             if isinstance(node, _Function):
                 self._functions[node.name].append(node)
-            if isinstance(node, (*get_args(_Function), ast.For)):
-                for held in ast.walk(node):
-                    self._holders[held].insert(0, node)
         for node in tree.body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 self._constants[node.targets[0].id].append(node.value)
+
+    def _around(self, node: ast.AST) -> Iterator[ast.AST]:
+        """What holds a node, from the inside out; the module is the last."""
+        while (parent := self._parents.get(node)) is not None:
+            yield parent
+            node = parent
+
+    def _module(self, node: ast.AST) -> ast.AST:
+        return [node, *self._around(node)][-1]
 
     def errors(self) -> Iterator[tuple[str, str, str, int]]:
         """(class, text, module, line) of every error that is made."""
@@ -121,8 +128,10 @@ class _Package:
 
     def _given(self, name: ast.Name) -> list[ast.expr]:
         """What the loop or function that holds a name assigns to it, or one around that, or a module."""
-        for holder in self._holders[name]:
+        for holder in self._around(name):
             nodes = [holder] if isinstance(holder, ast.For) else ast.walk(holder)
+            if not isinstance(holder, (*get_args(_Function), ast.For)):
+                continue
             if found := [value for node in nodes for value in self._values(node, name.id)]:
                 return found
         found = self._constants[name.id]
@@ -150,7 +159,7 @@ class _Package:
     def _returned(self, node: ast.expr) -> list[ast.expr]:
         """What the function that an expression calls may return, if its module or the package has one of that name."""
         called = self._functions[_name(node.func)] if isinstance(node, ast.Call) else []
-        called = [each for each in called if self._modules[each] is self._modules[node]] or called
+        called = [each for each in called if self._module(each) is self._module(node)] or called
         if len(called) != 1:
             return []
         return [each.value for each in ast.walk(called[0]) if isinstance(each, ast.Return) and each.value is not None]

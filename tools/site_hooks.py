@@ -43,7 +43,7 @@ _HIDDEN = {"index.md": ["navigation"], "migrate.md": ["toc"]}  # for more room
 class _TwoSpaces(Extension):
     """A nested list is indented by two spaces."""
 
-    def extendMarkdown(self, md: markdown.Markdown) -> None:  # noqa: N802  # Markdown's name
+    def extendMarkdown(self, md: markdown.Markdown) -> None:  # Markdown's name
         before, md.tab_length = md.tab_length, _INDENT  # read by the following when they are made
         md.parser.blockprocessors.register(ListIndentProcessor(md.parser), "indent", 90)
         md.parser.blockprocessors.register(OListProcessor(md.parser), "olist", 40)
@@ -53,7 +53,7 @@ class _TwoSpaces(Extension):
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Adds what has no name in mkdocs.yml."""
-    config.markdown_extensions.append(_TwoSpaces())  # type: ignore[arg-type]  # Markdown takes names and extensions
+    config.markdown_extensions.append(_TwoSpaces())  # Markdown takes names and extensions
     return config
 
 
@@ -61,7 +61,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds what is not in docs/."""
     for page, source in _MADE.items():
         files.append(File.generated(config, page, content=content_of(source)))
-    layers = {path.stem: json.loads(path.read_text(encoding="utf-8"))["layers"] for path in sorted(PROFILES.glob("*.json"))}
+    read = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(PROFILES.glob("*.json"))}
+    layers = {name: profile["layers"] for name, profile in read.items()}
     files.append(File.generated(config, "size/profiles.js", content=f"const tfpsProfiles = {json.dumps(layers)};\n"))
     return files
 
