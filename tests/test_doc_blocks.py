@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import doc_blocks
@@ -34,7 +35,9 @@ COMMANDS = {
     "tfps_trace": "tfps/trace/cli.py",
 }
 
-with_python = [page for page in doc_blocks.PAGES if any(not (b.reason or b.file) for b in doc_blocks.blocks(page, "python"))]
+with_python = [
+    page for page in doc_blocks.PAGES if any(not (b.reason or b.file) for b in doc_blocks.blocks(page, "python"))
+]
 with_shell = [page for page in doc_blocks.PAGES if any(not b.reason for b in doc_blocks.blocks(page, "sh"))]
 ALL = [block for page in doc_blocks.PAGES for block in doc_blocks.blocks(page)]
 
@@ -157,7 +160,9 @@ class Shell(contextlib.ExitStack):
             self.start(shlex.split(self.here(line), comments=True), named or [HOSTS["10.0.0.4"]])
         elif "python train.py" in line and self._addresses:
             joins = {"TFPS_PSERVERS": ",".join(self._addresses)}
-            jobs.together(*[lambda: self.run(self.here(line), joins)] * self._workers)
+            with ThreadPoolExecutor(self._workers) as pool:
+                for ended in [pool.submit(self.run, self.here(line), joins) for _ in range(self._workers)]:
+                    ended.result()
         else:
             self.run(self.here(line))
 

@@ -23,7 +23,7 @@ from tools.messages import ROOT, Message, error_classes, messages
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
 PROGRAM = "tools/make_messages_page.py"
-_PLACE = re.compile(r"<!-- messages: (\w+)(?:: (.+?))? -->\n.*?<!-- end -->\n", re.DOTALL)
+_PLACE = re.compile(r"<!-- messages: (\w+)(?::\s(.+?))? -->\n.*?<!-- end -->\n", re.DOTALL)
 
 
 class PageError(Exception):
@@ -45,7 +45,7 @@ class Place:
 def places(page: str) -> list[Place]:
     """Of a page, in order."""
     return [
-        Place(found[1], tuple(part.strip() for part in (found[2] or "").split(" | ") if part.strip()))
+        Place(found[1], tuple(filter(None, " ".join((found[2] or "").split()).split(" | "))))
         for found in _PLACE.finditer(page)
     ]
 
@@ -79,7 +79,7 @@ def fill(page: str, known: Sequence[Message], classes: Sequence[str]) -> str:
 
 
 def _table(place: str, texts: list[str]) -> str:
-    first = place.partition("\n")[0]
+    first = place.partition(" -->")[0] + " -->"
     rows = "".join(f"| {_code(text)} |\n" for text in sorted(texts, key=lambda text: text.strip("…'- ").lower()))
     return f"{first}\n\n| message |\n|---|\n{rows}\n<!-- end -->\n" if rows else f"{first}\n<!-- end -->\n"
 
