@@ -218,4 +218,5 @@ class Shell(contextlib.ExitStack):
     def _environment(self) -> dict[str, str]:
         programs = [str(self._folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
         own = {"PATH": os.pathsep.join(programs), "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
+        own["TFPS_CONNECT_TIMEOUT_S"] = "400"  # on a busy machine processes start minutes apart
         return {**os.environ, **own}
