@@ -129,9 +129,11 @@ class _Package:
     def _given(self, name: ast.Name) -> list[ast.expr]:
         """What the loop or function that holds a name assigns to it, or one around that, or a module."""
         for holder in self._around(name):
-            nodes = [holder] if isinstance(holder, ast.For) else ast.walk(holder)
             if not isinstance(holder, (*get_args(_Function), ast.For)):
                 continue
+            nodes = [holder]
+            if not isinstance(holder, ast.For):  # loops around the name have had their turn
+                nodes = [node for node in ast.walk(holder) if not isinstance(node, ast.For)]
             if found := [value for node in nodes for value in self._values(node, name.id)]:
                 return found
         found = self._constants[name.id]
@@ -158,8 +160,15 @@ class _Package:
 
     def _returned(self, node: ast.expr) -> list[ast.expr]:
         """What the function that an expression calls may return, if its module or the package has one of that name."""
-        called = self._functions[_name(node.func)] if isinstance(node, ast.Call) else []
-        called = [each for each in called if self._module(each) is self._module(node)] or called
+        if not isinstance(node, ast.Call):
+            return []
+        is_method = isinstance(node.func, ast.Attribute)
+        called = self._functions[_name(node.func)]
+        for fits in (
+            lambda each: self._module(each) is self._module(node),
+            lambda each: isinstance(self._parents[each], ast.ClassDef) == is_method,
+        ):
+            called = list(filter(fits, called)) or called
         if len(called) != 1:
             return []
         return [each.value for each in ast.walk(called[0]) if isinstance(each, ast.Return) and each.value is not None]

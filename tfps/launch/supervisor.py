@@ -8,6 +8,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import selectors
 import signal
 import struct
@@ -26,6 +27,7 @@ KILL_S = 10.0  # how long to wait for a killed process before we leave without i
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _READ_BYTES = 65536
+_SSH_FAILED = 255  # the exit code of ssh itself
 
 
 class Interrupted(Exception):
@@ -38,12 +40,22 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Command:
-    """What to run: a display name ("worker 0"), arguments, the whole environment, a terminal colour (31 to 36)."""
+    """What to run.
+
+    Args:
+        name: as shown ("worker 0").
+        environment: all of it.
+        colour: of the terminal, 31 to 36.
+        stdin: for a process on another host: a line for `tfps.launch.remote`, whose standard input then stays open.
+        noise: lines of standard error that are not shown.
+    """
 
     name: str
     argv: Sequence[str]
     environment: Mapping[str, str]
     colour: int = 36
+    stdin: bytes | None = field(default=None, repr=False)
+    noise: re.Pattern[str] | None = None
 
 
 @dataclass
@@ -61,6 +73,34 @@ class Process:
     def ended(self) -> bool:
         """Whether it has ended and all its output has been shown."""
         return self.code is not None and not self.outputs
+
+    def send(self, line: bytes) -> None:
+        """Says to a process on another host what to run.
+
+        Raises:
+            OSError: it does not fit into a pipe at once.
+        """
+        if self.popen.stdin is None:
+            return
+        os.set_blocking(self.popen.stdin.fileno(), False)
+        try:
+            sent = os.write(self.popen.stdin.fileno(), line)
+        except BrokenPipeError:
+            return  # it has ended already, and its output says why
+        if sent < len(line):
+            raise OSError(f"{self.command.name}: arguments and variables of {len(line)} bytes are too long to send")
+
+    def ask_to_end(self) -> None:
+        """Sends SIGTERM; on another host to the process there, whose output goes on."""
+        if self.popen.stdin is None:
+            signal_group(self.popen.pid, signal.SIGTERM)
+        else:
+            self.popen.stdin.close()
+
+    def note_end(self, code: int) -> None:
+        """Notes the exit code; from another host a signal comes as a shell says it."""
+        remote_signal = self.command.stdin is not None and 128 < code < _SSH_FAILED
+        self.code = 128 - code if remote_signal else code
 
     def describe_end(self) -> str:
         """How it ended, in words."""
@@ -164,12 +204,12 @@ class Supervisor:
         try:
             popen = subprocess.Popen(
                 command.argv,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if command.stdin is None else subprocess.PIPE,
                 stdout=write_ends[0],
                 stderr=write_ends[1],
                 env=dict(command.environment),
                 start_new_session=True,  # only we get Ctrl-C, and the group can be ended with all its children
-                preexec_fn=_end_with_parent(),
+                preexec_fn=end_with_parent(),
             )
         except BaseException:
             for end in read_ends:
@@ -180,6 +220,8 @@ class Supervisor:
                 os.close(end)
         process = Process(command, popen, on_line)
         self._processes.append(process)
+        if command.stdin is not None:
+            process.send(command.stdin)
         for index, end in enumerate(read_ends):
             os.set_blocking(end, False)
             decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -219,8 +261,10 @@ class Supervisor:
 
         for number, timeout_s in ((signal.SIGTERM, self._grace_s), (signal.SIGKILL, KILL_S)):
             for process in processes:
-                if process.code is None:
-                    _signal_group(process, number)
+                if process.code is None and number == signal.SIGTERM:
+                    process.ask_to_end()
+                elif process.code is None:
+                    signal_group(process.popen.pid, number)
             while True:
                 try:
                     if self.wait(over, timeout_s):
@@ -263,6 +307,8 @@ class Supervisor:
 
     def _show(self, output: _Output, lines: list[str]) -> None:
         process = output.process
+        if output.error and (noise := process.command.noise) is not None:
+            lines = [line for line in lines if not noise.fullmatch(line)]
         name, colour = f"[{process.command.name}] ", process.command.colour
         if output.is_pty:
             self._console.live(name, colour, "" if lines else output.assembler.partial())
@@ -281,8 +327,8 @@ class Supervisor:
         for process in self._processes:
             if process.code is None and os.waitid(os.P_PID, process.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 # Before it is reaped: until then nobody else can get its group number.
-                _signal_group(process, signal.SIGKILL)
-                process.code = process.popen.wait()
+                signal_group(process.popen.pid, signal.SIGKILL)
+                process.note_end(process.popen.wait())
                 ended.append(process)
         deadline = time.monotonic() + DRAIN_S
         for process in ended:
@@ -310,12 +356,13 @@ class Supervisor:
             fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
 
-def _signal_group(process: Process, number: int) -> None:
+def signal_group(leader: int, number: int) -> None:
+    """Signals the process group of process `leader`."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty; macOS says EPERM
-        os.killpg(process.popen.pid, number)
+        os.killpg(leader, number)
 
 
-def _end_with_parent() -> Callable[[], None] | None:
+def end_with_parent() -> Callable[[], None] | None:
     """A `preexec_fn` that makes a child end with this process; None if unsupported.
 
     Nothing else helps if this process gets SIGKILL. Linux ties it to the thread that forks: the main thread.
@@ -325,9 +372,9 @@ def _end_with_parent() -> Callable[[], None] | None:
     prctl = ctypes.CDLL(None).prctl
     parent = os.getpid()
 
-    def end_with_parent() -> None:
+    def follow() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the parent ended in between
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return end_with_parent
+    return follow
