@@ -20,7 +20,7 @@ fi
 # belongs to it until it is named here.
 slow=(
     tests/{graph,input,integration,keras_hooks,runtime,strategy,tensorboard,tools}
-    tests/launch/test_{cli,supervisor,terminal}.py
+    tests/launch/test_{cli,remote,ssh,ssh_failures,supervisor,terminal}.py
     tests/pserver/test_{cli,console,security,strangers}.py
     tests/test_{api,callbacks,errors,packaging,private_names,site,versions}.py
 )

@@ -172,7 +172,9 @@ def test_a_pserver_that_does_not_start_is_a_clear_error(write_script: WriteScrip
 def test_a_signal_to_the_launcher_ends_all(
     number: signal.Signals, write_script: WriteScript, start: Callable[..., Running]
 ) -> None:
+    old = signal.signal(number, signal.SIG_DFL)  # nohup has SIGHUP ignored, in us too
     running = start("--workers", 2, "--pservers", 2, write_script("print('ready'); signal.pause()"))
+    signal.signal(number, old)
     running.wait_ready(2)
     assert len(running.processes) == 4
     running.popen.send_signal(number)
@@ -180,6 +182,16 @@ def test_a_signal_to_the_launcher_ends_all(
     assert code == 128 + number
     assert errors.splitlines()[-1] == f"tfps_launch: ended by {number.name}; all processes were ended"
     assert not running.survivors()
+
+
+def test_under_nohup_the_job_outlives_its_terminal(write_script: WriteScript, start: Callable[..., Running]) -> None:
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    running = start("--grace", 0.2, write_script("print('ready'); signal.pause()"))
+    signal.signal(signal.SIGHUP, old)
+    running.wait_ready(1)
+    running.popen.send_signal(signal.SIGHUP)
+    running.popen.send_signal(signal.SIGTERM)
+    assert running.finish()[0] == 128 + signal.SIGTERM
 
 
 def test_a_worker_that_ignores_sigterm_is_killed(write_script: WriteScript, start: Callable[..., Running]) -> None:

@@ -9,9 +9,8 @@ import secrets
 import shlex
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from tfps.errors import ConfigError
 from tfps.launch.hosts import LOOPBACK, Placement
 from tfps.launch.job import Job
 from tfps.launch.options import Plan, parse
+from tfps.launch.secret import secret_file
 from tfps.launch.where import trace_variables, where_to_look
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 START_S = 60.0  # a pserver needs less than a second; a busy machine or slow disks may take more
 _WORKER_COLOURS = (32, 36, 34, 33)
 _PSERVER_COLOUR = 35
+_LOGINS = 8  # on their way to a host at a time: of more than 10 sshd refuses some (MaxStartups)
 READY = re.compile(r"tfps_pserver ready at (?P<address>\S+:\d+) workers=\d+")
 
 
@@ -64,10 +65,8 @@ def with_token(plan: Plan, environment: Mapping[str, str]) -> Iterator[Plan]:
     if known := plan.token_file or environment.get("TFPS_TOKEN_FILE", "").strip():
         yield replace(plan, token_file=known)
         return
-    with tempfile.NamedTemporaryFile("w", prefix="tfps-token-") as file:  # with mode 0600
-        file.write(secrets.token_urlsafe(32))
-        file.flush()
-        yield replace(plan, token_file=file.name)
+    with secret_file(secrets.token_urlsafe(32)) as path:
+        yield replace(plan, token_file=path)
 
 
 def worker_task(plan: Plan, rank: int, job: Job, among: tuple[int, int]) -> Task:
@@ -94,21 +93,35 @@ def engine_of(plan: Plan, environment: Mapping[str, str]) -> Engine:
     """What starts the processes of `plan`.
 
     Raises:
-        ConfigError: an option does not fit the place.
-        OSError: the token file cannot be read.
+        ConfigError: an option does not fit the place, or the token file cannot be read.
     """
     from tfps.launch.engine import Local
     from tfps.launch.slurm import Slurm, allocated
     from tfps.launch.ssh import Ssh
 
     hosts = allocated(environment) if plan.slurm else plan.hosts
+    chosen = plan.chosen(environment)
     if not hosts or (not plan.slurm and hosts[0].name in LOOPBACK):
         pservers = plan.pservers_per_host if hosts else plan.pservers
-        return Local(Placement(("localhost",) * plan.workers, ("localhost",) * pservers), environment)
+        return Local(Placement(("localhost",) * plan.workers, ("localhost",) * pservers), environment, chosen=chosen)
     placement = Placement.of(hosts, plan.pservers_per_host)
-    token = Path(plan.token_file).read_text(encoding="utf-8").strip()
-    options = placement, environment, str(Path.cwd()), token, plan.grace_s
-    return Slurm(*options) if plan.slurm else Ssh(*options, tuple(shlex.split(plan.ssh)))
+    try:
+        token = Path(plan.token_file).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"token file {plan.token_file} cannot be read: {error}") from None
+    options = placement, environment, _directory(environment), token, plan.grace_s
+    if plan.slurm:
+        return Slurm(*options, chosen=chosen)
+    return Ssh(*options, tuple(shlex.split(plan.ssh)), chosen=chosen)
+
+
+def _directory(environment: Mapping[str, str]) -> str:
+    """The working directory as the user's shell calls it: an automounter's real name may be another on each host."""
+    shown = environment.get("PWD", "")
+    with suppress(OSError):
+        if Path(shown).is_absolute() and Path(shown).samefile(Path.cwd()):
+            return shown
+    return str(Path.cwd())
 
 
 def exit_code(code: int) -> int:
@@ -128,40 +141,49 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> Outcome:
     """Starts pservers, then workers, and waits until the workers have ended or one process has failed."""
     from tfps.launch.engine import Local
 
+    is_local = isinstance(engine, Local)
     name = plan.script if plan.is_module else Path(plan.script).stem
     place = engine.placement
     # On other hosts a process gets the token itself, and a file there.
-    job = Job.named(name, len(place.workers), plan.token_file if isinstance(engine, Local) else "")
+    job = Job.named(name, len(place.workers), plan.token_file if is_local else "")
 
     addresses: dict[int, str] = {}
+    logging_in: dict[str, list[Process]] = {}
+
+    def start(
+        host: str, task: Task, *, terminal: bool = False, on_line: Callable[[str], None] | None = None
+    ) -> Process:
+        """Starts a task when fewer than `_LOGINS` are on their way to its host."""
+        before = logging_in.setdefault(host, [])
+        supervisor.wait(lambda: sum(not (each.answered or each.ended) for each in before) < _LOGINS, START_S)
+        before.append(supervisor.start(engine.on(host, task), terminal=terminal, on_line=on_line))
+        return before[-1]
 
     def start_pserver(index: int, host: str) -> Process:
         def on_line(line: str) -> None:
             if ready := READY.fullmatch(line):
                 addresses[index] = engine.reached_at(host, ready["address"])
 
-        task = pserver_task(plan, index, job, engine.listens_at(host))
-        return supervisor.start(engine.on(host, task), on_line=on_line)
+        return start(host, pserver_task(plan, index, job, engine.listens_at(host)), on_line=on_line)
 
     pservers = [start_pserver(index, host) for index, host in enumerate(place.pservers)]
-    started = supervisor.wait(
-        lambda: len(addresses) == len(pservers) or any(pserver.ended for pserver in pservers), START_S
-    )
-    for index, (pserver, host) in enumerate(zip(pservers, place.pservers, strict=True)):
-        where = "" if isinstance(engine, Local) else f" on {host}"
+    supervisor.wait(lambda: len(addresses) == len(pservers) or any(pserver.ended for pserver in pservers), START_S)
+    for pserver in pservers:
         if pserver.ended:
             said = f": {pserver.tail[-1]}" if pserver.tail else ""
-            message = f"{pserver.command.name}{where} did not start, it {pserver.describe_end()}{said}"
+            message = (
+                f"{pserver.command.title} did not start, it {pserver.describe_end()}{said}{_explain(pserver, engine)}"
+            )
             return Outcome(exit_code(pserver.code or 1), message)
-        if not started and index not in addresses:
-            return Outcome(1, f"{pserver.command.name}{where} was not ready within {START_S:g} s")
+    if late := [pserver for index, pserver in enumerate(pservers) if index not in addresses]:
+        return Outcome(1, _describe_late(late))
 
     for line in where_to_look(plan.logdir, place, plan.metrics_port):
         print(f"tfps_launch: {line}", file=sys.stderr, flush=True)
     job = job.at([addresses[index] for index in range(len(pservers))])
     workers = [
-        # Rank 0 shows the progress bar, so it gets a terminal if there is one.
-        supervisor.start(engine.on(host, worker_task(plan, rank, job, place.neighbors(rank))), terminal=rank == 0)
+        # Rank 0 shows the progress bar, so it gets a terminal if there is one. On another host there is none.
+        start(host, worker_task(plan, rank, job, place.neighbors(rank)), terminal=rank == 0 and is_local)
         for rank, host in enumerate(place.workers)
     ]
     failed: list[Process] = []
@@ -171,6 +193,9 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> Outcome:
         failed.extend(pserver for pserver in pservers if pserver.ended)
         return bool(failed) or all(worker.ended for worker in workers)
 
+    supervisor.wait(lambda: is_over() or all(worker.answered for worker in workers), START_S)
+    if late := [worker for worker in workers if not (worker.answered or worker.ended or failed)]:
+        return Outcome(1, _describe_late(late))
     supervisor.wait(is_over)
     if not failed:
         return Outcome(0)
@@ -179,8 +204,21 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> Outcome:
     # Lets the others report what they saw (a stack, whom they waited for) before they are ended.
     supervisor.wait(lambda: all(worker.ended for worker in workers), plan.grace_s)
     too_early = " while workers were still running" if first.code == 0 else ""
-    message = f"{first.command.name} {first.describe_end()}{too_early}; all others were ended"
+    message = f"{first.command.title} {first.describe_end()}{_explain(first, engine)}{too_early}; all others were ended"
     return Outcome(exit_code(first.code or 1), message)
+
+
+def _explain(process: Process, engine: Engine) -> str:
+    """In brackets, what its host needs; "" if the process ran."""
+    why = engine.explain(process.command.host, process.code or 0, process.answered)
+    return f" ({why})" if why else ""
+
+
+def _describe_late(late: Sequence[Process]) -> str:
+    """Which have not started in time."""
+    names = ", ".join(process.command.title for process in late)
+    host = next((process.command.host for process in late if not process.answered), "")
+    return f"{names}: not ready within {START_S:g} s{f'; {host} has not answered' if host else ''}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -194,6 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.platform == "win32":
         print("tfps_launch: needs Linux or macOS; start tfps_pserver and the workers by hand", file=sys.stderr)
         return 1
+    from tfps.launch.engine import SILENCE_S
     from tfps.launch.supervisor import Interrupted, Supervisor
     from tfps.launch.terminal import Console
 
@@ -205,9 +244,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ConfigError, OSError) as error:
             print(f"tfps_launch: {error}", file=sys.stderr)
             return 2
+        supervisor = Supervisor(Console(sys.stdout, sys.stderr, log), plan.grace_s)
         try:
             plan = stack.enter_context(with_token(plan, os.environ))
-            with Supervisor(Console(sys.stdout, sys.stderr, log), plan.grace_s) as supervisor:
+            with supervisor:
                 outcome = run(plan, supervisor, engine_of(plan, os.environ))
         except ConfigError as error:
             outcome = Outcome(2, str(error))
@@ -219,6 +259,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 128 + signal.SIGPIPE
         except OSError as error:
             outcome = Outcome(1, f"cannot start a process: {error}")
+        if supervisor.unheard:
+            names = ", ".join(process.command.title for process in supervisor.unheard)
+            print(
+                f"tfps_launch: {names}: no answer; a host ends by itself within {SILENCE_S:g} s what it runs for a "
+                "launcher that it does not hear",
+                file=sys.stderr,
+            )
     if outcome.message:
         print(f"tfps_launch: {outcome.message}", file=sys.stderr)
     return outcome.code

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tfps.launch.gpus import share_of_gpus
-from tfps.launch.hosts import LOOPBACK, Placement
+from tfps.launch.hosts import LOOPBACK, Placement, has_only_ipv6
 from tfps.launch.remote import Request
 from tfps.launch.supervisor import Command
 
+SILENCE_S = 120.0  # a host that hears nothing of the launcher for so long ends what it runs for it
 _CARRIED = ("TFPS_", "TF_", "KERAS_", "PYTHON")
+_NOT_FOUND = (126, 127)  # exit codes of a shell
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,12 @@ class Engine(ABC):
 
     Args:
         environment: of the launcher.
+        chosen: variables that every process gets, whatever they are called.
     """
 
     placement: Placement
     environment: Mapping[str, str] = field(repr=False)
+    chosen: Mapping[str, str] = field(default_factory=dict, repr=False, kw_only=True)
 
     @abstractmethod
     def listens_at(self, host: str) -> str:
@@ -55,6 +61,14 @@ class Engine(ABC):
     @abstractmethod
     def on(self, host: str, task: Task) -> Command:
         """The command that runs `task` on `host`, to be started here."""
+
+    def explain(self, host: str, code: int, answered: bool) -> str:
+        """What a process's exit code says about `host`, and what to do; "": nothing.
+
+        Args:
+            answered: the process itself ran.
+        """
+        return ""
 
 
 @dataclass(frozen=True)
@@ -75,7 +89,7 @@ class Local(Engine):
             if name != "TF_CONFIG" and not name.startswith("TFPS_TLS_")
         }
         # Unbuffered: lines are shown as they are written.
-        variables = {"PYTHONUNBUFFERED": "1", **kept, **task.variables}
+        variables = {"PYTHONUNBUFFERED": "1", **kept, **self.chosen, **task.variables}
         return Command(task.name, task.argv, {**variables, **share_of_gpus(variables, task.among)}, task.colour)
 
 
@@ -102,7 +116,9 @@ class Remote(Engine):
         """The arguments that run the shell command `command` on `host`."""
 
     def listens_at(self, host: str) -> str:
-        return host.strip("[]") if host in LOOPBACK else ""
+        if host in LOOPBACK:
+            return host.strip("[]")
+        return "::" if has_only_ipv6(host) else ""
 
     def reached_at(self, host: str, address: str) -> str:
         # A pserver on all interfaces does not know how others reach it.
@@ -114,11 +130,21 @@ class Remote(Engine):
             for name, value in self.environment.items()
             if name.startswith(_CARRIED) and name not in ("TF_CONFIG", "TFPS_TOKEN_FILE")
         }
+        variables = {**carried, **self.chosen, **task.variables}
         request = Request(
-            task.argv, self.directory, {**carried, **task.variables}, self.grace_s, task.among, self.token
+            task.argv, self.directory, variables, self.grace_s, task.among, self.token, silence_s=SILENCE_S
         )
         python = [sys.executable, "-m", "tfps.launch.remote"]
         if path := self.environment.get("PYTHONPATH"):
+            # It starts in another directory.
+            path = os.pathsep.join(str(Path(self.directory, part)) for part in path.split(os.pathsep))
             python = ["env", f"PYTHONPATH={path}", *python]
         argv = self.reach(host, shlex.join(python))
-        return Command(task.name, argv, self.environment, task.colour, stdin=request.line())
+        return Command(task.name, argv, self.environment, task.colour, stdin=request.line(), host=host)
+
+    def explain(self, host: str, code: int, answered: bool) -> str:
+        if answered:
+            return ""
+        if code in _NOT_FOUND:
+            return f"{host} needs the same Python as this host, at {sys.executable}"
+        return f"`{sys.executable} -m tfps.launch.remote` must run on {host}: install the same tfps there"

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
+_NAME = r"[0-9]+|(GPU|MIG)-\S+"
+_LINE = re.compile(r"(?P<indent>\s*)(?:GPU|MIG) .*\(UUID:\s*(?P<uuid>(?:GPU|MIG)-[^)\s]+)\)")
+_GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 _ASK_S = 20.0  # nvidia-smi starts slowly where the driver is not kept loaded
 
 
 def share_of_gpus(environment: Mapping[str, str], among: tuple[int, int] | None) -> dict[str, str]:
-    """Returns the variable that limits a worker to its share, empty if there is nothing to divide.
+    """Returns the variables that limit a worker to its share, none if there is nothing to divide.
 
     Args:
         environment: may limit the host's GPUs already.
@@ -21,7 +26,12 @@ def share_of_gpus(environment: Mapping[str, str], among: tuple[int, int] | None)
     if among is None or among[1] == 1:
         return {}
     visible = visible_gpus(environment)
-    return {_VARIABLE: ",".join(share(visible, *among))} if visible else {}
+    if not visible:
+        return {}
+    variables = {_VARIABLE: ",".join(share(visible, *among))}
+    if len(visible) < among[1] and _GROWTH not in environment:
+        variables[_GROWTH] = "true"  # else the first of those that share a GPU would take all of its memory
+    return variables
 
 
 def share(gpus: Sequence[str], index: int, count: int) -> Sequence[str]:
@@ -37,7 +47,9 @@ def share(gpus: Sequence[str], index: int, count: int) -> Sequence[str]:
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     """Returns the GPUs that a program with this environment would see, as CUDA_VISIBLE_DEVICES names them."""
     if (limited := environment.get(_VARIABLE)) is not None:
-        return [name.strip() for name in limited.split(",") if name.strip() not in ("", "-1", "none")]
+        names = (name.strip() for name in limited.split(","))
+        # As CUDA reads it: what follows a name that stands for nothing is not visible either.
+        return list(itertools.takewhile(lambda name: re.fullmatch(_NAME, name), names))
     program = shutil.which("nvidia-smi", path=environment.get("PATH"))
     return [] if program is None else list(_listed(program))
 
@@ -46,7 +58,7 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
 def _listed(program: str) -> tuple[str, ...]:
     try:
         found = subprocess.run(
-            [program, "--query-gpu=uuid", "--format=csv,noheader"],
+            [program, "-L"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -55,5 +67,17 @@ def _listed(program: str) -> tuple[str, ...]:
         )
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    lines = [line.strip() for line in found.stdout.splitlines()]
-    return tuple(line for line in lines if line.startswith("GPU-")) if found.returncode == 0 else ()
+    return tuple(parse_list(found.stdout)) if found.returncode == 0 else ()
+
+
+def parse_list(text: str) -> list[str]:
+    """Returns the devices that `nvidia-smi -L` lists. Of a GPU that is split (MIG) only its parts can be used."""
+    found: list[str] = []
+    for line in text.splitlines():
+        match = _LINE.match(line)
+        if match is None:
+            continue
+        if match["indent"] and found and found[-1].startswith("GPU-"):
+            found.pop()
+        found.append(match["uuid"])
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,3 +70,12 @@ def checked_hosts(hosts: Sequence[Host]) -> tuple[Host, ...]:
         if len(names) > 1 and name in LOOPBACK:
             raise ConfigError(f"{name} is another machine on each host; name this one as the other hosts reach it")
     return tuple(hosts)
+
+
+def has_only_ipv6(name: str) -> bool:
+    """Whether IPv6 is the only way to a host. Names that are unknown here are not known to be so."""
+    try:
+        found = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return all(family == socket.AF_INET6 for family, *_ in found)

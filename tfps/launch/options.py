@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+import re
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,7 +25,7 @@ class Plan:
     `metrics_port` is pserver 0's, others count up from it; 0 picks free ports; None: no metrics. `token_file` has the
     job token; "": one is made for the job. With `hosts` (reached by the command `ssh`) or `slurm` (those of the
     allocation), these say how many workers there are, and each gets `pservers_per_host`. `logdir`: where some steps
-    are recorded for TensorBoard; None: nowhere.
+    are recorded for TensorBoard; None: nowhere. `variables`: NAME or NAME=VALUE, which all processes get.
     """
 
     script: str
@@ -40,20 +42,46 @@ class Plan:
     pservers_per_host: int = 1
     ssh: str = "ssh"
     logdir: str | None = None
+    variables: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("workers", "pservers", "pservers_per_host"):
             if getattr(self, name) < 1:
                 option = name.replace("_", "-")
                 raise ConfigError(f"--{option} must be at least 1, got {getattr(self, name)}")
-        if self.metrics_port and not 0 < self.metrics_port <= _PORTS - self.pservers:
+        pservers = len(self.hosts) * self.pservers_per_host or self.pservers
+        if self.metrics_port and not 0 < self.metrics_port <= _PORTS - pservers:
             raise ConfigError(
-                f"--metrics-port must be from 0 to {_PORTS - self.pservers} with {self.pservers} pservers, which take "
+                f"--metrics-port must be from 0 to {_PORTS - pservers} with {pservers} pservers, which take "
                 f"one port each, got {self.metrics_port}"
             )
         check_logdir(self.logdir)
         if not (math.isfinite(self.grace_s) and self.grace_s >= 0):
             raise ConfigError(f"--grace must be a number of seconds, 0 or more, got {self.grace_s}")
+        try:
+            if not shlex.split(self.ssh):
+                raise ValueError("nothing")
+        except ValueError as error:
+            raise ConfigError(
+                f"--ssh must be a command and its options, as for a shell, got {self.ssh!r}: {error}"
+            ) from None
+        for text in self.variables:
+            if not re.fullmatch(r"[A-Za-z_]\w*(=.*)?", text, re.DOTALL):
+                raise ConfigError(f"--env must be NAME or NAME=VALUE, got {text!r}")
+
+    def chosen(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """`variables` and their values, by default those in `environment`.
+
+        Raises:
+            ConfigError: one has no value.
+        """
+        found: dict[str, str] = {}
+        for text in self.variables:
+            name, given, value = text.partition("=")
+            if not given and name not in environment:
+                raise ConfigError(f"--env {name}: there is no such variable here; set it, or write --env {name}=VALUE")
+            found[name] = value if given else environment[name]
+        return found
 
 
 def parse(argv: Sequence[str]) -> Plan:
@@ -106,6 +134,16 @@ def parse(argv: Sequence[str]) -> Plan:
         help=f"record the training steps {FIRST} to {LAST} for TensorBoard in this directory, as "
         f"TFPS_TRACE=DIR:{FIRST}-{LAST} does, and say where to look",
     )
+    parser.add_argument(
+        "-x",
+        "--env",
+        action="append",
+        default=[],
+        dest="variables",
+        metavar="NAME[=VALUE]",
+        help="an environment variable of all processes, on all hosts; may be repeated (TFPS_*, TF_*, KERAS_* and "
+        "PYTHON* go along by themselves)",
+    )
     parser.add_argument("--log", metavar="FILE", help="also write all output to this file, without colours")
     parser.add_argument(
         "--grace",
@@ -144,6 +182,7 @@ def parse(argv: Sequence[str]) -> Plan:
             pservers_per_host=_given(options.pservers_per_host, 1),
             ssh=_given(options.ssh, "ssh"),
             logdir=options.logdir,
+            variables=tuple(options.variables),
         )
     except ConfigError as error:
         parser.error(str(error))

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 
 from tfps.launch.engine import Remote
 
-# No question (it would hang), no terminal; a host that does not answer for a minute is lost.
-_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
-_ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
+_FAILED = 255  # what ssh reports of itself
+
+_OPTIONS = (
+    "-T",
+    *("-o", "BatchMode=yes"),  # a question would hang
+    *("-o", "ConnectTimeout=20"),
+    *("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"),  # a host that is silent for a minute is lost
+    *("-o", "ControlMaster=no"),  # a connection that is shared already is used, but no process shares its own
+    *("-o", "ClearAllForwardings=yes"),  # the ports would be taken after the first process
+)
 
 
 @dataclass(frozen=True)
@@ -16,10 +24,17 @@ class Ssh(Remote):
     """Starts processes with the installed OpenSSH.
 
     Args:
-        program: ssh and its options.
+        program: ssh and its options, which win over ours.
     """
 
     program: tuple[str, ...] = ("ssh",)
 
     def reach(self, host: str, command: str) -> list[str]:
-        return [*self.program, *_OPTIONS, *_ALIVE, host.strip("[]"), command]
+        return [*self.program, *_OPTIONS, host.strip("[]"), command]
+
+    def explain(self, host: str, code: int, answered: bool) -> str:
+        if code != _FAILED:
+            return super().explain(host, code, answered)
+        if answered:
+            return f"ssh says so when it loses {host}"
+        return f"`{shlex.join([*self.program, host.strip('[]'), 'true'])}` must work without a question"

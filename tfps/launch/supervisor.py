@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import ctypes
 import errno
-import fcntl
 import os
 import re
 import selectors
 import signal
-import struct
 import subprocess
-import sys
-import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 
-from tfps.launch.terminal import Console, LineAssembler
+from tfps.launch.groups import end_with_parent, signal_group
+from tfps.launch.remote_input import Beats, RemoteInput
+from tfps.launch.terminal import Console, LineAssembler, resize
 
 DRAIN_S = 1.0  # how long to read output after a process has ended: its children may hold its pipe
 KILL_S = 10.0  # how long to wait for a killed process before we leave without it
+REMOTE_S = 5.0  # how much longer a process on another host may take to end: word of it has to travel
+HELLO = "tfps_launch: this host answers"  # the first line of a process on another host; not shown
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PR_SET_PDEATHSIG = 1
 _READ_BYTES = 65536
 _SSH_FAILED = 255  # the exit code of ssh itself
 
@@ -48,6 +46,7 @@ class Command:
         colour: of the terminal, 31 to 36.
         stdin: for a process on another host: a line for `tfps.launch.remote`, whose standard input then stays open.
         noise: lines of standard error that are not shown.
+        host: where it runs, for messages; "": on this machine.
     """
 
     name: str
@@ -56,46 +55,41 @@ class Command:
     colour: int = 36
     stdin: bytes | None = field(default=None, repr=False)
     noise: re.Pattern[str] | None = None
+    host: str = ""
+
+    @property
+    def title(self) -> str:
+        """Its name, and its host if that is another."""
+        return f"{self.name} on {self.host}" if self.host else self.name
 
 
 @dataclass
 class Process:
-    """A started command. `code` is its exit code, -N after signal N, None while it runs."""
+    """A started command. `code` is its exit code, -N after signal N, None while it runs.
+
+    `answered`: it runs, and not only the program that reaches its host.
+    """
 
     command: Command
     popen: subprocess.Popen[bytes]
     on_line: Callable[[str], None] | None = None
     code: int | None = None
+    answered: bool = True
     tail: list[str] = field(default_factory=list)  # its last lines on standard error
     outputs: list[_Output] = field(default_factory=list)  # those still open
+    remote_input: RemoteInput | None = None  # of one on another host
 
     @property
     def ended(self) -> bool:
         """Whether it has ended and all its output has been shown."""
         return self.code is not None and not self.outputs
 
-    def send(self, line: bytes) -> None:
-        """Says to a process on another host what to run.
-
-        Raises:
-            OSError: it does not fit into a pipe at once.
-        """
-        if self.popen.stdin is None:
-            return
-        os.set_blocking(self.popen.stdin.fileno(), False)
-        try:
-            sent = os.write(self.popen.stdin.fileno(), line)
-        except BrokenPipeError:
-            return  # it has ended already, and its output says why
-        if sent < len(line):
-            raise OSError(f"{self.command.name}: arguments and variables of {len(line)} bytes are too long to send")
-
     def ask_to_end(self) -> None:
         """Sends SIGTERM; on another host to the process there, whose output goes on."""
-        if self.popen.stdin is None:
+        if self.remote_input is None:
             signal_group(self.popen.pid, signal.SIGTERM)
         else:
-            self.popen.stdin.close()
+            self.remote_input.close()
 
     def note_end(self, code: int) -> None:
         """Notes the exit code; from another host a signal comes as a shell says it."""
@@ -141,6 +135,8 @@ class Supervisor:
         self._grace_s = grace_s
         self._processes: list[Process] = []
         self._selector = selectors.DefaultSelector()
+        self._beats = Beats()
+        self.unheard: list[Process] = []  # those on other hosts whose end nobody has seen
         self._signals: list[int] = []  # ending signals not yet raised as Interrupted
         self._old_handlers: dict[int, object] = {}
         self._wakeup = (-1, -1)
@@ -154,6 +150,8 @@ class Supervisor:
         # Every signal with a Python handler writes a byte there, so the end of a child wakes the loop.
         self._old_wakeup = signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
         for number in _ENDING_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup: the job goes on without the terminal
             self._old_handlers[number] = signal.signal(number, self._on_signal)
         self._old_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
         self._old_handlers[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda number, frame: self._resize())
@@ -167,6 +165,7 @@ class Supervisor:
         try:
             self.end(self._processes)
         finally:
+            self._beats.close()
             for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)  # type: ignore[arg-type]
             signal.set_wakeup_fd(self._old_wakeup)
@@ -218,10 +217,12 @@ class Supervisor:
         finally:
             for end in set(write_ends):
                 os.close(end)
-        process = Process(command, popen, on_line)
+        process = Process(command, popen, on_line, answered=command.stdin is None)
         self._processes.append(process)
-        if command.stdin is not None:
-            process.send(command.stdin)
+        if command.stdin is not None and popen.stdin is not None:
+            process.remote_input = RemoteInput(command.name, popen.stdin)
+            process.remote_input.send(command.stdin)
+            self._beats.add(process.remote_input)
         for index, end in enumerate(read_ends):
             os.set_blocking(end, False)
             decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -254,16 +255,22 @@ class Supervisor:
             self._reap()
 
     def end(self, processes: Sequence[Process]) -> None:
-        """Ends the processes and their children: SIGTERM, then SIGKILL after the grace or another Ctrl-C."""
+        """Ends the processes and their children: SIGTERM, then SIGKILL after the grace or another Ctrl-C.
+
+        On other hosts `tfps.launch.remote` does so; what is killed here is the program that reaches the host.
+        """
 
         def over() -> bool:
             return all(process.ended for process in processes)
 
-        for number, timeout_s in ((signal.SIGTERM, self._grace_s), (signal.SIGKILL, KILL_S)):
+        grace_s = self._grace_s + (REMOTE_S if any(process.command.stdin for process in processes) else 0.0)
+        for number, timeout_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_S)):
             for process in processes:
                 if process.code is None and number == signal.SIGTERM:
                     process.ask_to_end()
                 elif process.code is None:
+                    if process.command.stdin is not None and process.answered:
+                        self.unheard.append(process)
                     signal_group(process.popen.pid, number)
             while True:
                 try:
@@ -309,6 +316,8 @@ class Supervisor:
         process = output.process
         if output.error and (noise := process.command.noise) is not None:
             lines = [line for line in lines if not noise.fullmatch(line)]
+        if not process.answered and not output.error:
+            lines = self._without_hello(process, lines)
         name, colour = f"[{process.command.name}] ", process.command.colour
         if output.is_pty:
             self._console.live(name, colour, "" if lines else output.assembler.partial())
@@ -320,6 +329,11 @@ class Supervisor:
                 process.on_line(line)
         if output.is_pty and lines:
             self._console.live(name, colour, output.assembler.partial())
+
+    def _without_hello(self, process: Process, lines: list[str]) -> list[str]:
+        # A shell's start-up files may have written something before it, even in the same line.
+        process.answered = any(line.endswith(HELLO) for line in lines)
+        return [line.removesuffix(HELLO) for line in lines if line != HELLO]
 
     def _reap(self) -> None:
         """Notices ended processes, ends what they leave behind, and reads their output to its end."""
@@ -351,30 +365,4 @@ class Supervisor:
 
     def _set_size(self, fd: int, command: Command) -> None:
         """Makes a pty as wide as our terminal less the prefix."""
-        columns = max(20, self._console.columns() - len(f"[{command.name}] ") - 1)
-        with contextlib.suppress(OSError):
-            fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-
-
-def signal_group(leader: int, number: int) -> None:
-    """Signals the process group of process `leader`."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty; macOS says EPERM
-        os.killpg(leader, number)
-
-
-def end_with_parent() -> Callable[[], None] | None:
-    """A `preexec_fn` that makes a child end with this process; None if unsupported.
-
-    Nothing else helps if this process gets SIGKILL. Linux ties it to the thread that forks: the main thread.
-    """
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None).prctl
-    parent = os.getpid()
-
-    def follow() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent ended in between
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return follow
+        resize(fd, max(20, self._console.columns() - len(f"[{command.name}] ") - 1))
