@@ -53,7 +53,8 @@ class Config:
         step_timeout_s: seconds one exchange may take before the step fails with an error that names missing ranks.
         token_file: path of the file with the job token, if the pservers were started with one.
         tls_ca: path of the certificates (PEM) that the pservers' must be signed by. Turns TLS on.
-        tls_cert, tls_key: paths of this worker's certificate and key (PEM), if the pservers ask for one.
+        tls_cert: path of this worker's certificate (PEM), if the pservers ask for one.
+        tls_key: path of its key (PEM).
 
     Raises:
         ConfigError: a value is out of range; the message names the field.

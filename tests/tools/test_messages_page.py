@@ -1,0 +1,133 @@
+"""docs/troubleshooting.md has every message that tfps raises, below advice. tools/messages.py reads the sources."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import tfps
+from tools import make_messages_page as page
+from tools.messages import HOLE, Message, error_classes, messages
+
+TEXT = page.PAGE.read_text(encoding="utf-8")
+LEAST_ADVICE = 20  # words
+
+
+def test_the_page_has_every_message() -> None:
+    written = " ".join(TEXT.replace("\\|", "|").split())
+    assert not [message for message in messages() if " ".join(message.text.split()) not in written]
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert page.fill(TEXT, messages(), list(error_classes())) == TEXT, f"run {page.PROGRAM}"
+
+
+@pytest.mark.parametrize("kind", error_classes())
+def test_every_class_has_advice_written_for_it(kind: str) -> None:
+    section = TEXT.partition(f"\n## {kind}\n")[2].partition("\n## ")[0]
+    advice = re.sub(r"<!--.*?<!-- end -->|^#.*?$", "", section, flags=re.DOTALL | re.MULTILINE)
+    assert len(advice.split()) >= LEAST_ADVICE
+
+
+def test_every_group_of_messages_has_advice_written_for_it() -> None:
+    for group in re.split(r"^##+ ", TEXT, flags=re.MULTILINE)[1:]:
+        advice = group.partition("<!-- messages")[0].partition("\n")[2]
+        assert len(advice.split()) >= 3, group.partition("\n")[0]
+
+
+def test_all_public_errors_raise_something() -> None:
+    assert {message.kind for message in messages()} == {name for name in tfps.__all__ if name.endswith("Error")}
+
+
+def test_real_messages_are_among_those_found(tmp_path: Path) -> None:
+    errors = []
+    for settings in ({"slice_bytes": 0}, {"policy": "best"}, {"staging_depth": 1}, {"tls_ca": 1}):
+        with pytest.raises(tfps.ConfigError) as caught:
+            tfps.Config(**settings)
+        errors.append(str(caught.value))
+    for error in errors:
+        assert any(matches(message, error) for message in messages() if message.kind == "ConfigError"), error
+
+
+def matches(message: Message, error: str) -> bool:
+    return re.fullmatch(".+".join(map(re.escape, message.text.split(HOLE))), error) is not None
+
+
+def package(folder: Path, source: str) -> list[str]:
+    """The texts of a package with this module."""
+    (folder / "tfps").mkdir()
+    (folder / "tfps" / "errors.py").write_text("class TfpsError(Exception): ...\nclass ConfigError(TfpsError): ...\n")
+    (folder / "tfps" / "module.py").write_text(textwrap.dedent(source))
+    return [message.text for message in messages(folder / "tfps")]
+
+
+@pytest.mark.parametrize(
+    ("source", "texts"),
+    [
+        ("raise ConfigError('plain text')", ["plain text"]),
+        ("raise errors.ConfigError(f'{name} must be {rule!r}')", [f"{HOLE} must be {HOLE}"]),
+        ("raise ConfigError('one part, ' f'{a} another')", [f"one part, {HOLE} another"]),
+        ("raise ConfigError('is it this' if there else 'or is it that')", ["is it this", "or is it that"]),
+        ("return ConfigError('not raised here')", ["not raised here"]),
+        ("raise ConfigError(text)", []),
+        ("raise ValueError('of another class')", []),
+        ("for name in ('one', 'two'):\n    raise ConfigError(f'{name} is wrong')", ["one is wrong", "two is wrong"]),
+        (
+            "def why():\n    return 'none given' if a else f'{b} is long'\nraise ConfigError(f'bad name: {why()}')",
+            ["bad name: none given", f"bad name: {HOLE} is long"],
+        ),
+        ("def check():\n    what = 'a long name'\n    raise ConfigError(f'got {what}')", ["got a long name"]),
+    ],
+)
+def test_messages_are_read_however_they_are_made(source: str, texts: list[str], tmp_path: Path) -> None:
+    indented = textwrap.indent(source, "    ")
+    assert package(tmp_path, f"def f():\n{indented}") == texts
+
+
+PLACES = """
+## ConfigError
+
+<!-- messages: ConfigError: no such | not there -->
+<!-- end -->
+
+<!-- messages: ConfigError -->
+<!-- end -->
+"""
+
+
+def message(text: str) -> Message:
+    return Message("ConfigError", text, "tfps/module.py", 1)
+
+
+def test_a_message_goes_to_the_first_place_that_names_a_part_of_it_else_to_the_last_of_its_class() -> None:
+    filled = page.fill(PLACES, [message("it is not there"), message("something | new")], ["ConfigError"])
+    first, _, rest = filled.partition("<!-- end -->")
+    assert "| `it is not there` |" in first
+    assert "| `something \\| new` |" in rest
+    assert page.fill(filled, [message("it is not there"), message("something | new")], ["ConfigError"]) == filled
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (PLACES.replace("## ConfigError", "## Config"), "heading '## ConfigError'"),
+        (PLACES.replace("<!-- messages: ConfigError -->", ""), "a place for the rest of ConfigError"),
+        (PLACES.replace("no such | not there", "gone"), "must have one of gone, none has"),
+        (PLACES.replace("ConfigError: no such", "OtherError: no such"), "must name a class of tfps/errors.py"),
+    ],
+)
+def test_a_page_that_lacks_something_is_refused(text: str, error: str) -> None:
+    with pytest.raises(page.PageError, match=re.escape(error)):
+        page.fill(text, [message("it is not there")], ["ConfigError"])
+
+
+def test_a_page_that_is_not_up_to_date_is_named_with_what_to_do(tmp_path: Path) -> None:
+    old = tmp_path / "page.md"
+    old.write_text(TEXT.replace("`the strategy is closed`", "`the strategy is shut`"))
+    with pytest.raises(SystemExit, match=r"must be up to date; run tools/make_messages_page\.py"):
+        page.main(["--check", "--page", str(old)])
+    page.main(["--page", str(old)])
+    assert old.read_text() == TEXT
