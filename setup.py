@@ -23,6 +23,7 @@ EXAMPLES = ["scikit-learn>=1.4"]
 METRICS = ["prometheus-client>=0.20"]
 CONSOLE = ["rich>=13"]
 TENSORBOARD = ["tensorboard>=2.18"]
+RAY = ["ray[train]>=2.60"]
 TEST = [
     *EXAMPLES,
     *METRICS,
@@ -54,6 +55,7 @@ setup(
         "examples": EXAMPLES,
         "console": CONSOLE,
         "tensorboard": TENSORBOARD,
+        "ray": RAY,
         "test": TEST,
         "dev": [
             *TEST,
