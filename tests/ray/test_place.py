@@ -39,7 +39,7 @@ def test_the_token_is_read_from_a_file_that_other_users_cannot_read() -> None:
         assert JobToken.read(str(path)).reveal() == SECRET.encode()
         assert path.stat().st_mode & 0o077 == 0
         assert SECRET not in str(path)
-        assert not Path(os.readlink(path).split()[0]).exists()  # it is in no directory that it could stay in
+        assert not Path(str(path.readlink()).split()[0]).exists()  # it is in no directory that it could stay in
     finally:
         os.close(int(path.name))
 

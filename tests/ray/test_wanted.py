@@ -41,7 +41,7 @@ def test_a_number_of_processes_is_whole_and_positive(count: Argument) -> None:
 
 def test_no_number_of_pservers_is_a_number() -> None:
     check_pservers(None, None)
-    with pytest.raises(ConfigError, match="^pservers must be .* or None for one on each node that has workers, got 0$"):
+    with pytest.raises(ConfigError, match=r"^pservers must be .* or None for one on each node that has .*, got 0$"):
         check_pservers(0, None)
 
 
@@ -55,5 +55,5 @@ def test_resources_are_amounts_by_name(resources: Argument) -> None:
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("inf"), float("nan"), "60", None, True])
 def test_a_wait_has_an_end(timeout_s: Argument) -> None:
-    with pytest.raises(ConfigError, match="^start_timeout_s must be a positive number of seconds, got "):
+    with pytest.raises(ConfigError, match=r"^start_timeout_s must be a positive number of seconds, got "):
         check_timeout(timeout_s)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -101,6 +101,7 @@ def run(
         stack.callback(_kill, actors)
         servers = Pservers(_nodes(actors, end_s, start_timeout_s), pservers, resources_per_pserver or {}, runtime_env)
         stack.callback(servers.end)
+        stack.callback(_kill, actors)  # before the pservers, so that none reports the loss of one
         job = servers.start(job, token, max(end_s - time.monotonic(), 1.0))
         return _results(actors, [actor.train.remote(job, token, function) for actor in actors])
 
@@ -168,9 +169,9 @@ def _results(actors: Sequence[ray.actor.ActorHandle], running: Sequence[ray.Obje
 
 
 def _order(error: RayError) -> int:
-    if isinstance(error, RayActorError):
+    cause = getattr(error, "cause", None)  # what the function raised; None: its process ended
+    if cause is None:
         return 0
-    cause = getattr(error, "cause", None)
     return 3 if isinstance(cause, WorkerLostError) else 2 if isinstance(cause, PserverLostError) else 1
 
 
@@ -178,7 +179,7 @@ def _failure(failed: Mapping[int, RayError], workers: int) -> TfpsError:
     """What to tell the user; Ray's own error, with the stack of the worker, is to be its cause."""
     ((rank, error),) = failed.items()
     cause = getattr(error, "cause", None)
-    if isinstance(error, RayActorError) or cause is None:
+    if cause is None:
         said = f"its process ended ({' '.join(str(error).split())})"
     else:
         said = f"{type(cause).__name__}: {cause}"

@@ -42,7 +42,7 @@ class TensorflowConfig(ray.train.tensorflow.TensorflowConfig):
 
     pservers: int | None = None
     resources_per_pserver: Mapping[str, float] | None = None
-    start_timeout_s: float = 60.0
+    start_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         check_pservers(self.pservers, self.resources_per_pserver)
