@@ -20,7 +20,10 @@ def cluster() -> Iterator[Cluster]:
     """Connected to; one for all tests, as it takes 10 s to start."""
     import ray
 
-    os.environ["RAY_TRAIN_METRICS_ENABLED"] = "0"  # they would need the dashboard
+    os.environ.update(
+        RAY_TRAIN_METRICS_ENABLED="0",  # they would need the dashboard
+        RAY_USAGE_STATS_ENABLED="0",  # tests tell nobody
+    )
     for left in reversed(range(3)):
         try:
             cluster = _start()

@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", (jobs.ROOT / "docs" / "ray.md").read_text(), re.MULTILINE | re.DOTALL)
 
 
-def run(cluster: Argument, number: int, folder: Path) -> list[str]:
-    """The lines that a program prints, without those of the processes that it starts."""
+def run(cluster: Argument, number: int, folder: Path) -> tuple[str, str]:
+    """The last line that a program prints, without those of the processes that it starts; and all of them."""
     program = folder / "program.py"
     program.write_text(BLOCKS[number][1])
     ended = subprocess.run(
@@ -37,7 +37,8 @@ def run(cluster: Argument, number: int, folder: Path) -> list[str]:
     )
     assert ended.returncode == 0, ended.stdout
     on_ray.nothing_is_left()
-    return [line for line in ended.stdout.splitlines() if line and not line.startswith(("\x1b", "("))]
+    own = [line for line in ended.stdout.splitlines() if line and not line.startswith(("\x1b", "("))]
+    return next(line for line in reversed(own) if line[0] in "[{"), ended.stdout
 
 
 def test_all_programs_are_tested() -> None:
@@ -53,14 +54,14 @@ def test_the_page_of_public_names_has_the_arguments(name: str) -> None:
 
 
 def test_a_function_runs_on_several_workers(cluster: Argument, tmp_path: Path) -> None:
-    first, second = ast.literal_eval(run(cluster, 0, tmp_path)[-1])
+    first, second = ast.literal_eval(run(cluster, 0, tmp_path)[0])
     assert (first[0], second[0]) == (0, 1)
     assert first[1] == second[1]
 
 
 def test_ray_train_reports_and_keeps_checkpoints(cluster: Argument, tmp_path: Path) -> None:
-    last = run(cluster, 1, tmp_path)[-1]
+    last, output = run(cluster, 1, tmp_path)
     assert re.fullmatch(r"\{'loss': [0-9.]+\} Checkpoint\(filesystem=local, path=\S+\)", last), last
     checkpoint = Path(last.rpartition("path=")[2].rstrip(")"))
     assert (checkpoint / "model.keras").exists()
-    assert len(list(checkpoint.parent.glob("checkpoint_*"))) == 3
+    assert len(list(checkpoint.parent.glob("checkpoint_*"))) == 3, output

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -74,7 +74,7 @@ def run(
         ConfigError: an argument is out of range.
         WaitTimeoutError: the cluster has no room, or a process was not ready in time.
         WorkerLostError: a worker failed. The message names its rank; `__cause__` is Ray's error.
-        PserverLostError: a pserver was lost.
+        PserverLostError: a pserver was lost; likewise.
     """
     if not callable(train_fn):
         raise ConfigError(f"train_fn must be a function without arguments, got {train_fn!r}")
@@ -102,7 +102,10 @@ def run(
         servers = Pservers(_nodes(actors, end_s, start_timeout_s), pservers, resources_per_pserver or {}, runtime_env)
         stack.callback(servers.end)
         stack.callback(_kill, actors)  # before the pservers, so that none reports the loss of one
-        job = servers.start(job, token, max(end_s - time.monotonic(), 1.0))
+        try:
+            job = servers.start(job, token, max(end_s - time.monotonic(), 1.0))
+        except RayActorError as error:
+            raise PserverLostError(f"a pserver ended while it started: {_line(error)}; no worker has begun") from error
         return _results(actors, [actor.train.remote(job, token, function) for actor in actors])
 
 
@@ -180,11 +183,15 @@ def _failure(failed: Mapping[int, RayError], workers: int) -> TfpsError:
     ((rank, error),) = failed.items()
     cause = getattr(error, "cause", None)
     if cause is None:
-        said = f"its process ended ({' '.join(str(error).split())})"
+        said = f"its process ended ({_line(error)})"
     else:
         said = f"{type(cause).__name__}: {cause}"
     kind = PserverLostError if isinstance(cause, PserverLostError) else WorkerLostError
     return kind(f"rank {rank} of {workers} failed: {said}; all others were ended")
+
+
+def _line(error: RayError) -> str:
+    return " ".join(str(error).split())
 
 
 def _kill(actors: Sequence[ray.actor.ActorHandle]) -> None:
