@@ -52,6 +52,15 @@ def nothing_is_left() -> None:
     jobs.poll(free)
 
 
+def remove_groups() -> None:
+    """Removes all placement groups."""
+    import ray
+    from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+    for known in ray.util.placement_group_table():
+        remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(known)))
+
+
 def wait_for(path: Path) -> None:
     """Until another process has made a file."""
     jobs.poll(path.exists)
