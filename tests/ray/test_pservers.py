@@ -9,7 +9,7 @@ import on_ray
 import pytest
 
 from tfps.config import Config, Security
-from tfps.errors import ConfigError
+from tfps.errors import ConfigError, WaitTimeoutError
 from tfps.launch.job import Job
 from tfps.protos import tfps_pb2 as pb
 from tfps.ray.place import token_file
@@ -57,5 +57,26 @@ def test_a_pserver_that_cannot_start_says_why_without_the_token(nodes: list[str]
         with pytest.raises(ConfigError, match="must have 16 to 256 characters, got 6") as caught:
             pservers.start(Job("train", 1), "secret", jobs.DEADLINE_S)
         assert "secret" not in str(caught.value)
+    finally:
+        pservers.end()
+
+
+def test_without_room_for_a_pserver_it_says_where_and_what_it_needs(nodes: list[str]) -> None:
+    first, second = Pservers(nodes[:1], 1, {"CPU": 1}), Pservers(nodes, 2, {"CPU": 2})
+    try:
+        first.start(Job("train", 1), SECRET, jobs.DEADLINE_S)
+        says = rf"^pserver 0 of 2 was not ready within 3 s: on node {nodes[0]} it needs \{{'CPU': 2\}} beside"
+        with pytest.raises(WaitTimeoutError, match=says):
+            second.start(Job("train", 2), SECRET, 3.0)
+    finally:
+        first.end()
+        second.end()
+
+
+def test_what_a_node_never_has_is_refused_at_once(nodes: list[str]) -> None:
+    pservers = Pservers(nodes, None, {"CPU": 3})
+    try:
+        with pytest.raises(ConfigError, match=r"^resources_per_pserver must be what .* has, got \{'CPU': 3\}; or "):
+            pservers.start(Job("train", 2), SECRET, jobs.DEADLINE_S)
     finally:
         pservers.end()

@@ -173,11 +173,6 @@ def test_without_room_for_the_workers_it_says_what_they_need_and_what_there_is()
         tfps.ray.run(os.getpid, workers=2, resources_per_worker={"CPU": 8}, start_timeout_s=1)
 
 
-def test_without_room_for_a_pserver_it_says_where_and_what_it_needs() -> None:
-    with pytest.raises(WaitTimeoutError, match=r"^pserver 0 of 1 was not ready within .* it needs \{'CPU': 2\} beside"):
-        tfps.ray.run(os.getpid, resources_per_pserver={"CPU": 2}, start_timeout_s=5)
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -6,10 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 
 import ray
+from ray.exceptions import ActorUnschedulableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tfps.config import Security
-from tfps.errors import WaitTimeoutError
+from tfps.errors import ConfigError, WaitTimeoutError
 from tfps.launch.job import Job
 from tfps.pserver.server import ParameterServer
 from tfps.ray.place import token_file
@@ -80,6 +81,7 @@ class Pservers:
         """Starts them; returns the job with their addresses.
 
         Raises:
+            ConfigError: a node will never have what one needs.
             WaitTimeoutError: one was not ready within `timeout_s`; the message says where, and what it needs.
             ray.exceptions.RayActorError: one has died, or its node.
             ray.exceptions.RayTaskError: one could not start; also of the class of its error.
@@ -87,7 +89,13 @@ class Pservers:
         starting = [actor.start.remote(job.name, job.workers, token) for actor in self._actors]
         deadline_s = time.monotonic() + timeout_s
         ready, others = ray.wait(starting, num_returns=len(starting), timeout=timeout_s)
-        ray.get(ready, timeout=max(deadline_s - time.monotonic(), 1.0))  # raises what one of them has raised
+        try:
+            ray.get(ready, timeout=max(deadline_s - time.monotonic(), 1.0))  # raises what one of them has raised
+        except ActorUnschedulableError as error:
+            raise ConfigError(
+                f"resources_per_pserver must be what every node with workers has, got {self._resources}; or such a "
+                f"node has just gone ({' '.join(str(error).split())})"
+            ) from error
         if others:
             index = starting.index(others[0])
             raise WaitTimeoutError(
