@@ -64,4 +64,4 @@ def test_ray_train_reports_and_keeps_checkpoints(cluster: Argument, tmp_path: Pa
     assert re.fullmatch(r"\{'loss': [0-9.]+\} Checkpoint\(filesystem=local, path=\S+\)", last), last
     checkpoint = Path(last.rpartition("path=")[2].rstrip(")"))
     assert (checkpoint / "model.keras").exists()
-    assert len(list(checkpoint.parent.glob("checkpoint_*"))) == 3, output
+    assert len(list(checkpoint.parent.glob("checkpoint_*/model.keras"))) == 3, output
