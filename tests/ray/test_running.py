@@ -15,7 +15,7 @@ import pytest
 
 import tfps
 import tfps.ray
-from tfps.config import Launch, Security
+from tfps.config import Config, Launch, Security
 from tfps.errors import ConfigError, ConnectError, PserverLostError, WaitTimeoutError, WorkerLostError
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Argument, Options
@@ -171,6 +171,14 @@ def test_without_room_for_the_workers_it_says_what_they_need_and_what_there_is()
         r"\{'CPU': 4.0\} in all, used or not; ask for less",
     ):
         tfps.ray.run(os.getpid, workers=2, resources_per_worker={"CPU": 8}, start_timeout_s=1)
+
+
+def setting() -> str:
+    return Config.from_environment().transport
+
+
+def test_settings_reach_workers_by_the_runtime_environment() -> None:
+    assert tfps.ray.run(setting, runtime_env={"env_vars": {"TFPS_TRANSPORT": "grpc"}}) == ["grpc"]
 
 
 @pytest.mark.parametrize(
