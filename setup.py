@@ -1,5 +1,6 @@
 """Packaging of tfps; settings of the tools are in pyproject.toml."""
 
+import re
 from pathlib import Path
 from runpy import run_path
 
@@ -23,13 +24,19 @@ EXAMPLES = ["scikit-learn>=1.4"]
 METRICS = ["prometheus-client>=0.20"]
 CONSOLE = ["rich>=13"]
 TENSORBOARD = ["tensorboard>=2.18"]
+KUBERNETES = ["pyyaml>=6.0.1"]
+# With some fifty others: not for every .venv. twine renders Markdown with readme-renderer[md] only.
+RELEASE = ["ipykernel>=6.29", "nbclient>=0.10", "readme-renderer[md]>=44", "twine>=6"]
+MPI = ["mpi4py>=4"]
 RAY = ["ray[train]>=2.60"]
 TEST = [
     *EXAMPLES,
     *METRICS,
     *CONSOLE,
     *TENSORBOARD,
+    *KUBERNETES,
     "hypothesis>=6.100",
+    "kubernetes-validate>=1.37",
     "psutil>=5.9",
     "pytest>=8.2",
     "pytest-timeout>=2.3",
@@ -37,13 +44,26 @@ TEST = [
     "selenium>=4.15",
 ]
 
+
+def index_page() -> str:
+    """The README as a package index shows it, where relative links lead nowhere: their words stay, pictures go.
+
+    The repository has no public address yet; once it has one, make these links absolute instead.
+    """
+    readme = (HERE / "README.md").read_text(encoding="utf-8")
+    relative = r"\((?!https?://|#)[^()]+\)"
+    without_pictures = re.sub(rf"!\[[^\]]*\]{relative}\n*", "", readme)
+    plain = re.sub(rf"\[([^\]]+)\]{relative}", r"\1", without_pictures).replace("'.[", "'tfps[")
+    return f"{plain}\nThe files that this page names are in the source distribution.\n"
+
+
 setup(
     name="tfps",
     version=run_path(str(HERE / "tfps" / "version.py"))["__version__"],
     description="A tf.distribute strategy for Keras 3 that trains through gRPC parameter servers and hides the network",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description=index_page(),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["tfps", "tfps.*"]),
     package_data={"tfps": ["py.typed"], "tfps.protos": ["*.pyi"], "tfps.tensorboard": ["static/*"]},
@@ -55,15 +75,20 @@ setup(
         "examples": EXAMPLES,
         "console": CONSOLE,
         "tensorboard": TENSORBOARD,
+        "kubernetes": KUBERNETES,
+        "release": RELEASE,
+        "mpi": MPI,
         "ray": RAY,
         "test": TEST,
         "dev": [
             *TEST,
+            "build>=1.2",
             "matplotlib>=3.10",
             "mypy>=1.13",
             "ruff>=0.9",
             "types-protobuf>=5",
             "types-psutil>=5.9",
+            "types-pyyaml>=6",
         ],
     },
     entry_points={
@@ -71,6 +96,7 @@ setup(
             "tfps_pserver=tfps.pserver.cli:main",
             "tfps_launch=tfps.launch.cli:main",
             "tfps_trace=tfps.trace.cli:main",
+            "tfps_doctor=tfps.doctor.cli:main",
         ],
         "tensorboard_plugins": ["tfps=tfps.tensorboard.plugin:ParameterServersPlugin"],
     },

@@ -1,12 +1,15 @@
-"""Which versions of TensorFlow and Keras are taken, and what the others are told."""
+"""Which versions of TensorFlow and Keras are taken, and what the others are told; which version tfps itself has."""
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import importlib.metadata
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 
 import keras
@@ -150,3 +153,21 @@ def test_autograph_leaves_functions_of_tfps_alone_and_rewrites_those_of_programs
 
     assert conversion.is_allowlisted(Extended.note_access)
     assert not conversion.is_allowlisted(of_a_program)
+
+
+def test_the_changelog_ends_with_this_version_or_with_one_before_it_while_the_next_is_made() -> None:
+    text = (Path(__file__).resolve().parent.parent / "CHANGELOG.md").read_text(encoding="utf-8")
+    first, *others = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert first == "Unreleased"
+    released = [heading.partition(" - ")[::2] for heading in others]
+    dates = [datetime.date.fromisoformat(date) for _, date in released]
+    assert dates == sorted(dates, reverse=True)
+    versions = [tuple(map(int, version.split("."))) for version, _ in released]
+    assert versions == sorted(set(versions), reverse=True)
+    found = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)(\.dev\d+)?", tfps.__version__)
+    assert found, tfps.__version__
+    own = tuple(map(int, found.groups()[:3]))
+    if found[4]:
+        assert [version for version in versions if version >= own] == []
+    else:
+        assert versions[:1] == [own]

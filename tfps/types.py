@@ -32,6 +32,7 @@ Callback: TypeAlias = Any  # of Keras
 Logs: TypeAlias = dict[str, Any]  # name -> value: what Keras gives to callbacks, and a train_step returns
 
 # Everything else
+Communicator: TypeAlias = Any  # of mpi4py
 Function: TypeAlias = Callable[..., Any]
 Argument: TypeAlias = Any  # passed on to what checks it
 Options: TypeAlias = dict[str, Any]  # keyword arguments, likewise

@@ -43,9 +43,9 @@ def updates(runs: Runs) -> Section:
     """What the first layer waits for, before and after."""
     section = Section()
     figures = ("first_ms", "exposed_ms", "step_ms")
-    found = [grouped(runs, lambda r: r["what"], lambda r, n=n: r[n]) for n in figures]  # type: ignore[misc]
-    rows = [[what, *(f"{each[what]:.1f} ms" for each in found)] for what in found[0]]
-    section.add(table(["updates", "first layer waits", "all exposed wait", "step"], rows))
+    found = [grouped(runs, lambda r: (r["place"], r["what"]), lambda r, n=n: r[n]) for n in figures]  # type: ignore[misc]
+    rows = [[*key, *(f"{each[key]:.1f} ms" for each in found)] for key in found[0]]
+    section.add(table(["on", "updates", "first layer waits", "all exposed wait", "step"], rows))
     return section
 
 

@@ -28,11 +28,13 @@ PIP_S, TEST_S = 1800.0, 900
 # The core suite is everything in tests/ except for what tests programs of tools/, which run with .venv's versions only.
 NOT_CORE = (
     "test_layers.py",
+    "test_packaging.py",
+    "test_workflows.py",
     *(
         f"tools/test_{name}.py"
         for name in (
             *("benchmarks_page", "compare_strategies", "emulation", "matrix"),
-            *("model_profiles", "netlab", "peers", "simulation"),
+            *("model_profiles", "netlab", "peers", "run_notebook", "simulation"),
         )
     ),
 )

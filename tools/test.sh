@@ -20,9 +20,9 @@ fi
 # belongs to it until it is named here.
 slow=(
     tests/{graph,input,integration,keras_hooks,runtime,strategy,tensorboard,tools}
-    tests/launch/test_{cli,supervisor,terminal}.py
+    tests/launch/test_{cli,remote,ssh,ssh_failures,supervisor,terminal}.py
     tests/pserver/test_{cli,console,security,strangers}.py
-    tests/test_{api,callbacks,errors,private_names,versions}.py
+    tests/test_{api,callbacks,errors,packaging,private_names,versions}.py
 )
 # Most tests wait for something for a while, so more at a time than there are cores. All of a file in one process, as many
 # share what is slow to make. In their order, which begins with those that take long (tests/conftest.py), so that all

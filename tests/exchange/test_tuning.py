@@ -172,6 +172,24 @@ def test_a_job_with_auto_sizes_tunes_itself_once_the_network_was_busy(
     assert all(worker.config.window_bytes == 1024 and not worker._buckets[0].next for worker in members)
 
 
+def test_buckets_of_a_second_model_get_the_sizes_that_were_found_with_the_first(cluster: Cluster) -> None:
+    members = job(cluster, 2, 1)
+    together(*(functools.partial(train, worker, range(3)) for worker in members))
+    members[0]._tuner._sizes = sizes = 5000, 4096
+    members[0].tune(*sizes)
+    second = BucketSpec(("second",), "sum", 20_000, "float32", 0)
+    (number,) = together(*(functools.partial(worker.declare, [second]) for worker in members))[0]
+    values = np.ones(5000, np.float32)
+
+    def is_cut_anew() -> bool:
+        for pending in [push(worker, number, values) for worker in members]:
+            np.testing.assert_array_equal(summed(pending.wait()), 2 * values)
+        return all(len(worker._buckets[number].cutting.slices) == 4 for worker in members)
+
+    assert len(members[0]._buckets[number].cutting.slices) == 20
+    poll(is_cut_anew)
+
+
 @pytest.mark.parametrize(
     ("rates", "changes"),
     [
@@ -188,9 +206,14 @@ def test_what_small_slices_could_not_show_is_seen_at_a_second_look(
     link, sizes = types.SimpleNamespace(throughput=Throughput(), on_connection=False), list[tuple[int, int]]()
     raw = cluster.raw(cluster.pserver(1).address)
     queues = cast(list[SendQueue], [link])
-    tuner = Tuner(Config(), [raw.pserver], queues, Sharing(wanted=False), lambda *chosen: sizes.append(chosen))
-    tuner.probe()
     trained, announced = PushedBucket(SPECS[0], Cutting([], [])), PushedBucket(SPECS[2], Cutting([], []))
+
+    def tune(*chosen: int) -> None:
+        sizes.append(cast(tuple[int, int], chosen))
+        trained.next[0] = Cutting([], [])
+
+    tuner = Tuner(Config(), [raw.pserver], queues, Sharing(wanted=False), tune)
+    tuner.probe()
     for steps in range(1, 20):
         trained.steps, trained.started_s = steps, 0.1 * steps
         announced.steps, announced.started_s = 3 * steps, 0.0  # a round that runs ahead says nothing of the step

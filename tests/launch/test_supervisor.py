@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import launching
 import pytest
 from launching import END_S, ROOT, Running, WriteScript, command, environment, launch
 
-from tfps.launch.terminal import LineAssembler, plain
+from tfps.launch.supervisor import Command, Supervisor
+from tfps.launch.terminal import Console, LineAssembler, plain
 
 pytestmark = launching.NEEDS_POSIX
 
@@ -33,6 +35,17 @@ def test_standard_error_stays_standard_error(write_script: WriteScript) -> None:
     result = launch(write_script("print('a result'); print('a warning', file=sys.stderr)"))
     assert "[worker 0] a warning\n" in result.stderr
     assert "a warning" not in result.stdout
+
+
+def test_noise_of_standard_error_is_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    program = "import sys; print('hum'); print('hum\\nalarm\\nhum hum', file=sys.stderr)"
+    with Supervisor(Console(sys.stdout, sys.stderr, None), 1.0) as supervisor:
+        noisy = Command("x", [sys.executable, "-c", program], os.environ, noise=re.compile("hum"))
+        process = supervisor.start(noisy)
+        assert supervisor.wait(lambda: process.ended, END_S)
+    out, errors = capfd.readouterr()
+    assert (out, errors) == ("[x] hum\n", "[x] alarm\n[x] hum hum\n")
+    assert process.tail == ["alarm", "hum hum"]
 
 
 def test_lines_of_several_workers_are_never_mixed(write_script: WriteScript) -> None:
@@ -159,7 +172,9 @@ def test_a_pserver_that_does_not_start_is_a_clear_error(write_script: WriteScrip
 def test_a_signal_to_the_launcher_ends_all(
     number: signal.Signals, write_script: WriteScript, start: Callable[..., Running]
 ) -> None:
+    old = signal.signal(number, signal.SIG_DFL)  # nohup has SIGHUP ignored, in us too
     running = start("--workers", 2, "--pservers", 2, write_script("print('ready'); signal.pause()"))
+    signal.signal(number, old)
     running.wait_ready(2)
     assert len(running.processes) == 4
     running.popen.send_signal(number)
@@ -167,6 +182,16 @@ def test_a_signal_to_the_launcher_ends_all(
     assert code == 128 + number
     assert errors.splitlines()[-1] == f"tfps_launch: ended by {number.name}; all processes were ended"
     assert not running.survivors()
+
+
+def test_under_nohup_the_job_outlives_its_terminal(write_script: WriteScript, start: Callable[..., Running]) -> None:
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    running = start("--grace", 0.2, write_script("print('ready'); signal.pause()"))
+    signal.signal(signal.SIGHUP, old)
+    running.wait_ready(1)
+    running.popen.send_signal(signal.SIGHUP)
+    running.popen.send_signal(signal.SIGTERM)
+    assert running.finish()[0] == 128 + signal.SIGTERM
 
 
 def test_a_worker_that_ignores_sigterm_is_killed(write_script: WriteScript, start: Callable[..., Running]) -> None:

@@ -95,3 +95,21 @@ def test_a_pserver_of_one_job_refuses_others() -> None:
         with pytest.raises(Exception, match="only job 'mnist'"):
             Worker([address], job="imagenet", **options)
         Worker([address], job="mnist", **options).close()
+
+
+def test_while_needed_it_ends_with_the_last_worker_after_the_program_that_started_it() -> None:
+    with jobs.python(*SERVE, "--workers=1", "--while-needed") as process:
+        address = ready(process)
+        for _ in range(2):  # a job's end alone does not end it
+            worker = Worker([address], config=jobs.CONFIG)
+            worker.close()
+        worker = Worker([address], config=jobs.CONFIG)
+        (bucket,) = worker.declare([BucketSpec(("b",), "sum", 8, "float32", 0)])
+        assert process.stdin is not None
+        process.stdin.close()
+        process.stdin = None  # so that nobody flushes it
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=1.5)  # long enough for several looks
+        jobs.push(worker, bucket, bytes(8)).wait()
+        worker.close()
+        assert process.wait(timeout=jobs.DEADLINE_S) == 0

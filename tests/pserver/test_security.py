@@ -20,10 +20,10 @@ from tfps.config import Security, Transport
 from tfps.errors import ConnectError, PserverLostError
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire.connection import dial
-from tfps.wire.control import CHANNEL_OPTIONS, PULL, PUSH, Pserver, method
+from tfps.wire.control import CHANNEL_OPTIONS, MEASURE, PULL, PUSH, Pserver, method
 from tfps.wire.job_token import TOKEN_KEY, JobToken
 
-UNARY = ("Join", "Declare", "Waiting", "Tune", "Trace", "Clock", "Upload", "Collect", "Status", "Leave")
+UNARY = ("Join", "Declare", "Waiting", "Tune", "Trace", "Clock", "Upload", "Collect", "Status", "Probe", "Leave")
 
 
 # The job token
@@ -65,7 +65,7 @@ def test_no_call_gets_through_without_the_token(cluster: Cluster, files: dict[st
     worker.declare([SUM])
     with grpc.insecure_channel(server.address, CHANNEL_OPTIONS) as channel:
         for token in ((), ((TOKEN_KEY, OTHER),), ((TOKEN_KEY, ""),)):
-            for name in (*UNARY, PULL, "Nonsense"):
+            for name in (*UNARY, PULL, MEASURE, "Nonsense"):
                 with pytest.raises(grpc.RpcError) as caught:
                     channel.unary_unary(method(name))(b"", metadata=token, timeout=jobs.DEADLINE_S)
                 assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, name

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tfps
-from tfps.strategy.cluster import Cluster, resolve
+from tfps.strategy.cluster import Cluster, find, resolve
 from tfps.types import Argument, Json
 
 TASKS = {"chief": ["c:1"], "worker": ["w0:1", "w1:1"], "ps": ["p0:1", "p1:1"]}
@@ -32,6 +32,17 @@ def test_tf_config_gives_pservers_rank_and_workers_chief_first() -> None:
         assert resolve(None, tf_config({"type": kind, "index": index})) == Cluster(("p0:1", "p1:1"), rank, 3)
 
 
+def test_what_the_operator_of_tfjobs_writes_is_understood() -> None:
+    text = (
+        '{"cluster":{"ps":["train-ps-0.research.svc:2222"],"worker":["train-worker-0.research.svc:2222",'
+        '"train-worker-1.research.svc:2222"]},"task":{"type":"%s","index":%d},"environment":"cloud"}'
+    )
+    expected = Cluster(("train-ps-0.research.svc:2222",), 1, 2, "train")
+    assert resolve(None, {"TF_CONFIG": text % ("worker", 1), "TFPS_JOB": "train"}) == expected
+    with pytest.raises(tfps.ConfigError, match="run `tfps_pserver --port 2222 --workers 2`"):
+        resolve(None, {"TF_CONFIG": text % ("ps", 0)})
+
+
 def test_explicit_addresses_win_and_the_rank_still_comes_from_tf_config() -> None:
     assert resolve(["x:1"], tf_config({"type": "worker", "index": 1})) == Cluster(("x:1",), 2, 3)
 
@@ -44,6 +55,79 @@ def test_the_launcher_wins_over_tf_config() -> None:
         "TFPS_WORKERS": "5",
     }
     assert resolve(None, environment) == Cluster(("l:1",), 0, 5)
+
+
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+STEP = {"SLURM_PROCID": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+
+
+@pytest.mark.parametrize(("variables", "rank"), [(MPIRUN, 1), (STEP, 2)])
+def test_mpirun_and_srun_give_ranks(variables: dict[str, str], rank: int) -> None:
+    expected = Cluster(("x:1",), rank, 4)
+    assert resolve(["x:1"], variables) == expected
+    assert resolve(None, {**variables, "TFPS_PSERVERS": "x:1"}) == expected
+    assert resolve(["x:1"], {**variables, "TFPS_WORKERS": "4"}) == expected
+
+
+def test_explicit_ranks_win_over_those_of_mpirun() -> None:
+    assert resolve(["x:1"], {**MPIRUN, "TFPS_RANK": "3", "TFPS_WORKERS": "8"}) == Cluster(("x:1",), 3, 8)
+    assert resolve(["x:1"], {**MPIRUN, "TFPS_WORKERS": "8"}) == Cluster(("x:1",), None, 8)
+    worker = tf_config({"type": "worker", "index": 1})
+    assert resolve(["x:1"], {**MPIRUN, **worker}) == Cluster(("x:1",), 2, 3)
+    assert resolve(simple(TASKS, "worker", 1), MPIRUN) == Cluster(("p0:1", "p1:1"), 2, 3)
+
+
+def test_a_resolver_that_does_not_know_its_task_takes_the_rank_of_mpirun_if_the_numbers_agree() -> None:
+    four = {**TASKS, "worker": ["w0:1", "w1:1", "w2:1"]}
+    assert resolve(simple(four), MPIRUN) == Cluster(("p0:1", "p1:1"), 1, 4)
+    assert resolve(simple(), MPIRUN) == Cluster(("p0:1", "p1:1"), None, 3)
+
+
+def test_processes_of_mpirun_without_pservers_have_to_meet() -> None:
+    cluster = resolve(None, MPIRUN)
+    assert cluster.others is not None
+    assert (cluster.pservers, cluster.others.rank, cluster.others.workers) == ((), 1, 4)
+    assert resolve(None, {**MPIRUN, "TFPS_WORKERS": "4"}).others == cluster.others
+
+
+def test_processes_of_mpirun_that_are_to_train_alone_do() -> None:
+    assert resolve(None, {**MPIRUN, "TFPS_WORKERS": "1"}) == Cluster()
+    assert resolve(None, {**MPIRUN, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}) == Cluster()
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"TFPS_RANK": "1", "TFPS_WORKERS": "2"}, r"this process is rank 1 of 2 workers .* but no pservers are named"),
+        ({"TFPS_RANK": "1"}, "this process is rank 1 of several workers"),
+        ({"TFPS_WORKERS": "2"}, r"this process is rank \? of 2 workers"),
+        (
+            {**MPIRUN, "TFPS_RANK": "0"},
+            r"mpirun \(Open MPI\) has started 4 processes, but .* rank 0 of an unknown number",
+        ),
+        ({**MPIRUN, "TFPS_RANK": "0", "TFPS_WORKERS": "2"}, "this process is rank 0 of 2 workers"),
+        ({"PMIX_RANK": "0"}, None),
+        (
+            {**MPIRUN, **tf_config({"type": "worker", "index": 0}, {"worker": ["w:1"]})},
+            "started 4 processes, but TFPS_RANK, TF_CONFIG or the cluster resolver says that this one is rank 0 of 1",
+        ),
+    ],
+)
+def test_nobody_trains_alone_who_has_others(variables: dict[str, str], message: str | None) -> None:
+    if message is None:  # how many there are is found out later, or is an error then
+        assert resolve(None, variables).others is not None
+        return
+    with pytest.raises(tfps.ConfigError, match=message):
+        resolve(None, variables)
+
+
+def test_pservers_without_tls_are_not_started_for_workers_with_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in MPIRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        tfps.ConfigError, match=r"that processes of mpirun \(Open MPI\) start .* have no TLS, but tls_ca"
+    ):
+        find(None, tfps.Config(tls_ca="ca.pem"))
 
 
 def test_without_any_rank_the_order_of_joining_decides() -> None:

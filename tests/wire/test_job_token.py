@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,17 @@ def test_a_file_that_others_may_read_is_warned_of(
         JobToken.read(write(tmp_path / "token", SECRET, mode))
     assert caplog.text.count("may be read by other users") == warned
     assert SECRET not in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize(("mode", "warned"), [(0o440, False), (0o444, True)])
+def test_a_file_of_somebody_else_may_be_there_for_our_group(
+    mode: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "token", SECRET, mode)
+    os.chown(path, 12345, 0)
+    JobToken.read(path)
+    assert caplog.text.count("may be read by other users") == warned
 
 
 @pytest.mark.parametrize(

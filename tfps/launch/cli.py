@@ -1,118 +1,36 @@
-"""`tfps_launch`: runs a training script as several workers with several pservers on this machine."""
+"""`tfps_launch`: runs a training script as several workers with several pservers, here or on several hosts."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.machinery
-import math
 import os
 import re
 import secrets
+import shlex
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tfps.errors import ConfigError
+from tfps.launch.hosts import LOOPBACK, Placement
 from tfps.launch.job import Job
+from tfps.launch.options import Plan, parse
+from tfps.launch.secret import secret_file
+from tfps.launch.where import trace_variables, where_to_look
 
 if TYPE_CHECKING:
-    from tfps.launch.supervisor import Command, Process, Supervisor
+    from tfps.launch.engine import Engine, Task
+    from tfps.launch.supervisor import Process, Supervisor
 
 START_S = 60.0  # a pserver needs less than a second; a busy machine or slow disks may take more
-_PORTS = 65536
 _WORKER_COLOURS = (32, 36, 34, 33)
 _PSERVER_COLOUR = 35
-_READY = re.compile(r"tfps_pserver ready at (?P<address>\S+:\d+) workers=\d+")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to start: `script` with its arguments (a module if `is_module`), and on how many processes.
-
-    `metrics_port` is pserver 0's, others count up from it; 0 picks free ports; None: no metrics. `token_file` has the
-    job token; "": one is made for the job.
-    """
-
-    script: str
-    args: tuple[str, ...] = ()
-    is_module: bool = False
-    workers: int = 1
-    pservers: int = 1
-    grace_s: float = 5.0
-    log: str | None = None
-    metrics_port: int | None = None
-    token_file: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("workers", "pservers"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} must be at least 1, got {getattr(self, name)}")
-        if self.metrics_port and not 0 < self.metrics_port <= _PORTS - self.pservers:
-            raise ConfigError(
-                f"--metrics-port must be from 0 to {_PORTS - self.pservers} with {self.pservers} pservers, which take "
-                f"one port each, got {self.metrics_port}"
-            )
-        if not (math.isfinite(self.grace_s) and self.grace_s >= 0):
-            raise ConfigError(f"--grace must be a number of seconds, 0 or more, got {self.grace_s}")
-
-
-def parse(argv: Sequence[str]) -> Plan:
-    """Parses the command line; exits with usage and code 2 if it is malformed."""
-    parser = argparse.ArgumentParser(
-        prog="tfps_launch",
-        usage="tfps_launch [options] script.py [args ...]\n       tfps_launch [options] -m module [args ...]",
-        description="Runs a training script as several workers with several pservers on this machine. Output is "
-        "prefixed with where it comes from. If one process fails, all are ended; its exit code is that of tfps_launch.",
-    )
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes that run the script (default 1)")
-    parser.add_argument("--pservers", type=int, default=1, metavar="N", help="pserver processes (default 1)")
-    parser.add_argument(
-        "--metrics-port",
-        type=int,
-        metavar="PORT",
-        help="pserver 0 serves Prometheus metrics and /healthz on this port of 127.0.0.1, pserver 1 on the next, ...; "
-        "0 picks free ones (default: do not)",
-    )
-    parser.add_argument(
-        "--token-file",
-        default="",
-        metavar="FILE",
-        help="file with the job token of pservers and workers (default: TFPS_TOKEN_FILE, else one is made for the job)",
-    )
-    parser.add_argument("--log", metavar="FILE", help="also write all output to this file, without colours")
-    parser.add_argument(
-        "--grace",
-        type=float,
-        default=Plan.grace_s,
-        metavar="SECONDS",
-        help="how long other workers may go on after one has failed, and how long a process may take to end when told "
-        "to (default %(default)g)",
-    )
-    parser.add_argument("-m", dest="is_module", action="store_true", help="the script is the name of a module")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="script.py [args ...]", help="what to run")
-    options = parser.parse_args(argv)
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    if not command:
-        parser.error("what to run is missing: tfps_launch --workers 2 --pservers 2 script.py")
-    try:
-        return Plan(
-            script=command[0],
-            args=tuple(command[1:]),
-            is_module=options.is_module,
-            workers=options.workers,
-            pservers=options.pservers,
-            grace_s=options.grace,
-            log=options.log,
-            metrics_port=options.metrics_port,
-            token_file=options.token_file,
-        )
-    except ConfigError as error:
-        parser.error(str(error))
+_LOGINS = 8  # on their way to a host at a time: of more than 10 sshd refuses some (MaxStartups)
+READY = re.compile(r"tfps_pserver ready at (?P<address>\S+:\d+) workers=\d+")
 
 
 def check_script(plan: Plan) -> None:
@@ -147,39 +65,63 @@ def with_token(plan: Plan, environment: Mapping[str, str]) -> Iterator[Plan]:
     if known := plan.token_file or environment.get("TFPS_TOKEN_FILE", "").strip():
         yield replace(plan, token_file=known)
         return
-    with tempfile.NamedTemporaryFile("w", prefix="tfps-token-") as file:  # with mode 0600
-        file.write(secrets.token_urlsafe(32))
-        file.flush()
-        yield replace(plan, token_file=file.name)
+    with secret_file(secrets.token_urlsafe(32)) as path:
+        yield replace(plan, token_file=path)
 
 
-def worker_command(plan: Plan, rank: int, job: Job, environment: Mapping[str, str]) -> Command:
-    """The command of one worker."""
-    from tfps.launch.supervisor import Command
+def worker_task(plan: Plan, rank: int, job: Job, among: tuple[int, int]) -> Task:
+    """What runs as one worker, the place of which `among` those of its host is told."""
+    from tfps.launch.engine import Task
 
     program = ["-m", plan.script] if plan.is_module else [plan.script]
-    variables = {**_inherited(environment), **job.worker_variables(rank)}
     colour = _WORKER_COLOURS[rank % len(_WORKER_COLOURS)]
-    return Command(f"worker {rank}", (sys.executable, *program, *plan.args), variables, colour)
+    argv = (sys.executable, *program, *plan.args)
+    variables = {**job.worker_variables(rank), **trace_variables(plan.logdir)}
+    return Task(f"worker {rank}", argv, variables, colour, among)
 
 
-def pserver_command(plan: Plan, index: int, job: Job, environment: Mapping[str, str]) -> Command:
-    """The command of one pserver on a free port, with metrics on a predictable one."""
-    from tfps.launch.supervisor import Command
+def pserver_task(plan: Plan, index: int, job: Job, host: str) -> Task:
+    """What runs as one pserver, on a free port of `host`, with metrics on a predictable one."""
+    from tfps.launch.engine import Task
 
     metrics_port = plan.metrics_port and plan.metrics_port + index
-    argv = [sys.executable, "-m", "tfps.cli", *job.pserver_arguments("127.0.0.1", metrics_port=metrics_port)]
-    variables = {**_inherited(environment), **job.pserver_variables()}
-    return Command(f"pserver {index}", argv, variables, _PSERVER_COLOUR)
+    argv = (sys.executable, "-m", "tfps.cli", *job.pserver_arguments(host, metrics_port=metrics_port))
+    return Task(f"pserver {index}", argv, job.pserver_variables(), _PSERVER_COLOUR)
 
 
-def _inherited(environment: Mapping[str, str]) -> dict[str, str]:
-    # A TF_CONFIG would describe another job; certificates are for hosts, and this job stays on one. Unbuffered: lines
-    # are shown as they are written.
-    kept = {
-        name: value for name, value in environment.items() if name != "TF_CONFIG" and not name.startswith("TFPS_TLS_")
-    }
-    return {"PYTHONUNBUFFERED": "1", **kept}
+def engine_of(plan: Plan, environment: Mapping[str, str]) -> Engine:
+    """What starts the processes of `plan`.
+
+    Raises:
+        ConfigError: an option does not fit the place, or the token file cannot be read.
+    """
+    from tfps.launch.engine import Local
+    from tfps.launch.slurm import Slurm, allocated
+    from tfps.launch.ssh import Ssh
+
+    hosts = allocated(environment) if plan.slurm else plan.hosts
+    chosen = plan.chosen(environment)
+    if not hosts or (not plan.slurm and hosts[0].name in LOOPBACK):
+        pservers = plan.pservers_per_host if hosts else plan.pservers
+        return Local(Placement(("localhost",) * plan.workers, ("localhost",) * pservers), environment, chosen=chosen)
+    placement = Placement.of(hosts, plan.pservers_per_host)
+    try:
+        token = Path(plan.token_file).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"token file {plan.token_file} cannot be read: {error}") from None
+    options = placement, environment, _directory(environment), token, plan.grace_s
+    if plan.slurm:
+        return Slurm(*options, chosen=chosen)
+    return Ssh(*options, tuple(shlex.split(plan.ssh)), chosen=chosen)
+
+
+def _directory(environment: Mapping[str, str]) -> str:
+    """The working directory as the user's shell calls it: an automounter's real name may be another on each host."""
+    shown = environment.get("PWD", "")
+    with suppress(OSError):
+        if Path(shown).is_absolute() and Path(shown).samefile(Path.cwd()):
+            return shown
+    return str(Path.cwd())
 
 
 def exit_code(code: int) -> int:
@@ -195,37 +137,54 @@ class Outcome:
     message: str = ""
 
 
-def run(plan: Plan, supervisor: Supervisor, environment: Mapping[str, str]) -> Outcome:
+def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> Outcome:
     """Starts pservers, then workers, and waits until the workers have ended or one process has failed."""
+    from tfps.launch.engine import Local
+
+    is_local = isinstance(engine, Local)
     name = plan.script if plan.is_module else Path(plan.script).stem
-    job = Job.named(name, plan.workers, plan.token_file)
+    place = engine.placement
+    # On other hosts a process gets the token itself, and a file there.
+    job = Job.named(name, len(place.workers), plan.token_file if is_local else "")
 
     addresses: dict[int, str] = {}
+    logging_in: dict[str, list[Process]] = {}
 
-    def start_pserver(index: int) -> Process:
+    def start(
+        host: str, task: Task, *, terminal: bool = False, on_line: Callable[[str], None] | None = None
+    ) -> Process:
+        """Starts a task when fewer than `_LOGINS` are on their way to its host."""
+        before = logging_in.setdefault(host, [])
+        supervisor.wait(lambda: sum(not (each.answered or each.ended) for each in before) < _LOGINS, START_S)
+        before.append(supervisor.start(engine.on(host, task), terminal=terminal, on_line=on_line))
+        return before[-1]
+
+    def start_pserver(index: int, host: str) -> Process:
         def on_line(line: str) -> None:
-            if ready := _READY.fullmatch(line):
-                addresses[index] = ready["address"]
+            if ready := READY.fullmatch(line):
+                addresses[index] = engine.reached_at(host, ready["address"])
 
-        return supervisor.start(pserver_command(plan, index, job, environment), on_line=on_line)
+        return start(host, pserver_task(plan, index, job, engine.listens_at(host)), on_line=on_line)
 
-    pservers = [start_pserver(index) for index in range(plan.pservers)]
-    started = supervisor.wait(
-        lambda: len(addresses) == len(pservers) or any(pserver.ended for pserver in pservers), START_S
-    )
-    for index, pserver in enumerate(pservers):
+    pservers = [start_pserver(index, host) for index, host in enumerate(place.pservers)]
+    supervisor.wait(lambda: len(addresses) == len(pservers) or any(pserver.ended for pserver in pservers), START_S)
+    for pserver in pservers:
         if pserver.ended:
             said = f": {pserver.tail[-1]}" if pserver.tail else ""
-            message = f"{pserver.command.name} did not start, it {pserver.describe_end()}{said}"
+            message = (
+                f"{pserver.command.title} did not start, it {pserver.describe_end()}{said}{_explain(pserver, engine)}"
+            )
             return Outcome(exit_code(pserver.code or 1), message)
-        if not started and index not in addresses:
-            return Outcome(1, f"{pserver.command.name} was not ready within {START_S:g} s")
+    if late := [pserver for index, pserver in enumerate(pservers) if index not in addresses]:
+        return Outcome(1, _describe_late(late))
 
-    job = job.at([addresses[index] for index in range(plan.pservers)])
+    for line in where_to_look(plan.logdir, place, plan.metrics_port):
+        print(f"tfps_launch: {line}", file=sys.stderr, flush=True)
+    job = job.at([addresses[index] for index in range(len(pservers))])
     workers = [
-        # Rank 0 shows the progress bar, so it gets a terminal if there is one.
-        supervisor.start(worker_command(plan, rank, job, environment), terminal=rank == 0)
-        for rank in range(plan.workers)
+        # Rank 0 shows the progress bar, so it gets a terminal if there is one. On another host there is none.
+        start(host, worker_task(plan, rank, job, place.neighbors(rank)), terminal=rank == 0 and is_local)
+        for rank, host in enumerate(place.workers)
     ]
     failed: list[Process] = []
 
@@ -234,6 +193,9 @@ def run(plan: Plan, supervisor: Supervisor, environment: Mapping[str, str]) -> O
         failed.extend(pserver for pserver in pservers if pserver.ended)
         return bool(failed) or all(worker.ended for worker in workers)
 
+    supervisor.wait(lambda: is_over() or all(worker.answered for worker in workers), START_S)
+    if late := [worker for worker in workers if not (worker.answered or worker.ended or failed)]:
+        return Outcome(1, _describe_late(late))
     supervisor.wait(is_over)
     if not failed:
         return Outcome(0)
@@ -242,16 +204,35 @@ def run(plan: Plan, supervisor: Supervisor, environment: Mapping[str, str]) -> O
     # Lets the others report what they saw (a stack, whom they waited for) before they are ended.
     supervisor.wait(lambda: all(worker.ended for worker in workers), plan.grace_s)
     too_early = " while workers were still running" if first.code == 0 else ""
-    message = f"{first.command.name} {first.describe_end()}{too_early}; all others were ended"
+    message = f"{first.command.title} {first.describe_end()}{_explain(first, engine)}{too_early}; all others were ended"
     return Outcome(exit_code(first.code or 1), message)
+
+
+def _explain(process: Process, engine: Engine) -> str:
+    """In brackets, what its host needs; "" if the process ran."""
+    why = engine.explain(process.command.host, process.code or 0, process.answered)
+    return f" ({why})" if why else ""
+
+
+def _describe_late(late: Sequence[Process]) -> str:
+    """Which have not started in time."""
+    names = ", ".join(process.command.title for process in late)
+    host = next((process.command.host for process in late if not process.answered), "")
+    return f"{names}: not ready within {START_S:g} s{f'; {host} has not answered' if host else ''}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `tfps_launch`; returns the exit code."""
-    plan = parse(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["--kubernetes"]:
+        from tfps.launch import kubernetes
+
+        return kubernetes.main(argv[1:])
+    plan = parse(argv)
     if sys.platform == "win32":
         print("tfps_launch: needs Linux or macOS; start tfps_pserver and the workers by hand", file=sys.stderr)
         return 1
+    from tfps.launch.engine import SILENCE_S
     from tfps.launch.supervisor import Interrupted, Supervisor
     from tfps.launch.terminal import Console
 
@@ -263,10 +244,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ConfigError, OSError) as error:
             print(f"tfps_launch: {error}", file=sys.stderr)
             return 2
+        supervisor = Supervisor(Console(sys.stdout, sys.stderr, log), plan.grace_s)
         try:
             plan = stack.enter_context(with_token(plan, os.environ))
-            with Supervisor(Console(sys.stdout, sys.stderr, log), plan.grace_s) as supervisor:
-                outcome = run(plan, supervisor, os.environ)
+            with supervisor:
+                outcome = run(plan, supervisor, engine_of(plan, os.environ))
+        except ConfigError as error:
+            outcome = Outcome(2, str(error))
         except Interrupted as interrupted:
             outcome = Outcome(128 + interrupted.number, f"{interrupted}; all processes were ended")
         except BrokenPipeError:
@@ -275,6 +259,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 128 + signal.SIGPIPE
         except OSError as error:
             outcome = Outcome(1, f"cannot start a process: {error}")
+        if supervisor.unheard:
+            names = ", ".join(process.command.title for process in supervisor.unheard)
+            print(
+                f"tfps_launch: {names}: no answer; a host ends by itself within {SILENCE_S:g} s what it runs for a "
+                "launcher that it does not hear",
+                file=sys.stderr,
+            )
     if outcome.message:
         print(f"tfps_launch: {outcome.message}", file=sys.stderr)
     return outcome.code

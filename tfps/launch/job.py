@@ -46,11 +46,15 @@ class Job:
         """A pserver's environment variables."""
         return {"TFPS_TOKEN_FILE": self.token_file} if self.token_file else {}
 
-    def pserver_arguments(self, host: str, port: int = 0, metrics_port: int | None = None) -> list[str]:
-        """The arguments of a `tfps_pserver` that listens at `host`; `port` 0: one that the system picks.
+    def pserver_arguments(self, host: str = "", port: int = 0, metrics_port: int | None = None) -> list[str]:
+        """The arguments of a `tfps_pserver`.
 
         Args:
+            host: that it listens at; "": all interfaces, if there is a token.
+            port: 0: one that the system picks.
             metrics_port: of Prometheus metrics and /healthz; None: no metrics.
         """
-        arguments = ["--host", host, "--port", str(port), "--workers", str(self.workers), "--job", self.name]
+        arguments = ["--port", str(port), "--workers", str(self.workers), "--job", self.name]
+        if host:
+            arguments += ["--host", host]
         return arguments if metrics_port is None else [*arguments, "--metrics-port", str(metrics_port)]

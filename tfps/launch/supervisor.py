@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import ctypes
 import errno
-import fcntl
 import os
+import re
 import selectors
 import signal
-import struct
 import subprocess
-import sys
-import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 
-from tfps.launch.terminal import Console, LineAssembler
+from tfps.launch.groups import end_with_parent, signal_group
+from tfps.launch.remote_input import Beats, RemoteInput
+from tfps.launch.terminal import Console, LineAssembler, resize
 
 DRAIN_S = 1.0  # how long to read output after a process has ended: its children may hold its pipe
 KILL_S = 10.0  # how long to wait for a killed process before we leave without it
+REMOTE_S = 5.0  # how much longer a process on another host may take to end: word of it has to travel
+HELLO = "tfps_launch: this host answers"  # the first line of a process on another host; not shown
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PR_SET_PDEATHSIG = 1
 _READ_BYTES = 65536
+_SSH_FAILED = 255  # the exit code of ssh itself
 
 
 class Interrupted(Exception):
@@ -38,29 +38,63 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Command:
-    """What to run: a display name ("worker 0"), arguments, the whole environment, a terminal colour (31 to 36)."""
+    """What to run.
+
+    Args:
+        name: as shown ("worker 0").
+        environment: all of it.
+        colour: of the terminal, 31 to 36.
+        stdin: for a process on another host: a line for `tfps.launch.remote`, whose standard input then stays open.
+        noise: lines of standard error that are not shown.
+        host: where it runs, for messages; "": on this machine.
+    """
 
     name: str
     argv: Sequence[str]
     environment: Mapping[str, str]
     colour: int = 36
+    stdin: bytes | None = field(default=None, repr=False)
+    noise: re.Pattern[str] | None = None
+    host: str = ""
+
+    @property
+    def title(self) -> str:
+        """Its name, and its host if that is another."""
+        return f"{self.name} on {self.host}" if self.host else self.name
 
 
 @dataclass
 class Process:
-    """A started command. `code` is its exit code, -N after signal N, None while it runs."""
+    """A started command. `code` is its exit code, -N after signal N, None while it runs.
+
+    `answered`: it runs, and not only the program that reaches its host.
+    """
 
     command: Command
     popen: subprocess.Popen[bytes]
     on_line: Callable[[str], None] | None = None
     code: int | None = None
+    answered: bool = True
     tail: list[str] = field(default_factory=list)  # its last lines on standard error
     outputs: list[_Output] = field(default_factory=list)  # those still open
+    remote_input: RemoteInput | None = None  # of one on another host
 
     @property
     def ended(self) -> bool:
         """Whether it has ended and all its output has been shown."""
         return self.code is not None and not self.outputs
+
+    def ask_to_end(self) -> None:
+        """Sends SIGTERM; on another host to the process there, whose output goes on."""
+        if self.remote_input is None:
+            signal_group(self.popen.pid, signal.SIGTERM)
+        else:
+            self.remote_input.close()
+
+    def note_end(self, code: int) -> None:
+        """Notes the exit code; from another host a signal comes as a shell says it."""
+        remote_signal = self.command.stdin is not None and 128 < code < _SSH_FAILED
+        self.code = 128 - code if remote_signal else code
 
     def describe_end(self) -> str:
         """How it ended, in words."""
@@ -101,6 +135,8 @@ class Supervisor:
         self._grace_s = grace_s
         self._processes: list[Process] = []
         self._selector = selectors.DefaultSelector()
+        self._beats = Beats()
+        self.unheard: list[Process] = []  # those on other hosts whose end nobody has seen
         self._signals: list[int] = []  # ending signals not yet raised as Interrupted
         self._old_handlers: dict[int, object] = {}
         self._wakeup = (-1, -1)
@@ -114,6 +150,8 @@ class Supervisor:
         # Every signal with a Python handler writes a byte there, so the end of a child wakes the loop.
         self._old_wakeup = signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
         for number in _ENDING_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup: the job goes on without the terminal
             self._old_handlers[number] = signal.signal(number, self._on_signal)
         self._old_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
         self._old_handlers[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda number, frame: self._resize())
@@ -127,6 +165,7 @@ class Supervisor:
         try:
             self.end(self._processes)
         finally:
+            self._beats.close()
             for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)  # type: ignore[arg-type]
             signal.set_wakeup_fd(self._old_wakeup)
@@ -164,12 +203,12 @@ class Supervisor:
         try:
             popen = subprocess.Popen(
                 command.argv,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if command.stdin is None else subprocess.PIPE,
                 stdout=write_ends[0],
                 stderr=write_ends[1],
                 env=dict(command.environment),
                 start_new_session=True,  # only we get Ctrl-C, and the group can be ended with all its children
-                preexec_fn=_end_with_parent(),
+                preexec_fn=end_with_parent(),
             )
         except BaseException:
             for end in read_ends:
@@ -178,8 +217,12 @@ class Supervisor:
         finally:
             for end in set(write_ends):
                 os.close(end)
-        process = Process(command, popen, on_line)
+        process = Process(command, popen, on_line, answered=command.stdin is None)
         self._processes.append(process)
+        if command.stdin is not None and popen.stdin is not None:
+            process.remote_input = RemoteInput(command.name, popen.stdin)
+            process.remote_input.send(command.stdin)
+            self._beats.add(process.remote_input)
         for index, end in enumerate(read_ends):
             os.set_blocking(end, False)
             decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -212,15 +255,23 @@ class Supervisor:
             self._reap()
 
     def end(self, processes: Sequence[Process]) -> None:
-        """Ends the processes and their children: SIGTERM, then SIGKILL after the grace or another Ctrl-C."""
+        """Ends the processes and their children: SIGTERM, then SIGKILL after the grace or another Ctrl-C.
+
+        On other hosts `tfps.launch.remote` does so; what is killed here is the program that reaches the host.
+        """
 
         def over() -> bool:
             return all(process.ended for process in processes)
 
-        for number, timeout_s in ((signal.SIGTERM, self._grace_s), (signal.SIGKILL, KILL_S)):
+        grace_s = self._grace_s + (REMOTE_S if any(process.command.stdin for process in processes) else 0.0)
+        for number, timeout_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_S)):
             for process in processes:
-                if process.code is None:
-                    _signal_group(process, number)
+                if process.code is None and number == signal.SIGTERM:
+                    process.ask_to_end()
+                elif process.code is None:
+                    if process.command.stdin is not None and process.answered:
+                        self.unheard.append(process)
+                    signal_group(process.popen.pid, number)
             while True:
                 try:
                     if self.wait(over, timeout_s):
@@ -263,6 +314,10 @@ class Supervisor:
 
     def _show(self, output: _Output, lines: list[str]) -> None:
         process = output.process
+        if output.error and (noise := process.command.noise) is not None:
+            lines = [line for line in lines if not noise.fullmatch(line)]
+        if not process.answered and not output.error:
+            lines = self._without_hello(process, lines)
         name, colour = f"[{process.command.name}] ", process.command.colour
         if output.is_pty:
             self._console.live(name, colour, "" if lines else output.assembler.partial())
@@ -275,14 +330,19 @@ class Supervisor:
         if output.is_pty and lines:
             self._console.live(name, colour, output.assembler.partial())
 
+    def _without_hello(self, process: Process, lines: list[str]) -> list[str]:
+        # A shell's start-up files may have written something before it, even in the same line.
+        process.answered = any(line.endswith(HELLO) for line in lines)
+        return [line.removesuffix(HELLO) for line in lines if line != HELLO]
+
     def _reap(self) -> None:
         """Notices ended processes, ends what they leave behind, and reads their output to its end."""
         ended: list[Process] = []
         for process in self._processes:
             if process.code is None and os.waitid(os.P_PID, process.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 # Before it is reaped: until then nobody else can get its group number.
-                _signal_group(process, signal.SIGKILL)
-                process.code = process.popen.wait()
+                signal_group(process.popen.pid, signal.SIGKILL)
+                process.note_end(process.popen.wait())
                 ended.append(process)
         deadline = time.monotonic() + DRAIN_S
         for process in ended:
@@ -305,29 +365,4 @@ class Supervisor:
 
     def _set_size(self, fd: int, command: Command) -> None:
         """Makes a pty as wide as our terminal less the prefix."""
-        columns = max(20, self._console.columns() - len(f"[{command.name}] ") - 1)
-        with contextlib.suppress(OSError):
-            fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-
-
-def _signal_group(process: Process, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty; macOS says EPERM
-        os.killpg(process.popen.pid, number)
-
-
-def _end_with_parent() -> Callable[[], None] | None:
-    """A `preexec_fn` that makes a child end with this process; None if unsupported.
-
-    Nothing else helps if this process gets SIGKILL. Linux ties it to the thread that forks: the main thread.
-    """
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None).prctl
-    parent = os.getpid()
-
-    def end_with_parent() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent ended in between
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return end_with_parent
+        resize(fd, max(20, self._console.columns() - len(f"[{command.name}] ") - 1))

@@ -6,8 +6,12 @@ have to follow that as a terminal would.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
+import struct
+import termios
 import unicodedata
 from typing import BinaryIO, TextIO
 
@@ -144,6 +148,12 @@ def clip(line: str, columns: int) -> str:
         used += width
         position += 1
     return line
+
+
+def resize(fd: int, columns: int) -> None:
+    """Says how wide a terminal is to whoever runs in it."""
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
 
 def is_terminal(stream: TextIO) -> bool:

@@ -22,12 +22,14 @@ class Bucket(_message.Message):
     def __init__(self, names: _Optional[_Iterable[str]] = ..., kind: _Optional[str] = ..., nbytes: _Optional[int] = ..., dtype: _Optional[str] = ..., priority: _Optional[int] = ..., occasional: bool = ...) -> None: ...
 
 class ClockReply(_message.Message):
-    __slots__ = ["failure", "time_ns"]
+    __slots__ = ["failure", "time_ns", "wall_ns"]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     TIME_NS_FIELD_NUMBER: _ClassVar[int]
+    WALL_NS_FIELD_NUMBER: _ClassVar[int]
     failure: Failure
     time_ns: int
-    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., time_ns: _Optional[int] = ...) -> None: ...
+    wall_ns: int
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., time_ns: _Optional[int] = ..., wall_ns: _Optional[int] = ...) -> None: ...
 
 class ClockRequest(_message.Message):
     __slots__ = ["incarnation"]
@@ -204,6 +206,34 @@ class MemberStatus(_message.Message):
     wait_s: float
     window_bytes: int
     def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., step: _Optional[int] = ..., received_bytes: _Optional[int] = ..., received_slices: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., sent_slices: _Optional[int] = ..., queued_slices: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., wait_s: _Optional[float] = ..., awaited_slices: _Optional[int] = ..., shared_memory: bool = ..., busy_bytes: _Optional[int] = ..., busy_s: _Optional[float] = ...) -> None: ...
+
+class ProbeReply(_message.Message):
+    __slots__ = ["data_port", "failure", "job", "protocol_version", "same_host", "shared_memory", "version", "workers"]
+    DATA_PORT_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SAME_HOST_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    data_port: int
+    failure: Failure
+    job: str
+    protocol_version: int
+    same_host: bool
+    shared_memory: bool
+    version: str
+    workers: int
+    def __init__(self, protocol_version: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., version: _Optional[str] = ..., workers: _Optional[int] = ..., job: _Optional[str] = ..., data_port: _Optional[int] = ..., same_host: bool = ..., shared_memory: bool = ...) -> None: ...
+
+class ProbeRequest(_message.Message):
+    __slots__ = ["memory", "pid"]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    memory: SharedMemory
+    pid: int
+    def __init__(self, pid: _Optional[int] = ..., memory: _Optional[_Union[SharedMemory, _Mapping]] = ...) -> None: ...
 
 class Records(_message.Message):
     __slots__ = ["clock_error_ns", "clock_offset_ns", "full", "host", "last", "number", "pserver", "records"]

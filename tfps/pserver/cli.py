@@ -7,6 +7,8 @@ import json
 import logging
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 
 from tfps.config import Security
@@ -18,6 +20,8 @@ from tfps.wire.memory import tune_malloc
 
 logger = logging.getLogger("tfps")
 _INTERVAL_S = 1.0  # between two status requests
+_LOOK_S = 0.5  # between two looks whether a worker is left
+_JOINING_S = 60.0  # that a worker may take from its joining to its streams
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,6 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="GIB",
         help="what jobs may declare on this pserver (default: the memory of the machine or container)",
     )
+    parser.add_argument(
+        "--while-needed",
+        action="store_true",
+        help="end when standard input has ended and no worker is left: for a program that starts a pserver",
+    )
     parser.add_argument("--status", metavar="HOST:PORT", help="show the status of this pserver, do not run one")
     parser.add_argument("--json", action="store_true", help="with --status: print the status once, as JSON")
     options = parser.parse_args(arguments)
@@ -114,12 +123,24 @@ def _serve(options: argparse.Namespace) -> int:
         if options.metrics_port is not None:
             with_metrics = _metrics(server, options.metrics_host, options.metrics_port)
         print(f"tfps_pserver ready at {server.address} workers={options.workers}", flush=True)
+        if options.while_needed:
+            threading.Thread(target=_stop_when_unneeded, args=(server, stop), name="tfps-unneeded", daemon=True).start()
         stop.wait()
     finally:
         server.stop()
     if with_metrics is not None:
         with_metrics()
     return 0
+
+
+def _stop_when_unneeded(server: ParameterServer, stop: Flag) -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    ended_s = time.monotonic()
+    while not stop.wait(_LOOK_S):
+        states = {member.state for member in server.status().job.members}
+        if "streaming" not in states and ("joined" not in states or time.monotonic() - ended_s > _JOINING_S):
+            stop.set()
 
 
 def _security(options: argparse.Namespace) -> Security:

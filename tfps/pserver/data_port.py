@@ -14,6 +14,7 @@ from tfps.pserver.guard import Newest, Rate
 from tfps.wire.connection import Connection, admit, greet, refuse
 from tfps.wire.frames import Kind
 from tfps.wire.job_token import JobToken
+from tfps.wire.measuring import Direction, direction_of
 from tfps.wire.send_queue import SendQueue
 from tfps.wire.stream import Receiver
 
@@ -47,6 +48,7 @@ class DataPort:
         token: what every connection must begin with.
         open_session: returns the session for an incarnation and a rank, or raises the TfpsError to tell the worker.
         refused: called with that error.
+        measure: serves a client that only measures, see wire/measuring.py.
 
     Raises:
         ConfigError: the port is not available.
@@ -59,8 +61,9 @@ class DataPort:
         token: JobToken,
         open_session: Callable[[str, int], Session],
         refused: Callable[[TfpsError], None],
+        measure: Callable[[socket.socket, Direction], None],
     ) -> None:
-        self._token, self._open_session, self._refused = token, open_session, refused
+        self._token, self._open_session, self._refused, self._measure = token, open_session, refused, measure
         self._rate = Rate(_PER_S, _BURST)
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -114,6 +117,10 @@ class DataPort:
         opened = None
         try:
             incarnation, rank = greet(connected, self._token, _GREETING_S)
+            if (direction := direction_of(incarnation)) is not None:
+                self._forget(connected)
+                self._measure(connected, direction)
+                return
             opened = self._open_session(incarnation, rank)
             connection = admit(connected)
         except TfpsError as error:
@@ -126,8 +133,7 @@ class DataPort:
                 opened.ended()
             return
         finally:
-            with self._lock:
-                self._strangers.discard(connected)
+            self._forget(connected)
         with self._lock:
             self._connections.add(connection)
             closed = self._closed
@@ -152,6 +158,10 @@ class DataPort:
         with self._lock:
             self._connections.discard(connection)
             self._lock.notify_all()
+
+    def _forget(self, stranger: socket.socket) -> None:
+        with self._lock:
+            self._strangers.discard(stranger)
 
     def _send(self, connection: Connection, session: Session, receiver: threading.Thread, rank: int) -> None:
         try:

@@ -78,6 +78,12 @@ class Job:
         with self._changed:
             return self._failure is not None or self._membership.over
 
+    @property
+    def under_way(self) -> bool:
+        """Whether it has begun and is not over."""
+        with self._changed:
+            return self._failure is None and bool(self._membership.members) and not self._membership.over
+
     def wait_over(self, timeout_s: float) -> bool:
         """Waits while some members have left and others have not; returns whether the job is over.
 

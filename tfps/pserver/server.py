@@ -18,12 +18,15 @@ from tfps.config import Security
 from tfps.errors import ClosedError, ConfigError, ConnectError, ProtocolError, PserverLostError, TfpsError
 from tfps.exchange.interface import BucketKind, BucketSpec
 from tfps.protos import tfps_pb2 as pb
+from tfps.pserver.calls import rank_of, refusal, until_broken
 from tfps.pserver.data_port import DataPort, Session
 from tfps.pserver.guard import Guard, Rate, parse
 from tfps.pserver.job import Job
 from tfps.pserver.job_status import ErrorCounts
 from tfps.pserver.listening import check_host, reachable, try_to_listen
+from tfps.pserver.measuring import Measuring
 from tfps.pserver.membership import applicant_of
+from tfps.pserver.probing import Probing
 from tfps.pserver.pushes import Pushes
 from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
@@ -31,17 +34,16 @@ from tfps.version import __version__
 from tfps.wire import frames
 from tfps.wire.control import (
     INCARNATION_KEY,
+    MEASURE,
     PROTOCOL_VERSION,
     PULL,
     PUSH,
-    RANK_KEY,
     SERVER_OPTIONS,
     SERVICE,
     Fallible,
     config_of,
     failure_of,
     layout_of,
-    reply_type,
     version_text,
 )
 from tfps.wire.frames import Kind, error_from
@@ -103,6 +105,8 @@ class ParameterServer:
         self._job_name = job
         self._recorder = recorder or Recorder()
         self._started_s = time.monotonic()
+        self._measuring = Measuring(self._has_job)
+        self._probing = Probing(workers, job)
         self._errors = ErrorCounts()
         self._max_memory = machine_bytes() if max_memory is None else max_memory
         self._guard = Guard(token, self._errors.add)
@@ -131,8 +135,12 @@ class ParameterServer:
         self._data: DataPort | None = None
         if credentials is None:
             refused = functools.partial(self._errors.add, "Push")
-            self._data = DataPort(host, data_port, token, self._open_session, refused)
+            self._data = DataPort(host, data_port, token, self._open_session, refused, self._measuring.connection)
         self._server.start()
+
+    @property
+    def _data_port(self) -> int:
+        return 0 if self._data is None else self._data.port
 
     def _new_job(self) -> Job:
         return Job(self.workers, self._job_name, self._recorder, self._errors, self._max_memory)
@@ -143,6 +151,7 @@ class ParameterServer:
             self._stopped = True
             job = self._job
         job.fail(PserverLostError(f"pserver {self.address} was stopped"))
+        self._measuring.close()
         stopping = self._server.stop(grace_s)
         if self._data is not None:
             self._data.close(grace_s)
@@ -175,9 +184,9 @@ class ParameterServer:
                 try:
                     reply = call(parse(name, request), context)
                 except TfpsError as error:
-                    reply = _refusal(name, error)
+                    reply = refusal(name, error)
                 except Exception as error:
-                    reply = _refusal(name, self._bug(f"in {name}", error))
+                    reply = refusal(name, self._bug(f"in {name}", error))
                 if name != "Leave" and reply.HasField("failure"):
                     failure = cast(Fallible, reply).failure
                     self._errors.add(name, error_from(failure.code, failure.text))
@@ -198,12 +207,18 @@ class ParameterServer:
             "Upload": self._upload,
             "Collect": self._collect,
             "Status": self._status,
+            "Probe": self._probe,
             "Leave": self._leave,
         }
         handlers = {name: unary(call, name) for name, call in calls.items()}
         handlers[PUSH] = grpc.stream_unary_rpc_method_handler(self._push)
         handlers[PULL] = grpc.unary_stream_rpc_method_handler(self._pull)
+        handlers[MEASURE] = grpc.stream_stream_rpc_method_handler(self._measuring.call)
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    def _has_job(self) -> bool:
+        with self._lock:
+            return self._job.under_way
 
     def _job_of(self, incarnation: str) -> Job:
         with self._lock:
@@ -229,11 +244,10 @@ class ParameterServer:
                 if self._job.over:
                     self._job = self._new_job()
                 first = not self._job.incarnation
-                data_port = 0 if self._data is None else self._data.port
                 member = self._job.join(applicant, config, _attached(request))
                 reply.rank, reply.shared_memory = member.rank, member.memory is not None
                 self._jobs += first
-                reply.workers, reply.incarnation, reply.data_port = self.workers, self._job.incarnation, data_port
+                reply.workers, reply.incarnation, reply.data_port = self.workers, self._job.incarnation, self._data_port
         except TfpsError as error:  # caught here: a refusal must carry the protocol version, too
             reply.failure.CopyFrom(failure_of(error))
         return reply
@@ -271,7 +285,7 @@ class ParameterServer:
         return pb.TraceReply()
 
     def _clock(self, request: pb.ClockRequest, context: grpc.ServicerContext) -> pb.ClockReply:
-        return pb.ClockReply(time_ns=self._recorder.clock())
+        return pb.ClockReply(time_ns=self._recorder.clock(), wall_ns=time.time_ns())
 
     def _upload(self, request: pb.UploadRequest, context: grpc.ServicerContext) -> pb.UploadReply:
         self._job_of(request.incarnation).recording.upload(request.number, request.rank, request.records)
@@ -283,6 +297,9 @@ class ParameterServer:
 
     def _status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         return status_message(self.status()) if request.details else pb.StatusReply(cpu_s=time.process_time())
+
+    def _probe(self, request: pb.ProbeRequest, context: grpc.ServicerContext) -> pb.ProbeReply:
+        return self._probing.reply(request, self._data_port, _attached)
 
     def _leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         failure = error_from(request.failure.code, request.failure.text) if request.HasField("failure") else None
@@ -296,7 +313,7 @@ class ParameterServer:
         self, stream: str, context: grpc.ServicerContext, end: Callable[[], object] | None = None
     ) -> tuple[Job, int, SendQueue]:
         metadata = dict(context.invocation_metadata())
-        rank = _rank_of(metadata)
+        rank = rank_of(metadata)
         job = self._job_of(metadata.get(INCARNATION_KEY, ""))
         return job, rank, job.open_stream(rank, stream, end)
 
@@ -307,7 +324,7 @@ class ParameterServer:
             self._errors.add("Push", error)
             return frames.encode_error(error)  # refused alone: the job goes on
         try:
-            receive(_until_broken(messages), Kind.PUSH, queue, Pushes(job, rank))
+            receive(until_broken(messages), Kind.PUSH, queue, Pushes(job, rank))
         except Exception as error:
             self._fail(job, rank, error, f"while it took a push of rank {rank}")
         job.stream_ended(rank)
@@ -358,13 +375,8 @@ class ParameterServer:
         return TfpsError(f"pserver {self.address}: failed {when}: {error!r}; its log says where")
 
 
-def _until_broken(messages: Iterator[bytes]) -> Iterator[bytes]:
-    with contextlib.suppress(Exception):  # gRPC raises when the stream breaks; stream_ended handles that
-        yield from messages
-
-
-def _attached(request: pb.JoinRequest) -> Attached | None:
-    """Attaches a joining worker's memory, if offered and accessible; None: sockets are used."""
+def _attached(request: pb.JoinRequest | pb.ProbeRequest) -> Attached | None:
+    """Attaches a worker's memory, if offered and accessible; None: sockets are used."""
     if not request.HasField("memory"):
         return None
     memory = request.memory
@@ -372,20 +384,6 @@ def _attached(request: pb.JoinRequest) -> Attached | None:
         return Attached(Offer(memory.host, request.pid, memory.fd, memory.secret))
     except OSError:
         return None
-
-
-def _rank_of(metadata: dict[str, object]) -> int:
-    text = str(metadata.get(RANK_KEY, ""))
-    if not text.isdigit():
-        raise ConnectError(f"metadata {RANK_KEY} must be a number, got {text!r}")
-    return int(text)
-
-
-def _refusal(name: str, error: TfpsError) -> Message:
-    """The reply to a control call that has failed."""
-    version = {"protocol_version": PROTOCOL_VERSION} if name == "Join" else {}
-    reply: Message = reply_type(name)(**({} if name == "Leave" else {"failure": failure_of(error)}), **version)
-    return reply
 
 
 def _bounded(wait_s: float) -> float:

@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import tensorflow as tf
 
-from tfps.config import Launch, check_address
+from tfps.config import Config, Launch, Security
 from tfps.errors import ConfigError
-from tfps.types import Json
+from tfps.launch.meeting import meet
+from tfps.launch.places import Cluster, Tasks, cluster_of, from_tasks, locate, pservers_of, started_with
 
-_WORKER_TASKS = ("chief", "master", "worker")  # in rank order
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Pserver addresses (empty: embedded), rank and number of workers (None: the pservers decide)."""
-
-    pservers: tuple[str, ...] = ()
-    rank: int | None = None
-    workers: int | None = None
-    job: str = ""
+__all__ = ["Cluster", "find", "resolve"]
 
 
-@dataclass(frozen=True)
-class _Tasks:
-    """The tasks in `source` (TF_CONFIG or a resolver). `rank` is None if it does not know this process's task."""
+def find(pservers: Sequence[str] | tf.distribute.cluster_resolver.ClusterResolver | None, config: Config) -> Cluster:
+    """Returns the cluster. Processes of mpirun or srun to which nobody has named pservers start their own.
 
-    source: str
-    pservers: tuple[str, ...] = ()
-    rank: int | None = None
-    workers: int | None = None
-    is_evaluator: bool = False
+    From then on this process's environment says where they are, as if `tfps_launch` had started it: later strategies
+    use the same, and so do processes that the program starts.
+
+    Raises:
+        ConfigError: see `resolve`; or there is no way to find the other processes.
+        ConnectError: a pserver did not start.
+        WaitTimeoutError: not all processes came within `config.connect_timeout_s`.
+    """
+    cluster = resolve(pservers)
+    if cluster.others is None:
+        return cluster
+    security = Security.of_worker(config)
+    if security.tls_ca:
+        raise ConfigError(
+            f"the pservers that processes of {cluster.others.source} start for themselves have no TLS, but tls_ca is "
+            "set; start tfps_pserver with its certificates and set TFPS_PSERVERS"
+        )
+    os.environ.update(meet(cluster.others, security.token_file, config.connect_timeout_s))
+    return resolve(None)
 
 
 def resolve(
@@ -43,119 +45,30 @@ def resolve(
 ) -> Cluster:
     """Returns the cluster that `pservers` and the environment describe.
 
-    Only a resolver's addresses count if there is one; else explicit addresses win over `TFPS_PSERVERS` (set by
-    `tfps_launch`), and that over `TF_CONFIG`; without any, the pserver is embedded. Rank and number of workers come
-    from the resolver, else from `TFPS_RANK` and `TFPS_WORKERS`, else from `TF_CONFIG`, else from the order of joining.
-    An evaluator gets an embedded pserver.
+    Only a resolver's addresses, rank and number of workers count if there is one, but for a rank that it does not know:
+    `TFPS_RANK` and `TFPS_WORKERS`, the variables of mpirun or srun, or the order of joining. Without a resolver: see
+    `locate`.
 
     Raises:
-        ConfigError: an address or `TF_CONFIG` is malformed, they contradict each other, workers have no pserver, or
-            this process is a `ps` task.
+        ConfigError: see `locate`.
     """
     environment = os.environ if environment is None else environment
+    if not isinstance(pservers, tf.distribute.cluster_resolver.ClusterResolver):
+        return locate(pservers, environment)
     launch = Launch.from_environment(environment)
-    if isinstance(pservers, tf.distribute.cluster_resolver.ClusterResolver):
-        tasks = _from_resolver(pservers)
-        if tasks.is_evaluator:
-            return Cluster(job=launch.job)
-        addresses, rank, workers = _pservers_of(tasks), tasks.rank, tasks.workers
-        if rank is None and launch.rank is not None:
-            rank, workers = launch.rank, workers or launch.workers
-    else:
-        text = environment.get("TF_CONFIG", "")
-        tasks = _from_tf_config(text) if text.strip() else _Tasks("TF_CONFIG")
-        if tasks.is_evaluator and launch.rank is None:
-            return Cluster(job=launch.job)
-        addresses = _explicit(pservers) or launch.pservers or _pservers_of(tasks)
-        rank, workers = launch.rank, launch.workers
-        if rank is None and workers is None:
-            rank, workers = tasks.rank, tasks.workers
-    for address in addresses:
-        check_address(address)
-    if len(set(addresses)) < len(addresses):
-        raise ConfigError(f"pservers must be different addresses, got {', '.join(addresses)}")
-    return Cluster(addresses, rank, workers, launch.job) if addresses else Cluster(job=launch.job)
+    others = started_with(launch, environment)
+    tasks = _from_resolver(pservers)
+    if tasks.is_evaluator:
+        return Cluster(job=launch.job)
+    addresses, rank, workers = pservers_of(tasks), tasks.rank, tasks.workers
+    if rank is None and launch.rank is not None:
+        rank, workers = launch.rank, workers or launch.workers
+    elif rank is None and others is not None and workers in (None, others.workers):
+        rank, workers = others.rank, others.workers
+    return cluster_of(addresses, rank, workers, launch.job, others)
 
 
-def _explicit(pservers: Sequence[str] | None) -> tuple[str, ...]:
-    if pservers is None:
-        return ()
-    if isinstance(pservers, str):
-        raise ConfigError(f"pservers must be a list of 'host:port', got the string {pservers!r}; write [{pservers!r}]")
-    if not pservers:
-        raise ConfigError(
-            "pservers must name at least one 'host:port', got an empty list; leave it out for an embedded pserver"
-        )
-    return tuple(pservers)
-
-
-def _pservers_of(tasks: _Tasks) -> tuple[str, ...]:
-    if not tasks.pservers and (tasks.workers or 1) > 1:
-        raise ConfigError(
-            f"{tasks.source} has {tasks.workers} workers but no 'ps' task; start one with tfps_pserver and add "
-            '"ps": ["host:port"] to its cluster, or pass pservers=[...]'
-        )
-    return tasks.pservers
-
-
-def _from_resolver(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> _Tasks:
+def _from_resolver(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> Tasks:
     spec = resolver.cluster_spec()  # first: this makes SlurmClusterResolver find its task
     tasks = spec.as_dict() if spec else {}
-    return _from_tasks(tasks, resolver.task_type, resolver.task_id, type(resolver).__name__, may_not_know=True)
-
-
-def _from_tf_config(text: str) -> _Tasks:
-    example = (
-        '{"cluster": {"worker": ["host:port", ...], "ps": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}'
-    )
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"TF_CONFIG must be JSON like {example}, got {text!r} ({error})") from None
-    if not isinstance(content, dict) or not isinstance(content.get("cluster", {}), dict):
-        raise ConfigError(f"TF_CONFIG must be an object like {example}, got {text!r}")
-    task = content.get("task", {})
-    if not isinstance(task, dict):
-        raise ConfigError(f"TF_CONFIG: task must be an object like {example}, got {task!r}")
-    return _from_tasks(content.get("cluster", {}), task.get("type"), task.get("index"), "TF_CONFIG")
-
-
-def _from_tasks(
-    tasks: Mapping[str, Sequence[str]],
-    task_type: str | None,
-    task_index: Json,
-    source: str,
-    may_not_know: bool = False,
-) -> _Tasks:
-    """Interprets `tasks` (addresses by task type) and this process's task, both from `source`.
-
-    Args:
-        may_not_know: whether the task may be missing; ranks then come from elsewhere.
-    """
-    for name, addresses in tasks.items():
-        if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
-            raise ConfigError(f"{source}: cluster[{name!r}] must be a list of 'host:port', got {addresses!r}")
-    ranked = [(name, index) for name in _WORKER_TASKS for index in range(len(tasks.get(name, ())))]
-    pservers = tuple(check_address(address) for address in tasks.get("ps", ()))
-    if isinstance(task_index, str) and task_index.isdigit():
-        task_index = int(task_index)
-    if task_type == "ps":
-        known = isinstance(task_index, int) and 0 <= task_index < len(pservers)
-        port = pservers[task_index].rpartition(":")[2] if known else "PORT"
-        raise ConfigError(
-            f"{source} says that this process is a ps task: run `tfps_pserver --port {port} --workers "
-            f"{len(ranked) or 'N'}` there instead of a training script, with --token-file FILE if workers are on other "
-            "hosts (docs/security.md)"
-        )
-    if task_type == "evaluator":
-        return _Tasks(source, pservers, is_evaluator=True)
-    if not ranked or (may_not_know and task_type is None):
-        return _Tasks(source, pservers, workers=len(ranked) or None)
-    task: tuple[object, object] = (task_type, task_index)
-    if task not in ranked:
-        listed = ", ".join(f"{name} {index}" for name, index in ranked)
-        raise ConfigError(
-            f"{source}: task must be one of the cluster's workers ({listed}), "
-            f"got type {task_type!r} index {task_index!r}"
-        )
-    return _Tasks(source, pservers, ranked.index(task), len(ranked))
+    return from_tasks(tasks, resolver.task_type, resolver.task_id, type(resolver).__name__, may_not_know=True)

@@ -30,7 +30,7 @@ from tfps.keras_hooks.weighing import weigh_by_rows
 from tfps.runtime.report import Report
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.trace_run import TraceRun, record_unattended
-from tfps.strategy.cluster import Cluster, resolve
+from tfps.strategy.cluster import Cluster, find
 from tfps.strategy.compiling import compile_in_scope
 from tfps.strategy.extended import Extended
 from tfps.trace.recorder import Recorder
@@ -53,7 +53,8 @@ class Strategy(tf.distribute.Strategy):
     Args:
         pservers: addresses `"host:port"`; or a `tf.distribute.cluster_resolver.ClusterResolver` (Slurm, Kubernetes,
             Simple, ...) with `ps` tasks; or None for `TFPS_PSERVERS` (set by `tfps_launch`), else the `ps` tasks of
-            `TF_CONFIG`, else a pserver embedded in this process. The chief is rank 0; an evaluator is a separate job
+            `TF_CONFIG`, else those that the processes of one mpirun or srun start, else a pserver embedded in this
+            process. The chief is rank 0; an evaluator is a separate job
             (docs/semantics.md, "Cluster").
         devices: local devices, as for `tf.distribute.MirroredStrategy`; default: all local GPUs, else the CPU.
         config: settings; default: a `tfps.Config` from the `TFPS_...` environment variables.
@@ -80,7 +81,7 @@ class Strategy(tf.distribute.Strategy):
         self.config = Config.from_environment() if config is None else config
         request = TraceRequest.from_environment()
         _warn_of_unknown_variables()
-        cluster = resolve(pservers)
+        cluster = find(pservers, self.config)
         self._collective_key_base = next(_collective_key_bases)  # local reductions of two strategies must not mix
         _show_messages()
         devices = _devices(devices)

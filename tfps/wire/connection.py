@@ -214,6 +214,15 @@ def dial(address: str, port: int, token: JobToken, incarnation: str, rank: int, 
         OSError: it cannot be reached.
         TfpsError: the error with which it refuses this worker.
     """
+    return Connection(introduce(address, port, token, incarnation, rank, timeout_s))
+
+
+def introduce(address: str, port: int, token: JobToken, incarnation: str, rank: int, timeout_s: float) -> socket.socket:
+    """As `dial`; returns the socket of an accepted connection, with `timeout_s`.
+
+    Raises:
+        OSError, TfpsError: see `dial`.
+    """
     host = address.rpartition(":")[0].strip("[]")
     connected = socket.create_connection((host, port), timeout_s)
     try:
@@ -224,7 +233,7 @@ def dial(address: str, port: int, token: JobToken, incarnation: str, rank: int, 
             raise frames.decode_error(part.header, memoryview(_exactly(connected, part.total)))
         if part.header.kind != Kind.ACK or part.total:
             raise ProtocolError(f"a pserver must greet with ACK or ERROR, got {part}")
-        return Connection(connected)
+        return connected
     except ProtocolError as error:
         connected.close()
         raise ConnectionRefusedError(f"what answers there is not a tfps pserver: {error}") from error
@@ -255,8 +264,17 @@ def greet(connected: socket.socket, token: JobToken, timeout_s: float) -> tuple[
 def admit(connected: socket.socket) -> Connection:
     """Accepts a known worker; returns the pserver's end."""
     connected.settimeout(None)
-    connected.sendall(encode_part(Part(Header(Kind.ACK), 0, 0, 0)))
+    acknowledge(connected)
     return Connection(connected)
+
+
+def acknowledge(connected: socket.socket) -> None:
+    """Answers a greeting.
+
+    Raises:
+        OSError: the client is gone.
+    """
+    connected.sendall(encode_part(Part(Header(Kind.ACK), 0, 0, 0)))
 
 
 def refuse(connected: socket.socket, error: TfpsError) -> None:

@@ -21,6 +21,7 @@ from tfps.wire.tls import channel_credentials, diagnose
 PROTOCOL_VERSION = 5
 SERVICE = "tfps.v1.ParameterServer"
 PUSH, PULL = "Push", "Pull"  # the streams, one per direction
+MEASURE = "Measure"  # a stream, too; see wire/measuring.py
 INCARNATION_KEY, RANK_KEY = "tfps-incarnation", "tfps-rank"  # their metadata
 
 _LOOK_S = 1.0  # how long a Join may go unanswered before the worker looks whether both ends agree on TLS
@@ -74,9 +75,10 @@ _TYPES: dict[str, tuple[type[Message], type[Message]]] = {
     "Upload": (pb.UploadRequest, pb.UploadReply),
     "Collect": (pb.CollectRequest, pb.CollectReply),
     "Status": (pb.StatusRequest, pb.StatusReply),
+    "Probe": (pb.ProbeRequest, pb.ProbeReply),
     "Leave": (pb.LeaveRequest, pb.LeaveReply),
 }
-CALLS = frozenset([*_TYPES, PUSH, PULL])  # the names of all that a pserver answers
+CALLS = frozenset([*_TYPES, PUSH, PULL, MEASURE])  # the names of all that a pserver answers
 
 
 def method(name: str) -> str:
@@ -223,6 +225,20 @@ class Pserver:
         raise_failure(reply, f"pserver {self.address}: ")
         return reply
 
+    def protocol_version(self, timeout_s: float) -> int:
+        """The pserver's, which it tells when it refuses a Join of version 0; for those that do not know Probe.
+
+        Raises:
+            ConnectError: the pserver wants another job token.
+            PserverLostError: the call failed.
+        """
+        request = pb.JoinRequest(protocol_version=0)
+        try:
+            return int(self._calls["Join"](request, timeout=timeout_s, metadata=self.metadata).protocol_version)
+        except grpc.RpcError as error:
+            self._raise_stranger(error)
+            raise lost(self.address, error, "in Join") from error
+
     def _answer(self, call: grpc.Future) -> pb.JoinReply:
         """Waits for the answer to `call`, and looks meanwhile whether both ends agree on TLS."""
         agreed = False
@@ -253,6 +269,9 @@ class Pserver:
 
     @overload
     def call(self, name: Literal["Collect"], request: pb.CollectRequest, timeout_s: float) -> pb.CollectReply: ...
+
+    @overload
+    def call(self, name: Literal["Probe"], request: pb.ProbeRequest, timeout_s: float) -> pb.ProbeReply: ...
 
     @overload
     def call(self, name: Literal["Status"], request: pb.StatusRequest, timeout_s: float) -> pb.StatusReply: ...

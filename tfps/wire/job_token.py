@@ -50,11 +50,11 @@ class JobToken:
             return cls()
         try:
             with Path(path).open("rb") as file:
-                mode = os.fstat(file.fileno()).st_mode
+                status = os.fstat(file.fileno())
                 content = file.read(2 * MAX_TOKEN_BYTES)
         except OSError as error:
             raise ConfigError(f"token_file '{path}' cannot be read: {error.strerror}") from None
-        if stat.S_ISREG(mode) and mode & 0o077 and path not in _warned_of:
+        if stat.S_ISREG(status.st_mode) and status.st_mode & _not_for(status) and path not in _warned_of:
             _warned_of.add(path)
             logger.warning("tfps: token_file '%s' may be read by other users of this host: chmod 600", path)
         token = cls(content.decode("ascii", "replace").strip(), f"the job token in '{path}'")
@@ -83,6 +83,12 @@ class JobToken:
         if hmac.compare_digest(received, self._text.encode()):
             return None
         return OTHER if received else WANTED
+
+
+def _not_for(status: os.stat_result) -> int:
+    """Rights that nobody should have. Somebody else's file is there for its group: a Secret of Kubernetes is root's."""
+    own = not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
+    return 0o077 if own else 0o007
 
 
 WANTED = "wants a job token, this client sent none: set TFPS_TOKEN_FILE (or token_file, --token-file) to its file"

@@ -6,13 +6,14 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tfps.errors import TfpsError, UnsupportedError
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.recording import messages
 from tfps.trace.capture import Capture, CapturedBucket, Process, Setting
 from tfps.trace.recorder import Recorder
+from tfps.wire.clocks import compare
 from tfps.wire.control import Pserver
 from tfps.wire.frames import Header
 from tfps.worker.assembly import Recorded, assemble
@@ -22,7 +23,6 @@ logger = logging.getLogger("tfps")
 
 COLLECT_TIMEOUT_S = 30.0
 _CALL_TIMEOUT_S = 10.0
-_ROUND_TRIPS = 20
 
 
 class Switch:
@@ -88,7 +88,7 @@ class Tracer:
         deadline_s = time.monotonic() + COLLECT_TIMEOUT_S
         for pserver in self._pservers:
             self._trace(pserver, False)
-        clocks = [measure(pserver, self._recorder.clock) for pserver in self._pservers]
+        clocks = [compare(pserver, self._recorder.clock)[:2] for pserver in self._pservers]
         parts = [part for pserver in self._pservers for part in self._collect(pserver, deadline_s)]
         self._warn(parts)
         return assemble(self._recorded(parts, clocks), buckets, name, steps, settings)
@@ -161,7 +161,7 @@ class Tracer:
         """Sends the records to the first pserver."""
         number, parts = self._number, messages(self._recorder, number=self._rank, host=socket.gethostname())
         try:
-            offset_ns, error_ns = measure(self._pservers[0], self._recorder.clock)
+            offset_ns, error_ns = compare(self._pservers[0], self._recorder.clock)[:2]
             for part in parts:
                 part.clock_offset_ns, part.clock_error_ns = -offset_ns, error_ns
                 request = pb.UploadRequest(
@@ -183,15 +183,3 @@ class Tracer:
 
 RUNNING = "a capture is being recorded already: end it (stop_trace) before the next begins"
 NOT_RUNNING = "no capture is being recorded: begin one (start_trace, on rank 0)"
-
-
-def measure(pserver: Pserver, clock: Callable[[], int]) -> tuple[int, int]:
-    """Returns the offset to add to a pserver's times to get this process's, and its maximum error."""
-    best = offset_ns = 0
-    for _ in range(_ROUND_TRIPS):
-        before_ns = clock()
-        there_ns = pserver.call("Clock", pb.ClockRequest(), _CALL_TIMEOUT_S).time_ns
-        after_ns = clock()
-        if not best or after_ns - before_ns < best:
-            best, offset_ns = after_ns - before_ns, (before_ns + after_ns) // 2 - there_ns
-    return offset_ns, (best + 1) // 2

@@ -60,6 +60,7 @@ class Tuner:
         self._ask = False  # whether to ask the pservers for the network's throughput
         self._most = MAX_GRPC_SLICE_BYTES
         self.done = config.slice_bytes != "auto" and config.window_bytes != "auto"
+        self._sizes: tuple[int, int] | None = None  # those of the last change
         self._round_trip_s = self._message_s = 0.0
         self._first: tuple[float, int] | None = None  # time and step count at the first look
         self._busy_then: Sequence[Throughput] = ()
@@ -92,14 +93,18 @@ class Tuner:
         self._message_s = message_s(self._round_trip_s, network_s)
 
     def look(self, buckets: Sequence[PushedBucket]) -> None:
-        """Tunes if enough has been measured."""
+        """Tunes if enough has been measured. Buckets declared later (of a second model) get the sizes found before."""
+        if self.done:
+            if self._sizes is not None and any(map(_is_late, buckets)):
+                self._tune(*self._sizes)
+            return
         # Only gradients: announcements of batches and the like run ahead, with separate rounds.
         leader = max((b for b in buckets if tunable(b.spec)), key=lambda bucket: bucket.steps, default=None)
         if leader is None:
             return
         with leader.lock:
             steps, now_s = leader.steps, leader.started_s
-        if self.done or not self._round_trip_s or steps <= self._steps_then:
+        if not self._round_trip_s or steps <= self._steps_then:
             return
         busy = self._busy()
         if self._first is None:
@@ -152,6 +157,7 @@ class Tuner:
             slice_bytes = self._config.slice_bytes
         if self._config.window_bytes != "auto":
             window_bytes = self._config.window_bytes
+        self._sizes = slice_bytes, window_bytes
         self._tune(slice_bytes, window_bytes)
         logger.info(
             "tfps: tuned: slices of %.0f KiB, windows of %.0f KiB (%.0f MB/s, round trip %.2f ms, %.2f ms per message)",
@@ -162,6 +168,14 @@ class Tuner:
             measured.message_s * 1e3,
         )
         return slice_bytes
+
+
+def _is_late(bucket: PushedBucket) -> bool:
+    """Whether a bucket is in use and has never been cut anew."""
+    if not tunable(bucket.spec):
+        return False
+    with bucket.lock:
+        return bucket.steps > _STEPS and bucket.cutting.step == 0 and not bucket.next
 
 
 def measure(busy: Sequence[Throughput], round_trip_s: float, message_s: float, step_s: float) -> Measured:

@@ -367,7 +367,7 @@ class Worker:
     def _watch_deadlines(self) -> None:
         limit_s = self.config.step_timeout_s
         while not self._wake.wait(min(1.0 if self._tuner.done else 0.1, limit_s / 4)):
-            if self.rank == 0 and not self._tuner.done:
+            if self.rank == 0:
                 with contextlib.suppress(TfpsError):  # it has failed the exchange
                     self._tuner.look(list(self._buckets))
             self._blame.look(list(self._buckets))

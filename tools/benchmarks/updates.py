@@ -1,10 +1,10 @@
 """How long the first layer waits for its parameters while a large late layer is updated.
 
-2 workers and 2 pservers on this host. The model: two small convolutions, a Dense layer with a kernel of 51 MB, Adam.
-"in order" is what tfps did before: updates run one after the other, each as a whole. "urgent first" is what it does:
-an urgent update does not wait for one that runs. (The large one would run in parts if its slices came back slowly; on
-one host they do not.) Both are the same program in the same processes; fits alternate. Waits are what a capture of both
-workers says, per step.
+2 workers and 2 pservers, on this host and on 4 hosts with 1 Gbit/s each (which needs root, for network namespaces). The
+model: two small convolutions, a Dense layer with a kernel of 51 MB, Adam. "in order" is what tfps did before: updates
+run one after the other, each as a whole. "urgent first" is what it does: an urgent update does not wait for one that
+runs; and between hosts, where slices come back slowly, the large update runs in parts meanwhile. Both are the same
+program in the same processes; fits alternate. Waits are what a capture of both workers says, per step.
 """
 
 from __future__ import annotations
@@ -14,49 +14,72 @@ import contextlib
 import json
 import pathlib
 import statistics
+import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 
 from tfps.types import Json
 from tools import children
 from tools.benchmarks.common import Outcome, median
+from tools.netlab import Netlab
 
 WORKERS, PSERVERS = 2, 2
 SIDE, BATCH, UNITS = 32, 16, 780  # of images; 32 * 32 / 4 * 64 inputs to so many units are 51 MB
 STEPS = 6  # of a fit
 ANSWER_S = 300.0
+RATE_MBIT = 1000.0
+PLACES = {"one host": 0.0, "4 hosts": RATE_MBIT}  # and their rate in Mbit/s
 MODES = ("in order", "urgent first")
 FIGURES = ("first_ms", "exposed_ms", "step_ms")
 
 
 def run(quick: bool) -> Outcome:
     """Medians over pairs of fits."""
-    pairs = 8 if quick else 24
+    runs = [found for place in PLACES for found in _measure(place, 6 if quick else 24)]
+    headline: dict[str, float] = {}
+    for place in PLACES:
+        of_place = [each for each in runs if each["place"] == place]
+        name = place.replace(" ", "_")
+        for what in MODES:
+            of_mode = [each for each in of_place if each["what"] == what]
+            headline |= {f"{name}_{what.replace(' ', '_')}_{key}": median(of_mode, key) for key in FIGURES}
+        for figure in FIGURES:
+            pairs = zip(of_place[::2], of_place[1::2], strict=True)
+            ratio = statistics.median(new[figure] / max(old[figure], 1e-3) for old, new in pairs)
+            headline[f"{name}_{figure.removesuffix('_ms')}_ratio"] = ratio
+    return Outcome(headline, runs)
+
+
+def _measure(place: str, pairs: int) -> list[dict[str, Json]]:
     with contextlib.ExitStack() as stack:
-        serve = ["-m", "tfps.cli", "--host=127.0.0.1", "--port=0", f"--workers={WORKERS}"]
-        addresses = [
-            children.answer(stack.enter_context(children.python(serve)), ANSWER_S).split()[3] for _ in range(PSERVERS)
-        ]
+        starts: list[Callable[..., subprocess.Popen[str]]] = [subprocess.Popen] * (WORKERS + PSERVERS)
+        names = ["127.0.0.1"] * PSERVERS
+        if rate := PLACES[place]:
+            hosts = stack.enter_context(Netlab(WORKERS + PSERVERS, rate)).hosts
+            starts, names = [host.popen for host in hosts], [host.address for host in hosts[WORKERS:]]
+        addresses = []
+        for name, popen in zip(names, starts[WORKERS:], strict=True):
+            serve = ["-m", "tfps.cli", f"--host={name}", "--port=0", f"--workers={WORKERS}", "--insecure"]
+            pserver = stack.enter_context(children.python(serve, popen=popen))
+            addresses.append(children.answer(pserver, ANSWER_S).split()[3])
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         work = [str(pathlib.Path(__file__)), folder, str(pairs)]
-        # Sizes are given: only the buckets of the first model would be tuned.
+        # Sizes are given: tuning would change them between fits.
         sizes = {"TFPS_SLICE_BYTES": str(2**20), "TFPS_WINDOW_BYTES": str(4 * 2**20)}
         job = {"TFPS_PSERVERS": ",".join(addresses), "TFPS_WORKERS": str(WORKERS), "TF_CPP_MIN_LOG_LEVEL": "2", **sizes}
         workers = [
-            stack.enter_context(children.python(work, {**job, "TFPS_RANK": str(rank)})) for rank in range(WORKERS)
+            stack.enter_context(children.python(work, {**job, "TFPS_RANK": str(rank)}, popen))
+            for rank, popen in enumerate(starts[:WORKERS])
         ]
         runs: list[dict[str, Json]] = []
-        for _ in range(pairs):
-            for _ in MODES:
-                runs.append(json.loads(children.answer(workers[0], ANSWER_S)))
-                found = runs[-1]
-                print(f"{found['what']:14} " + " ".join(f"{key}={found[key]:.1f}" for key in FIGURES), flush=True)
-    headline: dict[str, float] = {}
-    for what in MODES:
-        of_mode = [each for each in runs if each["what"] == what]
-        headline |= {f"{what.replace(' ', '_')}_{key}": median(of_mode, key) for key in FIGURES}
-    ratios = [new["first_ms"] / max(old["first_ms"], 1e-3) for old, new in zip(runs[::2], runs[1::2], strict=True)]
-    return Outcome({**headline, "first_ratio": statistics.median(ratios)}, runs)
+        for _ in range(pairs * len(MODES)):
+            found = {"place": place, **json.loads(children.answer(workers[0], ANSWER_S))}
+            runs.append(found)
+            print(
+                f"{place:10} {found['what']:14} " + " ".join(f"{key}={found[key]:.1f}" for key in FIGURES), flush=True
+            )
+    return runs
 
 
 def _work(folder: pathlib.Path, pairs: int) -> None:

@@ -1,0 +1,322 @@
+"""Manifests: what they say, that Kubernetes knows every field of them, and what a process learns from them."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import crd_schemas
+import jsonschema
+import kubelet
+import kubernetes_validate
+import launching
+import pytest
+import yaml
+from kubelet import Pod
+
+from tfps.config import Config, Launch, Security
+from tfps.launch import cli, kubernetes
+from tfps.launch.manifests import Manifest
+from tfps.launch.options import parse
+from tfps.types import Json
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DEPLOY = ROOT / "deploy" / "kubernetes"
+FORMS = ("job", "jobset", "tfjob", "runtime")
+FILES = {"job": "job.yaml", "jobset": "jobset.yaml", "tfjob": "tfjob.yaml", "runtime": "runtime.yaml"}
+DEFAULT = ("--image", "tfps-worker", "--workers", "2", "--pservers", "2", "train.py")
+# Every option that adds something, with values that need care.
+EVERYTHING = (
+    *("--image", "registry/me/train:1", "--pserver-image", "registry/me/pserver:1", "--namespace", "research"),
+    *("--name", "my-job", "--workers", "3", "--pservers", "2", "--gpus", "2", "--restarts", "1", "--user", "0"),
+    *("--worker-resources", "cpu=500m,memory=1.5Gi", "--pserver-resources", "cpu=2,memory=512Mi"),
+    *("--tls-secret", "my-tls", "--token-secret", "my-token", "--volume", "data=/data", "--volume", "out=/out"),
+    *("--env", "TFPS_CHECK_EVERY=10", "--env", "PRICE=$5 $(HOME) $$", "-m", "my.module", "--text", "a: $(TFPS_RANK)"),
+)
+SECRETS = {
+    "train-token": {"token": "t" * 32},
+    "my-token": {"token": "t" * 32},
+    "my-tls": {"ca.crt": "ca", "tls.crt": "cert", "tls.key": "key"},
+}
+
+
+def text_of(*arguments: str) -> str:
+    return kubernetes.as_yaml(kubernetes.parse(["--print", *arguments]), ["--print", *arguments])
+
+
+def documents(*arguments: str) -> list[Manifest]:
+    return list(yaml.safe_load_all(text_of(*arguments)))
+
+
+def by_kind(found: list[Manifest], kind: str) -> Manifest:
+    (one,) = (each for each in found if each["kind"] == kind)
+    return one
+
+
+def pods(role: str, *arguments: str) -> list[Pod]:
+    return [each for each in kubelet.pods(documents(*arguments), SECRETS) if each.role == role]
+
+
+@functools.cache
+def core_versions() -> list[str]:
+    """The oldest Kubernetes that docs/kubernetes.md names, and the newest that is known here."""
+    return ["1.29", str(kubernetes_validate.latest_version())]
+
+
+def check(manifest: Manifest) -> None:
+    """Raises an error if a field is unknown or has a wrong value."""
+    if "/" in manifest["apiVersion"] and "." in manifest["apiVersion"].partition("/")[0].removesuffix(".k8s.io"):
+        schema, templates = crd_schemas.of(manifest)
+        jsonschema.Draft202012Validator(schema).validate(manifest)
+        for pod_template in templates:
+            whole = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": pod_template}
+            check(whole)
+        return
+    for version in core_versions():
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def assert_contains(whole: Json, part: Json, where: str = "") -> None:
+    """`whole` has all that `part` has, and maybe more."""
+    if isinstance(part, dict):
+        for name, value in part.items():
+            assert name in whole, f"{where}.{name}"
+            assert_contains(whole[name], value, f"{where}.{name}")
+    elif isinstance(part, list):
+        assert len(whole) == len(part), where
+        for index, value in enumerate(part):
+            assert_contains(whole[index], value, f"{where}[{index}]")
+    else:
+        assert whole == part, where
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("options", [DEFAULT, EVERYTHING, ("--no-metrics", *DEFAULT)], ids=["default", "all", "bare"])
+def test_every_field_is_known_to_kubernetes(form: str, options: tuple[str, ...]) -> None:
+    found = documents("--as", form, "--generate-token", *options)
+    assert len(found) >= 3
+    for manifest in found:
+        check(manifest)
+
+
+@pytest.mark.parametrize("options", [DEFAULT, EVERYTHING], ids=["default", "all"])
+@pytest.mark.parametrize("form", ["jobset", "runtime"])
+def test_every_field_is_known_to_the_published_models(form: str, options: tuple[str, ...]) -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs the package kubeflow-trainer-api")
+    for manifest in documents("--as", form, *options):
+        kind = manifest["kind"]
+        if kind != "PodDisruptionBudget":
+            model = models.JobsetV1alpha2JobSet if kind == "JobSet" else getattr(models, f"TrainerV1alpha1{kind}")
+            assert_contains(model.from_dict(manifest).to_dict(), manifest)  # what it does not know is dropped
+
+
+def test_a_service_monitor_finds_the_metrics_of_the_service() -> None:
+    found = documents("--service-monitor", *DEFAULT)
+    monitor, service = by_kind(found, "ServiceMonitor"), by_kind(found, "Service")
+    check(monitor)
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert monitor["spec"]["endpoints"][0]["port"] in [port["name"] for port in service["spec"]["ports"]]
+
+
+@pytest.mark.parametrize("wrong", [{"paralelism": 2}, {"template": {"spec": {"container": []}}}])
+def test_a_misspelled_field_would_be_found(wrong: Manifest) -> None:
+    job = by_kind(documents(*DEFAULT), "Job")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        check({**job, "spec": {**job["spec"], **wrong}})
+    job_set = by_kind(documents("--as", "jobset", *DEFAULT), "JobSet")
+    with pytest.raises(jsonschema.ValidationError):
+        check({**job_set, "spec": {**job_set["spec"], **wrong}})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_files_of_the_repository_are_what_print_writes(form: str) -> None:
+    options = ["--as", form] if form != "job" else []
+    assert (DEPLOY / FILES[form]).read_text(encoding="utf-8") == text_of(*options, *DEFAULT)
+
+
+def test_the_kustomize_base_is_what_print_writes() -> None:
+    base = yaml.safe_load((DEPLOY / "kustomization.yaml").read_text(encoding="utf-8"))
+    assert base["resources"] == [FILES["job"]]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs the program kubectl for `kubectl kustomize`")
+def test_kustomize_changes_image_and_namespace_and_nothing_that_the_job_depends_on(tmp_path: Path) -> None:
+    shutil.copytree(DEPLOY, tmp_path / "base")
+    (tmp_path / "kustomization.yaml").write_text(
+        "resources: [base]\nnamespace: research\n"
+        "images: [{name: tfps-worker, newName: registry/me/train, newTag: '1'}]\n"
+    )
+    command = ["kubectl", "kustomize", str(tmp_path)]
+    built = subprocess.run(command, capture_output=True, text=True, check=True, timeout=launching.END_S).stdout
+    options = ("--name", "train", "--namespace", "research", "--image", "registry/me/train:1", *DEFAULT[2:])
+
+    def key(manifest: Manifest) -> tuple[str, str]:
+        return manifest["kind"], manifest["metadata"]["name"]
+
+    assert sorted(yaml.safe_load_all(built), key=key) == sorted(documents(*options), key=key)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_worker_learns_its_place_from_its_variables(form: str) -> None:
+    for rank, worker in enumerate(pods("worker", "--as", form, *DEFAULT)):
+        launch = Launch.from_environment(worker.env)
+        assert launch.job == "train"
+        if form != "tfjob":  # there from TF_CONFIG: tests/strategy/test_cluster.py
+            assert (launch.rank, launch.workers) == (rank, 2)
+            domains = [pserver.domain for pserver in pods("pserver", "--as", form, *DEFAULT)]
+            assert launch.pservers == tuple(f"{domain}:7070" for domain in domains)
+        assert Config.from_environment(worker.env).connect_timeout_s == 600
+        folder, _, file = Security.from_environment(worker.env).token_file.rpartition("/")
+        assert worker.mounts[folder][file] == "t" * 32
+        assert worker.argv == ("python", "train.py")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_files_of_tls_are_where_the_variables_say(form: str) -> None:
+    found = kubelet.pods(documents("--as", form, *EVERYTHING), SECRETS)
+    assert len(found) == 5
+    for each in found:
+        security = Security.from_environment(each.env)
+        contents = [
+            each.mounts[path.rpartition("/")[0]][path.rpartition("/")[2]]
+            for path in (security.tls_ca, security.tls_cert, security.tls_key)
+        ]
+        assert contents == ["ca", "cert", "key"]
+        assert "--data-port" not in each.argv
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_arguments_and_values_reach_the_script_as_they_are_given(form: str) -> None:
+    for worker in pods("worker", "--as", form, *EVERYTHING):
+        assert worker.argv == ("python", "-m", "my.module", "--text", "a: $(TFPS_RANK)")
+        assert worker.env["PRICE"] == "$5 $(HOME) $$"
+        assert worker.env["TFPS_CHECK_EVERY"] == "10"
+        assert worker.claims == {"/data": "data", "/out": "out"}
+
+
+@pytest.mark.parametrize("form", ["job", "jobset", "tfjob"])
+def test_no_pod_may_be_evicted_while_the_job_runs(form: str) -> None:
+    found = documents("--as", form, *EVERYTHING)
+    budgets = [each["spec"] for each in found if each["kind"] == "PodDisruptionBudget"]
+    made = kubelet.pods(found, SECRETS)
+    assert len(budgets) == 2
+    for budget in budgets:
+        role = budget["selector"]["matchLabels"]["app.kubernetes.io/component"]
+        assert budget["minAvailable"] == len([each for each in made if each.role == role])
+
+
+def test_pods_meet_the_restricted_security_standard() -> None:
+    for each in kubelet.pods(documents(*DEFAULT), SECRETS):
+        assert each.spec["securityContext"]["runAsNonRoot"]
+        assert each.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert each.container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert each.container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gpus_and_memory_are_limits_of_workers_only(form: str) -> None:
+    (worker, *_), (pserver, *_) = (pods(role, "--as", form, *EVERYTHING) for role in ("worker", "pserver"))
+    assert worker.container["resources"] == {
+        "requests": {"cpu": "500m", "memory": "1.5Gi", "nvidia.com/gpu": "2"},
+        "limits": {"memory": "1.5Gi", "nvidia.com/gpu": "2"},
+    }
+    assert pserver.container["resources"] == {
+        "requests": {"cpu": "2", "memory": "512Mi"},
+        "limits": {"memory": "512Mi"},
+    }
+
+
+def test_probes_ask_the_metrics_port_or_only_connect() -> None:
+    (pserver, *_) = pods("pserver", *DEFAULT)
+    (bare, *_) = pods("pserver", "--no-metrics", *DEFAULT)
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert pserver.container[name]["httpGet"] == {"path": "/healthz", "port": "metrics"}
+        assert bare.container[name]["tcpSocket"] == {"port": "grpc"}
+    assert "--metrics-port" not in bare.argv
+
+
+def test_a_token_is_written_only_on_request_and_each_time_another() -> None:
+    assert "Secret" not in [each["kind"] for each in documents(*DEFAULT)]
+    assert "kubectl create secret generic train-token --from-file=token=/dev/stdin" in text_of(*DEFAULT)
+    tokens = [by_kind(documents("--generate-token", *DEFAULT), "Secret")["stringData"]["token"] for _ in range(2)]
+    assert all(re.fullmatch("[0-9a-f]{64}", token) for token in tokens)
+    assert tokens[0] != tokens[1]
+    assert "do not commit" in text_of("--generate-token", *DEFAULT)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_names_that_a_certificate_needs_are_those_that_workers_call(form: str) -> None:
+    head = text_of("--as", form, *EVERYTHING).partition("---")[0]
+    named = re.findall(r"^#   (my-job\S+)$", head, re.M)
+    found = [each.domain for each in pods("pserver", "--as", form, *EVERYTHING)]
+    assert named == ([f"{domain}.research.svc" for domain in found] if form == "tfjob" else found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--image", "i", "train.py"], "--print is missing: tfps_launch writes manifests"),
+        (["--print", "--image", "i"], "what to run is missing: tfps_launch --kubernetes"),
+        (["--print", "train.py"], "the following arguments are required: --image"),
+        (["--print", "--image", "i", "--name", "My_Job", "x.py"], "--name must be up to 40 lowercase letters"),
+        (["--print", "--image", "i", "1.py"], "--name must be up to 40 lowercase letters"),
+        (["--print", "--image", "i", "--workers", "0", "x.py"], "--workers must be at least 1, got 0"),
+        (["--print", "--image", "i", "--metrics-port", "7071", "x.py"], "--metrics-port must be from 1 to 65535 and"),
+        (["--print", "--image", "i", "--worker-resources", "memory=8GB", "x.py"], "memory must be a quantity such as"),
+        (["--print", "--image", "i", "--worker-resources", "8Gi", "x.py"], "must be NAME=VALUE, got '8Gi'"),
+        (["--print", "--image", "i", "--volume", "data=data", "x.py"], "--volume must be CLAIM=PATH with an absolute"),
+        (["--print", "--image", "i", "--env", "A-B=1", "x.py"], "--env must be NAME=VALUE, got the name 'A-B'"),
+        (["--print", "--image", "i", "--as", "tfjob", "--service-monitor", "x.py"], "must come with --as job"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--kubernetes", *arguments])
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert message in said.err.splitlines()[-1]
+    assert said.out == ""
+
+
+def test_a_monitor_without_metrics_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--kubernetes", "--print", "--no-metrics", "--service-monitor", *DEFAULT]) == 2
+    assert "--service-monitor must come with metrics, got --no-metrics" in capsys.readouterr().err
+
+
+def test_kubernetes_must_come_first(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--workers", "2", "--kubernetes", "train.py"])
+    assert "--kubernetes must be the first option" in capsys.readouterr().err
+
+
+def test_a_script_keeps_an_option_called_kubernetes() -> None:
+    assert parse(["train.py", "--kubernetes"]).args == ("--kubernetes",)
+
+
+def test_names_are_made_of_those_of_scripts() -> None:
+    for command, name in ((["src/My_Train.py"], "my-train"), (["-m", "a.b_c"], "b-c")):
+        assert kubernetes.parse(["--print", "--image", "i", *command]).job.name == name
+
+
+def test_without_pyyaml_the_error_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "yaml.py").write_text("raise ImportError('hidden')")
+    result = launching.launch("--kubernetes", "--print", *DEFAULT, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "pip install 'tfps[kubernetes]'" in result.stderr
+
+
+def test_printing_loads_neither_tensorflow_nor_grpc() -> None:
+    program = (
+        "import sys; from tfps.launch.cli import main\n"
+        f"main(['--kubernetes', '--print', *{DEFAULT!r}])\n"
+        "print([name for name in ('tensorflow', 'grpc', 'numpy') if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=launching.environment(), capture_output=True, text=True)
+    assert done.stderr == "[]\n"
+    assert done.stdout == text_of(*DEFAULT)

@@ -1,0 +1,1 @@
+"""`tfps_doctor`: whether a job would run here, and what to do if not."""

@@ -1,0 +1,10 @@
+"""`python -m tfps.doctor`.
+
+Tested in tests/doctor/test_cli.py.
+"""
+
+import sys
+
+from tfps.doctor.cli import main
+
+sys.exit(main())

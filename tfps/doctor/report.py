@@ -1,0 +1,107 @@
+"""What was found: checks of this host and of pservers, and what to do about them, most important first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tfps.types import Json
+from tfps.version import __version__
+from tfps.wire.control import PROTOCOL_VERSION
+
+Status = Literal["ok", "skipped", "warning", "failed"]
+_TO_DO: tuple[Status, ...] = ("failed", "warning")  # in order of importance
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line.
+
+    Args:
+        name: of what was checked, the same in every report: "open files".
+        status: "failed": a job would not run. "warning": it would, but something may surprise. "skipped": not checked.
+        text: what was found.
+        advice: what to do, for "warning" and "failed" only. A line by itself.
+        problem: a word for programs that says what is wrong: "refused". Empty where one is enough per check.
+        values: figures, units in their names.
+
+    Raises:
+        ValueError: there is advice where nothing is wrong, or none where something is.
+    """
+
+    name: str
+    status: Status
+    text: str
+    advice: str = ""
+    problem: str = ""
+    values: Mapping[str, Json] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if bool(self.advice) != (self.status in _TO_DO):
+            raise ValueError(f"advice belongs to checks that are warnings or have failed, got {self!r}")
+
+    def as_json(self) -> dict[str, Json]:
+        """See docs/doctor.md."""
+        return {
+            "check": self.name.replace(" ", "_"),
+            "status": self.status,
+            "text": self.text,
+            "advice": self.advice,
+            "problem": self.problem,
+            "values": dict(self.values),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The checks of one thing: this host (address "") or a pserver."""
+
+    title: str
+    checks: Sequence[Check]
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that was found; the first group is this host."""
+
+    host: str
+    groups: Sequence[Group]
+
+    def all(self) -> Iterator[tuple[Group, Check]]:
+        for group in self.groups:
+            for check in group.checks:
+                yield group, check
+
+    @property
+    def healthy(self) -> bool:
+        """Whether a job would run."""
+        return all(check.status != "failed" for _, check in self.all())
+
+    def to_do(self) -> list[str]:
+        """One line per problem. What is wrong at several pservers alike is said once, with their addresses."""
+        lines: dict[tuple[Status, str], list[str]] = {}
+        for status in _TO_DO:
+            for group, check in self.all():
+                if check.status == status:
+                    lines.setdefault((status, check.advice), []).append(group.address)
+        return [
+            f"pserver{'s' * (len(addresses) > 1)} {', '.join(addresses)}: {advice}" if all(addresses) else advice
+            for (_, advice), addresses in lines.items()
+        ]
+
+    def as_json(self) -> dict[str, Json]:
+        """See docs/doctor.md."""
+        host, *pservers = self.groups
+        return {
+            "healthy": self.healthy,
+            "tfps": __version__,
+            "protocol_version": PROTOCOL_VERSION,
+            "host": self.host,
+            "checks": [check.as_json() for check in host.checks],
+            "pservers": [
+                {"address": group.address, "checks": [check.as_json() for check in group.checks]} for group in pservers
+            ],
+            "to_do": self.to_do(),
+        }

@@ -1,0 +1,107 @@
+"""What the processes that mpirun or srun has started tell each other, and the pservers that they start.
+
+Tested in tests/launch/test_meeting.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from tfps.errors import ConnectError
+from tfps.launch.cli import READY, START_S
+from tfps.launch.job import Job
+
+_kept: list[object] = []  # what lasts as long as this process: pservers, and the file of the token
+
+
+@dataclass(frozen=True)
+class Found:
+    """What rank 0 tells all.
+
+    Args:
+        token: of the job; "": each process knows a file that has it.
+        pservers: their addresses; empty in a first message, which pservers are started by.
+    """
+
+    job: str
+    token: str = field(repr=False)
+    pservers: tuple[str, ...] = ()
+
+    @classmethod
+    def new(cls, workers: int, token_file: str) -> Found:
+        """What there is before there are pservers."""
+        return cls(Job.named("mpi", workers).name, "" if token_file else secrets.token_urlsafe(32))
+
+    def at(self, *pservers: str) -> Found:
+        return replace(self, pservers=pservers)
+
+    def line(self) -> bytes:
+        """As it is sent."""
+        return json.dumps([self.job, self.token, *self.pservers]).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Found:
+        """Reads what `line` has written."""
+        job, token, *pservers = json.loads(line)
+        return cls(job, token, tuple(pservers))
+
+
+def start_pserver(found: Found, workers: int, token_file: str, *, on_one_host: bool) -> str:
+    """Starts a pserver, which ends with the last worker after this process has ended; returns its address.
+
+    Raises:
+        ConnectError: it did not start.
+    """
+    job = Job(found.job, workers, token_file=token_file_of(found.token) if found.token else token_file)
+    arguments = job.pserver_arguments("127.0.0.1" if on_one_host else "")
+    # Certificates are for hosts that somebody has chosen.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TFPS_TLS_")}
+    pserver = subprocess.Popen(
+        [sys.executable, "-m", "tfps.cli", *arguments, "--while-needed"],
+        env={**environment, **job.pserver_variables()},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for workers
+    )
+    _kept.append(pserver)
+    return _address(pserver, environment)
+
+
+def _address(pserver: subprocess.Popen[bytes], environment: Mapping[str, str]) -> str:
+    if pserver.stdout is None:
+        raise ConnectError("a pserver was started without an output")
+    said, deadline = b"", time.monotonic() + START_S
+    with selectors.DefaultSelector() as selector:
+        selector.register(pserver.stdout, selectors.EVENT_READ)
+        while b"\n" not in said and (left := deadline - time.monotonic()) > 0:
+            if selector.select(left):
+                more = os.read(pserver.stdout.fileno(), 4096)
+                if not more:
+                    raise ConnectError(
+                        f"the pserver of this host did not start, it ended with exit code {pserver.wait()}; what it "
+                        "says is above"
+                    )
+                said += more
+    ready = READY.match(said.decode(errors="replace"))
+    if ready is None:
+        pserver.kill()
+        raise ConnectError(f"the pserver of this host was not ready within {START_S:g} s")
+    return ready["address"]
+
+
+def token_file_of(token: str) -> str:
+    """A file with `token` for this process and those that it starts, gone with this one however it ends."""
+    descriptor = os.memfd_create("tfps-token")
+    os.fchmod(descriptor, 0o600)
+    with os.fdopen(os.dup(descriptor), "w") as file:
+        file.write(token)
+    _kept.append(descriptor)
+    return f"/proc/{os.getpid()}/fd/{descriptor}"

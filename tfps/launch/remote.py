@@ -1,0 +1,194 @@
+"""`python -m tfps.launch.remote`: runs one process of a job on a host, for a launcher on another.
+
+Its standard input says what to run, in one line of JSON (arguments and the token stay out of the process list). Then it
+carries signs of life: when it ends or falls silent, the launcher has asked for the end, or is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO
+
+from tfps.launch.gpus import share_of_gpus
+from tfps.launch.groups import end_with_parent, signal_group
+from tfps.launch.secret import secret_file
+from tfps.launch.supervisor import HELLO, KILL_S
+from tfps.version import __version__
+
+_MAX_LINE_BYTES = 4 << 20
+_LINE_S = 60  # for what to run to arrive
+_DRAIN_S = 5.0  # how long to pass on output after the process has ended: others may hold its pipe
+_CANNOT_START = 126  # what a shell reports
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to run.
+
+    Args:
+        variables: of its environment, besides those of the host.
+        grace_s: from SIGTERM to SIGKILL, once the launcher asks for the end.
+        among: see `tfps.launch.engine.Task`.
+        token: of the job; the process gets a file that has it.
+        silence_s: without a sign of life for so long, the launcher is gone.
+        version: of the launcher's tfps.
+    """
+
+    argv: tuple[str, ...]
+    directory: str
+    variables: Mapping[str, str]
+    grace_s: float
+    among: tuple[int, int] | None = None
+    token: str = field(default="", repr=False)
+    silence_s: float = 120.0
+    version: str = __version__
+
+    def line(self) -> bytes:
+        """As it is sent."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Request:
+        """Reads what `line` has written.
+
+        Raises:
+            ValueError: another version of tfps has written it, or nobody has.
+        """
+        found = json.loads(line)
+        if not isinstance(found, dict) or found.get("version") != __version__:
+            theirs = found.get("version") if isinstance(found, dict) else None
+            raise ValueError(
+                f"this host has tfps {__version__}, but tfps_launch is of tfps {theirs}; install the same on all hosts"
+            )
+        among = found.pop("among")
+        return cls(**{**found, "argv": tuple(found["argv"]), "among": tuple(among) if among else None})
+
+
+def main() -> int:
+    """Runs the process; returns its exit code, 128 + N after signal N."""
+    print(HELLO, flush=True)
+    signal.alarm(_LINE_S)  # ends this process if nothing arrives
+    line = sys.stdin.buffer.readline(_MAX_LINE_BYTES)
+    signal.alarm(0)
+    if not line.endswith(b"\n"):
+        return _refuse("the connection ended before it had said what to run")
+    try:
+        request = Request.from_line(line)
+    except ValueError as error:
+        return _refuse(str(error))
+    if not Path(request.directory).is_dir():
+        return _refuse(f"this host has no directory {request.directory}; {_EVERY_HOST}")
+    with contextlib.ExitStack() as stack:
+        variables = {"PYTHONUNBUFFERED": "1", **os.environ, **request.variables}
+        if request.token:
+            variables["TFPS_TOKEN_FILE"] = stack.enter_context(secret_file(request.token))
+        variables.pop("TF_CONFIG", None)  # it would describe another job
+        variables |= share_of_gpus(variables, request.among)
+        try:
+            child = subprocess.Popen(
+                request.argv,
+                cwd=request.directory,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                # Passed on by us: what outlives the job with its output open would keep the connection open, too.
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,  # so that it can be ended with all its children
+                preexec_fn=end_with_parent(),
+            )
+        except OSError as error:
+            return _refuse(f"cannot run {request.argv[0]} in {request.directory}: {error}; {_EVERY_HOST}")
+        code = _follow(child, request)
+    return 128 - code if code < 0 else code
+
+
+_EVERY_HOST = "every host needs the same program in the same place"
+
+
+def _refuse(why: str) -> int:
+    print(f"tfps_launch: {why}", file=sys.stderr)
+    return _CANNOT_START
+
+
+def _follow(child: subprocess.Popen[bytes], request: Request) -> int:
+    """Waits for the end of `child`, and ends it when standard input ends or falls silent, or when told to."""
+    outputs = [
+        threading.Thread(target=_pass_on, args=(child.stdout, 1), name="tfps-launch-stdout", daemon=True),
+        threading.Thread(target=_pass_on, args=(child.stderr, 2), name="tfps-launch-stderr", daemon=True),
+    ]
+    wakeup, wake = os.pipe()
+    over = threading.Event()
+
+    def reap() -> None:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # until it is reaped nobody else gets its number
+        over.set()
+        os.write(wake, b"x")
+
+    def asked(number: int, frame: object) -> None:
+        os.write(wake, b"x")
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, asked)
+    for thread in (*outputs, threading.Thread(target=reap, name="tfps-launch-reap", daemon=True)):
+        thread.start()
+    _await_end(wakeup, request.silence_s)
+    if not over.is_set():
+        signal_group(child.pid, signal.SIGTERM)
+        _await_over(over, wakeup, request.grace_s)
+    if not over.is_set():
+        signal_group(child.pid, signal.SIGKILL)
+    if not over.wait(KILL_S):
+        return _refuse(f"process {child.pid} does not end, although it was killed")
+    signal_group(child.pid, signal.SIGKILL)  # what it has left behind
+    deadline_s = time.monotonic() + _DRAIN_S
+    for thread in outputs:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    return child.wait()
+
+
+def _pass_on(source: IO[bytes], target: int) -> None:
+    """Copies output until it ends, or until nobody takes it: then `source` is closed, and its writer notices."""
+    with source, contextlib.suppress(OSError):
+        while data := source.read(65536):
+            while data:
+                data = data[os.write(target, data) :]
+
+
+def _await_end(wakeup: int, silence_s: float) -> None:
+    """Returns when there is something at `wakeup`, or standard input ends or says nothing for so long."""
+    poll = select.poll()
+    poll.register(sys.stdin.fileno(), select.POLLIN)
+    poll.register(wakeup, select.POLLIN)
+    while ready := poll.poll(silence_s * 1000):
+        if any(fd == wakeup or not os.read(fd, 65536) for fd, _ in ready):
+            return
+
+
+def _await_over(over: threading.Event, wakeup: int, limit_s: float) -> None:
+    """Returns when `over` is set, after `limit_s`, or when nobody reads our output any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # only errors
+    poll.register(wakeup, select.POLLIN)
+    deadline_s = time.monotonic() + limit_s
+    while not over.is_set() and (left_s := deadline_s - time.monotonic()) > 0:
+        for fd, _ in poll.poll(left_s * 1000):
+            if fd == wakeup:
+                os.read(fd, 65536)
+            else:
+                return
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

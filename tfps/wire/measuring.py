@@ -1,0 +1,233 @@
+"""Measures the bytes per second between two processes, over a data connection or gRPC: what both ends of it share.
+
+One end sends, without waiting for anything, the other counts. The first quarter does not count: connections start
+slowly. docs/transport.md describes the exchange.
+
+Tested in tests/wire/test_measuring.py and tests/pserver/test_measuring.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import grpc
+
+from tfps.errors import ConnectError, ProtocolError, PserverLostError, TfpsError, UnsupportedError, WaitTimeoutError
+from tfps.wire.control import MEASURE, Pserver, lost, method
+
+Direction = Literal["push", "pull"]  # as of slices: a worker pushes
+
+SECONDS = 1.0  # the most that one direction takes
+MAX_BYTES = 512 * 2**20  # of one direction; a fifth of a second at 25 Gbit/s
+CHUNK = bytes(128 * 1024)  # what is sent at a time; over gRPC a message
+DEADLINE_S = 5.0  # the most that a call of Measure may have: until then it keeps others from measuring
+DIRECTION_KEY = "tfps-direction"  # metadata of Measure
+LEAST_S = 0.02  # shorter measurements say nothing
+_RESULT = struct.Struct("<QQ")  # bytes and nanoseconds that the receiver has counted
+RESULT_BYTES = _RESULT.size
+_TICK_NS = 2_000_000  # between two points of a measurement
+_SKIPPED = 4  # one part of so many, the first, does not count
+_DROP = struct.pack("ii", 1, 0)  # SO_LINGER: what is still to be sent is thrown away at close
+_PURPOSE = "measure "  # and the direction, in a greeting; an incarnation has no space
+
+
+class Measured(NamedTuple):
+    """What arrived, and in which time."""
+
+    nbytes: int
+    seconds: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """0.0 if it was too short to say."""
+        return self.nbytes / self.seconds if self.seconds >= LEAST_S else 0.0
+
+    def encode(self) -> bytes:
+        """As the receiver tells it to the sender."""
+        return _RESULT.pack(self.nbytes, round(self.seconds * 1e9))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Measured:
+        """The reverse of `encode`.
+
+        Raises:
+            ProtocolError: it has another size.
+        """
+        if len(data) != RESULT_BYTES:
+            raise ProtocolError(f"the result of a measurement must have {RESULT_BYTES} bytes, got {len(data)}")
+        nbytes, nanoseconds = _RESULT.unpack(data)
+        return cls(nbytes, nanoseconds / 1e9)
+
+
+class Meter:
+    """Counts what arrives. For one thread.
+
+    Attributes:
+        nbytes: so far.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._points: list[tuple[int, int]] = []  # time and bytes by then
+        self._last = (0, 0)
+
+    def add(self, nbytes: int, now_ns: int) -> None:
+        self.nbytes += nbytes
+        self._last = now_ns, self.nbytes
+        if not self._points or now_ns - self._points[-1][0] >= _TICK_NS:
+            self._points.append(self._last)
+
+    @property
+    def seconds(self) -> float:
+        """Between the first and the last bytes."""
+        return (self._last[0] - self._points[0][0]) / 1e9 if self._points else 0.0
+
+    @property
+    def over(self) -> bool:
+        """Whether that is enough."""
+        return self.nbytes >= MAX_BYTES or self.seconds >= SECONDS
+
+    def measured(self) -> Measured:
+        """What came after the first quarter of the time; all of it, in no time, if it came at once."""
+        if not self._points:
+            return Measured(0, 0.0)
+        (first_ns, _), (last_ns, _) = self._points[0], self._last
+        begin_ns = first_ns + (last_ns - first_ns) / _SKIPPED
+        then_ns, before = next(point for point in [*self._points, self._last] if point[0] >= begin_ns)
+        if then_ns == last_ns:
+            return Measured(self.nbytes, 0.0)
+        return Measured(self.nbytes - before, (last_ns - then_ns) / 1e9)
+
+
+def purpose(direction: Direction) -> str:
+    """What a client that wants to measure sends in its greeting instead of an incarnation."""
+    return _PURPOSE + direction
+
+
+def direction_of(text: str) -> Direction | None:
+    """The direction, if `text` is from `purpose`."""
+    for direction in ("push", "pull"):
+        if text == _PURPOSE + direction:
+            return direction
+    return None
+
+
+def drop(connected: socket.socket) -> None:
+    """Closes at once, together with what the kernel has not sent yet: it would be in the way of what comes next."""
+    with contextlib.suppress(OSError):
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DROP)
+    connected.close()
+
+
+# The client's end
+
+
+def measure_connection(connected: socket.socket, direction: Direction, seconds: float, timeout_s: float) -> Measured:
+    """Measures over a data connection that was greeted with `purpose(direction)`; closes it.
+
+    Args:
+        seconds: of measuring; the pserver ends it after `SECONDS`.
+        timeout_s: for bytes to arrive.
+
+    Raises:
+        OSError: it broke; TimeoutError: nothing came within `timeout_s`, or nothing of what was sent has arrived.
+    """
+    try:
+        connected.settimeout(timeout_s)
+        return _pull(connected, seconds) if direction == "pull" else _push(connected, seconds, timeout_s)
+    finally:
+        drop(connected)
+
+
+def _pull(connected: socket.socket, seconds: float) -> Measured:
+    meter, memory = Meter(), bytearray(len(CHUNK))
+    try:
+        while meter.seconds < seconds and (count := connected.recv_into(memory)):
+            meter.add(count, time.monotonic_ns())
+    except ConnectionResetError:
+        if not meter.nbytes:
+            raise TimeoutError("the pserver has given up, as nothing of what it sent has arrived") from None
+        raise
+    return meter.measured()
+
+
+def _push(connected: socket.socket, seconds: float, timeout_s: float) -> Measured:
+    """Sends until the pserver tells its result; it counts, as only the receiver knows what has arrived."""
+    connected.setblocking(False)
+    poll = select.poll()
+    poll.register(connected, select.POLLIN | select.POLLOUT)
+    end_s = time.monotonic() + seconds
+    sending, sent, result = True, 0, b""
+    while len(result) < RESULT_BYTES:
+        now_s = time.monotonic()
+        if sending and now_s >= end_s:
+            sending = False
+            connected.shutdown(socket.SHUT_WR)
+            poll.modify(connected, select.POLLIN)
+        if now_s >= end_s + timeout_s:
+            raise TimeoutError(f"no result within {timeout_s:.3g} s")
+        for _, event in poll.poll(50):
+            if event & ~select.POLLOUT:
+                if not (piece := connected.recv(RESULT_BYTES - len(result))):
+                    raise ConnectionResetError("the connection ended before the result came")
+                result += piece
+            elif sending:
+                with contextlib.suppress(BlockingIOError):
+                    sent += connected.send(CHUNK)
+    measured = Measured.decode(result)
+    if sent and not measured.nbytes:
+        raise TimeoutError(f"nothing of {sent} bytes has arrived")
+    return measured
+
+
+def measure_grpc(pserver: Pserver, direction: Direction, seconds: float) -> Measured:
+    """Measures over gRPC, as `measure_connection` does.
+
+    Raises:
+        ConnectError: the pserver refuses this client.
+        WaitTimeoutError: the pserver has a job, or somebody else measures.
+        UnsupportedError: the pserver is too old to measure.
+        PserverLostError: the call failed.
+    """
+
+    def messages() -> Iterator[bytes]:
+        end_s = time.monotonic() + seconds
+        while direction == "push" and time.monotonic() < end_s:
+            yield CHUNK
+
+    call = pserver.channel.stream_stream(method(MEASURE))(
+        messages(), metadata=(*pserver.metadata, (DIRECTION_KEY, direction)), timeout=DEADLINE_S
+    )
+    meter = Meter()
+    try:
+        for message in call:
+            if not message:  # of a refusal, whose reason follows
+                continue
+            if direction == "push":
+                return Measured.decode(message)
+            meter.add(len(message), time.monotonic_ns())
+            if meter.seconds >= seconds:
+                break
+    except grpc.RpcError as error:
+        raise _refusal(pserver, error) from error
+    finally:
+        call.cancel()
+    return meter.measured()
+
+
+def _refusal(pserver: Pserver, error: grpc.RpcError) -> TfpsError:
+    code, details = error.code(), str(error.details())
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return UnsupportedError(f"pserver {pserver.address} is of an older tfps that cannot measure: install the same")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return WaitTimeoutError(details)
+    if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED):
+        return ConnectError(details)
+    found: PserverLostError = lost(pserver.address, error, "while measuring")
+    return found
