@@ -29,6 +29,7 @@ KUBERNETES = ["pyyaml>=6.0.1"]
 # With some fifty others: not for every .venv. twine renders Markdown with readme-renderer[md] only.
 RELEASE = ["ipykernel>=6.29", "nbclient>=0.10", "readme-renderer[md]>=44", "twine>=6"]
 MPI = ["mpi4py>=4"]
+RAY = ["ray[train]>=2.60"]
 TEST = [
     *EXAMPLES,
     *METRICS,
@@ -79,6 +80,7 @@ setup(
         "kubernetes": KUBERNETES,
         "release": RELEASE,
         "mpi": MPI,
+        "ray": RAY,
         "test": TEST,
         "dev": [
             *TEST,

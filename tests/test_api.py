@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 import tfps
+import tfps.ray
 from tfps import errors
 from tfps.types import Function
 
@@ -83,6 +84,10 @@ def test_the_page_has_every_callback() -> None:
     classes = {name for name, each in vars(tfps.callbacks).items() if inspect.isclass(each)}
     own = {name for name in classes if getattr(tfps.callbacks, name).__module__ == "tfps.callbacks"}
     assert public(own) == set(rows("tfps.callbacks"))
+
+
+def test_the_page_has_what_is_for_ray() -> None:
+    assert set(tfps.ray.__all__) == set(rows("tfps.ray"))
 
 
 def test_the_page_has_every_command() -> None:

@@ -52,7 +52,8 @@ def check_versions(tensorflow: str, keras: str | None, environment: Mapping[str,
     legacy = environment.get("TF_USE_LEGACY_KERAS")
     if legacy in ("true", "True", "1"):  # as TensorFlow reads it
         raise ImportError(
-            f"tfps supports {SUPPORTED}, but TF_USE_LEGACY_KERAS={legacy} makes tf.keras Keras 2 (tf_keras); unset it"
+            f"tfps supports {SUPPORTED}, but TF_USE_LEGACY_KERAS={legacy} makes tf.keras Keras 2 (tf_keras); unset it "
+            "(Ray's TensorflowTrainer sets it, unless it is given tensorflow_config=tfps.ray.TensorflowConfig())"
         )
     if _minor(tensorflow) > _NEWEST:
         warnings.warn(

@@ -308,13 +308,22 @@ def _forget(connection: _Connection, user: int) -> None:
 
 @atexit.register
 def _close_at_end() -> None:
+    close_all(drain=not _ended_by_exception())
+
+
+def close_all(*, drain: bool) -> None:
+    """Closes all strategies of this process, as its end does: for whatever runs a program in a process that goes on.
+
+    Args:
+        drain: whether to wait until the other workers have what this one has sent; not if the program has failed.
+    """
     with _connecting:
         connections = list(_open)
     for connection in connections:
         for ends in connection.users.values():
             for end in ends:
                 end()
-        _close(connection, drain=not _ended_by_exception())
+        _close(connection, drain=drain)
 
 
 def _ended_by_exception() -> bool:

@@ -1,0 +1,66 @@
+"""What training functions of Ray's tests do: in processes that Ray starts, most of them without TensorFlow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jobs
+
+from tfps.config import Config, Launch, Security
+from tfps.exchange.interface import BucketSpec
+from tfps.trace.recorder import Recorder
+from tfps.types import Options
+from tfps.worker.worker import Worker
+
+NEEDS_RAY = "needs Ray: pip install 'tfps[ray]'"
+SUM = BucketSpec(("b",), "sum", 400, "float32", 0)
+
+
+def join() -> Worker:
+    """Joins the job as a strategy does, without TensorFlow."""
+    launch = Launch.from_environment()
+    config = Config(connect_timeout_s=jobs.DEADLINE_S, step_timeout_s=jobs.DEADLINE_S)
+    options: Options = {"rank": launch.rank, "workers": launch.workers, "job": launch.job}
+    return Worker(launch.pservers, **options, config=config, recorder=Recorder())
+
+
+def token() -> str:
+    return Path(Security.from_environment().token_file).read_text()
+
+
+def actors(name: str) -> list[Options]:
+    """Those of a class that live, as Ray describes them."""
+    import ray
+
+    known = ray._private.state.actors().values()
+    return [each for each in known if each["ActorClassName"] == name and each["State"] == "ALIVE"]
+
+
+def nothing_is_left() -> None:
+    """Waits until the cluster is as before: no process of a job, and all CPUs free."""
+    import ray
+
+    def free() -> bool:
+        every = ray.cluster_resources().get("CPU")
+        return (
+            not actors("TfpsPserver")
+            and not actors("TfpsWorker")
+            and ray.available_resources().get("CPU") == every
+            and all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())
+        )
+
+    jobs.poll(free)
+
+
+def remove_groups() -> None:
+    """Removes all placement groups."""
+    import ray
+    from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+    for known in ray.util.placement_group_table():
+        remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(known)))
+
+
+def wait_for(path: Path) -> None:
+    """Until another process has made a file."""
+    jobs.poll(path.exists)

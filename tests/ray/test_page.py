@@ -1,0 +1,67 @@
+"""Every program in docs/ray.md runs on a cluster of several nodes and does what the page says."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jobs
+import on_ray
+import pytest
+
+import tfps.ray
+from tfps.types import Argument
+
+pytest.importorskip("ray", reason=on_ray.NEEDS_RAY)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", (jobs.ROOT / "docs" / "ray.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+def run(cluster: Argument, number: int, folder: Path) -> tuple[str, str]:
+    """The last line that a program prints, without those of the processes that it starts; and all of them."""
+    program = folder / "program.py"
+    program.write_text(BLOCKS[number][1])
+    ended = subprocess.run(
+        [sys.executable, str(program)],
+        env={**os.environ, "PYTHONPATH": str(jobs.ROOT), "RAY_ADDRESS": cluster.address, "HOME": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+    )
+    assert ended.returncode == 0, ended.stdout
+    on_ray.nothing_is_left()
+    own = [line for line in ended.stdout.splitlines() if line and not line.startswith(("\x1b", "("))]
+    return next(line for line in reversed(own) if line[0] in "[{"), ended.stdout
+
+
+def test_all_programs_are_tested() -> None:
+    assert [language for language, _ in BLOCKS] == ["python", "python"]
+
+
+@pytest.mark.parametrize("name", tfps.ray.__all__)
+def test_the_page_of_public_names_has_the_arguments(name: str) -> None:
+    taken = inspect.signature(getattr(tfps.ray, name))
+    bare = [each.replace(annotation=inspect.Parameter.empty) for each in taken.parameters.values()]
+    shown = str(taken.replace(parameters=bare, return_annotation=inspect.Signature.empty)).replace("'", '"')
+    assert f"| `{name}{shown}` |" in (jobs.ROOT / "docs" / "api.md").read_text()
+
+
+def test_a_function_runs_on_several_workers(cluster: Argument, tmp_path: Path) -> None:
+    first, second = ast.literal_eval(run(cluster, 0, tmp_path)[0])
+    assert (first[0], second[0]) == (0, 1)
+    assert first[1] == second[1]
+
+
+def test_ray_train_reports_and_keeps_checkpoints(cluster: Argument, tmp_path: Path) -> None:
+    last, output = run(cluster, 1, tmp_path)
+    assert re.fullmatch(r"\{'loss': [0-9.]+\} Checkpoint\(filesystem=local, path=\S+\)", last), last
+    checkpoint = Path(last.rpartition("path=")[2].rstrip(")"))
+    assert (checkpoint / "model.keras").exists()
+    assert len(list(checkpoint.parent.glob("checkpoint_*/model.keras"))) == 3, output

@@ -1,0 +1,153 @@
+"""Ray Train's `TensorflowTrainer` with pservers: restarts, checkpoints, failures and arguments in Ray's terms."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jobs
+import on_ray
+import pytest
+
+import tfps
+import tfps.ray
+from tfps.config import Launch
+from tfps.errors import ConfigError, WorkerLostError
+from tfps.types import Argument, Options
+
+ray = pytest.importorskip("ray", reason=on_ray.NEEDS_RAY)
+pytest.importorskip("pyarrow", reason=on_ray.NEEDS_RAY)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
+for module in (sys.modules[__name__], on_ray, jobs):  # which Ray's processes cannot import
+    ray.cloudpickle.register_pickle_by_value(module)
+
+
+def fit(
+    loop: Callable[[Options], object], folder: Path, max_failures: int = 0, workers: int = 2, **config: Argument
+) -> Argument:
+    """Ray's result; `loop` gets the folder, which all nodes share."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.tensorflow import TensorflowTrainer
+
+    trainer = TensorflowTrainer(
+        loop,
+        train_loop_config={"folder": folder},
+        tensorflow_config=tfps.ray.TensorflowConfig(**config),
+        scaling_config=ScalingConfig(num_workers=workers, placement_strategy="SPREAD"),
+        run_config=RunConfig(
+            name="run", storage_path=str(folder), failure_config=FailureConfig(max_failures=max_failures)
+        ),
+    )
+    try:
+        return trainer.fit()
+    except ray.train.ControllerError:
+        on_ray.remove_groups()  # Ray Train leaves that to what needs the dashboard
+        raise
+    finally:
+        on_ray.nothing_is_left()
+
+
+def dies_once(config: Options) -> Options:
+    """Three epochs of 4 steps; rank 1 dies in the second one, once. Notes where each run began."""
+    import keras
+    import numpy as np
+    import ray.train
+    from ray.air.integrations.keras import ReportCheckpointCallback
+
+    folder: Path = config["folder"]
+    strategy = tfps.Strategy()
+    context = ray.train.get_context()
+    assert (strategy.rank, strategy.num_workers) == (context.get_world_rank(), context.get_world_size())
+    checkpoint = ray.train.get_checkpoint()
+    with strategy.scope():
+        if checkpoint is None:
+            keras.utils.set_random_seed(1)
+            model = keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(4)])
+            model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+        else:
+            with checkpoint.as_directory() as directory:
+                model = keras.models.load_model(Path(directory) / "model.keras")
+    began = int(model.optimizer.iterations.numpy())
+    (folder / f"{strategy.rank} began at {began} with {' '.join(strategy.pservers)}").touch()
+
+    class Dies(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+            if strategy.rank == 1 and began == 0 and model.optimizer.iterations.numpy() >= 6:
+                ray.train.get_all_reported_checkpoints()  # waits until Ray knows of the one that was reported last
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    inputs, targets = np.ones((64, 8), "float32"), np.ones((64, 4), "float32")
+    callbacks = [ReportCheckpointCallback(), Dies()]
+    model.fit(inputs, targets, batch_size=16, initial_epoch=began // 4, epochs=3, verbose=0, callbacks=callbacks)
+    return {"weights": [weight.tolist() for weight in model.get_weights()]}
+
+
+def test_a_job_whose_worker_dies_starts_again_from_its_checkpoint_with_new_pservers(tmp_path: Path) -> None:
+    import keras
+    import numpy as np
+
+    result = fit(dies_once, tmp_path, max_failures=1)
+    began = sorted(path.name.split(" with ") for path in tmp_path.glob("* began at *"))
+    assert [name for name, _ in began] == ["0 began at 0", "0 began at 4", "1 began at 0", "1 began at 4"]
+    before, after = began[0][1].split(), began[1][1].split()
+    assert len(before) == len(after) == 2  # two nodes
+    assert not set(before) & set(after)
+    assert result.metrics.keys() == {"loss"}
+    assert (Path(result.checkpoint.path) / "model.keras").exists()
+    keras.utils.set_random_seed(1)  # and the weights are those of one process that was not interrupted
+    model = keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(4)])
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+    model.fit(np.ones((64, 8), "float32"), np.ones((64, 4), "float32"), batch_size=16, epochs=3, verbose=0)
+    for ours, theirs in zip(result.return_value["weights"], model.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+def place(config: Options) -> tuple[Launch, str, bool]:
+    """Without TensorFlow: joins the job; rank 1 of two then fails."""
+    worker = on_ray.join()
+    launch = Launch.from_environment()
+    if worker.workers == 2 and worker.rank == 1:
+        on_ray.wait_for(config["folder"] / "joined")
+        worker.close()
+        raise ValueError("no such column: 'price'")
+    (config["folder"] / "joined").touch()
+    if worker.workers == 2:
+        worker.declare([on_ray.SUM])
+    worker.close()
+    return launch, os.environ.get("TF_CONFIG", "none"), "TF_USE_LEGACY_KERAS" in os.environ
+
+
+def test_each_error_reaches_ray_under_its_rank(tmp_path: Path) -> None:
+    with pytest.raises(ray.train.WorkerGroupError) as caught:
+        fit(place, tmp_path)
+    assert "no such column: 'price'" in str(caught.value.worker_failures[1])
+    if 0 in caught.value.worker_failures:  # Ray may have ended it before it could say more
+        assert isinstance(caught.value.worker_failures[0], WorkerLostError)
+        assert str(caught.value.worker_failures[0]).startswith("rank 1 (")
+
+
+def test_a_worker_finds_as_many_pservers_as_were_asked_for_and_keras_3(tmp_path: Path) -> None:
+    launch, tf_config, legacy = fit(place, tmp_path, workers=1, pservers=3).return_value
+    assert (len(launch.pservers), launch.rank, launch.workers) == (3, 0, 1)
+    assert (tf_config, legacy) == ("none", False)
+
+
+def test_without_room_for_the_pservers_fit_says_where_and_what_they_need(tmp_path: Path) -> None:
+    with pytest.raises(ray.train.ControllerError, match=r"pserver 0 of 1 was not ready .* needs \{'CPU': 2\} beside"):
+        fit(place, tmp_path, workers=1, resources_per_pserver={"CPU": 2}, start_timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"pservers": 0}, "pservers must be a whole number from 1, or None"),
+        ({"resources_per_pserver": 2}, "resources_per_pserver must be amounts"),
+        ({"start_timeout_s": 0}, "start_timeout_s must be a positive number of seconds, got 0"),
+    ],
+)
+def test_arguments_are_checked_where_they_are_written(arguments: Options, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{says}"):
+        tfps.ray.TensorflowConfig(**arguments)

@@ -1,0 +1,50 @@
+"""What a process that Ray has started does to take its place in a job.
+
+The job token comes as an argument of a call, from the driver (or Ray Train's controller) straight to the process. It
+goes on through a file in memory, which no other user may read and which ends with the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tfps.launch.job import Job
+
+
+def token_file(token: str) -> str:
+    """The path of a new file in memory that holds `token`; open, and so there, until this process ends.
+
+    Raises:
+        OSError: there is no memory for it.
+    """
+    file = os.memfd_create("tfps-token", os.MFD_CLOEXEC)
+    os.fchmod(file, 0o600)
+    os.write(file, token.encode())
+    return f"/proc/{os.getpid()}/fd/{file}"
+
+
+def take_place(job: Job, rank: int, token: str) -> None:
+    """Sets the variables by which `tfps.Strategy()` finds the job, in this process."""
+    os.environ.pop("TF_CONFIG", None)  # describes another job, or this one without its pservers
+    os.environ.update(replace(job, token_file=token_file(token)).worker_variables(rank))
+
+
+@contextlib.contextmanager
+def program() -> Iterator[None]:
+    """What a training function runs in: at its end this process leaves the job, as at the end of a script."""
+    try:
+        yield
+    except BaseException:
+        _leave(drain=False)
+        raise
+    _leave(drain=True)
+
+
+def _leave(*, drain: bool) -> None:
+    strategies = sys.modules.get("tfps.strategy.strategy")  # if it has not been imported, there is nothing to leave
+    if strategies is not None:
+        strategies.close_all(drain=drain)

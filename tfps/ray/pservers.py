@@ -1,0 +1,112 @@
+"""Pservers as Ray actors, on the nodes of the workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import ray
+from ray.exceptions import ActorUnschedulableError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tfps.config import Security
+from tfps.errors import ConfigError, WaitTimeoutError
+from tfps.launch.job import Job
+from tfps.pserver.server import ParameterServer
+from tfps.ray.place import token_file
+from tfps.ray.wanted import as_options, spread
+from tfps.types import Options
+from tfps.wire.memory import tune_malloc
+
+
+class TfpsPserver:
+    """A pserver in a process of its own, from `start` until the process ends.
+
+    Args:
+        index: its number in the job.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        tune_malloc(one_arena=True)
+
+    def start(self, job: str, workers: int, token: str) -> str:
+        """Begins to serve; returns its address, at which Ray's other nodes reach this one.
+
+        It listens at the one address that Ray knows this node by: on loopback if the cluster is this host alone.
+
+        Raises:
+            ConfigError: it cannot listen there.
+        """
+        host = ray.util.get_node_ip_address()
+        security = Security.from_environment(token_file=token_file(token))
+        self._server = ParameterServer(host, 0, workers=workers, job=job, security=security)
+        return self._server.address
+
+    def __repr__(self) -> str:  # what Ray puts before each line that the process prints
+        return f"pserver {self._index}"
+
+
+class Pservers:
+    """The pservers of one job.
+
+    Args:
+        nodes: the node (Ray's id) of each worker, in rank order.
+        count: how many; None: one on each of these nodes.
+        resources: what each reserves of its node, such as `{"CPU": 1}`, beside what the workers have reserved.
+        runtime_env: Ray's, of their processes.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[str],
+        count: int | None,
+        resources: Mapping[str, float],
+        runtime_env: Options | None = None,
+    ) -> None:
+        self._nodes = spread(nodes, count)
+        self._workers = len(nodes)
+        self._resources = dict(resources)
+        options: Options = {**as_options(resources), **({"runtime_env": runtime_env} if runtime_env else {})}
+        pserver = ray.remote(TfpsPserver)
+        self._actors: list[ray.actor.ActorHandle] = []
+        for index, node in enumerate(self._nodes):
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            self._actors.append(pserver.options(**options, scheduling_strategy=there).remote(index))
+
+    def start(self, job: Job, token: str, timeout_s: float) -> Job:
+        """Starts them; returns the job with their addresses.
+
+        Raises:
+            ConfigError: a node will never have what one needs.
+            WaitTimeoutError: one was not ready within `timeout_s`; the message says where, and what it needs.
+            ray.exceptions.RayActorError: one has died, or its node.
+            ray.exceptions.RayTaskError: one could not start; also of the class of its error.
+        """
+        starting = [actor.start.remote(job.name, job.workers, token) for actor in self._actors]
+        deadline_s = time.monotonic() + timeout_s
+        ready, others = ray.wait(starting, num_returns=len(starting), timeout=timeout_s)
+        try:
+            ray.get(ready, timeout=max(deadline_s - time.monotonic(), 1.0))  # raises what one of them has raised
+        except ActorUnschedulableError as error:
+            raise ConfigError(
+                f"resources_per_pserver must be what every node with workers has, got {self._resources}; or such a "
+                f"node has just gone ({' '.join(str(error).split())})"
+            ) from error
+        if others:
+            index = starting.index(others[0])
+            raise WaitTimeoutError(
+                f"pserver {index} of {len(starting)} was not ready within {timeout_s:.3g} s: on node "
+                f"{self._nodes[index]} it needs {self._resources or 'no resources'} beside the workers, and a process "
+                "with tfps; ask for less with resources_per_pserver, or leave room for it on the nodes of the workers"
+            )
+        return job.at(ray.get(starting))
+
+    def end(self) -> None:
+        """Ends their processes, at once; may be called again."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []

@@ -1,0 +1,54 @@
+"""What a user asks Ray for: checked, and in Ray's words. Needs no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tfps.errors import ConfigError
+from tfps.types import Options
+
+
+def spread(nodes: Sequence[str], count: int | None) -> list[str]:
+    """The node of each pserver: those of the workers in turn, that of rank 0 first; once each if `count` is None."""
+    hosts = list(dict.fromkeys(nodes))
+    return [hosts[index % len(hosts)] for index in range(len(hosts) if count is None else count)]
+
+
+def check_pservers(pservers: int | None, resources_per_pserver: Mapping[str, float] | None) -> None:
+    """Checks what a user asks for, before anything is started.
+
+    Raises:
+        ConfigError: the message names the argument.
+    """
+    if pservers is not None:
+        check_count("pservers", pservers, ", or None for one on each node that has workers")
+    check_resources("resources_per_pserver", resources_per_pserver)
+
+
+def check_count(name: str, count: int, otherwise: str = "") -> None:
+    """Checks that `count` is a number of processes."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigError(f"{name} must be a whole number from 1{otherwise}, got {count!r}")
+
+
+def check_resources(name: str, resources: Mapping[str, float] | None) -> None:
+    """Checks that `resources` is amounts by name, as Ray has them."""
+    known = resources is None or isinstance(resources, Mapping)
+    amounts = list(resources.values()) if known and resources else []
+    if not known or not all(isinstance(each, (int, float)) and 0 <= each < float("inf") for each in amounts):
+        raise ConfigError(f'{name} must be amounts from 0 by name such as {{"CPU": 2, "GPU": 1}}, got {resources!r}')
+
+
+def as_options(resources: Mapping[str, float]) -> Options:
+    """`resources`, such as `{"CPU": 2, "GPU": 1}`, as arguments of an actor's `options`."""
+    others = dict(resources)
+    named: Options = {"num_cpus": others.pop("CPU", 0), "num_gpus": others.pop("GPU", 0)}
+    if "memory" in others:
+        named["memory"] = others.pop("memory")
+    return {**named, "resources": others}
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Checks that `start_timeout_s` is a time that ends."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
+        raise ConfigError(f"start_timeout_s must be a positive number of seconds, got {timeout_s!r}")
