@@ -22,6 +22,7 @@ import pytest
 from doc_blocks import ROOT, Block
 
 import tfps
+import tfps.ray
 from tools.certificates import Authority
 
 HERE = ROOT / "tests" / "doc_pages"
@@ -60,8 +61,9 @@ def test_python_parses_and_uses_public_names_only(block: Block) -> None:
     tree = ast.parse(block.text, str(block))
     callbacks = ast.parse((ROOT / "tfps" / "callbacks.py").read_text(encoding="utf-8"))
     known = {*tfps.__all__, *(f"callbacks.{node.name}" for node in callbacks.body if isinstance(node, ast.ClassDef))}
+    known |= {"ray", *(f"ray.{name}" for name in tfps.ray.__all__)}
     dotted = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    used = {found[1] for name in dotted if (found := re.fullmatch(r"tfps\.((?:callbacks\.)?\w+)", name))}
+    used = {found[1] for name in dotted if (found := re.fullmatch(r"tfps\.((?:(?:callbacks|ray)\.)?\w+)", name))}
     assert used <= known
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "tfps"]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import sys
 import types
 from collections.abc import Iterator
@@ -21,10 +22,12 @@ import tfps
 from tfps.graph.private_names import needed, needs
 
 PACKAGE = Path(__file__).resolve().parent.parent / "tfps"
+# Generated code; and what cannot be imported without its extra.
+OUTSIDE = {"protos"} if importlib.util.find_spec("ray") else {"protos", "ray"}
 SOURCES = sorted(
     path
     for path in PACKAGE.rglob("*.py")
-    if path.name != "__main__.py" and "protos" not in path.relative_to(PACKAGE).parts
+    if path.name != "__main__.py" and not OUTSIDE.intersection(path.relative_to(PACKAGE).parts)
 )
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 OF_NAMEDTUPLES = {"_asdict", "_fields", "_make", "_replace"}  # which are public
@@ -69,8 +72,9 @@ def defined(tree: ast.AST) -> set[str]:
 
 def classes(path: Path, tree: ast.AST) -> Iterator[tuple[ast.ClassDef, type]]:
     module = module_of(path)
+    within = {inner for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for inner in ast.walk(node)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
+        if isinstance(node, ast.ClassDef) and node not in within:
             yield node, getattr(module, node.name)
 
 
