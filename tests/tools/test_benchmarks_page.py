@@ -89,7 +89,7 @@ RUNS: dict[str, list[dict[str, Json]]] = {
         ),
     ],
     "updates": [
-        {"what": what, "first_ms": wait, "exposed_ms": 2 * wait, "step_ms": 300.0}
+        {"place": "one host", "what": what, "first_ms": wait, "exposed_ms": 2 * wait, "step_ms": 300.0}
         for what, wait in (("in order", 100.0), ("urgent first", 10.0))
     ],
     "security": [{"ratio": ratio, "refused_per_s": 40.0} for ratio in (1.0, 1.01, 1.02)],
