@@ -19,10 +19,10 @@ fi
 # What --quick leaves out: tests that need TensorFlow, start processes or browsers, or run tools. A new file of tests
 # belongs to it until it is named here.
 slow=(
-    tests/{graph,input,integration,keras_hooks,runtime,strategy,tensorboard,tools}
-    tests/launch/test_{cli,remote,ssh,ssh_failures,supervisor,terminal}.py
-    tests/pserver/test_{cli,console,security,strangers}.py
-    tests/test_{api,callbacks,errors,packaging,private_names,site,versions}.py
+    tests/{doctor,graph,input,integration,keras_hooks,ray,runtime,strategy,tensorboard,tools}
+    tests/launch/test_{cli,kubernetes,meet_by_mpi,meet_on_host,meeting,remote,slurm,ssh,ssh_failures,supervisor,terminal}.py
+    tests/pserver/test_{cli,console,measuring,security,strangers}.py
+    tests/test_{api,callbacks,doc_blocks,errors,packaging,private_names,site,versions}.py
 )
 # Most tests wait for something for a while, so more at a time than there are cores. All of a file in one process, as many
 # share what is slow to make. In their order, which begins with those that take long (tests/conftest.py), so that all
