@@ -16,7 +16,10 @@ import pytest
 from tfps.types import Argument
 
 if TYPE_CHECKING:
+    from jobs import Cluster
+
     import tfps
+    from tools.certificates import Authority, Certificate
 
 # TensorFlow reads this when it is imported, here and in the processes that tests start: only warnings and errors.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
@@ -79,3 +82,40 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[tfps.Strategy]:
     strategy.close()
     for server in servers:
         server.stop()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """Pservers and workers that end with the test."""
+    from jobs import Cluster
+
+    with Cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """Token -> path of its file."""
+    from guarded import OTHER, SECRET
+
+    found = {"": ""}
+    for number, text in enumerate((SECRET, OTHER)):
+        path = tmp_path / f"token{number}"
+        path.touch(0o600)
+        path.write_text(text)
+        found[text] = str(path)
+    return found
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """One that signs certificates of pservers and workers. Needs the command openssl."""
+    from tools.certificates import Authority
+
+    return Authority(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def own(authority: Authority) -> Certificate:
+    """Of a pserver."""
+    return authority.sign("pserver")

@@ -30,17 +30,6 @@ pytestmark = pytest.mark.usefixtures("near")
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the command openssl")
 
 
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("tls"))
-
-
-@pytest.fixture(scope="module")
-def own(authority: Authority) -> Certificate:
-    """Of a pserver."""
-    return authority.sign("pserver")
-
-
 def client(
     token_file: str = "",
     config: Config = Config(),  # noqa: B008 (it is immutable)

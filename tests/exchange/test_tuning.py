@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 import types
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
@@ -37,12 +36,6 @@ SPECS = [
     BucketSpec(("small",), "sum", 400, "float32", 0),
     BucketSpec(("gathered",), "gather", 0, "uint8", 2),
 ]
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with Cluster() as cluster:
-        yield cluster
 
 
 def job(cluster: Cluster, workers: int, pservers: int, **options: Argument) -> list[Worker]:

@@ -15,6 +15,12 @@ import pytest
 NEEDS_POSIX = pytest.mark.skipif(sys.platform == "win32", reason="tfps_launch needs Linux or macOS")
 ROOT = Path(__file__).resolve().parent.parent.parent
 END_S = 60.0  # for a launcher to end
+DEAF = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready")
+while True:
+    signal.pause()
+"""
 WriteScript = Callable[[str], Path]  # the fixture write_script
 
 

@@ -14,8 +14,9 @@ import pytest
 
 from tfps.errors import ConfigError
 from tfps.launch.meeting import meet
-from tfps.launch.own_pserver import Found, token_file_of
+from tfps.launch.own_pserver import Found
 from tfps.launch.ranks import Ranks
+from tfps.launch.secret import lasting_secret_file
 
 TRAINING = """
 import sys
@@ -50,7 +51,7 @@ def test_what_rank_0_tells_arrives_and_does_not_show_the_token() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_the_file_of_the_token_is_the_users_only_and_readable_by_other_processes() -> None:
-    path = Path(token_file_of("secret"))
+    path = Path(lasting_secret_file("secret"))
     assert path.read_text() == "secret"
     assert path.stat().st_mode & 0o777 == 0o600
 

@@ -140,8 +140,8 @@ def test_signs_of_life_keep_the_process_running(begin: Begin) -> None:
 
 @pytest.mark.long
 def test_a_process_that_ignores_sigterm_is_killed_after_the_grace_with_its_children(begin: Begin) -> None:
-    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); subprocess.Popen(['sleep', '1000'])\n"
-    connection = begin(f"{deaf}print('ready')\nwhile True: signal.pause()", grace_s=0.2).send()
+    child = "subprocess.Popen(['sleep', '1000'])"
+    connection = begin(f"{child}\n{launching.DEAF}", grace_s=0.2).send()
     processes = connection.wait_ready()
     connection.hang_up()
     assert connection.end()[0] == 128 + signal.SIGKILL
@@ -151,8 +151,7 @@ def test_a_process_that_ignores_sigterm_is_killed_after_the_grace_with_its_child
 
 @pytest.mark.long
 def test_the_grace_ends_when_nobody_reads_any_more(begin: Begin) -> None:
-    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    connection = begin(f"{deaf}print('ready')\nwhile True: signal.pause()", grace_s=100_000.0).send()
+    connection = begin(launching.DEAF, grace_s=100_000.0).send()
     processes = connection.wait_ready()
     connection.hang_up()
     assert connection.popen.stdout is not None and connection.popen.stderr is not None

@@ -195,14 +195,7 @@ def test_under_nohup_the_job_outlives_its_terminal(write_script: WriteScript, st
 
 
 def test_a_worker_that_ignores_sigterm_is_killed(write_script: WriteScript, start: Callable[..., Running]) -> None:
-    script = write_script(
-        """
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        print("ready")
-        while True:
-            signal.pause()
-        """
-    )
+    script = write_script(launching.DEAF)
     running = start("--workers", 2, "--grace", 0.2, script)
     running.wait_ready(2)
     running.popen.send_signal(signal.SIGINT)
@@ -230,14 +223,7 @@ def test_processes_that_a_worker_has_started_end_with_it(
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends children with their parent")
 def test_nothing_survives_a_killed_launcher(write_script: WriteScript, start: Callable[..., Running]) -> None:
-    script = write_script(
-        """
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        print("ready")
-        while True:
-            signal.pause()
-        """
-    )
+    script = write_script(launching.DEAF)
     running = start("--workers", 2, "--pservers", 2, script)
     running.wait_ready(2)
     running.popen.kill()

@@ -17,7 +17,8 @@ import tfps
 from tfps.config import Launch
 from tfps.errors import ClosedError
 from tfps.launch.job import Job
-from tfps.ray.place import program, take_place, token_file
+from tfps.launch.secret import lasting_secret_file
+from tfps.ray.place import program, take_place
 from tfps.wire.job_token import JobToken
 
 SECRET = "the-token-of-this-job-0123456789"
@@ -34,7 +35,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 
 
 def test_the_token_is_read_from_a_file_that_other_users_cannot_read() -> None:
-    path = Path(token_file(SECRET))
+    path = Path(lasting_secret_file(SECRET))
     try:
         assert JobToken.read(str(path)).reveal() == SECRET.encode()
         assert path.stat().st_mode & 0o077 == 0
@@ -45,7 +46,8 @@ def test_the_token_is_read_from_a_file_that_other_users_cannot_read() -> None:
 
 
 def test_the_token_ends_with_its_process() -> None:
-    with jobs.python("-c", f"from tfps.ray.place import *; print(token_file({SECRET!r})); input()") as process:
+    code = f"from tfps.launch.secret import *; print(lasting_secret_file({SECRET!r})); input()"
+    with jobs.python("-c", code) as process:
         assert process.stdout is not None
         path = Path(process.stdout.readline().strip())
         assert path.read_text() == SECRET

@@ -11,8 +11,8 @@ import pytest
 from tfps.config import Config, Security
 from tfps.errors import ConfigError, WaitTimeoutError
 from tfps.launch.job import Job
+from tfps.launch.secret import lasting_secret_file
 from tfps.protos import tfps_pb2 as pb
-from tfps.ray.place import token_file
 from tfps.types import Argument
 from tfps.wire.control import Pserver
 from tfps.wire.status import status_of
@@ -40,7 +40,7 @@ def test_pservers_listen_where_ray_finds_their_nodes_and_end_when_told(nodes: li
         job = pservers.start(Job("train", 3), SECRET, jobs.DEADLINE_S)
         assert {each["Address"]["NodeID"] for each in on_ray.actors("TfpsPserver")} == set(nodes)
         assert {address.rpartition(":")[0] for address in job.pservers} == {ray.util.get_node_ip_address()}
-        security = Security.of_worker(Config(token_file=token_file(SECRET)), {})
+        security = Security.of_worker(Config(token_file=lasting_secret_file(SECRET)), {})
         for address in job.pservers:
             known = Pserver(address, security)
             status = known.call("Status", pb.StatusRequest(details=True), jobs.DEADLINE_S)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import jobs
@@ -26,26 +25,9 @@ SUM = BucketSpec(("b",), "sum", 40_000, "float32", 0)
 
 
 @pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("tls"))
-
-
-@pytest.fixture(scope="module")
-def own(authority: Authority) -> Certificate:
-    """Of a pserver."""
-    return authority.sign("pserver")
-
-
-@pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     """One that nobody asked for."""
     return Authority(tmp_path_factory.mktemp("other"), "other")
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with Cluster() as cluster:
-        yield cluster
 
 
 def of_pserver(own: Certificate, authority: Authority | None = None) -> Security:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.machinery
 import os
-import re
 import secrets
 import shlex
 import signal
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from tfps.errors import ConfigError
 from tfps.launch.hosts import LOOPBACK, Placement
-from tfps.launch.job import Job
+from tfps.launch.job import READY, START_S, Job
 from tfps.launch.options import Plan, parse
 from tfps.launch.secret import secret_file
 from tfps.launch.where import trace_variables, where_to_look
@@ -26,11 +25,9 @@ if TYPE_CHECKING:
     from tfps.launch.engine import Engine, Task
     from tfps.launch.supervisor import Process, Supervisor
 
-START_S = 60.0  # a pserver needs less than a second; a busy machine or slow disks may take more
 _WORKER_COLOURS = (32, 36, 34, 33)
 _PSERVER_COLOUR = 35
 _LOGINS = 8  # on their way to a host at a time: of more than 10 sshd refuses some (MaxStartups)
-READY = re.compile(r"tfps_pserver ready at (?P<address>\S+:\d+) workers=\d+")
 
 
 def check_script(plan: Plan) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+START_S = 60.0  # a pserver needs less than a second; a busy machine or slow disks may take more
+READY = re.compile(r"tfps_pserver ready at (?P<address>\S+:\d+) workers=\d+")  # what it prints then
 
 
 @dataclass(frozen=True)

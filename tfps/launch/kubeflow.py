@@ -35,7 +35,7 @@ _JOB_SET_NAME = "metadata.labels['jobset.sigs.k8s.io/jobset-name']"
 
 def job_set(job: KubernetesJob) -> list[Manifest]:
     """A JobSet, which ends the pservers when all workers have ended well, and starts all anew when one has failed."""
-    launch = job.launch_job(job.at(_address(job.name)))
+    launch = job.launch_job(job.at(pserver_host(job.name)))
     place = [from_field("TFPS_RANK", RANK), *environment(launch.worker_variables())]
     made = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -50,7 +50,7 @@ def training_runtime(job: KubernetesJob) -> list[Manifest]:
     """A ClusterTrainingRuntime for so many workers and pservers, and a TrainJob that uses it."""
     # The runtime does not know the names of the TrainJobs that will use it: pods read them from a label.
     name = [from_field("TFPS_JOB", _JOB_SET_NAME)]
-    launch = replace(job.launch_job(job.at(_address("$(TFPS_JOB)"))), name="$(TFPS_JOB)")
+    launch = replace(job.launch_job(job.at(pserver_host("$(TFPS_JOB)"))), name="$(TFPS_JOB)")
     variables = launch.worker_variables()
     del variables["TFPS_JOB"]
     place = [*name, from_field("TFPS_RANK", RANK), *environment(variables)]
@@ -99,7 +99,7 @@ def tf_job(job: KubernetesJob) -> list[Manifest]:
     return [made, disruption_budget(job, "pserver"), disruption_budget(job, "worker")]
 
 
-def _address(name: str) -> str:
+def pserver_host(name: str) -> str:
     """Where a JobSet called `name` makes a pserver reachable: JOBSET-JOB-REPLICA-INDEX.SUBDOMAIN."""
     return f"{name}-pserver-0-{{}}.{name}"
 

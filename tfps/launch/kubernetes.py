@@ -200,12 +200,8 @@ def comment(order: Order, argv: Sequence[str]) -> list[str]:
 def _certificate_names(order: Order) -> list[str]:
     """The host names of pservers as workers call them."""
     job = order.job
-    name = job.name
-    patterns = {
-        "job": f"{job.pserver_service}-{{}}.{job.pserver_service}",
-        "tfjob": f"{name}-ps-{{}}.{job.namespace or 'NAMESPACE'}.svc",
-    }
-    pattern = patterns.get(order.form, f"{name}-pserver-0-{{}}.{name}")
+    patterns = {"job": job.pserver_host, "tfjob": f"{job.name}-ps-{{}}.{job.namespace or 'NAMESPACE'}.svc"}
+    pattern = patterns.get(order.form, kubeflow.pserver_host(job.name))
     return [pattern.format(index) for index in range(job.pservers)]
 
 

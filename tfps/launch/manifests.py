@@ -115,6 +115,11 @@ class KubernetesJob:
         """The name of the StatefulSet and of the Service that gives its pods stable names."""
         return f"{self.name}-pserver"
 
+    @property
+    def pserver_host(self) -> str:
+        """The name by which workers reach a pod of the StatefulSet, with {} for its index."""
+        return f"{self.pserver_service}-{{}}.{self.pserver_service}"
+
     def launch_job(self, pservers: Sequence[str]) -> Job:
         """This job as its processes know it, with its pservers at `pservers`."""
         return Job(self.name, self.workers, tuple(pservers), TOKEN_FILE)
@@ -322,7 +327,7 @@ def service_monitor(job: KubernetesJob) -> Manifest:
 
 def manifests(job: KubernetesJob) -> list[Manifest]:
     """Service, StatefulSet and Job, and budgets for their pods."""
-    launch = job.launch_job(job.at(f"{job.pserver_service}-{{}}.{job.pserver_service}"))
+    launch = job.launch_job(job.at(job.pserver_host))
     pserver = pserver_container(job, launch)
     service: Manifest = {
         "apiVersion": "v1",

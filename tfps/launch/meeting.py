@@ -10,8 +10,8 @@ import sys
 from tfps.errors import ConfigError
 from tfps.launch import meet_by_mpi, meet_on_host
 from tfps.launch.job import Job
-from tfps.launch.own_pserver import token_file_of
 from tfps.launch.ranks import Ranks
+from tfps.launch.secret import lasting_secret_file
 
 
 def meet(ranks: Ranks, token_file: str, timeout_s: float) -> dict[str, str]:
@@ -51,7 +51,7 @@ def meet(ranks: Ranks, token_file: str, timeout_s: float) -> dict[str, str]:
                 f"are named. {error}; or {_what_to_do(ranks.workers)}"
             ) from None
         found = meet_by_mpi.meet(communicator, ranks, token_file, timeout_s)
-    job = Job(found.job, ranks.workers, found.pservers, token_file_of(found.token) if found.token else token_file)
+    job = Job(found.job, ranks.workers, found.pservers, lasting_secret_file(found.token) if found.token else token_file)
     return job.worker_variables(ranks.rank)
 
 

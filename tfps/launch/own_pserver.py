@@ -12,14 +12,13 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from tfps.errors import ConnectError
-from tfps.launch.cli import READY, START_S
-from tfps.launch.job import Job
+from tfps.launch.job import READY, START_S, Job
+from tfps.launch.secret import lasting_secret_file
 
-_kept: list[object] = []  # what lasts as long as this process: pservers, and the file of the token
+_kept: list[object] = []  # pservers, which last as long as this process
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def start_pserver(found: Found, workers: int, token_file: str, *, on_one_host: b
     Raises:
         ConnectError: it did not start.
     """
-    job = Job(found.job, workers, token_file=token_file_of(found.token) if found.token else token_file)
+    job = Job(found.job, workers, token_file=lasting_secret_file(found.token) if found.token else token_file)
     arguments = job.pserver_arguments("127.0.0.1" if on_one_host else "")
     # Certificates are for hosts that somebody has chosen.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TFPS_TLS_")}
@@ -72,10 +71,10 @@ def start_pserver(found: Found, workers: int, token_file: str, *, on_one_host: b
         start_new_session=True,  # Ctrl-C is for workers
     )
     _kept.append(pserver)
-    return _address(pserver, environment)
+    return _address(pserver)
 
 
-def _address(pserver: subprocess.Popen[bytes], environment: Mapping[str, str]) -> str:
+def _address(pserver: subprocess.Popen[bytes]) -> str:
     if pserver.stdout is None:
         raise ConnectError("a pserver was started without an output")
     said, deadline = b"", time.monotonic() + START_S
@@ -95,13 +94,3 @@ def _address(pserver: subprocess.Popen[bytes], environment: Mapping[str, str]) -
         pserver.kill()
         raise ConnectError(f"the pserver of this host was not ready within {START_S:g} s")
     return ready["address"]
-
-
-def token_file_of(token: str) -> str:
-    """A file with `token` for this process and those that it starts, gone with this one however it ends."""
-    descriptor = os.memfd_create("tfps-token")
-    os.fchmod(descriptor, 0o600)
-    with os.fdopen(os.dup(descriptor), "w") as file:
-        file.write(token)
-    _kept.append(descriptor)
-    return f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -1,4 +1,4 @@
-"""A file with a secret, for processes on this host only."""
+"""Files with a secret, for processes on this host only."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ def secret_file(text: str) -> Iterator[str]:
         OSError: it cannot be written.
     """
     if sys.platform.startswith("linux"):
-        fd = os.memfd_create("tfps-token")
+        fd = _in_memory(text)
         try:
-            os.fchmod(fd, 0o600)
-            os.write(fd, text.encode())
-            path = f"/proc/{os.getpid()}/fd/{fd}"
+            path = _path(fd)
             if os.access(path, os.R_OK):
                 yield path
                 return
@@ -33,3 +31,23 @@ def secret_file(text: str) -> Iterator[str]:
         file.write(text)
         file.flush()
         yield file.name
+
+
+def lasting_secret_file(text: str) -> str:
+    """The same in memory, on Linux only: a new file, there until this process ends, however that ends.
+
+    Raises:
+        OSError: there is no memory for it.
+    """
+    return _path(_in_memory(text))
+
+
+def _in_memory(text: str) -> int:
+    fd = os.memfd_create("tfps-token")
+    os.fchmod(fd, 0o600)
+    os.write(fd, text.encode())
+    return fd
+
+
+def _path(fd: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{fd}"

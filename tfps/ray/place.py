@@ -13,24 +13,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tfps.launch.job import Job
-
-
-def token_file(token: str) -> str:
-    """The path of a new file in memory that holds `token`; open, and so there, until this process ends.
-
-    Raises:
-        OSError: there is no memory for it.
-    """
-    file = os.memfd_create("tfps-token", os.MFD_CLOEXEC)
-    os.fchmod(file, 0o600)
-    os.write(file, token.encode())
-    return f"/proc/{os.getpid()}/fd/{file}"
+from tfps.launch.secret import lasting_secret_file
 
 
 def take_place(job: Job, rank: int, token: str) -> None:
     """Sets the variables by which `tfps.Strategy()` finds the job, in this process."""
     os.environ.pop("TF_CONFIG", None)  # describes another job, or this one without its pservers
-    os.environ.update(replace(job, token_file=token_file(token)).worker_variables(rank))
+    os.environ.update(replace(job, token_file=lasting_secret_file(token)).worker_variables(rank))
 
 
 @contextlib.contextmanager

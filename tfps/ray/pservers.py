@@ -12,8 +12,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tfps.config import Security
 from tfps.errors import ConfigError, WaitTimeoutError
 from tfps.launch.job import Job
+from tfps.launch.secret import lasting_secret_file
 from tfps.pserver.server import ParameterServer
-from tfps.ray.place import token_file
 from tfps.ray.wanted import as_options, spread
 from tfps.types import Options
 from tfps.wire.memory import tune_malloc
@@ -39,7 +39,7 @@ class TfpsPserver:
             ConfigError: it cannot listen there.
         """
         host = ray.util.get_node_ip_address()
-        security = Security.from_environment(token_file=token_file(token))
+        security = Security.from_environment(token_file=lasting_secret_file(token))
         self._server = ParameterServer(host, 0, workers=workers, job=job, security=security)
         return self._server.address
 
