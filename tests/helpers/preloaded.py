@@ -25,7 +25,7 @@ from typing import TextIO
 
 FIRST_FREE = 3  # file descriptor after those of stdin, stdout and stderr
 LARGEST = 2**17  # bytes of a request, most of them environment
-_FOLDER, _ALIVE = "TFPS_TESTS_PRELOADED", "alive"  # variable that names the folder of sockets; a file in it
+_FOLDER, _ALIVE = "PRELOADED_FOR_TESTS", "alive"  # variable that names the folder of sockets; a file in it
 
 
 class Process:

@@ -265,7 +265,6 @@ def test_the_names_that_a_certificate_needs_are_those_that_workers_call(form: st
         (["--print", "--image", "i", "--name", "My_Job", "x.py"], "--name must be up to 40 lowercase letters"),
         (["--print", "--image", "i", "1.py"], "--name must be up to 40 lowercase letters"),
         (["--print", "--image", "i", "--workers", "0", "x.py"], "--workers must be at least 1, got 0"),
-        (["--print", "--image", "i", "--metrics-port", "7071", "x.py"], "--metrics-port must be from 1 to 65535 and"),
         (["--print", "--image", "i", "--worker-resources", "memory=8GB", "x.py"], "memory must be a quantity such as"),
         (["--print", "--image", "i", "--worker-resources", "8Gi", "x.py"], "must be NAME=VALUE, got '8Gi'"),
         (["--print", "--image", "i", "--volume", "data=data", "x.py"], "--volume must be CLAIM=PATH with an absolute"),
@@ -287,6 +286,15 @@ def test_a_wrong_command_line_is_refused(
 def test_a_monitor_without_metrics_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--kubernetes", "--print", "--no-metrics", "--service-monitor", *DEFAULT]) == 2
     assert "--service-monitor must come with metrics, got --no-metrics" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("form", "port"), [("job", 7071), ("jobset", 0), ("tfjob", 2222), ("tfjob", 2223)])
+def test_metrics_cannot_have_a_port_of_the_pserver(form: str, port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--kubernetes", "--print", "--as", form, "--metrics-port", str(port), *DEFAULT]) == 2
+    own = "2222 or 2223" if form == "tfjob" else "7070 or 7071"
+    said = capsys.readouterr()
+    assert f"--metrics-port must be from 1 to 65535 and not {own}, which are a pserver's own, got {port}" in said.err
+    assert said.out == ""
 
 
 def test_kubernetes_must_come_first(capsys: pytest.CaptureFixture[str]) -> None:

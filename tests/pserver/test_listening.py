@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+
+import jobs
 import pytest
+from guarded import data
 
 from tfps.config import Security
 from tfps.errors import ConfigError
@@ -52,3 +56,22 @@ def test_a_host_of_its_own_is_where_it_is_reached(host: str, address: str) -> No
 
 def test_every_interface_is_reached_at_one_of_them() -> None:
     assert reachable("0.0.0.0") not in ("0.0.0.0", "")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_every_interface_is_reached_by_ipv4_and_ipv6_on_both_ports(host: str) -> None:
+    server = ParameterServer(host, 0, workers=1, security=INSECURE)
+    try:
+        for port in (server.port, data(server).port):
+            for address in ("127.0.0.1", "::1"):
+                socket.create_connection((address, port), jobs.DEADLINE_S).close()
+    finally:
+        server.stop()
+
+
+def test_a_data_port_that_is_taken_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 0.0.0.0:{port} for data connections: .*in use"):
+            ParameterServer("0.0.0.0", 0, workers=1, data_port=port, security=INSECURE)

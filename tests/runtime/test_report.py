@@ -95,6 +95,11 @@ def test_waiting_on_an_idle_link_is_waiting_for_other_workers() -> None:
     assert found.limit.startswith("other workers")
 
 
+def test_a_single_worker_waits_for_no_other() -> None:
+    found = make_report(history(LAYERS, 20e6), [Link("a:1", 1e9)], other_workers=False)
+    assert found.limit == "round trips and the work per message, not bytes"
+
+
 def test_of_two_ways_the_network_counts_and_not_shared_memory() -> None:
     links = [Link("a:1", 10e6), Link("b:1", 5e9, shared_memory=True)]
     found = make_report(history(LAYERS, 20e6), links)

@@ -16,7 +16,7 @@ def paced(rate: float, seconds: float = 1.0) -> Pace:
     return pace
 
 
-@pytest.mark.parametrize("mbit", [200, 300, 1000, 2500, 5000])
+@pytest.mark.parametrize("mbit", [1000, 2500, 5000])
 def test_a_part_takes_about_half_a_millisecond(mbit: int) -> None:
     pace = paced(mbit * 1e6 / 8)
     assert PART_S / 2 <= pace.part_bytes / (mbit * 1e6 / 8) <= 2 * PART_S

@@ -85,13 +85,6 @@ class KubernetesJob:
         for name, least in (("workers", 1), ("pservers", 1), ("gpus", 0), ("restarts", 0), ("user", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"--{name} must be at least {least}, got {getattr(self, name)}")
-        if self.metrics_port is not None and (
-            not 0 < self.metrics_port < 65536 or self.metrics_port in (PORT, PORT + 1)
-        ):
-            raise ConfigError(
-                f"--metrics-port must be from 1 to 65535 and not {PORT} or {PORT + 1}, which are a pserver's own, got "
-                f"{self.metrics_port}"
-            )
         for role in ("worker", "pserver"):
             for name, quantity in getattr(self, f"{role}_resources").items():
                 if not _QUANTITY.fullmatch(quantity):
@@ -206,8 +199,17 @@ def pserver_container(
     port: tuple[str, int] = ("grpc", PORT),
     env: Sequence[Manifest] = (),
 ) -> Manifest:
-    """Runs `tfps_pserver` on `port`; `env`: variables before its own."""
+    """Runs `tfps_pserver` on `port`; `env`: variables before its own.
+
+    Raises:
+        ConfigError: its metrics cannot have the port that they are to have.
+    """
     port_name, number = port
+    if job.metrics_port is not None and (not 0 < job.metrics_port < 65536 or job.metrics_port in (number, number + 1)):
+        raise ConfigError(
+            f"--metrics-port must be from 1 to 65535 and not {number} or {number + 1}, which are a pserver's own, got "
+            f"{job.metrics_port}"
+        )
     arguments = launch.pserver_arguments("0.0.0.0", number, job.metrics_port)
     ports = [port]
     if not job.tls_secret:  # data connections have no TLS

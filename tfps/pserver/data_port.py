@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tfps.errors import ConfigError, TfpsError
 from tfps.pserver.guard import Newest, Rate
+from tfps.pserver.listening import listen
 from tfps.wire.connection import Connection, admit, greet, refuse
 from tfps.wire.frames import Kind
 from tfps.wire.job_token import JobToken
@@ -66,8 +67,7 @@ class DataPort:
         self._token, self._open_session, self._refused, self._measure = token, open_session, refused, measure
         self._rate = Rate(_PER_S, _BURST)
         try:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            self._listening = socket.create_server((host, port), family=family, backlog=128)
+            self._listening = listen(host, port, backlog=128)
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port} for data connections: {error.strerror}") from error
         self.port = int(self._listening.getsockname()[1])

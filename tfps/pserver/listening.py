@@ -10,6 +10,7 @@ from tfps.config import Security
 from tfps.errors import ConfigError
 
 LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
+_EVERY = (EVERYWHERE, "::", "")
 
 
 def default_host(security: Security) -> str:
@@ -46,7 +47,7 @@ def is_loopback(host: str) -> bool:
 
 def reachable(host: str) -> str:
     """An address at which other hosts reach a server that listens on `host`."""
-    if host not in (EVERYWHERE, "::", ""):
+    if host not in _EVERY:
         return f"[{host}]" if ":" in host else host
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing; picks the interface of the default route
@@ -60,6 +61,19 @@ def try_to_listen(host: str, port: int) -> None:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does; else lingering connections count
         probe.bind((host, port))
+
+
+def listen(host: str, port: int, backlog: int) -> socket.socket:
+    """Listens as gRPC does: every interface is reached by IPv4 and IPv6, if the host has both.
+
+    Raises:
+        OSError: the port is not available.
+    """
+    if host in _EVERY and socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # such as where IPv6 is turned off
+            return socket.create_server(("::", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, port), family=family, backlog=backlog)
 
 
 def _open_to_others(security: Security) -> bool:

@@ -109,9 +109,16 @@ class Report:
 
 
 def make_report(
-    histories: Sequence[History], links: Sequence[Link], slice_bytes: int = 0, window_bytes: int = 0
+    histories: Sequence[History],
+    links: Sequence[Link],
+    slice_bytes: int = 0,
+    window_bytes: int = 0,
+    *,
+    other_workers: bool = True,
 ) -> Report:
     """Returns the report; `slice_bytes` and `window_bytes` are the current sizes.
+
+    `other_workers`: whether there are any.
 
     Raises:
         TfpsError: too few steps so far.
@@ -134,7 +141,7 @@ def make_report(
         for history, seconds in zip(buckets, backward, strict=True)
     )
     bytes_per_s = _rate(links)
-    limit = _limit(step_s, exposed_s, sum(h.nbytes for h in buckets), links)
+    limit = _limit(step_s, exposed_s, sum(h.nbytes for h in buckets), links, other_workers)
     model = _Model(layers, step_s - exposed_s, bytes_per_s)
     calibration = step_s / model.step_s(1.0)
     more = (len(links) + 1) / len(links) if limit.startswith("pserver") else 1.0
@@ -214,7 +221,7 @@ def _rate(links: Sequence[Link]) -> float:
     return rate
 
 
-def _limit(step_s: float, exposed_s: float, nbytes: int, links: Sequence[Link]) -> str:
+def _limit(step_s: float, exposed_s: float, nbytes: int, links: Sequence[Link], other_workers: bool) -> str:
     if limit_of(step_s, exposed_s) is Limit.COMPUTATION:
         return "computation"
     cpu_s, busiest = max(((link.cpu_s_per_step or 0.0, link.pserver) for link in links), default=(0.0, ""))
@@ -223,7 +230,9 @@ def _limit(step_s: float, exposed_s: float, nbytes: int, links: Sequence[Link]) 
     busy, rate = _busy(links), _rate(links)
     # If this worker's gradients take much less than a step to send, the network is not the limit.
     if not busy or nbytes / rate < 0.3 * step_s:
-        return "other workers, which come later to each step than this one"
+        if other_workers:
+            return "other workers, which come later to each step than this one"
+        return "round trips and the work per message, not bytes"
     slowest = min(busy, key=lambda link: link.bytes_per_s)
     if len(busy) > 1 and slowest.bytes_per_s < 0.6 * statistics.median(link.bytes_per_s for link in busy):
         return f"pserver {slowest.pserver}: its link ({slowest.bytes_per_s * 8e-6:.0f} Mbit/s)"

@@ -123,7 +123,10 @@ class Runtime:
         for bucket, rounds in list(self._history.items()):
             spec = self.declared.spec(bucket)
             histories.append(History(spec.name, spec.priority, spec.nbytes, tuple(rounds)))
-        return make_report(histories, self.exchange.links(), self.exchange.slice_bytes, self.exchange.window_bytes)
+        exchange, others = self.exchange, self.exchange.workers > 1
+        return make_report(
+            histories, exchange.links(), exchange.slice_bytes, exchange.window_bytes, other_workers=others
+        )
 
     def adopt(self, transfer: Transfer, graph: tf.Graph | None) -> None:
         """Registers `transfer` under a new id until `graph` and all enclosing graphs are gone (None: forever)."""

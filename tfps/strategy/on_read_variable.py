@@ -13,10 +13,11 @@ import tensorflow as tf
 from tfps.graph.shares import current_share
 from tfps.graph.tf_private import distribute_lib, values, values_util
 from tfps.keras_hooks.keras_private import in_symbolic_scope
+from tfps.strategy.conversions import Converted
 from tfps.types import Function, Value
 
 
-class OnReadVariable(values.SyncOnReadVariable):
+class OnReadVariable(Converted, values.SyncOnReadVariable):
     """A metric's variable; a read outside a step combines the components of all replicas.
 
     A read in a graph outside `strategy.run` combines within that graph, at every run, on all ranks.

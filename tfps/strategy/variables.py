@@ -22,6 +22,7 @@ from tfps.graph.ops import HOST, Gate, pass_gate, write_after
 from tfps.graph.shares import current_share
 from tfps.graph.tf_private import ResourceVariable, distribute_lib, in_xla, ops, outer_graphs, values, values_util
 from tfps.keras_hooks.keras_private import in_symbolic_scope
+from tfps.strategy.conversions import Converted
 from tfps.types import Function, Structure, Value, Variable
 
 
@@ -107,7 +108,7 @@ def updating() -> contextlib.AbstractContextManager[None]:
     return _tracing.set("updating", True)
 
 
-class GatedVariable(values.MirroredVariable):
+class GatedVariable(Converted, values.MirroredVariable):
     """A mirrored variable whose accesses wait at its gate.
 
     `gates` has one gate per local replica if the variable may get deferred updates, else it is empty. A slot of such a

@@ -1,15 +1,15 @@
-"""How much a sender hands to the kernel at a time: about half a millisecond of the link, whatever its rate.
+"""How much a sender hands to the kernel at a time: about half a millisecond of the link, and at least 64 KiB.
 
 An urgent slice cannot overtake what the kernel holds. Too little there leaves the link idle between two wake-ups of
-the sender. docs/transport.md has the measurements.
+the sender, and small parts cost CPU. docs/transport.md has the measurements.
 """
 
 from __future__ import annotations
 
 PART_S = 0.5e-3  # link time of one part
 UNSENT_S = 0.75e-3  # link time of what the kernel holds unsent (TCP_NOTSENT_LOWAT)
-MIN_BYTES, MAX_BYTES = 16 * 1024, 1024 * 1024
-_FIRST_BYTES = 64 * 1024
+MIN_BYTES, MAX_BYTES = 64 * 1024, 1024 * 1024
+_FIRST_BYTES = MIN_BYTES
 _LEAST_S = 5e-3  # shortest time to measure a rate
 _SMOOTHING = 0.3
 _FREE = 16  # after so many parts in a row without a wait they grow

@@ -1,0 +1,31 @@
+"""Variables of a tfps strategy as Python numbers and NumPy arrays, like plain variables."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import DTypeLike
+
+from tfps.types import Array
+
+
+class Converted:
+    """What TensorFlow's distributed variables lack: without it `int(v)` raises and `bool(v)` is always true."""
+
+    def __array__(self, dtype: DTypeLike = None, copy: bool | None = None) -> Array:
+        return np.asarray(self._tensor().numpy(), dtype)  # a copy: replicas' memory is written by updates
+
+    def __bool__(self) -> bool:
+        return bool(self._tensor())
+
+    def __int__(self) -> int:
+        return int(self._tensor())
+
+    def __float__(self) -> float:
+        return float(self._tensor())
+
+    def __complex__(self) -> complex:
+        return complex(self._tensor())
+
+    def _tensor(self) -> tf.Tensor:
+        return tf.convert_to_tensor(self)
