@@ -12,7 +12,7 @@ from tfps.types import Array
 class Converted:
     """What TensorFlow's distributed variables lack: without it `int(v)` raises and `bool(v)` is always true."""
 
-    def __array__(self, dtype: DTypeLike = None, copy: bool | None = None) -> Array:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
         return np.asarray(self._tensor().numpy(), dtype)  # a copy: replicas' memory is written by updates
 
     def __bool__(self) -> bool:

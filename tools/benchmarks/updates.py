@@ -4,9 +4,9 @@
 namespaces). The model: two small convolutions, a Dense layer with a kernel of 51 MB, Adam. "in order" is what tfps did
 before: updates run one after the other, each as a whole. "urgent first" is what it does: an urgent update does not wait
 for one that runs; and where slices come back more slowly than the update takes, the large one runs in parts meanwhile.
-Parts cost more CPU than a whole update. Here all hosts share the processors of one machine, with the network
-that is emulated; what a step gains is smaller than on hosts with processors of their own. Both are the same program in
-the same processes; fits alternate. Waits are what a capture of both workers says, per step.
+Parts cost more CPU than a whole update. Here all hosts share two processors with the emulated network, so that a step
+may take longer with parts. Both are the same program in the same processes; fits alternate. Waits are what a capture of
+both workers says, per step.
 """
 
 from __future__ import annotations
