@@ -28,7 +28,7 @@ def test_a_variable_is_the_number_that_a_plain_one_is(
     plain = tf.Variable(number)
     with strategy.scope():
         variable = tf.Variable(number, **kind)
-    for convert in (bool, int, float, complex):
+    for convert in (int, float, complex):
         assert convert(variable) == convert(plain)
 
 
@@ -58,15 +58,3 @@ def test_the_optimizers_step_is_a_number(strategy: tfps.Strategy) -> None:
     model.fit(np.ones((6, 2)), np.ones((6, 1)), batch_size=2, verbose=0)
     assert int(model.optimizer.iterations) == 3
     assert float(model.optimizer.learning_rate) == pytest.approx(1e-3)
-
-
-def test_a_variable_has_no_truth_value_in_a_graph(strategy: tfps.Strategy) -> None:
-    with strategy.scope():
-        variable = tf.Variable(False)
-
-    @tf.function(autograph=False)
-    def chosen() -> tf.Tensor:
-        return tf.constant(1 if variable else 2)
-
-    with pytest.raises(tf.errors.OperatorNotAllowedInGraphError, match="as a Python"):
-        chosen()

@@ -10,13 +10,13 @@ from tfps.types import Array
 
 
 class Converted:
-    """What TensorFlow's distributed variables lack: without it `int(v)` raises and `bool(v)` is always true."""
+    """What TensorFlow's distributed variables lack: without it `int(v)` raises, and an array would hold an object.
+
+    Truth is left out: `bool(v)` is always true, as TensorFlow itself asks `if destinations` of such variables.
+    """
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
         return np.asarray(self._tensor().numpy(), dtype)  # a copy: replicas' memory is written by updates
-
-    def __bool__(self) -> bool:
-        return bool(self._tensor())
 
     def __int__(self) -> int:
         return int(self._tensor())
