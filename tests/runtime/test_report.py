@@ -122,6 +122,13 @@ def test_too_few_steps_are_refused() -> None:
         make_report([], [])
 
 
+def test_a_step_that_only_waits_without_a_network_has_no_better_estimate() -> None:
+    found = make_report([History("all", 0, 4, tuple(Round(step, step + 1.0) for step in range(6)))], [])
+    assert (found.step_s, found.exposed_wait_s, found.compute_s) == (1.0, 1.0, 0.0)
+    assert found.with_twice_the_bandwidth_s == found.with_one_more_pserver_s == found.without_schedule_s == 1.0
+    assert "waiting for parameters" in str(found)
+
+
 def test_buckets_of_another_model_are_left_out() -> None:
     rare = History("other", 0, 4, (Round(0.0, 1.0),))
     links = [Link("a:1", 20e6)]

@@ -81,6 +81,14 @@ def test_one_replica_is_compared_bitwise_and_several_within_rounding(change: flo
     assert (oracle.with_reference(near, FOUND, Judgement.of(Case()))[0] is None) is one
 
 
+def test_slots_are_measured_by_the_largest_slot_of_all_variables() -> None:
+    plain = {"optimizer kernel_average/0/0": np.float32(0.5), "optimizer bias_average/0/1": np.float32(0.0)}
+    judgement = Judgement.of(Case(place=TWO))
+    for noise, fine in ((4e-9, True), (4e-5, False)):
+        found = {**plain, "optimizer bias_average/0/1": np.float32(noise)}
+        assert (oracle.with_reference(found, plain, judgement)[0] is None) is fine
+
+
 def test_texts_nan_and_what_is_missing_are_differences() -> None:
     judgement = Judgement.of(Case(place=TWO))
     for other in (

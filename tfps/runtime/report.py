@@ -143,7 +143,9 @@ def make_report(
     bytes_per_s = _rate(links)
     limit = _limit(step_s, exposed_s, sum(h.nbytes for h in buckets), links, other_workers)
     model = _Model(layers, step_s - exposed_s, bytes_per_s)
-    calibration = step_s / model.step_s(1.0)
+    modelled_s = model.step_s(1.0)
+    # Nothing is known of a step that only waited, and for no network.
+    calibration = step_s / modelled_s if modelled_s else 1.0
     more = (len(links) + 1) / len(links) if limit.startswith("pserver") else 1.0
     return Report(
         step_s=step_s,
@@ -154,8 +156,8 @@ def make_report(
         bytes_per_s=bytes_per_s,
         limit=limit,
         without_schedule_s=max(model.in_order_s() * calibration, step_s),
-        with_twice_the_bandwidth_s=model.step_s(2.0) * calibration,
-        with_one_more_pserver_s=model.step_s(more) * calibration,
+        with_twice_the_bandwidth_s=model.step_s(2.0) * calibration if modelled_s else step_s,
+        with_one_more_pserver_s=model.step_s(more) * calibration if modelled_s else step_s,
         layers=layers,
         slice_bytes=slice_bytes,
         window_bytes=window_bytes,

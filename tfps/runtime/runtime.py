@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -44,7 +44,17 @@ _NO_TIMES = np.empty(0, np.float64)
 _DRAINED = -1  # in place of a transfer's id: all messages before it have been started
 _HISTORY_STEPS = 16
 _TICK_S = 0.2
-_Sent: TypeAlias = "tuple[Payload | None, int | tf.Tensor, tf.Tensor | None, UpdatedRows, int]"  # the last: the round
+
+
+class _Sent(NamedTuple):
+    """What one round needs once it comes back: the next may have been sent by then."""
+
+    payload: Payload | None
+    ticket: int | tf.Tensor
+    data: tf.Tensor | None
+    updated: UpdatedRows
+    round: int
+    ready_s: float
 
 
 class Runtime:
@@ -277,10 +287,8 @@ class Runtime:
             payload = pack_sparse(memoryview(indices), payload)
         elif transfer.spec.nbytes and not data.shape[0]:  # a replica without rows contributes nothing
             payload = data = None
-        if isinstance(transfer, DeferredUpdate):
-            transfer.ready_s = time.monotonic()
-            if self._rounds.skipped(number, transfer):
-                raise stopped_step(self.exchange.rank, transfer.spec.name)
+        if isinstance(transfer, DeferredUpdate) and self._rounds.skipped(number, transfer):
+            raise stopped_step(self.exchange.rank, transfer.spec.name)
         done = self.spans.done.get(transfer.bucket)
         step = self.push(transfer, payload, ticket, data)
         if self.recorder.enabled:
@@ -299,15 +307,14 @@ class Runtime:
         """
 
         def on_reply(reply: Reply) -> None:
-            sent = payload, ticket, data, updated, step
+            sent = _Sent(payload, ticket, data, updated, step, ready_s)
             self._replies.add(transfer.spec.priority, functools.partial(self._apply, transfer, sent, reply))
 
         def on_part(buffer: NDArray[np.uint8], nbytes: int) -> None:
             call = functools.partial(self._take_part, transfer, updated, step, buffer, nbytes)
             self._replies.add(transfer.spec.priority, call)
 
-        updated = UpdatedRows()
-
+        updated, ready_s = UpdatedRows(), time.monotonic()
         with self._progress:
             self._under_way += 1
             step = self._pushed[transfer.bucket]
@@ -344,28 +351,26 @@ class Runtime:
             transfer.fail(reply.error)
             return
         begin = self.spans.now()
-        transfer.round = sent[-1]
-        transfer.updated = sent[-2]
+        transfer.round, transfer.updated = sent.round, sent.updated
         try:
             transfer.finish(*self._tensors(transfer.spec, sent, reply))
         except Exception as error:  # neither its readers nor other workers may wait forever
             self._break(transfer, error)
         if isinstance(transfer, DeferredUpdate):
             history = self._history.setdefault(transfer.bucket, deque(maxlen=_HISTORY_STEPS))
-            history.append(Round(transfer.ready_s, time.monotonic()))
+            history.append(Round(sent.ready_s, time.monotonic()))
         end = self.spans.now()
-        self.spans.done[transfer.bucket] = sent[-1], end
+        self.spans.done[transfer.bucket] = sent.round, end
         if self.recorder.enabled:
-            self.spans.updated(begin, end, transfer, sent[-1])
+            self.spans.updated(begin, end, transfer, sent.round)
 
     def _tensors(self, spec: BucketSpec, sent: _Sent, reply: Reply) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Returns ticket, and data and indices of `reply` as flat uint8 tensors, without a copy if possible."""
-        payload, ticket, data, _, _ = sent
         if spec.kind == "sum":
             # The embedded exchange returns the pushed buffer itself: then reuse its tensor.
-            return ticket, (data if reply.sum is payload else tensor_of(reply.sum)), self._no_indices
+            return sent.ticket, (sent.data if reply.sum is sent.payload else tensor_of(reply.sum)), self._no_indices
         indices, gathered = unpack_sparse(reply.parts or [])
-        return ticket, tf.constant(gathered), tf.constant(indices)
+        return sent.ticket, tf.constant(gathered), tf.constant(indices)
 
     def _activity(self) -> tuple[int, int]:
         """Returns the number of messages in flight and in total."""

@@ -180,7 +180,6 @@ class DeferredUpdate(Transfer):
         super().__init__(bucket, spec, messages)
         self.group = group
         group.transfers.add(self)
-        self.ready_s = 0.0  # when the last gradient came
         self.kept: tuple[str, ...] = ()  # names of values that the update reads as of the send
         self.read = -1  # the variable whose read has a timestamp (see timestamps.py)
         self.whole = False  # whether its messages include the times of the forward pass
