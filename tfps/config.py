@@ -22,7 +22,7 @@ MAX_SLICE_BYTES = 64 * 2**20  # one gRPC message; beyond this nothing overlaps
 # Initial sizes if tuned: small, so that even a small model fills the window; only then can bandwidth be measured.
 FIRST_SLICE_BYTES, FIRST_WINDOW_BYTES = 128 * 1024, 512 * 1024
 _FILES = ("token_file", "tls_ca", "tls_cert", "tls_key")
-BUCKET_BYTES = 2**20  # up to which neighbors are fused if slices are tuned
+BUCKET_BYTES = 2**20  # up to which small variables are fused if slices are tuned
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Config:
 
     @property
     def bucket_bytes(self) -> int:
-        """Size up to which small neighbors are fused into one bucket."""
+        """Size up to which small variables are fused into one bucket."""
         return BUCKET_BYTES if self.slice_bytes == "auto" else self.slice_bytes
 
     @property

@@ -29,16 +29,22 @@ def names(buckets: list[list[Noted]]) -> list[list[str]]:
     return [[item.variable._unique_id for item in bucket] for bucket in buckets]
 
 
-def test_neighbours_in_forward_order_fuse_up_to_one_slice() -> None:
+def test_variables_fuse_in_forward_order_up_to_one_slice() -> None:
     order = {name: index for index, name in enumerate("abcde")}
     updates = [noted(name, 10) for name in "edcba"]
     assert names(fuse(updates, order, 20 * FLOAT_BYTES, 20 * FLOAT_BYTES)) == [["a", "b"], ["c", "d"], ["e"]]
 
 
-def test_a_variable_larger_than_a_slice_is_a_bucket_of_its_own() -> None:
-    order = {name: index for index, name in enumerate("abc")}
-    updates = [noted("a", 10), noted("b", 1000), noted("c", 10)]
-    assert names(fuse(updates, order, 20 * FLOAT_BYTES, 20 * FLOAT_BYTES)) == [["a"], ["b"], ["c"]]
+def test_a_variable_larger_than_a_slice_is_a_bucket_of_its_own_and_does_not_part_small_ones() -> None:
+    order = {name: index for index, name in enumerate("abcde")}
+    updates = [noted("a", 10), noted("b", 1000), noted("c", 10), noted("d", 1000), noted("e", 10)]
+    assert names(fuse(updates, order, 20 * FLOAT_BYTES, 20 * FLOAT_BYTES)) == [["a", "c"], ["b"], ["d"], ["e"]]
+
+
+def test_of_two_buckets_the_one_with_more_room_stays_open() -> None:
+    order = {name: index for index, name in enumerate("abcd")}
+    updates = [noted("a", 15), noted("b", 12), noted("c", 6), noted("d", 5)]
+    assert names(fuse(updates, order, 20 * FLOAT_BYTES, 20 * FLOAT_BYTES)) == [["a"], ["b", "c"], ["d"]]
 
 
 def test_dtypes_do_not_mix_and_sparse_gradients_stay_alone() -> None:

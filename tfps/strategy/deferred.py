@@ -2,7 +2,7 @@
 
 `all_reduce` marks gradients (`Reduction`). An `update` with an untouched reduced gradient is only noted (`Noted`). Once
 every gradient of the reduction is noted, or the program touches a variable before that, the noted updates are emitted
-(see emitter.py): neighbors in forward order fuse into buckets of up to one slice, which are traced and sent (see
+(see emitter.py): small variables fuse in forward order into buckets of up to one slice, which are traced and sent (see
 planned_bucket.py).
 """
 
@@ -84,14 +84,21 @@ class GraphState:
     reductions: Counter[Hashable] = field(default_factory=Counter)  # so far, by replica; of the outermost graph only
 
 
-def fuse(noted: Iterable[Noted], order: dict[str, int], slice_bytes: int, first_bytes: int) -> list[list[Noted]]:
-    """Groups `noted` into buckets in forward order: neighbors of one kind up to `bucket_limit`, sparse ones alone.
+@dataclass
+class _Open:
+    """A bucket that has `room` bytes for more updates."""
 
-    Variables that may share a gate stay together.
+    updates: list[Noted]
+    room: int
+
+
+def fuse(noted: Iterable[Noted], order: dict[str, int], slice_bytes: int, first_bytes: int) -> list[list[Noted]]:
+    """Groups `noted` into buckets in forward order: those of one kind up to `bucket_limit`, sparse ones alone.
+
+    Each bucket costs a call, so large ones do not part small ones. Variables that may share a gate stay together.
     """
     buckets: list[list[Noted]] = []
-    filled: dict[Hashable, int] = {}  # bytes in the last bucket of a kind, which is still open
-    last: dict[Hashable, list[Noted]] = {}
+    open_: dict[Hashable, _Open] = {}
     before = 0
     units: dict[Hashable, list[Noted]] = {}
     for item in sorted(noted, key=lambda item: order.get(item.variable._unique_id, len(order))):
@@ -102,14 +109,15 @@ def fuse(noted: Iterable[Noted], order: dict[str, int], slice_bytes: int, first_
             buckets.append(unit)
             continue
         kind, nbytes = unit[0].kind, sum(item.nbytes for item in unit)
-        limit = bucket_limit(before - filled.get(kind, 0), slice_bytes, first_bytes)
-        before += nbytes
-        if kind in last and filled[kind] + nbytes <= limit:
-            last[kind] += unit
-            filled[kind] += nbytes
+        last, room = open_.get(kind), bucket_limit(before, slice_bytes, first_bytes) - nbytes
+        if last and nbytes <= last.room:
+            last.updates += unit
+            last.room -= nbytes
         else:
             buckets.append(unit)
-            last[kind], filled[kind] = unit, nbytes
+            if not last or room > last.room:
+                open_[kind] = _Open(unit, room)
+        before += nbytes
     return buckets
 
 
