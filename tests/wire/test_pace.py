@@ -1,10 +1,10 @@
-"""Parts of about half a millisecond of the link, against a socket that takes bytes at a given rate."""
+"""Parts of half a millisecond of the link, or 64 KiB in up to 3 ms, against a socket with a given rate."""
 
 from __future__ import annotations
 
 import pytest
 
-from tfps.wire.pace import MAX_BYTES, MIN_BYTES, PART_S, UNSENT_S, Pace
+from tfps.wire.pace import CHEAP_BYTES, MAX_BYTES, MIN_BYTES, PART_S, SLOW_PART_S, UNSENT_S, Pace
 
 
 def paced(rate: float, seconds: float = 1.0) -> Pace:
@@ -21,6 +21,16 @@ def test_a_part_takes_about_half_a_millisecond(mbit: int) -> None:
     pace = paced(mbit * 1e6 / 8)
     assert PART_S / 2 <= pace.part_bytes / (mbit * 1e6 / 8) <= 2 * PART_S
     assert pace.unsent_bytes == pace.part_bytes * UNSENT_S / PART_S
+
+
+@pytest.mark.parametrize("mbit", [200, 300, 700])
+def test_a_part_that_saves_cpu_is_larger(mbit: int) -> None:
+    assert paced(mbit * 1e6 / 8).part_bytes == CHEAP_BYTES
+
+
+@pytest.mark.parametrize("mbit", [50, 100, 150])
+def test_no_part_holds_an_urgent_one_up_for_longer_than_four_milliseconds(mbit: int) -> None:
+    assert SLOW_PART_S / 2 <= paced(mbit * 1e6 / 8).part_bytes / (mbit * 1e6 / 8) <= 1.5 * SLOW_PART_S
 
 
 def test_slow_and_fast_links_stay_within_bounds() -> None:
@@ -46,7 +56,7 @@ def test_a_socket_that_takes_what_comes_now_and_then_shows_nothing() -> None:
 
 
 def test_an_idle_link_says_nothing_of_its_rate() -> None:
-    pace = paced(1.25e8)
+    pace = paced(1.25e9)
     before = pace.part_bytes
     for second in range(2, 20):  # one part per second
         pace.idle()

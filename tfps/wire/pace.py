@@ -1,4 +1,5 @@
-"""How much a sender hands to the kernel at a time: about half a millisecond of the link, and at least 64 KiB.
+"""How much a sender hands to the kernel at a time: half a millisecond of the link; 64 KiB if that is more, but takes
+at most 3 ms.
 
 An urgent slice cannot overtake what the kernel holds. Too little there leaves the link idle between two wake-ups of
 the sender, and small parts cost CPU. docs/transport.md has the measurements.
@@ -6,10 +7,10 @@ the sender, and small parts cost CPU. docs/transport.md has the measurements.
 
 from __future__ import annotations
 
-PART_S = 0.5e-3  # link time of one part
+PART_S, SLOW_PART_S = 0.5e-3, 3e-3  # link time of one part, and of one that is larger to save CPU
 UNSENT_S = 0.75e-3  # link time of what the kernel holds unsent (TCP_NOTSENT_LOWAT)
-MIN_BYTES, MAX_BYTES = 64 * 1024, 1024 * 1024
-_FIRST_BYTES = MIN_BYTES
+MIN_BYTES, CHEAP_BYTES, MAX_BYTES = 16 * 1024, 64 * 1024, 1024 * 1024
+_FIRST_BYTES = CHEAP_BYTES
 _LEAST_S = 5e-3  # shortest time to measure a rate
 _SMOOTHING = 0.3
 _FREE = 16  # after so many parts in a row without a wait they grow
@@ -64,7 +65,7 @@ class Pace:
         rate = self._nbytes / passed_s
         self._rate = rate if not self._rate else (1 - _SMOOTHING) * self._rate + _SMOOTHING * rate
         self._since_s, self._nbytes = now_s, nbytes
-        return self._set(self._rate * PART_S)
+        return self._set(max(self._rate * PART_S, min(CHEAP_BYTES, self._rate * SLOW_PART_S)))
 
     def _set(self, nbytes: float) -> bool:
         """Rounds to a power of two, so that small changes of the rate have no effect."""
