@@ -26,6 +26,7 @@ from tfps.exchange.interface import BucketSpec, Reply
 from tfps.pserver import server
 from tfps.pserver.job import Job
 from tfps.types import Argument, Array, Json, Options
+from tfps.wire import pace
 from tfps.worker.worker import Worker
 from tools import children
 from tools.model_profiles import Layer, Profile
@@ -104,18 +105,20 @@ class Emulation:
     Args:
         hosts: of a netlab; worker i and pserver i share host i.
         workers, pservers: at most as many as hosts.
+        part_bytes: the least that is handed to the kernel at a time, in place of tfps' own (`wire/pace.py`). Where
+            bytes and bandwidth are divided by much, its 64 KiB would stand for megabytes in front of what is urgent.
     """
 
-    def __init__(self, hosts: Sequence[Host], workers: int, pservers: int) -> None:
-        self._hosts, self._workers, self._pservers = hosts, workers, pservers
+    def __init__(self, hosts: Sequence[Host], workers: int, pservers: int, part_bytes: int = 0) -> None:
+        self._hosts, self._workers, self._pservers, self._part_bytes = hosts, workers, pservers, part_bytes
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Emulation:  # noqa: PYI034 (typing.Self is not in Python 3.10)
         with contextlib.ExitStack() as stack:
-            me = [sys.executable, "-u", __file__]
+            me = [sys.executable, "-u", __file__, str(self._part_bytes)]
             cli = [sys.executable, "-u", "-m", "tfps.cli"]
             self._addresses, self._processes = {}, {}
-            for hold, command in ((False, cli), (True, [*me, "pserver"])):
+            for hold, command in ((False, [*me, "pserver"] if self._part_bytes else cli), (True, [*me, "holding"])):
                 started = []
                 for host in self._hosts[: self._pservers]:
                     options = [f"--host={host.address}", "--port=0", f"--workers={self._workers}", "--insecure"]
@@ -306,11 +309,14 @@ class Holding(Job):
 
 def main() -> None:
     """A process of an emulation."""
-    if sys.argv[1] == "pserver":
+    if part_bytes := int(sys.argv[1]):
+        pace.MIN_BYTES = pace.CHEAP_BYTES = pace._FIRST_BYTES = part_bytes
+    if sys.argv[2] != "worker":
         from tfps.pserver import cli
 
-        setattr(server, "Job", Holding)  # noqa: B010  # the server makes its jobs itself
-        sys.exit(cli.main(sys.argv[2:]))
+        if sys.argv[2] == "holding":
+            setattr(server, "Job", Holding)  # noqa: B010  # the server makes its jobs itself
+        sys.exit(cli.main(sys.argv[3:]))
     for line in sys.stdin:
         print(json.dumps(_work(json.loads(line))), flush=True)
 

@@ -90,7 +90,8 @@ def run(quick: bool, profile: str | None = None) -> Outcome:
     cases = [fitting(profile)] if profile else list(CASES[:3] if quick else CASES)
     steps = 4 if quick else 6
     runs: list[dict[str, Json]] = []
-    with Netlab(HOSTS, 1000.0, min_burst_bytes=BURST_BYTES) as lab:
+    fastest = max(rate_mbit_of(case.profile, min(ratios)) for case in cases)
+    with Netlab(HOSTS, fastest, min_burst_bytes=BURST_BYTES) as lab:
         lab.probe()
         with Emulation(lab.hosts, HOSTS, HOSTS) as emulation:
             for case, ratio in itertools.product(cases, ratios):
