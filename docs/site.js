@@ -4,11 +4,13 @@
 
 // The search box takes some punctuation for operators, as in "pserver:7070". Pasted text gets rid of it.
 document.addEventListener("paste", (event) => {
-  if (!event.target.matches?.(".md-search__input")) return;
+  const box = event.target, text = event.clipboardData.getData("text");
+  if (!box.matches?.(".md-search__input") || !/[:+\-*~^]/.test(text)) return;
   event.preventDefault();
-  const words = event.clipboardData.getData("text").match(/[A-Za-z_][A-Za-z_.]+/g) ?? [];
-  event.target.value = words.map((word) => word.replace(/\.+$/, "")).join(" ");
-  event.target.dispatchEvent(new KeyboardEvent("keyup", { bubbles: true }));
+  const words = text.match(/\w[\w.]+/g) ?? [];
+  const plain = words.map((word) => word.replace(/\.+$/, "")).join(" ");
+  box.setRangeText(plain, box.selectionStart, box.selectionEnd, "end");
+  box.dispatchEvent(new KeyboardEvent("keyup", { bubbles: true }));
 }, true);
 
 // The box on the page "Troubleshooting": which of its messages is in a pasted text?

@@ -97,12 +97,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     before = options.page.read_text(encoding="utf-8")
     try:
-        after = fill(before, messages(), list(error_classes()))
+        after = fill(before, messages(), error_classes())
     except PageError as error:
         sys.exit(f"{PROGRAM}: {options.page}: {error}")
     if before != after and options.check:
         sys.exit(f"{PROGRAM}: {options.page} must be up to date; run {PROGRAM} and commit the result")
-    options.page.write_text(after, encoding="utf-8")
+    if before != after:
+        options.page.write_text(after, encoding="utf-8")
     print(f"{PROGRAM}: {'up to date' if before == after else f'wrote {options.page}'}")
 
 

@@ -128,7 +128,7 @@
     delete profiles[OWN];
     try {
       const profile = JSON.parse(await fields.file.files[0].text());
-      const good = (layer) => ["forward_s", "backward_s", "nbytes"].every((key) => layer[key] >= 0);
+      const good = (layer) => ["forward_s", "backward_s", "nbytes"].every((key) => Number.isFinite(layer[key]) && layer[key] >= 0);
       if (Array.isArray(profile.layers) && profile.layers.length && profile.layers.every(good)) profiles[OWN] = profile.layers;
     } catch (problem) {
       // Not JSON: `layers` says what is wanted.

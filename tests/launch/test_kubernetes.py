@@ -198,6 +198,14 @@ def test_arguments_and_values_reach_the_script_as_they_are_given(form: str) -> N
         assert worker.claims == {"/data": "data", "/out": "out"}
 
 
+def test_a_line_break_in_an_argument_does_not_end_the_comment() -> None:
+    arguments = ("--env", "CONFIG=a\n---\nkind: Secret", *DEFAULT)
+    head = text_of(*arguments).partition("\n---\n")[0]
+    assert "CONFIG=a" in head
+    assert all(line.startswith("# ") for line in head.splitlines())
+    assert {each["kind"] for each in documents(*arguments)} == {each["kind"] for each in documents(*DEFAULT)}
+
+
 @pytest.mark.parametrize("form", ["job", "jobset", "tfjob"])
 def test_no_pod_may_be_evicted_while_the_job_runs(form: str) -> None:
     found = documents("--as", form, *EVERYTHING)

@@ -16,7 +16,6 @@ from tfps.errors import ConfigError
 from tfps.launch.meeting import meet
 from tfps.launch.own_pserver import Found
 from tfps.launch.ranks import Ranks
-from tfps.launch.secret import lasting_secret_file
 
 TRAINING = """
 import sys
@@ -47,13 +46,6 @@ def test_what_rank_0_tells_arrives_and_does_not_show_the_token() -> None:
     assert Found.from_line(found.line()) == found
     assert found.token not in repr(found)
     assert Found.new(2, "/some/file").token == ""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
-def test_the_file_of_the_token_is_the_users_only_and_readable_by_other_processes() -> None:
-    path = Path(lasting_secret_file("secret"))
-    assert path.read_text() == "secret"
-    assert path.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(

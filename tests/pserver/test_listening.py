@@ -10,7 +10,7 @@ from guarded import data
 
 from tfps.config import Security
 from tfps.errors import ConfigError
-from tfps.pserver.listening import check_host, default_host, is_loopback, reachable
+from tfps.pserver.listening import check_host, default_host, is_loopback, listen, reachable
 from tfps.pserver.server import ParameterServer
 
 TOKEN, TLS = Security(token_file="t"), Security(tls_cert="c", tls_key="k")
@@ -75,3 +75,9 @@ def test_a_data_port_that_is_taken_is_refused() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 0.0.0.0:{port} for data connections: .*in use"):
             ParameterServer("0.0.0.0", 0, workers=1, data_port=port, security=INSECURE)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_a_port_that_another_process_has_for_ipv6_is_not_shared_in_silence() -> None:
+    with socket.create_server(("::", 0), family=socket.AF_INET6) as other, pytest.raises(OSError, match="in use"):
+        listen("0.0.0.0", other.getsockname()[1], 1).close()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import doc_blocks
 import jobs
 import on_ray
 import pytest
@@ -20,13 +21,13 @@ from tfps.types import Argument
 pytest.importorskip("ray", reason=on_ray.NEEDS_RAY)
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", (jobs.ROOT / "docs" / "ray.md").read_text(), re.MULTILINE | re.DOTALL)
+BLOCKS = doc_blocks.blocks(jobs.ROOT / "docs" / "ray.md")
 
 
 def run(cluster: Argument, number: int, folder: Path) -> tuple[str, str]:
     """The last line that a program prints, without those of the processes that it starts; and all of them."""
     program = folder / "program.py"
-    program.write_text(BLOCKS[number][1])
+    program.write_text(BLOCKS[number].text)
     ended = subprocess.run(
         [sys.executable, str(program)],
         env={**os.environ, "PYTHONPATH": str(jobs.ROOT), "RAY_ADDRESS": cluster.address, "HOME": str(folder)},
@@ -42,7 +43,7 @@ def run(cluster: Argument, number: int, folder: Path) -> tuple[str, str]:
 
 
 def test_all_programs_are_tested() -> None:
-    assert [language for language, _ in BLOCKS] == ["python", "python"]
+    assert [block.language for block in BLOCKS] == ["python", "python"]
 
 
 @pytest.mark.parametrize("name", tfps.ray.__all__)

@@ -17,7 +17,6 @@ import tfps
 from tfps.config import Launch
 from tfps.errors import ClosedError
 from tfps.launch.job import Job
-from tfps.launch.secret import lasting_secret_file
 from tfps.ray.place import program, take_place
 from tfps.wire.job_token import JobToken
 
@@ -32,28 +31,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     yield variables
     if path := variables.get("TFPS_TOKEN_FILE"):
         os.close(int(Path(path).name))
-
-
-def test_the_token_is_read_from_a_file_that_other_users_cannot_read() -> None:
-    path = Path(lasting_secret_file(SECRET))
-    try:
-        assert JobToken.read(str(path)).reveal() == SECRET.encode()
-        assert path.stat().st_mode & 0o077 == 0
-        assert SECRET not in str(path)
-        assert not Path(str(path.readlink()).split()[0]).exists()  # it is in no directory that it could stay in
-    finally:
-        os.close(int(path.name))
-
-
-def test_the_token_ends_with_its_process() -> None:
-    code = f"from tfps.launch.secret import *; print(lasting_secret_file({SECRET!r})); input()"
-    with jobs.python("-c", code) as process:
-        assert process.stdout is not None
-        path = Path(process.stdout.readline().strip())
-        assert path.read_text() == SECRET
-        process.kill()
-        process.wait()
-        assert not path.exists()
 
 
 def test_a_process_finds_its_job_and_no_other(environment: dict[str, str]) -> None:

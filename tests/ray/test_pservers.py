@@ -20,6 +20,7 @@ from tfps.wire.status import status_of
 ray = pytest.importorskip("ray", reason=on_ray.NEEDS_RAY)
 
 from tfps.ray.pservers import Pservers  # noqa: E402 (it imports ray)
+from tfps.ray.replies import Deadline  # noqa: E402
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 SECRET = "the-token-of-this-job-0123456789"
@@ -37,7 +38,7 @@ def nodes(cluster: Argument) -> Iterator[list[str]]:
 def test_pservers_listen_where_ray_finds_their_nodes_and_end_when_told(nodes: list[str]) -> None:
     pservers = Pservers([*nodes, nodes[0]], None, {"CPU": 1})
     try:
-        job = pservers.start(Job("train", 3), SECRET, jobs.DEADLINE_S)
+        job = pservers.start(Job("train", 3), SECRET, Deadline(jobs.DEADLINE_S))
         assert {each["Address"]["NodeID"] for each in on_ray.actors("TfpsPserver")} == set(nodes)
         assert {address.rpartition(":")[0] for address in job.pservers} == {ray.util.get_node_ip_address()}
         security = Security.of_worker(Config(token_file=lasting_secret_file(SECRET)), {})
@@ -55,7 +56,7 @@ def test_a_pserver_that_cannot_start_says_why_without_the_token(nodes: list[str]
     pservers = Pservers(nodes, 2, {})
     try:
         with pytest.raises(ConfigError, match="must have 16 to 256 characters, got 6") as caught:
-            pservers.start(Job("train", 1), "secret", jobs.DEADLINE_S)
+            pservers.start(Job("train", 1), "secret", Deadline(jobs.DEADLINE_S))
         assert "secret" not in str(caught.value)
     finally:
         pservers.end()
@@ -64,10 +65,10 @@ def test_a_pserver_that_cannot_start_says_why_without_the_token(nodes: list[str]
 def test_without_room_for_a_pserver_it_says_where_and_what_it_needs(nodes: list[str]) -> None:
     first, second = Pservers(nodes[:1], 1, {"CPU": 1}), Pservers(nodes, 2, {"CPU": 2})
     try:
-        first.start(Job("train", 1), SECRET, jobs.DEADLINE_S)
+        first.start(Job("train", 1), SECRET, Deadline(jobs.DEADLINE_S))
         says = rf"^pserver 0 of 2 was not ready within 3 s: on node {nodes[0]} it needs \{{'CPU': 2\}} beside"
         with pytest.raises(WaitTimeoutError, match=says):
-            second.start(Job("train", 2), SECRET, 3.0)
+            second.start(Job("train", 2), SECRET, Deadline(3.0))
     finally:
         first.end()
         second.end()
@@ -77,6 +78,6 @@ def test_what_a_node_never_has_is_refused_at_once(nodes: list[str]) -> None:
     pservers = Pservers(nodes, None, {"CPU": 3})
     try:
         with pytest.raises(ConfigError, match=r"^resources_per_pserver must be what .* has, got \{'CPU': 3\}; or "):
-            pservers.start(Job("train", 2), SECRET, jobs.DEADLINE_S)
+            pservers.start(Job("train", 2), SECRET, Deadline(jobs.DEADLINE_S))
     finally:
         pservers.end()

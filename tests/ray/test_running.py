@@ -187,11 +187,17 @@ def test_settings_reach_workers_by_the_runtime_environment() -> None:
         ({"workers": 0}, "workers must be a whole number from 1, got 0"),
         ({"pservers": 0}, "pservers must be a whole number from 1, or None"),
         ({"resources_per_worker": {"CPU": -1}}, "resources_per_worker must be amounts"),
+        ({"resources_per_worker": {}}, "resources_per_worker must have an amount above 0"),
+        ({"placement_strategy": "pack"}, "placement_strategy must be one of PACK, SPREAD"),
         ({"resources_per_pserver": 2}, "resources_per_pserver must be amounts"),
         ({"start_timeout_s": 0}, "start_timeout_s must be a positive number of seconds, got 0"),
         ({"train_fn": "train"}, "train_fn must be a function without arguments, got 'train'"),
     ],
 )
-def test_arguments_are_checked_before_anything_starts(arguments: Options, says: str) -> None:
+def test_arguments_are_checked_before_anything_starts(
+    arguments: Options, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("placement_group", "Job"):
+        monkeypatch.delattr(f"tfps.ray.running.{name}")  # whatever starts something fails
     with pytest.raises(ConfigError, match=f"^{says}"):
         tfps.ray.run(**{"train_fn": os.getpid, **arguments})

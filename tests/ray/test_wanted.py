@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tfps.errors import ConfigError
-from tfps.ray.wanted import as_options, check_count, check_pservers, check_resources, check_timeout, spread
+from tfps.ray.wanted import (
+    as_options,
+    check_count,
+    check_placement,
+    check_pservers,
+    check_resources,
+    check_timeout,
+    spread,
+)
 from tfps.types import Argument
 
 
@@ -21,16 +29,17 @@ def test_pservers_take_the_nodes_of_workers_in_turn(count: int, nodes: list[str]
 
 
 def test_resources_become_the_arguments_that_ray_has_for_them() -> None:
-    assert as_options({"CPU": 2, "GPU": 0.5, "memory": 2**30, "fast_disk": 1}) == {
+    assert as_options({"CPU": 2, "GPU": 0.5, "memory": 2**30, "fast_disk": 1}, {"pip": ["numpy"]}) == {
         "num_cpus": 2,
         "num_gpus": 0.5,
         "memory": 2**30,
+        "runtime_env": {"pip": ["numpy"]},
         "resources": {"fast_disk": 1},
     }
 
 
 def test_what_is_not_asked_for_is_not_reserved() -> None:
-    assert as_options({}) == {"num_cpus": 0, "num_gpus": 0, "resources": {}}
+    assert as_options({}, None) == {"num_cpus": 0, "num_gpus": 0, "resources": {}}
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, "2", None])
@@ -51,6 +60,22 @@ def test_resources_are_amounts_by_name(resources: Argument) -> None:
         check_pservers(None, resources)
     with pytest.raises(ConfigError, match=r"^resources_per_worker must be amounts from 0 by name such as "):
         check_resources("resources_per_worker", resources)
+
+
+@pytest.mark.parametrize(
+    ("resources", "strategy", "message"),
+    [
+        ({}, "PACK", 'resources_per_worker must have an amount above 0 such as {"CPU": 1}, got {}'),
+        ({"CPU": 0}, "PACK", "resources_per_worker must have an amount above 0"),
+        (None, "pack", "placement_strategy must be one of PACK, SPREAD, STRICT_PACK, STRICT_SPREAD, got 'pack'"),
+    ],
+)
+def test_places_that_ray_would_refuse_without_naming_an_argument_are_refused(
+    resources: Argument, strategy: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_placement(resources, strategy)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("inf"), float("nan"), "60", None, True])

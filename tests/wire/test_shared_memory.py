@@ -11,7 +11,7 @@ import gc
 import os
 import struct
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -32,12 +32,6 @@ from tfps.wire.shared_memory import Arena, Attached, Place
 from tfps.worker.worker import Worker
 
 SPECS = [BucketSpec(("large",), "sum", 20_000, "float32", 0), BucketSpec(("small",), "sum", 400, "float32", 1)]
-
-
-@pytest.fixture
-def cluster() -> Iterator[jobs.Cluster]:
-    with jobs.Cluster() as cluster:
-        yield cluster
 
 
 def job(cluster: jobs.Cluster, server: ParameterServer, workers: int, **options: Argument) -> list[Worker]:

@@ -223,7 +223,8 @@ def as_yaml(order: Order, argv: Sequence[str]) -> str:
             return True
 
     made = documents(order)
-    head = "".join(f"# {line}\n" for line in comment(order, argv))
+    lines = (part for line in comment(order, argv) for part in line.splitlines())  # arguments may have line breaks
+    head = "".join(f"# {line}\n" for line in lines)
     # A width at which no line is folded.
     return head + yaml.dump_all(made, Dumper=Dumper, sort_keys=False, explicit_start=True, width=10_000)
 

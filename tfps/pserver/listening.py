@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import socket
 
@@ -11,6 +12,7 @@ from tfps.errors import ConfigError
 
 LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
 _EVERY = (EVERYWHERE, "::", "")
+_NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # such as where it is turned off
 
 
 def default_host(security: Security) -> str:
@@ -70,8 +72,11 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
         OSError: the port is not available.
     """
     if host in _EVERY and socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # such as where IPv6 is turned off
+        try:
             return socket.create_server(("::", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+        except OSError as error:
+            if error.errno not in _NO_IPV6:
+                raise
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server((host, port), family=family, backlog=backlog)
 

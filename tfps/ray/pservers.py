@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 import ray
@@ -14,6 +13,7 @@ from tfps.errors import ConfigError, WaitTimeoutError
 from tfps.launch.job import Job
 from tfps.launch.secret import lasting_secret_file
 from tfps.pserver.server import ParameterServer
+from tfps.ray.replies import Deadline, line, wait_all
 from tfps.ray.wanted import as_options, spread
 from tfps.types import Options
 from tfps.wire.memory import tune_malloc
@@ -68,40 +68,36 @@ class Pservers:
         runtime_env: Options | None = None,
     ) -> None:
         self._nodes = spread(nodes, count)
-        self._workers = len(nodes)
         self._resources = dict(resources)
-        options: Options = {**as_options(resources), **({"runtime_env": runtime_env} if runtime_env else {})}
+        options = as_options(resources, runtime_env)
         pserver = ray.remote(TfpsPserver)
         self._actors: list[ray.actor.ActorHandle] = []
         for index, node in enumerate(self._nodes):
             there = NodeAffinitySchedulingStrategy(node, soft=False)
             self._actors.append(pserver.options(**options, scheduling_strategy=there).remote(index))
 
-    def start(self, job: Job, token: str, timeout_s: float) -> Job:
+    def start(self, job: Job, token: str, deadline: Deadline) -> Job:
         """Starts them; returns the job with their addresses.
 
         Raises:
             ConfigError: a node will never have what one needs.
-            WaitTimeoutError: one was not ready within `timeout_s`; the message says where, and what it needs.
+            WaitTimeoutError: one was not ready in time; the message says where, and what it needs.
             ray.exceptions.RayActorError: one has died, or its node.
             ray.exceptions.RayTaskError: one could not start; also of the class of its error.
         """
         starting = [actor.start.remote(job.name, job.workers, token) for actor in self._actors]
-        deadline_s = time.monotonic() + timeout_s
-        ready, others = ray.wait(starting, num_returns=len(starting), timeout=timeout_s)
         try:
-            ray.get(ready, timeout=max(deadline_s - time.monotonic(), 1.0))  # raises what one of them has raised
+            late = wait_all(starting, deadline)
         except ActorUnschedulableError as error:
             raise ConfigError(
                 f"resources_per_pserver must be what every node with workers has, got {self._resources}; or such a "
-                f"node has just gone ({' '.join(str(error).split())})"
+                f"node has just gone ({line(error)})"
             ) from error
-        if others:
-            index = starting.index(others[0])
+        if late:
             raise WaitTimeoutError(
-                f"pserver {index} of {len(starting)} was not ready within {timeout_s:.3g} s: on node "
-                f"{self._nodes[index]} it needs {self._resources or 'no resources'} beside the workers, and a process "
-                "with tfps; ask for less with resources_per_pserver, or leave room for it on the nodes of the workers"
+                f"pserver {late[0]} of {len(starting)} was not ready {deadline}: on node {self._nodes[late[0]]} it "
+                f"needs {self._resources or 'no resources'} beside the workers, and a process with tfps; ask "
+                "for less with resources_per_pserver, or leave room for it on the nodes of the workers"
             )
         return job.at(ray.get(starting))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RaySystemError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -17,7 +17,8 @@ from tfps.errors import ConfigError, PserverLostError, TfpsError, WaitTimeoutErr
 from tfps.launch.job import Job
 from tfps.ray.place import program, take_place
 from tfps.ray.pservers import Pservers
-from tfps.ray.wanted import as_options, check_count, check_pservers, check_resources, check_timeout
+from tfps.ray.replies import Deadline, failure, line, node
+from tfps.ray.wanted import as_options, check_count, check_placement, check_pservers, check_timeout
 from tfps.types import Function, Options
 
 _T = TypeVar("_T")
@@ -32,8 +33,8 @@ class TfpsWorker:
         self._rank = rank
 
     def node(self) -> str:
-        """Ray's id of the node that this process is on."""
-        return str(ray.get_runtime_context().get_node_id())
+        """See `replies.node`."""
+        return node()
 
     def train(self, job: Job, token: str, train_fn: Function) -> object:
         """Returns or raises what `train_fn` does."""
@@ -80,39 +81,39 @@ def run(
         raise ConfigError(f"train_fn must be a function without arguments, got {train_fn!r}")
     check_count("workers", workers)
     check_pservers(pservers, resources_per_pserver)
-    check_resources("resources_per_worker", resources_per_worker)
+    check_placement(resources_per_worker, placement_strategy)
     check_timeout(start_timeout_s)
     function = ray.put(train_fn)
     name = str(getattr(train_fn, "__name__", "train"))
     token, job = secrets.token_urlsafe(32), Job.named(name, workers)
     resources = dict(_WORKER if resources_per_worker is None else resources_per_worker)
-    end_s = time.monotonic() + start_timeout_s
+    deadline = Deadline(start_timeout_s)
 
     with contextlib.ExitStack() as stack:
         group = placement_group([resources] * workers, strategy=placement_strategy)
         stack.callback(remove_placement_group, group)
-        if not group.wait(start_timeout_s):
+        if not group.wait(deadline.left_s):
             raise WaitTimeoutError(
-                f"there was no room for {workers} workers within {start_timeout_s:g} s: each needs {resources} "
+                f"there was no room for {workers} workers {deadline}: each needs {resources} "
                 f"({placement_strategy}), of which the cluster has {_amounts(resources)} in all, used or not; ask for "
                 "less, wait for what uses it, or add nodes"
             )
         actors = _start_workers(group, workers, resources, runtime_env)
         stack.callback(_kill, actors)
-        servers = Pservers(_nodes(actors, end_s, start_timeout_s), pservers, resources_per_pserver or {}, runtime_env)
+        servers = Pservers(_nodes(actors, deadline), pservers, resources_per_pserver or {}, runtime_env)
         stack.callback(servers.end)
         stack.callback(_kill, actors)  # before the pservers, so that none reports the loss of one
         try:
-            job = servers.start(job, token, max(end_s - time.monotonic(), 1.0))
+            job = servers.start(job, token, deadline)
         except RayActorError as error:
-            raise PserverLostError(f"a pserver ended while it started: {_line(error)}; no worker has begun") from error
+            raise PserverLostError(f"a pserver ended while it started: {line(error)}; no worker has begun") from error
         return _results(actors, [actor.train.remote(job, token, function) for actor in actors])
 
 
 def _start_workers(
     group: PlacementGroup, workers: int, resources: Mapping[str, float], runtime_env: Options | None
 ) -> list[ray.actor.ActorHandle]:
-    options = {**as_options(resources), **({"runtime_env": runtime_env} if runtime_env else {})}
+    options = as_options(resources, runtime_env)
     worker = ray.remote(TfpsWorker)
     return [
         worker.options(**options, scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank)).remote(rank)
@@ -125,19 +126,19 @@ def _amounts(names: Mapping[str, float]) -> dict[str, float]:
     return {name: known.get(name, 0.0) for name in names}
 
 
-def _nodes(actors: Sequence[ray.actor.ActorHandle], end_s: float, timeout_s: float) -> list[str]:
+def _nodes(actors: Sequence[ray.actor.ActorHandle], deadline: Deadline) -> list[str]:
     """The node of each worker, which is ready then."""
     nodes = []
     for rank, actor in enumerate(actors):
         try:
-            nodes.append(ray.get(actor.node.remote(), timeout=max(end_s - time.monotonic(), 0.0)))
+            nodes.append(ray.get(actor.node.remote(), timeout=deadline.left_s))
         except GetTimeoutError:
             raise WaitTimeoutError(
-                f"worker {rank} of {len(actors)} has a place on the cluster, but was not ready within {timeout_s:g} s; "
+                f"worker {rank} of {len(actors)} has a place on the cluster, but was not ready {deadline}; "
                 "Ray's logs of its node say what its process does"
             ) from None
         except RayError as error:
-            raise _failure({rank: error}, len(actors)) from error
+            raise _failed(rank, error, len(actors)) from error
     return nodes
 
 
@@ -167,31 +168,25 @@ def _results(actors: Sequence[ray.actor.ActorHandle], running: Sequence[ray.Obje
     if failures:
         # Of several, a process that has died is the likelier cause, and what tfps reports of others the unlikeliest.
         rank = min(failures, key=lambda each: (_order(failures[each]), each))
-        raise _failure({rank: failures[rank]}, len(running)) from failures[rank]
+        raise _failed(rank, failures[rank], len(running)) from failures[rank]
     return [results[rank] for rank in range(len(running))]
 
 
 def _order(error: RayError) -> int:
-    cause = getattr(error, "cause", None)  # what the function raised; None: its process ended
+    cause = getattr(error, "cause", None)  # what the function raised
     if cause is None:
-        return 0
+        return 0 if isinstance(error, RayActorError) else 1
     return 3 if isinstance(cause, WorkerLostError) else 2 if isinstance(cause, PserverLostError) else 1
 
 
-def _failure(failed: Mapping[int, RayError], workers: int) -> TfpsError:
+def _failed(rank: int, error: RayError, workers: int) -> TfpsError:
     """What to tell the user; Ray's own error, with the stack of the worker, is to be its cause."""
-    ((rank, error),) = failed.items()
-    cause = getattr(error, "cause", None)
-    if cause is None:
-        said = f"its process ended ({_line(error)})"
-    else:
-        said = f"{type(cause).__name__}: {cause}"
-    kind = PserverLostError if isinstance(cause, PserverLostError) else WorkerLostError
-    return kind(f"rank {rank} of {workers} failed: {said}; all others were ended")
-
-
-def _line(error: RayError) -> str:
-    return " ".join(str(error).split())
+    said = failure(error)
+    if isinstance(error, RaySystemError):
+        said += ": what train_fn returns must load where run was called"
+    text = f"rank {rank} of {workers} failed: {said}; all others were ended"
+    lost = isinstance(getattr(error, "cause", None), PserverLostError)
+    return PserverLostError(text) if lost else WorkerLostError(text)
 
 
 def _kill(actors: Sequence[ray.actor.ActorHandle]) -> None:

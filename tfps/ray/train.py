@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import ray
 import ray.train.tensorflow
-from ray.exceptions import GetTimeoutError
 from ray.train.backend import Backend
 
 from tfps.errors import WaitTimeoutError
 from tfps.launch.job import Job
 from tfps.ray.place import program, take_place
 from tfps.ray.pservers import Pservers
+from tfps.ray.replies import Deadline, node, wait_all
 from tfps.ray.wanted import check_pservers, check_timeout
 from tfps.types import Function, Library
 
@@ -67,15 +67,15 @@ class _Pservers(Backend):
         """Called when a group of workers is ready, and before they train."""
         self._end()  # of a group that Ray has given up without a word
         token = secrets.token_urlsafe(32)
-        timeout_s = backend_config.start_timeout_s
-        nodes = _get(worker_group.execute_async(_node), timeout_s, "say which node it is on")
+        deadline = Deadline(backend_config.start_timeout_s)
+        nodes = _get(worker_group.execute_async(node), deadline, "say which node it is on")
         self._running = Pservers(nodes, backend_config.pservers, backend_config.resources_per_pserver or {})
         try:
-            job = self._running.start(Job.named("ray", len(nodes)), token, timeout_s)
+            job = self._running.start(Job.named("ray", len(nodes)), token, deadline)
             placing = [
                 worker_group.execute_single_async(rank, take_place, job, rank, token) for rank in range(len(nodes))
             ]
-            _get(placing, timeout_s, "take its place in the job")
+            _get(placing, deadline, "take its place in the job")
         except BaseException:
             self._end()
             raise
@@ -90,19 +90,12 @@ class _Pservers(Backend):
             self._running = None
 
 
-def _node() -> str:
-    return str(ray.get_runtime_context().get_node_id())
-
-
-def _get(calls: list[ray.ObjectRef], timeout_s: float, what: str) -> list[str]:
+def _get(calls: list[ray.ObjectRef], deadline: Deadline, what: str) -> list[str]:
     """The results of calls of all workers."""
-    try:
-        results: list[str] = ray.get(calls, timeout=timeout_s)
-    except GetTimeoutError:
-        done, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
-        ranks = ", ".join(str(rank) for rank, call in enumerate(calls) if call not in done)
+    if late := wait_all(calls, deadline):
         raise WaitTimeoutError(
-            f"rank {ranks} of {len(calls)} did not {what} within {timeout_s:g} s; Ray's logs of its node say what its "
-            "process does"
-        ) from None
+            f"rank {', '.join(map(str, late))} of {len(calls)} did not {what} {deadline}; Ray's logs of its "
+            "node say what its process does"
+        )
+    results: list[str] = ray.get(calls)
     return results

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from tfps.errors import ConfigError
 from tfps.types import Options
 
+STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+
 
 def spread(nodes: Sequence[str], count: int | None) -> list[str]:
     """The node of each pserver: those of the workers in turn, that of rank 0 first; once each if `count` is None."""
@@ -39,13 +41,28 @@ def check_resources(name: str, resources: Mapping[str, float] | None) -> None:
         raise ConfigError(f'{name} must be amounts from 0 by name such as {{"CPU": 2, "GPU": 1}}, got {resources!r}')
 
 
-def as_options(resources: Mapping[str, float]) -> Options:
-    """`resources`, such as `{"CPU": 2, "GPU": 1}`, as arguments of an actor's `options`."""
+def as_options(resources: Mapping[str, float], runtime_env: Options | None) -> Options:
+    """`resources`, such as `{"CPU": 2, "GPU": 1}`, and `runtime_env` as arguments of an actor's `options`."""
     others = dict(resources)
     named: Options = {"num_cpus": others.pop("CPU", 0), "num_gpus": others.pop("GPU", 0)}
     if "memory" in others:
         named["memory"] = others.pop("memory")
+    if runtime_env:
+        named["runtime_env"] = runtime_env
     return {**named, "resources": others}
+
+
+def check_placement(resources: Mapping[str, float] | None, strategy: str) -> None:
+    """Checks what places for workers are asked for.
+
+    Raises:
+        ConfigError: the message names the argument.
+    """
+    check_resources("resources_per_worker", resources)
+    if resources is not None and not any(resources.values()):
+        raise ConfigError(f'resources_per_worker must have an amount above 0 such as {{"CPU": 1}}, got {resources!r}')
+    if strategy not in STRATEGIES:
+        raise ConfigError(f"placement_strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
 
 
 def check_timeout(timeout_s: float) -> None:

@@ -317,12 +317,11 @@ def close_all(*, drain: bool) -> None:
     Args:
         drain: whether to wait until the other workers have what this one has sent; not if the program has failed.
     """
-    with _connecting:
-        connections = list(_open)
-    for connection in connections:
-        for ends in connection.users.values():
-            for end in ends:
-                end()
+    with _connecting:  # copies: the garbage collector may finalize a strategy meanwhile
+        connections = [(each, [end for ends in each.users.values() for end in ends]) for each in _open]
+    for connection, ends in connections:
+        for end in ends:
+            end()
         _close(connection, drain=drain)
 
 
