@@ -53,8 +53,7 @@ MIN_MBIT, MAX_MBIT = 1, 100_000
 TOLERANCE = 0.03
 ATTEMPTS = 4  # a busy machine spoils some measurements
 
-# After a pause, what this time carries passes unshaped. A virtual machine may stand still for so long, and what its
-# links could have carried meanwhile would be lost with less: with 2 ms, one with busy neighbors lost 5 to 20 %.
+# After a pause, what this time carries passes at once. A virtual machine may stand still so long: 2 ms lost 5 to 20 %.
 BURST_S = 0.01
 QUEUE_S = 0.05  # less makes TCP collapse where several hosts send to one
 MIN_BURST_BYTES = 4 * FRAME
@@ -121,8 +120,6 @@ class Netlab:
 
     They are also removed when the program ends by an exception, SIGINT, SIGTERM or SIGHUP. Of a program that was
     killed, the next lab or `tools/netlab.py clean` removes them. Not for several threads at a time.
-
-    After a pause a link carries at once what it could in 10 ms.
 
     Args:
         hosts: how many.

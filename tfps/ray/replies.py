@@ -1,4 +1,7 @@
-"""What Ray says of a process, in one line, and waits for several: for the driver and Ray Train's controller."""
+"""What Ray says of a process, in one line, and waits for several: for the driver and Ray Train's controller.
+
+Tested in tests/ray/test_running.py and tests/ray/test_pservers.py.
+"""
 
 from __future__ import annotations
 
