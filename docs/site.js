@@ -5,10 +5,10 @@
 // The search box takes some punctuation for operators, as in "pserver:7070". Pasted text gets rid of it.
 document.addEventListener("paste", (event) => {
   const box = event.target, text = event.clipboardData.getData("text");
-  if (!box.matches?.(".md-search__input") || !/[:+\-*~^]/.test(text)) return;
+  if (!box.matches?.(".md-search__input")) return;
   event.preventDefault();
-  const words = text.match(/\w[\w.]+/g) ?? [];
-  const plain = words.map((word) => word.replace(/\.+$/, "")).join(" ");
+  const words = text.match(/[A-Za-z_][\w.]+/g) ?? [];  // lone numbers of an error are on no page
+  const plain = /[\s:+\-*~^]/.test(text) ? words.map((word) => word.replace(/\.+$/, "")).join(" ") : text;
   box.setRangeText(plain, box.selectionStart, box.selectionEnd, "end");
   box.dispatchEvent(new KeyboardEvent("keyup", { bubbles: true }));
 }, true);
