@@ -144,8 +144,11 @@ def make_report(
     limit = _limit(step_s, exposed_s, sum(h.nbytes for h in buckets), links, other_workers)
     model = _Model(layers, step_s - exposed_s, bytes_per_s)
     modelled_s = model.step_s(1.0)
-    # Nothing is known of a step that only waited, and for no network.
-    calibration = step_s / modelled_s if modelled_s else 1.0
+
+    def calibrated(estimate_s: float) -> float:
+        # Nothing is known of a step that only waited, and for no network.
+        return estimate_s * (step_s / modelled_s) if modelled_s else step_s
+
     more = (len(links) + 1) / len(links) if limit.startswith("pserver") else 1.0
     return Report(
         step_s=step_s,
@@ -155,9 +158,9 @@ def make_report(
         overlap=overlap(max(wire_s - exposed_s, 0.0), wire_s),
         bytes_per_s=bytes_per_s,
         limit=limit,
-        without_schedule_s=max(model.in_order_s() * calibration, step_s),
-        with_twice_the_bandwidth_s=model.step_s(2.0) * calibration if modelled_s else step_s,
-        with_one_more_pserver_s=model.step_s(more) * calibration if modelled_s else step_s,
+        without_schedule_s=max(calibrated(model.in_order_s()), step_s),
+        with_twice_the_bandwidth_s=calibrated(model.step_s(2.0)),
+        with_one_more_pserver_s=calibrated(model.step_s(more)),
         layers=layers,
         slice_bytes=slice_bytes,
         window_bytes=window_bytes,
