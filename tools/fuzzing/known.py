@@ -7,4 +7,7 @@ _EMPTY = "eagerly, Keras' `add` takes an operand without rows for a bias: that i
 # features -> what is known of it. Faults of tfps leave when they are mended.
 KNOWN: dict[str, str] = {
     f"eager + replica without rows + {layer}": _EMPTY for layer in ("LSTM", "last LSTM", "residual")
+} | {
+    "replica without rows + SeparableConv2D": "TensorFlow's separable_conv2d gives an input without rows the channels "
+    "of its depthwise part, and what follows refuses them: plain Keras fails on such a batch, too"
 }
