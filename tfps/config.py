@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from tfps.compression import Rules, parse
 from tfps.errors import ConfigError
 from tfps.types import Argument, Options
 
@@ -47,6 +48,9 @@ class Config:
         transport: carries slices to and from pservers on other hosts: `"tcp"` is a separate connection to the
             pserver's data port, `"grpc"` the streams of the control connection, at several times the CPU per byte.
             `"auto"` uses TCP, or gRPC if the data port is unreachable. Workers may differ in it.
+        compression: codec of gradients and of their sums on the wire: `"none"`, `"bfloat16"`, `"float16"`, `"int8"`,
+            `"topk:0.01"` (the largest hundredth), `"onebit"`; the last three with error feedback. With exceptions by
+            names of variables, `{"*": "int8", "*/bias": "none"}` or `"int8,*/bias=none"`. See docs/compression.md.
         check_every: interval in steps at which workers compare values that must be equal: each weight once per
             interval; learning rate and step counter of each step, all together once per interval. 0: never.
         connect_timeout_s: seconds to wait for pservers to answer and for all workers to join.
@@ -68,6 +72,7 @@ class Config:
     staging_depth: int = 2
     shared_memory: bool = True
     transport: Transport = "auto"
+    compression: str | Mapping[str, str] = "none"
     check_every: int = 100
     connect_timeout_s: float = 60.0
     step_timeout_s: float = 600.0
@@ -94,6 +99,7 @@ class Config:
         for name in ("deterministic", "shared_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        object.__setattr__(self, "compression", str(parse(self.compression)))  # one spelling of each
         depth = self.staging_depth
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0 or depth == 1:
             raise ConfigError(f"staging_depth must be 0 (off) or a whole number from 2, got {depth!r}")
@@ -107,6 +113,11 @@ class Config:
         for name in _FILES:
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} must be the path of a file, a string, got {getattr(self, name)!r}")
+
+    @property
+    def compression_rules(self) -> Rules:
+        """`compression`, read."""
+        return parse(self.compression)
 
     @property
     def first_slice_bytes(self) -> int:

@@ -10,7 +10,9 @@ from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
+from tfps.compression import NONE
 from tfps.errors import ClosedError, ConfigError, ProtocolError, TfpsError
+from tfps.exchange.codecs import codec_of
 from tfps.trace.capture import Capture, CapturedBucket, Setting
 from tfps.types import Array, Buffer, DType
 
@@ -46,6 +48,7 @@ class BucketSpec:
         dtype: numpy dtype name of the items of a sum (`"float32"`); gather: `"uint8"`.
         priority: 0 = most urgent.
         occasional: not exchanged every step; balanced over pservers apart from the others.
+        codec: of the slices of a sum of float32 on the wire; see codecs.py.
         alike: names common to all ranks, for comparison and placement, if `names` contain numbers counted per rank.
             Empty: `names`.
 
@@ -60,6 +63,7 @@ class BucketSpec:
     priority: int
     occasional: bool = False
     alike: tuple[str, ...] = ()
+    codec: str = NONE
 
     def __post_init__(self) -> None:
         if not isinstance(self.names, tuple) or not self.names:
@@ -73,6 +77,8 @@ class BucketSpec:
             raise ConfigError(f"nbytes must be a multiple of {item_bytes} ({self.dtype}), got {self.nbytes}")
         if self.kind == "gather" and (self.nbytes or item_bytes != 1):
             raise ConfigError(f"a gather must have nbytes 0 and dtype 'uint8', got {self.nbytes} and {self.dtype!r}")
+        if codec_of(self.codec) is not None and (self.kind, self.dtype) != ("sum", "float32"):
+            raise ConfigError(f"codec {self.codec!r} must be for a sum of float32, got a {self.kind} of {self.dtype}")
 
     @property
     def name(self) -> str:
@@ -91,7 +97,8 @@ class BucketSpec:
 
     def __str__(self) -> str:
         size = f" {self.nbytes} bytes {self.dtype}" if self.kind == "sum" else ""
-        return f"bucket '{self.common_name}' {self.kind}{size} priority {self.priority}"
+        codec = "" if self.codec == NONE else f" as {self.codec}"
+        return f"bucket '{self.common_name}' {self.kind}{size}{codec} priority {self.priority}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +198,8 @@ class Exchange(Protocol):
         Args:
             bucket: an id that `declare` returned.
             payload: C-contiguous bytes, not modified before the reply. None contributes nothing to a sum (if
-                only one rank contributes, the result is bit-identical to its bytes; if none does, zeros) and an empty
+                only one rank contributes, and without a codec, the result is bit-identical to its bytes; if none does,
+                zeros) and an empty
                 part to a gather.
             on_part: gets the buffer of an incomplete sum and how many bytes of it, from the front, have come. Called on
                 receiver threads, maybe never; a call may be late, even later than the reply.

@@ -340,7 +340,7 @@ class Job:
                 raise ProtocolError(f"bucket '{bucket.spec.name}' must come in frames, got {place} in shared memory")
             target = Target(place, member.memory.view(place))
             payload = payload[:0] if header.flags & EMPTY else target.memory.data
-        taken = item.take(rank, header, payload, target)
+        taken = item.take(rank, header, payload, target, bucket.next)
         member.step = max(member.step, header.step)
         member.wait_s += taken.wait_ns / 1e9  # only its stream's thread writes both
         if taken.result is not None:

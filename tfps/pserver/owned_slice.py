@@ -6,7 +6,7 @@ Tested in tests/pserver/test_job.py.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,8 @@ from tfps.errors import ProtocolError
 from tfps.exchange.aggregate import GatherRound, SumRound
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
-from tfps.wire.frames import EMPTY, LAST, Header
+from tfps.wire.encoding import Encoding
+from tfps.wire.frames import EMPTY, LAST, WHOLE, Header
 from tfps.wire.shared_memory import Target
 
 
@@ -27,12 +28,16 @@ class Taken(NamedTuple):
         wait_ns: this rank's delay after the first rank's push.
         result: of the round, if complete.
         targets: of the ranks that get the sum in shared memory, not in a frame.
+        encoding: of the result, where that is to be encoded.
+        flags: of the reply's frames.
     """
 
     step: int
     wait_ns: int
     result: memoryview | None
     targets: dict[int, Target]
+    encoding: Encoding | None = None
+    flags: int = 0
 
 
 class OwnedSlice:
@@ -47,13 +52,23 @@ class OwnedSlice:
         self._targets: dict[int, Target] = {}
         self._recorder = recorder
 
-    def take(self, rank: int, header: Header, payload: memoryview, target: Target | None) -> Taken:
+    def take(
+        self,
+        rank: int,
+        header: Header,
+        payload: memoryview,
+        target: Target | None,
+        upcoming: Container[int] = (),
+    ) -> Taken:
         """Adds a push to the round. Keeps `payload`, and may write to it unless it is in shared memory (`target`).
+
+        Args:
+            upcoming: steps from which the bucket is cut anew, so that this slice ends.
 
         Raises:
             ProtocolError: the frame does not fit the slice or its step.
         """
-        recorder, result = self._recorder, None
+        recorder, result, encoding, flags = self._recorder, None, None, 0
         targets: dict[int, Target] = {}
         now_ns = recorder.clock()
         with self.lock:
@@ -64,11 +79,15 @@ class OwnedSlice:
                 recorder.arrived(now_ns, header.step, header.bucket, header.index, rank, NONE)
             wait_ns = now_ns - self.first_ns if rank in self.round.arrived else 0
             if self.round.complete:
-                result = self.round.finish()
+                result, encoding, flags = self._finish(header.step + 1 in upcoming)
                 targets, self._targets = self._targets, targets
                 if recorder.enabled:
                     self._record(rank, header, len(result))
-            return Taken(self.round.step, wait_ns, result, targets)
+            return Taken(self.round.step, wait_ns, result, targets, encoding, flags)
+
+    def _finish(self, last: bool) -> tuple[memoryview, Encoding | None, int]:
+        """Returns the result of the complete round, its encoding, and the reply's flags; `last`: the slice ends."""
+        return self.round.finish(), None, 0
 
     def waits_for(self, ranks: Collection[int], step: int) -> list[int]:
         """Those of `ranks` that the round of `step` waits for; none if it is over."""
@@ -83,9 +102,9 @@ class OwnedSlice:
             round_.add(rank, header.step, header.index, payload, bool(header.flags & LAST))
             return
         expected = 0 if header.flags & EMPTY else round_.nbytes
-        if len(payload) != expected or header.flags & LAST:
+        if len(payload) != expected or header.flags & (LAST | WHOLE):
             raise ProtocolError(
-                f"payload of {round_.label} must have {expected} bytes and no LAST flag, got {len(payload)} bytes and "
+                f"payload of {round_.label} must have {expected} bytes and no LAST or WHOLE flag, got {len(payload)} bytes and "
                 f"flags {header.flags}"
             )
         if target is not None:

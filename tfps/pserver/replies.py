@@ -16,9 +16,13 @@ from tfps.wire.send_queue import Outgoing, SendQueue
 
 def reply_sum(queues: Mapping[int, SendQueue], push: Header, result: memoryview, taken: Taken) -> None:
     """Sends the sum completed by `push` to all ranks, to some of them into shared memory."""
-    header = Header(Kind.REPLY, 0, push.bucket, push.index, push.priority, push.step)
+    header = Header(Kind.REPLY, taken.flags, push.bucket, push.index, push.priority, push.step)
     whole: Outgoing | None = None
+    encoding = taken.encoding
     for rank, queue in queues.items():
+        if encoding is not None:
+            queue.put([Outgoing(header, encoding.nbytes, encoding=encoding)])
+            continue
         if (target := taken.targets.get(rank)) is not None or queue.on_connection:
             queue.put([Outgoing(header, len(result), result, target=target)])
         else:

@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import Message
 
 from tfps.config import Security
+from tfps.compression import NONE
 from tfps.errors import ClosedError, ConfigError, ConnectError, ProtocolError, PserverLostError, TfpsError
 from tfps.exchange.interface import BucketKind, BucketSpec
 from tfps.protos import tfps_pb2 as pb
@@ -265,7 +266,15 @@ class ParameterServer:
 
     def _declare(self, request: pb.DeclareRequest, context: grpc.ServicerContext) -> pb.DeclareReply:
         specs = [
-            BucketSpec(tuple(b.names), cast("BucketKind", b.kind), b.nbytes, b.dtype, b.priority, b.occasional)
+            BucketSpec(
+                names=tuple(b.names),
+                kind=cast("BucketKind", b.kind),
+                nbytes=b.nbytes,
+                dtype=b.dtype,
+                priority=b.priority,
+                occasional=b.occasional,
+                codec=b.codec or NONE,
+            )
             for b in request.buckets
         ]
         job = self._job_of(request.incarnation)

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from tfps.config import Config
 from tfps.errors import ConfigError
 from tfps.exchange.aggregate import GatherRound, SumRound
+from tfps.exchange.codecs import codec_of
+from tfps.exchange.encoded_sum import EncodedSumRound
 from tfps.exchange.interface import BucketSpec, parse_dtype
 from tfps.exchange.layout import Cutting, Layout, cut_anew, cut_sum
 from tfps.exchange.placement import Placer
+from tfps.pserver.compressed_slice import CompressedSlice
 from tfps.pserver.owned_slice import OwnedSlice
 from tfps.trace.recorder import Recorder
 
@@ -61,7 +64,8 @@ class Shard:
 
     def _check(self, specs: Sequence[BucketSpec], slice_bytes: int) -> None:
         parts = self._workers if self.config.deterministic else 1  # of a slice, that are kept
-        payload = sum(spec.nbytes for spec in specs) * parts // self._pservers
+        held = sum(spec.nbytes for spec in specs if (codec := codec_of(spec.codec)) and codec.feeds_back)
+        payload = (sum(spec.nbytes for spec in specs) * parts + held) // self._pservers
         slices = sum(spec.nbytes // slice_bytes + 1 for spec in specs)
         if payload + slices * _SLICE_BYTES > self._max_memory:
             raise ConfigError(
@@ -101,11 +105,15 @@ class Shard:
     def _slices(self, spec: BucketSpec, cutting: Cutting) -> dict[int, OwnedSlice]:
         """The slices of a sum that this pserver owns."""
         owned = {}
-        dtype, deterministic = parse_dtype(spec.dtype), self.config.deterministic
+        dtype, deterministic, codec = parse_dtype(spec.dtype), self.config.deterministic, codec_of(spec.codec)
         for index, (piece, owner) in enumerate(zip(cutting.slices, cutting.owners, strict=True)):
             if owner == self.index:
-                owned[index] = item = OwnedSlice(self._recorder)
                 label = f"slice {index} of bucket '{spec.name}'"
-                item.round = SumRound(label, self._workers, dtype, piece.nbytes, deterministic)
+                if codec is not None:
+                    encoded = EncodedSumRound(label, self._workers, piece.nbytes, deterministic, codec)
+                    owned[index] = item = CompressedSlice(self._recorder, codec, encoded)
+                else:
+                    owned[index] = item = OwnedSlice(self._recorder)
+                    item.round = SumRound(label, self._workers, dtype, piece.nbytes, deterministic)
                 item.round.step = cutting.step
         return owned

@@ -37,6 +37,12 @@ class History:
     priority: int
     nbytes: int
     rounds: Sequence[Round]
+    sent_bytes: int | None = None  # on the wire, each way; None: `nbytes`
+
+    @property
+    def on_wire(self) -> int:
+        """Bytes that a step sends."""
+        return self.nbytes if self.sent_bytes is None else self.sent_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,8 @@ class Report:
         exposed_wait_s: part of step_s in which the forward pass waited for parameters.
         wire_s: time with data in flight to or from the pservers.
         overlap: part of wire_s that cost no time: 1 - exposed_wait_s / wire_s.
+        step_bytes: of all gradients of a step.
+        sent_bytes: what of them is on the wire, each way: less if they are compressed.
         bytes_per_s: payload rate to all pservers together while data was queued; 0 if the network always kept up.
         limit: the bottleneck, in words.
         without_schedule_s: estimated step if gradients were sent as they come, with one barrier for all variables.
@@ -80,6 +88,8 @@ class Report:
     layers: tuple[Layer, ...] = field(repr=False)
     slice_bytes: int = 0
     window_bytes: int = 0
+    step_bytes: int = 0
+    sent_bytes: int = 0
 
     def __str__(self) -> str:
         parts = f"{_ms(self.compute_s)} computing, {_ms(self.exposed_wait_s)} waiting for parameters"
@@ -88,6 +98,9 @@ class Report:
             f"network in use {_ms(self.wire_s)} of it, {self.overlap:.0%} of that while computing",
             f"limit: {self.limit}",
         ]
+        if self.sent_bytes < self.step_bytes:
+            sizes = f"{self.sent_bytes / 1e6:.3g} of {self.step_bytes / 1e6:.3g} MB"
+            lines.append(f"compressed: a step sends {sizes}, and gets as much back")
         if limit_of(self.step_s, self.exposed_wait_s) is Limit.COMPUTATION:
             lines.append("a faster network, more pservers or other settings would not help")
         else:
@@ -141,8 +154,10 @@ def make_report(
         for history, seconds in zip(buckets, backward, strict=True)
     )
     bytes_per_s = _rate(links)
-    limit = _limit(step_s, exposed_s, sum(h.nbytes for h in buckets), links, other_workers)
-    model = _Model(layers, step_s - exposed_s, bytes_per_s)
+    step_bytes, sent_bytes = sum(h.nbytes for h in buckets), sum(h.on_wire for h in buckets)
+    limit = _limit(step_s, exposed_s, sent_bytes, links, other_workers)
+    # The rate is that of compressed bytes, the layers' are not compressed.
+    model = _Model(layers, step_s - exposed_s, bytes_per_s * (step_bytes / sent_bytes if sent_bytes else 1.0))
     modelled_s = model.step_s(1.0)
 
     def calibrated(estimate_s: float) -> float:
@@ -164,6 +179,8 @@ def make_report(
         layers=layers,
         slice_bytes=slice_bytes,
         window_bytes=window_bytes,
+        step_bytes=step_bytes,
+        sent_bytes=sent_bytes,
     )
 
 

@@ -23,6 +23,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from tfps.errors import ClosedError, TfpsError, WaitTimeoutError
+from tfps.exchange.codecs import sent_bytes
 from tfps.exchange.interface import BucketSpec, Exchange, Payload, Reply, as_bytes
 from tfps.exchange.sparse import pack_sparse, unpack_sparse
 from tfps.graph import tf_private
@@ -75,6 +76,7 @@ class Runtime:
         self._marks = itertools.count(1)
         self._mark = 0  # the last mark that the pump thread has reached; guarded by _progress
         self._pushed: Counter[int] = Counter()  # rounds of each bucket; guarded by _progress
+        self.compresses = False  # whether any gradients may be compressed; see compressing.py
         self.steps = 0  # training steps sent; pump thread writes
         self.on_step: Callable[[int], None] | None = None  # called for each step on the pump thread; must be short
         self._rounds = Rounds()
@@ -132,7 +134,8 @@ class Runtime:
         histories = []
         for bucket, rounds in list(self._history.items()):
             spec = self.declared.spec(bucket)
-            histories.append(History(spec.name, spec.priority, spec.nbytes, tuple(rounds)))
+            sent = sent_bytes(spec.codec, spec.nbytes)
+            histories.append(History(spec.name, spec.priority, spec.nbytes, tuple(rounds), sent))
         exchange, others = self.exchange, self.exchange.workers > 1
         return make_report(
             histories, exchange.links(), exchange.slice_bytes, exchange.window_bytes, other_workers=others
@@ -176,9 +179,7 @@ class Runtime:
 
         self._exchanged_now += 1
         begin = self.spans.now()
-        with self._progress:
-            step = self._pushed[bucket]
-            self._pushed[bucket] += 1
+        step = self.count_push(bucket)
         self.exchange.push(bucket, payload, on_reply)
         deadline_s = time.monotonic() + self.wait_s * 2  # the exchange fails earlier and says why
         while not wait(done, _TICK_S if tick else self.wait_s * 2) and time.monotonic() < deadline_s:
@@ -194,6 +195,12 @@ class Runtime:
             self.spans.ready(begin, bucket, spec, step, nbytes)
             self.spans.waited(begin, self.spans.now(), bucket, spec, step)
         return replies[0]
+
+    def count_push(self, bucket: int) -> int:
+        """Counts a round of `bucket`; returns its number."""
+        with self._progress:
+            self._pushed[bucket] += 1
+            return self._pushed[bucket] - 1
 
     def before_close(self, callback: Callable[[], None]) -> None:
         """Registers `callback` to be called when the runtime begins to close."""

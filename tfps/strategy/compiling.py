@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import keras
 import tensorflow as tf
 
+from tfps.keras_hooks.error_feedback import carry_held_back
 from tfps.keras_hooks.keras_private import Trainer, adopt_optimizer
 from tfps.strategy.variables import GatedVariable, current_replica
 from tfps.types import Model, Optimizer, Variable
@@ -48,6 +49,7 @@ def compile_in_scope(strategy_class: type[tf.distribute.Strategy]) -> None:
                 _adopt(self.variables, strategy)
                 adopt_optimizer(self, strategy)
             strategy.extended.group_gates(gated)
+            carry_held_back(self, strategy, gated)
         return build_optimizer(self, variables)
 
     keras.optimizers.Optimizer.build = build

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 
+from tfps.compression import NONE
 from tfps.exchange.slicing import bucket_limit
 from tfps.graph import ops as graph_ops
 from tfps.graph.tf_private import outer_graphs
@@ -53,6 +54,7 @@ class Noted:
     function: Function
     arguments: tuple[Argument, ...]
     reduced: Reduced
+    wanted_codec: str = NONE  # of the variable's gradient, if it can be compressed
 
     @property
     def sparse(self) -> bool:
@@ -67,9 +69,14 @@ class Noted:
         return int(math.prod(self.variable.shape)) * int(self.dtype.size)
 
     @property
-    def kind(self) -> tuple[tf.DType, bool]:
-        """What updates that share a bucket have in common: the dtype, and whether the replica always contributes."""
-        return self.dtype, self.reduced.reduction.has_rows is None
+    def codec(self) -> str:
+        """The codec of the gradient; none if it is sparse or not of single or half precision."""
+        return NONE if self.sparse or self.dtype != tf.float32 else self.wanted_codec
+
+    @property
+    def kind(self) -> tuple[tf.DType, bool, str]:
+        """What updates that share a bucket have in common: dtype, whether the replica always contributes, codec."""
+        return self.dtype, self.reduced.reduction.has_rows is None, self.codec
 
 
 @dataclass(eq=False)

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import tensorflow as tf
 
+from tfps.compression import Rules
 from tfps.errors import UnsupportedError
 from tfps.graph import ops as graph_ops
 from tfps.graph.tf_private import distribute_lib, ops, outer_graphs
@@ -20,6 +21,7 @@ from tfps.graph.timestamps import PassedGate, Timestamps
 from tfps.runtime import transfers
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import DeferredUpdate, Group
+from tfps.strategy.compressing import Compressing
 from tfps.strategy.cut_update import rows_at_once
 from tfps.strategy.deferred import GraphState, Noted, Reduced, deferrable, find_reduced, fuse
 from tfps.strategy.gate_groups import group_gates
@@ -44,8 +46,10 @@ class Emitter:
         replicas: int,
         slice_bytes: int,
         compared: Invariants | None,
+        compression: Rules,
     ) -> None:
         self._strategy, self._runtime, self._compared = strategy, runtime, compared
+        self.compressing = Compressing(compression, runtime)
         self._replicas, self._slice_bytes = replicas, slice_bytes
         # Without a network there is no wait to hide: the fewer buckets the better.
         self._first_bytes = slice_bytes if runtime.alone else _FIRST_BUCKET_BYTES
@@ -116,7 +120,7 @@ class Emitter:
 
     def group_gates(self, variables: Iterable[GatedVariable]) -> None:
         """Groups small ones of `variables`, which one optimizer updates; see gate_groups.py."""
-        group_gates(variables, min(self._first_bytes, self._slice_bytes))
+        group_gates(variables, min(self._first_bytes, self._slice_bytes), self.compressing.codec)
 
     def note_reduced(self, reduced: Reduced) -> None:
         """Notes the result of an `all_reduce` in the graph under construction."""
@@ -133,7 +137,9 @@ class Emitter:
         state = self.state(graph)
         if any(noted.variable is variable for noted in state.noted.get(replica, ())):
             self._emit(graph, replica)  # the second update of a variable comes after its first
-        state.noted.setdefault(replica, []).append(Noted(variable, function, tuple(arguments), reduced))
+        state.noted.setdefault(replica, []).append(
+            Noted(variable, function, tuple(arguments), reduced, self.compressing.codec(variable))
+        )
         noted = reduced.reduction.noted
         noted[id(graph)] += 1
         if noted[id(graph)] == reduced.reduction.size:
@@ -236,6 +242,8 @@ class Emitter:
         """Declares `buckets`, which `graph` sends, and returns their numbers."""
         with ops.init_scope():
             numbers = self._runtime.buckets([(bucket.key, bucket.spec) for bucket in buckets])
+        for bucket, number in zip(buckets, numbers, strict=True):
+            self.compressing.declared(number, bucket.spec, bucket.variables)
         if buckets:
             self.graphs.pop(graph.name, None)
             self.graphs[graph.name] = weakref.ref(graph)

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import tensorflow as tf
 
+from tfps.compression import Rules
 from tfps.errors import TfpsError, UnsupportedError, from_text
 from tfps.graph.picture import Picture
 from tfps.graph.shares import LastBatch, share_of_gradients, with_share
@@ -30,6 +31,7 @@ from tfps.keras_hooks.predictions import Sharding
 from tfps.keras_hooks.seeds import stateful_apart
 from tfps.runtime.runtime import Runtime
 from tfps.strategy.combined import Combiner
+from tfps.strategy.compressing import Compressing
 from tfps.strategy.cross_replica import MEAN, SUM, CrossReplica
 from tfps.strategy.deferred import Reduced, Reduction
 from tfps.strategy.emitter import Emitter
@@ -64,6 +66,7 @@ class Extended(CrossReplica):
         slice_bytes: int,
         staging_depth: int,
         check_every: int,
+        compression: Rules,
     ) -> None:
         self._runtime = runtime  # before the base class, which reads the number of replicas
         super().__init__(strategy, devices=list(devices))
@@ -76,9 +79,14 @@ class Extended(CrossReplica):
         self._initial_values = InitialValues(runtime)
         self.combiner = Combiner(runtime, len(self._devices))
         self._invariants = Invariants.of(runtime, check_every)
-        self._emitter = Emitter(strategy, runtime, len(self._devices), slice_bytes, self._invariants)
+        self._emitter = Emitter(strategy, runtime, len(self._devices), slice_bytes, self._invariants, compression)
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
         self._lifted: weakref.WeakKeyDictionary[Variable, Variable] = weakref.WeakKeyDictionary()
+
+    @property
+    def compressing(self) -> Compressing:
+        """Knows what compression holds back."""
+        return self._emitter.compressing
 
     # Replicas and workers.
 

@@ -7,20 +7,24 @@ its own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
+from tfps.compression import NONE
 from tfps.strategy.variables import GatedVariable
 
 _numbers = itertools.count(1)
 
 
-def group_gates(variables: Iterable[GatedVariable], limit: int) -> None:
+def group_gates(
+    variables: Iterable[GatedVariable], limit: int, codec: Callable[[GatedVariable], str] = lambda _: NONE
+) -> None:
     """Groups neighbors among `variables` (of an optimizer, in its order) up to `limit` bytes.
 
     A group is the same on all ranks: buckets depend on it. Whether its variables share a gate is this worker's own
-    matter. They do unless a graph may hold the gate of one of them, or an update is under way.
+    matter. They do unless a graph may hold the gate of one of them, or an update is under way. Variables with
+    different codecs are in different buckets, so in different groups.
     """
-    for group in _groups(variables, limit):
+    for group in _groups(variables, limit, codec):
         number = next(_numbers)
         for variable in group:
             variable.group = number
@@ -28,13 +32,18 @@ def group_gates(variables: Iterable[GatedVariable], limit: int) -> None:
             group[0].share_gates_with(group[1:])
 
 
-def _groups(variables: Iterable[GatedVariable], limit: int) -> Iterator[list[GatedVariable]]:
+def _groups(
+    variables: Iterable[GatedVariable], limit: int, codec: Callable[[GatedVariable], str]
+) -> Iterator[list[GatedVariable]]:
+    def alike(variable: GatedVariable, other: GatedVariable) -> bool:
+        return _alike(variable, other) and codec(variable) == codec(other)
+
     group: list[GatedVariable] = []
     nbytes = 0
     for variable in variables:
         size = int(variable.dtype.size) * int(variable.shape.num_elements() or 0)
         joins = _may_join(variable) and size <= limit
-        if group and (not joins or nbytes + size > limit or not _alike(variable, group[0])):
+        if group and (not joins or nbytes + size > limit or not alike(variable, group[0])):
             yield group
             group, nbytes = [], 0
         if joins:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfps.compression import LEAST_BYTES, NONE
 from tfps.exchange.interface import BucketKind, BucketSpec
 from tfps.graph import ops as graph_ops
 from tfps.graph.ops import Gate
@@ -43,13 +44,15 @@ class PlannedBucket:
         self.variables = [item.variable for item in noted]
         self.ids = [variable._unique_id for variable in self.variables]  # TensorFlow's
         kind: BucketKind = "gather" if first.sparse else "sum"
+        nbytes = 0 if first.sparse else sum(item.nbytes for item in noted)
         self.spec = BucketSpec(
             names=tuple(map(own_name, self.variables)),
             alike=tuple(map(common_name, self.variables)),
             kind=kind,
-            nbytes=0 if first.sparse else sum(item.nbytes for item in noted),
+            nbytes=nbytes,
             dtype="uint8" if first.sparse else first.dtype.name,
             priority=min(order.get(each, len(order)) for each in self.ids),
+            codec=first.codec if nbytes >= LEAST_BYTES else NONE,
         )
         self.key = ("update", kind, first.dtype, *self.ids)
         self.deferral = Deferral(self.variables, graph)

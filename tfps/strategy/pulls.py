@@ -8,12 +8,15 @@ any order.
 
 from __future__ import annotations
 
+import functools
+import logging
 import weakref
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 import tensorflow as tf
 
+from tfps.compression import LEAST_BYTES
 from tfps.errors import TfpsError
 from tfps.exchange.interface import BucketSpec
 from tfps.graph import ops as graph_ops
@@ -21,6 +24,7 @@ from tfps.graph.tf_private import before_calls, ops, outer_graphs
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import UNDECLARED, Pull
 
+logger = logging.getLogger("tfps")
 _NAME = "_tfps_pulls"
 
 
@@ -97,6 +101,17 @@ def _declare(pulls: Iterable[_TracedPull]) -> None:
         buckets = runtime.buckets([(each.key, each.transfer.spec) for each in own])
         for each, bucket in zip(own, buckets, strict=True):
             each.transfer.bucket = bucket
+            if runtime.compresses and each.transfer.spec.nbytes >= LEAST_BYTES:
+                _say_uncompressed(each.transfer.spec.name)
+
+
+@functools.cache
+def _say_uncompressed(name: str) -> None:
+    logger.warning(
+        "tfps: %s is not compressed: the program computes with the sum (a norm over all gradients, as global_clipnorm "
+        "takes, or a sum of its own)",
+        name,
+    )
 
 
 def _declare_late(runtime: Runtime, pulls: _Pulls | None, name: str) -> None:

@@ -22,6 +22,7 @@ from tfps.graph.effects import check_effects
 from tfps.graph.tf_private import translate_errors
 from tfps.keras_hooks.added_losses import note_added_losses
 from tfps.keras_hooks.agreed_logs import agree_on_logs
+from tfps.keras_hooks.error_feedback import back_up_held_back
 from tfps.keras_hooks.loss_scaling import agree_on_finite
 from tfps.keras_hooks.predictions import predict_everything
 from tfps.keras_hooks.saving import share_files
@@ -96,7 +97,15 @@ class Strategy(tf.distribute.Strategy):
         self._forget.atexit = False
         settings = self.config
         super().__init__(
-            Extended(self, devices, self._runtime, settings.bucket_bytes, settings.staging_depth, settings.check_every)
+            Extended(
+                self,
+                devices,
+                self._runtime,
+                settings.bucket_bytes,
+                settings.staging_depth,
+                settings.check_every,
+                settings.compression_rules,
+            )
         )
         if self.extended.staging is not None:
             ends.append(self.extended.staging.close)
@@ -107,6 +116,7 @@ class Strategy(tf.distribute.Strategy):
         agree_on_logs(Strategy)
         predict_everything(Strategy)
         share_files(Strategy)
+        back_up_held_back(Strategy)
         weigh_by_rows(Strategy)
         note_added_losses()
 
@@ -134,22 +144,24 @@ class Strategy(tf.distribute.Strategy):
         return self._runtime.report()
 
     def combine(self) -> None:
-        """Combines variables that each replica writes for itself (moving statistics, metrics) over all workers.
+        """Combines what each worker has for itself: variables that replicas write (moving statistics, metrics), and
+        what compression with error feedback holds back.
 
         Reading them after training steps combines them, and all ranks must read them alike; `fit` and `evaluate` do
-        so at the end of each epoch, in one exchange. To read or save them at another time on one rank only, call this
-        on every rank first. Does nothing if nothing was written since the last time.
+        so at the end of each epoch. To read or save them at another time on one rank only, call this on every rank
+        first. Does nothing if nothing was written or sent since the last time.
 
         Raises:
             TfpsError: another rank did not call it in time, or is elsewhere in its program.
         """
         self.extended.combiner.refresh()
+        self.extended.compressing.collect()
 
     def experimental_distribute_dataset(
         self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None
     ) -> Batches:
-        """As in `tf.distribute.Strategy`; calls `combine()` first, because evaluation may follow."""
-        self.combine()
+        """As in `tf.distribute.Strategy`; first combines variables as `combine()`, because evaluation may follow."""
+        self.extended.combiner.refresh()
         return super().experimental_distribute_dataset(dataset, options)
 
     def dump_graph(self, path: str | pathlib.Path, function: str | None = None) -> None:

@@ -88,6 +88,7 @@ class Connection:
         """Sends what is most urgent once the socket can take it; False once `queue` is closed."""
         # A socket that has taken everything for a while is not asked first.
         if waited := not (self._pace.unlimited or self._poll.poll(0)):
+            queue.prepare()
             self._poll.poll()
         # Chosen only now: something more urgent may have come while the socket was full.
         if (taken := queue.take_parts(self._pace.part_bytes)) is None:
@@ -198,7 +199,8 @@ def _encoded(part: Next, more: bool) -> tuple[bytes | memoryview, ...]:
         return _whole(write_shared(item.header._replace(received=received), item.payload, item.target), more)
     nbytes = end - begin
     head = pack_part(item.header, received, item.nbytes, begin, nbytes, more)
-    return (head, item.payload[begin:end]) if nbytes and item.payload is not None else (head,)
+    payload = item.payload if item.encoding is None else item.encoding.data()
+    return (head, payload[begin:end]) if nbytes and payload is not None else (head,)
 
 
 def _whole(frame: bytes, more: bool = False) -> tuple[bytes | memoryview, ...]:

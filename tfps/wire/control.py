@@ -18,7 +18,7 @@ from tfps.wire.job_token import JobToken
 from tfps.wire.shared_memory import Offer
 from tfps.wire.tls import channel_credentials, diagnose
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 SERVICE = "tfps.v1.ParameterServer"
 PUSH, PULL = "Push", "Pull"  # the streams, one per direction
 MEASURE = "Measure"  # a stream, too; see wire/measuring.py
@@ -104,6 +104,7 @@ def settings_of(config: Config) -> pb.Settings:
         policy=config.policy,
         placement=config.placement,
         deterministic=config.deterministic,
+        compression=str(config.compression),
     )
 
 

@@ -19,7 +19,8 @@ _MAX_ERROR_BYTES = 64 * 1024
 EMPTY = 1  # flag of a push: this rank contributes nothing
 LAST = 2  # flag of a gather: no more pieces of this step follow
 SHARED = 4  # flag of a slice: the payload is in the worker's memory, the frame says where
-_ALL_FLAGS = EMPTY | LAST | SHARED
+WHOLE = 8  # flag of a slice of a bucket with a codec: it is not encoded
+_ALL_FLAGS = EMPTY | LAST | SHARED | WHOLE
 _PLACE = struct.Struct("<QQ")
 
 

@@ -31,6 +31,8 @@ def outgoing(queue: SendQueue) -> Iterator[bytes]:
             yield write_shared(item.header._replace(received=received), item.payload, item.target)
         elif item.frame is not None:
             yield item.frame
+        elif item.encoding is not None:
+            yield frames.encode(item.header._replace(received=received), item.encoding.data())
         else:
             yield frames.encode(item.header._replace(received=received), item.payload or b"")
         item = taken = None  # frees the payload while waiting for the next

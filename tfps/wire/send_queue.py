@@ -14,6 +14,7 @@ from tfps.config import Policy
 from tfps.errors import ProtocolError, TfpsError
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import UNKNOWN, Recorder
+from tfps.wire.encoding import Encoding
 from tfps.wire.frames import Header
 from tfps.wire.shared_memory import Target
 
@@ -24,7 +25,7 @@ _RECEIPT_BYTES = 2**20  # over a data connection an ACK is due after so many, if
 class Outgoing(NamedTuple):
     """A frame to send: header and `payload`, or everything already encoded in `frame`. `nbytes` is the payload's.
 
-    With `target`, the payload goes there instead of into the frame.
+    With `target`, the payload goes there instead of into the frame. With `encoding`, that makes the payload.
     """
 
     header: Header
@@ -32,6 +33,7 @@ class Outgoing(NamedTuple):
     payload: memoryview | None = None
     frame: bytes | None = None
     target: Target | None = None
+    encoding: Encoding | None = None
 
 
 class Next(NamedTuple):
@@ -212,6 +214,15 @@ class SendQueue:
             while (left := left - (taken[-1].end - taken[-1].begin)) > 0 and len(taken) < _MAX_PARTS and self._ready():
                 taken.append(self._next(left))
             return taken
+
+    def prepare(self) -> None:
+        """Encodes the payload that comes next, or after what is being sent; for a sender that has to wait anyway."""
+        with self._changed:
+            ahead = [item.encoding for _, _, item, *_ in sorted(self._heap[:3])[:2]]
+        for encoding in ahead:
+            if encoding is not None and not encoding.made:
+                encoding.data()
+                return
 
     def wait(self) -> bool:
         """Waits until `take` would not block; False once closed.

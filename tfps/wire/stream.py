@@ -155,8 +155,8 @@ class WorkerStream:
             error: TfpsError = failure or PserverLostError(f"pserver {self._address}: ended the stream {self._when()}")
         except ProtocolError as malformed:
             error = ProtocolError(f"pserver {self._address}: {malformed}")
-        except PserverLostError as lost:
-            error = lost
+        except TfpsError as known:
+            error = known
         except Exception as bug:  # without a receiver every waiter would hang
             error = TfpsError(f"pserver {self._address}: receiving failed {self._when()}: {bug!r}")
             error.__cause__ = bug

@@ -28,14 +28,22 @@ class TcpPath:
     def __init__(self, connection: Connection, address: str, index: int, queue: SendQueue, when: Callable[[], str]):
         self._connection, self._address, self._when, self._queue = connection, address, when, queue
         queue.use_connection()
+        self._bug: Exception | None = None  # why sending ended
         self._sender = threading.Thread(target=self._send, name=f"tfps-send-{index}", daemon=True)
         self._sender.start()
 
     def receive(self, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
         try:
-            return self._connection.receive(Kind.REPLY, queue, receiver)
+            ended = self._connection.receive(Kind.REPLY, queue, receiver)
         except OSError as broken:
+            self._raise_bug()
             raise PserverLostError(f"pserver {self._address}: connection lost {self._when()}: {broken}") from broken
+        self._raise_bug()
+        return ended
+
+    def _raise_bug(self) -> None:
+        if self._bug is not None:
+            raise TfpsError(f"pserver {self._address}: sending failed {self._when()}: {self._bug!r}") from self._bug
 
     def finish(self) -> None:
         self._queue.close()
@@ -51,6 +59,9 @@ class TcpPath:
             self._connection.send(self._queue)
         except OSError:
             self._connection.shut_down()  # the receiving thread reports what happened
+        except Exception as bug:  # without a sender every waiter would hang
+            self._bug = bug
+            self._connection.shut_down()
 
 
 def open_path(

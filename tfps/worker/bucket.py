@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 from tfps.errors import ProtocolError
 from tfps.exchange.aggregate import split_gathered
 from tfps.exchange.interface import BucketSpec, OnPart, OnReply, Reply
-from tfps.exchange.layout import Cutting
+from tfps.exchange.layout import Cutting, cut_sum
+from tfps.exchange.placement import Placer
 from tfps.exchange.slicing import Slice, cut
-from tfps.wire.frames import EMPTY, LAST, Header, Kind
+from tfps.wire.frames import EMPTY, LAST, WHOLE, Header, Kind
 from tfps.wire.memory import aligned_empty
 from tfps.wire.send_queue import Outgoing
 from tfps.wire.shared_memory import Place, Region, Sharing
+from tfps.worker.compressed import Compressed, Failed
 
 
 @dataclass(slots=True)
@@ -32,6 +34,7 @@ class Push:
     payload: memoryview | None
     on_reply: OnReply
     on_part: OnPart | None = None
+    whole: bool = False  # of what compression holds back, as it is
     step: int = 0
     started_s: float = 0.0
     region: Region | None = None  # for slices of pservers on this host; holds the whole result
@@ -56,6 +59,14 @@ class PushedBucket:
     waiting: deque[Push] = field(default_factory=deque)
     next: dict[int, Cutting] = field(default_factory=dict)  # by the first step that uses it
     hold_at: int | None = None  # a step that may not start yet
+    compressed: Compressed | None = None
+
+    @classmethod
+    def new(cls, spec: BucketSpec, slice_bytes: int, placer: Placer, failed: Failed) -> PushedBucket:
+        """A bucket that has just been declared; `failed` as for `Encoding`."""
+        if spec.kind == "gather":
+            return cls(spec, Cutting([], [placer.place_gather(spec.common_name)]))
+        return cls(spec, cut_sum(spec, slice_bytes, placer), compressed=Compressed.of(spec, failed))
 
     def start_next(self) -> Push | None:
         """Starts and returns the oldest waiting push, if none is outstanding and it may start. Caller holds lock."""
@@ -97,27 +108,38 @@ class PushedBucket:
     def frames(self, number: int, push: Push, piece_bytes: int, memory: Sharing) -> Iterator[tuple[int, Outgoing]]:
         """Yields pserver and frame for each message of `push`; `number` is this bucket's."""
         owners = self.cutting.owners
-        if self.spec.kind == "sum" and not memory.pservers.isdisjoint(owners):
+        compressed = self.compressed
+        if push.whole and compressed is not None:
+            push.payload, compressed = compressed.all_held(), None
+        elif compressed is None and self.spec.kind == "sum" and not memory.pservers.isdisjoint(owners):
             push.region = memory.allocate(self.spec.nbytes)
         for index, piece, flags in self.pieces(push.payload, piece_bytes):
+            flags |= WHOLE if push.whole else 0
             header = Header(Kind.PUSH, flags, number, index, self.spec.priority, push.step)
             payload = None if push.payload is None else push.payload[piece.offset : piece.offset + piece.nbytes]
             owner = owners[index if self.spec.kind == "sum" else 0]
+            if compressed is not None and push.payload is not None:
+                encoding = compressed.encoding(push.payload, piece)
+                yield owner, Outgoing(header, encoding.nbytes, encoding=encoding)
+                continue
             target = None
             if push.region is not None and owner in memory.pservers:
                 target = push.region.target(piece.offset, piece.nbytes)
             yield owner, Outgoing(header, 0 if payload is None else piece.nbytes, payload, target=target)
 
-    def place(self, pserver: int, push: Push, index: int, nbytes: int) -> memoryview | None:
-        """Returns the memory to receive slice `index` of the reply into; None for a gather, which keeps its pieces.
+    def place(self, pserver: int, push: Push, header: Header, nbytes: int) -> memoryview | None:
+        """Returns the memory to receive a slice of the reply into; None for a gather, which keeps its pieces, and for
+        what has to be decoded.
 
         Raises:
             ProtocolError: the slice does not belong to the reply, or is a duplicate.
         """
         if self.spec.kind != "sum":
             return None
-        where = self._where(pserver, index)
-        self._check_size(index, where, nbytes)
+        index, where = header.index, self._where(pserver, header.index)
+        self._check_size(header, where, nbytes)
+        if self._encoded(header):
+            return None
         buffer = self._arrives(push, index)
         push.placed.add(index)
         return buffer[where.offset : where.offset + where.nbytes].data
@@ -134,26 +156,29 @@ class PushedBucket:
             ProtocolError: the frame does not belong to the reply, or is a duplicate.
         """
         if self.spec.kind == "sum":
-            return self._take_slice(pserver, push, header.index, payload, place)
+            return self._take_slice(pserver, push, header, payload, place)
         if place is not None:
             raise ProtocolError(f"a piece of bucket '{self.spec.name}' must be in its frame, got a place")
         return self._take_piece(pserver, push, header, payload, workers)
 
     def _take_slice(
-        self, pserver: int, push: Push, index: int, payload: memoryview, place: Place | None
+        self, pserver: int, push: Push, header: Header, payload: memoryview, place: Place | None
     ) -> Reply | None:
+        index = header.index
         name, where = self.spec.name, self._where(pserver, index)
         if place is not None:
             expected = None if push.region is None else push.region.place(where.offset, where.nbytes)
             if place != expected:
                 raise ProtocolError(f"slice {index} of bucket '{name}' must be at {expected}, got {place}")
         else:
-            self._check_size(index, where, len(payload))
+            self._check_size(header, where, len(payload))
         if index in push.placed:
             push.placed.remove(index)  # once: a duplicate would not have been placed
         else:
             buffer = self._arrives(push, index)
-            if place is None:
+            if self.compressed is not None and self._encoded(header):
+                self.compressed.decode(payload, buffer[where.offset : where.offset + where.nbytes])
+            elif place is None:
                 np.copyto(buffer[where.offset : where.offset + where.nbytes], np.frombuffer(payload, np.uint8))
         with self.lock:
             push.copied.add(index)
@@ -174,10 +199,15 @@ class PushedBucket:
             raise ProtocolError(f"bucket '{self.spec.name}' has no slice {index} on this pserver")
         return self.cutting.slices[index]
 
-    def _check_size(self, index: int, where: Slice, nbytes: int) -> None:
-        if nbytes != where.nbytes:
+    def _encoded(self, header: Header) -> bool:
+        return self.compressed is not None and not header.flags & WHOLE
+
+    def _check_size(self, header: Header, where: Slice, nbytes: int) -> None:
+        compressed = None if header.flags & WHOLE else self.compressed
+        expected = where.nbytes if compressed is None else compressed.wire_bytes(where)
+        if nbytes != expected:
             name = self.spec.name
-            raise ProtocolError(f"slice {index} of bucket '{name}' must have {where.nbytes} bytes, got {nbytes}")
+            raise ProtocolError(f"slice {header.index} of bucket '{name}' must have {expected} bytes, got {nbytes}")
 
     def _arrives(self, push: Push, index: int) -> NDArray[np.uint8]:
         """Notes that a slice arrives; returns its buffer."""

@@ -56,6 +56,7 @@ class Declarations:
                     dtype=spec.dtype,
                     priority=spec.priority,
                     occasional=spec.occasional,
+                    codec=spec.codec,
                 )
                 for spec in specs
             ],

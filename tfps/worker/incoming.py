@@ -43,7 +43,7 @@ class Incoming:
         if header.kind != Kind.REPLY or header.flags & SHARED:
             return None
         bucket, push = self._pushed(header)
-        return None if push is None else bucket.place(self._pserver, push, header.index, nbytes)
+        return None if push is None else bucket.place(self._pserver, push, header, nbytes)
 
     def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
         bucket, push = self._pushed(header)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from tfps.config import Config
 from tfps.errors import TfpsError
+from tfps.exchange.codecs import sent_bytes
 from tfps.exchange.layout import tunable
 from tfps.exchange.tuning import MAX_GRPC_SLICE_BYTES, MAX_SLICE_BYTES, Measured, choose, limited_by_handling
 from tfps.protos import tfps_pb2 as pb
@@ -122,7 +123,7 @@ class Tuner:
         step_s = (now_s - self._first[0]) / (steps - self._first[1])
         measured = measure(busy, self._round_trip_s, self._message_s, step_s)
         if self._measured is None:
-            slice_bytes = self._change(measured, *choose(measured, most_slice_bytes=self._most))
+            slice_bytes = self._change(measured, *choose(measured, most_slice_bytes=self._most), ratio(buckets))
             self.done = self._config.slice_bytes != "auto" or slice_bytes <= self._config.first_slice_bytes
             # The change is two steps ahead for a rank at this step, and other ranks may be one further.
             self._measured, self._first, self._steps_then = measured, None, steps + 3
@@ -130,7 +131,7 @@ class Tuner:
         if limited_by_handling(self._measured, measured):
             nbytes = sum(bucket.spec.nbytes for bucket in buckets if tunable(bucket.spec))
             most = min(self._most, max(nbytes // _LEAST_SLICES // len(self._pservers), MAX_GRPC_SLICE_BYTES))
-            self._change(measured, *choose(measured, most, most))
+            self._change(measured, *choose(measured, most, most), 1.0)
         self.done = True
 
     def _busy(self) -> list[Throughput]:
@@ -151,8 +152,13 @@ class Tuner:
         request = pb.StatusRequest(details=True)
         return [status_of(pserver.call("Status", request, _PROBE_TIMEOUT_S)).job.members for pserver in self._pservers]
 
-    def _change(self, measured: Measured, slice_bytes: int, window_bytes: int) -> int:
-        """Changes sizes that are "auto"; returns the new slice size."""
+    def _change(self, measured: Measured, slice_bytes: int, window_bytes: int, ratio: float) -> int:
+        """Changes sizes that are "auto"; returns the new slice size.
+
+        Args:
+            slice_bytes: on the wire, of which it takes `ratio` times as many before they are compressed.
+        """
+        slice_bytes = min(int(slice_bytes * ratio) // 4096 * 4096, max(self._most, slice_bytes))
         if self._config.slice_bytes != "auto":
             slice_bytes = self._config.slice_bytes
         if self._config.window_bytes != "auto":
@@ -168,6 +174,13 @@ class Tuner:
             measured.message_s * 1e3,
         )
         return slice_bytes
+
+
+def ratio(buckets: Sequence[PushedBucket]) -> float:
+    """Returns how many times as large gradients are as what is sent of them."""
+    specs = [bucket.spec for bucket in buckets if tunable(bucket.spec)]
+    sent = sum(sent_bytes(spec.codec, spec.nbytes) for spec in specs)
+    return sum(spec.nbytes for spec in specs) / sent if sent else 1.0
 
 
 def _is_late(bucket: PushedBucket) -> bool:

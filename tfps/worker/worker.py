@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
+from tfps.compression import NONE
 from tfps.config import Config, Security, check_address
 from tfps.errors import ConfigError, InterruptError, ProtocolError, PserverLostError, TfpsError, WaitTimeoutError
 from tfps.exchange.interface import (
@@ -23,7 +24,7 @@ from tfps.exchange.interface import (
     as_bytes,
     check_payload,
 )
-from tfps.exchange.layout import Cutting, Layout, cut_anew, cut_sum, tunable
+from tfps.exchange.layout import Layout, cut_anew, tunable
 from tfps.exchange.placement import Placer
 from tfps.protos import tfps_pb2 as pb
 from tfps.trace.capture import Capture, CapturedBucket, Setting
@@ -37,6 +38,7 @@ from tfps.wire.stream import WorkerStream
 from tfps.wire.tcp_path import open_path
 from tfps.worker.assembly import named
 from tfps.worker.bucket import Push, PushedBucket
+from tfps.worker.compressed import HeldBack
 from tfps.worker.declaring import Declarations
 from tfps.worker.incoming import Incoming
 from tfps.worker.joining import join, leave
@@ -88,6 +90,7 @@ class Worker:
         self._recorder = recorder or Recorder()
         self._state = FailureState()
         self._buckets: list[PushedBucket] = []
+        self.held_back = HeldBack(self._buckets, self._push_held, lambda: self.rank)
         self._declaring = threading.Lock()  # serializes declarations
         self._placer = Placer(len(addresses), config.placement)
         # As requested, without an incarnation, until the first pserver has answered.
@@ -250,13 +253,17 @@ class Worker:
                 self._tuner.probe()
             self._links.begin()
             first = len(self._buckets)
-            self._buckets.extend(map(self._new_bucket, specs))
+            size, placer = self.config.first_slice_bytes, self._placer
+            self._buckets.extend(PushedBucket.new(spec, size, placer, self._encoding_failed) for spec in specs)
             return list(range(first, len(self._buckets)))
 
-    def _new_bucket(self, spec: BucketSpec) -> PushedBucket:
-        if spec.kind == "gather":
-            return PushedBucket(spec, Cutting([], [self._placer.place_gather(spec.common_name)]))
-        return PushedBucket(spec, cut_sum(spec, self.config.first_slice_bytes, self._placer))
+    def _encoding_failed(self, error: Exception) -> TfpsError:
+        """Fails the job on a sender's thread. Pservers are told before it ends, else they report that it has died."""
+        failure = TfpsError(f"rank {self.rank}: a slice could not be compressed {self._when()}: {error!r}")
+        self._farewell = self._farewell or failure
+        self._leave()
+        self.fail(failure)
+        return failure
 
     # Tuning
 
@@ -330,25 +337,32 @@ class Worker:
         self, buckets: Sequence[CapturedBucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
     ) -> Capture:
         specs = [bucket.spec for bucket in list(self._buckets)]
-        sizes = {"slice_bytes": self.slice_bytes, "window_bytes": self.window_bytes}
+        sizes: dict[str, Setting] = {"slice_bytes": self.slice_bytes, "window_bytes": self.window_bytes}
+        if self.config.compression != NONE:
+            sizes["compression"] = str(self.config.compression)
         about = {"policy": self.config.policy, **sizes, **settings}
         return self._tracer.stop(named(buckets, specs), name, steps, about)
 
     # Pushing
 
     def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, on_part: OnPart | None = None) -> None:
-        view = as_bytes(payload)
+        self._push(bucket, Push(as_bytes(payload), on_reply, on_part))
+
+    def _push_held(self, bucket: int, on_reply: OnReply) -> None:
+        self._push(bucket, Push(None, on_reply, whole=True))
+
+    def _push(self, bucket: int, push: Push) -> None:
         if not 0 <= bucket < len(self._buckets):
             raise ProtocolError(f"bucket must be one of the {len(self._buckets)} declared ones, got {bucket}")
         target = self._buckets[bucket]
-        check_payload([target.spec], 0, None if view is None else view.nbytes)
+        check_payload([target.spec], 0, None if push.payload is None else push.payload.nbytes)
         with target.lock:
             # Under the lock: either this sees a failure, or the failure sees this push.
             if (end := self._state.end) is None:
-                target.waiting.append(Push(view, on_reply, on_part))
+                target.waiting.append(push)
                 self._start_next(bucket, target)
         if end is not None:
-            on_reply(Reply(error=end))
+            push.on_reply(Reply(error=end))
 
     def _start_next(self, number: int, bucket: PushedBucket) -> None:
         """Sends the oldest waiting push if none is outstanding. Caller holds the bucket's lock."""

@@ -1,0 +1,157 @@
+"""Which codec the gradients of a variable get, and what compression holds back of it.
+
+Codecs with error feedback (exchange/codecs.py) hold back what they could not express, on every rank and pserver. In a
+checkpoint that is one array per variable: the sum of all of it, what has not been applied yet. See docs/compression.md.
+
+Tested in tests/strategy/test_compressing.py and tests/integration/test_compression.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tfps.compression import NONE, Rules
+from tfps.exchange.codecs import Floats, codec_of
+from tfps.exchange.interface import BucketSpec
+from tfps.runtime.collecting import collect
+from tfps.runtime.runtime import Runtime
+from tfps.strategy.names import common_name
+from tfps.strategy.variables import GatedVariable
+from tfps.worker.worker import Worker
+
+logger = logging.getLogger("tfps")
+
+
+class _Part(NamedTuple):
+    """Where the numbers of a variable are in a bucket."""
+
+    variable: str  # its unique id
+    begin: int
+    end: int
+
+
+class _Bucket:
+    """A bucket whose codec holds something back; `held` is the sum of that after its first `steps` steps."""
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self.parts = parts
+        self.steps = 0
+        self.held: Floats | None = None
+
+    @property
+    def items(self) -> int:
+        return self.parts[-1].end
+
+
+class Compressing:
+    """Of one strategy. Used by the threads that trace or run eagerly."""
+
+    def __init__(self, rules: Rules, runtime: Runtime) -> None:
+        """`rules` count where there are pservers: else nothing travels."""
+        self._rules = Rules() if runtime.alone else rules
+        self._runtime = runtime
+        runtime.compresses = self._rules.codecs != {NONE}
+        self._buckets: dict[int, _Bucket] = {}  # by number, those whose codec feeds back
+        self._restored: dict[str, Floats] = {}  # by unique id of variables that have no such bucket yet
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether anything may be held back."""
+        codecs = map(codec_of, self._rules.codecs)
+        return any(codec is not None and codec.feeds_back for codec in codecs)
+
+    def codec(self, variable: GatedVariable) -> str:
+        """The codec for gradients of `variable`, if they are dense and not too small."""
+        return self._rules.codec(common_name(variable)) if self._runtime.compresses else NONE
+
+    def declared(self, number: int, spec: BucketSpec, variables: Sequence[GatedVariable]) -> None:
+        """Notes a bucket of `variables`, in this order, that has been declared as `number`, maybe before."""
+        codec = codec_of(spec.codec)
+        if codec is None or not codec.feeds_back or number in self._buckets:
+            return
+        parts, begin = [], 0
+        for variable in variables:
+            end = begin + math.prod(variable.shape)
+            parts.append(_Part(variable._unique_id, begin, end))
+            begin = end
+        self._buckets[number] = bucket = _Bucket(parts)
+        if any(part.variable in self._restored for part in parts):
+            self._hold(number, bucket)
+
+    def collect(self) -> None:
+        """Collects what is held back, if anything was sent since the last time; then every rank must call it.
+
+        Raises:
+            TfpsError: another rank did not, or the exchange failed.
+        """
+        exchange = self._runtime.exchange
+        if not self._buckets or not isinstance(exchange, Worker):
+            return
+        held_back = exchange.held_back
+        used = [number for number, bucket in self._buckets.items() if held_back.steps(number) != bucket.steps]
+        if not used:
+            return
+        for number, held in collect(self._runtime, held_back, used).items():
+            self._buckets[number].held, self._buckets[number].steps = held, held_back.steps(number)
+
+    def held(self, variables: Sequence[GatedVariable]) -> dict[int, Floats]:
+        """What is held back of each of `variables` by its place among them, flat, as last collected or restored.
+
+        Variables of which nothing is held back are left out.
+        """
+        found: dict[int, Floats] = {}
+        for place, variable in enumerate(variables):
+            parts = [self._restored[variable._unique_id]] if variable._unique_id in self._restored else []
+            for bucket in self._buckets.values():
+                own = [part for part in bucket.parts if part.variable == variable._unique_id]
+                parts += [bucket.held[part.begin : part.end] for part in own if bucket.held is not None]
+            if parts:
+                found[place] = np.sum(parts, axis=0, dtype=np.float32)
+        return found
+
+    def restore(self, variables: Sequence[GatedVariable], values: Mapping[int, Floats]) -> None:
+        """Holds back `values` as `held` has returned them, instead of what is held back now; for every rank.
+
+        Raises:
+            TfpsError: see `collect`.
+        """
+        self.collect()  # so that neither ranks nor pservers hold anything but what is replaced here
+        if values and not self.feeds_back:
+            logger.warning(
+                "tfps: what compression had held back in the checkpoint is dropped: no codec here has error feedback"
+            )
+            return
+        for place, variable in enumerate(variables):
+            self._restored.pop(variable._unique_id, None)
+            value = values.get(place)
+            if value is None:
+                continue
+            if value.size != math.prod(variable.shape):
+                logger.warning(
+                    "tfps: what compression had held back of %s in the checkpoint is dropped: it has %d numbers there "
+                    "and %d here",
+                    variable.name,
+                    value.size,
+                    math.prod(variable.shape),
+                )
+                continue
+            self._restored[variable._unique_id] = value
+        for number, bucket in self._buckets.items():
+            self._hold(number, bucket)
+
+    def _hold(self, number: int, bucket: _Bucket) -> None:
+        """Gives a bucket what has been restored of its variables; a variable of several buckets, to the first."""
+        exchange = self._runtime.exchange
+        if not isinstance(exchange, Worker):
+            return
+        held = np.zeros(bucket.items, np.float32)
+        for part in bucket.parts:
+            if (value := self._restored.pop(part.variable, None)) is not None:
+                held[part.begin : part.end] = value
+        exchange.held_back.hold(number, held)
+        bucket.held, bucket.steps = held, exchange.held_back.steps(number)

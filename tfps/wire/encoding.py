@@ -1,0 +1,60 @@
+"""A slice that is encoded when its sender comes to it: what waits in a queue costs nothing yet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from tfps.exchange.codecs import Codec, Floats
+
+
+class Encoding:
+    """The encoded bytes of `values`, made once, by the first thread that asks; any thread.
+
+    However often they are sent, what is held back is counted once.
+
+    Args:
+        held: see `Codec.encode`. Nobody else uses it until the encoding is made.
+        failed: called with an error of encoding, such as a MemoryError; returns what to raise instead.
+    """
+
+    __slots__ = ("_codec", "_data", "_error", "_failed", "_held", "_lock", "_values", "nbytes")
+
+    def __init__(
+        self,
+        codec: Codec,
+        values: Floats,
+        held: Floats | None,
+        failed: Callable[[Exception], Exception] = lambda error: error,
+    ) -> None:
+        self.nbytes = codec.wire_bytes(values.size)
+        self._codec, self._held, self._failed = codec, held, failed
+        self._values: Floats | None = values
+        self._lock = threading.Lock()  # guards what is below, and `held`
+        self._data: memoryview | None = None
+        self._error: Exception | None = None
+
+    @property
+    def made(self) -> bool:
+        """Whether `data` returns at once."""
+        return self._data is not None
+
+    def data(self) -> memoryview:
+        """The bytes; makes them if nobody has.
+
+        Raises:
+            Exception: they could not be made.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._data is None and self._values is not None:
+                try:
+                    self._data = self._codec.encode(self._values, self._held).data
+                except Exception as error:
+                    self._error = self._failed(error)
+                    if self._error is error:
+                        raise
+                    raise self._error from error
+                self._values = self._held = None  # frees the memory
+            return memoryview(b"") if self._data is None else self._data
