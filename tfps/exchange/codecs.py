@@ -4,7 +4,8 @@ All are deterministic: the same numbers give the same bytes. They work in pieces
 without arrays of the slice's size beside the result (`topk` apart).
 
 **Error feedback** (1-bit SGD, Seide et al., Interspeech 2014; EF-SignSGD, https://arxiv.org/abs/1901.09847): what a
-codec could not express is *held back* and added to the next step's numbers, so that it is late but not lost. `bfloat16` and `float16` round to nearest and hold nothing back.
+codec could not express is *held back* and added to the next step's numbers, so that it is late but not lost. `bfloat16`
+and `float16` round to nearest and hold nothing back.
 
 **What is not finite is never lost.** The 16-bit codecs keep NaN and infinity, and `topk` sends them first. `int8` and
 `onebit` send NaN for the whole block around one. What was held back there stays as it was: one such step does not spoil

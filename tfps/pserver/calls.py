@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import cast
 
 from google.protobuf.message import Message
 
+from tfps.compression import NONE
 from tfps.errors import ConnectError, TfpsError
+from tfps.exchange.interface import BucketKind, BucketSpec
+from tfps.protos import tfps_pb2 as pb
 from tfps.wire.control import PROTOCOL_VERSION, RANK_KEY, failure_of, reply_type
 
 
@@ -30,6 +34,23 @@ def rank_of(metadata: dict[str, object]) -> int:
     if not text.isdigit():
         raise ConnectError(f"metadata {RANK_KEY} must be a number, got {text!r}")
     return int(text)
+
+
+def spec_of(bucket: pb.Bucket) -> BucketSpec:
+    """A declared bucket.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    return BucketSpec(
+        names=tuple(bucket.names),
+        kind=cast("BucketKind", bucket.kind),
+        nbytes=bucket.nbytes,
+        dtype=bucket.dtype,
+        priority=bucket.priority,
+        occasional=bucket.occasional,
+        codec=bucket.codec or NONE,
+    )
 
 
 def refusal(name: str, error: TfpsError) -> Message:

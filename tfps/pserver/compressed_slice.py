@@ -18,7 +18,7 @@ from tfps.wire.shared_memory import Target
 
 
 class CompressedSlice(OwnedSlice):
-    """As `OwnedSlice`. The sum is encoded once, so that all ranks get the same bytes, by the thread that first sends it.
+    """As `OwnedSlice`. The thread that first sends the sum encodes it, once, so that all ranks get the same bytes.
 
     What that holds back is added to the next sum. A reply is whole (not encoded) and holds nothing back if the ranks
     collect what is held back, and in the last step of a slice that is cut anew.

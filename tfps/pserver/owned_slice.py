@@ -104,8 +104,8 @@ class OwnedSlice:
         expected = 0 if header.flags & EMPTY else round_.nbytes
         if len(payload) != expected or header.flags & (LAST | WHOLE):
             raise ProtocolError(
-                f"payload of {round_.label} must have {expected} bytes and no LAST or WHOLE flag, got {len(payload)} bytes and "
-                f"flags {header.flags}"
+                f"payload of {round_.label} must have {expected} bytes and no LAST or WHOLE flag, got {len(payload)} "
+                f"bytes and flags {header.flags}"
             )
         if target is not None:
             if target.place.nbytes != round_.nbytes:

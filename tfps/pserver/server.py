@@ -15,11 +15,9 @@ import grpc
 from google.protobuf.message import Message
 
 from tfps.config import Security
-from tfps.compression import NONE
 from tfps.errors import ClosedError, ConfigError, ConnectError, ProtocolError, PserverLostError, TfpsError
-from tfps.exchange.interface import BucketKind, BucketSpec
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver.calls import rank_of, refusal, until_broken
+from tfps.pserver.calls import rank_of, refusal, spec_of, until_broken
 from tfps.pserver.data_port import DataPort, Session
 from tfps.pserver.guard import Guard, Rate, parse
 from tfps.pserver.job import Job
@@ -265,20 +263,10 @@ class ParameterServer:
             self._joining.release()
 
     def _declare(self, request: pb.DeclareRequest, context: grpc.ServicerContext) -> pb.DeclareReply:
-        specs = [
-            BucketSpec(
-                names=tuple(b.names),
-                kind=cast("BucketKind", b.kind),
-                nbytes=b.nbytes,
-                dtype=b.dtype,
-                priority=b.priority,
-                occasional=b.occasional,
-                codec=b.codec or NONE,
-            )
-            for b in request.buckets
-        ]
         job = self._job_of(request.incarnation)
-        job.declare(request.rank, request.number, request.details, specs, _bounded(request.timeout_s))
+        job.declare(
+            request.rank, request.number, request.details, [*map(spec_of, request.buckets)], _bounded(request.timeout_s)
+        )
         return pb.DeclareReply()
 
     def _waiting(self, request: pb.WaitingRequest, context: grpc.ServicerContext) -> pb.WaitingReply:

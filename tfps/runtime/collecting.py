@@ -40,7 +40,8 @@ def collect(runtime: Runtime, held_back: HeldBack, buckets: Sequence[int]) -> di
     runtime.settle(runtime.wait_s)
     with indivisible(runtime.exchange, what):
         for bucket in buckets:
-            runtime.count_push(bucket)
+            with runtime._progress:
+                runtime._pushed[bucket] += 1  # so that later steps have the numbers of their rounds
             held_back.collect(bucket, taking(bucket))
         deadline_s = time.monotonic() + runtime.wait_s * 2  # the exchange fails earlier and says why
         while not wait(done, runtime.wait_s * 2):

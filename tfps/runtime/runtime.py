@@ -179,7 +179,9 @@ class Runtime:
 
         self._exchanged_now += 1
         begin = self.spans.now()
-        step = self.count_push(bucket)
+        with self._progress:
+            step = self._pushed[bucket]
+            self._pushed[bucket] += 1
         self.exchange.push(bucket, payload, on_reply)
         deadline_s = time.monotonic() + self.wait_s * 2  # the exchange fails earlier and says why
         while not wait(done, _TICK_S if tick else self.wait_s * 2) and time.monotonic() < deadline_s:
@@ -195,12 +197,6 @@ class Runtime:
             self.spans.ready(begin, bucket, spec, step, nbytes)
             self.spans.waited(begin, self.spans.now(), bucket, spec, step)
         return replies[0]
-
-    def count_push(self, bucket: int) -> int:
-        """Counts a round of `bucket`; returns its number."""
-        with self._progress:
-            self._pushed[bucket] += 1
-            return self._pushed[bucket] - 1
 
     def before_close(self, callback: Callable[[], None]) -> None:
         """Registers `callback` to be called when the runtime begins to close."""

@@ -137,9 +137,8 @@ class Emitter:
         state = self.state(graph)
         if any(noted.variable is variable for noted in state.noted.get(replica, ())):
             self._emit(graph, replica)  # the second update of a variable comes after its first
-        state.noted.setdefault(replica, []).append(
-            Noted(variable, function, tuple(arguments), reduced, self.compressing.codec(variable))
-        )
+        codec = self.compressing.codec(variable)
+        state.noted.setdefault(replica, []).append(Noted(variable, function, tuple(arguments), reduced, codec))
         noted = reduced.reduction.noted
         noted[id(graph)] += 1
         if noted[id(graph)] == reduced.reduction.size:

@@ -13,11 +13,10 @@ from tfps.compression import NONE
 from tfps.strategy.variables import GatedVariable
 
 _numbers = itertools.count(1)
+Codec = Callable[[GatedVariable], str]  # the name of its codec
 
 
-def group_gates(
-    variables: Iterable[GatedVariable], limit: int, codec: Callable[[GatedVariable], str] = lambda _: NONE
-) -> None:
+def group_gates(variables: Iterable[GatedVariable], limit: int, codec: Codec = lambda _: NONE) -> None:
     """Groups neighbors among `variables` (of an optimizer, in its order) up to `limit` bytes.
 
     A group is the same on all ranks: buckets depend on it. Whether its variables share a gate is this worker's own
@@ -32,9 +31,7 @@ def group_gates(
             group[0].share_gates_with(group[1:])
 
 
-def _groups(
-    variables: Iterable[GatedVariable], limit: int, codec: Callable[[GatedVariable], str]
-) -> Iterator[list[GatedVariable]]:
+def _groups(variables: Iterable[GatedVariable], limit: int, codec: Codec) -> Iterator[list[GatedVariable]]:
     def alike(variable: GatedVariable, other: GatedVariable) -> bool:
         return _alike(variable, other) and codec(variable) == codec(other)
 
