@@ -25,6 +25,16 @@ ROOT = Path(__file__).resolve().parent.parent
         ("window_bytes", True, "window_bytes must be a whole number of bytes or 'auto', got True"),
         ("policy", "lifo", "policy must be one of 'priority', 'fifo', got 'lifo'"),
         ("placement", "random", "placement must be one of 'balanced', 'round_robin', 'hash', got 'random'"),
+        ("compression", "gzip", "compression must be one of 'none', 'bfloat16', .*'topk:0.01', got 'gzip'"),
+        ("compression", "", "compression must be one of .* got ''"),
+        ("compression", 8, "compression must be a text or a mapping of patterns of names to codecs, got 8"),
+        ("compression", {"*": 8}, "compression must be a text or a mapping .* got {'\\*': 8}"),
+        ("compression", "int8,onebit", r"compression must name one codec for all other variables \('\*'\), got 'int8"),
+        ("compression", {"a,b": "int8"}, "a pattern of names in compression must have .* got 'a,b'"),
+        ("compression", "=int8", "a pattern of names in compression must have characters, .* got ''"),
+        ("compression", "topk", "topk must name the fraction that is sent, above 0 and at most 0.5, .* got 'topk'"),
+        ("compression", "topk:0.6", "topk must name the fraction .* got 'topk:0.6'"),
+        ("compression", "*/bias=topk:x", "topk must name the fraction .* got 'topk:x'"),
         ("deterministic", 1, "deterministic must be True or False, got 1"),
         ("staging_depth", 1, "staging_depth must be 0 .* or a whole number from 2, got 1"),
         ("staging_depth", True, "staging_depth must be 0 .* or a whole number from 2, got True"),
@@ -53,6 +63,18 @@ def test_explicit_arguments_win_over_the_environment_and_that_over_defaults() ->
     config = tfps.Config.from_environment(environment, slice_bytes=2000)
     own = {"slice_bytes": 2000, "policy": "fifo", "transport": "grpc", "deterministic": True, "step_timeout_s": 2.5}
     assert config == tfps.Config(**own)  # type: ignore[arg-type]
+
+
+def test_compression_has_one_spelling_and_exceptions_by_names() -> None:
+    config = tfps.Config(compression={"*/bias": "none", "*": "topk:0.010", "embed*": "bfloat16"})
+    assert config.compression == "topk:0.01,*/bias=none,embed*=bfloat16"
+    assert config == tfps.Config.from_environment({"TFPS_COMPRESSION": " topk:1e-2 , */bias = none,embed*=bfloat16"})
+    codec = config.compression_rules.codec
+    names = ["dense/kernel", "dense/bias", "embedding/table", "embedding/bias", "unembed"]
+    assert [codec(name) for name in names] == ["topk:0.01", "none", "bfloat16", "none", "topk:0.01"]
+    assert tfps.Config(compression="head/*=int8").compression_rules.codec("body/kernel") == "none"
+    assert tfps.Config().compression == "none"
+    assert dataclasses.replace(config, slice_bytes=64).compression == config.compression
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from typing import Literal
 
 import numpy as np
 
+from tfps.compression import LEAST_BYTES, NONE
 from tfps.config import MAX_SLICE_BYTES, Auto, Config
 from tfps.exchange.interface import BucketSpec, Reply
 from tfps.pserver import server
@@ -58,6 +59,7 @@ class Task:
     warmup_steps: int = 2
     steps: int = 6
     shared_memory: bool = True
+    compression: str = "none"
 
     @property
     def settings(self) -> Settings:
@@ -83,6 +85,7 @@ class Task:
     def config(self) -> Config:
         """Policies with barriers know neither slices nor windows nor priorities."""
         common: Options = {"step_timeout_s": 120, "shared_memory": self.shared_memory}
+        common["compression"] = self.compression
         if self.settings.barriers:
             return Config(MAX_SLICE_BYTES, UNLIMITED, "fifo", "round_robin", **common)
         policy: Literal["priority", "fifo"] = "priority" if self.policy == "priority" else "fifo"
@@ -107,10 +110,14 @@ class Emulation:
         workers, pservers: at most as many as hosts.
         part_bytes: the least that is handed to the kernel at a time, in place of tfps' own (`wire/pace.py`). Where
             bytes and bandwidth are divided by much, its 64 KiB would stand for megabytes in front of what is urgent.
+        apart: pservers have hosts of their own, behind the workers'.
     """
 
-    def __init__(self, hosts: Sequence[Host], workers: int, pservers: int, part_bytes: int = 0) -> None:
+    def __init__(
+        self, hosts: Sequence[Host], workers: int, pservers: int, part_bytes: int = 0, *, apart: bool = False
+    ) -> None:
         self._hosts, self._workers, self._pservers, self._part_bytes = hosts, workers, pservers, part_bytes
+        self._first = workers if apart else 0  # host of the first pserver
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Emulation:  # noqa: PYI034 (typing.Self is not in Python 3.10)
@@ -120,7 +127,7 @@ class Emulation:
             self._addresses, self._processes = {}, {}
             for hold, command in ((False, [*me, "pserver"] if self._part_bytes else cli), (True, [*me, "holding"])):
                 started = []
-                for host in self._hosts[: self._pservers]:
+                for host in self._hosts[self._first : self._first + self._pservers]:
                     options = [f"--host={host.address}", "--port=0", f"--workers={self._workers}", "--insecure"]
                     started.append(stack.enter_context(_start(host, [*command, *options])))
                 self._addresses[hold] = [children.answer(process, _START_S).split()[3] for process in started]
@@ -195,8 +202,9 @@ class Trainer:
             sizes = [p.nbytes for p in pieces] if task.settings.barriers else [sum(p.nbytes for p in pieces)]
             self._buckets.append(list(range(len(specs), len(specs) + len(sizes))))
             for nbytes in sizes:
-                self._payloads[len(specs)] = np.ones(nbytes // 4, np.float32)
-                specs.append(BucketSpec((f"b{number}.{len(specs)}",), "sum", nbytes, "float32", number))
+                codec = task.compression if nbytes >= LEAST_BYTES else NONE
+                self._payloads[len(specs)] = _payload(nbytes // 4, codec)
+                specs.append(BucketSpec((f"b{number}.{len(specs)}",), "sum", nbytes, "float32", number, codec=codec))
         worker.declare(specs)
         self._ready_after = {min(members): bucket for bucket, members in enumerate(plan.layers)}  # in backward
         self._needed_by = {layer: bucket for bucket, members in enumerate(plan.layers) for layer in members}
@@ -271,6 +279,13 @@ class Trainer:
             "step_s": np.diff(starts[first:]).tolist(),
             "wait_s": (waits[-1] - waits[first]) / self._task.steps,
         }
+
+
+def _payload(items: int, codec: str) -> Array:
+    """A gradient; noise where it matters what is in it."""
+    if codec == NONE:
+        return np.ones(items, np.float32)
+    return np.random.default_rng(items).standard_normal(items, np.float32)
 
 
 def _work(order: dict[str, Json]) -> dict[str, Json]:

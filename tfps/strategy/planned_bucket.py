@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfps.compression import LEAST_BYTES, NONE
+from tfps import compression
 from tfps.exchange.interface import BucketKind, BucketSpec
 from tfps.graph import ops as graph_ops
 from tfps.graph.ops import Gate
@@ -52,7 +52,7 @@ class PlannedBucket:
             nbytes=nbytes,
             dtype="uint8" if first.sparse else first.dtype.name,
             priority=min(order.get(each, len(order)) for each in self.ids),
-            codec=first.codec if nbytes >= LEAST_BYTES else NONE,
+            codec=first.codec if nbytes >= compression.LEAST_BYTES else compression.NONE,
         )
         self.key = ("update", kind, first.dtype, *self.ids)
         self.deferral = Deferral(self.variables, graph)

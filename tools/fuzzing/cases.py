@@ -123,6 +123,7 @@ class Place:
     staging: int = 2
     deterministic: bool = False
     sockets: bool = False
+    compression: str = "no compression"
     own_folders: bool = False
     own_initial_values: bool = False
 

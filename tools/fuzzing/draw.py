@@ -35,6 +35,7 @@ _METRICS = {
     "binary": ["BinaryAccuracy", "AUC", "Precision", "F1Score"],
     "classes": ["accuracy", "TopK", "SparseCategoricalCrossentropy", "MeanIoU"],
 }
+COMPRESSION = ("bfloat16", "float16", "int8", "topk:0.1", "onebit", "int8,*/bias=none")
 _OF_ROWS = {"R2Score", "F1Score", "MeanIoU"}  # metrics that take one output per row
 
 _T = TypeVar("_T")
@@ -43,8 +44,9 @@ _T = TypeVar("_T")
 class Drawing:
     """Draws values, none of which is in `without`."""
 
-    def __init__(self, numbers: random.Random, without: Collection[str]) -> None:
+    def __init__(self, numbers: random.Random, without: Collection[str], compressed: int = 6) -> None:
         self._random, self._without = numbers, frozenset(without)
+        self.compressed = compressed  # once in so many times with pservers
 
     def one(self, values: Iterable[_T]) -> _T:
         return self._random.choice([value for value in values if value not in self._without])
@@ -61,11 +63,14 @@ class Drawing:
         return self._random.randint(least, most)
 
 
-def draw(seed: str, workers: tuple[int, ...] = (1, 2, 3), without: Collection[str] = ()) -> Case:
-    """The case of `seed` for some of these numbers of workers; no feature, nor "a + b" of several, is in `without`."""
+def draw(seed: str, workers: tuple[int, ...] = (1, 2, 3), without: Collection[str] = (), compressed: int = 6) -> Case:
+    """The case of `seed` for some of these numbers of workers; no feature, nor "a + b" of several, is in `without`.
+
+    `compressed`: once in so many times a case with pservers compresses.
+    """
     numbers = random.Random(seed)
     while True:
-        case = _drawn(Drawing(numbers, without), workers)
+        case = _drawn(Drawing(numbers, without, compressed), workers)
         if usable(case, without):
             return case
 
@@ -118,6 +123,7 @@ def _place(d: Drawing, workers: tuple[int, ...]) -> Place:
         staging=d.one([2, 0, 3]) if d.rarely("staging") else 2,
         deterministic=d.rarely("deterministic"),
         sockets=bool(pservers) and d.rarely("sockets"),
+        compression=d.one(COMPRESSION) if pservers and d.rarely("compression", d.compressed) else "no compression",
         own_folders=count > 1 and d.rarely("own_folders"),
         own_initial_values=count > 1 and d.rarely("own_initial_values"),
     )

@@ -33,6 +33,7 @@ class Session:
         most_cases: as `minutes`, and repeatable.
         without: features that are not drawn.
         folder: programs that fail are written there.
+        compressed: once in so many times a case with pservers compresses.
         change: puts a fault into the program of a rank (`runner.run`).
         say: takes lines of progress.
     """
@@ -44,6 +45,7 @@ class Session:
     without: Collection[str] = ()
     folder: pathlib.Path | None = None
     shrink_s: float = 240.0
+    compressed: int = 6
     change: Change = unchanged
     say: Callable[[str], None] = print
     ran: Counter[str] = field(default_factory=Counter)  # by how they ended
@@ -60,7 +62,7 @@ class Session:
             for number in itertools.count():
                 if self._is_over():
                     return
-                self._try(draw(f"{self.seed} {number}", self.workers, self.without), processes)
+                self._try(draw(f"{self.seed} {number}", self.workers, self.without, self.compressed), processes)
 
     def _is_over(self) -> bool:
         return time.monotonic() - self._start > self.minutes * 60 or sum(self.ran.values()) >= self.most_cases

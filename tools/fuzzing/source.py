@@ -160,7 +160,7 @@ def _main(case: Case) -> str:
 
 
 def _strategies(case: Case, reference: str) -> str:
-    place = case.place
+    place, small = case.place, ""
     settings = ["step_timeout_s=300.0", "connect_timeout_s=300.0"]
     if place.slices == "small slices":
         settings.append("slice_bytes=64, window_bytes=128")
@@ -170,6 +170,9 @@ def _strategies(case: Case, reference: str) -> str:
         settings.append("deterministic=True")
     if place.sockets:
         settings.append("shared_memory=False")
+    if place.compression != "no compression":
+        settings.append(f"compression={place.compression!r}")
+        small = "    tfps.compression.LEAST_BYTES = 0  # buckets here are small\n"
     devices = [f"CPU:{device}" for device in range(place.devices)]
     everywhere = [f"CPU:{device}" for device in range(case.replicas)]
     other = f"tf.distribute.MirroredStrategy({everywhere})" if reference == "mirrored" else "None"
@@ -177,7 +180,7 @@ def _strategies(case: Case, reference: str) -> str:
 
 def strategy():
     """Where it runs under tfps."""
-    return tfps.Strategy(devices={devices}, config=tfps.Config({", ".join(settings)}))
+{small}    return tfps.Strategy(devices={devices}, config=tfps.Config({", ".join(settings)}))
 
 
 def reference():

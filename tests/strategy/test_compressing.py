@@ -1,0 +1,154 @@
+"""Which gradients are compressed, over real pservers with one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import training
+
+import tfps
+from tfps.compression import LEAST_BYTES
+from tfps.errors import TfpsError
+from tfps.pserver.server import ParameterServer
+
+Start = Callable[..., tfps.Strategy]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts strategies with one worker and two pservers."""
+    servers: list[ParameterServer] = []
+    strategies: list[tfps.Strategy] = []
+
+    def started(**config: object) -> tfps.Strategy:
+        servers.extend(ParameterServer("127.0.0.1", 0, workers=1) for _ in range(2))
+        addresses = [server.address for server in servers[-2:]]
+        strategies.append(tfps.Strategy(addresses, config=tfps.Config(slice_bytes=8192, **config)))
+        return strategies[-1]
+
+    yield started
+    for strategy in strategies:
+        strategy.close()
+    for server in servers:
+        server.stop()
+
+
+def codecs_of(strategy: tfps.Strategy) -> dict[str, str]:
+    """The codec of each variable's bucket."""
+    worker = strategy._runtime.exchange
+    found = {}
+    for bucket in worker._buckets:  # type: ignore[attr-defined]
+        if bucket.spec.kind == "sum" and not bucket.spec.occasional:
+            found |= {name.split("/", 1)[-1]: bucket.spec.codec for name in bucket.spec.names}
+    return found
+
+
+def fitted(strategy: tfps.Strategy, *layers: keras.layers.Layer, epochs: int = 1, **options: object) -> keras.Model:
+    x, y = training.digits()
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input((64,)), *layers])
+        options.setdefault("optimizer", keras.optimizers.SGD(0.05))
+        model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
+    model.fit(x, y, batch_size=64, epochs=epochs, verbose=0, shuffle=False)
+    return model
+
+
+def wide(name: str, **options: object) -> keras.layers.Layer:
+    return keras.layers.Dense(128, activation="relu", name=name, **options)
+
+
+def test_large_float_buckets_are_compressed_others_and_exceptions_are_not(start: Start) -> None:
+    strategy = start(compression={"*": "int8", "second/*": "bfloat16", "third/kernel": "none"})
+    fitted(strategy, wide("first"), wide("second"), wide("third"), keras.layers.Dense(10, name="last"))
+    codecs = codecs_of(strategy)
+    assert codecs["first/kernel"] == "int8"
+    assert codecs["second/kernel"] == "bfloat16"
+    assert codecs["third/kernel"] == "none"
+    assert codecs["last/bias"] == "none" or codecs["last/bias"] == codecs["first/kernel"]  # alone it is too small
+    for bucket in strategy._runtime.exchange._buckets:  # type: ignore[attr-defined]
+        assert bucket.spec.codec == "none" or bucket.spec.nbytes >= LEAST_BYTES
+
+
+def test_sparse_double_and_integer_values_travel_as_they_are(start: Start) -> None:
+    strategy = start(compression="int8")
+    layers = [
+        keras.layers.Embedding(5000, 8, name="words"),
+        keras.layers.Flatten(),
+        wide("double", dtype="float64"),
+        keras.layers.Dense(10, name="last"),
+    ]
+    fitted(strategy, *layers)
+    codecs = codecs_of(strategy)
+    assert codecs["double/kernel"] == "none"
+    assert "words/embeddings" not in codecs  # gathered
+    total = strategy.reduce("SUM", tf.ones([10_000]), axis=None)
+    assert total.numpy().tolist() == [1.0] * 10_000
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_half_precision_gradients_travel_as_they_are_in_their_own_codec(start: Start, half: str) -> None:
+    """Then nothing is rounded: with one worker, the weights are bitwise those of no compression."""
+    ends = []
+    for compression in ("none", half):
+        keras.utils.set_random_seed(3)
+        strategy = start(compression=compression)
+        model = fitted(strategy, wide("first", dtype=half), keras.layers.Dense(10, dtype=half, name="last"))
+        ends.append(b"".join(np.asarray(weight).tobytes() for weight in model.get_weights()))
+        assert codecs_of(strategy)["first/kernel"] == compression
+    assert ends[0] == ends[1]
+
+
+def test_without_pservers_nothing_is_compressed() -> None:
+    ends = []
+    for compression in ("none", "onebit"):
+        keras.utils.set_random_seed(3)
+        strategy = tfps.Strategy(config=tfps.Config(compression=compression))
+        ends.append([each.tobytes() for each in fitted(strategy, wide("first")).get_weights()])
+        strategy.close()
+    assert ends[0] == ends[1]
+
+
+def test_gradients_that_the_program_computes_with_travel_uncompressed_and_that_is_said(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = start(compression="int8")
+    fitted(strategy, wide("first"), optimizer=keras.optimizers.SGD(0.05, global_clipnorm=1.0))
+    said = [record.getMessage() for record in caplog.records if "is not compressed" in record.getMessage()]
+    assert codecs_of(strategy).get("first/kernel", "none") == "none"
+    assert said
+    assert "global_clipnorm" in said[0]
+
+
+def test_a_report_has_both_raw_and_sent_bytes(start: Start) -> None:
+    strategy = start(compression="int8")
+    fitted(strategy, wide("first"), wide("second"), epochs=2)
+    report = strategy.report()
+    assert 0.25 < report.sent_bytes / report.step_bytes < 0.3
+    assert "compressed: a step sends" in str(report)
+    strategy = start()
+    fitted(strategy, wide("first"), wide("second"), epochs=2)
+    report = strategy.report()
+    assert report.sent_bytes == report.step_bytes
+    assert "compressed" not in str(report)
+
+
+def test_a_gradient_that_is_not_finite_is_seen(start: Start) -> None:
+    for codec in ("bfloat16", "float16", "int8", "topk:0.01", "onebit"):
+        strategy = start(compression=codec)
+        x, y = training.digits()
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Input((64,)), wide("first"), keras.layers.Dense(10)])
+            model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        x[0, 0] = np.nan
+        model.fit(x[:64], y[:64], batch_size=64, epochs=1, verbose=0)
+        assert np.isnan(model.get_weights()[0]).any(), codec
+
+
+def test_a_strategy_with_other_compression_is_refused_while_one_is_open(start: Start) -> None:
+    strategy = start(compression="int8")
+    with pytest.raises(TfpsError, match="other settings"):
+        tfps.Strategy(list(strategy.pservers), config=tfps.Config(compression="onebit", slice_bytes=8192))
