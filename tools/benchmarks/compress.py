@@ -3,16 +3,18 @@
 First the codecs alone, on slices of 1 MiB of noise, with error feedback where there is any: CPU seconds per GB of
 gradients that are encoded, and that are decoded and added.
 
-Then steps of an MLP of 12.61 million float32 parameters (50.4 MB: three dense layers of 2048 on 2048 inputs, one of 10),
-with each codec in turn, interleaved: 2 workers and 2 pservers on emulated hosts of their own. In one form the layers
-sleep (30 ms in all) instead of computing; in the other Keras trains it with SGD and batch 4, as in `peers`, on the same
-processors as all hosts, so that computing and not the network may be the limit.
+Then steps of an MLP of 12.61 million float32 parameters (50.4 MB: three dense layers of 2048 on 2048 inputs, one of
+10), with each codec in turn, interleaved: 2 workers and 2 pservers on emulated hosts of their own. In one form the
+layers sleep (30 ms in all) instead of computing; in the other Keras trains it with SGD and batch 4, as in `peers`, on
+the same processors as all hosts, so that computing and not the network may be the limit.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -53,23 +55,21 @@ def speeds(at_least_s: float) -> list[dict[str, Json]]:
             continue
         held, total = np.zeros_like(values), np.zeros_like(values)
         data = codec.encode(values, held)
-        encode_s = _cpu_s_per_gb(lambda: codec.encode(values, held), at_least_s)
-        decode_s = _cpu_s_per_gb(lambda: codec.decode(data, total), at_least_s)
-        add_s = _cpu_s_per_gb(lambda: codec.decode(data, total, add=True), at_least_s)
+        encode_s = _cpu_s_per_gb(partial(codec.encode, values, held), at_least_s)
+        decode_s = _cpu_s_per_gb(partial(codec.decode, data, total), at_least_s)
+        add_s = _cpu_s_per_gb(partial(codec.decode, data, total, add=True), at_least_s)
         found.append({"what": "codec", "codec": name, "encode_s": encode_s, "decode_s": decode_s, "add_s": add_s})
-        print(
-            f"{name:10} CPU s/GB: encode {encode_s:.2f}, decode {decode_s:.2f}, decode and add {add_s:.2f}", flush=True
-        )
+        print(f"{name:10} CPU s/GB: encode {encode_s:.2f}, decode {decode_s:.2f}, and add {add_s:.2f}", flush=True)
     return found
 
 
-def _cpu_s_per_gb(call: object, at_least_s: float) -> float:
+def _cpu_s_per_gb(call: Callable[[], object], at_least_s: float) -> float:
     """The best of five, each of `at_least_s` / 5."""
     best = float("inf")
     for _ in range(5):
         began_s, count = time.thread_time(), 0
         while (passed_s := time.thread_time() - began_s) < at_least_s / 5:
-            call()  # type: ignore[operator]
+            call()
             count += 1
         best = min(best, passed_s / count)
     return best / (SLICE_ITEMS * ITEM_BYTES / 1e9)
