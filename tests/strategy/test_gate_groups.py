@@ -49,6 +49,13 @@ def test_dtypes_do_not_mix_and_embeddings_keep_their_own(strategy: tfps.Strategy
     assert gates(variables) == [0, 0, 2, 3, 3, 5, 5]
 
 
+def test_codecs_do_not_mix(strategy: tfps.Strategy) -> None:
+    """They are in different buckets, and one that waits for the other's gate would wait for its exchange."""
+    variables = [*made(strategy, 10, 10), *made(strategy, 10, name="bias"), *made(strategy, 10)]
+    group_gates(variables, LIMIT, lambda variable: "none" if "bias" in variable.name else "int8")
+    assert gates(variables) == [0, 0, 2, 3]
+
+
 def test_a_second_optimizer_changes_no_group(strategy: tfps.Strategy) -> None:
     variables = made(strategy, 10, 10, 10)
     group_gates(variables[:2], LIMIT)

@@ -81,6 +81,16 @@ def test_one_replica_is_compared_bitwise_and_several_within_rounding(change: flo
     assert (oracle.with_reference(near, FOUND, Judgement.of(Case()))[0] is None) is one
 
 
+def test_compressed_programs_are_compared_between_ranks_only() -> None:
+    place = dataclasses.replace(TWO, pservers=1, compression="int8")
+    assert Judgement.of(Case(place=place)).reference == oracle.NOTHING
+    assert "int8" in features(Case(place=place))
+    assert "compression='int8'" in program(Case(place=place))
+    chosen = [draw(f"x {number}", workers=(2,), compressed=1).place.compression for number in range(30)]
+    assert len(set(chosen)) > 4
+    assert "no compression" not in chosen
+
+
 def test_slots_are_measured_by_the_largest_slot_of_all_variables() -> None:
     plain = {"optimizer kernel_average/0/0": np.float32(0.5), "optimizer bias_average/0/1": np.float32(0.0)}
     judgement = Judgement.of(Case(place=TWO))
