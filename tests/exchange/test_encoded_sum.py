@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from tfps.errors import ProtocolError
-from tfps.exchange.codecs import codec_of
+from tfps.exchange.codecs import known
 from tfps.exchange.encoded_sum import EncodedSumRound
 
 ITEMS = 700
-INT8 = codec_of("int8")
-assert INT8 is not None
+INT8 = known("int8")
 VALUES = [np.random.default_rng(seed).normal(size=ITEMS).astype(np.float32) for seed in range(3)]
 PARTS = [INT8.encode(values) for values in VALUES]
 

@@ -13,6 +13,7 @@ from program import BATCH, Job, Results, data, weights
 from programs_saving import OPTIONS, Interrupt
 
 import tfps
+from tfps.strategy.compressing import Compressing
 from tfps.types import Model, Value
 
 
@@ -59,7 +60,8 @@ def accumulated(job: Job) -> Results:
 def _held(job: Job, model: Model) -> dict[int, np.ndarray]:
     assert job.strategy is not None
     job.strategy.combine()
-    return job.strategy.extended.compressing.held([each.value for each in model.trainable_variables])
+    compressing: Compressing = job.strategy.extended.compressing
+    return compressing.held([each.value for each in model.trainable_variables])
 
 
 def checkpointed(job: Job) -> Results:

@@ -24,12 +24,12 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 def run(
-    folder: Path, names: list[str], compression: str, workers: int = 2, pservers: int = 2, **settings: str
+    folder: Path, names: list[str], compression: str, workers: int = 2, pservers: int = 2, **more: str
 ) -> list[dict[str, dict[str, Value]]]:
     """What each rank's programs end with."""
     servers = [ParameterServer("127.0.0.1", 0, workers=workers) for _ in range(pservers)]
     arguments = [str(folder), *(f"programs_compression.{name}" for name in names)]
-    settings = {**SMALL, "TFPS_COMPRESSION": compression, **settings}
+    settings = {**SMALL, "TFPS_COMPRESSION": compression, **more}
     try:
         addresses = [server.address for server in servers]
         with processes.started("program.py", addresses, workers, [arguments] * workers, **settings) as running:
@@ -55,7 +55,7 @@ def check(ranks: list[dict[str, dict[str, Value]]]) -> None:
 )
 def test_ranks_end_bitwise_equal_and_near_no_compression(codec: str, tmp_path: Path) -> None:
     programs = ["trained", "uneven", "accumulated"]
-    found = run(tmp_path / "codec", programs, codec, **{"DEVICES": "2"} if codec == "onebit" else {})
+    found = run(tmp_path / "codec", programs, codec, DEVICES="2" if codec == "onebit" else "1")
     check(found)
     loss = found[0]["trained"]["loss"]
     plain = run(tmp_path / "plain", ["trained"], "none")[0]["trained"]["loss"]
@@ -74,13 +74,13 @@ def test_checkpoints_hold_what_is_held_back_and_go_on_bitwise(codec: str, tmp_pa
 @pytest.mark.parametrize(("workers", "pservers"), [(1, 1), (3, 1), (2, 3)])
 def test_a_checkpoint_is_restored_in_a_job_of_another_size(workers: int, pservers: int, tmp_path: Path) -> None:
     """All that was held back is there again, on rank 0."""
-    where = {"CHECKPOINT": str(tmp_path / "checkpoint")}
-    one = run(tmp_path / "one", ["written"], "onebit", **where)
+    where = str(tmp_path / "checkpoint")
+    one = run(tmp_path / "one", ["written"], "onebit", CHECKPOINT=where)
     check(one)
-    other = run(tmp_path / "other", ["read"], "onebit", workers=workers, pservers=pservers, **where)
+    other = run(tmp_path / "other", ["read"], "onebit", workers=workers, pservers=pservers, CHECKPOINT=where)
     check(other)
     assert other[0]["read"]["ranks held"].tobytes() == one[0]["written"]["ranks held"].tobytes()
-    assert run(tmp_path / "none", ["read"], "int8", **where)[0]["read"].keys() == {"ranks held"}
+    assert run(tmp_path / "none", ["read"], "int8", CHECKPOINT=where)[0]["read"].keys() == {"ranks held"}
 
 
 def accuracy(codec: str, program: Path) -> float:

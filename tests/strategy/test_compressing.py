@@ -14,6 +14,7 @@ import tfps
 from tfps.compression import LEAST_BYTES
 from tfps.errors import TfpsError
 from tfps.pserver.server import ParameterServer
+from tfps.types import Argument
 
 Start = Callable[..., tfps.Strategy]
 
@@ -24,7 +25,7 @@ def start() -> Iterator[Start]:
     servers: list[ParameterServer] = []
     strategies: list[tfps.Strategy] = []
 
-    def started(**config: object) -> tfps.Strategy:
+    def started(**config: Argument) -> tfps.Strategy:
         servers.extend(ParameterServer("127.0.0.1", 0, workers=1) for _ in range(2))
         addresses = [server.address for server in servers[-2:]]
         strategies.append(tfps.Strategy(addresses, config=tfps.Config(slice_bytes=8192, **config)))
@@ -40,14 +41,14 @@ def start() -> Iterator[Start]:
 def codecs_of(strategy: tfps.Strategy) -> dict[str, str]:
     """The codec of each variable's bucket."""
     worker = strategy._runtime.exchange
-    found = {}
+    found: dict[str, str] = {}
     for bucket in worker._buckets:  # type: ignore[attr-defined]
         if bucket.spec.kind == "sum" and not bucket.spec.occasional:
             found |= {name.split("/", 1)[-1]: bucket.spec.codec for name in bucket.spec.names}
     return found
 
 
-def fitted(strategy: tfps.Strategy, *layers: keras.layers.Layer, epochs: int = 1, **options: object) -> keras.Model:
+def fitted(strategy: tfps.Strategy, *layers: keras.layers.Layer, epochs: int = 1, **options: Argument) -> keras.Model:
     x, y = training.digits()
     with strategy.scope():
         model = keras.Sequential([keras.layers.Input((64,)), *layers])
@@ -57,7 +58,7 @@ def fitted(strategy: tfps.Strategy, *layers: keras.layers.Layer, epochs: int = 1
     return model
 
 
-def wide(name: str, **options: object) -> keras.layers.Layer:
+def wide(name: str, **options: Argument) -> keras.layers.Layer:
     return keras.layers.Dense(128, activation="relu", name=name, **options)
 
 

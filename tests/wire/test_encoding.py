@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 from jobs import together
 
-from tfps.exchange.codecs import codec_of
+from tfps.exchange.codecs import known
 from tfps.trace.recorder import Recorder
 from tfps.wire.encoding import Encoding
 from tfps.wire.frames import Header, Kind
 from tfps.wire.send_queue import Outgoing, SendQueue
 
-INT8 = codec_of("int8")
-assert INT8 is not None
+INT8 = known("int8")
 
 
 def encoding(count: int = 1000) -> tuple[Encoding, np.ndarray]:
@@ -45,7 +44,9 @@ def test_nothing_is_encoded_before_it_is_sent() -> None:
     assert [each.made for each in made] == [False, False, False, True]  # the most urgent
     taken = queue.take_parts(100)
     assert taken is not None
-    assert [(part.item.encoding, part.begin, part.end) for part in taken] == [(made[3], 0, 100)]
+    ((item, _, begin, end),) = taken
+    assert isinstance(item, Outgoing)
+    assert (item.encoding, begin, end) == (made[3], 0, 100)
     queue.prepare()
     queue.prepare()
     assert [each.made for each in made] == [False, False, True, True]  # one ahead

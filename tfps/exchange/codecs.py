@@ -30,7 +30,7 @@ from tfps.types import Array
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
-PIECE = 32 * 1024  # numbers that are worked on at a time: 128 KiB; a multiple of all blocks
+PIECE = 64 * 1024  # numbers that are worked on at a time: 256 KiB; a multiple of all blocks
 INT8_BLOCK, SIGN_BLOCK = 256, 1024  # numbers that share a scale
 ITEM_BYTES = 4  # of a number that is not encoded
 _LEAST_PEAK = 1e-30  # a block that has nothing larger is sent as zeros: 1 / scale would not be finite
@@ -353,6 +353,18 @@ def codec_of(name: str) -> Codec | None:
     if (fraction := kept_fraction(name)) is not None:
         return _TopK(fraction)
     raise ConfigError(f"codec must be one of none, {', '.join(_PLAIN)}, topk:0.01, got {name!r}")
+
+
+def known(name: str) -> Codec:
+    """As `codec_of`, for a name that is not "none".
+
+    Raises:
+        ConfigError: there is no such codec.
+    """
+    codec = codec_of(name)
+    if codec is None:
+        raise ConfigError(f"codec must not be {NONE!r} here")
+    return codec
 
 
 def sent_bytes(codec: str, nbytes: int) -> int:

@@ -19,7 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfps.types import Array, Callback, Logs, Model, Optimizer, Variable
+from tfps.types import Argument, Array, Callback, Logs, Model, Optimizer, Variable
 
 logger = logging.getLogger("tfps")
 _FILE = "tfps_error_feedback.npz"
@@ -111,7 +111,7 @@ def _back_up(strategy_of: Callable[[Model], tf.distribute.Strategy | None]) -> N
         compressing = strategy.extended.compressing
         compressing.collect()
         if strategy.rank == 0:
-            step = np.int64(self.model.optimizer.iterations.numpy())
+            step = int(self.model.optimizer.iterations.numpy())
             path = _path(self)
             with tf.io.gfile.GFile(f"{path}.part", "wb") as file:
                 file.write(_packed(compressing.held(_variables(self.model)), step))
@@ -131,7 +131,9 @@ def _variables(model: Model) -> list[Variable]:
 
 def _packed(values: Mapping[int, Array], iterations: int = 0) -> bytes:
     content = io.BytesIO()
-    np.savez(content, **{_ITERATIONS: np.int64(iterations)}, **{str(place): value for place, value in values.items()})
+    arrays: dict[str, Argument] = {_ITERATIONS: np.int64(iterations)}
+    arrays |= {str(place): value for place, value in values.items()}
+    np.savez(content, **arrays)
     return content.getvalue()
 
 

@@ -6,20 +6,22 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Bucket(_message.Message):
-    __slots__ = ["dtype", "kind", "names", "nbytes", "occasional", "priority"]
+    __slots__ = ["codec", "dtype", "kind", "names", "nbytes", "occasional", "priority"]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     OCCASIONAL_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    codec: str
     dtype: str
     kind: str
     names: _containers.RepeatedScalarFieldContainer[str]
     nbytes: int
     occasional: bool
     priority: int
-    def __init__(self, names: _Optional[_Iterable[str]] = ..., kind: _Optional[str] = ..., nbytes: _Optional[int] = ..., dtype: _Optional[str] = ..., priority: _Optional[int] = ..., occasional: bool = ...) -> None: ...
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., kind: _Optional[str] = ..., nbytes: _Optional[int] = ..., dtype: _Optional[str] = ..., priority: _Optional[int] = ..., occasional: bool = ..., codec: _Optional[str] = ...) -> None: ...
 
 class ClockReply(_message.Message):
     __slots__ = ["failure", "time_ns", "wall_ns"]
@@ -256,18 +258,20 @@ class Records(_message.Message):
     def __init__(self, pserver: bool = ..., number: _Optional[int] = ..., host: _Optional[str] = ..., clock_offset_ns: _Optional[int] = ..., clock_error_ns: _Optional[int] = ..., records: _Optional[bytes] = ..., full: bool = ..., last: bool = ...) -> None: ...
 
 class Settings(_message.Message):
-    __slots__ = ["deterministic", "placement", "policy", "slice_bytes", "window_bytes"]
+    __slots__ = ["compression", "deterministic", "placement", "policy", "slice_bytes", "window_bytes"]
+    COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     SLICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     WINDOW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    compression: str
     deterministic: bool
     placement: str
     policy: str
     slice_bytes: int
     window_bytes: int
-    def __init__(self, slice_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., placement: _Optional[str] = ..., deterministic: bool = ...) -> None: ...
+    def __init__(self, slice_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., placement: _Optional[str] = ..., deterministic: bool = ..., compression: _Optional[str] = ...) -> None: ...
 
 class SharedMemory(_message.Message):
     __slots__ = ["fd", "host", "secret"]

@@ -104,16 +104,17 @@ class Shard:
 
     def _slices(self, spec: BucketSpec, cutting: Cutting) -> dict[int, OwnedSlice]:
         """The slices of a sum that this pserver owns."""
-        owned = {}
+        owned: dict[int, OwnedSlice] = {}
         dtype, deterministic, codec = parse_dtype(spec.dtype), self.config.deterministic, codec_of(spec.codec)
         for index, (piece, owner) in enumerate(zip(cutting.slices, cutting.owners, strict=True)):
             if owner == self.index:
                 label = f"slice {index} of bucket '{spec.name}'"
                 if codec is not None:
                     encoded = EncodedSumRound(label, self._workers, piece.nbytes, deterministic, codec)
-                    owned[index] = item = CompressedSlice(self._recorder, codec, encoded)
+                    item: OwnedSlice = CompressedSlice(self._recorder, codec, encoded)
                 else:
-                    owned[index] = item = OwnedSlice(self._recorder)
+                    item = OwnedSlice(self._recorder)
                     item.round = SumRound(label, self._workers, dtype, piece.nbytes, deterministic)
                 item.round.step = cutting.step
+                owned[index] = item
         return owned

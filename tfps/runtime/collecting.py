@@ -16,7 +16,7 @@ from tfps.exchange.codecs import Floats
 from tfps.exchange.interface import OnReply, Reply
 from tfps.runtime.interrupts import indivisible, wait
 from tfps.runtime.runtime import Runtime
-from tfps.worker.compressed import HeldBack
+from tfps.worker.held_back import HeldBack
 
 
 def collect(runtime: Runtime, held_back: HeldBack, buckets: Sequence[int]) -> dict[int, Floats]:

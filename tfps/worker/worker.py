@@ -38,8 +38,8 @@ from tfps.wire.stream import WorkerStream
 from tfps.wire.tcp_path import open_path
 from tfps.worker.assembly import named
 from tfps.worker.bucket import Push, PushedBucket
-from tfps.worker.compressed import HeldBack
 from tfps.worker.declaring import Declarations
+from tfps.worker.held_back import HeldBack
 from tfps.worker.incoming import Incoming
 from tfps.worker.joining import join, leave
 from tfps.worker.links import Links
