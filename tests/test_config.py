@@ -70,8 +70,9 @@ def test_compression_has_one_spelling_and_exceptions_by_names() -> None:
     assert config.compression == "topk:0.01,*/bias=none,embed*=bfloat16"
     assert config == tfps.Config.from_environment({"TFPS_COMPRESSION": " topk:1e-2 , */bias = none,embed*=bfloat16"})
     codec = config.compression_rules.codec
-    names = ["dense/kernel", "dense/bias", "embedding/table", "embedding/bias", "unembed"]
-    assert [codec(name) for name in names] == ["topk:0.01", "none", "bfloat16", "none", "topk:0.01"]
+    names = ["dense/kernel", "dense/bias", "embedding/table", "model/embedding/bias", "model/embed/table", "unembed"]
+    assert [codec(n) for n in names] == ["topk:0.01", "none", "bfloat16", "none", "bfloat16", "topk:0.01"]
+    assert tfps.Config(compression={"bias": "int8"}).compression_rules.codec("model/dense/bias") == "int8"
     assert tfps.Config(compression="head/*=int8").compression_rules.codec("body/kernel") == "none"
     assert tfps.Config().compression == "none"
     assert dataclasses.replace(config, slice_bytes=64).compression == config.compression

@@ -30,8 +30,8 @@ class Rules(NamedTuple):
     exceptions: tuple[tuple[str, str], ...] = ()
 
     def codec(self, name: str) -> str:
-        """The codec for the variable `name`."""
-        return next((codec for pattern, codec in self.exceptions if fnmatchcase(name, pattern)), self.default)
+        """The codec for the variable `name`. A pattern matches all of it, or its end from a "/" on."""
+        return next((codec for pattern, codec in self.exceptions if _matches(name, pattern)), self.default)
 
     @property
     def codecs(self) -> set[str]:
@@ -66,7 +66,7 @@ def kept_fraction(codec: str) -> float | None:
 def parse(value: object) -> Rules:
     """Reads `Config.compression`: a codec ("int8"), or one and exceptions, as a text or as a mapping.
 
-    `"int8,*/bias=none"` and `{"*": "int8", "*/bias": "none"}` are the same.
+    `"int8,bias=none"` and `{"*": "int8", "bias": "none"}` are the same.
 
     Raises:
         ConfigError: it is malformed.
@@ -88,6 +88,10 @@ def parse(value: object) -> Rules:
             )
     exceptions = tuple((pattern, _checked(codec)) for pattern, codec in pairs if pattern != "*")
     return Rules(_checked(defaults[0]) if defaults else NONE, exceptions)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*/{pattern}")
 
 
 def _checked(codec: str) -> str:

@@ -50,7 +50,7 @@ class Config:
             `"auto"` uses TCP, or gRPC if the data port is unreachable. Workers may differ in it.
         compression: codec of gradients and of their sums on the wire: `"none"`, `"bfloat16"`, `"float16"`, `"int8"`,
             `"topk:0.01"` (the largest hundredth), `"onebit"`; the last three with error feedback. With exceptions by
-            names of variables, `{"*": "int8", "*/bias": "none"}` or `"int8,*/bias=none"`. See docs/compression.md.
+            names of variables, `{"*": "int8", "bias": "none"}` or `"int8,bias=none"`. See docs/compression.md.
         check_every: interval in steps at which workers compare values that must be equal: each weight once per
             interval; learning rate and step counter of each step, all together once per interval. 0: never.
         connect_timeout_s: seconds to wait for pservers to answer and for all workers to join.

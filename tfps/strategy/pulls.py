@@ -108,8 +108,7 @@ def _declare(pulls: Iterable[_TracedPull]) -> None:
 @functools.cache
 def _say_uncompressed(name: str) -> None:
     logger.warning(
-        "tfps: %s is not compressed: the program computes with the sum (a norm over all gradients, as global_clipnorm "
-        "takes, or a sum of its own)",
+        "tfps: %s is not compressed: the program computes with the sum, or it is no gradient of an optimizer",
         name,
     )
 
