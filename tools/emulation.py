@@ -285,7 +285,7 @@ def _payload(items: int, codec: str) -> Array:
     """A gradient; noise where it matters what is in it."""
     if codec == NONE:
         return np.ones(items, np.float32)
-    return np.random.default_rng(items).standard_normal(items, np.float32)
+    return np.random.default_rng().standard_normal(items, np.float32)
 
 
 def _work(order: dict[str, Json]) -> dict[str, Json]:

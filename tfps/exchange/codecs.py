@@ -326,14 +326,22 @@ def _largest(numbers: Floats, count: int, fraction: float) -> Array:
     # A bound from every so many-th number leaves few candidates; they are usually enough.
     sample = _sizes(numbers[:: -(-numbers.size // PIECE)].copy())
     few = min(math.ceil(1.5 * fraction * sample.size) + 16, sample.size)
-    bound = np.partition(sample, sample.size - few)[sample.size - few]
-    found = [np.flatnonzero(_sizes(numbers[where]) >= bound) + where.start for where in _ranges(numbers.size)]
-    candidates = np.concatenate(found)
+    bound = max(np.partition(sample, sample.size - few)[sample.size - few], np.uint32(1))
+    candidates = _at_least(numbers, bound)
     if candidates.size < count:
-        candidates = np.arange(numbers.size)
+        candidates = _at_least(numbers, np.uint32(1))
+    if candidates.size < count:  # all that are not zero, as in a sum of a few numbers of each rank
+        zeros = np.flatnonzero(numbers == 0)[: count - candidates.size]
+        return np.sort(np.concatenate([candidates, zeros]))
     sizes = numbers[candidates].view(np.uint32) & _SIGNLESS
     places: Array = np.sort(candidates[np.argpartition(sizes, sizes.size - count)[sizes.size - count :]])
     return places
+
+
+def _at_least(numbers: Floats, bound: np.uint32) -> NDArray[np.intp]:
+    """Places of those whose size is at least `bound`, ascending."""
+    found = [np.flatnonzero(_sizes(numbers[where]) >= bound) + where.start for where in _ranges(numbers.size)]
+    return np.concatenate(found)
 
 
 _PLAIN: dict[str, Codec] = {codec.name: codec for codec in (_Bfloat16(), _Float16(), _Int8(), _OneBit())}

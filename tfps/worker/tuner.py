@@ -15,7 +15,14 @@ from tfps.config import Config
 from tfps.errors import TfpsError
 from tfps.exchange.codecs import sent_bytes
 from tfps.exchange.layout import tunable
-from tfps.exchange.tuning import MAX_GRPC_SLICE_BYTES, MAX_SLICE_BYTES, Measured, choose, limited_by_handling
+from tfps.exchange.tuning import (
+    MAX_GRPC_SLICE_BYTES,
+    MAX_SLICE_BYTES,
+    MIN_SLICE_BYTES,
+    Measured,
+    choose,
+    limited_by_handling,
+)
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire.control import Pserver
 from tfps.wire.send_queue import SendQueue, Throughput
@@ -131,7 +138,9 @@ class Tuner:
         if limited_by_handling(self._measured, measured):
             nbytes = sum(bucket.spec.nbytes for bucket in buckets if tunable(bucket.spec))
             most = min(self._most, max(nbytes // _LEAST_SLICES // len(self._pservers), MAX_GRPC_SLICE_BYTES))
-            self._change(measured, *choose(measured, most, most), 1.0)
+            # Compressed slices were small at first, so the rate says little of processors: it is that of the link now.
+            smaller = ratio(buckets)
+            self._change(measured, *choose(measured, MIN_SLICE_BYTES if smaller > 1 else most, most), smaller)
         self.done = True
 
     def _busy(self) -> list[Throughput]:
