@@ -27,7 +27,7 @@ from tfps.types import Argument
 from tfps.wire.send_queue import SendQueue, Throughput
 from tfps.wire.shared_memory import Sharing
 from tfps.worker.bucket import PushedBucket
-from tfps.worker.tuner import Tuner, measure, message_s
+from tfps.worker.tuner import Tuner, measure, message_s, ratio
 from tfps.worker.worker import Worker
 
 CONFIG = Config(slice_bytes=1024, window_bytes=4096, step_timeout_s=DEADLINE_S, connect_timeout_s=DEADLINE_S)
@@ -372,3 +372,12 @@ def test_only_the_network_is_measured_where_there_is_one(cluster: Cluster, monke
     assert members[0]._memory.pservers == {1}
     assert (tuner._ask, tuner._most) == (False, MAX_SLICE_BYTES)
     poll(lambda: tuner._busy() == [members[0]._queues[0].throughput])  # the last receipts may still come
+
+
+def test_slices_are_as_many_times_as_large_as_what_is_sent_of_them() -> None:
+    def bucket(codec: str, nbytes: int, occasional: bool = False) -> PushedBucket:
+        return PushedBucket(BucketSpec(("x",), "sum", nbytes, "float32", 0, occasional, codec=codec), Cutting([], []))
+
+    assert ratio([]) == ratio([bucket("none", 2**20)]) == 1
+    assert ratio([bucket("bfloat16", 2**20), bucket("none", 2**30, occasional=True)]) == 2
+    assert ratio([bucket("bfloat16", 2**20), bucket("none", 2**20)]) == 4 / 3

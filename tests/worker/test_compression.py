@@ -16,6 +16,9 @@ from tfps.errors import MismatchError, ProtocolError, TfpsError
 from tfps.exchange import codecs
 from tfps.exchange.interface import BucketSpec
 from tfps.trace.recorder import Recorder
+from tfps.wire import connection
+from tfps.wire.frames import Kind
+from tfps.wire.send_queue import Next, Outgoing
 from tfps.worker.worker import Worker
 
 NAMES = ["bfloat16", "float16", "int8", "topk:0.05", "onebit"]
@@ -231,3 +234,18 @@ def test_a_slice_of_the_wrong_size_is_refused(cluster: Cluster) -> None:
     declare(workers, compressed("int8"))
     with pytest.raises(ProtocolError, match="must have"):
         together(lambda: workers[0].push(0, np.zeros(3, np.float32), Pending()))
+
+
+@pytest.mark.parametrize("cluster", ["tcp"], indirect=True)
+def test_any_error_on_a_senders_thread_ends_the_job(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    (worker,) = job(cluster, 1, compressed("none"))
+    encoded = connection._encoded
+
+    def broken(part: Next, more: bool) -> tuple[bytes | memoryview, ...]:
+        if isinstance(part.item, Outgoing) and part.item.header.kind == Kind.PUSH:
+            raise KeyError("oops")
+        return encoded(part, more)
+
+    monkeypatch.setattr(connection, "_encoded", broken)
+    error = push(worker, 0, gradient(0, 0)).error()
+    assert "sending failed at step 0: KeyError('oops')" in str(error)
