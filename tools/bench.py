@@ -10,7 +10,6 @@ import importlib
 import pathlib
 import pkgutil
 import shlex
-import sys
 
 from tools import benchmarks
 from tools.benchmarks import common
@@ -30,8 +29,9 @@ def main() -> None:
     arguments = {} if options.profile is None else {"profile": options.profile}
     outcome: common.Outcome = importlib.import_module(f"benchmarks.{options.name}").run(options.quick, **arguments)
     if options.json is not None:
-        command = f"tools/bench.py {shlex.join(sys.argv[1:])}"
-        common.write_json(options.json, options.name, command, outcome)
+        profile = [] if options.profile is None else ["--profile", options.profile]
+        command = ["tools/bench.py", options.name, *["--quick"] * options.quick, *profile]
+        common.write_json(options.json, options.name, shlex.join(command), outcome)
     print(f"bench {options.name}: " + " ".join(f"{key}={value:.4g}" for key, value in outcome.headline.items()))
 
 
