@@ -152,7 +152,8 @@ def read(job: Job) -> Results:
     checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
     checkpoint.read(os.environ["CHECKPOINT"]).expect_partial()
     x, y = data()
-    model.optimizer.build(model.trainable_variables)
+    with job.scope():
+        model.optimizer.build(model.trainable_variables)
     held = _held(job, model)
     model.fit(x, y, **OPTIONS)
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
