@@ -18,6 +18,7 @@ from tfps.config import Security
 from tfps.errors import ClosedError, ConfigError, ConnectError, ProtocolError, PserverLostError, TfpsError
 from tfps.exchange.interface import BucketKind, BucketSpec
 from tfps.protos import tfps_pb2 as pb
+from tfps.pserver import keeping
 from tfps.pserver.calls import rank_of, refusal, until_broken
 from tfps.pserver.data_port import DataPort, Session
 from tfps.pserver.guard import Guard, Rate, parse
@@ -200,6 +201,8 @@ class ParameterServer:
         calls: dict[str, Callable[..., Message]] = {
             "Join": self._join,
             "Declare": self._declare,
+            "Put": functools.partial(keeping.put, self._job_of),
+            "Get": functools.partial(keeping.get, self._job_of),
             "Waiting": self._waiting,
             "Tune": self._tune,
             "Trace": self._trace,
@@ -265,7 +268,9 @@ class ParameterServer:
 
     def _declare(self, request: pb.DeclareRequest, context: grpc.ServicerContext) -> pb.DeclareReply:
         specs = [
-            BucketSpec(tuple(b.names), cast("BucketKind", b.kind), b.nbytes, b.dtype, b.priority, b.occasional)
+            BucketSpec(
+                tuple(b.names), cast("BucketKind", b.kind), b.nbytes, b.dtype, b.priority, b.occasional, update=b.update
+            )
             for b in request.buckets
         ]
         job = self._job_of(request.incarnation)

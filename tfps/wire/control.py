@@ -18,12 +18,13 @@ from tfps.wire.job_token import JobToken
 from tfps.wire.shared_memory import Offer
 from tfps.wire.tls import channel_credentials, diagnose
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 SERVICE = "tfps.v1.ParameterServer"
 PUSH, PULL = "Push", "Pull"  # the streams, one per direction
 MEASURE = "Measure"  # a stream, too; see wire/measuring.py
 INCARNATION_KEY, RANK_KEY = "tfps-incarnation", "tfps-rank"  # their metadata
 
+KEPT_PIECE_BYTES = 4 * 2**20  # of what slices keep, in one call of Put or Get
 _LOOK_S = 1.0  # how long a Join may go unanswered before the worker looks whether both ends agree on TLS
 
 _OPTIONS = [
@@ -68,6 +69,8 @@ CHANNEL_OPTIONS = [
 _TYPES: dict[str, tuple[type[Message], type[Message]]] = {
     "Join": (pb.JoinRequest, pb.JoinReply),
     "Declare": (pb.DeclareRequest, pb.DeclareReply),
+    "Put": (pb.PutRequest, pb.PutReply),
+    "Get": (pb.GetRequest, pb.GetReply),
     "Waiting": (pb.WaitingRequest, pb.WaitingReply),
     "Tune": (pb.TuneRequest, pb.TuneReply),
     "Trace": (pb.TraceRequest, pb.TraceReply),
@@ -104,6 +107,7 @@ def settings_of(config: Config) -> pb.Settings:
         policy=config.policy,
         placement=config.placement,
         deterministic=config.deterministic,
+        update=config.update,
     )
 
 
@@ -269,6 +273,9 @@ class Pserver:
 
     @overload
     def call(self, name: Literal["Collect"], request: pb.CollectRequest, timeout_s: float) -> pb.CollectReply: ...
+
+    @overload
+    def call(self, name: Literal["Get"], request: pb.GetRequest, timeout_s: float) -> pb.GetReply: ...
 
     @overload
     def call(self, name: Literal["Probe"], request: pb.ProbeRequest, timeout_s: float) -> pb.ProbeReply: ...

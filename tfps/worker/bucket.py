@@ -19,9 +19,10 @@ from tfps.exchange.aggregate import split_gathered
 from tfps.exchange.interface import BucketSpec, OnPart, OnReply, Reply
 from tfps.exchange.layout import Cutting
 from tfps.exchange.slicing import Slice, cut
+from tfps.wire import frames
 from tfps.wire.frames import EMPTY, LAST, Header, Kind
 from tfps.wire.memory import aligned_empty
-from tfps.wire.send_queue import Outgoing
+from tfps.wire.send_queue import Outgoing, SendQueue
 from tfps.wire.shared_memory import Place, Region, Sharing
 
 
@@ -32,6 +33,7 @@ class Push:
     payload: memoryview | None
     on_reply: OnReply
     on_part: OnPart | None = None
+    numbers: bytes = b""
     step: int = 0
     started_s: float = 0.0
     region: Region | None = None  # for slices of pservers on this host; holds the whole result
@@ -41,6 +43,11 @@ class Push:
     copied: set[int] = field(default_factory=set)  # the ones whose bytes are in `buffer`
     front: int = 0  # number of slices before the first that is not in `copied`
     parts: list[memoryview] = field(default_factory=list)  # a gather's result
+
+    def send_numbers(self, bucket: int, queue: SendQueue) -> None:
+        """Puts the step's numbers, if it has any, before the slices into the queue to an owner."""
+        if self.numbers:
+            queue.put_urgent(frames.encode(Header(Kind.NUMBERS, bucket=bucket, step=self.step), self.numbers))
 
 
 @dataclass(slots=True)

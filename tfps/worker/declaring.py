@@ -56,6 +56,7 @@ class Declarations:
                     dtype=spec.dtype,
                     priority=spec.priority,
                     occasional=spec.occasional,
+                    update=spec.update,
                 )
                 for spec in specs
             ],

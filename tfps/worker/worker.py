@@ -28,6 +28,7 @@ from tfps.exchange.placement import Placer
 from tfps.protos import tfps_pb2 as pb
 from tfps.trace.capture import Capture, CapturedBucket, Setting
 from tfps.trace.recorder import Recorder
+from tfps.types import Array
 from tfps.wire.control import Pserver, layout_message, layout_of
 from tfps.wire.frames import Header, Kind
 from tfps.wire.memory import tune_malloc
@@ -40,6 +41,7 @@ from tfps.worker.bucket import Push, PushedBucket
 from tfps.worker.declaring import Declarations
 from tfps.worker.incoming import Incoming
 from tfps.worker.joining import join, leave
+from tfps.worker.kept import Kept
 from tfps.worker.links import Links
 from tfps.worker.membership import Membership
 from tfps.worker.patience import Blame
@@ -121,6 +123,7 @@ class Worker:
             self._blame = Blame(self._pservers, self._membership)
             self._declarations = Declarations(self._pservers, self._blame, self._membership)
             self._tracer = Tracer(self._recorder, self._pservers, self._membership)
+            self._kept = Kept(self._pservers, self._membership, self._buckets, config.step_timeout_s)
             self._links = Links(self._pservers, self._queues, self._memory, self._membership)
             self._tuner = Tuner(config, self._pservers, self._queues, self._memory, self.tune)
             # Ends when all workers have joined: everything above is built before any frame comes.
@@ -336,7 +339,20 @@ class Worker:
 
     # Pushing
 
-    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, on_part: OnPart | None = None) -> None:
+    def put(self, bucket: int, number: int, begin: int, values: Payload) -> None:
+        self._kept.put(bucket, number, begin, values)
+
+    def get(self, bucket: int, number: int, begin: int, nbytes: int) -> Array:
+        return self._kept.get(bucket, number, begin, nbytes)
+
+    def push(
+        self,
+        bucket: int,
+        payload: Payload | None,
+        on_reply: OnReply,
+        on_part: OnPart | None = None,
+        numbers: bytes = b"",
+    ) -> None:
         view = as_bytes(payload)
         if not 0 <= bucket < len(self._buckets):
             raise ProtocolError(f"bucket must be one of the {len(self._buckets)} declared ones, got {bucket}")
@@ -345,7 +361,7 @@ class Worker:
         with target.lock:
             # Under the lock: either this sees a failure, or the failure sees this push.
             if (end := self._state.end) is None:
-                target.waiting.append(Push(view, on_reply, on_part))
+                target.waiting.append(Push(view, on_reply, on_part, numbers))
                 self._start_next(bucket, target)
         if end is not None:
             on_reply(Reply(error=end))
@@ -360,6 +376,7 @@ class Worker:
             shards[owner].append(item)
         for queue, items in zip(self._queues, shards, strict=True):
             if items:
+                push.send_numbers(number, queue)
                 queue.put(items)
 
     # Deadlines
