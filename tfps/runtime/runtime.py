@@ -157,16 +157,20 @@ class Runtime:
         """Returns the transfer with this id, None if its graph is gone."""
         return self._transfers.get(identity)
 
-    def exchange_now(self, bucket: int, payload: Payload | None, tick: Callable[[float], None] | None = None) -> Reply:
+    def exchange_now(
+        self, bucket: int, payload: Payload | None, tick: Callable[[float], None] | None = None, numbers: bytes = b""
+    ) -> Reply:
         """Pushes and waits for the reply on the calling thread; `tick` periodically gets the received fraction.
 
         Raises:
             TfpsError: the exchange failed.
         """
         with indivisible(self.exchange, self.declared.spec(bucket).name):
-            return self._exchange_now(bucket, payload, tick)
+            return self._exchange_now(bucket, payload, tick, numbers)
 
-    def _exchange_now(self, bucket: int, payload: Payload | None, tick: Callable[[float], None] | None) -> Reply:
+    def _exchange_now(
+        self, bucket: int, payload: Payload | None, tick: Callable[[float], None] | None, numbers: bytes
+    ) -> Reply:
         done = threading.Event()
         replies: list[Reply] = []
 
@@ -179,7 +183,7 @@ class Runtime:
         with self._progress:
             step = self._pushed[bucket]
             self._pushed[bucket] += 1
-        self.exchange.push(bucket, payload, on_reply)
+        self.exchange.push(bucket, payload, on_reply, numbers=numbers)
         deadline_s = time.monotonic() + self.wait_s * 2  # the exchange fails earlier and says why
         while not wait(done, _TICK_S if tick else self.wait_s * 2) and time.monotonic() < deadline_s:
             if tick is not None:
@@ -320,7 +324,8 @@ class Runtime:
             step = self._pushed[transfer.bucket]
             self._pushed[transfer.bucket] += 1
         try:
-            self.exchange.push(transfer.bucket, payload, on_reply, on_part if transfer.takes_parts else None)
+            parts = on_part if transfer.takes_parts else None
+            self.exchange.push(transfer.bucket, payload, on_reply, parts, transfer.numbers)
         except TfpsError:
             with self._progress:
                 self._under_way -= 1

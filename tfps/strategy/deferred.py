@@ -19,6 +19,7 @@ from tfps.exchange.slicing import bucket_limit
 from tfps.graph import ops as graph_ops
 from tfps.graph.tf_private import outer_graphs
 from tfps.graph.timestamps import PassedGates
+from tfps.runtime.served import ServedRule
 from tfps.strategy.variables import GatedVariable
 from tfps.types import Argument, Function, Value, Variable
 
@@ -67,9 +68,11 @@ class Noted:
         return int(math.prod(self.variable.shape)) * int(self.dtype.size)
 
     @property
-    def kind(self) -> tuple[tf.DType, bool]:
-        """What updates that share a bucket have in common: the dtype, and whether the replica always contributes."""
-        return self.dtype, self.reduced.reduction.has_rows is None
+    def kind(self) -> tuple[Hashable, ...]:
+        """What updates that share a bucket have in common: the dtype, whether the replica always contributes, and for
+        those by pservers the rule and the step's numbers."""
+        served = (self.function.number, id(self.arguments[0])) if isinstance(self.function, ServedRule) else ()
+        return self.dtype, self.reduced.reduction.has_rows is None, *served
 
 
 @dataclass(eq=False)

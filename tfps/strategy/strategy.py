@@ -26,6 +26,7 @@ from tfps.keras_hooks.loss_scaling import agree_on_finite
 from tfps.keras_hooks.predictions import predict_everything
 from tfps.keras_hooks.saving import share_files
 from tfps.keras_hooks.seeds import draw_apart
+from tfps.keras_hooks.served_optimizers import serve_updates
 from tfps.keras_hooks.weighing import weigh_by_rows
 from tfps.runtime.report import Report
 from tfps.runtime.runtime import Runtime
@@ -96,7 +97,10 @@ class Strategy(tf.distribute.Strategy):
         self._forget.atexit = False
         settings = self.config
         super().__init__(
-            Extended(self, devices, self._runtime, settings.bucket_bytes, settings.staging_depth, settings.check_every)
+            Extended(
+                *(self, devices, self._runtime, settings.bucket_bytes, settings.staging_depth, settings.check_every),
+                serves=settings.update == "server",
+            )
         )
         if self.extended.staging is not None:
             ends.append(self.extended.staging.close)
@@ -108,6 +112,7 @@ class Strategy(tf.distribute.Strategy):
         predict_everything(Strategy)
         share_files(Strategy)
         weigh_by_rows(Strategy)
+        serve_updates()
         note_added_losses()
 
     @property
