@@ -1,4 +1,4 @@
-"""Update on the server ends where plain Keras ends: rules, options, assignments, saving; the rest is refused by name."""
+"""Update on the server ends where plain Keras ends: rules, options, assignments, saving; else it is refused by name."""
 
 from __future__ import annotations
 
@@ -352,9 +352,9 @@ def test_slots_are_not_for_functions(here: tfps.Strategy) -> None:
     model, x, y = training.compiled(here)
     model.fit(x, y, batch_size=64, verbose=0)
     slot = model.optimizer.variables[2]
-    with pytest.raises(UnsupportedError, match="slot .* is read within a function"):
+    with pytest.raises(UnsupportedError, match=r"slot .* is read within a function"):
         tf.function(lambda: slot.value + 1, autograph=False)()
-    with pytest.raises(UnsupportedError, match="slot .* is assigned within a function"):
+    with pytest.raises(UnsupportedError, match=r"slot .* is assigned within a function"):
         tf.function(lambda: slot.assign(tf.zeros(slot.shape)), autograph=False)()
 
 

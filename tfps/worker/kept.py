@@ -5,7 +5,7 @@ Tested in tests/worker/test_kept.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,12 +35,19 @@ class Kept:
     Args:
         buckets: all declared ones, by number; grows over time. Those with an update are never cut anew.
         timeout_s: of one call, for at most `KEPT_PIECE_BYTES`.
+        check_open: raises why nothing can be asked any more, if so.
     """
 
     def __init__(
-        self, pservers: Sequence[Pserver], membership: Membership, buckets: Sequence[PushedBucket], timeout_s: float
+        self,
+        pservers: Sequence[Pserver],
+        membership: Membership,
+        buckets: Sequence[PushedBucket],
+        timeout_s: float,
+        check_open: Callable[[], None],
     ) -> None:
         self._pservers, self._membership, self._buckets, self._timeout_s = pservers, membership, buckets, timeout_s
+        self._check_open = check_open
 
     def put(self, bucket: int, number: int, begin: int, values: Payload) -> None:
         """See `Exchange.put`."""
@@ -77,6 +84,7 @@ class Kept:
         return found
 
     def _pieces(self, bucket: int, begin: int, nbytes: int) -> Iterator[_Piece]:
+        self._check_open()
         if not 0 <= bucket < len(self._buckets):
             raise ProtocolError(f"bucket must be one of the {len(self._buckets)} declared ones, got {bucket}")
         target = self._buckets[bucket]

@@ -28,7 +28,6 @@ from tfps.exchange.placement import Placer
 from tfps.protos import tfps_pb2 as pb
 from tfps.trace.capture import Capture, CapturedBucket, Setting
 from tfps.trace.recorder import Recorder
-from tfps.types import Array
 from tfps.wire.control import Pserver, layout_message, layout_of
 from tfps.wire.frames import Header, Kind
 from tfps.wire.memory import tune_malloc
@@ -123,7 +122,8 @@ class Worker:
             self._blame = Blame(self._pservers, self._membership)
             self._declarations = Declarations(self._pservers, self._blame, self._membership)
             self._tracer = Tracer(self._recorder, self._pservers, self._membership)
-            self._kept = Kept(self._pservers, self._membership, self._buckets, config.step_timeout_s)
+            kept = Kept(self._pservers, self._membership, self._buckets, config.step_timeout_s, self._check_open)
+            self.put, self.get = kept.put, kept.get
             self._links = Links(self._pservers, self._queues, self._memory, self._membership)
             self._tuner = Tuner(config, self._pservers, self._queues, self._memory, self.tune)
             # Ends when all workers have joined: everything above is built before any frame comes.
@@ -338,12 +338,6 @@ class Worker:
         return self._tracer.stop(named(buckets, specs), name, steps, about)
 
     # Pushing
-
-    def put(self, bucket: int, number: int, begin: int, values: Payload) -> None:
-        self._kept.put(bucket, number, begin, values)
-
-    def get(self, bucket: int, number: int, begin: int, nbytes: int) -> Array:
-        return self._kept.get(bucket, number, begin, nbytes)
 
     def push(
         self,
