@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
         ("window_bytes", True, "window_bytes must be a whole number of bytes or 'auto', got True"),
         ("policy", "lifo", "policy must be one of 'priority', 'fifo', got 'lifo'"),
         ("placement", "random", "placement must be one of 'balanced', 'round_robin', 'hash', got 'random'"),
+        ("update", "pserver", "update must be one of 'worker', 'server', got 'pserver'"),
         ("deterministic", 1, "deterministic must be True or False, got 1"),
         ("staging_depth", 1, "staging_depth must be 0 .* or a whole number from 2, got 1"),
         ("staging_depth", True, "staging_depth must be 0 .* or a whole number from 2, got True"),
