@@ -125,7 +125,8 @@ def _dense(gradient: Value, variable: Variable) -> tf.Tensor:
     """`gradient` as pservers take it: float32, all rows."""
     if isinstance(gradient, tf.IndexedSlices):
         gradient = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, variable.shape[0])
-    return tf.ensure_shape(tf.cast(gradient, tf.float32), variable.shape)
+    gradient = tf.cast(gradient, tf.float32)
+    return gradient if gradient.shape.is_fully_defined() else tf.ensure_shape(gradient, variable.shape)
 
 
 def serve(optimizer: Optimizer, variables: Sequence[Variable], strategy: tf.distribute.Strategy) -> None:

@@ -37,23 +37,13 @@ class ServedParameter:
     """Where the current value of a variable is.
 
     Attributes:
-        holder: the bucket whose pservers have it; None: only the workers do.
-        compared: whether ranks compare what is put next; not what they all have from rank 0.
+        holder: the bucket whose pservers have it; None: only the workers do, as after an assignment.
     """
 
-    __slots__ = ("compared", "holder")
+    __slots__ = ("holder",)
 
     def __init__(self) -> None:
         self.holder: int | None = None
-        self.compared = False
-
-    def assigned(self) -> None:
-        """The program has assigned the variable."""
-        self.holder = None
-
-    def from_first_rank(self) -> None:
-        """All ranks have rank 0's value."""
-        self.holder, self.compared = None, False
 
 
 class _Home(NamedTuple):
@@ -67,6 +57,11 @@ class _Home(NamedTuple):
 class ServedSlot:
     """A slot of one variable that lives on pservers. Reading and assigning wait for updates under way.
 
+    Attributes:
+        home: where it is; None: nowhere yet.
+        pending: what was assigned and has not been put yet.
+        compared: whether ranks compare what is put; not at first, nor what all of them take from rank 0.
+
     Args:
         name: for messages.
         wait: returns when the variable is current.
@@ -77,8 +72,8 @@ class ServedSlot:
         self, name: str, exchange: Exchange, wait: Callable[[], object], shape: Sequence[int], initial: float
     ) -> None:
         self.name, self.shape, self.initial = name, tuple(shape), initial
-        self.home: _Home | None = None  # None: nowhere yet
-        self.pending: NDArray[np.float32] | None = None  # assigned, and not put yet
+        self.home: _Home | None = None
+        self.pending: NDArray[np.float32] | None = None
         self.compared = False
         self._exchange, self._wait = exchange, wait
 
@@ -175,9 +170,9 @@ def bring(exchange: Exchange, bucket: int, pieces: Sequence[ServedPiece], number
         if parameter.holder != bucket:
             values = np.ascontiguousarray(piece.component.numpy()).reshape(-1).view(np.uint8)
             puts.append((0, piece.begin, values))
-            if parameter.compared and parameter.holder is None:
+            if parameter.holder is None:
                 mark = _marked(mark, index, 0, values)
-            parameter.holder, parameter.compared = bucket, True
+            parameter.holder = bucket
         for number, slot in enumerate(piece.slots, 1):
             home = _Home(bucket, number, piece.begin)
             if slot.pending is not None:

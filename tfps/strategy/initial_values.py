@@ -70,7 +70,7 @@ class InitialValues:
             self._gather(others)
         for variable in variables:
             if isinstance(variable, GatedVariable) and variable.served is not None:
-                variable.served.from_first_rank()
+                variable.served.holder = None
 
     def _declared(self, variables: list[Variable], spec: BucketSpec) -> int:
         details = [f"variable '{common_name(v)}' {v.shape} {v.dtype.name}" for v in variables]

@@ -225,7 +225,7 @@ class GatedVariable(Converted, values.MirroredVariable):
             self.written_in_graph = True
         elif self.served is not None:
             self.wait()  # else what is being sent would count as assigned
-            self.served.assigned()
+            self.served.holder = None
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Function]:
         factories = super()._gather_saveables_for_checkpoint()
