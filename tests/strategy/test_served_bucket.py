@@ -288,6 +288,23 @@ def test_a_loop_of_ones_own_ends_bitwise_equal(served: tfps.Strategy) -> None:
     assert own_loop(served) == own_loop(None)
 
 
+def swapped(strategy: tf.distribute.Strategy | None) -> list[Array]:
+    """Evaluates averages after each epoch."""
+    model, x, y = compiled(strategy, optimizer("SGD", learning_rate=0.1, use_ema=True, ema_momentum=0.5))
+    fit = model.fit(
+        *(x, y, 64, 3, 0),
+        callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)],
+        validation_data=(x, y),
+        shuffle=False,
+    )
+    return [np.array(fit.history["val_loss"]), *(weight.numpy() for weight in model.weights)]
+
+
+def test_averages_are_swapped_for_evaluation(served: tfps.Strategy) -> None:
+    for mine, plain in zip(swapped(served), swapped(None), strict=True):  # Keras swaps by adding, which rounds
+        np.testing.assert_allclose(mine, plain, rtol=1e-5, atol=1e-6)
+
+
 class Mine(keras.optimizers.SGD):
     """Does something else, maybe."""
 

@@ -52,6 +52,8 @@ try:
     needs(keras.optimizers.Optimizer, "add_variable_from_reference", "add_variable", "_track_variable")
     needs(keras.optimizers.Optimizer, "_use_weight_decay", "_trainable_variables")
     needs(keras.optimizers.Nadam, "_u_product")
+    needs(keras.callbacks.SwapEMAWeights, "_tf_swap_variables", "_backend_swap_variables")
+    needs(keras.callbacks.SwapEMAWeights, "_tf_finalize_ema_values", "_backend_finalize_ema_values")
     needs(keras.Variable, "_initialize_with_initializer", "_direct_assign", "_value", "_shape")
     needs(keras.Variable, "_serialize_to_tensors", "_restore_from_tensors", "_export_to_saved_model_graph")
 

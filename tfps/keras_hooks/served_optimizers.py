@@ -23,7 +23,7 @@ from tfps.keras_hooks.keras_private import decays, trained_variables
 from tfps.keras_hooks.served_variable import ServedVariable
 from tfps.keras_hooks.update_rules import READINGS, step_numbers
 from tfps.runtime.served import ServedParameter, ServedRule, ServedSlot
-from tfps.types import Argument, Function, Optimizer, Structure, Value, Variable
+from tfps.types import Argument, Callback, Function, Optimizer, Structure, Value, Variable
 
 _INSTEAD = "use update='worker' (tfps.Config, the default)"
 _served: weakref.WeakKeyDictionary[Optimizer, ServedOptimizer] = weakref.WeakKeyDictionary()
@@ -200,6 +200,23 @@ def serve_updates() -> None:
     instead("_update_model_variables_moving_average", nothing)
     instead("_overwrite_model_variables_with_average_value", _overwrite)
     _make_slots(optimizers)
+    _swap_by_assigning()
+
+
+def _swap_by_assigning() -> None:
+    """Makes SwapEMAWeights assign averages that live on pservers; it would compute with their tensors on each device."""
+    callback = keras.callbacks.SwapEMAWeights
+    swap, finalize = callback._tf_swap_variables, callback._tf_finalize_ema_values
+
+    @functools.wraps(swap)
+    def swap_variables(self: Callback, optimizer: Optimizer) -> None:
+        (self._backend_swap_variables if optimizer in _served else functools.partial(swap, self))(optimizer)
+
+    @functools.wraps(finalize)
+    def finalize_values(self: Callback, optimizer: Optimizer) -> None:
+        (self._backend_finalize_ema_values if optimizer in _served else functools.partial(finalize, self))(optimizer)
+
+    callback._tf_swap_variables, callback._tf_finalize_ema_values = swap_variables, finalize_values
 
 
 def _overwrite(served: ServedOptimizer, variables: Sequence[Variable]) -> None:
