@@ -204,7 +204,7 @@ def serve_updates() -> None:
 
 
 def _swap_by_assigning() -> None:
-    """Makes SwapEMAWeights assign averages that live on pservers; it would compute with their tensors on each device."""
+    """Makes SwapEMAWeights assign averages that live on pservers: it would compute with them on each device."""
     callback = keras.callbacks.SwapEMAWeights
     swap, finalize = callback._tf_swap_variables, callback._tf_finalize_ema_values
 
