@@ -30,9 +30,16 @@ def test_denormal_results_are_zero_inside_and_come_back_after_an_error_too() -> 
 
 def test_other_threads_keep_them() -> None:
     found: list[float] = []
+    inside = threading.Event()
+
+    def work() -> None:
+        inside.wait(60)
+        found.append(product())
+
+    thread = threading.Thread(target=work)  # one that begins inside the block would inherit it
+    thread.start()
     with flushed():
-        thread = threading.Thread(target=lambda: found.append(product()))
-        thread.start()
+        inside.set()
         thread.join()
     assert found[0] > 0
 

@@ -13,7 +13,6 @@ from tfps.exchange.update_spec import CONSTANTS, NUMBERS, SLOTS, UpdateSpec
 ITEMS = 2 * rules.CHUNK + 77
 VALUES = {
     "momentum": 0.9,
-    "learning_rate_power": -0.3,
     "nesterov": 1.0,
     "epsilon": 1e-7,
     "l1": 1e-3,

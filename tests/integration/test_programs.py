@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import processes
@@ -57,7 +58,13 @@ TOLERANCE = {"loss_scaling": 5e-3, "mixed_bfloat16": 3e-2}
 Results = list[dict[str, Value]]  # of plain Keras and of each rank
 
 
-def run(names: list[tuple[str, str]], folder: Path, workers: int = 2, devices: int = 1, **more: str) -> Results:
+def run(
+    names: list[tuple[str, str]],
+    folder: Path,
+    workers: int = 2,
+    devices: int = 1,
+    more: Mapping[str, str] = MappingProxyType({}),
+) -> Results:
     """Runs programs, (module, name), with several workers (`more`: their settings) and in plain Keras at once."""
     arguments = [str(folder / "job"), *(f"{module}.{name}" for module, name in names)]
     plain = [str(folder / "plain"), *arguments[1:]]

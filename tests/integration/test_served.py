@@ -73,7 +73,7 @@ def test_workers_end_bitwise_equal_and_close_to_one_process_on_the_global_batch(
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> test_programs.Results:
-    return test_programs.run(QUICK, tmp_path_factory.mktemp("quick"), **SERVER)
+    return test_programs.run(QUICK, tmp_path_factory.mktemp("quick"), more=SERVER)
 
 
 @pytest.mark.parametrize("name", [name for _, name in QUICK])
@@ -83,7 +83,7 @@ def test_two_workers_do_what_plain_keras_does(name: str, quick: test_programs.Re
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> test_programs.Results:
-    return test_programs.run(LONG, tmp_path_factory.mktemp("long"), **SERVER)
+    return test_programs.run(LONG, tmp_path_factory.mktemp("long"), more=SERVER)
 
 
 @pytest.mark.long
@@ -93,7 +93,7 @@ def test_two_workers_do_what_plain_keras_does_in_more_programs(name: str, long: 
 
 
 def test_a_rank_that_assigns_alone_fails_the_job_by_name(tmp_path: Path) -> None:
-    results = test_programs.run([("programs_served", "assigned_on_one_rank")], tmp_path, **SERVER)
+    results = test_programs.run([("programs_served", "assigned_on_one_rank")], tmp_path, more=SERVER)
     for result in results[1:]:
         text = result["assigned_on_one_rank"]["own refused"]
         assert "have different values that the program has assigned to its variables" in text, result

@@ -189,14 +189,14 @@ def test_the_embedded_exchange_keeps_parameters_as_pservers_do() -> None:
 def test_slices_that_keep_something_are_never_cut_anew(cluster: Cluster) -> None:
     workers = job(cluster, 2, momentum(), jobs.bucket(40_000), config=CONFIG)
     workers[0].put(0, 0, 0, START)
-    for step in range(5):
+    for step in range(7):
         together(
             *(lambda w=w, s=step: pushed(w, GRADIENT, numbers(s)).wait() for w in workers),
             *(lambda w=w: push(w, 1, bytes(40_000)).wait() for w in workers),
         )
         if step == 2:
             workers[0].tune(2048, 8192)
-    w, _ = expected(START, [GRADIENT + GRADIENT] * 5)
+    w, _ = expected(START, [GRADIENT + GRADIENT] * 7)
     np.testing.assert_array_equal(workers[1].get(0, 0, 0, 4 * ITEMS).view(np.float32), w)
     assert len(workers[0].owners(1)) == 20
     assert len(workers[0].owners(0)) == 20

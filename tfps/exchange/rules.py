@@ -182,13 +182,16 @@ def _adadelta(p: Part) -> None:
 
 
 def _ftrl(p: Part) -> None:
-    """Ftrl (https://research.google.com/pubs/archive/41159.pdf) with shrinkage."""
-    accumulator, linear, power = p.slots["accumulator"], p.slots["linear"], _f(-p.k["learning_rate_power"])
+    """Ftrl (https://research.google.com/pubs/archive/41159.pdf) with shrinkage, and -0.5 as the learning rate's power.
+
+    TensorFlow computes that power as a root, and others with last bits that the rule's differences of powers amplify.
+    """
+    accumulator, linear = p.slots["accumulator"], p.slots["linear"]
     lr, l1 = p.n["learning_rate"], _f(p.k["l1"])
     np.square(p.g, out=p.a)
     np.add(accumulator, p.a, out=p.a)  # the new accumulator
-    _power(p.a, power, p.b)
-    _power(accumulator, power, p.c)
+    np.sqrt(p.a, out=p.b)
+    np.sqrt(accumulator, out=p.c)
     accumulator[:] = p.a
     np.subtract(p.b, p.c, out=p.c)
     np.divide(p.c, lr, out=p.c)
@@ -202,13 +205,6 @@ def _ftrl(p: Part) -> None:
     np.clip(linear, -l1, l1, out=p.a)
     np.subtract(p.a, linear, out=p.a)
     np.divide(p.a, p.b, out=p.w)
-
-
-def _power(base: Floats, power: np.float32, out: Floats) -> None:
-    if power == _f(0.5):
-        np.sqrt(base, out=out)  # as TensorFlow does
-    else:
-        np.power(base, power, out=out)
 
 
 def _lion(p: Part) -> None:

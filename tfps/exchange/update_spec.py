@@ -22,7 +22,7 @@ CONSTANTS: dict[str, tuple[str, ...]] = {
     "rmsprop": ("rho", "momentum", "epsilon"),
     "adagrad": ("epsilon",),
     "adadelta": ("rho", "epsilon"),
-    "ftrl": ("learning_rate_power", "l1", "l2_shrinkage"),
+    "ftrl": ("l1", "l2_shrinkage"),
     "lion": ("beta_1", "beta_2"),
 }
 NUMBERS: dict[str, tuple[str, ...]] = {

@@ -55,7 +55,8 @@ try:
     needs(keras.callbacks.SwapEMAWeights, "_tf_swap_variables", "_backend_swap_variables")
     needs(keras.callbacks.SwapEMAWeights, "_tf_finalize_ema_values", "_backend_finalize_ema_values")
     needs(keras.Variable, "_initialize_with_initializer", "_direct_assign", "_value", "_shape")
-    needs(keras.Variable, "_serialize_to_tensors", "_restore_from_tensors", "_export_to_saved_model_graph")
+    needs(keras.Variable, "_serialize_to_tensors", "_restore_from_tensors", "_shared_name")
+    needs(keras.Variable, "_export_to_saved_model_graph")
 
     # Wrapped because several ranks save (saving.py): where callbacks decide to save, and build paths from logs.
     needs(keras.Model, "save", "save_weights", "export")

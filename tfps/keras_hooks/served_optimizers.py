@@ -107,7 +107,7 @@ class ServedOptimizer(ServedRule):
                 "use_ema with update='server' needs a gradient for every variable of the optimizer in each step, got "
                 f"{len(variables)} for {len(trained_variables(optimizer))}; {_INSTEAD}"
             )
-        dense = [_dense(gradient, variable) for gradient, variable in zip(gradients, variables, strict=True)]
+        dense = [self._dense(gradient, variable) for gradient, variable in zip(gradients, variables, strict=True)]
         numbers = step_numbers(optimizer, self._reading, learning_rate)
         if tf.executing_eagerly():
             self.strategy.extended.update_eagerly(self, variables, dense, numbers)
@@ -116,17 +116,26 @@ class ServedOptimizer(ServedRule):
         for variable, gradient in zip(variables, reduced, strict=True):
             self.strategy.extended._replica_ctx_update(variable, self, (gradient, numbers), {}, False)
 
+    def _dense(self, gradient: Value, variable: Variable) -> tf.Tensor:
+        """`gradient` as pservers take it: float32, all rows.
+
+        Raises:
+            UnsupportedError: it is sparse, and the rule would see sums of rows where in Keras it sees each row.
+        """
+        if isinstance(gradient, tf.IndexedSlices):
+            if not self._reading.linear:
+                raise UnsupportedError(
+                    f"variable {variable.name!r} has a sparse gradient (IndexedSlices, as of an embedding), whose rows "
+                    f"{type(self.optimizer).__name__} of Keras squares one by one: update='server' takes sparse "
+                    f"gradients with SGD and Lion only; {_INSTEAD}"
+                )
+            gradient = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, variable.shape[0])
+        gradient = tf.cast(gradient, tf.float32)
+        return gradient if gradient.shape.is_fully_defined() else tf.ensure_shape(gradient, variable.shape)
+
 
 def _of_tensorflow(variable: Variable) -> Variable:
     return variable.value if isinstance(variable, keras.Variable) else variable
-
-
-def _dense(gradient: Value, variable: Variable) -> tf.Tensor:
-    """`gradient` as pservers take it: float32, all rows."""
-    if isinstance(gradient, tf.IndexedSlices):
-        gradient = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, variable.shape[0])
-    gradient = tf.cast(gradient, tf.float32)
-    return gradient if gradient.shape.is_fully_defined() else tf.ensure_shape(gradient, variable.shape)
 
 
 def serve(optimizer: Optimizer, variables: Sequence[Variable], strategy: tf.distribute.Strategy) -> None:
@@ -150,6 +159,11 @@ def _check(optimizer: Optimizer) -> None:
         raise UnsupportedError(
             f"update='server' knows the rules of Keras' {known}, not of {kind.__module__}.{kind.__name__}, nor of "
             f"classes derived from these; take one of them, or {_INSTEAD}"
+        )
+    if kind is keras.optimizers.Ftrl and optimizer.learning_rate_power != -0.5:
+        raise UnsupportedError(
+            "update='server' knows Ftrl with learning_rate_power=-0.5, its default, got "
+            f"{optimizer.learning_rate_power}; {_INSTEAD}"
         )
     if optimizer.use_ema and optimizer.gradient_accumulation_steps:
         raise UnsupportedError(

@@ -58,6 +58,10 @@ class ServedVariable(keras.Variable):
             raise UnsupportedError(_in_function(self.path, "assigned"))
         self.slot.assign(np.asarray(value))
 
+    @property
+    def _shared_name(self) -> str:
+        return str(self.path)  # which a checkpoint only notes
+
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         return {"VARIABLE_VALUE": self.value}
 

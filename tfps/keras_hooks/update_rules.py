@@ -33,6 +33,11 @@ class Reading:
     constants: dict[str, str]
     numbers: Callable[[Optimizer, tf.Tensor], list[Value]] = lambda optimizer, lr: []
 
+    @property
+    def linear(self) -> bool:
+        """Whether rows of a sparse gradient may be added up first; other rules see each row by itself in Keras."""
+        return self.rule in ("sgd", "lion")
+
 
 def _same(*names: str) -> dict[str, str]:
     return {name: name for name in names}
@@ -79,11 +84,7 @@ READINGS: dict[type[Optimizer], Reading] = {
     keras.optimizers.Adadelta: Reading("adadelta", _same("rho", "epsilon")),
     keras.optimizers.Ftrl: Reading(
         "ftrl",
-        {
-            "learning_rate_power": "learning_rate_power",
-            "l1": "l1_regularization_strength",
-            "l2_shrinkage": "l2_shrinkage_regularization_strength",
-        },
+        {"l1": "l1_regularization_strength", "l2_shrinkage": "l2_shrinkage_regularization_strength"},
         _of_ftrl,
     ),
     keras.optimizers.Lion: Reading("lion", _same("beta_1", "beta_2")),

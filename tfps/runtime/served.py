@@ -189,7 +189,7 @@ def bring(exchange: Exchange, bucket: int, pieces: Sequence[ServedPiece], number
 
 
 def _marked(mark: int, index: int, number: int, values: Array) -> int:
-    return _ASSIGNED | zlib.crc32(values, zlib.crc32(_WHICH.pack(index, number), mark & (_ASSIGNED - 1)))
+    return _ASSIGNED | zlib.crc32(values.data, zlib.crc32(_WHICH.pack(index, number), mark & (_ASSIGNED - 1)))
 
 
 def _put(exchange: Exchange, bucket: int, puts: list[tuple[int, int, Array]]) -> None:
