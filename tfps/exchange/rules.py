@@ -202,7 +202,8 @@ def _ftrl(p: Part) -> None:
     np.add(linear, p.a, out=linear)
     np.divide(p.b, lr, out=p.b)
     np.add(p.b, p.n["l2_twice"], out=p.b)
-    np.clip(linear, -l1, l1, out=p.a)
+    np.minimum(linear, l1, out=p.a)
+    np.maximum(p.a, -l1, out=p.a)
     np.subtract(p.a, linear, out=p.a)
     np.divide(p.a, p.b, out=p.w)
 
