@@ -12,7 +12,7 @@ import test_programs
 from tfps.pserver.server import ParameterServer
 
 SERVER = {"TFPS_UPDATE": "server", "TFPS_SLICE_BYTES": "4096", "TFPS_WINDOW_BYTES": "8192"}
-PROGRAMS = ["adam", "embedding"]
+PROGRAMS = ["adam", "embedding_sgd"]
 pytestmark = pytest.mark.timeout(600)
 QUICK = [
     ("programs_served", "saved_by_one_rank"),

@@ -44,6 +44,7 @@ PROGRAMS = {
     "adam": (lambda: training.mlp()[0], lambda: keras.optimizers.Adam(1e-3)),
     "adafactor": (smooth, lambda: keras.optimizers.Adafactor(1e-3)),
     "embedding": (embedding, lambda: keras.optimizers.Adam(1e-3)),
+    "embedding_sgd": (embedding, lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True)),
 }
 
 

@@ -194,9 +194,7 @@ def serve_updates() -> None:
     """Wraps the methods of Keras' optimizers; done once per process. Optimizers that are not served do as before."""
     optimizers = keras.optimizers.Optimizer
 
-    def instead(name: str, served: Function) -> None:
-        original = getattr(optimizers, name)
-
+    def instead(original: Function, served: Function) -> Function:
         @functools.wraps(original)
         def method(self: Optimizer, *arguments: object, **options: object) -> Structure:
             known = _served.get(self)
@@ -204,15 +202,17 @@ def serve_updates() -> None:
                 return original(self, *arguments, **options)
             return served(known, *arguments, **options)
 
-        setattr(optimizers, name, method)
+        return method
 
     def nothing(served: ServedOptimizer, *_: object) -> None:
         """Pservers do it."""
 
-    instead("_backend_update_step", ServedOptimizer.update)
-    instead("_apply_weight_decay", nothing)
-    instead("_update_model_variables_moving_average", nothing)
-    instead("_overwrite_model_variables_with_average_value", _overwrite)
+    optimizers._backend_update_step = instead(optimizers._backend_update_step, ServedOptimizer.update)
+    optimizers._apply_weight_decay = instead(optimizers._apply_weight_decay, nothing)
+    average = optimizers._update_model_variables_moving_average
+    optimizers._update_model_variables_moving_average = instead(average, nothing)
+    overwrite = optimizers._overwrite_model_variables_with_average_value
+    optimizers._overwrite_model_variables_with_average_value = instead(overwrite, _overwrite)
     _make_slots(optimizers)
     _swap_by_assigning()
 
