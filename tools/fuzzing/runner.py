@@ -44,7 +44,7 @@ def run(
         # TensorFlow's own reciprocal root, and sparse gradients that are added up before they are applied.
         judgement = dataclasses.replace(judgement, bitwise=False, rules=(*judgement.rules, "update on the server"))
     mirrored = judgement.reference == MIRRORED
-    text = program(case, MIRRORED if mirrored else "plain")
+    text = program(case, MIRRORED if mirrored else "plain", update)
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tfps-fuzzing-")))
         addresses = []
@@ -58,7 +58,6 @@ def run(
             environment = {"TFPS_RANK": str(rank), "TFPS_WORKERS": str(case.place.workers)} if addresses else {}
             if addresses:
                 environment["TFPS_PSERVERS"] = ",".join(addresses)
-            environment["TFPS_UPDATE"] = update
             tasks[rank + 1] = Task(change(text, rank), "strategy", _made(own), environment)
         outcomes = pool.run(tasks)
     ranks = [outcomes[rank + 1] for rank in range(case.place.workers)]
