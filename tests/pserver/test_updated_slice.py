@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jobs
+import numpy as np
 import pytest
 from jobs import Cluster
 
@@ -21,6 +22,10 @@ SPEC = BucketSpec(("w",), "sum", 16, "float32", 0, update=SGD.text())
 
 def packed(iteration: float = 0.0, rate: float = 0.1) -> memoryview:
     return memoryview(StepNumbers(0, (iteration, rate)).pack())
+
+
+def floats(value: float) -> bytes:
+    return np.full(4, value, np.float32).tobytes()
 
 
 def test_rank_0_counts_once_all_have_come() -> None:
@@ -56,6 +61,20 @@ def test_a_bucket_takes_memory_for_what_is_kept_of_it() -> None:
     assert kept_arrays(SPEC) == 1
     assert kept_arrays(BucketSpec(("w",), "sum", 16, "float32", 0, update=momentum.text())) == 2
     assert kept_arrays(jobs.bucket(16)) == 0
+
+
+def test_a_push_that_is_sent_again_is_refused_and_not_applied_twice(cluster: Cluster) -> None:
+    server = cluster.pserver(1)
+    raw = cluster.raw(server.address).open().declare()
+    raw.declare(pb.Bucket(names=["w"], kind="sum", nbytes=16, dtype="float32", update=SGD.text()), number=1)
+    incarnation = raw.incarnation
+    raw.pserver.call("Put", pb.PutRequest(incarnation=incarnation, values=floats(1.0)), jobs.DEADLINE_S)
+    pushed = frames.encode(Header(Kind.PUSH), floats(2.0))
+    for message in (frames.encode(Header(Kind.NUMBERS), bytes(packed(rate=0.25))), pushed):
+        raw.send(message)
+    assert raw.read()[1] == floats(0.5)
+    raw.send(pushed)
+    assert "step of slice 0 of bucket 'w' must be 1, got 0" in str(raw.read_error())
 
 
 def test_numbers_for_a_bucket_without_an_update_and_too_large_gets_are_refused(cluster: Cluster) -> None:

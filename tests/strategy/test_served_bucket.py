@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import training
+from _pytest.mark import ParameterSet
+from keras_versions import KERAS_3_8
 
 import tfps
 from tfps.errors import UnsupportedError
@@ -90,12 +92,18 @@ CLOSE: dict[str, Build] = {
 }
 
 
-@pytest.mark.parametrize("name", BITWISE)
+def cases(builds: dict[str, Build]) -> list[ParameterSet]:
+    """Names of those that this Keras has slots of as it should."""
+    newer = pytest.mark.skipif(KERAS_3_8, reason="Keras 3.8 creates these slots without naming their variable")
+    return [pytest.param(name, marks=[newer] if name.startswith(("Ftrl", "Adagrad")) else []) for name in builds]
+
+
+@pytest.mark.parametrize("name", cases(BITWISE))
 def test_these_rules_end_bitwise_equal_to_plain_keras(here: tfps.Strategy, name: str) -> None:
     assert training.train(here, BITWISE[name]) == training.train(None, BITWISE[name])
 
 
-@pytest.mark.parametrize("name", CLOSE)
+@pytest.mark.parametrize("name", cases(CLOSE))
 def test_weights_of_the_others_are_within_a_millionth_after_50_steps(here: tfps.Strategy, name: str) -> None:
     options: Options = {"epochs": 10}  # of 5 steps
     ends, expected = (training.train(each, CLOSE[name], **options) for each in (here, None))

@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfps.errors import UnsupportedError
-from tfps.exchange.update_spec import AVERAGE, UpdateSpec
+from tfps.exchange.update_spec import AVERAGE, SLOTS, UpdateSpec
 from tfps.keras_hooks.keras_private import decays, trained_variables
 from tfps.keras_hooks.served_variable import ServedVariable
 from tfps.keras_hooks.update_rules import READINGS, step_numbers
@@ -81,6 +81,11 @@ class ServedOptimizer(ServedRule):
         if any(decayed):
             constants["weight_decay"] = float(optimizer.weight_decay)
         slots = self._slots.get(variables[0]._unique_id, {})
+        if not slots.keys() >= set(SLOTS.get(self._reading.rule, ())):  # Adagrad and Ftrl of Keras 3.8
+            raise UnsupportedError(
+                f"update='server' does not know the slots of {type(optimizer).__name__} of Keras {keras.__version__}, "
+                f"only {sorted(slots)}; pip install -U keras, or {_INSTEAD}"
+            )
         return UpdateSpec(
             self._reading.rule,
             tuple(constants.items()),
