@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
         ("compression", "topk", "topk must name the fraction that is sent, above 0 and at most 0.5, .* got 'topk'"),
         ("compression", "topk:0.6", "topk must name the fraction .* got 'topk:0.6'"),
         ("compression", "*/bias=topk:x", "topk must name the fraction .* got 'topk:x'"),
+        ("update", "pserver", "update must be one of 'worker', 'server', got 'pserver'"),
         ("deterministic", 1, "deterministic must be True or False, got 1"),
         ("staging_depth", 1, "staging_depth must be 0 .* or a whole number from 2, got 1"),
         ("staging_depth", True, "staging_depth must be 0 .* or a whole number from 2, got True"),
@@ -63,6 +64,13 @@ def test_explicit_arguments_win_over_the_environment_and_that_over_defaults() ->
     config = tfps.Config.from_environment(environment, slice_bytes=2000)
     own = {"slice_bytes": 2000, "policy": "fifo", "transport": "grpc", "deterministic": True, "step_timeout_s": 2.5}
     assert config == tfps.Config(**own)  # type: ignore[arg-type]
+
+
+def test_update_on_the_server_and_compression_are_refused_together_from_wherever_they_come() -> None:
+    message = r"update='server' goes with compression='none' only, .* use update='worker', got 'none,\*/kernel=int8'"
+    with pytest.raises(tfps.ConfigError, match=message):
+        tfps.Config.from_environment({"TFPS_COMPRESSION": "*/kernel=int8"}, update="server")
+    tfps.Config(update="server", compression="none")
 
 
 def test_compression_has_one_spelling_and_exceptions_by_names() -> None:

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tfps.compression import Rules, parse
+from tfps.compression import NONE, Rules, parse
 from tfps.errors import ConfigError
 from tfps.types import Argument, Options
 
 Policy = Literal["priority", "fifo"]
 Placement = Literal["balanced", "round_robin", "hash"]
 Transport = Literal["auto", "tcp", "grpc"]
+Update = Literal["worker", "server"]
 Auto = Literal["auto"]
 
 MAX_SLICE_BYTES = 64 * 2**20  # one gRPC message; beyond this nothing overlaps
@@ -24,6 +25,8 @@ MAX_SLICE_BYTES = 64 * 2**20  # one gRPC message; beyond this nothing overlaps
 FIRST_SLICE_BYTES, FIRST_WINDOW_BYTES = 128 * 1024, 512 * 1024
 _FILES = ("token_file", "tls_ca", "tls_cert", "tls_key")
 BUCKET_BYTES = 2**20  # up to which small variables are fused if slices are tuned
+# Sizes with update="server": slices keep what they have, so they are not tuned.
+_SERVED_SLICE_BYTES, _SERVED_WINDOW_BYTES = 512 * 1024, 2 * 2**20
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Config:
             `"fifo"` sends in the order in which the backward pass produces gradients.
         placement: which pserver owns a slice: `"balanced"` by bytes, `"round_robin"` or `"hash"` of its name.
         deterministic: sum in rank order, so runs repeat bitwise; costs pserver memory (one slice per worker).
+        update: where the optimizer runs: `"worker"`, or `"server"`: on the pservers, which then hold its slots; Keras'
+            elementwise optimizers only (docs/update_on_server.md). Slices of `"auto"` then have 512 KiB.
         staging_depth: input batches staged on each device while it computes: 0, or at least 2 (one is copied while
             the other waits). 0 leaves input to TensorFlow; several workers must agree on the end of the data, so they
             still stage one batch.
@@ -69,6 +74,7 @@ class Config:
     policy: Policy = "priority"
     placement: Placement = "balanced"
     deterministic: bool = False
+    update: Update = "worker"
     staging_depth: int = 2
     shared_memory: bool = True
     transport: Transport = "auto"
@@ -92,7 +98,12 @@ class Config:
                 raise ConfigError(f"{name} must be positive, got {value}")
         if self.slice_bytes != "auto" and self.slice_bytes > MAX_SLICE_BYTES:
             raise ConfigError(f"slice_bytes must be at most {MAX_SLICE_BYTES} (64 MiB), got {self.slice_bytes}")
-        for name, choices in (("policy", Policy), ("placement", Placement), ("transport", Transport)):
+        for name, choices in (
+            ("policy", Policy),
+            ("placement", Placement),
+            ("transport", Transport),
+            ("update", Update),
+        ):
             value = getattr(self, name)
             if value not in get_args(choices):
                 raise ConfigError(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}")
@@ -100,6 +111,11 @@ class Config:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         object.__setattr__(self, "compression", str(parse(self.compression)))  # one spelling of each
+        if self.update == "server" and self.compression != NONE:
+            raise ConfigError(
+                "update='server' goes with compression='none' only, as pservers then send parameters; leave out "
+                f"compression, or use update='worker', got {self.compression!r}"
+            )
         depth = self.staging_depth
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0 or depth == 1:
             raise ConfigError(f"staging_depth must be 0 (off) or a whole number from 2, got {depth!r}")
@@ -122,7 +138,8 @@ class Config:
     @property
     def first_slice_bytes(self) -> int:
         """Slice size before tuning."""
-        return FIRST_SLICE_BYTES if self.slice_bytes == "auto" else self.slice_bytes
+        first = FIRST_SLICE_BYTES if self.update == "worker" else _SERVED_SLICE_BYTES
+        return first if self.slice_bytes == "auto" else self.slice_bytes
 
     @property
     def bucket_bytes(self) -> int:
@@ -132,7 +149,8 @@ class Config:
     @property
     def first_window_bytes(self) -> int:
         """Window size before tuning."""
-        return FIRST_WINDOW_BYTES if self.window_bytes == "auto" else self.window_bytes
+        first = FIRST_WINDOW_BYTES if self.update == "worker" else _SERVED_WINDOW_BYTES
+        return first if self.window_bytes == "auto" else self.window_bytes
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None, **explicit: Argument) -> Config:

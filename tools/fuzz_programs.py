@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("fuzzing-failures"))
     parser.add_argument("--shrink-seconds", type=float, default=240.0, help="per failure")
     parser.add_argument("--compressed", type=int, default=6, help="every so many-th case with pservers compresses")
+    parser.add_argument("--update", default="worker", choices=["worker", "server"], help="where the optimizer runs")
     parser.add_argument("--without", nargs="*", default=[], help="features to leave out, beside the known faults")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -41,6 +42,7 @@ def main() -> int:
         arguments.shrink_seconds,
         arguments.compressed,
         say=lambda line: print(line, flush=True),
+        update=arguments.update,
     )
     session.run()
     print(session.summary())

@@ -59,8 +59,10 @@ class Companion:
             self.specs.extend(specs)
             return ids
 
-        def push_both(bucket: int, payload: Value, on_reply: OnReply, on_part: OnPart | None = None) -> None:
-            push(bucket, payload, on_reply, on_part)
+        def push_both(
+            bucket: int, payload: Value, on_reply: OnReply, on_part: OnPart | None = None, numbers: bytes = b""
+        ) -> None:
+            push(bucket, payload, on_reply, on_part, numbers)
             with self._lock:
                 if held := self.holds(self.specs[bucket]):
                     self._held.append(bucket)

@@ -143,9 +143,11 @@ def counts_what_travels(strategy: tfps.Strategy) -> None:
     runtime = strategy._runtime
     push = runtime.exchange.push
 
-    def counted(bucket: int, payload: Payload | None, on_reply: OnReply, on_part: OnPart | None = None) -> None:
+    def counted(
+        bucket: int, payload: Payload | None, on_reply: OnReply, on_part: OnPart | None = None, numbers: bytes = b""
+    ) -> None:
         pushed.append(runtime.declared.spec(bucket).name)
-        push(bucket, payload, on_reply, on_part)
+        push(bucket, payload, on_reply, on_part, numbers)
 
     with strategy.scope():
         model = compiled(normalized=True)

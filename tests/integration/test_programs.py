@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import processes
@@ -57,12 +58,18 @@ TOLERANCE = {"loss_scaling": 5e-3, "mixed_bfloat16": 3e-2}
 Results = list[dict[str, Value]]  # of plain Keras and of each rank
 
 
-def run(names: list[tuple[str, str]], folder: Path, workers: int = 2, devices: int = 1) -> Results:
-    """Runs programs, (module, name), with several workers and in plain Keras at the same time."""
+def run(
+    names: list[tuple[str, str]],
+    folder: Path,
+    workers: int = 2,
+    devices: int = 1,
+    more: Mapping[str, str] = MappingProxyType({}),
+) -> Results:
+    """Runs programs, (module, name), with several workers (`more`: their settings) and in plain Keras at once."""
     arguments = [str(folder / "job"), *(f"{module}.{name}" for module, name in names)]
     plain = [str(folder / "plain"), *arguments[1:]]
     servers = [ParameterServer("127.0.0.1", 0, workers=workers) for _ in range(2)]
-    settings = {"TFPS_SLICE_BYTES": "4096", "TFPS_WINDOW_BYTES": "8192", "DEVICES": str(devices)}
+    settings = {"TFPS_SLICE_BYTES": "4096", "TFPS_WINDOW_BYTES": "8192", "DEVICES": str(devices), **more}
     alone = processes.start("program.py", *plain, environment={})
     try:
         addresses = [server.address for server in servers]

@@ -16,6 +16,7 @@ import tensorflow as tf
 import training
 
 import tfps
+from tfps.keras_hooks.served_variable import ServedVariable
 
 STEPS, GLOBAL_BATCH = 50, 48
 
@@ -43,6 +44,7 @@ PROGRAMS = {
     "adam": (lambda: training.mlp()[0], lambda: keras.optimizers.Adam(1e-3)),
     "adafactor": (smooth, lambda: keras.optimizers.Adafactor(1e-3)),
     "embedding": (embedding, lambda: keras.optimizers.Adam(1e-3)),
+    "embedding_sgd": (embedding, lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True)),
 }
 
 
@@ -68,7 +70,8 @@ def main(out: str, *names: str) -> None:
         for key, value in history.items():
             results[f"{name}/history/{key}"] = np.asarray(value)
         if strategy:
-            for variable in [*model.weights, *model.optimizer.variables]:
+            here = [each for each in model.optimizer.variables if not isinstance(each, ServedVariable)]
+            for variable in [*model.weights, *here]:
                 replicas = [np.asarray(each).tobytes() for each in strategy.experimental_local_results(variable.value)]
                 assert len(replicas) == len(devices)
                 assert len(set(replicas)) == 1, f"{variable.path}: the replicas differ"

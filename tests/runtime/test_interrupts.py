@@ -99,8 +99,8 @@ def test_one_worker_goes_on_after_an_interrupted_exchange(
     exchange = remote._runtime.exchange
     push = exchange.push
 
-    def interrupted(*arguments: Argument) -> None:
-        push(*arguments)
+    def interrupted(*arguments: Argument, **named: Argument) -> None:
+        push(*arguments, **named)
         raise KeyboardInterrupt
 
     assert reduce(remote)()[0] == 1000.0

@@ -36,9 +36,11 @@ def pushes(strategy: tfps.Strategy, monkeypatch: pytest.MonkeyPatch) -> list[int
     pushed: list[int] = []
     push = strategy._runtime.exchange.push
 
-    def counted(bucket: int, payload: Payload | None, on_reply: OnReply, on_part: OnPart | None = None) -> None:
+    def counted(
+        bucket: int, payload: Payload | None, on_reply: OnReply, on_part: OnPart | None = None, numbers: bytes = b""
+    ) -> None:
         pushed.append(bucket)
-        push(bucket, payload, on_reply, on_part)
+        push(bucket, payload, on_reply, on_part, numbers)
 
     monkeypatch.setattr(strategy._runtime.exchange, "push", counted)
     return pushed

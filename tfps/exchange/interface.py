@@ -13,6 +13,7 @@ import numpy as np
 from tfps.compression import NONE
 from tfps.errors import ClosedError, ConfigError, ProtocolError, TfpsError
 from tfps.exchange.codecs import codec_of
+from tfps.exchange.update_spec import UpdateSpec
 from tfps.trace.capture import Capture, CapturedBucket, Setting
 from tfps.types import Array, Buffer, DType
 
@@ -51,6 +52,7 @@ class BucketSpec:
         codec: of the slices of a sum of float32 on the wire; see codecs.py.
         alike: names common to all ranks, for comparison and placement, if `names` contain numbers counted per rank.
             Empty: `names`.
+        update: `UpdateSpec.text` of the rule by which pservers update what they keep; empty: they only sum.
 
     Raises:
         ConfigError: a value is out of range; the message names the field.
@@ -64,6 +66,7 @@ class BucketSpec:
     occasional: bool = False
     alike: tuple[str, ...] = ()
     codec: str = NONE
+    update: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.names, tuple) or not self.names:
@@ -79,6 +82,13 @@ class BucketSpec:
             raise ConfigError(f"a gather must have nbytes 0 and dtype 'uint8', got {self.nbytes} and {self.dtype!r}")
         if codec_of(self.codec) is not None and (self.kind, self.dtype) != ("sum", "float32"):
             raise ConfigError(f"codec {self.codec!r} must be for a sum of float32, got a {self.kind} of {self.dtype}")
+        if self.update and (self.kind, self.dtype, self.nbytes, self.codec) != (
+            "sum",
+            "float32",
+            UpdateSpec.parse(self.update).nbytes,
+            NONE,
+        ):
+            raise ConfigError(f"a bucket with an update must be a plain sum of its variables in float32, got {self}")
 
     @property
     def name(self) -> str:
@@ -98,7 +108,8 @@ class BucketSpec:
     def __str__(self) -> str:
         size = f" {self.nbytes} bytes {self.dtype}" if self.kind == "sum" else ""
         codec = "" if self.codec == NONE else f" as {self.codec}"
-        return f"bucket '{self.common_name}' {self.kind}{size}{codec} priority {self.priority}"
+        update = f" updated by {self.update}" if self.update else ""
+        return f"bucket '{self.common_name}' {self.kind}{size}{codec} priority {self.priority}{update}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +199,38 @@ class Exchange(Protocol):
             TfpsError: the exchange failed meanwhile or was closed.
         """
 
-    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, on_part: OnPart | None = None) -> None:
+    def put(self, bucket: int, number: int, begin: int, values: Payload) -> None:
+        """Replaces part of what pservers keep of a bucket with an update; returns when all have it.
+
+        For one rank, between the last reply to it and its next push.
+
+        Args:
+            number: 0: parameters, then the update's slots.
+            begin: in bytes, of the bucket.
+
+        Raises:
+            ProtocolError: there is no such part.
+            TfpsError: a pserver does not answer, or the job has failed.
+        """
+
+    def get(self, bucket: int, number: int, begin: int, nbytes: int) -> Array:
+        """Part of what pservers keep of a bucket, flat uint8, as of this rank's last reply; see `put`.
+
+        Other ranks need not take part: without this rank's next push nothing changes.
+
+        Raises:
+            ProtocolError: there is no such part.
+            TfpsError: a pserver does not answer, or the job has failed.
+        """
+
+    def push(
+        self,
+        bucket: int,
+        payload: Payload | None,
+        on_reply: OnReply,
+        on_part: OnPart | None = None,
+        numbers: bytes = b"",
+    ) -> None:
         """Gives this rank's contribution to the next step of `bucket`; never blocks on the network.
 
         A push of a bucket whose earlier push is outstanding waits its turn inside the engine. `on_reply` is called
@@ -203,6 +245,7 @@ class Exchange(Protocol):
                 part to a gather.
             on_part: gets the buffer of an incomplete sum and how many bytes of it, from the front, have come. Called on
                 receiver threads, maybe never; a call may be late, even later than the reply.
+            numbers: `StepNumbers.pack` of the step, for a bucket with an update, whose reply is the new parameters.
 
         Raises:
             ProtocolError: there is no such bucket, or the payload has the wrong size.

@@ -46,8 +46,8 @@ def cut_sum(spec: BucketSpec, slice_bytes: int, placer: Placer, step: int = 0) -
 
 
 def tunable(spec: BucketSpec) -> bool:
-    """Whether tuning may cut this bucket anew."""
-    return spec.kind == "sum" and not spec.occasional and spec.nbytes > 0
+    """Whether tuning may cut this bucket anew: not one whose slices keep something."""
+    return spec.kind == "sum" and not spec.occasional and spec.nbytes > 0 and not spec.update
 
 
 def cut_anew(specs: Sequence[BucketSpec], layout: Layout, pservers: int, placement: Placement) -> dict[int, Cutting]:

@@ -115,6 +115,7 @@ try:
         "_call_for_each_replica",
         "_replica_ctx_all_reduce",
         "_replica_ctx_update",
+        "_update",
         "_reduce_to",
         "_batch_reduce_to",
         "_gather_to_implementation",
@@ -145,7 +146,9 @@ try:
     needs(distribute_utils, "is_mirrored")
     needs(values.MirroredVariable, "_get", "_get_cross_replica", "_get_replica", "_update_replica")
     needs(values.MirroredVariable, "handle", "value", "read_value", "values", "_dense_var_to_tensor")
-    needs(values.MirroredVariable, "_export_to_saved_model_graph")
+    needs(values.MirroredVariable, "_export_to_saved_model_graph", "_gather_saveables_for_checkpoint")
+    needs(values, "_MirroredSaveable")
+    needs(values._MirroredSaveable, "restore", "_mirrored_variable")
     needs(values.SyncOnReadVariable, "_get_cross_replica", "_update_replica", "_gather_saveables_for_checkpoint")
     needs(values, "_SyncOnReadSaveable")
     needs(values._SyncOnReadSaveable, "restore", "_sync_on_read_variable")

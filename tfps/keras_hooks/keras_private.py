@@ -12,7 +12,7 @@ import keras
 
 from tfps.graph.private_names import needs
 from tfps.graph.tf_private import SUPPORTED
-from tfps.types import Batches, Layer, Model, Optimizer, Value
+from tfps.types import Batches, Layer, Model, Optimizer, Value, Variable
 
 
 def _class_that_defines(cls: type, name: str) -> type[Model]:
@@ -44,6 +44,20 @@ try:
     needs(keras.random.SeedGenerator, "next")  # source of all seeds of layers and keras.random (seeds.py)
     needs(keras.Layer, "add_loss", "_losses")  # added_losses.py
 
+    # Wrapped where pservers update (served_optimizers.py): what would update here, and what creates slots; then what a
+    # slot without memory overrides.
+    needs(keras.optimizers.Optimizer, "_backend_update_step", "_apply_weight_decay")
+    needs(keras.optimizers.Optimizer, "_update_model_variables_moving_average")
+    needs(keras.optimizers.Optimizer, "_overwrite_model_variables_with_average_value")
+    needs(keras.optimizers.Optimizer, "add_variable_from_reference", "add_variable", "_track_variable")
+    needs(keras.optimizers.Optimizer, "_use_weight_decay", "_trainable_variables")
+    needs(keras.optimizers.Nadam, "_u_product")
+    needs(keras.callbacks.SwapEMAWeights, "_tf_swap_variables", "_backend_swap_variables")
+    needs(keras.callbacks.SwapEMAWeights, "_tf_finalize_ema_values", "_backend_finalize_ema_values")
+    needs(keras.Variable, "_initialize_with_initializer", "_direct_assign", "_value", "_shape")
+    needs(keras.Variable, "_serialize_to_tensors", "_restore_from_tensors", "_shared_name")
+    needs(keras.Variable, "_export_to_saved_model_graph")
+
     # Wrapped because several ranks save (saving.py): where callbacks decide to save, and build paths from logs.
     needs(keras.Model, "save", "save_weights", "export")
     needs(keras.callbacks.ModelCheckpoint, "_save_model", "_get_file_path")
@@ -74,3 +88,18 @@ def losses_of(layer: Layer) -> list[Value]:
 def adopt_optimizer(optimizer: Optimizer, strategy: object) -> None:
     """Makes `optimizer` create its slots under `strategy`, as if it had been created in that scope."""
     optimizer._distribution_strategy = strategy
+
+
+def decays(optimizer: Optimizer, variable: Variable) -> bool:
+    """Whether the weight decay of `optimizer` applies to `variable`."""
+    return bool(optimizer._use_weight_decay(variable))
+
+
+def trained_variables(optimizer: Optimizer) -> list[Variable]:
+    """Returns the variables that `optimizer` was built for."""
+    return list(optimizer._trainable_variables)
+
+
+def product_of_momentums(optimizer: Optimizer) -> Variable:
+    """Returns the variable in which Nadam multiplies its momentums."""
+    return optimizer._u_product

@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfps.keras_hooks.agreed_logs import agreed_logs
+from tfps.keras_hooks.served_optimizers import take_from_first_rank
 from tfps.types import Callback, Function, Logs, Model
 
 
@@ -143,6 +144,7 @@ def _take_from_first_rank(strategy: tf.distribute.Strategy, model: Model) -> Non
     epoch = model._initial_epoch
     with strategy.scope():
         first = tf.Variable(-1 if epoch is None else epoch, dtype=tf.int64, trainable=False, name="first_epoch")
-    variables = {id(each.value): each.value for each in [*model.weights, *model.optimizer.variables]}
+    own = take_from_first_rank([*model.weights, *model.optimizer.variables])
+    variables = {id(each.value): each.value for each in own}
     strategy.extended.take_from_first_rank([first, *variables.values()])
     model._initial_epoch = None if int(first.numpy()) < 0 else int(first.numpy())

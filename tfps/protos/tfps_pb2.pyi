@@ -6,7 +6,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Bucket(_message.Message):
-    __slots__ = ["codec", "dtype", "kind", "names", "nbytes", "occasional", "priority"]
+    __slots__ = ["codec", "dtype", "kind", "names", "nbytes", "occasional", "priority", "update"]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -14,6 +14,7 @@ class Bucket(_message.Message):
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     OCCASIONAL_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
     codec: str
     dtype: str
     kind: str
@@ -21,7 +22,8 @@ class Bucket(_message.Message):
     nbytes: int
     occasional: bool
     priority: int
-    def __init__(self, names: _Optional[_Iterable[str]] = ..., kind: _Optional[str] = ..., nbytes: _Optional[int] = ..., dtype: _Optional[str] = ..., priority: _Optional[int] = ..., occasional: bool = ..., codec: _Optional[str] = ...) -> None: ...
+    update: str
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., kind: _Optional[str] = ..., nbytes: _Optional[int] = ..., dtype: _Optional[str] = ..., priority: _Optional[int] = ..., occasional: bool = ..., codec: _Optional[str] = ..., update: _Optional[str] = ...) -> None: ...
 
 class ClockReply(_message.Message):
     __slots__ = ["failure", "time_ns", "wall_ns"]
@@ -98,6 +100,32 @@ class Failure(_message.Message):
     code: int
     text: str
     def __init__(self, code: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
+
+class GetReply(_message.Message):
+    __slots__ = ["failure", "values"]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    failure: Failure
+    values: bytes
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., values: _Optional[bytes] = ...) -> None: ...
+
+class GetRequest(_message.Message):
+    __slots__ = ["begin", "bucket", "incarnation", "nbytes", "number", "rank", "slice"]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    begin: int
+    bucket: int
+    incarnation: str
+    nbytes: int
+    number: int
+    rank: int
+    slice: int
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ..., slice: _Optional[int] = ..., number: _Optional[int] = ..., begin: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ["data_port", "failure", "incarnation", "protocol_version", "rank", "shared_memory", "workers"]
@@ -237,6 +265,30 @@ class ProbeRequest(_message.Message):
     pid: int
     def __init__(self, pid: _Optional[int] = ..., memory: _Optional[_Union[SharedMemory, _Mapping]] = ...) -> None: ...
 
+class PutReply(_message.Message):
+    __slots__ = ["failure"]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    failure: Failure
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class PutRequest(_message.Message):
+    __slots__ = ["begin", "bucket", "incarnation", "number", "rank", "slice", "values"]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    begin: int
+    bucket: int
+    incarnation: str
+    number: int
+    rank: int
+    slice: int
+    values: bytes
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., bucket: _Optional[int] = ..., slice: _Optional[int] = ..., number: _Optional[int] = ..., begin: _Optional[int] = ..., values: _Optional[bytes] = ...) -> None: ...
+
 class Records(_message.Message):
     __slots__ = ["clock_error_ns", "clock_offset_ns", "full", "host", "last", "number", "pserver", "records"]
     CLOCK_ERROR_NS_FIELD_NUMBER: _ClassVar[int]
@@ -258,20 +310,22 @@ class Records(_message.Message):
     def __init__(self, pserver: bool = ..., number: _Optional[int] = ..., host: _Optional[str] = ..., clock_offset_ns: _Optional[int] = ..., clock_error_ns: _Optional[int] = ..., records: _Optional[bytes] = ..., full: bool = ..., last: bool = ...) -> None: ...
 
 class Settings(_message.Message):
-    __slots__ = ["compression", "deterministic", "placement", "policy", "slice_bytes", "window_bytes"]
+    __slots__ = ["compression", "deterministic", "placement", "policy", "slice_bytes", "update", "window_bytes"]
     COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     SLICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
     WINDOW_BYTES_FIELD_NUMBER: _ClassVar[int]
     compression: str
     deterministic: bool
     placement: str
     policy: str
     slice_bytes: int
+    update: str
     window_bytes: int
-    def __init__(self, slice_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., placement: _Optional[str] = ..., deterministic: bool = ..., compression: _Optional[str] = ...) -> None: ...
+    def __init__(self, slice_bytes: _Optional[int] = ..., window_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., placement: _Optional[str] = ..., deterministic: bool = ..., compression: _Optional[str] = ..., update: _Optional[str] = ...) -> None: ...
 
 class SharedMemory(_message.Message):
     __slots__ = ["fd", "host", "secret"]

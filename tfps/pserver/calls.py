@@ -50,6 +50,7 @@ def spec_of(bucket: pb.Bucket) -> BucketSpec:
         priority=bucket.priority,
         occasional=bucket.occasional,
         codec=bucket.codec or NONE,
+        update=bucket.update,
     )
 
 

@@ -17,8 +17,9 @@ from tfps.wire.control import CALLS, request_type
 from tfps.wire.job_token import TOKEN_KEY, JobToken
 
 _REFUSAL_S = 0.01  # all strangers together get one refusal in this time, so that they cost a running job little
-# Of a request, in bytes. A declaration names variables, an upload has what was recorded, a layout a step per bucket.
-_MAX_BYTES = {"Declare": 16 * 2**20, "Upload": 8 * 2**20, "Tune": 4 * 2**20}
+# Of a request, in bytes. A declaration names variables, an upload has what was recorded, a layout a step per bucket,
+# and what is put comes in pieces.
+_MAX_BYTES = {"Declare": 16 * 2**20, "Upload": 8 * 2**20, "Tune": 4 * 2**20, "Put": 8 * 2**20}
 _MAX_OTHER_BYTES = 64 * 1024
 
 

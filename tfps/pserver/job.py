@@ -24,7 +24,7 @@ from tfps.pserver.membership import Applicant, Member, Membership, State, first_
 from tfps.pserver.owned_slice import Taken
 from tfps.pserver.recording import Recording
 from tfps.pserver.replies import reply_gather, reply_sum
-from tfps.pserver.shard import Shard
+from tfps.pserver.shard import OwnedBucket, Shard
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.control import PULL, PUSH, layout_message
@@ -348,15 +348,29 @@ class Job:
         elif (gone := self._membership.gone()) and (late := item.waits_for(gone, taken.step)):
             self._fail_left(self._membership.members[late[0]], taken.step, bucket.spec.name)
 
+    def take_numbers(self, rank: int, header: Header, payload: memoryview) -> None:
+        """Takes the NUMBERS that come before the slices of a push; see `UpdateNumbers.take`."""
+        if self._failure is None and (error := self.bucket(header.bucket).take_numbers(rank, header.step, payload)):
+            self.fail(error)
+
+    def bucket(self, number: int) -> OwnedBucket:
+        """A declared bucket.
+
+        Raises:
+            ProtocolError: there is none of this number.
+            TfpsError: the job has failed.
+        """
+        with self._changed:
+            self._raise_failure()
+            if not 0 <= number < len(self._shard.buckets):
+                raise ProtocolError(f"bucket must be one of the {len(self._shard.buckets)} declared ones, got {number}")
+            return self._shard.buckets[number]
+
     def missing(self, bucket: int) -> list[str]:
         """The ranks whose push of a slice of `bucket` others wait for."""
         with self._changed:
-            self._raise_failure()
-            buckets = self._shard.buckets
-            if not 0 <= bucket < len(buckets):
-                raise ProtocolError(f"bucket must be one of the {len(buckets)} declared ones, got {bucket}")
             ranks: set[int] = set()
-            for item in buckets[bucket].slices.values():
+            for item in self.bucket(bucket).slices.values():
                 with item.lock:
                     ranks.update(item.round.missing() if item.round.started else ())
             return [self._membership.describe(rank) for rank in sorted(ranks)]

@@ -13,6 +13,7 @@ import numpy as np
 
 from tfps.errors import ProtocolError
 from tfps.exchange.aggregate import GatherRound, SumRound
+from tfps.pserver.updated_slice import UpdatedSlice
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
 from tfps.wire.encoding import Encoding
@@ -41,14 +42,15 @@ class Taken(NamedTuple):
 
 
 class OwnedSlice:
-    """A slice of a sum, or a whole gather. Set `round` once, before anything else."""
+    """A slice of a sum, or a whole gather. Set `round` once, before anything else; `kept` if it has an update."""
 
-    __slots__ = ("_recorder", "_targets", "first_ns", "lock", "round")
+    __slots__ = ("_recorder", "_targets", "first_ns", "kept", "lock", "round")
 
     def __init__(self, recorder: Recorder) -> None:
         self.lock = threading.Lock()
         self.first_ns = 0  # first push of this round, on the recorder's clock
         self.round: SumRound | GatherRound
+        self.kept: UpdatedSlice | None = None  # guarded by the lock, too
         self._targets: dict[int, Target] = {}
         self._recorder = recorder
 
@@ -80,6 +82,8 @@ class OwnedSlice:
             wait_ns = now_ns - self.first_ns if rank in self.round.arrived else 0
             if self.round.complete:
                 result, encoding, flags = self._finish(header.step + 1 in upcoming)
+                if self.kept is not None:
+                    result = self.kept.updated(result, header.step)
                 targets, self._targets = self._targets, targets
                 if recorder.enabled:
                     self._record(rank, header, len(result))

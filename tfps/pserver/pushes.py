@@ -24,4 +24,6 @@ class Pushes:
         self._job.push(self._rank, header, payload, place)
 
     def notice(self, header: Header, payload: memoryview) -> None:
-        raise not_expected(header, Kind.PUSH)
+        if header.kind != Kind.NUMBERS:
+            raise not_expected(header, Kind.PUSH)
+        self._job.take_numbers(self._rank, header, payload)

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from tfps.config import Security
 from tfps.errors import ClosedError, ConfigError, ConnectError, ProtocolError, PserverLostError, TfpsError
 from tfps.protos import tfps_pb2 as pb
+from tfps.pserver import keeping
 from tfps.pserver.calls import rank_of, refusal, spec_of, until_broken
 from tfps.pserver.data_port import DataPort, Session
 from tfps.pserver.guard import Guard, Rate, parse
@@ -199,6 +200,8 @@ class ParameterServer:
         calls: dict[str, Callable[..., Message]] = {
             "Join": self._join,
             "Declare": self._declare,
+            "Put": functools.partial(keeping.put, self._job_of),
+            "Get": functools.partial(keeping.get, self._job_of),
             "Waiting": self._waiting,
             "Tune": self._tune,
             "Trace": self._trace,

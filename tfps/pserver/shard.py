@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tfps.config import Config
-from tfps.errors import ConfigError
+from tfps.errors import ConfigError, ProtocolError, TfpsError
 from tfps.exchange.aggregate import GatherRound, SumRound
 from tfps.exchange.codecs import codec_of
 from tfps.exchange.encoded_sum import EncodedSumRound
@@ -15,6 +15,7 @@ from tfps.exchange.layout import Cutting, Layout, cut_anew, cut_sum
 from tfps.exchange.placement import Placer
 from tfps.pserver.compressed_slice import CompressedSlice
 from tfps.pserver.owned_slice import OwnedSlice
+from tfps.pserver.updated_slice import UpdatedSlice, UpdateNumbers, kept_arrays
 from tfps.trace.recorder import Recorder
 
 _SLICE_BYTES = 1024  # that a slice takes beside its payload, on every pserver
@@ -30,6 +31,13 @@ class OwnedBucket:
     spec: BucketSpec
     slices: dict[int, OwnedSlice] = field(default_factory=dict)
     next: dict[int, dict[int, OwnedSlice]] = field(default_factory=dict)  # by first step
+    numbers: UpdateNumbers | None = None  # if it has an update
+
+    def take_numbers(self, rank: int, step: int, data: memoryview) -> TfpsError | None:
+        """See `UpdateNumbers.take`."""
+        if self.numbers is None:
+            raise ProtocolError(f"bucket '{self.spec.name}' has no update, got numbers for one")
+        return self.numbers.take(rank, step, data)
 
     def advance(self, step: int) -> None:
         """Switches to the next cutting if `step` uses it. The step before is over by then, on all pservers."""
@@ -65,7 +73,7 @@ class Shard:
     def _check(self, specs: Sequence[BucketSpec], slice_bytes: int) -> None:
         parts = self._workers if self.config.deterministic else 1  # of a slice, that are kept
         held = sum(spec.nbytes for spec in specs if (codec := codec_of(spec.codec)) and codec.feeds_back)
-        payload = (sum(spec.nbytes for spec in specs) * parts + held) // self._pservers
+        payload = (sum(spec.nbytes * (parts + kept_arrays(spec)) for spec in specs) + held) // self._pservers
         slices = sum(spec.nbytes // slice_bytes + 1 for spec in specs)
         if payload + slices * _SLICE_BYTES > self._max_memory:
             raise ConfigError(
@@ -78,8 +86,11 @@ class Shard:
         """Adds buckets that all ranks have declared."""
         for spec in specs:
             bucket = OwnedBucket(spec)
+            bucket.numbers = UpdateNumbers.of(spec)
             if spec.kind == "sum":
-                bucket.slices = self._slices(spec, cut_sum(spec, self.config.first_slice_bytes, self._placer))
+                bucket.slices = self._slices(
+                    spec, cut_sum(spec, self.config.first_slice_bytes, self._placer), bucket.numbers
+                )
             elif self._placer.place_gather(spec.common_name) == self.index:
                 bucket.slices[0] = item = OwnedSlice(self._recorder)
                 item.round = GatherRound(f"bucket '{spec.name}'", self._workers, self.config.first_slice_bytes)
@@ -102,7 +113,9 @@ class Shard:
         """Forgets all buckets."""
         self.buckets = []
 
-    def _slices(self, spec: BucketSpec, cutting: Cutting) -> dict[int, OwnedSlice]:
+    def _slices(
+        self, spec: BucketSpec, cutting: Cutting, numbers: UpdateNumbers | None = None
+    ) -> dict[int, OwnedSlice]:
         """The slices of a sum that this pserver owns."""
         owned: dict[int, OwnedSlice] = {}
         dtype, deterministic, codec = parse_dtype(spec.dtype), self.config.deterministic, codec_of(spec.codec)
@@ -116,5 +129,7 @@ class Shard:
                     item = OwnedSlice(self._recorder)
                     item.round = SumRound(label, self._workers, dtype, piece.nbytes, deterministic)
                 item.round.step = cutting.step
+                if numbers is not None:
+                    item.kept = UpdatedSlice(label, numbers, piece)
                 owned[index] = item
         return owned

@@ -15,7 +15,8 @@ from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from tfps.errors import TfpsError
-from tfps.exchange.interface import Link
+from tfps.exchange.codecs import sent_bytes
+from tfps.exchange.interface import BucketSpec, Link
 from tfps.trace.intervals import Interval, Intervals, clip, union
 from tfps.trace.step_times import NEGLIGIBLE, Limit, StepTimes, limit_of, overlap, step_times
 
@@ -38,6 +39,11 @@ class History:
     nbytes: int
     rounds: Sequence[Round]
     sent_bytes: int | None = None  # on the wire, each way; None: `nbytes`
+
+    @classmethod
+    def of(cls, spec: BucketSpec, rounds: Sequence[Round]) -> History:
+        """Those of the bucket `spec`."""
+        return cls(spec.name, spec.priority, spec.nbytes, rounds, sent_bytes(spec.codec, spec.nbytes))
 
     @property
     def on_wire(self) -> int:

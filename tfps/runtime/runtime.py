@@ -23,7 +23,6 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from tfps.errors import ClosedError, TfpsError, WaitTimeoutError
-from tfps.exchange.codecs import sent_bytes
 from tfps.exchange.interface import BucketSpec, Exchange, Payload, Reply, as_bytes
 from tfps.exchange.sparse import pack_sparse, unpack_sparse
 from tfps.graph import tf_private
@@ -134,8 +133,7 @@ class Runtime:
         histories = []
         for bucket, rounds in list(self._history.items()):
             spec = self.declared.spec(bucket)
-            sent = sent_bytes(spec.codec, spec.nbytes)
-            histories.append(History(spec.name, spec.priority, spec.nbytes, tuple(rounds), sent))
+            histories.append(History.of(spec, tuple(rounds)))
         exchange, others = self.exchange, self.exchange.workers > 1
         return make_report(
             histories, exchange.links(), exchange.slice_bytes, exchange.window_bytes, other_workers=others
@@ -160,16 +158,20 @@ class Runtime:
         """Returns the transfer with this id, None if its graph is gone."""
         return self._transfers.get(identity)
 
-    def exchange_now(self, bucket: int, payload: Payload | None, tick: Callable[[float], None] | None = None) -> Reply:
+    def exchange_now(
+        self, bucket: int, payload: Payload | None, tick: Callable[[float], None] | None = None, numbers: bytes = b""
+    ) -> Reply:
         """Pushes and waits for the reply on the calling thread; `tick` periodically gets the received fraction.
 
         Raises:
             TfpsError: the exchange failed.
         """
         with indivisible(self.exchange, self.declared.spec(bucket).name):
-            return self._exchange_now(bucket, payload, tick)
+            return self._exchange_now(bucket, payload, tick, numbers)
 
-    def _exchange_now(self, bucket: int, payload: Payload | None, tick: Callable[[float], None] | None) -> Reply:
+    def _exchange_now(
+        self, bucket: int, payload: Payload | None, tick: Callable[[float], None] | None, numbers: bytes
+    ) -> Reply:
         done = threading.Event()
         replies: list[Reply] = []
 
@@ -182,7 +184,7 @@ class Runtime:
         with self._progress:
             step = self._pushed[bucket]
             self._pushed[bucket] += 1
-        self.exchange.push(bucket, payload, on_reply)
+        self.exchange.push(bucket, payload, on_reply, numbers=numbers)
         deadline_s = time.monotonic() + self.wait_s * 2  # the exchange fails earlier and says why
         while not wait(done, _TICK_S if tick else self.wait_s * 2) and time.monotonic() < deadline_s:
             if tick is not None:
@@ -323,7 +325,8 @@ class Runtime:
             step = self._pushed[transfer.bucket]
             self._pushed[transfer.bucket] += 1
         try:
-            self.exchange.push(transfer.bucket, payload, on_reply, on_part if transfer.takes_parts else None)
+            part = on_part if transfer.takes_parts else None
+            self.exchange.push(transfer.bucket, payload, on_reply, part, transfer.numbers)
         except TfpsError:
             with self._progress:
                 self._under_way -= 1

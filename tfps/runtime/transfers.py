@@ -47,6 +47,7 @@ class Transfer:
     """
 
     exchanges = True
+    numbers = b""  # of the round that is being pushed, for a bucket with an update; pump thread only
 
     def __init__(self, bucket: int, spec: BucketSpec, messages: int = 1) -> None:
         self.id = -1

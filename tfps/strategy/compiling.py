@@ -13,8 +13,11 @@ from collections.abc import Iterable, Sequence
 import keras
 import tensorflow as tf
 
+from tfps.errors import UnsupportedError
 from tfps.keras_hooks.error_feedback import carry_held_back
 from tfps.keras_hooks.keras_private import Trainer, adopt_optimizer
+from tfps.keras_hooks.served_optimizers import serve
+from tfps.keras_hooks.served_variable import ServedVariable
 from tfps.strategy.variables import GatedVariable, current_replica
 from tfps.types import Model, Optimizer, Variable
 
@@ -50,13 +53,32 @@ def compile_in_scope(strategy_class: type[tf.distribute.Strategy]) -> None:
                 adopt_optimizer(self, strategy)
             strategy.extended.group_gates(gated)
             carry_held_back(self, strategy, gated)
+        serve_if_asked(self, variables)
         return build_optimizer(self, variables)
 
     keras.optimizers.Optimizer.build = build
 
 
+def serve_if_asked(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
+    """Makes pservers update `variables` if their strategy has `update="server"`.
+
+    Raises:
+        UnsupportedError: pservers cannot do what `optimizer` does, or the variables are not all of one strategy.
+    """
+    updated = [each.value if isinstance(each, keras.Variable) else each for each in variables]
+    strategies = {each.distribute_strategy if isinstance(each, GatedVariable) else None for each in updated}
+    serving = [each for each in strategies if each is not None and each.extended.serves]
+    if serving and len(strategies) > 1:
+        raise UnsupportedError(
+            "with update='server' all variables of an optimizer must be trainable ones of one strategy; build the "
+            "model within its scope, or use update='worker' (tfps.Config)"
+        )
+    if serving:
+        serve(optimizer, variables, serving[0])
+
+
 def _distributed(variable: Variable) -> bool:
-    return isinstance(variable.value, tf.distribute.DistributedValues)
+    return isinstance(variable, ServedVariable) or isinstance(variable.value, tf.distribute.DistributedValues)
 
 
 def _adopt(variables: Iterable[Variable], strategy: tf.distribute.Strategy) -> None:

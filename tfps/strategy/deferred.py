@@ -20,6 +20,7 @@ from tfps.exchange.slicing import bucket_limit
 from tfps.graph import ops as graph_ops
 from tfps.graph.tf_private import outer_graphs
 from tfps.graph.timestamps import PassedGates
+from tfps.runtime.served import ServedRule
 from tfps.strategy.variables import GatedVariable
 from tfps.types import Argument, Function, Value, Variable
 
@@ -74,9 +75,11 @@ class Noted:
         return NONE if self.sparse or self.dtype != tf.float32 else self.wanted_codec
 
     @property
-    def kind(self) -> tuple[tf.DType, bool, str]:
-        """What updates that share a bucket have in common: dtype, whether the replica always contributes, codec."""
-        return self.dtype, self.reduced.reduction.has_rows is None, self.codec
+    def kind(self) -> tuple[Hashable, ...]:
+        """What updates that share a bucket have in common: dtype, whether the replica always contributes, codec, and
+        for those by pservers the rule and the step's numbers."""
+        served = (self.function.number, id(self.arguments[0])) if isinstance(self.function, ServedRule) else ()
+        return self.dtype, self.reduced.reduction.has_rows is None, self.codec, *served
 
 
 @dataclass(eq=False)

@@ -27,6 +27,7 @@ from tfps.strategy.deferred import GraphState, Noted, Reduced, deferrable, find_
 from tfps.strategy.gate_groups import group_gates
 from tfps.strategy.invariants import Invariants
 from tfps.strategy.planned_bucket import PlannedBucket
+from tfps.strategy.served_bucket import ServedBucket, plan
 from tfps.strategy.variables import GatedVariable
 from tfps.types import Argument, Function, Value
 
@@ -192,7 +193,7 @@ class Emitter:
         order = self.state(outer_graphs(graph)[-1]).first_use
         noted = self.state(graph).noted.pop(replica, [])
         fused = fuse(noted, order, self._slice_bytes, self._first_bytes)
-        buckets = [PlannedBucket(each, graph, replica, order) for each in fused]
+        buckets = [plan(each, graph, replica, order) for each in fused]
         for bucket in buckets:
             self._trace(bucket)
         numbers = self._declare([bucket for bucket in buckets if bucket.function is not None], graph)
@@ -219,6 +220,8 @@ class Emitter:
         try:
             bucket.trace(self._strategy, compared=self._compared is not None, cut=self._may_be_cut(bucket))
         except Exception as error:  # whatever it is: in the graph the update either works or raises again
+            if isinstance(bucket, ServedBucket):
+                raise
             where = getattr(bucket.noted[0].function, "__qualname__", repr(bucket.noted[0].function))
             if where not in self._warned:
                 self._warned.add(where)
@@ -253,7 +256,8 @@ class Emitter:
         occurrence = bucket.key, self._occurrences[bucket.key, bucket.replica]
         self._occurrences[bucket.key, bucket.replica] += 1
         if occurrence not in self._transfers:
-            transfer = self._transfers[occurrence] = DeferredUpdate(number, bucket.spec, self._replicas, group)
-            transfer.invariants = self._compared
+            transfer = bucket.transfer(number, self._replicas, group, self._runtime)
+            self._transfers[occurrence] = transfer
+            transfer.invariants = None if isinstance(bucket, ServedBucket) else self._compared
             self._runtime.adopt(transfer, bucket.graph)
         return self._transfers[occurrence]

@@ -30,6 +30,7 @@ from tfps.keras_hooks.added_losses import own_losses
 from tfps.keras_hooks.predictions import Sharding
 from tfps.keras_hooks.seeds import stateful_apart
 from tfps.runtime.runtime import Runtime
+from tfps.runtime.served import ServedRule
 from tfps.strategy.combined import Combiner
 from tfps.strategy.compressing import Compressing
 from tfps.strategy.cross_replica import MEAN, SUM, CrossReplica
@@ -40,6 +41,7 @@ from tfps.strategy.initial_values import InitialValues
 from tfps.strategy.invariants import Invariants
 from tfps.strategy.on_read_variable import OnReadVariable
 from tfps.strategy.reductions import Reductions, divide, identity
+from tfps.strategy.served_bucket import update_eagerly
 from tfps.strategy.variables import GatedVariable, container_of, updating
 from tfps.types import Argument, Batches, Function, Options, Structure, Value, Variable
 
@@ -67,7 +69,9 @@ class Extended(CrossReplica):
         staging_depth: int,
         check_every: int,
         compression: Rules,
+        serves: bool = False,
     ) -> None:
+        self.serves, self.exchange = serves, runtime.exchange  # serves: pservers update variables
         self._runtime = runtime  # before the base class, which reads the number of replicas
         super().__init__(strategy, devices=list(devices))
         self.sharding = Sharding()
@@ -338,6 +342,12 @@ class Extended(CrossReplica):
                 f"variable {getattr(var, 'name', var)!r} was not created under this strategy; build and compile the "
                 "model inside `with strategy.scope():`"
             )
+        if isinstance(fn, ServedRule):
+            if tf.executing_eagerly() or not self._emitter.defers(variable, fn, args[0], args[1:]):
+                raise UnsupportedError(f"variable {variable.name!r} is updated by pservers: only in a traced step")
+            return tf.no_op() if group else None
+        if isinstance(variable, GatedVariable):
+            variable.note_write()
         if args and not kwargs and self._emitter.defers(variable, fn, args[0], args[1:]):
             return tf.no_op() if group else None
         with updating():
@@ -345,6 +355,24 @@ class Extended(CrossReplica):
         if self._invariants is not None and tf.executing_eagerly():
             self._invariants.note_eager(variable, fn, args[1:])
         return result
+
+    def _update(self, var: Variable, fn: Function, args: Argument, kwargs: Argument, group: bool) -> Structure:
+        if isinstance(var, GatedVariable):
+            var.note_write()
+        return super()._update(var, fn, args, kwargs, group)
+
+    def update_eagerly(
+        self, rule: ServedRule, variables: Sequence[GatedVariable], gradients: Sequence[Value], numbers: tf.Tensor
+    ) -> None:
+        """Has pservers update `variables` in eager mode; see `served_bucket.update_eagerly`."""
+        if len(self._devices) > 1:
+            raise UnsupportedError(
+                "update='server' takes eager steps (run_eagerly) with one device per worker, this one has "
+                f"{len(self._devices)}; trace the step, give each worker one device, or use update='worker'"
+            )
+        share = share_of_gradients()
+        own = [each if share is None else share.only_if_rows(each) for each in gradients]
+        update_eagerly(self._runtime, rule, variables, own, numbers)
 
     def _cross_replica_key(self) -> tuple[Hashable, ...]:
         return () if tf.executing_eagerly() else self._emitter.next_reduction("cross-replica")

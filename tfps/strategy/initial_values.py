@@ -17,6 +17,7 @@ from tfps.runtime.interrupts import indivisible
 from tfps.runtime.runtime import Runtime
 from tfps.strategy.names import common_name
 from tfps.strategy.on_read_variable import OnReadVariable
+from tfps.strategy.variables import GatedVariable
 from tfps.types import Value, Variable
 
 _BATCH_BYTES = 64 * 2**20  # per exchange; more would only need more memory
@@ -67,6 +68,9 @@ class InitialValues:
                 self._sum(batch, progress)
         if others := [variable for variable in variables if not _has_fixed_size(variable)]:
             self._gather(others)
+        for variable in variables:
+            if isinstance(variable, GatedVariable) and variable.served is not None:
+                variable.served.holder = None
 
     def _declared(self, variables: list[Variable], spec: BucketSpec) -> int:
         details = [f"variable '{common_name(v)}' {v.shape} {v.dtype.name}" for v in variables]

@@ -20,7 +20,8 @@ from tfps.exchange.interface import BucketKind, BucketSpec
 from tfps.graph import ops as graph_ops
 from tfps.graph.ops import Gate
 from tfps.graph.tf_private import ConcreteFunction, distribute_lib, flat_call, ops
-from tfps.runtime.transfers import DeferredUpdate, Parts
+from tfps.runtime.runtime import Runtime
+from tfps.runtime.transfers import DeferredUpdate, Group, Parts
 from tfps.strategy import invariants
 from tfps.strategy.cut_update import CutUpdate, NotElementwiseError
 from tfps.strategy.deferred import Noted
@@ -61,6 +62,10 @@ class PlannedBucket:
         self.ending: ConcreteFunction | None = None  # what follows the last part
         self._handles: list[tf.Tensor] = []  # of all variables that it may write
         self._optimizer_ops: tuple[tf.Tensor, list[tf.Operation]] | None = None  # while it is traced
+
+    def transfer(self, number: int, messages: int, group: Group, runtime: Runtime) -> DeferredUpdate:
+        """Returns what handles its messages; `number` is the bucket's."""
+        return DeferredUpdate(number, self.spec, messages, group)
 
     def trace(self, strategy: tf.distribute.Strategy, compared: bool, cut: bool) -> None:
         """Traces the update.

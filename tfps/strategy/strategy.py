@@ -27,6 +27,7 @@ from tfps.keras_hooks.loss_scaling import agree_on_finite
 from tfps.keras_hooks.predictions import predict_everything
 from tfps.keras_hooks.saving import share_files
 from tfps.keras_hooks.seeds import draw_apart
+from tfps.keras_hooks.served_optimizers import serve_updates
 from tfps.keras_hooks.weighing import weigh_by_rows
 from tfps.runtime.report import Report
 from tfps.runtime.runtime import Runtime
@@ -105,6 +106,7 @@ class Strategy(tf.distribute.Strategy):
                 settings.staging_depth,
                 settings.check_every,
                 settings.compression_rules,
+                serves=settings.update == "server",
             )
         )
         if self.extended.staging is not None:
@@ -118,6 +120,7 @@ class Strategy(tf.distribute.Strategy):
         share_files(Strategy)
         back_up_held_back(Strategy)
         weigh_by_rows(Strategy)
+        serve_updates()
         note_added_losses()
 
     @property

@@ -11,6 +11,7 @@ Tested in tests/integration/test_semantics.py and tests/strategy/test_combined.p
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -22,6 +23,7 @@ from tfps.graph.ops import HOST, Gate, pass_gate, write_after
 from tfps.graph.shares import current_share
 from tfps.graph.tf_private import ResourceVariable, distribute_lib, in_xla, ops, outer_graphs, values, values_util
 from tfps.keras_hooks.keras_private import in_symbolic_scope
+from tfps.runtime.served import ServedParameter
 from tfps.strategy.conversions import Converted
 from tfps.types import Function, Structure, Value, Variable
 
@@ -118,6 +120,8 @@ class GatedVariable(Converted, values.MirroredVariable):
     gates: tuple[Gate, ...] = ()
     owner: GatedVariable | None = None
     group = 0  # its number; 0: none
+    served: ServedParameter | None = None  # if pservers update it
+    written_in_graph = False  # by a function of the program, at some time
 
     def make_gates(self) -> None:
         """Gives this variable its own gates, open."""
@@ -202,7 +206,33 @@ class GatedVariable(Converted, values.MirroredVariable):
         averaged = self._aggregation in (tf.VariableAggregation.MEAN, tf.VariableAggregation.NONE)
         return averaged and self.dtype.is_floating and not self.trainable and not self.gates
 
+    def wait(self) -> None:
+        """Waits, eagerly, until all updates under way have been made."""
+        for replica in range(len(self._values)):
+            self._access(replica)
+
+    def note_write(self) -> None:
+        """Notes that the program is about to assign this variable.
+
+        Raises:
+            UnsupportedError: in a function, and pservers update it.
+        """
+        if _tracing.deferral is not None or in_symbolic_scope():
+            return
+        if not tf.executing_eagerly():
+            if self.served is not None:
+                raise UnsupportedError(written_in_graph(str(self.name)))
+            self.written_in_graph = True
+        elif self.served is not None:
+            self.wait()  # else what is being sent would count as assigned
+            self.served.holder = None
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Function]:
+        factories = super()._gather_saveables_for_checkpoint()
+        return {key: functools.partial(_Saveable, self, self._primary, self._common_name) for key in factories}
+
     def _update_replica(self, update_fn: Function, value: Value, **kwargs: object) -> Value:
+        self.note_write()
         extended = self._distribute_strategy.extended
         alike = _tracing.deferral is not None or _tracing.updating
         if self.local and not alike:
@@ -313,6 +343,25 @@ class GatedVariable(Converted, values.MirroredVariable):
     ) -> tf.Tensor:
         kept = self._kept()
         return super()._dense_var_to_tensor(dtype, name, as_ref) if kept is None else kept
+
+
+class _Saveable(values._MirroredSaveable):
+    """Restores as TensorFlow does, and notes it."""
+
+    def __init__(self, variable: GatedVariable, primary: Variable, default_name: str, name: str | None = None) -> None:
+        super().__init__(variable, primary, name or default_name)
+
+    def restore(self, restored_tensors: Sequence[tf.Tensor], restored_shapes: object) -> tf.Operation:
+        self._mirrored_variable.note_write()
+        return super().restore(restored_tensors, restored_shapes)
+
+
+def written_in_graph(name: str) -> str:
+    """The text of the error for a function that assigns a variable that pservers update."""
+    return (
+        f"variable {name!r} is assigned within a function (a layer, a train_step or a tf.function does), but with "
+        "update='server' pservers hold it: assign it between steps, eagerly, or use update='worker' (tfps.Config)"
+    )
 
 
 def container_of(component: Variable) -> Variable:

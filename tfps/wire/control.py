@@ -24,6 +24,7 @@ PUSH, PULL = "Push", "Pull"  # the streams, one per direction
 MEASURE = "Measure"  # a stream, too; see wire/measuring.py
 INCARNATION_KEY, RANK_KEY = "tfps-incarnation", "tfps-rank"  # their metadata
 
+KEPT_PIECE_BYTES = 4 * 2**20  # of what slices keep, in one call of Put or Get
 _LOOK_S = 1.0  # how long a Join may go unanswered before the worker looks whether both ends agree on TLS
 
 _OPTIONS = [
@@ -68,6 +69,8 @@ CHANNEL_OPTIONS = [
 _TYPES: dict[str, tuple[type[Message], type[Message]]] = {
     "Join": (pb.JoinRequest, pb.JoinReply),
     "Declare": (pb.DeclareRequest, pb.DeclareReply),
+    "Put": (pb.PutRequest, pb.PutReply),
+    "Get": (pb.GetRequest, pb.GetReply),
     "Waiting": (pb.WaitingRequest, pb.WaitingReply),
     "Tune": (pb.TuneRequest, pb.TuneReply),
     "Trace": (pb.TraceRequest, pb.TraceReply),
@@ -105,6 +108,7 @@ def settings_of(config: Config) -> pb.Settings:
         placement=config.placement,
         deterministic=config.deterministic,
         compression=str(config.compression),
+        update=config.update,
     )
 
 
@@ -270,6 +274,9 @@ class Pserver:
 
     @overload
     def call(self, name: Literal["Collect"], request: pb.CollectRequest, timeout_s: float) -> pb.CollectReply: ...
+
+    @overload
+    def call(self, name: Literal["Get"], request: pb.GetRequest, timeout_s: float) -> pb.GetReply: ...
 
     @overload
     def call(self, name: Literal["Probe"], request: pb.ProbeRequest, timeout_s: float) -> pb.ProbeReply: ...

@@ -20,9 +20,10 @@ from tfps.exchange.interface import BucketSpec, OnPart, OnReply, Reply
 from tfps.exchange.layout import Cutting, cut_sum
 from tfps.exchange.placement import Placer
 from tfps.exchange.slicing import Slice, cut
+from tfps.wire import frames
 from tfps.wire.frames import EMPTY, LAST, WHOLE, Header, Kind
 from tfps.wire.memory import aligned_empty
-from tfps.wire.send_queue import Outgoing
+from tfps.wire.send_queue import Outgoing, SendQueue
 from tfps.wire.shared_memory import Place, Region, Sharing
 from tfps.worker.compressed import Compressed, Failed
 
@@ -35,6 +36,7 @@ class Push:
     on_reply: OnReply
     on_part: OnPart | None = None
     whole: bool = False  # of what compression holds back, as it is
+    numbers: bytes = b""
     step: int = 0
     started_s: float = 0.0
     region: Region | None = None  # for slices of pservers on this host; holds the whole result
@@ -44,6 +46,11 @@ class Push:
     copied: set[int] = field(default_factory=set)  # the ones whose bytes are in `buffer`
     front: int = 0  # number of slices before the first that is not in `copied`
     parts: list[memoryview] = field(default_factory=list)  # a gather's result
+
+    def send_numbers(self, bucket: int, queue: SendQueue) -> None:
+        """Puts the step's numbers, if it has any, before the slices into the queue to an owner."""
+        if self.numbers:
+            queue.put_urgent(frames.encode(Header(Kind.NUMBERS, bucket=bucket, step=self.step), self.numbers))
 
 
 @dataclass(slots=True)
@@ -87,6 +94,18 @@ class PushedBucket:
                 return None
             self.hold_at = self.steps + 1
             return self.steps + 2
+
+    def cut_anew(self, cutting: Cutting) -> None:
+        """Uses `cutting` from its step on, unless that has begun."""
+        with self.lock:
+            if self.steps <= cutting.step:
+                self.next[cutting.step] = cutting
+
+    def progress(self) -> float:
+        """See `Exchange.progress`."""
+        with self.lock:
+            push = self.current
+            return 1.0 if push is None else len(push.copied) / max(len(self.cutting.slices), 1)
 
     def drop_pushes(self) -> list[Push]:
         """Removes and returns all pushes."""

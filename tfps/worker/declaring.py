@@ -57,6 +57,7 @@ class Declarations:
                     priority=spec.priority,
                     occasional=spec.occasional,
                     codec=spec.codec,
+                    update=spec.update,
                 )
                 for spec in specs
             ],

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tfps.config import Config
-from tfps.errors import TfpsError
+from tfps.errors import ProtocolError, TfpsError
 from tfps.exchange.interface import (
     BucketSpec,
     FailureListener,
@@ -22,14 +22,21 @@ from tfps.exchange.interface import (
     as_bytes,
     check_payload,
 )
+from tfps.exchange.kept_slice import KeptSlice
+from tfps.exchange.update_spec import StepNumbers, UpdateSpec
 from tfps.trace.capture import Capture, CapturedBucket, Process, Setting
 from tfps.trace.recorder import Recorder
+from tfps.types import Array, Buffer
+from tfps.wire.memory import aligned_empty
 from tfps.worker.assembly import Recorded, assemble, named
 from tfps.worker.tracer import NOT_RUNNING, RUNNING, Switch
 
 
 class EmbeddedExchange:
-    """Replies to a push at once, on the calling thread, with the pushed payload itself. See `Exchange`."""
+    """Replies to a push at once, on the calling thread, with the pushed payload itself. See `Exchange`.
+
+    Buckets with an update are updated here: the reply is a new array.
+    """
 
     rank = 0
     workers = 1
@@ -41,6 +48,7 @@ class EmbeddedExchange:
         self._switch = Switch(self._recorder)
         self._specs: list[BucketSpec] = []
         self._state = FailureState()
+        self._kept: dict[int, KeptSlice] = {}  # by bucket; a bucket has one push at a time
 
     @property
     def failure(self) -> TfpsError | None:
@@ -62,17 +70,50 @@ class EmbeddedExchange:
             raise end
         first = len(self._specs)
         self._specs.extend(specs)
+        for bucket, spec in enumerate(specs, first):
+            if spec.update:
+                self._kept[bucket] = KeptSlice(f"bucket '{spec.name}'", UpdateSpec.parse(spec.update), 0, spec.nbytes)
         return list(range(first, len(self._specs)))
 
-    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, on_part: OnPart | None = None) -> None:
+    def put(self, bucket: int, number: int, begin: int, values: Payload) -> None:
+        self._kept_of(bucket).put(number, begin, as_bytes(values) or b"")
+
+    def get(self, bucket: int, number: int, begin: int, nbytes: int) -> Array:
+        return np.frombuffer(self._kept_of(bucket).get(number, begin, nbytes), np.uint8)
+
+    def _kept_of(self, bucket: int) -> KeptSlice:
+        if (end := self._state.end) is not None:
+            raise end
+        if bucket not in self._kept:
+            raise ProtocolError(f"bucket must be one with an update, got {bucket}")
+        return self._kept[bucket]
+
+    def push(
+        self,
+        bucket: int,
+        payload: Payload | None,
+        on_reply: OnReply,
+        on_part: OnPart | None = None,
+        numbers: bytes = b"",
+    ) -> None:
         view = as_bytes(payload)
         spec = check_payload(self._specs, bucket, None if view is None else view.nbytes)
         if (end := self._state.end) is not None:
             on_reply(Reply(error=end))
         elif spec.kind == "gather":
             on_reply(Reply(parts=[b"" if payload is None else payload]))
+        elif spec.update:
+            on_reply(Reply(sum=self._updated(bucket, bytes(spec.nbytes) if view is None else view, numbers)))
         else:
             on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload))
+
+    def _updated(self, bucket: int, gradient: Buffer, numbers: bytes) -> Array:
+        """The new parameters; a copy, as TensorFlow keeps them while they change here."""
+        kept = self._kept[bucket]
+        new = kept.update(gradient, StepNumbers.unpack(numbers, kept.spec))
+        copied = aligned_empty(len(new))
+        copied[:] = np.frombuffer(new, np.uint8)
+        return copied
 
     def start_trace(self) -> None:
         if (end := self._state.end) is not None:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from tfps.compression import NONE
 from tfps.config import Config, Security, check_address
 from tfps.errors import ConfigError, InterruptError, ProtocolError, PserverLostError, TfpsError, WaitTimeoutError
 from tfps.exchange.interface import (
@@ -42,6 +41,7 @@ from tfps.worker.declaring import Declarations
 from tfps.worker.held_back import HeldBack
 from tfps.worker.incoming import Incoming
 from tfps.worker.joining import join, leave
+from tfps.worker.kept import Kept
 from tfps.worker.links import Links
 from tfps.worker.membership import Membership
 from tfps.worker.patience import Blame
@@ -124,6 +124,8 @@ class Worker:
             self._blame = Blame(self._pservers, self._membership)
             self._declarations = Declarations(self._pservers, self._blame, self._membership)
             self._tracer = Tracer(self._recorder, self._pservers, self._membership)
+            kept = Kept(self._pservers, self._membership, self._buckets, config.step_timeout_s, self._check_open)
+            self.put, self.get = kept.put, kept.get
             self._links = Links(self._pservers, self._queues, self._memory, self._membership)
             self._tuner = Tuner(config, self._pservers, self._queues, self._memory, self.tune)
             # Ends when all workers have joined: everything above is built before any frame comes.
@@ -309,19 +311,13 @@ class Worker:
         self.slice_bytes, self.window_bytes = layout.slice_bytes, layout.window_bytes
         specs = [bucket.spec for bucket in list(self._buckets)]
         for number, cutting in cut_anew(specs, layout, len(self._pservers), self.config.placement).items():
-            bucket = self._buckets[number]
-            with bucket.lock:
-                if bucket.steps <= cutting.step:
-                    bucket.next[cutting.step] = cutting
+            self._buckets[number].cut_anew(cutting)
 
     def owners(self, bucket: int) -> list[int]:
         return list(self._buckets[bucket].cutting.owners)
 
     def progress(self, bucket: int) -> float:
-        target = self._buckets[bucket]
-        with target.lock:
-            push = target.current
-            return 1.0 if push is None else len(push.copied) / max(len(target.cutting.slices), 1)
+        return self._buckets[bucket].progress()
 
     def links(self) -> list[Link]:
         steps = max((bucket.steps for bucket in list(self._buckets)), default=0)
@@ -337,16 +333,21 @@ class Worker:
         self, buckets: Sequence[CapturedBucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
     ) -> Capture:
         specs = [bucket.spec for bucket in list(self._buckets)]
-        sizes: dict[str, Setting] = {"slice_bytes": self.slice_bytes, "window_bytes": self.window_bytes}
-        if self.config.compression != NONE:
-            sizes["compression"] = str(self.config.compression)
-        about = {"policy": self.config.policy, **sizes, **settings}
+        about = {"slice_bytes": self.slice_bytes, "window_bytes": self.window_bytes, **settings}
+        about |= {name: str(getattr(self.config, name)) for name in ("policy", "compression")}
         return self._tracer.stop(named(buckets, specs), name, steps, about)
 
     # Pushing
 
-    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, on_part: OnPart | None = None) -> None:
-        self._push(bucket, Push(as_bytes(payload), on_reply, on_part))
+    def push(
+        self,
+        bucket: int,
+        payload: Payload | None,
+        on_reply: OnReply,
+        on_part: OnPart | None = None,
+        numbers: bytes = b"",
+    ) -> None:
+        self._push(bucket, Push(as_bytes(payload), on_reply, on_part, numbers=numbers))
 
     def _push_held(self, bucket: int, on_reply: OnReply) -> None:
         self._push(bucket, Push(None, on_reply, whole=True))
@@ -374,6 +375,7 @@ class Worker:
             shards[owner].append(item)
         for queue, items in zip(self._queues, shards, strict=True):
             if items:
+                push.send_numbers(number, queue)
                 queue.put(items)
 
     # Deadlines

@@ -22,7 +22,8 @@ class Result:
     """
     Args:
         difference: None: all is well.
-        refused: plain Keras and tfps alike end with an error: the case says nothing.
+        refused: plain Keras and tfps alike end with an error, or update="server" is refused by name: the case says
+            nothing.
         largest: difference from the reference over what is tolerated.
     """
 
@@ -34,11 +35,16 @@ class Result:
     rules: tuple[str, ...] = ()
 
 
-def run(case: Case, pool: Pool, change: Callable[[str, int], str] = lambda text, rank: text) -> Result:
-    """Runs `case`. `change` may put a fault into the program of a rank, given its text."""
+def run(
+    case: Case, pool: Pool, change: Callable[[str, int], str] = lambda text, rank: text, update: str = "worker"
+) -> Result:
+    """Runs `case`. `change` may put a fault into the program of a rank, given its text; `update` is of tfps.Config."""
     judgement = Judgement.of(case)
+    if update == "server" and judgement.bitwise:
+        # TensorFlow's own reciprocal root, and sparse gradients that are added up before they are applied.
+        judgement = dataclasses.replace(judgement, bitwise=False, rules=(*judgement.rules, "update on the server"))
     mirrored = judgement.reference == MIRRORED
-    text = program(case, MIRRORED if mirrored else "plain")
+    text = program(case, MIRRORED if mirrored else "plain", update)
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tfps-fuzzing-")))
         addresses = []
@@ -67,6 +73,8 @@ def _judged(case: Case, text: str, judgement: Judgement, reference: Outcome, ran
     errors = [outcome.error for outcome in ranks if outcome.found is None]
     if errors and reference.found is None:
         return Result(case, text, refused=reference.error)
+    if errors and all(map(_refuses_to_serve, errors)):
+        return Result(case, text, refused=errors[0])
     if errors:
         said = "\n".join(f"rank {rank}: {each.error[-2500:] or 'ends well'}" for rank, each in enumerate(ranks))
         # The first to fail is not known: prefer what is not the echo of another rank's end.
@@ -88,3 +96,8 @@ def _judged(case: Case, text: str, judgement: Judgement, reference: Outcome, ran
     if difference is None and judgement.reference != NOTHING:
         difference, largest = oracle.with_reference(found[0], reference.found, judgement)
     return Result(case, text, difference, largest=largest, rules=judgement.rules)
+
+
+def _refuses_to_serve(error: str) -> bool:
+    """Whether tfps says by name that pservers cannot do this; a rank may only see the other's end."""
+    return "update='server'" in error and ("UnsupportedError" in error or "use update='worker'" in error)

@@ -36,6 +36,7 @@ class Session:
         compressed: once in so many times a case with pservers compresses.
         change: puts a fault into the program of a rank (`runner.run`).
         say: takes lines of progress.
+        update: `tfps.Config.update` of the strategies.
     """
 
     minutes: float
@@ -48,6 +49,7 @@ class Session:
     compressed: int = 6
     change: Change = unchanged
     say: Callable[[str], None] = print
+    update: str = "worker"
     ran: Counter[str] = field(default_factory=Counter)  # by how they ended
     covered: Counter[str] = field(default_factory=Counter)
     rules: Counter[str] = field(default_factory=Counter)
@@ -69,7 +71,7 @@ class Session:
 
     def _try(self, case: Case, pool: Pool) -> None:
         """Runs a case, and shrinks it where it fails."""
-        result = runner.run(case, pool, self.change)
+        result = runner.run(case, pool, self.change, self.update)
         self._count(result)
         if result.difference is None:
             return
@@ -90,7 +92,7 @@ class Session:
                 return False
             if not usable(case, self.without):
                 return False
-            tried = runner.run(case, pool, self.change)
+            tried = runner.run(case, pool, self.change, self.update)
             if _kind(tried) != kind:
                 return False
             smallest = tried
@@ -114,7 +116,7 @@ class Session:
         if how == "passed":
             self.largest = max(self.largest, result.largest)
         if how == "refused":
-            self.say(f"refused by plain Keras, too: {result.refused.partition(chr(10))[0]}: {result.case!r}")
+            self.say(f"refused: {result.refused.partition(chr(10))[0]}: {result.case!r}")
         seconds = time.monotonic() - self._start
         names = ", ".join(sorted(features(result.case)))
         self.say(f"{seconds:5.0f} s {sum(self.ran.values()):4} {how} ({result.largest:.2g}): {names}")

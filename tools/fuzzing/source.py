@@ -13,10 +13,10 @@ from tools.fuzzing.layers import EMBEDDINGS, IMAGES, SEQUENCES, VECTORS
 SHAPES = {"features": (3,), "image": (6, 6, 2), "words": (5,), "sequence": (5, 4)}
 
 
-def program(case: Case, reference: str = "plain") -> str:
+def program(case: Case, reference: str = "plain", update: str = "worker") -> str:
     """The text of a module with `main(strategy, folder)`, `strategy()` and `reference()`, which runs by itself too."""
     parts = [f'"""{_how_to_run(case)}"""\n\n', prelude.IMPORTS, prelude.HELPERS, *_classes(case)]
-    parts += [_data(case), _model(case), _main(case), _strategies(case, reference), prelude.MAIN]
+    parts += [_data(case), _model(case), _main(case), _strategies(case, reference, update), prelude.MAIN]
     return "".join(parts)
 
 
@@ -159,9 +159,11 @@ def _main(case: Case) -> str:
     return "\n".join(lines)
 
 
-def _strategies(case: Case, reference: str) -> str:
+def _strategies(case: Case, reference: str, update: str) -> str:
     place, small = case.place, ""
     settings = ["step_timeout_s=300.0", "connect_timeout_s=300.0"]
+    if update != "worker":
+        settings.append(f'update="{update}"')
     if place.slices == "small slices":
         settings.append("slice_bytes=64, window_bytes=128")
     if place.staging != 2:

@@ -1,0 +1,69 @@
+"""The rules in NumPy. That they are Keras' is in tests/strategy/test_served_bucket.py, which has TensorFlow."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from tfps.exchange import rules
+from tfps.exchange.update_spec import CONSTANTS, NUMBERS, SLOTS, UpdateSpec
+
+ITEMS = 2 * rules.CHUNK + 77
+VALUES = {
+    "momentum": 0.9,
+    "nesterov": 1.0,
+    "epsilon": 1e-7,
+    "l1": 1e-3,
+    "l2_shrinkage": 0.1,
+}
+
+
+def spec_of(rule: str, sizes: tuple[int, ...], decayed: tuple[bool, ...]) -> UpdateSpec:
+    constants = {name: VALUES.get(name, 0.9) for name in CONSTANTS[rule]}
+    slots = dict.fromkeys((*SLOTS.get(rule, ("momentum",)), *(("momentum",) if rule == "rmsprop" else ())), 0.1)
+    return UpdateSpec(
+        rule, (*constants.items(), ("weight_decay", 0.01)), (*slots.items(), ("average", 0.0)), sizes, decayed
+    )
+
+
+def ran(rule: str, cuts: list[int]) -> list[bytes]:
+    """Parameters and slots after three updates of the parts between `cuts`, each with its own call."""
+    spec = spec_of(rule, (ITEMS,), (True,))
+    random = np.random.default_rng(0)
+    w = random.normal(size=ITEMS).astype(np.float32)
+    slots = {name: np.full(ITEMS, value, np.float32) for name, value in spec.slots}
+    for step in range(3):
+        g = random.normal(size=ITEMS).astype(np.float32)
+        numbers = {"iteration": step, "learning_rate": 0.01, "average_momentum": 0.9, "overwrite": step == 1}
+        numbers |= dict.fromkeys(NUMBERS.get(rule, ()), 0.5)
+        for begin, end in itertools.pairwise(cuts):
+            part = slice(begin, end)
+            of_part = {name: slot[part] for name, slot in slots.items()}
+            rules.update(spec, [(0, end - begin, True)], w[part], of_part, g[part], numbers)
+    return [w.tobytes(), *(slot.tobytes() for slot in slots.values())]
+
+
+@pytest.mark.parametrize("rule", CONSTANTS)
+def test_where_a_variable_is_cut_does_not_change_a_bit(rule: str) -> None:
+    whole = ran(rule, [0, ITEMS])
+    assert ran(rule, [0, 1, 1000, rules.CHUNK + 5, ITEMS]) == whole
+    assert len(set(whole)) == len(whole)
+    assert all(np.isfinite(np.frombuffer(each, np.float32)).all() for each in whole)
+
+
+def test_weight_decay_applies_to_its_runs_only() -> None:
+    spec = spec_of("sgd", (4, 4), (False, True))
+    w, slots = np.ones(8, np.float32), {"momentum": np.zeros(8, np.float32)}
+    rules.update(spec, [(0, 4, False), (4, 8, True)], w, slots, np.zeros(8, np.float32), {"learning_rate": 0.5})
+    assert (w[:4] == 1).all()
+    np.testing.assert_allclose(w[4:], 0.995, rtol=1e-6)
+
+
+def test_momentum_without_gradients_decays_to_zero_and_not_into_slow_denormals() -> None:
+    spec = spec_of("sgd", (8,), (False,))
+    w, slots = np.ones(8, np.float32), {"momentum": np.full(8, 1e-37, np.float32)}
+    for _ in range(40):
+        rules.update(spec, [(0, 8, False)], w, slots, np.zeros(8, np.float32), {"learning_rate": 0.5})
+    assert (slots["momentum"] == 0).all()

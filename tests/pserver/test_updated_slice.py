@@ -1,0 +1,92 @@
+"""Numbers of an update on a pserver: once per rank and step, alike on all ranks, rank 0's count."""
+
+from __future__ import annotations
+
+import jobs
+import numpy as np
+import pytest
+from jobs import Cluster
+
+from tfps.errors import MismatchError, ProtocolError
+from tfps.exchange.interface import BucketSpec
+from tfps.exchange.update_spec import StepNumbers, UpdateSpec
+from tfps.protos import tfps_pb2 as pb
+from tfps.pserver.updated_slice import UpdateNumbers, kept_arrays
+from tfps.wire import frames
+from tfps.wire.control import KEPT_PIECE_BYTES
+from tfps.wire.frames import Header, Kind
+
+SGD = UpdateSpec("sgd", (("momentum", 0.0), ("nesterov", 0.0)), (), (4,), (False,))
+SPEC = BucketSpec(("w",), "sum", 16, "float32", 0, update=SGD.text())
+
+
+def packed(iteration: float = 0.0, rate: float = 0.1) -> memoryview:
+    return memoryview(StepNumbers(0, (iteration, rate)).pack())
+
+
+def floats(value: float) -> bytes:
+    return np.full(4, value, np.float32).tobytes()
+
+
+def test_rank_0_counts_once_all_have_come() -> None:
+    numbers = UpdateNumbers("w", SGD)
+    assert numbers.take(1, 0, packed(rate=0.1 + 1e-9)) is None
+    with pytest.raises(ProtocolError, match="must come before the slices of step 0"):
+        numbers.at(0)
+    assert numbers.take(0, 0, packed()) is None
+    assert numbers.at(0).values == (0.0, 0.1)
+    assert numbers.take(1, 1, packed(1.0)) is None  # it has the whole reply to step 0
+    with pytest.raises(ProtocolError, match="must come before the slices of step 0"):
+        numbers.at(0)
+
+
+def test_numbers_that_come_twice_or_too_early_are_refused() -> None:
+    numbers = UpdateNumbers("w", SGD)
+    numbers.take(0, 0, packed())
+    for step in (0, 2):
+        with pytest.raises(ProtocolError, match=f"must come once per step, .* got them for step {step}"):
+            numbers.take(0, step, packed())
+
+
+def test_the_first_rank_that_differs_fails_the_job() -> None:
+    numbers = UpdateNumbers("w", SGD)
+    numbers.take(0, 0, packed())
+    error = numbers.take(1, 0, packed(rate=0.2))
+    assert isinstance(error, MismatchError)
+    assert "ranks 0 and 1 have different learning_rate 0.1 and 0.2" in str(error)
+
+
+def test_a_bucket_takes_memory_for_what_is_kept_of_it() -> None:
+    momentum = UpdateSpec("sgd", (("momentum", 0.9), ("nesterov", 0.0)), (("momentum", 0.0),), (4,), (False,))
+    assert kept_arrays(SPEC) == 1
+    assert kept_arrays(BucketSpec(("w",), "sum", 16, "float32", 0, update=momentum.text())) == 2
+    assert kept_arrays(jobs.bucket(16)) == 0
+
+
+def test_a_push_that_is_sent_again_is_refused_and_not_applied_twice(cluster: Cluster) -> None:
+    server = cluster.pserver(1)
+    raw = cluster.raw(server.address).open().declare()
+    raw.declare(pb.Bucket(names=["w"], kind="sum", nbytes=16, dtype="float32", update=SGD.text()), number=1)
+    incarnation = raw.incarnation
+    raw.pserver.call("Put", pb.PutRequest(incarnation=incarnation, values=floats(1.0)), jobs.DEADLINE_S)
+    pushed = frames.encode(Header(Kind.PUSH), floats(2.0))
+    for message in (frames.encode(Header(Kind.NUMBERS), bytes(packed(rate=0.25))), pushed):
+        raw.send(message)
+    assert raw.read()[1] == floats(0.5)
+    raw.send(pushed)
+    assert "step of slice 0 of bucket 'w' must be 1, got 0" in str(raw.read_error())
+
+
+def test_numbers_for_a_bucket_without_an_update_and_too_large_gets_are_refused(cluster: Cluster) -> None:
+    server = cluster.pserver(1)
+    raw = cluster.raw(server.address).open().declare()
+    plain = pb.Bucket(names=["b"], kind="sum", nbytes=16, dtype="float32")
+    served = pb.Bucket(names=["w"], kind="sum", nbytes=16, dtype="float32", update=SGD.text())
+    raw.declare(plain, served, number=1)
+    request = pb.GetRequest(incarnation=raw.incarnation, bucket=1, nbytes=KEPT_PIECE_BYTES + 1)
+    with pytest.raises(ProtocolError, match="a call of Get must ask for at most"):
+        raw.pserver.call("Get", request, jobs.DEADLINE_S)
+    with pytest.raises(ProtocolError, match="bucket 'b' has no slice 0 here that keeps anything"):
+        raw.pserver.call("Put", pb.PutRequest(incarnation=raw.incarnation, bucket=0, values=bytes(4)), jobs.DEADLINE_S)
+    raw.send(frames.encode(Header(Kind.NUMBERS, bucket=0), bytes(packed())))
+    assert "bucket 'b' has no update, got numbers for one" in str(raw.read_error())

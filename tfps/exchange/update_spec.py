@@ -1,0 +1,177 @@
+"""How pservers update the variables of a bucket: what its declaration says, and numbers that come with each push."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tfps.errors import ConfigError, ProtocolError
+
+_MARK = struct.Struct("<Q")
+_NUMBER_BYTES = 8
+
+#: What a rule needs beside the gradient: constants, numbers of each step beside the learning rate, and slots.
+CONSTANTS: dict[str, tuple[str, ...]] = {
+    "sgd": ("momentum", "nesterov"),
+    "adam": ("beta_1", "beta_2", "epsilon"),
+    "adamax": ("beta_1", "beta_2", "epsilon"),
+    "nadam": ("beta_1", "beta_2", "epsilon"),
+    "rmsprop": ("rho", "momentum", "epsilon"),
+    "adagrad": ("epsilon",),
+    "adadelta": ("rho", "epsilon"),
+    "ftrl": ("l1", "l2_shrinkage"),
+    "lion": ("beta_1", "beta_2"),
+}
+NUMBERS: dict[str, tuple[str, ...]] = {
+    "adam": ("alpha",),
+    "adamax": ("power_left",),
+    "nadam": ("next_momentum", "next_left", "momentum_left", "product_left", "power_left"),
+    "ftrl": ("l2_twice",),
+}
+SLOTS: dict[str, tuple[str, ...]] = {
+    "adam": ("momentum", "velocity"),
+    "adamax": ("momentum", "norm"),
+    "nadam": ("momentum", "velocity"),
+    "rmsprop": ("velocity",),
+    "adagrad": ("accumulator",),
+    "adadelta": ("accumulated_grad", "accumulated_delta_var"),
+    "ftrl": ("accumulator", "linear"),
+    "lion": ("momentum",),
+}
+AVERAGE = "average"  # the slot of a moving average of the variable itself
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSpec:
+    """The rule by which pservers update the variables of one bucket.
+
+    Args:
+        rule: a key of `CONSTANTS`.
+        constants: name and value of the rule's constants, and of `"weight_decay"` if some variables decay.
+        slots: name and initial value of each slot, in the optimizer's order.
+        sizes: items of each variable, in the bucket's order.
+        decayed: whether weight decay applies, for each variable.
+
+    Raises:
+        ConfigError: something is missing or out of range; the message says what.
+    """
+
+    rule: str
+    constants: tuple[tuple[str, float], ...]
+    slots: tuple[tuple[str, float], ...]
+    sizes: tuple[int, ...]
+    decayed: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        if self.rule not in CONSTANTS:
+            raise ConfigError(f"the rule of an update must be one of {', '.join(CONSTANTS)}, got {self.rule!r}")
+        constants, slots = dict(self.constants), dict(self.slots)
+        for name in (*CONSTANTS[self.rule], *(("weight_decay",) if any(self.decayed) else ())):
+            if name not in constants:
+                raise ConfigError(f"the rule {self.rule} must have the constant {name}, got {sorted(constants)}")
+        needed = SLOTS.get(self.rule, ("momentum",) if constants.get("momentum") else ())
+        if self.rule == "rmsprop" and constants["momentum"] > 0:
+            needed = (*needed, "momentum")
+        if missing := [name for name in needed if name not in slots]:
+            raise ConfigError(f"the rule {self.rule} must have the slots {', '.join(needed)}, got none of {missing}")
+        if len(slots) != len(self.slots) or not all(
+            math.isfinite(each) for each in [*constants.values(), *slots.values()]
+        ):
+            raise ConfigError(f"constants and slots of {self.rule} must be finite, each slot once, got {self}")
+        if not self.sizes or min(self.sizes) < 0 or len(self.sizes) != len(self.decayed):
+            raise ConfigError(f"sizes and decayed must be given for each variable, got {self.sizes} and {self.decayed}")
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """Names of the numbers that come with each push, in order."""
+        average = ("average_momentum", "overwrite") if AVERAGE in dict(self.slots) else ()
+        return ("iteration", "learning_rate", *NUMBERS.get(self.rule, ()), *average)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the parameters."""
+        return 4 * sum(self.sizes)
+
+    @property
+    def kept(self) -> int:
+        """How many arrays of the bucket's size a pserver keeps: the parameters and each slot."""
+        return 1 + len(self.slots)
+
+    def text(self) -> str:
+        """The spec in one line; `parse` gives the same bits back."""
+        return json.dumps(
+            {
+                "rule": self.rule,
+                "constants": self.constants,
+                "slots": self.slots,
+                "sizes": self.sizes,
+                "decayed": self.decayed,
+            },
+            allow_nan=False,
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> UpdateSpec:
+        """The reverse of `text`.
+
+        Raises:
+            ConfigError: it is malformed.
+        """
+        try:
+            found = json.loads(text)
+            return cls(
+                str(found["rule"]),
+                tuple((str(name), float(value)) for name, value in found["constants"]),
+                tuple((str(name), float(value)) for name, value in found["slots"]),
+                tuple(map(int, found["sizes"])),
+                tuple(map(bool, found["decayed"])),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"an update must be what UpdateSpec.text returns, got {text[:200]!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class StepNumbers:
+    """What comes with a push beside the gradient.
+
+    Args:
+        mark: tells whether this rank has assigned variables or slots since its last push, and to what; 0: it has not.
+        values: in the order of `UpdateSpec.numbers`.
+    """
+
+    mark: int
+    values: tuple[float, ...]
+
+    def pack(self) -> bytes:
+        """As sent: the mark (u64) and float64 values, little-endian."""
+        return _MARK.pack(self.mark) + struct.pack(f"<{len(self.values)}d", *self.values)
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview, spec: UpdateSpec) -> StepNumbers:
+        """The reverse of `pack`.
+
+        Raises:
+            ProtocolError: the size is not that of the numbers of `spec`.
+        """
+        names = spec.numbers
+        if len(data) != _MARK.size + _NUMBER_BYTES * len(names):
+            raise ProtocolError(f"numbers of an update must be {', '.join(names)}, got {len(data)} bytes")
+        (mark,) = _MARK.unpack_from(data)
+        return cls(mark, struct.unpack_from(f"<{len(names)}d", data, _MARK.size))
+
+
+def difference(names: Sequence[str], ours: StepNumbers, theirs: StepNumbers) -> str | None:
+    """Says in what two ranks' numbers of one step differ, beyond rounding; None if they do not."""
+    for name, mine, other in zip(names, ours.values, theirs.values, strict=True):
+        same = mine == other or (math.isnan(mine) and math.isnan(other))
+        if not same and (name in ("iteration", "overwrite") or not math.isclose(mine, other, rel_tol=1e-5)):
+            return f"{name} {mine:g} and {other:g}"
+    if ours.mark != theirs.mark:
+        return "values that the program has assigned to its variables or the optimizer's"
+    return None

@@ -1,0 +1,50 @@
+"""The calls Put and Get: what slices with an update keep.
+
+Tested in tests/pserver/test_updated_slice.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tfps.errors import ProtocolError
+from tfps.protos import tfps_pb2 as pb
+from tfps.pserver.job import Job
+from tfps.pserver.owned_slice import OwnedSlice
+from tfps.pserver.updated_slice import UpdatedSlice
+from tfps.wire.control import KEPT_PIECE_BYTES
+
+
+def put(job_of: Callable[[str], Job], request: pb.PutRequest, context: object) -> pb.PutReply:
+    """Answers Put.
+
+    Raises:
+        ProtocolError: there is no such part.
+        TfpsError: the job has failed, or is not known.
+    """
+    owned, kept = _kept(job_of, request)
+    with owned.lock:
+        kept.put(request.number, request.begin, request.values)
+    return pb.PutReply()
+
+
+def get(job_of: Callable[[str], Job], request: pb.GetRequest, context: object) -> pb.GetReply:
+    """Answers Get.
+
+    Raises:
+        ProtocolError: there is no such part, or it is larger than one call returns.
+        TfpsError: the job has failed, or is not known.
+    """
+    owned, kept = _kept(job_of, request)
+    if request.nbytes > KEPT_PIECE_BYTES:
+        raise ProtocolError(f"a call of Get must ask for at most {KEPT_PIECE_BYTES} bytes, got {request.nbytes}")
+    with owned.lock:
+        return pb.GetReply(values=kept.get(request.number, request.begin, request.nbytes))
+
+
+def _kept(job_of: Callable[[str], Job], request: pb.PutRequest | pb.GetRequest) -> tuple[OwnedSlice, UpdatedSlice]:
+    bucket = job_of(request.incarnation).bucket(request.bucket)
+    owned = bucket.slices.get(request.slice)
+    if owned is None or owned.kept is None:
+        raise ProtocolError(f"bucket '{bucket.spec.name}' has no slice {request.slice} here that keeps anything")
+    return owned, owned.kept

@@ -1,0 +1,84 @@
+"""A slice whose parameters live on its owner: the numbers of each step, and the update of a completed sum."""
+
+from __future__ import annotations
+
+import threading
+
+from tfps.errors import MismatchError, ProtocolError, TfpsError
+from tfps.exchange.interface import BucketSpec
+from tfps.exchange.kept_slice import KeptSlice
+from tfps.exchange.slicing import Slice
+from tfps.exchange.update_spec import StepNumbers, UpdateSpec, difference
+
+
+def kept_arrays(spec: BucketSpec) -> int:
+    """How many arrays of its size the pservers keep of a bucket; 0 without an update."""
+    return UpdateSpec.parse(spec.update).kept if spec.update else 0
+
+
+class UpdateNumbers:
+    """The numbers of a bucket's current step, from all ranks; any thread."""
+
+    def __init__(self, name: str, spec: UpdateSpec) -> None:
+        self.name, self.spec = name, spec
+        self._lock = threading.Lock()  # guards the next two
+        self._step = 0
+        self._by_rank: dict[int, StepNumbers] = {}
+
+    @classmethod
+    def of(cls, spec: BucketSpec) -> UpdateNumbers | None:
+        """Those of a bucket; None without an update."""
+        return cls(spec.name, UpdateSpec.parse(spec.update)) if spec.update else None
+
+    def take(self, rank: int, step: int, data: memoryview) -> TfpsError | None:
+        """Takes the numbers of `rank` for `step`, packed; returns why the job must fail, if another rank's differ.
+
+        A rank sends those of the next step when it has the whole reply to this one: nobody needs this one's any more.
+
+        Raises:
+            ProtocolError: they are malformed, of another step, or the rank has sent them already.
+        """
+        numbers = StepNumbers.unpack(data, self.spec)
+        with self._lock:
+            if step == self._step + 1 and self._by_rank:
+                self._step, self._by_rank = step, {}
+            if step != self._step or rank in self._by_rank:
+                raise ProtocolError(
+                    f"numbers of bucket '{self.name}' must come once per step, for step {self._step} or the next, got "
+                    f"them for step {step}"
+                )
+            for other, theirs in self._by_rank.items():
+                if (what := difference(self.spec.numbers, theirs, numbers)) is not None:
+                    return MismatchError(
+                        f"the workers do not train the same: at step {step} of bucket '{self.name}' ranks {other} and "
+                        f"{rank} have different {what}; change them on every rank, and alike"
+                    )
+            self._by_rank[rank] = numbers
+        return None
+
+    def at(self, step: int) -> StepNumbers:
+        """Rank 0's numbers of `step`, which is complete.
+
+        Raises:
+            ProtocolError: a rank has pushed without numbers.
+        """
+        with self._lock:
+            if step != self._step or 0 not in self._by_rank:
+                raise ProtocolError(f"numbers of bucket '{self.name}' must come before the slices of step {step}")
+            return self._by_rank[0]
+
+
+class UpdatedSlice(KeptSlice):
+    """What a pserver keeps of a slice. The owner's lock guards it."""
+
+    def __init__(self, label: str, numbers: UpdateNumbers, piece: Slice) -> None:
+        super().__init__(label, numbers.spec, piece.offset, piece.nbytes)
+        self._numbers = numbers
+
+    def updated(self, gradient: memoryview, step: int) -> memoryview:
+        """The new parameters, after the update with the sum of `step`.
+
+        Raises:
+            ProtocolError: the numbers of the step, or the parameters, have not come.
+        """
+        return self.update(gradient, self._numbers.at(step))

@@ -1,0 +1,229 @@
+"""Variables that pservers update: where their values and slots are, and what goes there with a push.
+
+A variable's current value is with one bucket, whose pservers have updated it last, or only on the workers, after the
+program has assigned it. The same holds for each slot, but for its initial value and what the program has assigned, no
+worker has it. What is not where the next push goes is put there right before: gates order this between two updates.
+
+Rank 0 puts. The others tell with their numbers whether their program has assigned the same.
+
+Tested in tests/strategy/test_served_bucket.py.
+"""
+
+from __future__ import annotations
+
+import abc
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from tfps.errors import UnsupportedError
+from tfps.exchange.interface import BucketSpec, Exchange
+from tfps.exchange.update_spec import StepNumbers
+from tfps.runtime.transfers import DeferredUpdate, Group
+from tfps.types import Array, Value, Variable
+
+_NO_BYTES = np.empty(0, np.uint8)
+_WHICH = struct.Struct("<II")
+_ASSIGNED = 2**32  # in a mark: it is not 0, whatever the checksum
+
+
+class ServedParameter:
+    """Where the current value of a variable is.
+
+    Attributes:
+        holder: the bucket whose pservers have it; None: only the workers do, as after an assignment.
+    """
+
+    __slots__ = ("holder",)
+
+    def __init__(self) -> None:
+        self.holder: int | None = None
+
+
+class _Home(NamedTuple):
+    """Where a slot is: a bucket, the number of the slot there, and its first byte."""
+
+    bucket: int
+    number: int
+    begin: int
+
+
+class ServedSlot:
+    """A slot of one variable that lives on pservers. Reading and assigning wait for updates under way.
+
+    Attributes:
+        home: where it is; None: nowhere yet.
+        pending: what was assigned and has not been put yet.
+        compared: whether ranks compare what is put; not at first, nor what all of them take from rank 0.
+
+    Args:
+        name: for messages.
+        wait: returns when the variable is current.
+        initial: of all its items.
+    """
+
+    def __init__(
+        self, name: str, exchange: Exchange, wait: Callable[[], object], shape: Sequence[int], initial: float
+    ) -> None:
+        self.name, self.shape, self.initial = name, tuple(shape), initial
+        self.home: _Home | None = None
+        self.pending: NDArray[np.float32] | None = None
+        self.compared = False
+        self._exchange, self._wait = exchange, wait
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * int(np.prod(self.shape, dtype=np.int64))
+
+    def read(self) -> NDArray[np.float32]:
+        """The current value, collected from the pservers; other ranks need not take part.
+
+        Raises:
+            TfpsError: a pserver does not answer, or the exchange has failed or was closed.
+        """
+        self._wait()
+        if self.pending is not None:
+            return self.pending.copy()
+        if self.home is None:
+            return np.full(self.shape, self.initial, np.float32)
+        return self.collect().view(np.float32).reshape(self.shape)
+
+    def assign(self, value: Array) -> None:
+        """Takes a value, which goes to the pservers with the next push; every rank must assign the same."""
+        self._wait()
+        self.pending = np.array(value, np.float32).reshape(self.shape)
+
+    def from_first_rank(self) -> None:
+        """Rank 0's value counts for all ranks, whatever others have assigned."""
+        self.compared = False
+        if self._exchange.rank:
+            self.pending = None
+
+    def collect(self) -> Array:
+        """What the pservers have, flat uint8."""
+        if self.home is None:
+            return np.full(self.nbytes // 4, self.initial, np.float32).view(np.uint8)
+        return self._exchange.get(self.home.bucket, self.home.number, self.home.begin, self.nbytes)
+
+
+class ServedRule(abc.ABC):
+    """How pservers update the variables of one optimizer. An `update` of a variable with it must be deferred.
+
+    Attributes:
+        number: differs from those of all other rules of this process.
+    """
+
+    number: int
+
+    @abc.abstractmethod
+    def spec(self, variables: Sequence[Variable]) -> str:
+        """`UpdateSpec.text` for a bucket of these variables, with the optimizer's settings of now."""
+
+    @abc.abstractmethod
+    def slots(self, variable: Variable) -> Sequence[ServedSlot]:
+        """The slots of `variable`, in the order of the spec."""
+
+    def __call__(self, variable: Variable, *_: Value) -> None:
+        raise UnsupportedError(f"variable {variable.name!r} is updated by pservers, not by this worker")
+
+
+@dataclass(eq=False)
+class ServedPiece:
+    """One variable in a bucket.
+
+    Args:
+        component: the first local replica's.
+        begin: its first byte in the bucket.
+    """
+
+    parameter: ServedParameter
+    component: Variable
+    slots: Sequence[ServedSlot]
+    begin: int
+
+
+def pieces_of(variables: Sequence[Variable], rule: ServedRule) -> list[ServedPiece]:
+    """The pieces of a bucket with these variables."""
+    pieces, begin = [], 0
+    for variable in variables:
+        pieces.append(ServedPiece(variable.served, variable._values[0], rule.slots(variable), begin))
+        begin += 4 * int(variable.shape.num_elements())
+    return pieces
+
+
+def bring(exchange: Exchange, bucket: int, pieces: Sequence[ServedPiece], numbers: Sequence[float]) -> bytes:
+    """Puts what is not with `bucket` yet, right before a push of it; returns the push's numbers.
+
+    Raises:
+        TfpsError: a pserver does not answer, or the exchange has failed.
+    """
+    first, mark = exchange.rank == 0, 0
+    puts: list[tuple[int, int, Array]] = []
+    for index, piece in enumerate(pieces):
+        parameter = piece.parameter
+        if parameter.holder != bucket:
+            values = np.ascontiguousarray(piece.component.numpy()).reshape(-1).view(np.uint8)
+            puts.append((0, piece.begin, values))
+            if parameter.holder is None:
+                mark = _marked(mark, index, 0, values)
+            parameter.holder = bucket
+        for number, slot in enumerate(piece.slots, 1):
+            home = _Home(bucket, number, piece.begin)
+            if slot.pending is not None:
+                values = slot.pending.reshape(-1).view(np.uint8)
+                puts.append((number, piece.begin, values))
+                if slot.compared:
+                    mark = _marked(mark, index, number, values)
+            elif first and slot.home not in (None, home):
+                puts.append((number, piece.begin, slot.collect()))
+            slot.home, slot.pending, slot.compared = home, None, True
+    if first:
+        _put(exchange, bucket, puts)
+    return StepNumbers(mark, tuple(numbers)).pack()
+
+
+def _marked(mark: int, index: int, number: int, values: Array) -> int:
+    return _ASSIGNED | zlib.crc32(values.data, zlib.crc32(_WHICH.pack(index, number), mark & (_ASSIGNED - 1)))
+
+
+def _put(exchange: Exchange, bucket: int, puts: list[tuple[int, int, Array]]) -> None:
+    """Puts parts of arrays, (number, begin, values); neighbors together."""
+    together: list[Array] = []
+    number = begin = end = 0
+    for each, start, values in sorted(puts, key=lambda put: put[:2]):
+        if together and (each, start) != (number, end):
+            exchange.put(bucket, number, begin, np.concatenate(together))
+            together = []
+        if not together:
+            number, begin = each, start
+        together.append(values)
+        end = start + len(values)
+    if together:
+        exchange.put(bucket, number, begin, together[0] if len(together) == 1 else np.concatenate(together))
+
+
+class ServedUpdate(DeferredUpdate):
+    """Takes the new parameters of a bucket from its pservers. The messages' indices are the step's numbers, float64."""
+
+    def __init__(
+        self, bucket: int, spec: BucketSpec, messages: int, group: Group, exchange: Exchange, pieces: list[ServedPiece]
+    ) -> None:
+        super().__init__(bucket, spec, messages, group)
+        self._exchange, self._pieces = exchange, pieces
+
+    def collect(
+        self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
+    ) -> tuple[int, tf.Tensor, tf.Tensor] | None:
+        collected = super().collect(ticket, data, indices, times)
+        if collected is None:
+            return None
+        number, data, indices = collected
+        values = np.frombuffer(memoryview(indices), np.float64).tolist()
+        self.numbers = bring(self._exchange, self.bucket, self._pieces, values)
+        return number, data, _NO_BYTES

@@ -1,0 +1,104 @@
+"""Buckets whose variables pservers update: workers push gradients and get parameters back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfps.errors import UnsupportedError
+from tfps.exchange.interface import BucketSpec
+from tfps.graph import ops as graph_ops
+from tfps.runtime.runtime import Runtime
+from tfps.runtime.served import ServedRule, ServedUpdate, bring, pieces_of
+from tfps.runtime.transfers import DeferredUpdate, Group
+from tfps.strategy.deferred import Noted
+from tfps.strategy.names import common_name, own_name
+from tfps.strategy.planned_bucket import PlannedBucket
+from tfps.strategy.variables import GatedVariable
+from tfps.types import Value
+
+
+def plan(noted: Sequence[Noted], graph: tf.Graph, replica: int, order: dict[str, int]) -> PlannedBucket:
+    """Returns the planned bucket of updates that travel together."""
+    rule = noted[0].function
+    if isinstance(rule, ServedRule):
+        return ServedBucket(rule, noted, graph, replica, order)
+    return PlannedBucket(noted, graph, replica, order)
+
+
+class ServedBucket(PlannedBucket):
+    """A bucket of variables that pservers update by one rule; the argument of its updates is the step's numbers."""
+
+    def __init__(
+        self, rule: ServedRule, noted: Sequence[Noted], graph: tf.Graph, replica: int, order: dict[str, int]
+    ) -> None:
+        super().__init__(noted, graph, replica, order)
+        self.rule = rule
+        self.spec = dataclasses.replace(self.spec, update=rule.spec(self.variables))
+        self.key = (*self.key, rule.number, self.spec.update)
+
+    def transfer(self, number: int, messages: int, group: Group, runtime: Runtime) -> DeferredUpdate:
+        pieces = pieces_of(self.variables, self.rule)
+        return ServedUpdate(number, self.spec, messages, group, runtime.exchange, pieces)
+
+    def trace(self, strategy: tf.distribute.Strategy, compared: bool, cut: bool) -> None:
+        super().trace(strategy, compared=False, cut=False)  # all ranks get the same bytes
+
+    def _update(
+        self, strategy: tf.distribute.Strategy, data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor
+    ) -> tf.Tensor:
+        written: list[list[tf.Operation]] = []
+        for variable, value in zip(self.variables, _split(data, self.variables), strict=True):
+            component = variable._values[self.replica]
+            with tf.device(component.device):
+                written.append([component.assign(value, read_value=False)])
+        return self._end(written)
+
+    def update_in_graph(self) -> None:
+        raise UnsupportedError(f"the update of {self.spec.name} by pservers must not run in the graph")
+
+    def _payload(self, gradients: list[Value]) -> tuple[tf.Tensor, tf.Tensor | None]:
+        data, _ = super()._payload(gradients)
+        return data, graph_ops.to_bytes(self.noted[0].arguments[0])
+
+    def _labels(self) -> tuple[tuple[str, ...], tuple[bool | None, ...]]:
+        return (), ()
+
+
+def update_eagerly(
+    runtime: Runtime,
+    rule: ServedRule,
+    variables: Sequence[GatedVariable],
+    gradients: Sequence[Value],
+    numbers: tf.Tensor,
+) -> None:
+    """Pushes float32 `gradients`, dense, waits for the new parameters and assigns them.
+
+    Raises:
+        TfpsError: the exchange failed.
+    """
+    update = rule.spec(variables)
+    nbytes = sum(4 * int(variable.shape.num_elements()) for variable in variables)
+    names, alike = tuple(map(own_name, variables)), tuple(map(common_name, variables))
+    spec = BucketSpec(names, "sum", nbytes, "float32", 0, alike=alike, update=update)
+    key = ("update", "eager", rule.number, update, *(variable._unique_id for variable in variables))
+    (bucket,) = runtime.buckets([(key, spec)])
+    for variable in variables:
+        variable.wait()
+    packed = bring(runtime.exchange, bucket, pieces_of(variables, rule), numbers.numpy().tolist())
+    payload = np.concatenate([np.asarray(each.numpy(), np.float32).reshape(-1) for each in gradients])
+    reply = runtime.exchange_now(bucket, payload, numbers=packed)
+    new = graph_ops.tensor_of(reply.sum)
+    for variable, value in zip(variables, _split(new, variables), strict=True):
+        variable._values[0].assign(value)
+
+
+def _split(data: tf.Tensor, variables: Sequence[GatedVariable]) -> list[tf.Tensor]:
+    """The values of `variables` in a bucket's bytes."""
+    flat = graph_ops.from_bytes(data, tf.float32)
+    sizes = [int(variable.shape.num_elements()) for variable in variables]
+    pieces = [flat] if len(sizes) == 1 else tf.split(flat, sizes)
+    return [tf.reshape(piece, variable.shape) for piece, variable in zip(pieces, variables, strict=True)]
