@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -83,6 +84,20 @@ def test_a_slow_pserver_is_named_and_one_more_would_help() -> None:
     found = make_report(history(LAYERS, 20e6), links)
     assert found.limit == "pserver a:1: its link (16 Mbit/s)"
     assert found.with_one_more_pserver_s < found.step_s
+
+
+def test_compression_is_suggested_with_what_it_would_bring_where_a_link_is_the_limit() -> None:
+    found = report(20e6)
+    assert list(found.with_codec_s) == ["bfloat16", "int8"]
+    assert found.with_codec_s["bfloat16"] == found.with_twice_the_bandwidth_s
+    assert found.compute_s < found.with_codec_s["int8"] < found.with_codec_s["bfloat16"]
+    assert f"with compression='int8': {found.with_codec_s['int8']:.3g} s a step" in str(found)
+    links = [Link("a:1", 20e6)]
+    compressed = [dataclasses.replace(each, sent_bytes=each.nbytes // 2) for each in history(LAYERS, 20e6)]
+    served = [dataclasses.replace(each, served=True) for each in history(LAYERS, 20e6)]
+    for none in (make_report(compressed, links), make_report(served, links), report(1e12)):
+        assert not none.with_codec_s
+        assert "with compression" not in str(none)
 
 
 def test_a_pserver_without_cpu_left_is_named() -> None:

@@ -9,18 +9,20 @@ from __future__ import annotations
 import json
 import pathlib
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from tfps.errors import TfpsError
-from tfps.exchange.codecs import sent_bytes
+from tfps.exchange.codecs import sent_bytes as codec_bytes
 from tfps.exchange.interface import BucketSpec, Link
 from tfps.trace.intervals import Interval, Intervals, clip, union
 from tfps.trace.step_times import NEGLIGIBLE, Limit, StepTimes, limit_of, overlap, step_times
 
 MIN_STEPS = 4
+_LINK = " link ("  # in a limit
+_SUGGESTED = ("bfloat16", "int8")
 
 
 class Round(NamedTuple):
@@ -39,11 +41,13 @@ class History:
     nbytes: int
     rounds: Sequence[Round]
     sent_bytes: int | None = None  # on the wire, each way; None: `nbytes`
+    served: bool = False  # whether pservers update its variables
 
     @classmethod
     def of(cls, spec: BucketSpec, rounds: Sequence[Round]) -> History:
         """Those of the bucket `spec`."""
-        return cls(spec.name, spec.priority, spec.nbytes, rounds, sent_bytes(spec.codec, spec.nbytes))
+        sent = codec_bytes(spec.codec, spec.nbytes)
+        return cls(spec.name, spec.priority, spec.nbytes, rounds, sent, bool(spec.update))
 
     @property
     def on_wire(self) -> int:
@@ -77,6 +81,8 @@ class Report:
         limit: the bottleneck, in words.
         without_schedule_s: estimated step if gradients were sent as they come, with one barrier for all variables.
         with_twice_the_bandwidth_s, with_one_more_pserver_s: estimated step.
+        with_codec_s: estimated step with `Config(compression=...)`, by codec, as if encoding took no time; empty unless
+            a link is the limit and nothing is compressed yet.
         layers: the profile of the model, in forward order.
         slice_bytes, window_bytes: current sizes; 0 without pservers.
     """
@@ -96,6 +102,7 @@ class Report:
     window_bytes: int = 0
     step_bytes: int = 0
     sent_bytes: int = 0
+    with_codec_s: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         parts = f"{_ms(self.compute_s)} computing, {_ms(self.exposed_wait_s)} waiting for parameters"
@@ -112,6 +119,7 @@ class Report:
         else:
             lines.append(f"with twice the bandwidth: {_ms(self.with_twice_the_bandwidth_s)} a step")
             lines.append(f"with one more pserver: {_ms(self.with_one_more_pserver_s)} a step")
+            lines += [f"with compression='{codec}': {_ms(s)} a step" for codec, s in self.with_codec_s.items()]
         helped = self.without_schedule_s / self.step_s
         lines.append(
             f"without priorities and barriers per variable: {_ms(self.without_schedule_s)} a step"
@@ -170,6 +178,7 @@ def make_report(
         # Nothing is known of a step that only waited, and for no network.
         return estimate_s * (step_s / modelled_s) if modelled_s else step_s
 
+    may_compress = _LINK in limit and sent_bytes == step_bytes and not any(history.served for history in buckets)
     more = (len(links) + 1) / len(links) if limit.startswith("pserver") else 1.0
     return Report(
         step_s=step_s,
@@ -187,6 +196,10 @@ def make_report(
         window_bytes=window_bytes,
         step_bytes=step_bytes,
         sent_bytes=sent_bytes,
+        with_codec_s={
+            codec: calibrated(model.step_s(step_bytes / codec_bytes(codec, step_bytes)))
+            for codec in (_SUGGESTED if may_compress else ())
+        },
     )
 
 
