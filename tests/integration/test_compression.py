@@ -96,16 +96,21 @@ def accuracy(codec: str, program: Path) -> float:
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 def test_the_digits_example_stays_as_accurate(tmp_path: Path) -> None:
-    """The mean over seeds: 360 images are tested, so one of them is 0.28 points."""
+    """Within 0.1 points for the 16-bit codecs, 0.5 for the others, in the mean over seeds, as far as so many can tell:
+    360 images are tested, so one of them is 0.28 points, and two standard errors of the differences are allowed.
+    """
     source = (ROOT / "examples" / "digits.py").read_text(encoding="utf-8")
-    found = {}
+    found: dict[str, list[float]] = {}
     for codec in ("none", "bfloat16", "float16", "int8", "topk:0.01", "onebit"):
-        runs = []
+        runs = found[codec] = []
         for seed in SEEDS:
             program = tmp_path / f"digits{seed}.py"
             program.write_text(source.replace("set_random_seed(1)", f"set_random_seed({seed})"), encoding="utf-8")
             runs.append(accuracy(codec, program))
-        found[codec] = statistics.fmean(runs)
-        print(f"{codec}: {found[codec]:.2f} % ({', '.join(f'{each:.2f}' for each in runs)})", flush=True)
-    for codec, mean in found.items():
-        assert mean >= found["none"] - (0.1 if codec.endswith("float16") else 0.5), found
+        print(f"{codec}: {statistics.fmean(runs):.2f} % ({', '.join(f'{each:.2f}' for each in runs)})", flush=True)
+    for codec, runs in found.items():
+        lost = [plain - each for plain, each in zip(found["none"], runs, strict=True)]
+        error = statistics.stdev(lost) / len(lost) ** 0.5
+        allowed = 0.1 if codec.endswith("float16") else 0.5
+        assert statistics.fmean(lost) <= allowed + 2 * error, (codec, found)
+        assert statistics.fmean(lost) < 1.0, (codec, found)
