@@ -26,7 +26,7 @@ SERVER = tfps.Config(update="server", slice_bytes=4096, window_bytes=16384)
 Build = Callable[[], keras.optimizers.Optimizer]
 
 
-@pytest.fixture(params=["embedded", "pservers"])
+@pytest.fixture(params=[pytest.param("embedded", marks=pytest.mark.long), "pservers"])
 def served(request: pytest.FixtureRequest) -> Iterator[tfps.Strategy]:
     """One worker; parameters live in the process, or on two pservers in many slices."""
     servers = [ParameterServer("127.0.0.1", 0, workers=1) for _ in range(2 * (request.param == "pservers"))]
