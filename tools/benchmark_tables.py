@@ -49,4 +49,50 @@ def updates(runs: Runs) -> Section:
     return section
 
 
-DRAWERS: dict[str, Callable[[Runs], Section]] = {"overtaking": overtaking, "security": security, "updates": updates}
+def compress(runs: Runs) -> Section:
+    """What each codec costs, and what its steps take."""
+    section = Section()
+    speeds = [r for r in runs if r["what"] == "codec"]
+    cost = {name: grouped(speeds, lambda r: r["codec"], lambda r, n=name: r[n]) for name in ("encode_s", "decode_s")}  # type: ignore[misc]
+    step = {
+        form: grouped([r for r in runs if r["what"] == form], lambda r: r["codec"], lambda r: r["step_s"])
+        for form in ("asleep", "keras")
+    }
+    sent = grouped([r for r in runs if r["what"] == "asleep"], lambda r: r["codec"], lambda r: r["sent_bytes"])
+    rows = []
+    for codec, nbytes in sent.items():
+        costs = [f"{each[codec]:.2f}" if codec in each else "" for each in cost.values()]
+        steps = [cell for each in step.values() for cell in (f"{each[codec]:.3f}", f"{each['none'] / each[codec]:.1f}")]
+        rows.append([codec, f"{nbytes / 1e6:.1f}", *costs, *steps])
+    heads = ["codec", "MB each way", "encode, CPU s/GB", "decode", "layers sleep: step (s)", "x as fast"]
+    section.add(table([*heads, "Keras: step (s)", "x as fast"], rows))
+    return section
+
+
+def served(runs: Runs) -> Section:
+    """Memory and steps with the update on workers and on pservers."""
+    section = Section()
+    memory = [r for r in runs if r["what"] == "memory"]
+    figures = {
+        "worker (MB)": "worker_mb",
+        "its pserver (MB)": "pserver_mb",
+        "slots (MB)": "slots_mb",
+        "reading them (s)": "collected_s",
+    }
+    found = {head: grouped(memory, lambda r: r["update"], lambda r, n=n: r[n]) for head, n in figures.items()}  # type: ignore[misc]
+    rows = [[update, *(f"{each[update]:.4g}" for each in found.values())] for update in found["worker (MB)"]]
+    section.add(table(["update", *found], rows))
+    steps = grouped(
+        [r for r in runs if r["what"] == "step"], lambda r: (r["workers"], r["update"]), lambda r: r["step_ms"]
+    )
+    section.add(table(["workers", "update", "step (ms)"], [[*key, f"{ms:.0f}"] for key, ms in steps.items()]))
+    return section
+
+
+DRAWERS: dict[str, Callable[[Runs], Section]] = {
+    "overtaking": overtaking,
+    "security": security,
+    "updates": updates,
+    "compress": compress,
+    "served": served,
+}

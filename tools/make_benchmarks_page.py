@@ -16,7 +16,10 @@ from tools.benchmark_plots import Section
 from tools.pages import PageError
 
 PROGRAM = "tools/make_benchmarks_page.py"
-NAMES = ("schedule", "tuning", "scale", "wire", "overtaking", "updates", "overhead", "staging", "security", "peers")
+NAMES = (
+    *("schedule", "tuning", "scale", "wire", "overtaking", "compress", "updates", "served", "overhead", "staging"),
+    *("security", "peers"),
+)
 _DRAWERS = {**benchmark_plots.DRAWERS, **benchmark_tables.DRAWERS}
 _HEAD = f"""# Benchmarks
 

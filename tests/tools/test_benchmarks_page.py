@@ -92,6 +92,18 @@ RUNS: dict[str, list[dict[str, Json]]] = {
         {"place": "one host", "what": what, "first_ms": wait, "exposed_ms": 2 * wait, "step_ms": 300.0}
         for what, wait in (("in order", 100.0), ("urgent first", 10.0))
     ],
+    "compress": [
+        {"what": "codec", "codec": "int8", "encode_s": 0.4, "decode_s": 0.1},
+        *(
+            {"what": form, "codec": codec, "sent_bytes": 1e6, "step_s": step_s}
+            for form in ("asleep", "keras")
+            for codec, step_s in (("none", 0.4), ("int8", 0.2))
+        ),
+    ],
+    "served": [
+        {"what": "memory", "update": "server", "worker_mb": 1, "pserver_mb": 2, "slots_mb": 3, "collected_s": 0.5},
+        {"what": "step", "workers": 2, "update": "server", "step_ms": 100.0},
+    ],
     "security": [{"ratio": ratio, "refused_per_s": 40.0} for ratio in (1.0, 1.01, 1.02)],
     "overhead": [{"model": "small", "plain_step_s": 0.004, "tfps_step_s": 0.008, "ratio": 2.0, "extra_cpu_s": 0.006}],
     "staging": [
