@@ -85,7 +85,9 @@ def served(runs: Runs) -> Section:
     steps = grouped(
         [r for r in runs if r["what"] == "step"], lambda r: (r["workers"], r["update"]), lambda r: r["step_ms"]
     )
-    section.add(table(["workers", "update", "step (ms)"], [[*key, f"{ms:.0f}"] for key, ms in steps.items()]))
+    section.add(
+        table(["workers", "update", "step (ms)"], [[str(n), update, f"{ms:.0f}"] for (n, update), ms in steps.items()])
+    )
     return section
 
 
