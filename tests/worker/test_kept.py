@@ -157,7 +157,8 @@ def test_workers_whose_updates_differ_are_refused_when_they_declare(cluster: Clu
 
 def test_workers_with_other_settings_of_update_are_refused_when_they_join(cluster: Cluster) -> None:
     addresses = cluster.pservers(1, 2)
-    configs = [Config(update="worker"), Config(update="server", slice_bytes=128 * 1024, window_bytes=512 * 1024)]
+    server = Config(update="server", slice_bytes=128 * 1024, window_bytes=512 * 1024, connect_timeout_s=10.0)
+    configs = [Config(update="worker", connect_timeout_s=10.0), server]  # the other one waits so long
     results = jobs.attempt(*(lambda r=r, c=c: cluster.worker(addresses, r, config=c) for r, c in enumerate(configs)))
     refused = [each for each in results if isinstance(each, MismatchError)]
     assert refused

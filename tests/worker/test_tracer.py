@@ -133,7 +133,8 @@ def test_every_slice_has_a_complete_chain_in_order_of_time_in_every_capture(clus
         CapturedBucket("words", ("words",), 2, 0),
     )
     assert (capture.name, capture.steps) == ("run", (0, 1, 2))
-    assert capture.settings == {"policy": "priority", "slice_bytes": 1024, "window_bytes": 4096, "model": "small"}
+    sizes = {"slice_bytes": 1024, "window_bytes": 4096}
+    assert capture.settings == {"policy": "priority", "compression": "none", "model": "small", **sizes}
 
     steps(workers, 1)
     begin(workers, recorders)

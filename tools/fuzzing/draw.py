@@ -44,9 +44,8 @@ _T = TypeVar("_T")
 class Drawing:
     """Draws values, none of which is in `without`."""
 
-    def __init__(self, numbers: random.Random, without: Collection[str], compressed: int = 6) -> None:
+    def __init__(self, numbers: random.Random, without: Collection[str]) -> None:
         self._random, self._without = numbers, frozenset(without)
-        self.compressed = compressed  # once in so many times with pservers
 
     def one(self, values: Iterable[_T]) -> _T:
         return self._random.choice([value for value in values if value not in self._without])
@@ -68,11 +67,17 @@ def draw(seed: str, workers: tuple[int, ...] = (1, 2, 3), without: Collection[st
 
     `compressed`: once in so many times a case with pservers compresses.
     """
-    numbers = random.Random(seed)
+    numbers, apart = random.Random(seed), random.Random(f"{seed} compression")  # whose cases stay what they are
     while True:
-        case = _drawn(Drawing(numbers, without, compressed), workers)
+        case = _drawn(Drawing(numbers, without), workers)
+        compression = _compression(Drawing(apart, without), compressed) if case.place.pservers else "no compression"
+        case = dataclasses.replace(case, place=dataclasses.replace(case.place, compression=compression))
         if usable(case, without):
             return case
+
+
+def _compression(d: Drawing, of: int) -> str:
+    return d.one(COMPRESSION) if d.rarely("compression", of) else "no compression"
 
 
 def _drawn(d: Drawing, workers: tuple[int, ...]) -> Case:
@@ -123,7 +128,6 @@ def _place(d: Drawing, workers: tuple[int, ...]) -> Place:
         staging=d.one([2, 0, 3]) if d.rarely("staging") else 2,
         deterministic=d.rarely("deterministic"),
         sockets=bool(pservers) and d.rarely("sockets"),
-        compression=d.one(COMPRESSION) if pservers and d.rarely("compression", d.compressed) else "no compression",
         own_folders=count > 1 and d.rarely("own_folders"),
         own_initial_values=count > 1 and d.rarely("own_initial_values"),
     )
