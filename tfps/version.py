@@ -3,4 +3,4 @@
 Tested in tests/test_versions.py.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
