@@ -59,6 +59,20 @@ def slots_loaded(job: Job) -> Results:
     return {**weights(model, loaded), **history(*fits), **ends}
 
 
+def finished_and_run_again(job: Job) -> Results:
+    """A job that had finished is run again: no step follows, and every rank has the slots that rank 0 has restored."""
+    x, y = data()
+    slots = []
+    for _ in range(2):
+        model = job.compiled(lambda: keras.optimizers.Adam(0.01))
+        backup = keras.callbacks.BackupAndRestore(job.own / "backup", delete_checkpoint=False)
+        model.fit(x, y, callbacks=[backup], **OPTIONS)
+        slots.append([each.numpy() for each in model.optimizer.variables[2:]])
+    for before, after in zip(*slots, strict=True):
+        np.testing.assert_array_equal(before, after)
+    return {**weights(model), **{f"slots/{n}": each for n, each in enumerate(slots[1])}}
+
+
 def assigned_on_one_rank(job: Job) -> Results:
     """A rank that assigns alone after the first step is told, as are the others."""
     model = job.compiled("sgd")

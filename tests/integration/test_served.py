@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(600)
 QUICK = [
     ("programs_served", "saved_by_one_rank"),
     ("programs_served", "slots_loaded"),
+    ("programs_served", "finished_and_run_again"),
     ("programs_precision", "loss_scaling"),
     ("programs_precision", "accumulation"),
     ("programs_saving", "backup_shared"),

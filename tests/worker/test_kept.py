@@ -99,8 +99,9 @@ def test_large_slices_are_put_and_got_in_pieces(cluster: Cluster) -> None:
     config = Config(slice_bytes=2 * KEPT_PIECE_BYTES, update="server")
     (worker,) = job(cluster, 1, momentum(items), config=config)
     values = np.arange(items, dtype=np.float32)
-    worker.put(0, 1, 0, values)
-    np.testing.assert_array_equal(worker.get(0, 1, 0, 4 * items).view(np.float32), values)
+    worker.put(0, 0, 0, values)
+    pushed(worker, np.zeros(items, np.float32), numbers(0)).wait()
+    np.testing.assert_array_equal(worker.get(0, 0, 0, 4 * items).view(np.float32), values)
 
 
 @pytest.mark.parametrize(

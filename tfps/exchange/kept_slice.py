@@ -31,27 +31,29 @@ class KeptSlice:
         self._arrays: list[NDArray[np.float32]] = [np.zeros(items, np.float32)]  # zeros take memory when written to
         for _, value in spec.slots:
             self._arrays.append(np.full(items, value, np.float32) if value else np.zeros(items, np.float32))
+        self._put: dict[int, NDArray[np.float32]] = {}  # arrays from the next update on
         self._missing = nbytes  # bytes of parameters that have not been put yet
         self._runs = _runs(spec, first, items)
 
     def put(self, number: int, begin: int, values: Buffer) -> None:
-        """Replaces the bytes from `begin` on of array `number`.
+        """Replaces the bytes from `begin` on of array `number`, from the next update on.
 
-        A new array takes the place of the old one, of which a reply may still be on its way.
+        Until then other ranks read what was there after the last one. A new array takes the place of the old one, of
+        which a reply may still be on its way.
 
         Raises:
             ProtocolError: there is no such part.
         """
         nbytes = memoryview(values).nbytes
         self._check(number, begin, nbytes)
-        changed = self._arrays[number].copy()
-        changed.view(np.uint8)[begin : begin + nbytes] = np.frombuffer(values, np.uint8)
-        self._arrays[number] = changed
+        if number not in self._put:
+            self._put[number] = self._arrays[number].copy()
+        self._put[number].view(np.uint8)[begin : begin + nbytes] = np.frombuffer(values, np.uint8)
         if number == 0:
             self._missing = max(self._missing - nbytes, 0)
 
     def get(self, number: int, begin: int, nbytes: int) -> bytes:
-        """A copy of `nbytes` from `begin` on of array `number`.
+        """A copy of `nbytes` from `begin` on of array `number`, as of the last update.
 
         Raises:
             ProtocolError: there is no such part.
@@ -69,6 +71,9 @@ class KeptSlice:
             raise ProtocolError(
                 f"the parameters of {self.label} must be put before its first update, {self._missing} bytes are missing"
             )
+        for number, changed in self._put.items():
+            self._arrays[number] = changed
+        self._put.clear()
         slots = {name: each for (name, _), each in zip(self.spec.slots, self._arrays[1:], strict=True)}
         g = np.frombuffer(gradient, np.uint8).view(np.float32)
         named = dict(zip(self.spec.numbers, numbers.values, strict=True))

@@ -144,7 +144,7 @@ def _take_from_first_rank(strategy: tf.distribute.Strategy, model: Model) -> Non
     epoch = model._initial_epoch
     with strategy.scope():
         first = tf.Variable(-1 if epoch is None else epoch, dtype=tf.int64, trainable=False, name="first_epoch")
-    own = take_from_first_rank([*model.weights, *model.optimizer.variables])
+    own = take_from_first_rank([*model.weights, *model.optimizer.variables], strategy)
     variables = {id(each.value): each.value for each in own}
     strategy.extended.take_from_first_rank([first, *variables.values()])
     model._initial_epoch = None if int(first.numpy()) < 0 else int(first.numpy())

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfps.errors import UnsupportedError
@@ -280,12 +281,20 @@ def _make_slots(optimizers: type[Optimizer]) -> None:
     optimizers.add_variable_from_reference, optimizers.add_variable = add_variable_from_reference, add
 
 
-def take_from_first_rank(variables: Sequence[Variable]) -> list[Variable]:
-    """Returns those of `variables` (of Keras) that have a value on this worker; of the others rank 0's values count."""
-    here = []
-    for variable in variables:
-        if isinstance(variable, ServedVariable):
-            variable.slot.from_first_rank()
-        else:
-            here.append(variable)
-    return here
+def take_from_first_rank(variables: Sequence[Variable], strategy: tf.distribute.Strategy) -> list[Variable]:
+    """Returns those of `variables` (of Keras) that have a value on this worker; the others take rank 0's here.
+
+    Every rank must call it.
+    """
+    slots = [variable.slot for variable in variables if isinstance(variable, ServedVariable)]
+    if slots:
+        with strategy.scope():
+            carrier = tf.Variable(np.zeros(0, np.float32), shape=[None], trainable=False, name="slot")
+    for slot in slots:  # one after the other: all together take as much memory as they do on pservers
+        slot.from_first_rank()
+        if strategy.rank == 0:
+            carrier.assign(slot.offered())
+        strategy.extended.take_from_first_rank([carrier])
+        if strategy.rank:
+            slot.take(carrier.numpy())
+    return [variable for variable in variables if not isinstance(variable, ServedVariable)]

@@ -19,10 +19,16 @@ def put(job_of: Callable[[str], Job], request: pb.PutRequest, context: object) -
     """Answers Put.
 
     Raises:
-        ProtocolError: there is no such part.
+        ProtocolError: there is no such part, it is not rank 0 that puts, or more than one call takes.
         TfpsError: the job has failed, or is not known.
     """
     owned, kept = _kept(job_of, request)
+    nbytes = len(request.values)
+    if request.rank or nbytes > KEPT_PIECE_BYTES or nbytes % 4 or request.begin % 4:
+        raise ProtocolError(
+            f"a call of Put must be rank 0's, with at most {KEPT_PIECE_BYTES} bytes of whole numbers, got "
+            f"{nbytes} bytes from {request.begin} on of rank {request.rank}"
+        )
     with owned.lock:
         kept.put(request.number, request.begin, request.values)
     return pb.PutReply()

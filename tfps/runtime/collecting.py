@@ -19,6 +19,19 @@ from tfps.runtime.runtime import Runtime
 from tfps.worker.held_back import HeldBack
 
 
+def settle(runtime: Runtime) -> None:
+    """Returns once all that was sent has come back.
+
+    Raises:
+        WaitTimeoutError: it has not in time.
+        TfpsError: the exchange failed.
+    """
+    if not runtime.settle(runtime.wait_s):
+        raise WaitTimeoutError(f"updates under way must end within {runtime.wait_s:.0f} s before a state is collected")
+    if (failure := runtime.exchange.failure) is not None:
+        raise failure
+
+
 def collect(runtime: Runtime, held_back: HeldBack, buckets: Sequence[int]) -> dict[int, Floats]:
     """Returns the sum of what is held back of each of `buckets`; every rank must call it. See `HeldBack.collect`.
 
@@ -37,7 +50,6 @@ def collect(runtime: Runtime, held_back: HeldBack, buckets: Sequence[int]) -> di
 
         return take
 
-    runtime.settle(runtime.wait_s)
     with indivisible(runtime.exchange, what):
         for bucket in buckets:
             with runtime._progress:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
+from tfps.compression import LEAST_BYTES
 from tfps.errors import TfpsError
 from tfps.exchange.codecs import sent_bytes as codec_bytes
 from tfps.exchange.interface import BucketSpec, Link
@@ -42,12 +43,18 @@ class History:
     rounds: Sequence[Round]
     sent_bytes: int | None = None  # on the wire, each way; None: `nbytes`
     served: bool = False  # whether pservers update its variables
+    compressible: bool = True  # a sum of float32 that is not too small
 
     @classmethod
     def of(cls, spec: BucketSpec, rounds: Sequence[Round]) -> History:
         """Those of the bucket `spec`."""
         sent = codec_bytes(spec.codec, spec.nbytes)
-        return cls(spec.name, spec.priority, spec.nbytes, rounds, sent, bool(spec.update))
+        compressible = spec.kind == "sum" and spec.dtype == "float32" and spec.nbytes >= LEAST_BYTES
+        return cls(spec.name, spec.priority, spec.nbytes, rounds, sent, bool(spec.update), compressible)
+
+    def as_sent(self, codec: str) -> int:
+        """Bytes that a step would send with `codec`."""
+        return codec_bytes(codec, self.nbytes) if self.compressible else self.nbytes
 
     @property
     def on_wire(self) -> int:
@@ -179,6 +186,7 @@ def make_report(
         return estimate_s * (step_s / modelled_s) if modelled_s else step_s
 
     may_compress = _LINK in limit and sent_bytes == step_bytes and not any(history.served for history in buckets)
+    may_compress = may_compress and any(history.compressible for history in buckets)
     more = (len(links) + 1) / len(links) if limit.startswith("pserver") else 1.0
     return Report(
         step_s=step_s,
@@ -197,7 +205,7 @@ def make_report(
         step_bytes=step_bytes,
         sent_bytes=sent_bytes,
         with_codec_s={
-            codec: calibrated(model.step_s(step_bytes / codec_bytes(codec, step_bytes)))
+            codec: calibrated(model.step_s(step_bytes / sum(history.as_sent(codec) for history in buckets)))
             for codec in (_SUGGESTED if may_compress else ())
         },
     )

@@ -87,6 +87,7 @@ class Runtime:
         self._exchanged = 0  # messages that led to an exchange; pump thread only
         self._exchanged_now = 0  # by `exchange_now`
         self._before_close: list[Callable[[], None]] = []
+        self._starting = False  # whether the pump works on a message; what pservers need may block it for long
         self._under_way = 0  # messages whose transfer has not finished; guarded by _progress
         self.gate_watch = GateWatch(exchange, self._activity)
         exchange.add_failure_listener(self._report)
@@ -130,10 +131,7 @@ class Runtime:
 
     def report(self) -> Report:
         """See `Strategy.report`."""
-        histories = []
-        for bucket, rounds in list(self._history.items()):
-            spec = self.declared.spec(bucket)
-            histories.append(History.of(spec, tuple(rounds)))
+        histories = [History.of(self.declared.spec(b), tuple(rounds)) for b, rounds in list(self._history.items())]
         exchange, others = self.exchange, self.exchange.workers > 1
         return make_report(
             histories, exchange.links(), exchange.slice_bytes, exchange.window_bytes, other_workers=others
@@ -263,10 +261,12 @@ class Runtime:
             self._exchanged += transfer.exchanges
             if isinstance(transfer, Pull):
                 transfer.waiting.append(results)
+            self._starting = True
             try:
                 self._start(transfer, ticket, data, indices, times)
             except Exception as error:  # this thread must survive: everything depends on it
                 self._break(transfer, error)
+            self._starting = False
             del transfer
             if self._retired:
                 idle = int(self._messages.size()) == 0
@@ -381,7 +381,7 @@ class Runtime:
     def _activity(self) -> tuple[int, int]:
         """Returns the number of messages in flight and in total."""
         with self._progress:
-            return self._under_way, self._messages_seen
+            return self._under_way + self._starting, self._messages_seen
 
     def _report(self, error: TfpsError) -> None:
         self.gate_watch.wake()

@@ -105,6 +105,14 @@ class ServedSlot:
         if self._exchange.rank:
             self.pending = None
 
+    def offered(self) -> NDArray[np.float32]:
+        """What was assigned and not put yet, flat; empty if nothing was."""
+        return np.zeros(0, np.float32) if self.pending is None else self.pending.reshape(-1)
+
+    def take(self, value: NDArray[np.float32]) -> None:
+        """Takes what rank 0 has `offered`."""
+        self.pending = value.reshape(self.shape).copy() if value.size else None
+
     def collect(self) -> Array:
         """What the pservers have, flat uint8."""
         if self.home is None:
@@ -165,6 +173,7 @@ def bring(exchange: Exchange, bucket: int, pieces: Sequence[ServedPiece], number
     """
     first, mark = exchange.rank == 0, 0
     puts: list[tuple[int, int, Array]] = []
+    homes: list[tuple[ServedSlot, _Home]] = []
     for index, piece in enumerate(pieces):
         parameter = piece.parameter
         if parameter.holder != bucket:
@@ -172,7 +181,6 @@ def bring(exchange: Exchange, bucket: int, pieces: Sequence[ServedPiece], number
             puts.append((0, piece.begin, values))
             if parameter.holder is None:
                 mark = _marked(mark, index, 0, values)
-            parameter.holder = bucket
         for number, slot in enumerate(piece.slots, 1):
             home = _Home(bucket, number, piece.begin)
             if slot.pending is not None:
@@ -182,9 +190,13 @@ def bring(exchange: Exchange, bucket: int, pieces: Sequence[ServedPiece], number
                     mark = _marked(mark, index, number, values)
             elif first and slot.home not in (None, home):
                 puts.append((number, piece.begin, slot.collect()))
-            slot.home, slot.pending, slot.compared = home, None, True
+            homes.append((slot, home))
     if first:
         _put(exchange, bucket, puts)
+    for piece in pieces:  # not earlier: after an interruption the next step brings all of it again
+        piece.parameter.holder = bucket
+    for slot, home in homes:
+        slot.home, slot.pending, slot.compared = home, None, True
     return StepNumbers(mark, tuple(numbers)).pack()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from tfps.compression import NONE, Rules
 from tfps.exchange.codecs import Floats, codec_of
 from tfps.exchange.interface import BucketSpec
-from tfps.runtime.collecting import collect
+from tfps.runtime.collecting import collect, settle
 from tfps.runtime.runtime import Runtime
 from tfps.strategy.names import common_name
 from tfps.strategy.variables import GatedVariable
@@ -93,6 +93,7 @@ class Compressing:
         if not self._buckets or not isinstance(exchange, Worker):
             return
         held_back = exchange.held_back
+        settle(self._runtime)  # so that all ranks see the same steps
         used = [number for number, bucket in self._buckets.items() if held_back.steps(number) != bucket.steps]
         if not used:
             return
@@ -121,36 +122,34 @@ class Compressing:
             TfpsError: see `collect`.
         """
         self.collect()  # so that neither ranks nor pservers hold anything but what is replaced here
-        if values and not self.feeds_back:
-            logger.warning(
-                "tfps: what compression had held back in the checkpoint is dropped: no codec here has error feedback"
-            )
-            return
         for place, variable in enumerate(variables):
             self._restored.pop(variable._unique_id, None)
             value = values.get(place)
             if value is None:
                 continue
-            if value.size != math.prod(variable.shape):
+            codec, items = codec_of(self.codec(variable)), math.prod(variable.shape)
+            if codec is None or not codec.feeds_back or value.size != items:
                 logger.warning(
-                    "tfps: what compression had held back of %s in the checkpoint is dropped: it has %d numbers there "
-                    "and %d here",
-                    variable.name,
-                    value.size,
-                    math.prod(variable.shape),
+                    "tfps: what compression had held back of %s in the checkpoint, %d numbers, is dropped: it has %d "
+                    "numbers here and codec %s",
+                    *(variable.name, value.size, items, self.codec(variable)),
                 )
                 continue
             self._restored[variable._unique_id] = value
-        for number, bucket in self._buckets.items():
-            self._hold(number, bucket)
+        replaced = {variable._unique_id for variable in variables}
+        for number, bucket in reversed(self._buckets.items()):  # the last one is that which is still in use
+            if any(part.variable in replaced for part in bucket.parts):
+                self._hold(number, bucket, replaced)
 
-    def _hold(self, number: int, bucket: _Bucket) -> None:
-        """Gives a bucket what has been restored of its variables; a variable of several buckets, to the first."""
+    def _hold(self, number: int, bucket: _Bucket, replaced: Collection[str] = ()) -> None:
+        """Gives a bucket what has been restored of its variables, instead of what it holds of those `replaced`."""
         exchange = self._runtime.exchange
         if not isinstance(exchange, Worker):
             return
-        held = np.zeros(bucket.items, np.float32)
+        held = np.zeros(bucket.items, np.float32) if bucket.held is None else bucket.held.copy()
         for part in bucket.parts:
+            if part.variable in replaced:
+                held[part.begin : part.end] = 0
             if (value := self._restored.pop(part.variable, None)) is not None:
                 held[part.begin : part.end] = value
         exchange.held_back.hold(number, held)
