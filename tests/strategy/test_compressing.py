@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -160,6 +161,21 @@ def test_a_gradient_that_is_not_finite_is_seen(start: Start) -> None:
         x[0, 0] = np.nan
         model.fit(x[:64], y[:64], batch_size=64, epochs=1, verbose=0)
         assert np.isnan(model.get_weights()[0]).any(), codec
+
+
+def test_restoring_one_model_leaves_what_is_held_back_of_another_alone(start: Start, tmp_path: Path) -> None:
+    strategy = start(compression="int8")
+    models = [fitted(strategy, keras.layers.Dense(128), keras.layers.Dense(10)) for _ in range(2)]
+    variables = [[each.value for each in model.trainable_variables] for model in models]
+    checkpoint = tf.train.Checkpoint(optimizer=models[1].optimizer)
+    path = checkpoint.write(str(tmp_path / "second"))
+    before = [strategy.extended.compressing.held(each) for each in variables]
+    assert all(np.abs(held[0]).max() > 0 for held in before)
+    models[1].fit(*training.digits(), batch_size=64, verbose=0)
+    checkpoint.read(path).assert_consumed()
+    after = [strategy.extended.compressing.held(each) for each in variables]
+    for own, others in zip(before, after, strict=True):
+        np.testing.assert_equal(own, others)
 
 
 def test_a_strategy_with_other_compression_is_refused_while_one_is_open(start: Start) -> None:
