@@ -8,6 +8,7 @@ _EMPTY = "eagerly, Keras' `add` takes an operand without rows for a bias: that i
 KNOWN: dict[str, str] = {
     f"eager + replica without rows + {layer}": _EMPTY for layer in ("LSTM", "last LSTM", "residual")
 } | {
+    "eager + replica without rows + GlobalMaxPooling1D": "Keras refuses the maximum of no rows",
     "replica without rows + SeparableConv2D": "TensorFlow's separable_conv2d gives an input without rows the channels "
-    "of its depthwise part, and what follows refuses them: plain Keras fails on such a batch, too"
+    "of its depthwise part, and what follows refuses them: plain Keras fails on such a batch, too",
 }
