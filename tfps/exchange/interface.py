@@ -202,7 +202,8 @@ class Exchange(Protocol):
     def put(self, bucket: int, number: int, begin: int, values: Payload) -> None:
         """Replaces part of what pservers keep of a bucket with an update; returns when all have it.
 
-        For one rank, between the last reply to it and its next push.
+        For rank 0, between the last reply to it and its next push, from which on it counts: until then every rank gets
+        what was there.
 
         Args:
             number: 0: parameters, then the update's slots.
@@ -241,8 +242,7 @@ class Exchange(Protocol):
             bucket: an id that `declare` returned.
             payload: C-contiguous bytes, not modified before the reply. None contributes nothing to a sum (if
                 only one rank contributes, and without a codec, the result is bit-identical to its bytes; if none does,
-                zeros) and an empty
-                part to a gather.
+                zeros) and an empty part to a gather.
             on_part: gets the buffer of an incomplete sum and how many bytes of it, from the front, have come. Called on
                 receiver threads, maybe never; a call may be late, even later than the reply.
             numbers: `StepNumbers.pack` of the step, for a bucket with an update, whose reply is the new parameters.
