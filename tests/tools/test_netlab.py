@@ -39,7 +39,7 @@ print(socket.gethostname(), socket.gethostbyname(socket.gethostname()), seen, os
 """
 # Owns a lab with a process in it, tells about both, and goes on until it is ended.
 OWNER = """
-import json, os, signal, sys
+import json, os, select, signal, sys
 from subprocess import DEVNULL
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever starts the tests may have it ignored, as nohup does
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -52,7 +52,8 @@ with Netlab(hosts=2, rate_mbit=100) as lab:
         sys.exit()
     os.waitpid(forked, 0)
     print(json.dumps([[host.namespace for host in lab.hosts], process.pid]), flush=True)
-    sys.stdin.read()
+    while not select.select([sys.stdin], [], [], 0.1)[0]:  # a read that begins just after a signal never sees it
+        pass
 """
 # Tries to make a lab as a user that may not.
 NOBODY = """
