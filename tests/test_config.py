@@ -36,6 +36,10 @@ ROOT = Path(__file__).resolve().parent.parent
         ("compression", "topk:0.6", "topk must name the fraction .* got 'topk:0.6'"),
         ("compression", "*/bias=topk:x", "topk must name the fraction .* got 'topk:x'"),
         ("update", "pserver", "update must be one of 'worker', 'server', got 'pserver'"),
+        ("mode", "hogwild", "mode must be one of 'sync', 'async', 'diloco', 'local', got 'hogwild'"),
+        ("staleness", 4, "staleness is for mode='async', got 4 with mode='sync'; leave it out"),
+        ("inner_steps", 4, "inner_steps is for mode='diloco' and mode='local', got 4 with mode='sync'"),
+        ("mode", "async", "mode='async' needs update='server', .* got 'worker'"),
         ("deterministic", 1, "deterministic must be True or False, got 1"),
         ("staging_depth", 1, "staging_depth must be 0 .* or a whole number from 2, got 1"),
         ("staging_depth", True, "staging_depth must be 0 .* or a whole number from 2, got True"),
@@ -51,6 +55,30 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_a_bad_value_is_refused_by_field_rule_and_received(field: str, value: Value, message: str) -> None:
     with pytest.raises(tfps.ConfigError, match=message):
         tfps.Config(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"mode": "async", "staleness": -1}, "staleness must be a number of steps from 0, or None .no limit., got -1"),
+        ({"mode": "async", "staleness": True}, "staleness must be a number of steps from 0, .* got True"),
+        ({"mode": "async", "delay_compensation": -0.1}, "delay_compensation must be a number from 0 on, got -0.1"),
+        ({"mode": "async", "deterministic": True}, "deterministic goes with mode='sync'"),
+        ({"mode": "async", "outer_momentum": 0.5}, "outer_momentum is for mode='diloco', got 0.5 with mode='async'"),
+        ({"mode": "diloco", "update": "server"}, "mode='diloco' needs update='worker', .* got 'server'"),
+        ({"mode": "diloco", "inner_steps": 0}, "inner_steps must be a whole number from 1, got 0"),
+        ({"mode": "diloco", "inner_steps": 4, "fragments": 5}, "fragments must be at most 4 with inner_steps=4: .* 5"),
+        ({"mode": "local", "inner_steps": 4, "overlap_steps": 4}, "overlap_steps must be at most 3 with inner_steps=4"),
+        ({"mode": "local", "outer_learning_rate": 1.0}, "outer_learning_rate is for mode='diloco', got 1.0"),
+        ({"mode": "diloco", "own_share": 1.0}, "own_share must be a number from 0 on and below 1, got 1.0"),
+        ({"mode": "diloco", "outer_momentum": float("nan")}, "outer_momentum must be a number .* got nan"),
+        ({"mode": "diloco", "outer_learning_rate": 0}, "outer_learning_rate must be a positive number, got 0"),
+    ],
+)
+def test_settings_of_modes_are_checked_together(values: dict[str, Argument], message: str) -> None:
+    update = "server" if values["mode"] == "async" else "worker"
+    with pytest.raises(tfps.ConfigError, match=message):
+        tfps.Config(**{"update": update, **values})
 
 
 def test_explicit_arguments_win_over_the_environment_and_that_over_defaults() -> None:

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from tfps.compression import NONE, Rules, parse
 from tfps.errors import ConfigError
+from tfps.modes import Mode, check_mode
 from tfps.types import Argument, Options
 
 Policy = Literal["priority", "fifo"]
@@ -45,6 +46,19 @@ class Config:
         deterministic: sum in rank order, so runs repeat bitwise; costs pserver memory (one slice per worker).
         update: where the optimizer runs: `"worker"`, or `"server"`: on the pservers, which then hold its slots; Keras'
             elementwise optimizers only (docs/update_on_server.md). Slices of `"auto"` then have 512 KiB.
+        mode: when workers exchange (docs/modes.md). `"sync"`: all gradients of a step are summed. `"async"`: pservers
+            apply each worker's gradient as it comes; needs `update="server"`. `"diloco"` and `"local"`: workers train
+            for themselves and exchange the change of their parameters every `inner_steps` steps; pservers apply its
+            mean with Nesterov momentum ("diloco", https://arxiv.org/abs/2311.08105), or take it as it is ("local").
+        staleness: with "async", how many steps a worker may be ahead of the slowest; None: any number.
+        delay_compensation: with "async", the factor lambda of DC-ASGD (https://arxiv.org/abs/1609.08326), 0: off.
+        inner_steps: with "diloco" and "local", steps from one exchange of a variable to the next.
+        fragments: with "diloco" and "local", parts of the model that are exchanged in turn, spread over `inner_steps`
+            (Streaming DiLoCo, https://arxiv.org/abs/2501.18512).
+        overlap_steps: with "diloco" and "local", steps that a worker goes on with before it takes what comes back.
+        own_share: with `overlap_steps`, weight of the worker's own parameters in the mixture it then goes on with; the
+            rest is the global parameters'.
+        outer_learning_rate, outer_momentum: with "diloco", of the pservers' optimizer.
         staging_depth: input batches staged on each device while it computes: 0, or at least 2 (one is copied while
             the other waits). 0 leaves input to TensorFlow; several workers must agree on the end of the data, so they
             still stage one batch.
@@ -75,6 +89,15 @@ class Config:
     placement: Placement = "balanced"
     deterministic: bool = False
     update: Update = "worker"
+    mode: Mode = "sync"
+    staleness: int | None = None
+    delay_compensation: float = 0.0
+    inner_steps: int = 50
+    fragments: int = 1
+    overlap_steps: int = 0
+    own_share: float = 0.5
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.9
     staging_depth: int = 2
     shared_memory: bool = True
     transport: Transport = "auto"
@@ -103,6 +126,7 @@ class Config:
             ("placement", Placement),
             ("transport", Transport),
             ("update", Update),
+            ("mode", Mode),
         ):
             value = getattr(self, name)
             if value not in get_args(choices):
@@ -116,6 +140,8 @@ class Config:
                 "update='server' goes with compression='none' only, as pservers then send parameters; leave out "
                 f"compression, or use update='worker', got {self.compression!r}"
             )
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        check_mode({name: getattr(self, name) for name in fields}, fields)
         depth = self.staging_depth
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0 or depth == 1:
             raise ConfigError(f"staging_depth must be 0 (off) or a whole number from 2, got {depth!r}")
@@ -165,7 +191,8 @@ class Config:
             name = f"TFPS_{field.name.upper()}"
             if name in environment:
                 size = field.name in ("slice_bytes", "window_bytes") and environment[name].strip() != "auto"
-                values[field.name] = _parse(name, environment[name], 0 if size else field.default)
+                whole = size or field.name == "staleness"
+                values[field.name] = _parse(name, environment[name], 0 if whole else field.default)
         return cls(**{**values, **explicit})
 
 

@@ -39,13 +39,23 @@ class Staging:
         devices: of the local replicas.
         depth: batches staged ahead per iterator and device.
         last_batch: where graphs note the rows of the batches they take; None if the job has one replica.
+        free: the workers do not take batches together; the others' rows are estimated by this one's.
     """
 
-    def __init__(self, runtime: Runtime, devices: Sequence[str], depth: int, last_batch: LastBatch | None) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        devices: Sequence[str],
+        depth: int,
+        last_batch: LastBatch | None,
+        *,
+        free: bool = False,
+    ) -> None:
         self.devices, self.depth, self.last_batch = tuple(devices), depth, last_batch
         self.spans = runtime.spans
         self.closed = False
-        self.lockstep = Lockstep.of(runtime) if runtime.exchange.workers > 1 else None
+        self.lockstep = Lockstep.of(runtime) if runtime.exchange.workers > 1 and not free else None
+        self.workers = runtime.exchange.workers
         self.keys = itertools.count()
         self.number = next(_numbers)
         _stagings[self.number] = self
@@ -263,7 +273,8 @@ class Feed:
             self._line.staged(position, key)
         else:
             rows = self._rows.pop(key)
-            self._put_token(key, "", [_sum(rows), *rows])
+            of_all = _sum(rows)
+            self._put_token(key, "", [of_all if of_all < 0 else of_all * self._staging.workers, *rows])
 
     def _end(self, text: str) -> None:
         """Answers every further request with the end of data, until the iterator is dropped."""

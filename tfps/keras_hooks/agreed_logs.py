@@ -45,13 +45,21 @@ def agree_on_logs(strategy_class: type[tf.distribute.Strategy]) -> None:
     @functools.wraps(stop)
     def on_batch_end(self: Callback, batch: int, logs: Logs | None = None) -> None:
         strategy = strategy_of(self.model)
+        if strategy is not None and strategy.extended.free:
+            return  # the others do not take their batches together with this one: see on_epoch_end
         if strategy is not None and logs and logs.get("loss") is not None:
             # If one rank's loss is not finite, all stop at this batch; else the others would wait for that rank.
             loss = tf.cast(logs["loss"], tf.float64)
             logs = {**logs, "loss": strategy.reduce(tf.distribute.ReduceOp.MEAN, loss, axis=None).numpy()}
         stop(self, batch, logs)
 
+    def on_epoch_end(self: Callback, epoch: int, logs: Logs | None = None) -> None:
+        strategy = strategy_of(self.model)
+        if strategy is not None and strategy.extended.free:
+            stop(self, epoch, logs)  # which all ranks have alike
+
     keras.callbacks.TerminateOnNaN.on_batch_end = on_batch_end
+    keras.callbacks.TerminateOnNaN.on_epoch_end = on_epoch_end
 
 
 def agreed_logs(model: Model, logs: Logs) -> Logs:

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import tensorflow as tf
 
-from tfps.compression import Rules
+from tfps.config import Config
 from tfps.errors import TfpsError, UnsupportedError, from_text
 from tfps.graph.picture import Picture
 from tfps.graph.shares import LastBatch, share_of_gradients, with_share
@@ -29,6 +29,7 @@ from tfps.input.staging import Staging
 from tfps.keras_hooks.added_losses import own_losses
 from tfps.keras_hooks.predictions import Sharding
 from tfps.keras_hooks.seeds import stateful_apart
+from tfps.modes import FREE_MODES, LOCAL_MODES
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.served import ServedRule
 from tfps.strategy.combined import Combiner
@@ -40,7 +41,7 @@ from tfps.strategy.graph_view import picture, traced_function
 from tfps.strategy.initial_values import InitialValues
 from tfps.strategy.invariants import Invariants
 from tfps.strategy.on_read_variable import OnReadVariable
-from tfps.strategy.reductions import Reductions, divide, identity
+from tfps.strategy.reductions import Reductions, check_one_device, divide, identity
 from tfps.strategy.served_bucket import update_eagerly
 from tfps.strategy.variables import GatedVariable, container_of, updating
 from tfps.types import Argument, Batches, Function, Options, Structure, Value, Variable
@@ -61,29 +62,27 @@ class Extended(CrossReplica):
     """
 
     def __init__(
-        self,
-        strategy: tf.distribute.Strategy,
-        devices: Sequence[str],
-        runtime: Runtime,
-        slice_bytes: int,
-        staging_depth: int,
-        check_every: int,
-        compression: Rules,
-        serves: bool = False,
+        self, strategy: tf.distribute.Strategy, devices: Sequence[str], runtime: Runtime, config: Config
     ) -> None:
-        self.serves, self.exchange = serves, runtime.exchange  # serves: pservers update variables
+        self.exchange, self.serves = runtime.exchange, config.update == "server"  # serves: pservers update variables
+        workers = runtime.exchange.workers
+        self.mode, self.trains_alone = config.mode, config.mode in LOCAL_MODES  # alone: between two outer steps
+        self.free = config.mode in FREE_MODES and workers > 1  # whether workers do not step together
         self._runtime = runtime  # before the base class, which reads the number of replicas
         super().__init__(strategy, devices=list(devices))
         self.sharding = Sharding()
-        if runtime.exchange.workers > 1:
-            staging_depth = max(staging_depth, 1)  # else workers could not agree on where the data ends
+        depth = config.staging_depth
+        if workers > 1 and not self.free:
+            depth = max(depth, 1)  # else workers could not agree on where the data ends
         self.last_batch = LastBatch(len(self._devices)) if self._num_replicas_in_sync > 1 else None
-        self.staging = Staging(runtime, self._devices, staging_depth, self.last_batch) if staging_depth else None
-        self._reductions = Reductions(runtime)
+        self.staging = Staging(runtime, self._devices, depth, self.last_batch, free=self.free) if depth else None
+        self._reductions = Reductions(runtime, free=self.free)
         self._initial_values = InitialValues(runtime)
         self.combiner = Combiner(runtime, len(self._devices))
-        self._invariants = Invariants.of(runtime, check_every)
-        self._emitter = Emitter(strategy, runtime, len(self._devices), slice_bytes, self._invariants, compression)
+        self._invariants = None if self.free else Invariants.of(runtime, config.check_every)
+        self._emitter = Emitter(
+            strategy, runtime, len(self._devices), config.bucket_bytes, self._invariants, config.compression_rules
+        )
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
         self._lifted: weakref.WeakKeyDictionary[Variable, Variable] = weakref.WeakKeyDictionary()
 
@@ -305,6 +304,8 @@ class Extended(CrossReplica):
     ) -> Structure:
         flat, share = tf.nest.flatten(value), share_of_gradients()
         if len(self._devices) > 1 and tf.executing_eagerly():
+            if self.free:
+                check_one_device(f"mode={self.mode!r}", len(self._devices))
             # In eager mode replica functions run one after the other: only merge_call joins them. It would count an
             # object that all of them share once; copies make each replica contribute it, as in graphs.
             own = [identity(each if share is None else share.only_if_rows(each)) for each in flat]
@@ -320,15 +321,18 @@ class Extended(CrossReplica):
             own = [_not_empty(each) for each in own]
             local = own = tf.nest.flatten(super()._replica_ctx_all_reduce(SUM, own, options))
             share = None
+        if self.free:
+            local = own = self._reductions.estimated(own)
         replica = distribute_lib.get_replica_context()._replica_id
-        if tf.executing_eagerly():
-            summed = self._reductions.sum_all(own, ())
+        if self.free:
+            summed = [identity(each) for each in own]
         else:
-            summed = self._reductions.sum_all(own, self._emitter.next_reduction(replica))
-            if reduce_op == SUM:
-                reduction = Reduction(len(flat), None if share is None else share.has_rows)
-                for gradient, result in zip(local, summed, strict=True):
-                    self._emitter.note_reduced(Reduced(gradient, result, reduction))
+            key = () if tf.executing_eagerly() else self._emitter.next_reduction(replica)
+            summed = self._reductions.sum_all(own, key)
+        if reduce_op == SUM and not tf.executing_eagerly():
+            reduction = Reduction(len(flat), None if share is None else share.has_rows)
+            for gradient, result in zip(local, summed, strict=True):
+                self._emitter.note_reduced(Reduced(gradient, result, reduction))
         if reduce_op == MEAN:
             summed = [divide(each, self._num_replicas_in_sync) for each in summed]
         return tf.nest.pack_sequence_as(value, summed)
@@ -348,7 +352,8 @@ class Extended(CrossReplica):
             return tf.no_op() if group else None
         if isinstance(variable, GatedVariable):
             variable.note_write()
-        if args and not kwargs and self._emitter.defers(variable, fn, args[0], args[1:]):
+        deferring = args and not kwargs and not self.trains_alone
+        if deferring and self._emitter.defers(variable, fn, args[0], args[1:]):
             return tf.no_op() if group else None
         with updating():
             result = super()._replica_ctx_update(variable, fn, args, kwargs or {}, group)
@@ -365,11 +370,7 @@ class Extended(CrossReplica):
         self, rule: ServedRule, variables: Sequence[GatedVariable], gradients: Sequence[Value], numbers: tf.Tensor
     ) -> None:
         """Has pservers update `variables` in eager mode; see `served_bucket.update_eagerly`."""
-        if len(self._devices) > 1:
-            raise UnsupportedError(
-                "update='server' takes eager steps (run_eagerly) with one device per worker, this one has "
-                f"{len(self._devices)}; trace the step, give each worker one device, or use update='worker'"
-            )
+        check_one_device("update='server'", len(self._devices))
         share = share_of_gradients()
         own = [each if share is None else share.only_if_rows(each) for each in gradients]
         update_eagerly(self._runtime, rule, variables, own, numbers)

@@ -24,10 +24,17 @@ from tfps.types import Value
 
 
 class Reductions:
-    """Sums `value`, a tensor or IndexedSlices, over the workers. Used by the threads that trace or run eagerly."""
+    """Sums `value`, a tensor or IndexedSlices, over the workers. Used by the threads that trace or run eagerly.
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    `free`: the workers do not step together. In a graph a sum over them is then estimated by this worker's part.
+    """
+
+    def __init__(self, runtime: Runtime, *, free: bool = False) -> None:
+        self._runtime, self._free = runtime, free
+
+    def estimated(self, values: list[Value]) -> list[Value]:
+        """Returns the sums of `values` over the workers if all workers had the same."""
+        return [_times(value, self._runtime.exchange.workers) for value in values]
 
     def sum_all(self, values: list[Value], key: tuple[Hashable, ...]) -> list[Value]:
         """Returns the sums of `values`, each in its own shape and dtype.
@@ -44,6 +51,8 @@ class Reductions:
             return [identity(value) for value in values]
         if tf.executing_eagerly():
             return [self._now(value) for value in values]
+        if self._free:
+            return self.estimated(values)
         return [self._pull(value, (*key, index)) for index, value in enumerate(values)]
 
     def gather(self, components: list[tf.Tensor], axis: Value, key: tuple[Hashable, ...]) -> tf.Tensor:
@@ -53,7 +62,7 @@ class Reductions:
 
         Raises:
             TfpsError: eagerly, the exchange failed.
-            UnsupportedError: the values cannot be gathered; the message says what to do.
+            UnsupportedError: the values, or in this mode, cannot be gathered; the message says what to do.
             tf.errors.InvalidArgumentError: the ranks' other sizes differ.
         """
         rank = components[0].shape.rank
@@ -61,6 +70,11 @@ class Reductions:
         local = components[0] if len(components) == 1 else tf.concat(components, axis)
         if self._runtime.alone:
             return tf.identity(local)
+        if self._free and not tf.executing_eagerly():
+            raise UnsupportedError(
+                "gather over workers within a function needs mode='sync', where workers step together; gather eagerly, "
+                "at the end of an epoch"
+            )
         # Move the axis to the front, so that the ranks' bytes follow each other in the result.
         order = [axis, *(each for each in range(rank) if each != axis)]
         turned = tf.transpose(local, order) if axis else local
@@ -97,6 +111,19 @@ class Reductions:
         else:
             data, indices = reply.sum, np.empty(0, np.uint8)
         return _decode(value, spec, tf.constant(data), tf.constant(indices), self._runtime.exchange.workers)
+
+
+def check_one_device(setting: str, devices: int) -> None:
+    """Checks that `setting` may take a step in eager mode.
+
+    Raises:
+        UnsupportedError: this worker has several devices.
+    """
+    if devices > 1:
+        raise UnsupportedError(
+            f"{setting} takes eager steps (run_eagerly) with one device per worker, this one has {devices}; trace the "
+            "step, give each worker one device, or leave that setting out"
+        )
 
 
 def as_tensor(value: Value) -> Value:
@@ -184,6 +211,13 @@ def _decode(value: Value, spec: BucketSpec, data: tf.Tensor, indices: tf.Tensor,
     summed = tf.cast(tf.reshape(flat, tf.shape(value)), value.dtype)
     summed.set_shape(value.shape)
     return summed
+
+
+def _times(value: Value, count: int) -> Value:
+    """Returns `value * count` in the dtype of `value`."""
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(_times(value.values, count), value.indices, value.dense_shape)
+    return value * tf.cast(count, value.dtype)
 
 
 def divide(value: Value, count: int) -> Value:

@@ -96,19 +96,7 @@ class Strategy(tf.distribute.Strategy):
         record_unattended(self._runtime, request)
         self._forget = weakref.finalize(self, _forget, self._connection, self._user)
         self._forget.atexit = False
-        settings = self.config
-        super().__init__(
-            Extended(
-                self,
-                devices,
-                self._runtime,
-                settings.bucket_bytes,
-                settings.staging_depth,
-                settings.check_every,
-                settings.compression_rules,
-                serves=settings.update == "server",
-            )
-        )
+        super().__init__(Extended(self, devices, self._runtime, self.config))
         if self.extended.staging is not None:
             ends.append(self.extended.staging.close)
         translate_errors(in_graph_error)

@@ -109,6 +109,15 @@ def settings_of(config: Config) -> pb.Settings:
         deterministic=config.deterministic,
         compression=str(config.compression),
         update=config.update,
+        mode=config.mode,
+        staleness=config.staleness,
+        delay_compensation=config.delay_compensation,
+        inner_steps=config.inner_steps,
+        fragments=config.fragments,
+        overlap_steps=config.overlap_steps,
+        own_share=config.own_share,
+        outer_learning_rate=config.outer_learning_rate,
+        outer_momentum=config.outer_momentum,
     )
 
 
@@ -123,7 +132,8 @@ def config_of(settings: pb.Settings) -> Config:
     Raises:
         ConfigError: a received value is out of range.
     """
-    return Config(**{descriptor.name: getattr(settings, descriptor.name) for descriptor in settings.DESCRIPTOR.fields})
+    values = {descriptor.name: getattr(settings, descriptor.name) for descriptor in settings.DESCRIPTOR.fields}
+    return Config(**{**values, "staleness": settings.staleness if settings.HasField("staleness") else None})
 
 
 def layout_message(layout: Layout) -> pb.Layout:
