@@ -1,0 +1,277 @@
+"""Modes of training side by side: accuracy over time with 4 workers, of which one takes three times as long per step.
+
+Each worker and each of 2 pservers is on an emulated host of its own, with 100 Mbit/s or 1 Gbit/s. A layer sleeps in
+each step as long as an accelerator would compute, three times as long on the last worker; what the model really
+computes comes on top, on the processors that all hosts share. Two tasks: the digits CNN of examples/digits.py (0.6 MB),
+and a generated one, whose classes a random network has chosen, for an MLP of 6.3 MB. Every mode sees as many rows, in
+batches of 64 over all workers, and has the same learning rate. Time is that of `fit` alone, from the first step's end;
+after each epoch all ranks evaluate with the parameters that would be saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tfps.types import Json
+from tools import children
+from tools.benchmarks.common import Outcome, median
+from tools.netlab import Host, Netlab
+
+WORKERS, PSERVERS = 4, 2
+RATES_MBIT = (100.0, 1000.0)
+BATCH = 64  # of all workers
+SLOW = 3  # times as long as the others takes the last worker
+ANSWER_S = 1200.0
+SERVER = {"update": "server", "mode": "async"}
+MODES: dict[str, dict[str, Json]] = {
+    "sync": {},
+    "async": SERVER,
+    "bounded": {**SERVER, "staleness": 16},
+    "diloco": {"mode": "diloco", "inner_steps": 50},
+    "streaming": {"mode": "diloco", "inner_steps": 50, "fragments": 2, "overlap_steps": 5},
+    "local": {"mode": "local", "inner_steps": 50},
+}
+CODECS = ("none", "int8")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained. `step_s`: what the sleeping layer takes on all workers but the last."""
+
+    epochs: int
+    step_s: float
+    train_rows: int = 0  # of the generated task
+    test_rows: int = 0
+
+
+TASKS = {"digits": Task(15, 0.03), "generated": Task(4, 0.02, train_rows=3200, test_rows=2000)}
+QUICK = {"digits": Task(8, 0.03), "generated": Task(4, 0.02, train_rows=1600, test_rows=2000)}
+
+
+def run(quick: bool) -> Outcome:
+    """Every mode once per task, rate and codec; with three seeds on the digits, unless quick."""
+    runs: list[dict[str, Json]] = []
+    for rate in RATES_MBIT:
+        with Netlab(WORKERS + PSERVERS, rate) as lab:
+            lab.probe(together=False)
+            for name, task in (QUICK if quick else TASKS).items():
+                for seed in range(1 if quick or name == "generated" else 3):
+                    for mode, codec in ((mode, codec) for mode in MODES for codec in CODECS):
+                        if quick and codec != CODECS[0] and mode not in ("sync", "diloco"):
+                            continue
+                        place = {"task": name, "mbit": rate, "mode": mode, "codec": codec, "seed": seed}
+                        runs.append(
+                            {**place, **measure(lab.hosts, name, task, {**MODES[mode], "compression": codec}, seed)}
+                        )
+                        print(
+                            " ".join(f"{key}={value}" for key, value in runs[-1].items() if key != "line"), flush=True
+                        )
+    return Outcome(headline(runs), runs)
+
+
+def measure(hosts: Sequence[Host], name: str, task: Task, settings: Mapping[str, Json], seed: int) -> dict[str, Json]:
+    """One training: accuracy over time, rows per second, bytes that the workers' hosts sent and received per row."""
+    with contextlib.ExitStack() as stack:
+        addresses = []
+        for host in hosts[WORKERS:]:
+            serve = ["-m", "tfps.cli", "--port=7070", f"--host={host.address}", f"--workers={WORKERS}", "--insecure"]
+            process = stack.enter_context(children.python(serve, popen=host.popen))
+            addresses.append(children.answer(process, ANSWER_S).split()[3])
+        work = [str(pathlib.Path(__file__)), *addresses, "--task", name, "--seed", str(seed)]
+        work += ["--epochs", str(task.epochs), "--train-rows", str(task.train_rows), "--test-rows", str(task.test_rows)]
+        workers = []
+        for rank, host in enumerate(hosts[:WORKERS]):
+            step_s = task.step_s * (SLOW if rank == WORKERS - 1 else 1)
+            own = [*work, "--step-s", str(step_s), "--settings", json.dumps(settings)]
+            variables = {"TFPS_RANK": str(rank), "TFPS_WORKERS": str(WORKERS), "TF_CPP_MIN_LOG_LEVEL": "2"}
+            workers.append(stack.enter_context(children.python(own, variables, host.popen)))
+        found = [json.loads(children.answer(each, ANSWER_S)) for each in workers]
+    line = found[0]["line"]
+    if any(each["checksum"] != found[0]["checksum"] for each in found):
+        raise RuntimeError(f"all ranks must end with the same parameters, got {[each['checksum'] for each in found]}")
+    rows = found[0]["rows"]
+    return {
+        "line": line,
+        "accuracy": line[-1][1],
+        "seconds": line[-1][0],
+        "rows_per_s": round(rows / line[-1][0], 2),
+        "bytes_per_row": round(sum(each["nbytes"] for each in found) / rows),
+        "steps": [each["steps"] for each in found],
+    }
+
+
+def headline(runs: Sequence[Mapping[str, Json]]) -> dict[str, float]:
+    """Of each mode: how many times as fast as sync without compression, and by how many points more accurate."""
+    figures: dict[str, float] = {}
+    for task, mbit in dict.fromkeys((run["task"], run["mbit"]) for run in runs):
+        here = [run for run in runs if (run["task"], run["mbit"]) == (task, mbit)]
+        plain = [run for run in here if (run["mode"], run["codec"]) == ("sync", "none")]
+        for mode, codec in dict.fromkeys((run["mode"], run["codec"]) for run in here):
+            own = [run for run in here if (run["mode"], run["codec"]) == (mode, codec)]
+            name = f"{task}_{mbit:.0f}_{mode}" + ("" if codec == "none" else f"_{codec}")
+            figures[f"{name}_speed"] = median(own, "rows_per_s") / median(plain, "rows_per_s")
+            figures[f"{name}_points"] = 100 * (median(own, "accuracy") - median(plain, "accuracy"))
+    return figures
+
+
+def _train(options: argparse.Namespace) -> None:
+    """A worker; prints what it found, and stays until it is terminated."""
+    import keras
+    import numpy as np
+
+    import tfps
+
+    keras.utils.set_random_seed(options.seed)
+    strategy = tfps.Strategy(options.addresses, config=tfps.Config(**json.loads(options.settings)))
+    data = _digits() if options.task == "digits" else _generated(options.train_rows, options.test_rows)
+    (x, y), test = data
+    with strategy.scope():
+        model = (_digits_model if options.task == "digits" else _mlp)(options.step_s)
+    began_s, before, seconds, steps, line = 0.0, 0, 0.0, 0, []
+
+    class Clock(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+            nonlocal began_s, before, steps
+            steps += 1
+            if steps == 1:  # it was traced, too
+                began_s, before = time.monotonic(), _nbytes()
+
+    for _ in range(options.epochs):
+        began_s = time.monotonic()
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[Clock()])
+        strategy._runtime.settle(ANSWER_S)
+        seconds += time.monotonic() - began_s
+        line.append([round(seconds, 3), float(model.evaluate(*test, batch_size=500, verbose=0)[1])])
+    nbytes = _nbytes() - before
+    checksum = float(np.sum([np.abs(each).sum() for each in _shared(model, strategy)], dtype=np.float64))
+    rows = len(x) * options.epochs - BATCH
+    found = {"line": line, "rows": rows, "steps": steps, "nbytes": nbytes, "checksum": checksum}
+    print(json.dumps(found), flush=True)
+    sys.stdin.readline()
+
+
+def _nbytes() -> int:
+    """Bytes that this host has sent and received."""
+    counters = pathlib.Path("/sys/class/net/eth0/statistics")
+    return sum(int((counters / name).read_text()) for name in ("tx_bytes", "rx_bytes"))
+
+
+def _shared(model: Json, strategy: Json) -> list[Json]:
+    """The parameters that a saved model has."""
+    import tempfile
+
+    import keras
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/{strategy.rank}.weights.h5"
+        model.save_weights(path)
+        plain = keras.Sequential.from_config(model.get_config(), custom_objects={"Asleep": _asleep()})
+        plain.load_weights(path)
+        return list(plain.get_weights())
+
+
+def _asleep() -> type:
+    """The layer that sleeps in training steps."""
+    import keras
+    import tensorflow as tf
+
+    class Asleep(keras.layers.Layer):
+        def __init__(self, seconds: float, **options: Json) -> None:
+            super().__init__(**options)
+            self.seconds = seconds
+
+        def call(self, inputs: Json, training: bool = False) -> Json:
+            if not training:
+                return inputs
+
+            def sleep(values: Json) -> Json:
+                time.sleep(self.seconds)
+                return values
+
+            @tf.custom_gradient
+            def slept(values: Json) -> Json:
+                after = tf.ensure_shape(tf.numpy_function(sleep, [values], values.dtype), values.shape)
+                return after, lambda gradient: gradient
+
+            return slept(inputs)
+
+        def get_config(self) -> Json:
+            return {**super().get_config(), "seconds": self.seconds}
+
+    return Asleep
+
+
+def _digits() -> Json:
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    digits = load_digits()
+    images = digits.images[..., None].astype("float32") / 16
+    split = train_test_split(images, digits.target, test_size=0.2, stratify=digits.target, random_state=1)
+    return (split[0], split[2]), (split[1], split[3])
+
+
+def _digits_model(step_s: float) -> Json:
+    import keras
+
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            layers.Input((8, 8, 1)),
+            _asleep()(step_s),
+            layers.Conv2D(32, 3, padding="same", activation="relu"),
+            layers.Conv2D(64, 3, padding="same", activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dropout(0.25),
+            layers.Dense(128, activation="relu"),
+            layers.Dropout(0.5),
+            layers.Dense(10),
+        ]
+    )
+    return _compiled(model, 2e-3)
+
+
+def _generated(train_rows: int, test_rows: int) -> Json:
+    """Rows of 512 numbers, mixed of 12 with some noise; the class is what a random network says of the 12."""
+    import numpy as np
+
+    random = np.random.default_rng(1)
+    few = random.standard_normal([train_rows + test_rows, 12])
+    x = (few @ random.standard_normal([12, 512]) / 3 + random.standard_normal([len(few), 512]) / 10).astype(np.float32)
+    hidden = np.maximum(few @ random.standard_normal([12, 24]), 0)
+    y = np.argmax(hidden @ random.standard_normal([24, 10]), 1)
+    return (x[:train_rows], y[:train_rows]), (x[train_rows:], y[train_rows:])
+
+
+def _mlp(step_s: float) -> Json:
+    import keras
+
+    layers = keras.layers
+    hidden = [layers.Dense(1024, activation="relu") for _ in range(2)]
+    return _compiled(keras.Sequential([layers.Input((512,)), _asleep()(step_s), *hidden, layers.Dense(10)]), 1e-3)
+
+
+def _compiled(model: Json, learning_rate: float) -> Json:
+    import keras
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(learning_rate), loss, metrics=["accuracy"])
+    return model
+
+
+if __name__ == "__main__":
+    _parser = argparse.ArgumentParser()
+    _parser.add_argument("addresses", nargs="+")
+    for _name, _type in (("task", str), ("seed", int), ("epochs", int), ("train-rows", int), ("test-rows", int)):
+        _parser.add_argument(f"--{_name}", type=_type, required=True)
+    _parser.add_argument("--step-s", type=float, required=True)
+    _parser.add_argument("--settings", required=True)
+    _train(_parser.parse_args())
