@@ -1,12 +1,16 @@
-"""Tables of benchmarks that need no plot, from the runs in their JSON files (for tools/make_benchmarks_page.py)."""
+"""Tables of benchmarks with one plot at most, from the runs in their JSON files (for tools/make_benchmarks_page.py)."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from tfps.types import Options
 from tools.benchmark_plots import Runs, Section, grouped
-from tools.pages import table
+from tools.pages import COLOURS, MARKERS, plot, table
 
 
 def overtaking(runs: Runs) -> Section:
@@ -91,10 +95,66 @@ def served(runs: Runs) -> Section:
     return section
 
 
+def modes(runs: Runs) -> Section:
+    """Accuracy over time of each mode; speed, accuracy and bytes beside sync."""
+    section = Section()
+    for task in dict.fromkeys(run["task"] for run in runs):
+        of_task = [run for run in runs if run["task"] == task]
+        section.add(f"### {task.capitalize()}\n")
+        section.add_plot(f"modes-{task}.svg", f"Accuracy over time, {task}", _over_time(of_task))
+        for mbit in dict.fromkeys(run["mbit"] for run in of_task):
+            section.add(f"{mbit:.0f} Mbit/s:\n")
+            section.add(_modes_table([run for run in of_task if run["mbit"] == mbit]))
+    return section
+
+
+def _modes_table(runs: Runs) -> str:
+    def by_kind(key: str) -> dict[tuple[str, str], float]:
+        return grouped(runs, lambda run: (run["mode"], run["codec"]), lambda run: run[key])
+
+    speed, accuracy, nbytes = by_kind("rows_per_s"), by_kind("accuracy"), by_kind("bytes_per_row")
+    plain = "sync", "none"
+    rows = [
+        [
+            kind[0] if kind[1] == "none" else f"{kind[0]}, {kind[1]}",
+            f"{speed[kind]:.0f}",
+            f"{speed[kind] / speed[plain]:.2f}",
+            f"{accuracy[kind]:.4f}",
+            f"{100 * (accuracy[kind] - accuracy[plain]):+.1f}",
+            f"{nbytes[kind] / 1e3:.1f}",
+        ]
+        for kind in speed
+    ]
+    return table(["mode", "rows per s", "x as fast", "accuracy", "points more", "kB per row"], rows)
+
+
+def _over_time(runs: Runs) -> bytes:
+    rates = list(dict.fromkeys(run["mbit"] for run in runs))
+    kinds = list(dict.fromkeys(run["mode"] for run in runs))
+
+    def draw(figure: Figure, axes: list[Axes]) -> None:
+        for each, mbit in zip(axes, rates, strict=True):
+            for run in runs:
+                if run["mbit"] != mbit or run["seed"]:
+                    continue
+                number = kinds.index(run["mode"])
+                packed = run["codec"] != "none"
+                style: Options = {"color": COLOURS[number], "linestyle": ":" if packed else "-", "markersize": 3.0}
+                name = run["mode"] + (f", {run['codec']}" if packed else "")
+                seconds, accuracy = zip(*run["line"], strict=True)
+                each.plot(seconds, accuracy, marker=MARKERS[number], label=name, **style)
+            each.set(title=f"{mbit:.0f} Mbit/s", xlabel="seconds of training", ylabel="accuracy on test data")
+            each.set_xscale("log")
+        axes[-1].legend(fontsize=7.0)
+
+    return plot(1, len(rates), 3.6, draw)
+
+
 DRAWERS: dict[str, Callable[[Runs], Section]] = {
     "overtaking": overtaking,
     "security": security,
     "updates": updates,
     "compress": compress,
     "served": served,
+    "modes": modes,
 }

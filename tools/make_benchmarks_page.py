@@ -17,7 +17,19 @@ from tools.pages import PageError
 
 PROGRAM = "tools/make_benchmarks_page.py"
 NAMES = (
-    *("schedule", "tuning", "scale", "wire", "overtaking", "compress", "updates", "served", "overhead", "staging"),
+    *(
+        "schedule",
+        "tuning",
+        "scale",
+        "wire",
+        "overtaking",
+        "compress",
+        "updates",
+        "served",
+        "modes",
+        "overhead",
+        "staging",
+    ),
     *("security", "peers"),
 )
 _DRAWERS = {**benchmark_plots.DRAWERS, **benchmark_tables.DRAWERS}

@@ -104,6 +104,25 @@ RUNS: dict[str, list[dict[str, Json]]] = {
         {"what": "memory", "update": "server", "worker_mb": 1, "pserver_mb": 2, "slots_mb": 3, "collected_s": 0.5},
         {"what": "step", "workers": 2, "update": "server", "step_ms": 100.0},
     ],
+    "modes": [
+        {
+            "task": "digits",
+            "mbit": mbit,
+            "mode": mode,
+            "codec": codec,
+            "seed": 0,
+            "line": [[seconds, 0.5], [2 * seconds, accuracy]],
+            "accuracy": accuracy,
+            "rows_per_s": 100 / seconds,
+            "bytes_per_row": 1000.0,
+        }
+        for mbit in (100.0, 1000.0)
+        for mode, codec, seconds, accuracy in (
+            ("sync", "none", 4.0, 0.98),
+            ("sync", "int8", 2.0, 0.97),
+            ("diloco", "none", 0.5, 0.975),
+        )
+    ],
     "security": [{"ratio": ratio, "refused_per_s": 40.0} for ratio in (1.0, 1.01, 1.02)],
     "overhead": [{"model": "small", "plain_step_s": 0.004, "tfps_step_s": 0.008, "ratio": 2.0, "extra_cpu_s": 0.006}],
     "staging": [
@@ -176,6 +195,14 @@ def test_sizes_that_were_chosen_stand_beside_the_best_fixed_ones(tmp_path: pathl
     ]
     text = page.make(write(tmp_path, {"tuning": runs}))["benchmarks.md"].decode()
     assert "| vgg19 | 1.5 | 1.030 | 1.100 | 1.000 | 1.030 |" in text
+
+
+def test_modes_stand_beside_sync_without_compression(tmp_path: pathlib.Path) -> None:
+    files = page.make(write(tmp_path, {"modes": RUNS["modes"]}))
+    text = files["benchmarks.md"].decode()
+    assert "| sync, int8 | 50 | 2.00 | 0.9700 | -1.0 | 1.0 |" in text
+    assert "| diloco | 200 | 8.00 | 0.9750 | -0.5 | 1.0 |" in text
+    assert "benchmarks/modes-digits.svg" in files
 
 
 def test_runs_through_keras_stand_beside_those_without_tensorflow(tmp_path: pathlib.Path) -> None:
