@@ -83,7 +83,8 @@ class Extended(CrossReplica):
         self._initial_values = InitialValues(runtime)
         self.combiner = Combiner(runtime, len(self._devices))
         self._invariants = Invariants.of(runtime, check_every)
-        self._emitter = Emitter(strategy, runtime, len(self._devices), slice_bytes, self._invariants, compression)
+        compressing = Compressing(compression, runtime, serves)
+        self._emitter = Emitter(strategy, runtime, len(self._devices), slice_bytes, self._invariants, compressing)
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
         self._lifted: weakref.WeakKeyDictionary[Variable, Variable] = weakref.WeakKeyDictionary()
 
