@@ -94,13 +94,6 @@ def test_explicit_arguments_win_over_the_environment_and_that_over_defaults() ->
     assert config == tfps.Config(**own)  # type: ignore[arg-type]
 
 
-def test_update_on_the_server_and_compression_are_refused_together_from_wherever_they_come() -> None:
-    message = r"update='server' goes with compression='none' only, .* use update='worker', got 'none,\*/kernel=int8'"
-    with pytest.raises(tfps.ConfigError, match=message):
-        tfps.Config.from_environment({"TFPS_COMPRESSION": "*/kernel=int8"}, update="server")
-    tfps.Config(update="server", compression="none")
-
-
 def test_compression_has_one_spelling_and_exceptions_by_names() -> None:
     config = tfps.Config(compression={"*/bias": "none", "*": "topk:0.010", "embed*": "bfloat16"})
     assert config.compression == "topk:0.01,*/bias=none,embed*=bfloat16"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tfps.compression import NONE, Rules, parse
+from tfps.compression import Rules, parse
 from tfps.errors import ConfigError
 from tfps.modes import Mode, check_mode
 from tfps.types import Argument, Options
@@ -67,9 +67,10 @@ class Config:
         transport: carries slices to and from pservers on other hosts: `"tcp"` is a separate connection to the
             pserver's data port, `"grpc"` the streams of the control connection, at several times the CPU per byte.
             `"auto"` uses TCP, or gRPC if the data port is unreachable. Workers may differ in it.
-        compression: codec of gradients and of their sums on the wire: `"none"`, `"bfloat16"`, `"float16"`, `"int8"`,
-            `"topk:0.01"` (the largest hundredth), `"onebit"`; the last three with error feedback. With exceptions by
-            names of variables, `{"*": "int8", "bias": "none"}` or `"int8,bias=none"`. See docs/compression.md.
+        compression: codec of gradients and of what comes back on the wire: `"none"`, `"bfloat16"`, `"float16"`,
+            `"int8"`, `"topk:0.01"` (the largest hundredth), `"onebit"`; the last three with error feedback. With
+            exceptions by names of variables, `{"*": "int8", "bias": "none"}` or `"int8,bias=none"`. See
+            docs/compression.md.
         check_every: interval in steps at which workers compare values that must be equal: each weight once per
             interval; learning rate and step counter of each step, all together once per interval. 0: never.
         connect_timeout_s: seconds to wait for pservers to answer and for all workers to join.
@@ -135,11 +136,6 @@ class Config:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         object.__setattr__(self, "compression", str(parse(self.compression)))  # one spelling of each
-        if self.update == "server" and self.compression != NONE:
-            raise ConfigError(
-                "update='server' goes with compression='none' only, as pservers then send parameters; leave out "
-                f"compression, or use update='worker', got {self.compression!r}"
-            )
         fields = {field.name: field.default for field in dataclasses.fields(self)}
         check_mode({name: getattr(self, name) for name in fields}, fields)
         depth = self.staging_depth

@@ -13,6 +13,7 @@ from program import BATCH, Job, Results, data, weights
 from programs_saving import OPTIONS, Interrupt
 
 import tfps
+from tfps.errors import MismatchError
 from tfps.strategy.compressing import Compressing
 from tfps.types import Model, Value
 
@@ -23,7 +24,8 @@ def wide() -> Model:
 
 
 def optimizer() -> keras.optimizers.Optimizer:
-    return keras.optimizers.SGD(0.1, momentum=0.9)
+    adam = os.environ.get("OPTIMIZER") == "adam"
+    return keras.optimizers.Adam(0.003) if adam else keras.optimizers.SGD(0.1, momentum=0.9)
 
 
 def compiled(job: Job) -> Model:
@@ -57,11 +59,14 @@ def accumulated(job: Job) -> Results:
     return weights(model)
 
 
-def _held(job: Job, model: Model) -> dict[int, np.ndarray]:
+def _held(job: Job, model: Model) -> dict[str, np.ndarray]:
+    """What is held back, and what pservers that update have beyond what workers were shown."""
     assert job.strategy is not None
     job.strategy.combine()
     compressing: Compressing = job.strategy.extended.compressing
-    return compressing.held([each.value for each in model.trainable_variables])
+    variables = [each.value for each in model.trainable_variables]
+    held = {f"held {place}": each for place, each in compressing.held(variables).items()}
+    return held | {f"exact {place}": each.exact for place, each in compressing.ahead(variables).items()}
 
 
 def checkpointed(job: Job) -> Results:
@@ -89,6 +94,21 @@ def checkpointed(job: Job) -> Results:
     again.fit(x, y, **OPTIONS)
     assert [weight.tobytes() for weight in again.get_weights()] == went_on
     return weights(again)
+
+
+def written_alone(job: Job) -> Results:
+    """What one rank writes to a replica's component is neither replaced nor unnoticed."""
+    model = compiled(job)
+    x, y = data()
+    model.fit(x, y, **OPTIONS)
+    if job.rank == 1 and job.strategy is not None:
+        (component,) = job.strategy.experimental_local_results(model.layers[0].kernel.value)
+        component.assign_add(tf.ones(component.shape))
+    try:
+        model.fit(x, y, epochs=3, **OPTIONS)
+    except MismatchError as error:
+        return {"own refused": str(error)}
+    return {"own refused": ""}
 
 
 def saved_by_one_rank(job: Job) -> Results:

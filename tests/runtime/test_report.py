@@ -94,9 +94,8 @@ def test_compression_is_suggested_with_what_it_would_bring_where_a_link_is_the_l
     assert f"with compression='int8': {found.with_codec_s['int8']:.3g} s a step" in str(found)
     links = [Link("a:1", 20e6)]
     compressed = [dataclasses.replace(each, sent_bytes=each.nbytes // 2) for each in history(LAYERS, 20e6)]
-    served = [dataclasses.replace(each, served=True) for each in history(LAYERS, 20e6)]
     exact = [dataclasses.replace(each, compressible=False) for each in history(LAYERS, 20e6)]
-    for none in (*(make_report(each, links) for each in (compressed, served, exact)), report(1e12)):
+    for none in (*(make_report(each, links) for each in (compressed, exact)), report(1e12)):
         assert not none.with_codec_s
         assert "with compression" not in str(none)
 

@@ -52,7 +52,8 @@ class BucketSpec:
         codec: of the slices of a sum of float32 on the wire; see codecs.py.
         alike: names common to all ranks, for comparison and placement, if `names` contain numbers counted per rank.
             Empty: `names`.
-        update: `UpdateSpec.text` of the rule by which pservers update what they keep; empty: they only sum.
+        update: `UpdateSpec.text` of the rule by which pservers update what they keep; empty: they only sum. With a
+            codec they reply with the change of the parameters.
 
     Raises:
         ConfigError: a value is out of range; the message names the field.
@@ -82,13 +83,9 @@ class BucketSpec:
             raise ConfigError(f"a gather must have nbytes 0 and dtype 'uint8', got {self.nbytes} and {self.dtype!r}")
         if codec_of(self.codec) is not None and (self.kind, self.dtype) != ("sum", "float32"):
             raise ConfigError(f"codec {self.codec!r} must be for a sum of float32, got a {self.kind} of {self.dtype}")
-        if self.update and (self.kind, self.dtype, self.nbytes, self.codec) != (
-            "sum",
-            "float32",
-            UpdateSpec.parse(self.update).nbytes,
-            NONE,
-        ):
-            raise ConfigError(f"a bucket with an update must be a plain sum of its variables in float32, got {self}")
+        served = "sum", "float32", UpdateSpec.parse(self.update).nbytes if self.update else 0
+        if self.update and (self.kind, self.dtype, self.nbytes) != served:
+            raise ConfigError(f"a bucket with an update must be a sum of its variables in float32, got {self}")
 
     @property
     def name(self) -> str:
@@ -206,7 +203,8 @@ class Exchange(Protocol):
         what was there.
 
         Args:
-            number: 0: parameters, then the update's slots.
+            number: 0: parameters, then the update's slots, then, if the bucket has a codec, what workers have of the
+                parameters. To put parameters puts that, too: what is to differ from them is put after them.
             begin: in bytes, of the bucket.
 
         Raises:
@@ -245,7 +243,9 @@ class Exchange(Protocol):
                 zeros) and an empty part to a gather.
             on_part: gets the buffer of an incomplete sum and how many bytes of it, from the front, have come. Called on
                 receiver threads, maybe never; a call may be late, even later than the reply.
-            numbers: `StepNumbers.pack` of the step, for a bucket with an update, whose reply is the new parameters.
+            numbers: `StepNumbers.pack` of the step, for a bucket with an update, whose reply is the new parameters. If
+                the bucket has a codec, too, the reply is what every rank must add (float32, denormals flushed) to what
+                it has of them: then all have the same, bit for bit, and close to the pservers' own parameters.
 
         Raises:
             ProtocolError: there is no such bucket, or the payload has the wrong size.

@@ -23,20 +23,24 @@ class KeptSlice:
     Args:
         label: for messages.
         begin, nbytes: the part of the bucket, in bytes.
+        shows: whether to keep what workers have of the parameters, too, as the last number; see shown.py.
     """
 
-    def __init__(self, label: str, spec: UpdateSpec, begin: int, nbytes: int) -> None:
+    def __init__(self, label: str, spec: UpdateSpec, begin: int, nbytes: int, *, shows: bool = False) -> None:
         self.label, self.spec = label, spec
         first, items = begin // _ITEM_BYTES, nbytes // _ITEM_BYTES
         self._arrays: list[NDArray[np.float32]] = [np.zeros(items, np.float32)]  # zeros take memory when written to
         for _, value in spec.slots:
             self._arrays.append(np.full(items, value, np.float32) if value else np.zeros(items, np.float32))
+        self._shows = shows
+        if shows:
+            self._arrays.append(np.zeros(items, np.float32))
         self._put: dict[int, NDArray[np.float32]] = {}  # arrays from the next update on
         self._missing = nbytes  # bytes of parameters that have not been put yet
         self._runs = _runs(spec, first, items)
 
     def put(self, number: int, begin: int, values: Buffer) -> None:
-        """Replaces the bytes from `begin` on of array `number`, from the next update on.
+        """Replaces the bytes from `begin` on of array `number`, from the next update on; parameters are shown, too.
 
         Until then other ranks read what was there after the last one. A new array takes the place of the old one, of
         which a reply may still be on its way.
@@ -51,6 +55,8 @@ class KeptSlice:
         self._put[number].view(np.uint8)[begin : begin + nbytes] = np.frombuffer(values, np.uint8)
         if number == 0:
             self._missing = max(self._missing - nbytes, 0)
+            if self._shows:
+                self.put(len(self._arrays) - 1, begin, values)
 
     def get(self, number: int, begin: int, nbytes: int) -> bytes:
         """A copy of `nbytes` from `begin` on of array `number`, as of the last update.
@@ -74,11 +80,16 @@ class KeptSlice:
         for number, changed in self._put.items():
             self._arrays[number] = changed
         self._put.clear()
-        slots = {name: each for (name, _), each in zip(self.spec.slots, self._arrays[1:], strict=True)}
+        slots = {name: each for (name, _), each in zip(self.spec.slots, self._arrays[1:], strict=False)}
         g = np.frombuffer(gradient, np.uint8).view(np.float32)
         named = dict(zip(self.spec.numbers, numbers.values, strict=True))
         rules.update(self.spec, self._runs, self._arrays[0], slots, g, named)
         return self._arrays[0].view(np.uint8).data
+
+    @property
+    def shown(self) -> NDArray[np.float32]:
+        """What workers have of the parameters, if it is kept; see `Change`. Use it between an update and the next."""
+        return self._arrays[-1]
 
     def _check(self, number: int, begin: int, nbytes: int) -> None:
         size = self._arrays[0].nbytes

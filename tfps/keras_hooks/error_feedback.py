@@ -19,11 +19,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfps.runtime.served import Ahead
 from tfps.types import Argument, Array, Callback, Logs, Model, Optimizer, Variable
 
 logger = logging.getLogger("tfps")
 _FILE = "tfps_error_feedback.npz"
-_ITERATIONS = "iterations"
+_ITERATIONS, _EXACT, _SHOWN = "iterations", "exact", "shown"
 
 
 class HeldBack(tf.train.experimental.PythonState):
@@ -38,19 +39,21 @@ class HeldBack(tf.train.experimental.PythonState):
     def serialize(self) -> bytes:
         strategy, variables = self._strategy(), [ref() for ref in self._variables]
         if strategy is None or any(variable is None for variable in variables):
-            return _packed({})
-        strategy.extended.compressing.collect()
-        return _packed(strategy.extended.compressing.held(variables))
+            return _packed({}, {})
+        compressing = strategy.extended.compressing
+        compressing.collect()
+        return _packed(compressing.held(variables), compressing.ahead(variables))
 
     def deserialize(self, string_value: bytes) -> None:
         strategy, variables = self._strategy(), [ref() for ref in self._variables]
         if strategy is not None and all(variable is not None for variable in variables):
-            strategy.extended.compressing.restore(variables, _unpacked(string_value)[0])
+            values, ahead, _ = _unpacked(string_value)
+            strategy.extended.compressing.restore(variables, values, ahead)
 
 
 def carry_held_back(optimizer: Optimizer, strategy: tf.distribute.Strategy, variables: Sequence[Variable]) -> None:
     """Makes checkpoints of `optimizer` have what is held back of `variables`."""
-    if strategy.extended.compressing.feeds_back and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    if strategy.extended.compressing.has_state and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer.tfps_held_back = HeldBack(strategy, variables)  # Keras tracks it as it tracks variables
 
 
@@ -60,8 +63,8 @@ def back_up_held_back(strategy_class: type[tf.distribute.Strategy]) -> None:
 
     def strategy_of(model: Model) -> tf.distribute.Strategy | None:
         strategy = getattr(model, "distribute_strategy", None)
-        feeds_back = isinstance(strategy, strategy_class) and strategy.extended.compressing.feeds_back
-        return strategy if feeds_back else None
+        has_state = isinstance(strategy, strategy_class) and strategy.extended.compressing.has_state
+        return strategy if has_state else None
 
     epoch_logs = keras.Model._get_metrics_result_or_logs
 
@@ -90,10 +93,10 @@ def _back_up(strategy_of: Callable[[Model], tf.distribute.Strategy | None]) -> N
         path = _path(self)
         if strategy.rank == 0 and tf.io.gfile.exists(path):
             with tf.io.gfile.GFile(path, "rb") as file:
-                values, iterations = _unpacked(file.read())
+                values, ahead, iterations = _unpacked(file.read())
             now = int(self.model.optimizer.iterations.numpy())
             if iterations == now:
-                strategy.extended.compressing.restore(_variables(self.model), values)
+                strategy.extended.compressing.restore(_variables(self.model), values, ahead)
             else:
                 logger.warning(
                     "tfps: what compression had held back is dropped: %s is of step %d, the backup of step %d",
@@ -112,9 +115,9 @@ def _back_up(strategy_of: Callable[[Model], tf.distribute.Strategy | None]) -> N
         compressing.collect()
         if strategy.rank == 0:
             step = int(self.model.optimizer.iterations.numpy())
-            path = _path(self)
+            path, variables = _path(self), _variables(self.model)
             with tf.io.gfile.GFile(f"{path}.part", "wb") as file:
-                file.write(_packed(compressing.held(_variables(self.model)), step))
+                file.write(_packed(compressing.held(variables), compressing.ahead(variables), step))
             tf.io.gfile.rename(f"{path}.part", path, overwrite=True)
 
     callback.on_train_begin, callback._save_model = on_train_begin, save_model
@@ -129,15 +132,20 @@ def _variables(model: Model) -> list[Variable]:
     return [variable.value for variable in model.trainable_variables]
 
 
-def _packed(values: Mapping[int, Array], iterations: int = 0) -> bytes:
+def _packed(values: Mapping[int, Array], ahead: Mapping[int, Ahead], iterations: int = 0) -> bytes:
     content = io.BytesIO()
     arrays: dict[str, Argument] = {_ITERATIONS: np.int64(iterations)}
     arrays |= {str(place): value for place, value in values.items()}
+    for place, each in ahead.items():
+        arrays |= {f"{_EXACT}{place}": each.exact, f"{_SHOWN}{place}": np.uint32(each.shown)}
     np.savez(content, **arrays)
     return content.getvalue()
 
 
-def _unpacked(content: bytes) -> tuple[dict[int, Array], int]:
+def _unpacked(content: bytes) -> tuple[dict[int, Array], dict[int, Ahead], int]:
+    """What is held back and what pservers have, by place, and the step."""
     with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-        values = {int(name): arrays[name] for name in arrays.files if name != _ITERATIONS}
-        return values, int(arrays[_ITERATIONS])
+        values = {int(name): arrays[name] for name in arrays.files if name.isdecimal()}
+        places = [int(name.removeprefix(_EXACT)) for name in arrays.files if name.startswith(_EXACT)]
+        ahead = {place: Ahead(arrays[f"{_EXACT}{place}"], int(arrays[f"{_SHOWN}{place}"])) for place in places}
+        return values, ahead, int(arrays[_ITERATIONS])

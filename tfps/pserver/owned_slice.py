@@ -82,8 +82,6 @@ class OwnedSlice:
             wait_ns = now_ns - self.first_ns if rank in self.round.arrived else 0
             if self.round.complete:
                 result, encoding, flags = self._finish(header.step + 1 in upcoming)
-                if self.kept is not None:
-                    result = self.kept.updated(result, header.step)
                 targets, self._targets = self._targets, targets
                 if recorder.enabled:
                     self._record(rank, header, len(result))
@@ -91,7 +89,9 @@ class OwnedSlice:
 
     def _finish(self, last: bool) -> tuple[memoryview, Encoding | None, int]:
         """Returns the result of the complete round, its encoding, and the reply's flags; `last`: the slice ends."""
-        return self.round.finish(), None, 0
+        step = self.round.step
+        result = self.round.finish()
+        return result if self.kept is None else self.kept.updated(result, step), None, 0
 
     def waits_for(self, ranks: Collection[int], step: int) -> list[int]:
         """Those of `ranks` that the round of `step` waits for; none if it is over."""

@@ -15,6 +15,7 @@ from tfps.exchange.layout import Cutting, Layout, cut_anew, cut_sum
 from tfps.exchange.placement import Placer
 from tfps.pserver.compressed_slice import CompressedSlice
 from tfps.pserver.owned_slice import OwnedSlice
+from tfps.pserver.shown_slice import ShownSlice
 from tfps.pserver.updated_slice import UpdatedSlice, UpdateNumbers, kept_arrays
 from tfps.trace.recorder import Recorder
 
@@ -72,8 +73,7 @@ class Shard:
 
     def _check(self, specs: Sequence[BucketSpec], slice_bytes: int) -> None:
         parts = self._workers if self.config.deterministic else 1  # of a slice, that are kept
-        held = sum(spec.nbytes for spec in specs if (codec := codec_of(spec.codec)) and codec.feeds_back)
-        payload = (sum(spec.nbytes * (parts + kept_arrays(spec)) for spec in specs) + held) // self._pservers
+        payload = sum(spec.nbytes * (parts + kept_arrays(spec)) for spec in specs) // self._pservers
         slices = sum(spec.nbytes // slice_bytes + 1 for spec in specs)
         if payload + slices * _SLICE_BYTES > self._max_memory:
             raise ConfigError(
@@ -124,12 +124,13 @@ class Shard:
                 label = f"slice {index} of bucket '{spec.name}'"
                 if codec is not None:
                     encoded = EncodedSumRound(label, self._workers, piece.nbytes, deterministic, codec)
-                    item: OwnedSlice = CompressedSlice(self._recorder, codec, encoded)
+                    kind = CompressedSlice if numbers is None else ShownSlice
+                    item: OwnedSlice = kind(self._recorder, codec, encoded)
                 else:
                     item = OwnedSlice(self._recorder)
                     item.round = SumRound(label, self._workers, dtype, piece.nbytes, deterministic)
                 item.round.step = cutting.step
                 if numbers is not None:
-                    item.kept = UpdatedSlice(label, numbers, piece)
+                    item.kept = UpdatedSlice(label, numbers, piece, shows=codec is not None)
                 owned[index] = item
         return owned

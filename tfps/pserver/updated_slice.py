@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from tfps.errors import MismatchError, ProtocolError, TfpsError
+from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.kept_slice import KeptSlice
 from tfps.exchange.slicing import Slice
@@ -12,8 +13,11 @@ from tfps.exchange.update_spec import StepNumbers, UpdateSpec, difference
 
 
 def kept_arrays(spec: BucketSpec) -> int:
-    """How many arrays of its size the pservers keep of a bucket; 0 without an update."""
-    return UpdateSpec.parse(spec.update).kept if spec.update else 0
+    """How many arrays of its size the pservers keep of a bucket with an update, or of one that is compressed."""
+    codec = codec_of(spec.codec)
+    if spec.update:
+        return UpdateSpec.parse(spec.update).kept + (codec is not None)  # with a codec also what workers have
+    return int(codec is not None and codec.feeds_back)  # what is held back
 
 
 class UpdateNumbers:
@@ -56,6 +60,12 @@ class UpdateNumbers:
             self._by_rank[rank] = numbers
         return None
 
+    def skip(self, step: int) -> None:
+        """Notes that `step` is over and was none of training: it had no numbers."""
+        with self._lock:
+            if step >= self._step:
+                self._step, self._by_rank = step + 1, {}
+
     def at(self, step: int) -> StepNumbers:
         """Rank 0's numbers of `step`, which is complete.
 
@@ -71,8 +81,8 @@ class UpdateNumbers:
 class UpdatedSlice(KeptSlice):
     """What a pserver keeps of a slice. The owner's lock guards it."""
 
-    def __init__(self, label: str, numbers: UpdateNumbers, piece: Slice) -> None:
-        super().__init__(label, numbers.spec, piece.offset, piece.nbytes)
+    def __init__(self, label: str, numbers: UpdateNumbers, piece: Slice, *, shows: bool = False) -> None:
+        super().__init__(label, numbers.spec, piece.offset, piece.nbytes, shows=shows)
         self._numbers = numbers
 
     def updated(self, gradient: memoryview, step: int) -> memoryview:
@@ -82,3 +92,7 @@ class UpdatedSlice(KeptSlice):
             ProtocolError: the numbers of the step, or the parameters, have not come.
         """
         return self.update(gradient, self._numbers.at(step))
+
+    def skip(self, step: int) -> None:
+        """See `UpdateNumbers.skip`."""
+        self._numbers.skip(step)

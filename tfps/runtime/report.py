@@ -42,7 +42,6 @@ class History:
     nbytes: int
     rounds: Sequence[Round]
     sent_bytes: int | None = None  # on the wire, each way; None: `nbytes`
-    served: bool = False  # whether pservers update its variables
     compressible: bool = True  # a sum of float32 that is not too small
 
     @classmethod
@@ -50,7 +49,7 @@ class History:
         """Those of the bucket `spec`."""
         sent = codec_bytes(spec.codec, spec.nbytes)
         compressible = spec.kind == "sum" and spec.dtype == "float32" and spec.nbytes >= LEAST_BYTES
-        return cls(spec.name, spec.priority, spec.nbytes, rounds, sent, bool(spec.update), compressible)
+        return cls(spec.name, spec.priority, spec.nbytes, rounds, sent, compressible)
 
     def as_sent(self, codec: str) -> int:
         """Bytes that a step would send with `codec`."""
@@ -185,8 +184,7 @@ def make_report(
         # Nothing is known of a step that only waited, and for no network.
         return estimate_s * (step_s / modelled_s) if modelled_s else step_s
 
-    may_compress = _LINK in limit and sent_bytes == step_bytes and not any(history.served for history in buckets)
-    may_compress = may_compress and any(history.compressible for history in buckets)
+    may_compress = _LINK in limit and sent_bytes == step_bytes and any(history.compressible for history in buckets)
     more = (len(links) + 1) / len(links) if limit.startswith("pserver") else 1.0
     return Report(
         step_s=step_s,

@@ -6,6 +6,10 @@ worker has it. What is not where the next push goes is put there right before: g
 
 Rank 0 puts. The others tell with their numbers whether their program has assigned the same.
 
+Of buckets with a codec workers get encoded changes, so pservers' own parameters are ahead of what workers have (see
+exchange/shown.py). That goes along when a variable moves to another bucket, and into checkpoints; what the program
+assigns replaces it.
+
 Tested in tests/strategy/test_served_bucket.py.
 """
 
@@ -22,6 +26,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from tfps.compression import NONE
 from tfps.errors import UnsupportedError
 from tfps.exchange.interface import BucketSpec, Exchange
 from tfps.exchange.update_spec import StepNumbers
@@ -33,17 +38,56 @@ _WHICH = struct.Struct("<II")
 _ASSIGNED = 2**32  # in a mark: it is not 0, whatever the checksum
 
 
+class Ahead(NamedTuple):
+    """The pservers' own value of a variable where workers have another.
+
+    Attributes:
+        exact: flat.
+        shown: checksum of the workers' value that belongs to it.
+    """
+
+    exact: NDArray[np.float32]
+    shown: int
+
+
 class ServedParameter:
     """Where the current value of a variable is.
 
     Attributes:
         holder: the bucket whose pservers have it; None: only the workers do, as after an assignment.
+        begin: its first byte there.
+        ahead: whether the pservers there may have another value than the workers.
+        restored: from a checkpoint, for the next push.
     """
 
-    __slots__ = ("holder",)
+    __slots__ = ("ahead", "begin", "holder", "restored")
 
     def __init__(self) -> None:
         self.holder: int | None = None
+        self.begin, self.ahead = 0, False
+        self.restored: Ahead | None = None
+
+    def exact(self, exchange: Exchange, shown: Array) -> Array | None:
+        """The pservers' own value, flat uint8, if workers may have another one: `shown`, the same way.
+
+        Raises:
+            TfpsError: a pserver does not answer, or the exchange has failed or was closed.
+        """
+        if self.restored is not None and self.restored.shown == zlib.crc32(shown.data):
+            return self.restored.exact.view(np.uint8)
+        if self.holder is None or not self.ahead:
+            return None
+        return exchange.get(self.holder, 0, self.begin, len(shown))
+
+    def read_ahead(self, exchange: Exchange, component: Variable) -> Ahead | None:
+        """The pservers' own value for a checkpoint; None if they have that of the `component`, which is current.
+
+        Raises:
+            TfpsError: see `exact`.
+        """
+        shown = value_of(component)
+        exact = self.exact(exchange, shown)
+        return None if exact is None else Ahead(exact.view(np.float32), zlib.crc32(shown.data))
 
 
 class _Home(NamedTuple):
@@ -165,8 +209,18 @@ def pieces_of(variables: Sequence[Variable], rule: ServedRule) -> list[ServedPie
     return pieces
 
 
-def bring(exchange: Exchange, bucket: int, pieces: Sequence[ServedPiece], numbers: Sequence[float]) -> bytes:
+def value_of(component: Variable) -> Array:
+    """The current value of a component, flat uint8, maybe without a copy."""
+    return np.ascontiguousarray(component.numpy()).reshape(-1).view(np.uint8)
+
+
+def bring(
+    exchange: Exchange, bucket: int, pieces: Sequence[ServedPiece], numbers: Sequence[float], ahead: bool = False
+) -> bytes:
     """Puts what is not with `bucket` yet, right before a push of it; returns the push's numbers.
+
+    Args:
+        ahead: whether the bucket has a codec, so that its pservers may be ahead of the workers.
 
     Raises:
         TfpsError: a pserver does not answer, or the exchange has failed.
@@ -176,9 +230,12 @@ def bring(exchange: Exchange, bucket: int, pieces: Sequence[ServedPiece], number
     homes: list[tuple[ServedSlot, _Home]] = []
     for index, piece in enumerate(pieces):
         parameter = piece.parameter
-        if parameter.holder != bucket:
-            values = np.ascontiguousarray(piece.component.numpy()).reshape(-1).view(np.uint8)
-            puts.append((0, piece.begin, values))
+        if parameter.holder != bucket or parameter.restored is not None:
+            values = value_of(piece.component)
+            exact = parameter.exact(exchange, values) if first else None
+            puts.append((0, piece.begin, values if exact is None else exact))
+            if exact is not None and ahead:
+                puts.append((len(piece.slots) + 1, piece.begin, values))
             if parameter.holder is None:
                 mark = _marked(mark, index, 0, values)
         for number, slot in enumerate(piece.slots, 1):
@@ -194,7 +251,8 @@ def bring(exchange: Exchange, bucket: int, pieces: Sequence[ServedPiece], number
     if first:
         _put(exchange, bucket, puts)
     for piece in pieces:  # not earlier: after an interruption the next step brings all of it again
-        piece.parameter.holder = bucket
+        parameter = piece.parameter
+        parameter.holder, parameter.begin, parameter.ahead, parameter.restored = bucket, piece.begin, ahead, None
     for slot, home in homes:
         slot.home, slot.pending, slot.compared = home, None, True
     return StepNumbers(mark, tuple(numbers)).pack()
@@ -221,7 +279,9 @@ def _put(exchange: Exchange, bucket: int, puts: list[tuple[int, int, Array]]) ->
 
 
 class ServedUpdate(DeferredUpdate):
-    """Takes the new parameters of a bucket from its pservers. The messages' indices are the step's numbers, float64."""
+    """Takes the new parameters of a bucket from its pservers, or their change. The messages' indices are the step's
+    numbers, float64.
+    """
 
     def __init__(
         self, bucket: int, spec: BucketSpec, messages: int, group: Group, exchange: Exchange, pieces: list[ServedPiece]
@@ -237,5 +297,5 @@ class ServedUpdate(DeferredUpdate):
             return None
         number, data, indices = collected
         values = np.frombuffer(memoryview(indices), np.float64).tolist()
-        self.numbers = bring(self._exchange, self.bucket, self._pieces, values)
+        self.numbers = bring(self._exchange, self.bucket, self._pieces, values, ahead=self.spec.codec != NONE)
         return number, data, _NO_BYTES

@@ -52,8 +52,9 @@ def compile_in_scope(strategy_class: type[tf.distribute.Strategy]) -> None:
                 _adopt(self.variables, strategy)
                 adopt_optimizer(self, strategy)
             strategy.extended.group_gates(gated)
-            carry_held_back(self, strategy, gated)
         serve_if_asked(self, variables)
+        if len(strategies) == 1:  # what a checkpoint has of it may be restored now
+            carry_held_back(self, strategy, gated)
         return build_optimizer(self, variables)
 
     keras.optimizers.Optimizer.build = build

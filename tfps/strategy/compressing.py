@@ -1,7 +1,8 @@
 """Which codec the gradients of a variable get, and what compression holds back of it.
 
 Codecs with error feedback (exchange/codecs.py) hold back what they could not express, on every rank and pserver. In a
-checkpoint that is one array per variable: the sum of all of it, what has not been applied yet. See docs/compression.md.
+checkpoint that is one array per variable: the sum of all of it, what has not been applied yet. Where pservers update
+variables, their own parameters are ahead of the workers', and are in checkpoints, too. See docs/compression.md.
 
 Tested in tests/strategy/test_compressing.py and tests/integration/test_compression.py.
 """
@@ -20,6 +21,7 @@ from tfps.exchange.codecs import Floats, codec_of
 from tfps.exchange.interface import BucketSpec
 from tfps.runtime.collecting import collect, settle
 from tfps.runtime.runtime import Runtime
+from tfps.runtime.served import Ahead
 from tfps.strategy.names import common_name
 from tfps.strategy.variables import GatedVariable
 from tfps.worker.worker import Worker
@@ -51,19 +53,19 @@ class _Bucket:
 class Compressing:
     """Of one strategy. Used by the threads that trace or run eagerly."""
 
-    def __init__(self, rules: Rules, runtime: Runtime) -> None:
-        """`rules` count where there are pservers: else nothing travels."""
+    def __init__(self, rules: Rules, runtime: Runtime, serves: bool) -> None:
+        """`rules` count where there are pservers: else nothing travels. `serves`: pservers update variables."""
         self._rules = Rules() if runtime.alone else rules
-        self._runtime = runtime
+        self._runtime, self._serves = runtime, serves
         runtime.compresses = self._rules.codecs != {NONE}
         self._buckets: dict[int, _Bucket] = {}  # by number, those whose codec feeds back
         self._restored: dict[str, Floats] = {}  # by unique id of variables that have no such bucket yet
 
     @property
-    def feeds_back(self) -> bool:
-        """Whether anything may be held back."""
+    def has_state(self) -> bool:
+        """Whether anything may be held back, or pservers be ahead of the workers."""
         codecs = map(codec_of, self._rules.codecs)
-        return any(codec is not None and codec.feeds_back for codec in codecs)
+        return any(codec is not None and (codec.feeds_back or self._serves) for codec in codecs)
 
     def codec(self, variable: GatedVariable) -> str:
         """The codec for gradients of `variable`, if they are dense and not too small."""
@@ -115,12 +117,43 @@ class Compressing:
                 found[place] = np.sum(parts, axis=0, dtype=np.float32)
         return found
 
-    def restore(self, variables: Sequence[GatedVariable], values: Mapping[int, Floats]) -> None:
+    def ahead(self, variables: Sequence[GatedVariable]) -> dict[int, Ahead]:
+        """What pservers have of each of `variables` by its place among them; no other rank need take part.
+
+        Variables of which they have what the workers have are left out.
+
+        Raises:
+            TfpsError: a pserver does not answer, or the exchange has failed or was closed.
+        """
+        found: dict[int, Ahead] = {}
+        for place, variable in enumerate(variables):
+            if variable.served is None:
+                continue
+            variable.wait()
+            each = variable.served.read_ahead(self._runtime.exchange, variable._values[0])
+            if each is not None:
+                found[place] = each
+        return found
+
+    def restore(
+        self, variables: Sequence[GatedVariable], values: Mapping[int, Floats], ahead: Mapping[int, Ahead]
+    ) -> None:
         """Holds back `values` as `held` has returned them, instead of what is held back now; for every rank.
+
+        What `ahead` has returned counts from the next push on, if `variables` have the values that belong to it then.
 
         Raises:
             TfpsError: see `collect`.
         """
+        for place, variable in enumerate(variables):
+            if variable.served is not None:
+                variable.served.restored = ahead.get(place)
+            elif place in ahead:
+                logger.warning(
+                    "tfps: what pservers had of %s in the checkpoint beyond what workers had is dropped: it is of "
+                    "update='server', and workers update it here",
+                    variable.name,
+                )
         self.collect()  # so that neither ranks nor pservers hold anything but what is replaced here
         for place, variable in enumerate(variables):
             self._restored.pop(variable._unique_id, None)

@@ -13,7 +13,6 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import tensorflow as tf
 
-from tfps.compression import Rules
 from tfps.errors import UnsupportedError
 from tfps.graph import ops as graph_ops
 from tfps.graph.tf_private import distribute_lib, ops, outer_graphs
@@ -47,10 +46,10 @@ class Emitter:
         replicas: int,
         slice_bytes: int,
         compared: Invariants | None,
-        compression: Rules,
+        compressing: Compressing,
     ) -> None:
         self._strategy, self._runtime, self._compared = strategy, runtime, compared
-        self.compressing = Compressing(compression, runtime)
+        self.compressing = compressing
         self._replicas, self._slice_bytes = replicas, slice_bytes
         # Without a network there is no wait to hide: the fewer buckets the better.
         self._first_bytes = slice_bytes if runtime.alone else _FIRST_BUCKET_BYTES
@@ -258,6 +257,6 @@ class Emitter:
         if occurrence not in self._transfers:
             transfer = bucket.transfer(number, self._replicas, group, self._runtime)
             self._transfers[occurrence] = transfer
-            transfer.invariants = None if isinstance(bucket, ServedBucket) else self._compared
+            transfer.invariants = self._compared if bucket.compared else None
             self._runtime.adopt(transfer, bucket.graph)
         return self._transfers[occurrence]

@@ -80,9 +80,9 @@ class Extended(CrossReplica):
         self._initial_values = InitialValues(runtime)
         self.combiner = Combiner(runtime, len(self._devices))
         self._invariants = None if self.free else Invariants.of(runtime, config.check_every)
-        self._emitter = Emitter(
-            strategy, runtime, len(self._devices), config.bucket_bytes, self._invariants, config.compression_rules
-        )
+        compressing = Compressing(config.compression_rules, runtime, self.serves)
+        buckets = len(self._devices), config.bucket_bytes
+        self._emitter = Emitter(strategy, runtime, *buckets, self._invariants, compressing)
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
         self._lifted: weakref.WeakKeyDictionary[Variable, Variable] = weakref.WeakKeyDictionary()
 

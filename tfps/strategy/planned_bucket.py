@@ -57,6 +57,7 @@ class PlannedBucket:
         )
         self.key = ("update", kind, first.dtype, *self.ids)
         self.deferral = Deferral(self.variables, graph)
+        self.compared = False  # whether its update returns a digest
         self.function: ConcreteFunction | None = None  # the update of the reduced bytes, once it has been traced
         self.parts: CutUpdate | None = None  # the update of some rows of a large variable, if it can be cut
         self.ending: ConcreteFunction | None = None  # what follows the last part
@@ -77,6 +78,7 @@ class PlannedBucket:
         Raises:
             Exception: whatever the optimizer raises, or ValueError if it must see a variable as of the step.
         """
+        self.compared = compared
         planned = weakref.ref(self)  # TensorFlow keeps traced functions, and this bucket holds graph tensors
         signature = [tf.TensorSpec([None], tf.uint8)] * 2
         if compared:

@@ -1,4 +1,4 @@
-"""Buckets whose variables pservers update: workers push gradients and get parameters back."""
+"""Buckets whose variables pservers update: workers push gradients and get parameters back, or what to add to theirs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
+from tfps.compression import NONE
 from tfps.errors import UnsupportedError
 from tfps.exchange.interface import BucketSpec
 from tfps.graph import ops as graph_ops
@@ -30,7 +31,11 @@ def plan(noted: Sequence[Noted], graph: tf.Graph, replica: int, order: dict[str,
 
 
 class ServedBucket(PlannedBucket):
-    """A bucket of variables that pservers update by one rule; the argument of its updates is the step's numbers."""
+    """A bucket of variables that pservers update by one rule; the argument of its updates is the step's numbers.
+
+    With a codec it gets changes of the parameters. All ranks add the same, but what one of them had changed by itself
+    would stay, so weights are compared; without a codec they are replaced.
+    """
 
     def __init__(
         self, rule: ServedRule, noted: Sequence[Noted], graph: tf.Graph, replica: int, order: dict[str, int]
@@ -45,7 +50,11 @@ class ServedBucket(PlannedBucket):
         return ServedUpdate(number, self.spec, messages, group, runtime.exchange, pieces)
 
     def trace(self, strategy: tf.distribute.Strategy, compared: bool, cut: bool) -> None:
-        super().trace(strategy, compared=False, cut=False)  # all ranks get the same bytes
+        super().trace(strategy, compared=compared and self._changes, cut=False)
+
+    @property
+    def _changes(self) -> bool:
+        return self.spec.codec != NONE
 
     def _update(
         self, strategy: tf.distribute.Strategy, data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor
@@ -54,8 +63,9 @@ class ServedBucket(PlannedBucket):
         for variable, value in zip(self.variables, _split(data, self.variables), strict=True):
             component = variable._values[self.replica]
             with tf.device(component.device):
-                written.append([component.assign(value, read_value=False)])
-        return self._end(written)
+                write = component.assign_add if self._changes else component.assign
+                written.append([write(value, read_value=False)])
+        return self._end(written, *weigh)
 
     def update_in_graph(self) -> None:
         raise UnsupportedError(f"the update of {self.spec.name} by pservers must not run in the graph")
@@ -75,7 +85,7 @@ def update_eagerly(
     gradients: Sequence[Value],
     numbers: tf.Tensor,
 ) -> None:
-    """Pushes float32 `gradients`, dense, waits for the new parameters and assigns them.
+    """Pushes float32 `gradients`, dense and as they are, waits for the new parameters and assigns them.
 
     Raises:
         TfpsError: the exchange failed.

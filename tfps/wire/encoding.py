@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
-from tfps.exchange.codecs import Codec, Floats
+from tfps.exchange.codecs import Bytes, Floats
+
+
+class Encoder(Protocol):
+    """Makes bytes of numbers: a `Codec`, or a `Change` of parameters."""
+
+    def wire_bytes(self, items: int) -> int:
+        """Size of so many encoded numbers."""
+
+    def encode(self, values: Floats, held: Floats | None = None) -> Bytes:
+        """Encodes `values`, which it does not change; see `Codec.encode`."""
 
 
 class Encoding:
@@ -18,17 +29,17 @@ class Encoding:
         failed: called with an error of encoding, such as a MemoryError; returns what to raise instead.
     """
 
-    __slots__ = ("_codec", "_data", "_error", "_failed", "_held", "_lock", "_values", "nbytes")
+    __slots__ = ("_data", "_encoder", "_error", "_failed", "_held", "_lock", "_values", "nbytes")
 
     def __init__(
         self,
-        codec: Codec,
+        encoder: Encoder,
         values: Floats,
         held: Floats | None,
         failed: Callable[[Exception], Exception] = lambda error: error,
     ) -> None:
-        self.nbytes = codec.wire_bytes(values.size)
-        self._codec, self._held, self._failed = codec, held, failed
+        self.nbytes = encoder.wire_bytes(values.size)
+        self._encoder, self._held, self._failed = encoder, held, failed
         self._values: Floats | None = values
         self._lock = threading.Lock()  # guards what is below, and `held`
         self._data: memoryview | None = None
@@ -50,7 +61,7 @@ class Encoding:
                 raise self._error
             if self._data is None and self._values is not None:
                 try:
-                    self._data = self._codec.encode(self._values, self._held).data
+                    self._data = self._encoder.encode(self._values, self._held).data
                 except Exception as error:
                     self._error = self._failed(error)
                     if self._error is error:

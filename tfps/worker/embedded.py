@@ -10,6 +10,7 @@ import numpy as np
 
 from tfps.config import Config
 from tfps.errors import ProtocolError, TfpsError
+from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import (
     BucketSpec,
     FailureListener,
@@ -23,6 +24,7 @@ from tfps.exchange.interface import (
     check_payload,
 )
 from tfps.exchange.kept_slice import KeptSlice
+from tfps.exchange.shown import Change
 from tfps.exchange.update_spec import StepNumbers, UpdateSpec
 from tfps.trace.capture import Capture, CapturedBucket, Process, Setting
 from tfps.trace.recorder import Recorder
@@ -35,7 +37,7 @@ from tfps.worker.tracer import NOT_RUNNING, RUNNING, Switch
 class EmbeddedExchange:
     """Replies to a push at once, on the calling thread, with the pushed payload itself. See `Exchange`.
 
-    Buckets with an update are updated here: the reply is a new array.
+    Buckets with an update are updated here: the reply is a new array. Gradients are never encoded, as nothing travels.
     """
 
     rank = 0
@@ -72,7 +74,8 @@ class EmbeddedExchange:
         self._specs.extend(specs)
         for bucket, spec in enumerate(specs, first):
             if spec.update:
-                self._kept[bucket] = KeptSlice(f"bucket '{spec.name}'", UpdateSpec.parse(spec.update), 0, spec.nbytes)
+                update, shows = UpdateSpec.parse(spec.update), codec_of(spec.codec) is not None
+                self._kept[bucket] = KeptSlice(f"bucket '{spec.name}'", update, 0, spec.nbytes, shows=shows)
         return list(range(first, len(self._specs)))
 
     def put(self, bucket: int, number: int, begin: int, values: Payload) -> None:
@@ -108,11 +111,15 @@ class EmbeddedExchange:
             on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload))
 
     def _updated(self, bucket: int, gradient: Buffer, numbers: bytes) -> Array:
-        """The new parameters; a copy, as TensorFlow keeps them while they change here."""
-        kept = self._kept[bucket]
+        """The new parameters, or their change; a copy, as TensorFlow keeps them while they change here."""
+        kept, codec = self._kept[bucket], codec_of(self._specs[bucket].codec)
         new = kept.update(gradient, StepNumbers.unpack(numbers, kept.spec))
         copied = aligned_empty(len(new))
-        copied[:] = np.frombuffer(new, np.uint8)
+        if codec is None:
+            copied[:] = np.frombuffer(new, np.uint8)
+        else:
+            encoded = Change(codec, kept.shown).encode(np.frombuffer(new, np.float32))
+            codec.decode(encoded, copied.view(np.float32))
         return copied
 
     def start_trace(self) -> None:
