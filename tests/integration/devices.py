@@ -156,8 +156,47 @@ def gradients_that_all_replicas_share(strategy: tf.distribute.Strategy) -> list[
     return [eagerly, float(variable.numpy()[0])]
 
 
+def rows_are_joined(devices: list[str]) -> None:
+    """Rows of sparse gradients: in the order of replicas, however many each has in each turn of a loop in a graph."""
+    strategy = tfps.Strategy(devices=devices)
+
+    def in_replica(sizes: tf.Tensor) -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        replica = tf.cast(context.replica_id_in_sync_group, tf.int32)
+
+        def joined(sizes: tf.Tensor) -> tf.Tensor:
+            indices = 100 * replica + tf.range(sizes[replica])
+            values = tf.tile(tf.cast(indices, tf.float32)[:, None], [1, 3])
+            gradients = context.all_reduce("SUM", [tf.IndexedSlices(values, indices), tf.ones([2])])
+            with tf.control_dependencies([tf.debugging.assert_equal(gradients[1], [2.0, 2.0])]):
+                return tf.concat([gradients[0].indices, tf.cast(gradients[0].values[:, 2], tf.int32)], 0)
+
+        nested = tf.function(joined, input_signature=[tf.TensorSpec([2], tf.int32)])  # called twice, traced once
+        branch = tf.cond(sizes[0] >= 0, lambda: joined(sizes), lambda: sizes)
+        return tf.concat([joined(sizes), nested(sizes), nested(sizes[::-1]), branch], 0)
+
+    @tf.function
+    def loop(table: tf.Tensor) -> tf.Tensor:
+        found = tf.TensorArray(tf.int32, len(table), infer_shape=False, element_shape=[None])
+        for turn in tf.range(len(table)):
+            both = strategy.experimental_local_results(strategy.run(in_replica, args=(table[turn],)))
+            found = found.write(turn, tf.concat(both, 0))
+        return found.concat()
+
+    def expected(first: int, second: int) -> list[int]:
+        return 2 * [*range(first), *range(100, 100 + second)]
+
+    table = [(4, 4), (2, 2), (2, 5), (0, 3), (0, 0), (4, 4), (1, 0)]
+    want = [row for a, b in table for row in 2 * (2 * expected(a, b) + expected(b, a) + expected(a, b))]
+    for _ in range(2):
+        assert loop(tf.constant(table)).numpy().tolist() == want
+    strategy.close()
+
+
 def values_of_two_devices() -> None:
     devices = ["CPU:0", "CPU:1"]
+    for order in (devices, devices[::-1]):
+        rows_are_joined(order)
     strategy = tfps.Strategy(devices=devices)
     expected, actual = reduced(tf.distribute.MirroredStrategy(devices)), reduced(strategy)
     assert actual == expected, (actual, expected)

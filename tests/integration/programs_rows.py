@@ -122,14 +122,14 @@ def updated_in_the_step(job: Job) -> Results:
     return {**weights(model), **history(fit)}
 
 
+def embedding() -> Model:
+    return keras.Sequential([L.Input((64,)), L.Embedding(20, 4), L.GlobalAveragePooling1D(), L.Dense(10)])
+
+
 def worker_without_rows(job: Job) -> Results:
     """All replicas of a worker have empty sparse gradients, which crash TensorFlow's collectives."""
-
-    def build() -> Model:
-        return keras.Sequential([L.Input((64,)), L.Embedding(20, 4), L.GlobalAveragePooling1D(), L.Dense(10)])
-
     x, y = data(7)
-    model = job.compiled(lambda: SGD(0.5), build=build)
+    model = job.compiled(lambda: SGD(0.5), build=embedding)
     fit = model.fit(x.astype("int32") % 20, y, batch_size=2, epochs=2, shuffle=False, verbose=0)
     return {**weights(model), **history(fit)}
 
@@ -228,18 +228,22 @@ def train_on_batch(job: Job) -> Results:
     return weights(model)
 
 
-def _loop(job: Job) -> tuple[Model, Function, tf.distribute.DistributedDataset]:
-    model = job.compiled(lambda: SGD(0.1), build=dense)
+def _loop(
+    job: Job, build: Function = dense, optimizer: Function = lambda: SGD(0.1), rows: int = 29, batch: int = 8
+) -> tuple[Model, Function, tf.distribute.DistributedDataset]:
+    model = job.compiled(optimizer, build=build)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     def step(batch: Structure) -> Value:
         x, y = batch
         with tf.GradientTape() as tape:
             value = loss(y, model(x, training=True))
-        model.optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
+            scaled = model.optimizer.scale_loss(value)
+        model.optimizer.apply(tape.gradient(scaled, model.trainable_variables), model.trainable_variables)
         return value
 
-    dataset = sharded(tf.data.Dataset.from_tensor_slices(data(29)).batch(8))
+    x, y = data(rows)
+    dataset = sharded(tf.data.Dataset.from_tensor_slices((x if build is dense else x * 16 % 20, y)).batch(batch))
     return model, step, job.tf_strategy.experimental_distribute_dataset(dataset)
 
 
@@ -252,18 +256,30 @@ def loop_eager(job: Job) -> Results:
 
 
 def loop_function(job: Job) -> Results:
-    model, step, batches = _loop(job)
+    return weights(_looped(job, *_loop(job)))
+
+
+def loop_of_sparse_gradients(job: Job) -> Results:
+    """The iterations of a loop in a graph have different numbers of rows; also in a branch of tf.cond."""
+    momentum = lambda: SGD(0.5, momentum=0.9)  # noqa: E731
+    scaled = lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(), initial_scale=1024.0)  # noqa: E731
+    return weights(*(_looped(job, *_loop(job, embedding, each, rows=22, batch=9)) for each in (momentum, scaled)))
+
+
+def _looped(job: Job, model: Model, step: Function, batches: tf.distribute.DistributedDataset) -> Model:
+    """Trains `model` for two epochs, each in a function."""
 
     @tf.function
     def epoch() -> None:
         for batch in batches:
             job.tf_strategy.run(step, args=(batch,))
 
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
+    with job.scope():
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
     epoch()
     epoch()
-    return weights(model)
+    return model
 
 
 def normalized(job: Job) -> Results:

@@ -40,6 +40,7 @@ from tfps.strategy.emitter import Emitter
 from tfps.strategy.graph_view import picture, traced_function
 from tfps.strategy.initial_values import InitialValues
 from tfps.strategy.invariants import Invariants
+from tfps.strategy.local_gather import LocalGather
 from tfps.strategy.on_read_variable import OnReadVariable
 from tfps.strategy.reductions import Reductions, check_one_device, divide, identity
 from tfps.strategy.served_bucket import update_eagerly
@@ -77,6 +78,7 @@ class Extended(CrossReplica):
         self.last_batch = LastBatch(len(self._devices)) if self._num_replicas_in_sync > 1 else None
         self.staging = Staging(runtime, self._devices, depth, self.last_batch, free=self.free) if depth else None
         self._reductions = Reductions(runtime, free=self.free)
+        self._local_gather = LocalGather(self._devices)
         self._initial_values = InitialValues(runtime)
         self.combiner = Combiner(runtime, len(self._devices))
         self._invariants = None if self.free else Invariants.of(runtime, config.check_every)
@@ -317,25 +319,33 @@ class Extended(CrossReplica):
         local = own = flat
         if share is not None:
             own = [share.only_if_rows(each) for each in flat]
+        replica = distribute_lib.get_replica_context()._replica_id
+        key = () if tf.executing_eagerly() else self._emitter.next_reduction(replica)
         if len(self._devices) > 1:
-            own = [_not_empty(each) for each in own]
-            local = own = tf.nest.flatten(super()._replica_ctx_all_reduce(SUM, own, options))
+            local = own = self._sum_locally(own, replica, key, options)
             share = None
         if self.free:
             local = own = self._reductions.estimated(own)
-        replica = distribute_lib.get_replica_context()._replica_id
-        if self.free:
             summed = [identity(each) for each in own]
         else:
-            key = () if tf.executing_eagerly() else self._emitter.next_reduction(replica)
             summed = self._reductions.sum_all(own, key)
-        if reduce_op == SUM and not tf.executing_eagerly():
+        if key and reduce_op == SUM:
             reduction = Reduction(len(flat), None if share is None else share.has_rows)
             for gradient, result in zip(local, summed, strict=True):
                 self._emitter.note_reduced(Reduced(gradient, result, reduction))
         if reduce_op == MEAN:
             summed = [divide(each, self._num_replicas_in_sync) for each in summed]
         return tf.nest.pack_sequence_as(value, summed)
+
+    def _sum_locally(self, own: list[Value], replica: int, key: tuple[Hashable, ...], options: object) -> list[Value]:
+        """Sums `own` over the local replicas, in a graph; IndexedSlices are concatenated."""
+        dense = {number: each for number, each in enumerate(own) if not isinstance(each, tf.IndexedSlices)}
+        sums = super()._replica_ctx_all_reduce(SUM, list(dense.values()), options) if dense else []
+        summed = dict(zip(dense, sums, strict=True))
+        return [
+            summed[number] if number in dense else self._local_gather.gather(each, replica, (key[0], number))
+            for number, each in enumerate(own)
+        ]
 
     def _replica_ctx_update(
         self, var: Variable, fn: Function, args: tuple[Argument, ...], kwargs: Options, group: bool
@@ -380,15 +390,3 @@ class Extended(CrossReplica):
 
     def _local_results(self, val: Value) -> tuple[Value, ...]:
         return val.values if isinstance(val, GatedVariable) else super()._local_results(val)
-
-
-def _not_empty(value: Value) -> Value:
-    """Gives empty IndexedSlices a row of zeros: TensorFlow crashes if those of all local replicas are empty."""
-    if not isinstance(value, tf.IndexedSlices):
-        return value
-    missing = tf.where(tf.equal(tf.size(value.indices), 0), 1, 0)
-    zeros = tf.zeros(tf.concat([[missing], tf.shape(value.values)[1:]], 0), value.values.dtype)
-    indices = tf.zeros([missing], value.indices.dtype)
-    return tf.IndexedSlices(
-        tf.concat([value.values, zeros], 0), tf.concat([value.indices, indices], 0), value.dense_shape
-    )
