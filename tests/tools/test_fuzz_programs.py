@@ -17,7 +17,7 @@ from tools.fuzzing.cases import Case, Evaluate, Fit, Network, Optimizer, Place, 
 from tools.fuzzing.draw import draw, usable
 from tools.fuzzing.known import KNOWN
 from tools.fuzzing.oracle import MIRRORED, NOTHING, PLAIN, RULES, Judgement
-from tools.fuzzing.pool import Pool
+from tools.fuzzing.pool import Outcome, Pool, Task
 from tools.fuzzing.session import Session
 from tools.fuzzing.simplify import simplified
 from tools.fuzzing.source import program
@@ -177,6 +177,40 @@ def test_a_planted_fault_is_found(change: Callable[[str, int], str], kind: str, 
 @pytest.mark.timeout(900)
 def test_without_a_fault_none_is_found(pool: Pool) -> None:
     assert runner.run(SMALL, pool).difference is None
+
+
+ON_TWO_DEVICES = """
+import os
+import tensorflow as tf
+
+
+def strategy():
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def main(strategy, folder):
+    def in_replica():
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce("SUM", tf.ones([2 + LONGER * context.replica_id_in_sync_group]))
+
+    tf.function(lambda: strategy.run(in_replica))()
+    return {"process": os.getpid()}
+"""
+
+
+@pytest.mark.timeout(900)
+def test_a_process_whose_collectives_are_aborted_is_renewed_and_no_other(pool: Pool, tmp_path: Path) -> None:
+    def run(*longer: int) -> list[Outcome]:
+        texts = [ON_TWO_DEVICES.replace("LONGER", str(each)) for each in longer]
+        tasks = {number: Task(text, "strategy", str(tmp_path), {}) for number, text in enumerate(texts)}
+        outcomes = pool.run(tasks)
+        return [outcomes[number] for number in range(len(longer))]
+
+    first, aborted, again = run(0, 0), run(1, 0), run(0, 0)
+    assert "Collective ops is aborted" in aborted[0].error
+    assert None not in [each.found for each in (*first, aborted[1], *again)]
+    assert first[0].found != again[0].found
+    assert first[1].found == aborted[1].found == again[1].found
 
 
 @pytest.mark.timeout(1800)

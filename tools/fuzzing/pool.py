@@ -97,32 +97,33 @@ def _run(task: Task) -> Outcome:
         os.environ.update(saved)
 
 
+@dataclass(frozen=True)
+class _Child:
+    """One process of the pool and the connection to it."""
+
+    process: SpawnProcess
+    connection: Connection
+
+    @property
+    def pid(self) -> int:
+        return cast(int, self.process.pid)
+
+
 class Pool:
     """Processes 0 to `count` - 1, started when they are needed first. Used by one thread."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.renewed = -1
         self._folder = tempfile.TemporaryDirectory(prefix="tfps-fuzzing-")
-        self._processes: list[SpawnProcess] = []
-        self._connections: list[Connection] = []
+        self._children: dict[int, _Child] = {}
         self._cases = 0
 
     def __enter__(self) -> Pool:  # noqa: PYI034  # typing.Self is younger than Python 3.10
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
+        self._end(range(self.count))
         self._folder.cleanup()
-
-    def end(self) -> None:
-        """Kills the processes; the next case starts new ones."""
-        for process in self._processes:
-            process.kill()
-            process.join()
-        for connection in self._connections:
-            connection.close()
-        self._processes, self._connections = [], []
 
     def log(self, process: int) -> str:
         """The end of what a process has printed."""
@@ -133,24 +134,27 @@ class Pool:
     def run(self, tasks: Mapping[int, Task]) -> dict[int, Outcome]:
         """Runs each task on the process with its number, all at the same time.
 
-        A process that died or hangs has an Outcome with an error, and all are renewed.
+        A process that died or hangs has an Outcome with an error. The next case finds a new process in place of each
+        that had an error: once one of TensorFlow's collectives is aborted, it refuses all others of that process.
         """
-        if not self._processes or self._cases >= CASES:
-            self._start()
+        if self._cases >= CASES:
+            self._end(range(self.count))
+            self._cases = 0
+        self._start(number for number in range(self.count) if number not in self._children)
         self._cases += 1
         for number, task in tasks.items():
-            self._connections[number].send(task)
+            self._children[number].connection.send(task)
         outcomes: dict[int, Outcome] = self._answers(tasks)
         late = tasks.keys() - outcomes.keys()
         if late:
-            alive = [number for number in late if self._processes[number].is_alive()]
+            alive = [number for number in late if self._children[number].process.is_alive()]
             for number in alive:
-                os.kill(self._pid(number), signal.SIGUSR1)
+                os.kill(self._children[number].pid, signal.SIGUSR1)
             time.sleep(1.0)  # until they have said where they are
             for number in late:
                 how = "hangs" if number in alive else "died"
                 outcomes[number] = Outcome(None, f"{how}: no answer\n{self.log(number)}")
-            self.end()
+        self._end(number for number, outcome in outcomes.items() if outcome.found is None)
         return outcomes
 
     def _answers(self, numbers: Iterable[int]) -> dict[int, Outcome]:
@@ -158,7 +162,7 @@ class Pool:
 
         Machines are busy: a process that hangs is told from one that is slow by the processor time that it takes.
         """
-        waiting: dict[Connection, int] = {self._connections[number]: number for number in numbers}
+        waiting: dict[Connection, int] = {self._children[number].connection: number for number in numbers}
         answers: dict[int, Outcome] = {}
         used, since, deadline = 0.0, time.monotonic(), time.monotonic() + TIMEOUT_S
         while waiting and time.monotonic() < deadline:
@@ -170,34 +174,35 @@ class Pool:
                 except (EOFError, OSError):
                     return answers
                 used, since = 0.0, time.monotonic()
-            now = sum(_cpu_s(self._pid(number)) for number in waiting.values())
+            now = sum(_cpu_s(self._children[number].pid) for number in waiting.values())
             if now - used > BUSY_S:
                 used, since = now, time.monotonic()
             if time.monotonic() - since > IDLE_S:
                 return answers
         return answers
 
-    def _pid(self, number: int) -> int:
-        return cast(int, self._processes[number].pid)
-
     def _log(self, process: int) -> pathlib.Path:
         return pathlib.Path(self._folder.name) / f"log.{process}"
 
-    def _start(self) -> None:
-        self.end()
-        self.renewed += 1
-        self._cases = 0
+    def _start(self, numbers: Iterable[int]) -> None:
         context = multiprocessing.get_context("spawn")
-        for number in range(self.count):
+        started = list(numbers)
+        for number in started:
             ours, theirs = context.Pipe()
             self._log(number).unlink(missing_ok=True)
             process = context.Process(target=_serve, args=(theirs, str(self._log(number))), daemon=True)
             process.start()
             theirs.close()
-            self._processes.append(process)
-            self._connections.append(ours)
-        if len(self._answers(range(self.count))) < self.count:
-            raise RuntimeError(f"a process of the pool did not start; the first says: {self.log(0)}")
+            self._children[number] = _Child(process, ours)
+        for number in set(started) - self._answers(started).keys():
+            raise RuntimeError(f"process {number} of the pool did not start: {self.log(number)}")
+
+    def _end(self, numbers: Iterable[int]) -> None:
+        """Kills these processes."""
+        for child in [self._children.pop(number) for number in numbers if number in self._children]:
+            child.process.kill()
+            child.process.join()
+            child.connection.close()
 
 
 def _cpu_s(pid: int) -> float:
