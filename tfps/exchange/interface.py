@@ -224,6 +224,25 @@ class Exchange(Protocol):
             TfpsError: a pserver does not answer, or the job has failed.
         """
 
+    def rest(self) -> None:
+        """In mode "async": this rank takes no further step before all ranks rest, and holds up nobody meanwhile.
+
+        Its pushes must have been answered, or wait for other ranks.
+
+        Raises:
+            MismatchError: others wait for this rank to take its first step, or to assign values as they have.
+            TfpsError: a pserver does not answer, or the job has failed.
+        """
+
+    def ticket(self, counter: str) -> int:
+        """Draws a number that no rank has drawn from `counter` (at most 256 characters).
+
+        Each rank's first is its rank, the others count up from the number of workers. Costs a round trip.
+
+        Raises:
+            TfpsError: the pserver does not answer, or does not know the job any more.
+        """
+
     def push(
         self,
         bucket: int,
@@ -245,7 +264,8 @@ class Exchange(Protocol):
                 zeros) and an empty part to a gather.
             on_part: gets the buffer of an incomplete sum and how many bytes of it, from the front, have come. Called on
                 receiver threads, maybe never; a call may be late, even later than the reply.
-            numbers: `StepNumbers.pack` of the step, for a bucket with an update, whose reply is the new parameters.
+            numbers: `StepNumbers.pack` of the step, for a bucket with an update, whose reply is the new parameters. In
+                mode "async", a push without payload and numbers only reads the parameters.
 
         Raises:
             ProtocolError: there is no such bucket, or the payload has the wrong size.

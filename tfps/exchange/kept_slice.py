@@ -35,6 +35,11 @@ class KeptSlice:
         self._missing = nbytes  # bytes of parameters that have not been put yet
         self._runs = _runs(spec, first, items)
 
+    @property
+    def nbytes(self) -> int:
+        """Of the parameters."""
+        return self._arrays[0].nbytes
+
     def put(self, number: int, begin: int, values: Buffer) -> None:
         """Replaces the bytes from `begin` on of array `number`, from the next update on.
 
@@ -67,18 +72,30 @@ class KeptSlice:
         Raises:
             ProtocolError: the parameters have not been put.
         """
-        if self._missing:
-            raise ProtocolError(
-                f"the parameters of {self.label} must be put before its first update, {self._missing} bytes are missing"
-            )
-        for number, changed in self._put.items():
-            self._arrays[number] = changed
-        self._put.clear()
+        self.check_put()
+        self.take_new()
         slots = {name: each for (name, _), each in zip(self.spec.slots, self._arrays[1:], strict=True)}
         g = np.frombuffer(gradient, np.uint8).view(np.float32)
         named = dict(zip(self.spec.numbers, numbers.values, strict=True))
         rules.update(self.spec, self._runs, self._arrays[0], slots, g, named)
         return self._arrays[0].view(np.uint8).data
+
+    def check_put(self) -> None:
+        """Checks that there are parameters.
+
+        Raises:
+            ProtocolError: they have not been put.
+        """
+        if self._missing:
+            raise ProtocolError(
+                f"the parameters of {self.label} must be put before its first update, {self._missing} bytes are missing"
+            )
+
+    def take_new(self) -> None:
+        """Makes what has been put count."""
+        for number, changed in self._put.items():
+            self._arrays[number] = changed
+        self._put.clear()
 
     def _check(self, number: int, begin: int, nbytes: int) -> None:
         size = self._arrays[0].nbytes

@@ -38,12 +38,14 @@ class ServedParameter:
 
     Attributes:
         holder: the bucket whose pservers have it; None: only the workers do, as after an assignment.
+        begin: its first byte there.
     """
 
-    __slots__ = ("holder",)
+    __slots__ = ("begin", "holder")
 
     def __init__(self) -> None:
         self.holder: int | None = None
+        self.begin = 0
 
 
 class _Home(NamedTuple):
@@ -179,8 +181,8 @@ def bring(exchange: Exchange, bucket: int, pieces: Sequence[ServedPiece], number
         if parameter.holder != bucket:
             values = np.ascontiguousarray(piece.component.numpy()).reshape(-1).view(np.uint8)
             puts.append((0, piece.begin, values))
-            if parameter.holder is None:
-                mark = _marked(mark, index, 0, values)
+            # Mode "async": a bucket that had others, or none, takes no gradient before all ranks bring these.
+            mark = _marked(mark, index, 0, values) if parameter.holder is None else mark | _ASSIGNED
         for number, slot in enumerate(piece.slots, 1):
             home = _Home(bucket, number, piece.begin)
             if slot.pending is not None:
@@ -194,7 +196,7 @@ def bring(exchange: Exchange, bucket: int, pieces: Sequence[ServedPiece], number
     if first:
         _put(exchange, bucket, puts)
     for piece in pieces:  # not earlier: after an interruption the next step brings all of it again
-        piece.parameter.holder = bucket
+        piece.parameter.holder, piece.parameter.begin = bucket, piece.begin
     for slot, home in homes:
         slot.home, slot.pending, slot.compared = home, None, True
     return StepNumbers(mark, tuple(numbers)).pack()
