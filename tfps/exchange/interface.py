@@ -222,6 +222,25 @@ class Exchange(Protocol):
             TfpsError: a pserver does not answer, or the job has failed.
         """
 
+    def rest(self) -> None:
+        """In mode "async": this rank takes no further step before all ranks rest, and holds up nobody meanwhile.
+
+        Its pushes must have been answered, or wait for other ranks.
+
+        Raises:
+            MismatchError: others wait for this rank to take its first step, or to assign values as they have.
+            TfpsError: a pserver does not answer, or the job has failed.
+        """
+
+    def ticket(self, counter: str) -> int:
+        """Draws a number that no rank has drawn from `counter` (at most 256 characters).
+
+        Each rank's first is its rank, the others count up from the number of workers. Costs a round trip.
+
+        Raises:
+            TfpsError: the pserver does not answer, or does not know the job any more.
+        """
+
     def push(
         self,
         bucket: int,
@@ -245,7 +264,8 @@ class Exchange(Protocol):
                 receiver threads, maybe never; a call may be late, even later than the reply.
             numbers: `StepNumbers.pack` of the step, for a bucket with an update, whose reply is the new parameters. If
                 the bucket has a codec, too, the reply is what every rank must add (float32, denormals flushed) to what
-                it has of them: then all have the same, bit for bit, and close to the pservers' own parameters.
+                it has of them: then all have the same, bit for bit, and close to the pservers' own parameters. In mode
+                "async" the reply is always the parameters, and a push without payload and numbers only reads them.
 
         Raises:
             ProtocolError: there is no such bucket, or the payload has the wrong size.

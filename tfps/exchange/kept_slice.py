@@ -39,6 +39,11 @@ class KeptSlice:
         self._missing = nbytes  # bytes of parameters that have not been put yet
         self._runs = _runs(spec, first, items)
 
+    @property
+    def nbytes(self) -> int:
+        """Of the parameters."""
+        return self._arrays[0].nbytes
+
     def put(self, number: int, begin: int, values: Buffer) -> None:
         """Replaces the bytes from `begin` on of array `number`, from the next update on; parameters are shown, too.
 
@@ -73,13 +78,8 @@ class KeptSlice:
         Raises:
             ProtocolError: the parameters have not been put.
         """
-        if self._missing:
-            raise ProtocolError(
-                f"the parameters of {self.label} must be put before its first update, {self._missing} bytes are missing"
-            )
-        for number, changed in self._put.items():
-            self._arrays[number] = changed
-        self._put.clear()
+        self.check_put()
+        self.take_new()
         slots = {name: each for (name, _), each in zip(self.spec.slots, self._arrays[1:], strict=False)}
         g = np.frombuffer(gradient, np.uint8).view(np.float32)
         named = dict(zip(self.spec.numbers, numbers.values, strict=True))
@@ -90,6 +90,23 @@ class KeptSlice:
     def shown(self) -> NDArray[np.float32]:
         """What workers have of the parameters, if it is kept; see `Change`. Use it between an update and the next."""
         return self._arrays[-1]
+
+    def check_put(self) -> None:
+        """Checks that there are parameters.
+
+        Raises:
+            ProtocolError: they have not been put.
+        """
+        if self._missing:
+            raise ProtocolError(
+                f"the parameters of {self.label} must be put before its first update, {self._missing} bytes are missing"
+            )
+
+    def take_new(self) -> None:
+        """Makes what has been put count."""
+        for number, changed in self._put.items():
+            self._arrays[number] = changed
+        self._put.clear()
 
     def _check(self, number: int, begin: int, nbytes: int) -> None:
         size = self._arrays[0].nbytes

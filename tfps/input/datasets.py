@@ -7,8 +7,10 @@ Tested in tests/input/test_staging.py and tests/integration/test_input.py.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
+from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
@@ -22,6 +24,8 @@ from tfps.graph.tf_private import (
     of_any_size,
     values,
 )
+from tfps.input import generators
+from tfps.input.handing_out import Group, Groups, Stream
 from tfps.input.loops import Loop, LoopIterator
 from tfps.input.staging import END, TOKEN, Feed, Staging
 from tfps.types import Argument, Batches, Function, Structure
@@ -36,13 +40,15 @@ class StagedIteratorSpec(tf.TypeSpec):
         number: of the staging.
         element_spec: of one replica's batch.
         on_devices: True if batches are staged on the replicas' devices, False for the host.
+        hands_out: whether batches are handed out.
     """
 
-    __slots__ = ("_element_spec", "_number", "_on_devices")
+    __slots__ = ("_element_spec", "_number", "_on_devices", "hands_out")
     value_type = property(lambda self: StagedIterator)
 
-    def __init__(self, number: int, element_spec: Structure, on_devices: bool) -> None:
+    def __init__(self, number: int, element_spec: Structure, on_devices: bool, hands_out: bool = False) -> None:
         self._number, self._element_spec, self._on_devices = number, element_spec, on_devices
+        self.hands_out = hands_out
 
     @property
     def staging(self) -> Staging:
@@ -62,7 +68,7 @@ class StagedIteratorSpec(tf.TypeSpec):
         return distribute_utils.regroup(stage.take(key), always_wrap=stage.replicas > 1)
 
     def _serialize(self) -> tuple[object, ...]:
-        return self._number, self._element_spec, self._on_devices
+        return self._number, self._element_spec, self._on_devices, self.hands_out
 
     @property
     def _component_specs(self) -> list[tf.TensorSpec]:
@@ -166,7 +172,7 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
                 begin = spans.now()
                 if lockstep is not None:
                     lockstep.request_eagerly(self._feed.number)
-                key, text, _ = tf.raw_ops.QueueDequeueV2(handle=self._tokens, component_types=TOKEN)
+                key, text, _ = self._dequeued()
                 if spans.recorder.enabled:
                     spans.input(begin)
                 if text.numpy():
@@ -175,12 +181,20 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
                 return key
             asked = [] if lockstep is None else [lockstep.request_in_graph(self._number)]
             with tf.control_dependencies(asked):
-                key, text, rows = tf.raw_ops.QueueDequeueV2(handle=self._tokens, component_types=TOKEN)
+                key, text, rows = self._dequeued()
             key.set_shape([])
             if (last_batch := self._spec.staging.last_batch) is not None:
                 last_batch.note(self, rows)
             with tf.control_dependencies([tf.debugging.Assert(tf.equal(text, ""), [text])]):
                 return tf.identity(key)
+
+    def _dequeued(self) -> list[tf.Tensor]:
+        """Returns the next token: its key, text and rows."""
+        if not self._spec.hands_out:
+            token: list[tf.Tensor] = tf.raw_ops.QueueDequeueV2(handle=self._tokens, component_types=TOKEN)
+            return token
+        both = tf.raw_ops.QueueDequeueManyV2(handle=self._tokens, n=2, component_types=TOKEN)
+        return [each[1] for each in both]  # behind GO
 
 
 class _Staged:
@@ -189,27 +203,45 @@ class _Staged:
     staging: Staging
     on_devices = True
     sources: list[tf.data.Dataset]
+    whole: Callable[[], list[tf.data.Dataset]] | None = None  # all workers' data, if it may be handed out
+    steps: int | None = None  # in which all workers use up an epoch of what is handed out; None: all data is an epoch
+    _stream: Stream | None = None  # of such epochs
 
     def __iter__(self: Batches) -> Batches:
         if self.staging.closed or not tf.executing_eagerly():
             iterator = super().__iter__()  # type: ignore[misc]
             lockstep = None if self.staging.closed else self.staging.lockstep
             return iterator if lockstep is None else LoopIterator(iterator, self.staging, Loop(lockstep))
+        extended = self._strategy.extended
+        whole = self.whole if extended.hands_out else None
+        sources = self.sources if whole is None else whole()
         pads = self._enable_get_next_as_optional
-        element_spec = self.sources[0].element_spec
+        element_spec = sources[0].element_spec
         if pads and len(self.staging.devices) > 1:  # some replicas may get an empty batch at the end
             element_spec = of_any_size(element_spec)
-        spec = StagedIteratorSpec(self.staging.number, element_spec, self.on_devices)
+        spec = StagedIteratorSpec(self.staging.number, element_spec, self.on_devices, whole is not None)
         stage = self.staging.stage(element_spec, on_devices=self.on_devices)
-        known = [int(source.cardinality()) for source in self.sources]
+        groups = functools.partial(Groups, sources, stage.replicas, element_spec, pads)
+        known = [int(source.cardinality()) for source in sources]
         batches = None
         if min(known) >= 0:
             each = known if len(known) == stage.replicas else [known[0] / stage.replicas]
             batches = math.ceil(max(each)) if pads else math.floor(min(each))
-        meets = self._strategy.extended.shards  # else this worker iterates alone
-        feed = Feed(self.staging, stage, self.sources, element_spec, pads, batches, meets)
+        meets = extended.shards  # else this worker iterates alone
+        chosen = groups() if whole is None else self._next_epoch(groups)
+        feed = Feed(self.staging, stage, chosen, batches, meets, hands_out=whole is not None)
         with tf.device(HOST):
             return StagedIterator(spec, feed.tokens.queue_ref, tf.constant(feed.number, tf.int64), feed)
+
+    def _next_epoch(self, open_groups: Callable[[], Iterator[Group]]) -> Iterator[Group]:
+        """Returns the batches of the next epoch that this worker draws."""
+        if self.steps is None or self._stream is None:
+            self._stream = Stream(open_groups, self.staging.ticket)
+        return self._stream.epoch(f"batches/{self.staging.next_epoch()}", self.steps)
+
+    def begin_anew(self) -> None:
+        """Makes the next epoch begin with the first batch."""
+        self._stream = None
 
 
 class StagedDataset(_Staged, DistributedDataset):
@@ -259,7 +291,38 @@ def distribute_dataset(
         "input_context": context,
         "options": options,
     }
-    return _made(staging, DistributedDataset, StagedDataset, arguments, options)
+    made = _made(staging, DistributedDataset, StagedDataset, arguments, options)
+    if isinstance(made, _Staged) and extended.hands_out and _may_be_handed_out(dataset):
+        # As for one worker with all replicas of the job.
+        everything = tf.distribute.InputContext(num_replicas_in_sync=context.num_replicas_in_sync)
+        made.whole = functools.cache(
+            lambda: list(DistributedDataset(**{**arguments, "input_context": everything})._cloned_datasets)
+        )
+    return made
+
+
+def _may_be_handed_out(dataset: Batches) -> bool:
+    """Whether each worker may read all of `dataset`, rather than what its program or its files give it."""
+    if not isinstance(dataset, tf.data.Dataset):
+        return False
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    return bool(policy in (tf.data.experimental.AutoShardPolicy.AUTO, tf.data.experimental.AutoShardPolicy.DATA))
+
+
+def distribute_rows(
+    extended: tf.distribute.StrategyExtended,
+    staging: Staging | None,
+    dataset: tf.data.Dataset,
+    context: tf.distribute.InputContext,
+    options: tf.distribute.InputOptions | None,
+) -> Batches:
+    """Returns what `distribute_dataset` does, for batches that are cut by rows; see generators.py."""
+    replicas, own = context.num_replicas_in_sync, len(extended._devices)
+    split = generators.own_rows(dataset, replicas, own * context.input_pipeline_id, own)
+    made = distribute_datasets_from_function(extended, staging, lambda _: split, context, options)
+    if isinstance(made, _Staged) and extended.hands_out:
+        made.whole = functools.cache(lambda: [generators.own_rows(dataset, replicas, 0, replicas)])
+    return made
 
 
 def distribute_datasets_from_function(

@@ -15,10 +15,11 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
+from tfps.errors import TfpsError, to_text
 from tfps.graph.ops import HOST
 from tfps.graph.shares import UNKNOWN, LastBatch, rows_of
-from tfps.graph.tf_private import dummy_batch
 from tfps.input.areas import Area, Stage
+from tfps.input.handing_out import Group
 from tfps.input.lockstep import Lockstep
 from tfps.runtime.runtime import Runtime
 from tfps.types import Structure
@@ -28,8 +29,8 @@ logger = logging.getLogger("tfps")
 # workers, and per local replica (UNKNOWN if not known).
 TOKEN = [tf.int64, tf.string, tf.int64]
 END = -1
+GO = -2  # precedes each token of an iterator whose batches are handed out: it leaves the queue with that token
 _JOIN_S = 2.0  # for a thread that may be inside the user's generator, which cannot be interrupted
-_MISSING = object()
 
 
 class Staging:
@@ -52,10 +53,11 @@ class Staging:
         free: bool = False,
     ) -> None:
         self.devices, self.depth, self.last_batch = tuple(devices), depth, last_batch
-        self.spans = runtime.spans
+        self.spans, self._runtime = runtime.spans, runtime
         self.closed = False
         self.lockstep = Lockstep.of(runtime) if runtime.exchange.workers > 1 and not free else None
         self.workers = runtime.exchange.workers
+        self.ticket = runtime.exchange.ticket
         self.keys = itertools.count()
         self.number = next(_numbers)
         _stagings[self.number] = self
@@ -97,6 +99,10 @@ class Staging:
         with tf.device(HOST):
             return tf.raw_ops.QueueDequeueV2(handle=self.ended.queue_ref, component_types=[tf.int64])[0]
 
+    def next_epoch(self) -> int:
+        """Returns the number of the next epoch that is handed out, which is the same on all ranks."""
+        return next(_epochs.setdefault(self._runtime, itertools.count()))
+
     def started(self, feed: Feed) -> bool:
         """Registers `feed` as running; returns False if staging is closed."""
         with self._lock:
@@ -130,6 +136,7 @@ class Staging:
 
 
 _numbers = itertools.count()
+_epochs: weakref.WeakKeyDictionary[Runtime, Iterator[int]] = weakref.WeakKeyDictionary()
 _stagings: weakref.WeakValueDictionary[int, Staging] = weakref.WeakValueDictionary()
 
 
@@ -137,27 +144,24 @@ class Feed:
     """Host side of one iterator: its key queue and the thread that fills it, started on first use.
 
     Args:
-        datasets: this worker's: one that all replicas read in turn, or one per replica.
-        element_spec: of one replica's batch.
-        pads: replicas without data at the end get an empty batch; otherwise the last, partial group is dropped.
+        groups: what it stages.
         batches: number of steps in the data; None if unknown or infinite.
         meets: several workers synchronize at the first batch that eager code takes.
+        hands_out: a batch that this worker gets is no other's, so the next one is asked for only once a step has taken
+            the one before.
     """
 
     def __init__(
         self,
         staging: Staging,
         stage: Stage,
-        datasets: Sequence[tf.data.Dataset],
-        element_spec: Structure,
-        pads: bool,
+        groups: Iterator[Group],
         batches: int | None,
         meets: bool,
+        hands_out: bool = False,
     ) -> None:
-        self._staging, self._stage = staging, stage
-        self._element_spec, self._pads = element_spec, pads
-        with tf.device(HOST):  # now, as without staging: even an unused iterator advances reshuffling
-            self._sources = [iter(dataset) for dataset in datasets]
+        self._staging, self._stage, self._hands_out = staging, stage, hands_out
+        self._groups: Iterator[Group] | None = groups
         self._rows: dict[int, list[int]] = {}  # of each local replica, by key of the staged batch
         self._unknown = [UNKNOWN] * (1 + stage.replicas)
         self._lock = threading.Lock()  # guards _thread
@@ -167,9 +171,8 @@ class Feed:
         with tf.init_scope(), tf.device(HOST):
             # With several workers tokens are enqueued only on request, and `room` limits how much is staged.
             together = staging.lockstep is not None
-            self.tokens = tf.queue.FIFOQueue(
-                1000 if together else staging.depth - 1, TOKEN, [[], [], [1 + stage.replicas]], name="tfps_batches"
-            )
+            room = 1000 if together else 1 if hands_out else staging.depth - 1
+            self.tokens = tf.queue.FIFOQueue(room, TOKEN, [[], [], [1 + stage.replicas]], name="tfps_batches")
             self._room = tf.queue.FIFOQueue(10**6, [tf.bool], [[]], name="tfps_room") if together else None
         self._line = None
         if staging.lockstep is not None:
@@ -243,20 +246,21 @@ class Feed:
             self._take_out(key)
             self._staging.finished(self)
 
-    def _read(self) -> Iterator[list[Structure]]:
+    def _read(self) -> Iterator[Group]:
         """Yields groups of batches, one per replica."""
-        sources, self._sources = self._sources, []
-        replicas = self._stage.replicas
-        while not self.stopped:
-            group = [next(sources[replica % len(sources)], _MISSING) for replica in range(replicas)]
-            missing = sum(batch is _MISSING for batch in group)
-            if missing == replicas or (missing and not self._pads):
+        groups, self._groups = self._groups, None
+        while not self.stopped and groups is not None:
+            self._go()
+            group = next(groups, None)
+            if group is None:
                 return
-            if missing:
-                with tf.device(HOST):
-                    group = [dummy_batch(self._element_spec) if each is _MISSING else each for each in group]
             yield group
             del group
+
+    def _go(self) -> None:
+        """If batches are handed out, waits until the last one has been taken."""
+        if self._hands_out:
+            self._put_token(GO, "", self._unknown)
 
     def _wait_for_room(self) -> None:
         if self._room is not None:
@@ -284,6 +288,7 @@ class Feed:
                 self._wait_for_room()
         self._put_token(END, text, self._unknown)
         while True:
+            self._go()
             self._put_token(END, "", self._unknown)
 
     def _put_token(self, key: int, text: str, rows: list[int]) -> None:
@@ -311,7 +316,7 @@ class Feed:
                 left += self._line.leave()
             self._rows.clear()
             for each in left:
-                if each != END:
+                if each not in (END, GO):
                     self._stage.take(tf.constant(each, tf.int64))
 
 
@@ -331,4 +336,6 @@ def _sum(rows: list[int]) -> int:
 
 def _text(error: Exception) -> str:
     """Returns the message for an input pipeline error: its class and its text."""
+    if isinstance(error, TfpsError):  # no error of the pipeline
+        return to_text(error)
     return f"the input pipeline failed: {type(error).__name__}: {getattr(error, 'message', None) or error}"

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfps.errors import MismatchError
 from tfps.graph.shares import UNKNOWN
+from tfps.keras_hooks.epochs import end_epoch
 from tfps.keras_hooks.weighing import mean
 from tfps.types import Array, Callback, Logs, Model
 
@@ -35,8 +36,10 @@ def agree_on_logs(strategy_class: type[tf.distribute.Strategy]) -> None:
 
     @functools.wraps(epoch_logs)
     def get_metrics_result_or_logs(self: Model, logs: Logs) -> Logs:
-        results = epoch_logs(self, logs)
         strategy = strategy_of(self)
+        if strategy is not None:
+            end_epoch(strategy, self)
+        results = epoch_logs(self, logs)
         return results if strategy is None else _agreed(strategy, self, logs, results is not logs)
 
     keras.Model._get_metrics_result_or_logs = get_metrics_result_or_logs

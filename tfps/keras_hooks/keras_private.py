@@ -9,6 +9,7 @@ Tested in tests/test_versions.py.
 from __future__ import annotations
 
 import keras
+import tensorflow as tf
 
 from tfps.graph.private_names import needs
 from tfps.graph.tf_private import SUPPORTED
@@ -34,6 +35,12 @@ try:
     needs(keras.Model, "compute_loss", "_maybe_symbolic_build")  # the latter takes a batch to infer shapes
     needs(keras.metrics.Mean, "update_state")
     needs(trainer_module.TFEpochIterator, "_distributed_dataset")  # has the spec of its batches
+
+    # Wrapped where workers do not step together (epochs.py): an epoch then ends with the data, not after so many steps.
+    needs(trainer_module.TFEpochIterator, "reset", "catch_stop_iteration", "_enumerate_iterator", "tf_sync")
+    needs(trainer_module.TFEpochIterator, "_distribute_strategy")
+    needs(trainer_module.TFEpochIterator, "steps_per_epoch", "steps_per_execution", "data_adapter", "_num_batches")
+    needs(keras.Model, "evaluate")
 
     # Wrapped because ranks and replicas would otherwise act or decide separately.
     needs(keras.Model, "distribute_strategy")  # tells which models to handle
@@ -77,6 +84,16 @@ except (ImportError, AttributeError) as error:  # a module, or a class in one
 def distributed_dataset(epochs: Batches) -> Batches:
     """Returns the distributed dataset of `fit`'s epoch iterator."""
     return epochs._distributed_dataset
+
+
+def strategy_of_epochs(epochs: Batches) -> tf.distribute.Strategy | None:
+    """Returns the strategy of `fit`'s epoch iterator."""
+    return epochs._distribute_strategy
+
+
+def without_limit(epochs: Batches) -> None:
+    """Makes `fit`'s epoch iterator go on until a step finds the end of the data."""
+    epochs.steps_per_epoch = epochs._num_batches = None
 
 
 def losses_of(layer: Layer) -> list[Value]:

@@ -23,6 +23,7 @@ class Sharding(threading.local):
     """Per-thread switch for dividing work between workers: off while predicting; other threads may train."""
 
     on = True
+    evaluates = False  # whether this thread evaluates
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -32,6 +33,15 @@ class Sharding(threading.local):
             yield
         finally:
             self.on = before
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """In the block work is divided for evaluation."""
+        before, self.evaluates = self.evaluates, True
+        try:
+            yield
+        finally:
+            self.evaluates = before
 
     def kept_off(self, function: Function) -> Function:
         """Wraps `function` so that it is off in replica threads, too."""

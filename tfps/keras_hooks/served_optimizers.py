@@ -57,6 +57,7 @@ class ServedOptimizer(ServedRule):
         self._slots: dict[str, dict[str, ServedSlot]] = {}  # by variable and name
         for variable in variables:
             variable.served = variable.served or ServedParameter()
+            strategy.extended.newest.note(variable)
 
     @property
     def optimizer(self) -> Optimizer:

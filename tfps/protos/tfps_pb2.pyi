@@ -309,6 +309,20 @@ class Records(_message.Message):
     records: bytes
     def __init__(self, pserver: bool = ..., number: _Optional[int] = ..., host: _Optional[str] = ..., clock_offset_ns: _Optional[int] = ..., clock_error_ns: _Optional[int] = ..., records: _Optional[bytes] = ..., full: bool = ..., last: bool = ...) -> None: ...
 
+class RestReply(_message.Message):
+    __slots__ = ["failure"]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    failure: Failure
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class RestRequest(_message.Message):
+    __slots__ = ["incarnation", "rank"]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    rank: int
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+
 class Settings(_message.Message):
     __slots__ = ["compression", "delay_compensation", "deterministic", "fragments", "inner_steps", "mode", "outer_learning_rate", "outer_momentum", "overlap_steps", "own_share", "placement", "policy", "slice_bytes", "staleness", "update", "window_bytes"]
     COMPRESSION_FIELD_NUMBER: _ClassVar[int]
@@ -398,6 +412,24 @@ class StatusRequest(_message.Message):
     details: bool
     incarnation: str
     def __init__(self, incarnation: _Optional[str] = ..., details: bool = ...) -> None: ...
+
+class TakeReply(_message.Message):
+    __slots__ = ["failure", "number"]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    failure: Failure
+    number: int
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
+
+class TakeRequest(_message.Message):
+    __slots__ = ["counter", "incarnation", "rank"]
+    COUNTER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    counter: str
+    incarnation: str
+    rank: int
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., counter: _Optional[str] = ...) -> None: ...
 
 class TraceReply(_message.Message):
     __slots__ = ["failure"]

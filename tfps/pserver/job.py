@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from tfps.config import Config
 from tfps.errors import (
@@ -20,10 +19,11 @@ from tfps.errors import (
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.layout import Layout
 from tfps.pserver.job_status import ErrorCounts, job_status
-from tfps.pserver.membership import Applicant, Member, Membership, State, first_difference
+from tfps.pserver.membership import Applicant, Declaration, Member, Membership, State, first_difference
 from tfps.pserver.owned_slice import Taken
 from tfps.pserver.recording import Recording
-from tfps.pserver.replies import reply_gather, reply_sum
+from tfps.pserver.replies import reply, reply_each
+from tfps.pserver.resting import Counters, not_assigned, released, without
 from tfps.pserver.shard import OwnedBucket, Shard
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
@@ -32,15 +32,6 @@ from tfps.wire.frames import EMPTY, Header, Kind
 from tfps.wire.send_queue import SendQueue
 from tfps.wire.shared_memory import Attached, Place, Target
 from tfps.wire.status import JobStatus
-
-
-@dataclass(slots=True)
-class _Declaration:
-    """The ranks' declarations of one number."""
-
-    lines: dict[int, list[str]] = field(default_factory=dict)
-    specs: Sequence[BucketSpec] = ()
-    agreed: bool = False
 
 
 class Job:
@@ -57,12 +48,13 @@ class Job:
     ) -> None:
         self._recorder, self._errors, self._max_memory = recorder, errors, max_memory
         self.recording = Recording(recorder)
+        self.counters = Counters(workers)
         self._changed = threading.Condition()  # guards all below; notified when a waiting declare may go on
         self._membership = Membership(workers, name)
         self._shard = Shard(Config(), workers, 1, 0, recorder, max_memory)  # replaced when the first worker joins
         self._queues: dict[int, SendQueue] = {}
         self._ends: dict[int, Callable[[], object]] = {}  # end the push streams
-        self._declarations: list[_Declaration] = []
+        self._declarations: list[Declaration] = []
         self._failure: TfpsError | None = None
 
     # Membership
@@ -107,13 +99,9 @@ class Job:
                 self._shard = Shard(config, *of, self._recorder, self._max_memory)
             if member.state is State.JOINED:
                 member.memory = memory
-                self._queues[member.rank] = SendQueue(
-                    config.first_window_bytes,
-                    config.policy,
-                    piggyback=False,
-                    recorder=self._recorder,
-                    rank=member.rank,
-                )
+                window, policy, recorder = config.first_window_bytes, config.policy, self._recorder
+                queue = SendQueue(window, policy, piggyback=False, recorder=recorder, rank=member.rank)
+                self._queues[member.rank] = queue
             return member
 
     def open_stream(self, rank: int, stream: str, end: Callable[[], object] | None = None) -> SendQueue:
@@ -168,13 +156,13 @@ class Job:
             if ended := self.recording.gone(rank):
                 self._announce(Header(Kind.TRACE, step=ended))
         self._queues[rank].close()
+        self._shard.pace.leave(rank)
         for bucket in self._shard.buckets:
             for item in bucket.slices.values():
-                with item.lock:
-                    waited_for = item.round.started and rank not in item.round.arrived
-                if waited_for:
-                    self._fail_left(member, item.round.step, bucket.spec.name)
+                if (step := item.needs(rank)) is not None:
+                    self._fail_left(member, step, bucket.spec.name)
                     return
+        reply_each(self._queues, released(self._shard))
 
     def fail(self, error: TfpsError) -> None:
         """Fails the job: every member's streams end with `error`. Only the first error counts."""
@@ -245,7 +233,7 @@ class Job:
         if number > count or (number == count and number and not self._declarations[-1].agreed):
             raise ProtocolError(f"number of a declaration must be at most {count}, got {number}")
         if number == count:
-            self._declarations.append(_Declaration())
+            self._declarations.append(Declaration())
         declaration = self._declarations[number]
         if rank in declaration.lines:
             raise ProtocolError(f"declaration {number} must come once from rank {rank}, got it twice")
@@ -256,7 +244,7 @@ class Job:
                 self.fail(MismatchError(difference))
             self._changed.notify_all()
 
-    def _decided(self, rank: int, declaration: _Declaration) -> bool:
+    def _decided(self, rank: int, declaration: Declaration) -> bool:
         if self._failure is not None or declaration.agreed:
             return True
         gone = self._membership.gone()
@@ -343,6 +331,7 @@ class Job:
         taken = item.take(rank, header, payload, target, bucket.next)
         member.step = max(member.step, header.step)
         member.wait_s += taken.wait_ns / 1e9  # only its stream's thread writes both
+        reply_each(self._queues, taken.answers)
         if taken.result is not None:
             self._reply(header, taken.result, gather, taken)
         elif (gone := self._membership.gone()) and (late := item.waits_for(gone, taken.step)):
@@ -366,13 +355,10 @@ class Job:
                 raise ProtocolError(f"bucket must be one of the {len(self._shard.buckets)} declared ones, got {number}")
             return self._shard.buckets[number]
 
-    def missing(self, bucket: int) -> list[str]:
-        """The ranks whose push of a slice of `bucket` others wait for."""
+    def missing(self, bucket: int, asking: int) -> list[str]:
+        """The ranks whose push of a slice of `bucket` others wait for, as rank `asking` does."""
         with self._changed:
-            ranks: set[int] = set()
-            for item in self.bucket(bucket).slices.values():
-                with item.lock:
-                    ranks.update(item.round.missing() if item.round.started else ())
+            ranks = {rank for item in self.bucket(bucket).slices.values() for rank in item.missing(asking)}
             return [self._membership.describe(rank) for rank in sorted(ranks)]
 
     def undeclared(self) -> list[str]:
@@ -389,12 +375,23 @@ class Job:
         with self._changed:
             loads = {rank: queue.load for rank, queue in self._queues.items()}
             buckets = self._shard.buckets
-            rounds = [item.round for bucket in buckets for item in bucket.slices.values()]
-            return job_status(self._membership, self._failure, len(buckets), rounds, loads)
+            slices = [item for bucket in buckets for item in bucket.slices.values()]
+            return job_status(self._membership, self._failure, len(buckets), slices, loads)
 
     def _reply(self, push: Header, result: memoryview, gather: bool, taken: Taken) -> None:
-        queues = dict(self._queues)
-        if gather:
-            reply_gather(queues.values(), push, result, self._shard.config.first_slice_bytes)
-        else:
-            reply_sum(queues, push, result, taken)
+        reply(dict(self._queues), push, result, gather, taken, self._shard.config.first_slice_bytes)
+
+    # Mode "async"
+
+    def rest(self, rank: int) -> None:
+        """`rank` is where all ranks meet; see RestRequest.
+
+        Raises:
+            TfpsError: the job has failed, or fails because others wait for this rank.
+        """
+        if (bucket := without(self._shard, rank)) is not None:
+            self.fail(MismatchError(not_assigned(self._membership.describe(rank), bucket)))
+        with self._changed:
+            self._raise_failure()
+        self._shard.pace.rest(rank)
+        reply_each(self._queues, released(self._shard))

@@ -1,4 +1,4 @@
-"""The status of a pserver's job, from its members and rounds, and the pserver's error counts.
+"""The status of a pserver's job, from its members and slices, and the pserver's error counts.
 
 Tested in tests/pserver/test_metrics.py.
 """
@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from tfps.errors import TfpsError
-from tfps.exchange.aggregate import GatherRound, SumRound
 from tfps.pserver.membership import Membership
+from tfps.pserver.owned_slice import OwnedSlice
 from tfps.wire.send_queue import Load
 from tfps.wire.status import ErrorCount, JobStatus, MemberStatus
 
@@ -20,11 +20,11 @@ def job_status(
     membership: Membership,
     failure: TfpsError | None,
     buckets: int,
-    rounds: Sequence[SumRound | GatherRound],
+    slices: Sequence[OwnedSlice],
     loads: Mapping[int, Load],
 ) -> JobStatus:
-    """Builds the status of a job from its members, rounds and stream loads."""
-    arrived = [ranks for round_ in rounds if (ranks := round_.arrived)]  # a round that ends replaces its set
+    """Builds the status of a job from its members, slices and stream loads."""
+    awaited = [ranks for item in slices if (ranks := item.missing())]
     members = sorted(membership.members.values(), key=lambda member: member.rank)
     return JobStatus(
         job=members[0].applicant.job if members else "",
@@ -32,9 +32,9 @@ def job_status(
         state=_state(membership, failure),
         reason=str(failure or ""),
         buckets=buckets,
-        slices=len(rounds),
-        shard_bytes=sum(round_.nbytes for round_ in rounds if isinstance(round_, SumRound)),
-        open_slices=len(arrived),
+        slices=len(slices),
+        shard_bytes=sum(item.nbytes for item in slices),
+        open_slices=len(awaited),
         members=tuple(
             MemberStatus(
                 rank=member.rank,
@@ -43,7 +43,7 @@ def job_status(
                 state=member.state.value,
                 step=member.step,
                 wait_s=member.wait_s,
-                awaited_slices=sum(member.rank not in ranks for ranks in arrived),
+                awaited_slices=sum(member.rank in ranks for ranks in awaited),
                 shared_memory=member.memory is not None,
                 **loads[member.rank]._asdict(),
             )

@@ -1,6 +1,6 @@
-"""The calls Put and Get: what slices with an update keep.
+"""The calls Put and Get: what slices with an update keep. Rest and Take: mode "async".
 
-Tested in tests/pserver/test_updated_slice.py.
+Tested in tests/pserver/test_updated_slice.py and tests/worker/test_async.py.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tfps.errors import ProtocolError
+from tfps.exchange.kept_slice import KeptSlice
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.job import Job
 from tfps.pserver.owned_slice import OwnedSlice
-from tfps.pserver.updated_slice import UpdatedSlice
 from tfps.wire.control import KEPT_PIECE_BYTES
 
 
@@ -48,7 +48,28 @@ def get(job_of: Callable[[str], Job], request: pb.GetRequest, context: object) -
         return pb.GetReply(values=kept.get(request.number, request.begin, request.nbytes))
 
 
-def _kept(job_of: Callable[[str], Job], request: pb.PutRequest | pb.GetRequest) -> tuple[OwnedSlice, UpdatedSlice]:
+def rest(job_of: Callable[[str], Job], request: pb.RestRequest, context: object) -> pb.RestReply:
+    """Answers Rest.
+
+    Raises:
+        MismatchError: others wait for this rank to assign values.
+        TfpsError: the job has failed, or is not known.
+    """
+    job_of(request.incarnation).rest(request.rank)
+    return pb.RestReply()
+
+
+def take(job_of: Callable[[str], Job], request: pb.TakeRequest, context: object) -> pb.TakeReply:
+    """Answers Take.
+
+    Raises:
+        ProtocolError: see `Counters.take`.
+        TfpsError: the job is not known.
+    """
+    return pb.TakeReply(number=job_of(request.incarnation).counters.take(request.counter, request.rank))
+
+
+def _kept(job_of: Callable[[str], Job], request: pb.PutRequest | pb.GetRequest) -> tuple[OwnedSlice, KeptSlice]:
     bucket = job_of(request.incarnation).bucket(request.bucket)
     owned = bucket.slices.get(request.slice)
     if owned is None or owned.kept is None:

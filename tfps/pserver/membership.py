@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tfps.errors import ConnectError, MismatchError
+from tfps.exchange.interface import BucketSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire.shared_memory import Attached
 
@@ -101,6 +102,15 @@ class Member:
     def go(self) -> None:
         """Marks it as gone (left or died) and drops its memory."""
         self.state, self.memory = State.GONE, None
+
+
+@dataclass(slots=True)
+class Declaration:
+    """The ranks' declarations of one number."""
+
+    lines: dict[int, list[str]] = field(default_factory=dict)
+    specs: Sequence[BucketSpec] = ()
+    agreed: bool = False
 
 
 class Membership:

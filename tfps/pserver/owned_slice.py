@@ -6,19 +6,30 @@ Tested in tests/pserver/test_job.py.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from tfps.errors import ProtocolError
 from tfps.exchange.aggregate import GatherRound, SumRound
+from tfps.exchange.kept_slice import KeptSlice
 from tfps.pserver.updated_slice import UpdatedSlice
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
 from tfps.wire.encoding import Encoding
 from tfps.wire.frames import EMPTY, LAST, WHOLE, Header
 from tfps.wire.shared_memory import Target
+
+
+class Answer(NamedTuple):
+    """What one rank gets for its push `header`; with `target` it is there already, else it is the payload."""
+
+    rank: int
+    header: Header
+    nbytes: int
+    payload: memoryview | None
+    target: Target | None = None
 
 
 class Taken(NamedTuple):
@@ -31,6 +42,7 @@ class Taken(NamedTuple):
         targets: of the ranks that get the sum in shared memory, not in a frame.
         encoding: of the result, where that is to be encoded.
         flags: of the reply's frames.
+        answers: for single ranks, where there are no rounds.
     """
 
     step: int
@@ -39,6 +51,7 @@ class Taken(NamedTuple):
     targets: dict[int, Target]
     encoding: Encoding | None = None
     flags: int = 0
+    answers: Sequence[Answer] = ()
 
 
 class OwnedSlice:
@@ -50,7 +63,7 @@ class OwnedSlice:
         self.lock = threading.Lock()
         self.first_ns = 0  # first push of this round, on the recorder's clock
         self.round: SumRound | GatherRound
-        self.kept: UpdatedSlice | None = None  # guarded by the lock, too
+        self.kept: KeptSlice | None = None  # guarded by the lock, too
         self._targets: dict[int, Target] = {}
         self._recorder = recorder
 
@@ -84,14 +97,33 @@ class OwnedSlice:
                 result, encoding, flags = self._finish(header.step + 1 in upcoming)
                 targets, self._targets = self._targets, targets
                 if recorder.enabled:
-                    self._record(rank, header, len(result))
+                    self._record(rank, header, len(result), self.first_ns)
             return Taken(self.round.step, wait_ns, result, targets, encoding, flags)
+
+    @property
+    def _gathers(self) -> bool:
+        return isinstance(self.round, GatherRound)
 
     def _finish(self, last: bool) -> tuple[memoryview, Encoding | None, int]:
         """Returns the result of the complete round, its encoding, and the reply's flags; `last`: the slice ends."""
         step = self.round.step
         result = self.round.finish()
-        return result if self.kept is None else self.kept.updated(result, step), None, 0
+        return self.kept.updated(result, step) if isinstance(self.kept, UpdatedSlice) else result, None, 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of a sum; 0 for a gather."""
+        return self.round.nbytes if isinstance(self.round, SumRound) else 0
+
+    def missing(self, asking: int | None = None) -> list[int]:
+        """The ranks that others wait for, or `asking` alone if it is not the same for all."""
+        with self.lock:
+            return self.round.missing() if self.round.started else []
+
+    def needs(self, rank: int) -> int | None:
+        """The step for which others wait and that does not end without `rank`; None if there is none."""
+        with self.lock:
+            return self.round.step if self.round.started and rank not in self.round.arrived else None
 
     def waits_for(self, ranks: Collection[int], step: int) -> list[int]:
         """Those of `ranks` that the round of `step` waits for; none if it is over."""
@@ -118,15 +150,15 @@ class OwnedSlice:
         part = None if header.flags & EMPTY else np.frombuffer(payload, np.uint8).view(round_.dtype)
         round_.add(rank, header.step, part, owned=target is None and not payload.readonly)
 
-    def _record(self, rank: int, header: Header, nbytes: int) -> None:
-        """Records the round that `rank` completed: one span, also for all pieces of a gather."""
+    def _record(self, rank: int, header: Header, nbytes: int, begin_ns: int) -> None:
+        """Records what `rank` completed, a round or its own push: one span, also for all pieces of a gather."""
         self._recorder.span(
             "aggregate",
-            self.first_ns,
+            begin_ns,
             self._recorder.clock(),
             step=header.step,
             bucket=header.bucket,
-            slice=NONE if isinstance(self.round, GatherRound) else header.index,
+            slice=NONE if self._gathers else header.index,
             priority=header.priority,
             nbytes=nbytes,
             rank=rank,

@@ -8,10 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from tfps.exchange.slicing import cut
-from tfps.pserver.owned_slice import Taken
+from tfps.pserver.owned_slice import Answer, Taken
 from tfps.wire import frames
 from tfps.wire.frames import LAST, Header, Kind
 from tfps.wire.send_queue import Outgoing, SendQueue
+
+
+def reply(
+    queues: Mapping[int, SendQueue], push: Header, result: memoryview, gather: bool, taken: Taken, piece_bytes: int
+) -> None:
+    """Sends the `result` completed by `push`, of a gather or a sum, to all ranks."""
+    if gather:
+        reply_gather(queues.values(), push, result, piece_bytes)
+    else:
+        reply_sum(queues, push, result, taken)
 
 
 def reply_sum(queues: Mapping[int, SendQueue], push: Header, result: memoryview, taken: Taken) -> None:
@@ -28,6 +38,17 @@ def reply_sum(queues: Mapping[int, SendQueue], push: Header, result: memoryview,
         else:
             whole = whole or _whole(header, result)
             queue.put([whole])
+
+
+def reply_each(queues: Mapping[int, SendQueue], answers: Iterable[Answer]) -> None:
+    """Sends each answer to its rank alone."""
+    for rank, (_, _, bucket, index, priority, step, _), nbytes, payload, target in answers:
+        header = Header(Kind.REPLY, 0, bucket, index, priority, step)
+        queue = queues[rank]
+        if payload is None or queue.on_connection:
+            queue.put([Outgoing(header, nbytes, payload, target=target)])
+        else:
+            queue.put([_whole(header, payload)])
 
 
 def reply_gather(queues: Iterable[SendQueue], push: Header, result: memoryview, piece_bytes: int) -> None:

@@ -202,6 +202,8 @@ class ParameterServer:
             "Declare": self._declare,
             "Put": functools.partial(keeping.put, self._job_of),
             "Get": functools.partial(keeping.get, self._job_of),
+            "Rest": functools.partial(keeping.rest, self._job_of),
+            "Take": functools.partial(keeping.take, self._job_of),
             "Waiting": self._waiting,
             "Tune": self._tune,
             "Trace": self._trace,
@@ -274,7 +276,8 @@ class ParameterServer:
 
     def _waiting(self, request: pb.WaitingRequest, context: grpc.ServicerContext) -> pb.WaitingReply:
         job = self._job_of(request.incarnation)
-        return pb.WaitingReply(missing=job.undeclared() if request.declaration else job.missing(request.bucket))
+        missing = job.undeclared() if request.declaration else job.missing(request.bucket, request.rank)
+        return pb.WaitingReply(missing=missing)
 
     def _tune(self, request: pb.TuneRequest, context: grpc.ServicerContext) -> pb.TuneReply:
         self._job_of(request.incarnation).tune(layout_of(request.layout))

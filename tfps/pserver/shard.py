@@ -13,8 +13,10 @@ from tfps.exchange.encoded_sum import EncodedSumRound
 from tfps.exchange.interface import BucketSpec, parse_dtype
 from tfps.exchange.layout import Cutting, Layout, cut_anew, cut_sum
 from tfps.exchange.placement import Placer
+from tfps.pserver.async_slice import AsyncSlice, RankNumbers
 from tfps.pserver.compressed_slice import CompressedSlice
 from tfps.pserver.owned_slice import OwnedSlice
+from tfps.pserver.pace import Pace
 from tfps.pserver.shown_slice import ShownSlice
 from tfps.pserver.updated_slice import UpdatedSlice, UpdateNumbers, kept_arrays
 from tfps.trace.recorder import Recorder
@@ -32,10 +34,10 @@ class OwnedBucket:
     spec: BucketSpec
     slices: dict[int, OwnedSlice] = field(default_factory=dict)
     next: dict[int, dict[int, OwnedSlice]] = field(default_factory=dict)  # by first step
-    numbers: UpdateNumbers | None = None  # if it has an update
+    numbers: UpdateNumbers | RankNumbers | None = None  # if it has an update
 
     def take_numbers(self, rank: int, step: int, data: memoryview) -> TfpsError | None:
-        """See `UpdateNumbers.take`."""
+        """See `UpdateNumbers.take` and `RankNumbers.take`."""
         if self.numbers is None:
             raise ProtocolError(f"bucket '{self.spec.name}' has no update, got numbers for one")
         return self.numbers.take(rank, step, data)
@@ -62,6 +64,7 @@ class Shard:
         self.buckets: list[OwnedBucket] = []  # only grows, until `clear`: streams read it without the lock
         self._workers, self._pservers, self._recorder = workers, pservers, recorder
         self._placer = Placer(pservers, config.placement)
+        self.pace = Pace(workers, config.staleness)  # of mode "async"
 
     def check(self, specs: Sequence[BucketSpec]) -> None:
         """Checks that there is memory for `specs` beside the buckets that are here.
@@ -73,7 +76,9 @@ class Shard:
 
     def _check(self, specs: Sequence[BucketSpec], slice_bytes: int) -> None:
         parts = self._workers if self.config.deterministic else 1  # of a slice, that are kept
-        payload = sum(spec.nbytes * (parts + kept_arrays(spec)) for spec in specs) // self._pservers
+        copies = self._workers if self.config.delay_compensation else 0  # of parameters, as each rank has them
+        kept = sum(spec.nbytes * (kept_arrays(spec) + copies * bool(spec.update)) for spec in specs)
+        payload = (sum(spec.nbytes * parts for spec in specs) + kept) // self._pservers
         slices = sum(spec.nbytes // slice_bytes + 1 for spec in specs)
         if payload + slices * _SLICE_BYTES > self._max_memory:
             raise ConfigError(
@@ -86,7 +91,7 @@ class Shard:
         """Adds buckets that all ranks have declared."""
         for spec in specs:
             bucket = OwnedBucket(spec)
-            bucket.numbers = UpdateNumbers.of(spec)
+            bucket.numbers = self._numbers(spec)
             if spec.kind == "sum":
                 bucket.slices = self._slices(
                     spec, cut_sum(spec, self.config.first_slice_bytes, self._placer), bucket.numbers
@@ -113,8 +118,14 @@ class Shard:
         """Forgets all buckets."""
         self.buckets = []
 
+    def _numbers(self, spec: BucketSpec) -> UpdateNumbers | RankNumbers | None:
+        numbers = UpdateNumbers.of(spec)
+        if numbers is None or self.config.mode != "async":
+            return numbers
+        return RankNumbers(spec.name, numbers.spec, self._workers)
+
     def _slices(
-        self, spec: BucketSpec, cutting: Cutting, numbers: UpdateNumbers | None = None
+        self, spec: BucketSpec, cutting: Cutting, numbers: UpdateNumbers | RankNumbers | None = None
     ) -> dict[int, OwnedSlice]:
         """The slices of a sum that this pserver owns."""
         owned: dict[int, OwnedSlice] = {}
@@ -122,6 +133,10 @@ class Shard:
         for index, (piece, owner) in enumerate(zip(cutting.slices, cutting.owners, strict=True)):
             if owner == self.index:
                 label = f"slice {index} of bucket '{spec.name}'"
+                if isinstance(numbers, RankNumbers):
+                    delay = self.config.delay_compensation
+                    owned[index] = AsyncSlice(self._recorder, label, numbers, piece, self.pace, delay)
+                    continue
                 if codec is not None:
                     encoded = EncodedSumRound(label, self._workers, piece.nbytes, deterministic, codec)
                     kind = CompressedSlice if numbers is None else ShownSlice

@@ -12,6 +12,7 @@ from tfps.exchange.codecs import Codec
 from tfps.exchange.encoded_sum import EncodedSumRound
 from tfps.exchange.shown import Change
 from tfps.pserver.compressed_slice import CompressedSlice
+from tfps.pserver.updated_slice import UpdatedSlice
 from tfps.trace.recorder import Recorder
 from tfps.wire.encoding import Encoding
 
@@ -31,7 +32,7 @@ class ShownSlice(CompressedSlice):
 
     def _finish(self, last: bool) -> tuple[memoryview, Encoding | None, int]:
         round_, kept = self._sum_round, self.kept
-        if kept is None:
+        if not isinstance(kept, UpdatedSlice):
             raise ProtocolError(f"{round_.label} has nothing that a sum could update")
         if round_.whole:
             kept.skip(round_.step)

@@ -84,8 +84,8 @@ class Runtime:
         self.invariants: object | None = None  # see invariants.py
         self.trace_run: object | None = None  # the capture being recorded; see trace_run.py
         self._messages_seen = 0  # pump thread writes
-        self._exchanged = 0  # messages that led to an exchange; pump thread only
-        self._exchanged_now = 0  # by `exchange_now`
+        self._exchanged = self._exchanged_now = 0  # exchanges by messages (pump thread), and by `exchange_now`
+        self.before_exchange: Callable[[], None] | None = None  # called by `exchange_now`, but for updates by pservers
         self._before_close: list[Callable[[], None]] = []
         self._starting = False  # whether the pump works on a message; what pservers need may block it for long
         self._under_way = 0  # messages whose transfer has not finished; guarded by _progress
@@ -170,8 +170,10 @@ class Runtime:
     def _exchange_now(
         self, bucket: int, payload: Payload | None, tick: Callable[[float], None] | None, numbers: bytes
     ) -> Reply:
-        done = threading.Event()
-        replies: list[Reply] = []
+        spec = self.declared.spec(bucket)
+        if self.before_exchange is not None and not spec.update:
+            self.before_exchange()
+        done, replies = threading.Event(), list[Reply]()
 
         def on_reply(reply: Reply) -> None:
             replies.append(reply)
@@ -192,9 +194,7 @@ class Runtime:
         if replies[0].error is not None:
             raise replies[0].error
         if self.recorder.enabled:
-            spec = self.declared.spec(bucket)
-            nbytes = _size(as_bytes(payload))
-            self.spans.ready(begin, bucket, spec, step, nbytes)
+            self.spans.ready(begin, bucket, spec, step, _size(as_bytes(payload)))
             self.spans.waited(begin, self.spans.now(), bucket, spec, step)
         return replies[0]
 

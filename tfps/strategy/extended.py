@@ -41,6 +41,7 @@ from tfps.strategy.graph_view import picture, traced_function
 from tfps.strategy.initial_values import InitialValues
 from tfps.strategy.invariants import Invariants
 from tfps.strategy.local_gather import LocalGather
+from tfps.strategy.newest import Newest
 from tfps.strategy.on_read_variable import OnReadVariable
 from tfps.strategy.reductions import Reductions, check_one_device, divide, identity
 from tfps.strategy.served_bucket import update_eagerly
@@ -73,13 +74,14 @@ class Extended(CrossReplica):
         super().__init__(strategy, devices=list(devices))
         self.sharding = Sharding()
         depth = config.staging_depth
-        if workers > 1 and not self.free:
-            depth = max(depth, 1)  # else workers could not agree on where the data ends
+        if workers > 1 and not self.trains_alone:
+            depth = max(depth, 1)  # else workers could not agree on where the data ends, or who takes which batch
         self.last_batch = LastBatch(len(self._devices)) if self._num_replicas_in_sync > 1 else None
         self.staging = Staging(runtime, self._devices, depth, self.last_batch, free=self.free) if depth else None
         self._reductions = Reductions(runtime, free=self.free)
         self._local_gather = LocalGather(self._devices)
         self._initial_values = InitialValues(runtime)
+        self.newest = Newest(runtime, self.free and self.mode == "async")
         self.combiner = Combiner(runtime, len(self._devices))
         self._invariants = None if self.free else Invariants.of(runtime, config.check_every)
         compressing = Compressing(config.compression_rules, runtime, self.serves)
@@ -128,6 +130,11 @@ class Extended(CrossReplica):
     # Datasets: each worker reads its shard, as under MultiWorkerMirroredStrategy.
 
     @property
+    def hands_out(self) -> bool:
+        """Whether batches that this thread asks for now are handed out between workers, not divided beforehand."""
+        return self.free and self.mode == "async" and self.shards and not self.sharding.evaluates
+
+    @property
     def shards(self) -> bool:
         """Whether this worker reads only its shard of a dataset that this thread distributes now."""
         return self.sharding.on
@@ -143,9 +150,7 @@ class Extended(CrossReplica):
 
     def _experimental_distribute_dataset(self, dataset: Batches, options: tf.distribute.InputOptions | None) -> Batches:
         if self.shards and self._runtime.exchange.workers > 1 and generators.of_whole_job(dataset):
-            count, first = len(self._devices), self._get_replica_id_in_sync_group(0)
-            split = generators.own_rows(dataset, self._num_replicas_in_sync, first, count)
-            return self._distribute_datasets_from_function(lambda _: split, options)
+            return datasets.distribute_rows(self, self.staging, dataset, self._make_input_context(), options)
         return datasets.distribute_dataset(self, self.staging, dataset, self._make_input_context(), options)
 
     def _distribute_datasets_from_function(

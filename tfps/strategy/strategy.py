@@ -22,6 +22,7 @@ from tfps.graph.effects import check_effects
 from tfps.graph.tf_private import translate_errors
 from tfps.keras_hooks.added_losses import note_added_losses
 from tfps.keras_hooks.agreed_logs import agree_on_logs
+from tfps.keras_hooks.epochs import run_epochs_apart
 from tfps.keras_hooks.error_feedback import back_up_held_back
 from tfps.keras_hooks.loss_scaling import agree_on_finite
 from tfps.keras_hooks.predictions import predict_everything
@@ -105,6 +106,7 @@ class Strategy(tf.distribute.Strategy):
         draw_apart(Strategy)
         agree_on_logs(Strategy)
         predict_everything(Strategy)
+        run_epochs_apart(Strategy)
         share_files(Strategy)
         back_up_held_back(Strategy)
         weigh_by_rows(Strategy)
@@ -147,6 +149,17 @@ class Strategy(tf.distribute.Strategy):
         """
         self.extended.combiner.refresh()
         self.extended.compressing.collect()
+
+    def synchronize(self) -> None:
+        """Brings the newest parameters to all workers, bitwise equal, where they do not step together (`Config.mode`).
+
+        Every rank must call it, at the end of an epoch, say; `fit` does so at the end of each. Ranks that are here hold
+        up no other. With mode="sync" this does nothing. See docs/modes.md.
+
+        Raises:
+            TfpsError: another rank did not call it in time, or is elsewhere in its program.
+        """
+        self.extended.newest.synchronize()
 
     def experimental_distribute_dataset(
         self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None

@@ -18,7 +18,7 @@ from tfps.wire.job_token import JobToken
 from tfps.wire.shared_memory import Offer
 from tfps.wire.tls import channel_credentials, diagnose
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 SERVICE = "tfps.v1.ParameterServer"
 PUSH, PULL = "Push", "Pull"  # the streams, one per direction
 MEASURE = "Measure"  # a stream, too; see wire/measuring.py
@@ -71,6 +71,8 @@ _TYPES: dict[str, tuple[type[Message], type[Message]]] = {
     "Declare": (pb.DeclareRequest, pb.DeclareReply),
     "Put": (pb.PutRequest, pb.PutReply),
     "Get": (pb.GetRequest, pb.GetReply),
+    "Rest": (pb.RestRequest, pb.RestReply),
+    "Take": (pb.TakeRequest, pb.TakeReply),
     "Waiting": (pb.WaitingRequest, pb.WaitingReply),
     "Tune": (pb.TuneRequest, pb.TuneReply),
     "Trace": (pb.TraceRequest, pb.TraceReply),
@@ -293,6 +295,9 @@ class Pserver:
 
     @overload
     def call(self, name: Literal["Status"], request: pb.StatusRequest, timeout_s: float) -> pb.StatusReply: ...
+
+    @overload
+    def call(self, name: Literal["Take"], request: pb.TakeRequest, timeout_s: float) -> pb.TakeReply: ...
 
     @overload
     def call(self, name: Literal["Waiting"], request: pb.WaitingRequest, timeout_s: float) -> pb.WaitingReply: ...

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -50,6 +51,7 @@ class EmbeddedExchange:
         self._switch = Switch(self._recorder)
         self._specs: list[BucketSpec] = []
         self._state = FailureState()
+        self._counters: dict[str, Iterator[int]] = {}
         self._kept: dict[int, KeptSlice] = {}  # by bucket; a bucket has one push at a time
 
     @property
@@ -83,6 +85,12 @@ class EmbeddedExchange:
 
     def get(self, bucket: int, number: int, begin: int, nbytes: int) -> Array:
         return np.frombuffer(self._kept_of(bucket).get(number, begin, nbytes), np.uint8)
+
+    def rest(self) -> None:
+        """Nobody else is there."""
+
+    def ticket(self, counter: str) -> int:
+        return next(self._counters.setdefault(counter, itertools.count()))
 
     def _kept_of(self, bucket: int) -> KeptSlice:
         if (end := self._state.end) is not None:

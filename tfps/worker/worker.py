@@ -44,6 +44,7 @@ from tfps.worker.joining import join, leave
 from tfps.worker.kept import Kept
 from tfps.worker.links import Links
 from tfps.worker.membership import Membership
+from tfps.worker.pacing import Pacing
 from tfps.worker.patience import Blame
 from tfps.worker.tracer import Tracer
 from tfps.worker.tuner import Tuner
@@ -104,13 +105,7 @@ class Worker:
         security = Security.of_worker(config)
         self._pservers = [Pserver(address, security) for address in addresses]
         self._queues = [
-            SendQueue(
-                config.first_window_bytes,
-                config.policy,
-                piggyback=True,
-                recorder=self._recorder,
-                pserver=index,
-            )
+            SendQueue(config.first_window_bytes, config.policy, piggyback=True, recorder=self._recorder, pserver=index)
             for index in range(len(addresses))
         ]
         self._streams = [
@@ -126,6 +121,8 @@ class Worker:
             self._tracer = Tracer(self._recorder, self._pservers, self._membership)
             kept = Kept(self._pservers, self._membership, self._buckets, config.step_timeout_s, self._check_open)
             self.put, self.get = kept.put, kept.get
+            pacing = Pacing(self._pservers, self._membership, config.step_timeout_s, self._check_open)
+            self.rest, self.ticket = pacing.rest, pacing.ticket
             self._links = Links(self._pservers, self._queues, self._memory, self._membership)
             self._tuner = Tuner(config, self._pservers, self._queues, self._memory, self.tune)
             # Ends when all workers have joined: everything above is built before any frame comes.

@@ -1,0 +1,140 @@
+"""Slices of mode "async", without a network: whom a push answers, and who waits for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfps.config import Config
+from tfps.errors import ConfigError, MismatchError
+from tfps.exchange.interface import BucketSpec
+from tfps.exchange.slicing import Slice
+from tfps.exchange.update_spec import StepNumbers, UpdateSpec
+from tfps.pserver.async_slice import AsyncSlice, RankNumbers
+from tfps.pserver.owned_slice import Answer
+from tfps.pserver.pace import Pace
+from tfps.pserver.resting import Counters
+from tfps.pserver.shard import Shard
+from tfps.trace.recorder import Recorder
+from tfps.wire.frames import Header, Kind
+
+SGD = UpdateSpec("sgd", (("momentum", 0.0), ("nesterov", 0.0)), (), (4,), (False,))
+ASSIGNED = 2**32
+
+
+class Ranks:
+    """The ranks of one slice of four ones, from which each push takes one."""
+
+    def __init__(self, workers: int, staleness: int | None) -> None:
+        self.pace = Pace(workers, staleness)
+        self.numbers = RankNumbers("w", SGD, workers)
+        self.slice = AsyncSlice(Recorder(), "slice 0 of bucket 'w'", self.numbers, Slice(0, 16), self.pace, 0.0)
+        self.steps = [0] * workers
+        assert self.slice.kept is not None
+        self.slice.kept.put(0, 0, np.ones(4, np.float32).data)
+        for rank in range(workers):
+            self.answered = self.push(rank, ASSIGNED)
+
+    def push(self, rank: int, mark: int = 0) -> dict[int, float]:
+        """The answers: rank and its first parameter."""
+        step, self.steps[rank] = self.steps[rank], self.steps[rank] + 1
+        assert self.numbers.take(rank, step, memoryview(StepNumbers(mark, (float(step), 1.0)).pack())) is None
+        taken = self.slice.take(
+            rank, Header(Kind.PUSH, step=step), memoryview(np.ones(4, np.float32).data.tobytes()), None
+        )
+        assert taken.result is None
+        return self.values(taken.answers)
+
+    def released(self) -> dict[int, float]:
+        return self.values(self.slice.released())
+
+    @staticmethod
+    def values(answers: Sequence[Answer]) -> dict[int, float]:
+        return {each.rank: float(np.frombuffer(each.payload or b"", np.float32)[0]) for each in answers}
+
+
+@given(
+    workers=st.integers(1, 4),
+    staleness=st.one_of(st.none(), st.integers(0, 3)),
+    moves=st.lists(st.tuples(st.sampled_from(["push", "push", "push", "rest"]), st.integers(0, 3)), max_size=60),
+)
+def test_answers_keep_ranks_within_the_limit_and_hold_nobody_else_back(
+    workers: int, staleness: int | None, moves: list[tuple[str, int]]
+) -> None:
+    ranks = Ranks(workers, staleness)
+    assert ranks.answered.keys() == set(range(workers))
+    done, waiting, resting = [1] * workers, set[int](), set[int]()
+    for move, number in moves:
+        rank = number % workers
+        if rank in waiting:
+            continue
+        answers: dict[int, float] = {}
+        if move == "push":
+            answers = ranks.push(rank)
+            done[rank] += 1
+            waiting.add(rank)
+        else:
+            ranks.pace.rest(rank)
+            resting.add(rank)
+            if len(resting) == workers:
+                done, resting = [0] * workers, set()
+            answers = ranks.released()
+        slowest = min((done[each] for each in range(workers) if each not in resting), default=0)
+        due = {each for each in waiting if staleness is None or done[each] - slowest <= staleness}
+        assert answers.keys() == due
+        waiting -= due
+        behind = {each for each in range(workers) if each not in resting and waiting and done[each] == slowest}
+        assert behind <= set(ranks.slice.missing())
+
+
+def test_an_answer_keeps_its_values_while_others_push() -> None:
+    ranks = Ranks(2, None)
+    taken = ranks.slice.take(0, Header(Kind.PUSH, flags=1, step=1), memoryview(b""), None)
+    ranks.push(1)
+    assert Ranks.values(taken.answers) == {0: -1.0}
+
+
+def test_a_rank_alone_is_told_whom_it_waits_for() -> None:
+    ranks = Ranks(3, 1)
+    for rank in (0, 0, 1):
+        ranks.push(rank)
+    assert ranks.slice.missing(0) == [2]
+    assert ranks.slice.missing(1) == []
+    assert ranks.slice.needs(2) is None  # without it they go on: it may leave
+    ranks.pace.leave(2)
+    assert ranks.released().keys() == {0}
+
+
+def test_the_first_rank_with_other_values_is_told() -> None:
+    numbers = RankNumbers("w", SGD, 3)
+    assert numbers.take(2, 0, memoryview(StepNumbers(ASSIGNED + 1, (0.0, 1.0)).pack())) is None
+    assert numbers.take(0, 0, memoryview(StepNumbers(0, (0.0, 0.5)).pack())) is None
+    error = numbers.take(1, 4, memoryview(StepNumbers(ASSIGNED, (4.0, 1.0)).pack()))
+    assert isinstance(error, MismatchError)
+    assert "ranks 2 and 1 have assigned different values" in str(error)
+
+
+def test_what_ranks_have_takes_memory_if_delay_is_compensated() -> None:
+    spec = BucketSpec(("w",), "sum", 16, "float32", 0, update=SGD.text())
+    for delay, workers, fits in ((0.0, 3, True), (0.5, 3, False), (0.5, 1, True)):
+        config = Config(mode="async", update="server", slice_bytes=1024, delay_compensation=delay)
+        shard = Shard(config, workers, 1, 0, Recorder(), max_memory=1024 + 3 * 16)
+        if fits:
+            shard.check([spec])
+        else:
+            with pytest.raises(ConfigError, match="must fit into"):
+                shard.check([spec])
+
+
+def test_only_the_latest_counters_are_kept() -> None:
+    counters = Counters(2)
+    assert [counters.take("first", 1) for _ in range(2)] == [1, 2]
+    for number in range(1023):
+        counters.take(str(number), 0)
+    assert counters.take("first", 1) == 3
+    counters.take("one more", 0)
+    assert counters.take("first", 1) == 1

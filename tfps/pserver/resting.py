@@ -1,0 +1,79 @@
+"""Ranks that rest, and numbers that ranks draw, in mode "async".
+
+Tested in tests/worker/test_async.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+from tfps.errors import ProtocolError
+from tfps.pserver.async_slice import AsyncSlice
+from tfps.pserver.owned_slice import Answer
+from tfps.pserver.shard import Shard
+
+_MAX_COUNTERS = 1024  # of which the latest are kept; a loop over a dataset takes one
+_MAX_NAME = 256
+
+
+class Counters:
+    """Numbers that ranks draw, each once. Each rank's first is its rank, the others count up from `workers`."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._lock = threading.Lock()  # guards _drawn
+        self._drawn: dict[str, tuple[set[int], int]] = {}  # by name: the ranks that have their first, the next number
+
+    def take(self, name: str, rank: int) -> int:
+        """The next number of the counter `name` for `rank`.
+
+        Raises:
+            ProtocolError: there is no such rank, or the name is too long.
+        """
+        if not 0 <= rank < self._workers or len(name) > _MAX_NAME:
+            raise ProtocolError(
+                f"a number must be drawn by one of the {self._workers} ranks, from a counter whose name has at most "
+                f"{_MAX_NAME} characters, got rank {rank} and {len(name)} characters"
+            )
+        with self._lock:
+            if name not in self._drawn and len(self._drawn) == _MAX_COUNTERS:
+                del self._drawn[next(iter(self._drawn))]
+            begun, following = self._drawn.get(name, (set[int](), self._workers))
+            if rank in begun:
+                number, following = following, following + 1
+            else:
+                number = rank
+                begun.add(rank)
+            self._drawn[name] = begun, following
+            return number
+
+
+def without(shard: Shard, rank: int) -> str | None:
+    """Name of a bucket in which others wait for `rank` to assign values as they have; None if there is none."""
+    for bucket, item in _slices(shard):
+        if item.needs(rank) is not None:
+            return bucket
+    return None
+
+
+def not_assigned(rank: str, bucket: str) -> str:
+    """The text of the error for a rank that others wait for in `bucket`, and that goes elsewhere."""
+    return (
+        f"{rank} has ended its epoch, or exchanges something else, while others wait for its first step, or for it to "
+        f"assign values to variables of bucket '{bucket}' as they have: give every rank a batch, and assign on every "
+        "rank"
+    )
+
+
+def released(shard: Shard) -> Iterator[Answer]:
+    """Answers for the ranks that may go on now."""
+    for _, item in _slices(shard):
+        yield from item.released()
+
+
+def _slices(shard: Shard) -> Iterator[tuple[str, AsyncSlice]]:
+    for bucket in shard.buckets:
+        for item in bucket.slices.values():
+            if isinstance(item, AsyncSlice):
+                yield bucket.spec.name, item
