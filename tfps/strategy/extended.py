@@ -41,7 +41,8 @@ from tfps.strategy.graph_view import picture, traced_function
 from tfps.strategy.initial_values import InitialValues
 from tfps.strategy.invariants import Invariants
 from tfps.strategy.on_read_variable import OnReadVariable
-from tfps.strategy.reductions import Reductions, check_one_device, divide, identity
+from tfps.strategy.outer import Outer
+from tfps.strategy.reductions import Reductions, check_one_device, divide, identity, not_empty
 from tfps.strategy.served_bucket import update_eagerly
 from tfps.strategy.variables import GatedVariable, container_of, updating
 from tfps.types import Argument, Batches, Function, Options, Structure, Value, Variable
@@ -76,13 +77,16 @@ class Extended(CrossReplica):
             depth = max(depth, 1)  # else workers could not agree on where the data ends
         self.last_batch = LastBatch(len(self._devices)) if self._num_replicas_in_sync > 1 else None
         self.staging = Staging(runtime, self._devices, depth, self.last_batch, free=self.free) if depth else None
-        self._reductions = Reductions(runtime, free=self.free)
+        self._reductions = Reductions(runtime, free=self.free or self.trains_alone)
         self._initial_values = InitialValues(runtime)
         self.combiner = Combiner(runtime, len(self._devices))
         self._invariants = None if self.free else Invariants.of(runtime, config.check_every)
         self._emitter = Emitter(
             strategy, runtime, len(self._devices), config.bucket_bytes, self._invariants, config.compression_rules
         )
+        self.outer: Outer | None = None
+        if self.trains_alone:
+            self.outer = Outer(strategy, runtime, self._emitter, self._initial_values, config)
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
         self._lifted: weakref.WeakKeyDictionary[Variable, Variable] = weakref.WeakKeyDictionary()
 
@@ -318,7 +322,7 @@ class Extended(CrossReplica):
         if share is not None:
             own = [share.only_if_rows(each) for each in flat]
         if len(self._devices) > 1:
-            own = [_not_empty(each) for each in own]
+            own = [not_empty(each) for each in own]
             local = own = tf.nest.flatten(super()._replica_ctx_all_reduce(SUM, own, options))
             share = None
         if self.free:
@@ -364,7 +368,10 @@ class Extended(CrossReplica):
     def _update(self, var: Variable, fn: Function, args: Argument, kwargs: Argument, group: bool) -> Structure:
         if isinstance(var, GatedVariable):
             var.note_write()
-        return super()._update(var, fn, args, kwargs, group)
+        result = super()._update(var, fn, args, kwargs, group)
+        if isinstance(var, GatedVariable):
+            var.note_assigned()
+        return result
 
     def update_eagerly(
         self, rule: ServedRule, variables: Sequence[GatedVariable], gradients: Sequence[Value], numbers: tf.Tensor
@@ -380,15 +387,3 @@ class Extended(CrossReplica):
 
     def _local_results(self, val: Value) -> tuple[Value, ...]:
         return val.values if isinstance(val, GatedVariable) else super()._local_results(val)
-
-
-def _not_empty(value: Value) -> Value:
-    """Gives empty IndexedSlices a row of zeros: TensorFlow crashes if those of all local replicas are empty."""
-    if not isinstance(value, tf.IndexedSlices):
-        return value
-    missing = tf.where(tf.equal(tf.size(value.indices), 0), 1, 0)
-    zeros = tf.zeros(tf.concat([[missing], tf.shape(value.values)[1:]], 0), value.values.dtype)
-    indices = tf.zeros([missing], value.indices.dtype)
-    return tf.IndexedSlices(
-        tf.concat([value.values, zeros], 0), tf.concat([value.indices, indices], 0), value.dense_shape
-    )

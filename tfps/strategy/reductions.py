@@ -227,3 +227,15 @@ def divide(value: Value, count: int) -> Value:
     if not (value.dtype.is_floating or value.dtype.is_integer):
         raise UnsupportedError(f"a mean needs numbers, got dtype {value.dtype.name}")
     return value / tf.cast(count, value.dtype) if value.dtype.is_floating else value // tf.cast(count, value.dtype)
+
+
+def not_empty(value: Value) -> Value:
+    """Gives empty IndexedSlices a row of zeros: TensorFlow crashes if those of all local replicas are empty."""
+    if not isinstance(value, tf.IndexedSlices):
+        return value
+    missing = tf.where(tf.equal(tf.size(value.indices), 0), 1, 0)
+    zeros = tf.zeros(tf.concat([[missing], tf.shape(value.values)[1:]], 0), value.values.dtype)
+    indices = tf.zeros([missing], value.indices.dtype)
+    return tf.IndexedSlices(
+        tf.concat([value.values, zeros], 0), tf.concat([value.indices, indices], 0), value.dense_shape
+    )

@@ -24,6 +24,7 @@ from tfps.keras_hooks.added_losses import note_added_losses
 from tfps.keras_hooks.agreed_logs import agree_on_logs
 from tfps.keras_hooks.error_feedback import back_up_held_back
 from tfps.keras_hooks.loss_scaling import agree_on_finite
+from tfps.keras_hooks.outer_steps import exchange_between_steps
 from tfps.keras_hooks.predictions import predict_everything
 from tfps.keras_hooks.saving import share_files
 from tfps.keras_hooks.seeds import draw_apart
@@ -110,6 +111,7 @@ class Strategy(tf.distribute.Strategy):
         weigh_by_rows(Strategy)
         serve_updates()
         note_added_losses()
+        exchange_between_steps(Strategy)
 
     @property
     def rank(self) -> int:
@@ -147,6 +149,20 @@ class Strategy(tf.distribute.Strategy):
         """
         self.extended.combiner.refresh()
         self.extended.compressing.collect()
+
+    def synchronize(self) -> None:
+        """Ends the round in mode "diloco" and "local": afterwards all workers have the same, global parameters.
+
+        Workers exchange what they have trained since the last exchange; those that have made fewer steps than others
+        make up for the exchanges that they have not come to. Every rank must call it. `fit` does so at its end. A
+        custom loop needs it at the end of each epoch whose number of steps differs between workers, and at the end of
+        training: before it evaluates or saves. Does nothing in other modes, or if nothing was trained since.
+
+        Raises:
+            TfpsError: another rank did not call it in time, or the exchange failed.
+        """
+        if self.extended.outer is not None:
+            self.extended.outer.synchronize()
 
     def experimental_distribute_dataset(
         self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None

@@ -107,6 +107,12 @@ class EmbeddedExchange:
         else:
             on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload))
 
+    def wanted(self, bucket: int) -> bool:
+        return False
+
+    def renew(self, bucket: int) -> None:
+        pass
+
     def _updated(self, bucket: int, gradient: Buffer, numbers: bytes) -> Array:
         """The new parameters; a copy, as TensorFlow keeps them while they change here."""
         kept = self._kept[bucket]

@@ -47,6 +47,7 @@ from tfps.worker.membership import Membership
 from tfps.worker.patience import Blame
 from tfps.worker.tracer import Tracer
 from tfps.worker.tuner import Tuner
+from tfps.worker.wanted import Wanted
 
 _TUNE_TIMEOUT_S = 30.0
 
@@ -104,13 +105,7 @@ class Worker:
         security = Security.of_worker(config)
         self._pservers = [Pserver(address, security) for address in addresses]
         self._queues = [
-            SendQueue(
-                config.first_window_bytes,
-                config.policy,
-                piggyback=True,
-                recorder=self._recorder,
-                pserver=index,
-            )
+            SendQueue(config.first_window_bytes, config.policy, piggyback=True, recorder=self._recorder, pserver=index)
             for index in range(len(addresses))
         ]
         self._streams = [
@@ -124,8 +119,9 @@ class Worker:
             self._blame = Blame(self._pservers, self._membership)
             self._declarations = Declarations(self._pservers, self._blame, self._membership)
             self._tracer = Tracer(self._recorder, self._pservers, self._membership)
-            kept = Kept(self._pservers, self._membership, self._buckets, config.step_timeout_s, self._check_open)
-            self.put, self.get = kept.put, kept.get
+            about = self._pservers, self._membership, self._buckets, config.step_timeout_s, self._check_open
+            kept, wanted = Kept(*about), Wanted(*about)
+            self.put, self.get, self.wanted, self.renew = kept.put, kept.get, wanted.wanted, wanted.renew
             self._links = Links(self._pservers, self._queues, self._memory, self._membership)
             self._tuner = Tuner(config, self._pservers, self._queues, self._memory, self.tune)
             # Ends when all workers have joined: everything above is built before any frame comes.
