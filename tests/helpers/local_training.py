@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 import training
 
-from tfps.types import Array
+from tfps.types import Array, Options
 
 Weights = list[Array]
 ROWS = 8  # of a worker's batch
@@ -29,7 +29,7 @@ class Settings:
     outer_momentum: float = 0.9
     optimizer: str = "sgd"
 
-    def config(self) -> dict[str, object]:
+    def config(self) -> Options:
         """What differs from a default of `tfps.Config` in a way that the mode allows."""
         names = ["mode", "inner_steps", "fragments", "overlap_steps", "own_share"]
         names += ["outer_learning_rate", "outer_momentum"] if self.mode == "diloco" else []
@@ -138,10 +138,10 @@ class Simulation:
         local = settings.mode == "local"
         rate, momentum = f(1.0 if local else settings.outer_learning_rate), f(settings.outer_momentum)
         for place in self._parts[part]:
-            shared, total = self.shared[place], None
+            shared = self.shared[place]
+            total = np.zeros_like(shared)
             for worker in self.workers:
-                change = (shared - worker.weights[place]) / f(len(self.workers))
-                total = change if total is None else total + change
+                total += (shared - worker.weights[place]) / f(len(self.workers))
             if local:
                 shared -= rate * total
                 continue
@@ -169,9 +169,9 @@ def difference(one: Weights, other: Weights) -> float:
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(one, other, strict=True))
 
 
-def dataset(rank: int, steps: int) -> tf.data.Dataset:
-    """The rows of one worker, which no other worker gets."""
+def dataset(rank: int, steps: int, workers: int) -> tf.data.Dataset:
+    """The rows of one worker, which no other worker gets; TensorFlow cuts each batch into `workers`."""
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    whole = tf.data.Dataset.from_tensor_slices(rows(rank, steps)).batch(ROWS)
-    return whole.with_options(options)
+    whole = tf.data.Dataset.from_tensor_slices(rows(rank, steps)).filter(lambda x, y: True)  # of unknown size: see fit
+    return whole.batch(ROWS * workers).with_options(options)

@@ -17,7 +17,7 @@ import tensorflow as tf
 from local_training import OPTIMIZERS, Settings
 
 import tfps
-from tfps.types import Logs, Value
+from tfps.types import Array, Logs, Value
 
 
 def train(settings: Settings, steps: list[int], devices: list[str]) -> dict[str, Value]:
@@ -26,21 +26,23 @@ def train(settings: Settings, steps: list[int], devices: list[str]) -> dict[str,
     with strategy.scope():
         model = local_training.model()
         model.compile(OPTIMIZERS[settings.optimizer](), local_training.loss())
-    initial, own, pushes = [], [], []
+    initial: list[list[Array]] = []
+    own: list[list[Array]] = []
+    pushed: list[int] = []
 
     def keep(batch: int, logs: Logs) -> None:
         own.append(model.get_weights())
-        pushes.append(strategy.extended.exchange.steps if hasattr(strategy.extended.exchange, "steps") else None)
+        pushed.append(strategy.extended._runtime.exchanges)
 
     callbacks = [
         keras.callbacks.LambdaCallback(
-            on_train_batch_begin=lambda batch, logs: initial or initial.append(model.get_weights()),
+            on_train_begin=lambda logs: initial.append(model.get_weights()),
             on_train_batch_end=keep,
         )
     ]
-    data = local_training.dataset(strategy.rank, steps[strategy.rank])
+    data = local_training.dataset(strategy.rank, steps[strategy.rank], strategy.num_workers)
     model.fit(data, callbacks=callbacks, verbose=0)
-    result = {"initial": initial[0], "own": own, "end": model.get_weights()}
+    result = {"initial": initial[0], "own": own, "end": model.get_weights(), "pushed": pushed}
     strategy.close()
     return result
 

@@ -10,20 +10,16 @@ Tested in tests/integration/test_compression.py.
 from __future__ import annotations
 
 import functools
-import io
-import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from tfps.types import Argument, Array, Callback, Logs, Model, Optimizer, Variable
+from tfps.keras_hooks.beside_backup import packed, read, unpacked, write
+from tfps.types import Array, Callback, Logs, Model, Optimizer, Variable
 
-logger = logging.getLogger("tfps")
 _FILE = "tfps_error_feedback.npz"
-_ITERATIONS = "iterations"
 
 
 class HeldBack(tf.train.experimental.PythonState):
@@ -38,14 +34,14 @@ class HeldBack(tf.train.experimental.PythonState):
     def serialize(self) -> bytes:
         strategy, variables = self._strategy(), [ref() for ref in self._variables]
         if strategy is None or any(variable is None for variable in variables):
-            return _packed({})
+            return packed({})
         strategy.extended.compressing.collect()
-        return _packed(strategy.extended.compressing.held(variables))
+        return packed(_named(strategy.extended.compressing.held(variables)))
 
     def deserialize(self, string_value: bytes) -> None:
         strategy, variables = self._strategy(), [ref() for ref in self._variables]
         if strategy is not None and all(variable is not None for variable in variables):
-            strategy.extended.compressing.restore(variables, _unpacked(string_value)[0])
+            strategy.extended.compressing.restore(variables, _by_place(unpacked(string_value)[0]))
 
 
 def carry_held_back(optimizer: Optimizer, strategy: tf.distribute.Strategy, variables: Sequence[Variable]) -> None:
@@ -87,20 +83,8 @@ def _back_up(strategy_of: Callable[[Model], tf.distribute.Strategy | None]) -> N
         if strategy is None:
             return
         strategy.extended.compressing.collect()  # on all ranks; only the first knows whether there is a backup
-        path = _path(self)
-        if strategy.rank == 0 and tf.io.gfile.exists(path):
-            with tf.io.gfile.GFile(path, "rb") as file:
-                values, iterations = _unpacked(file.read())
-            now = int(self.model.optimizer.iterations.numpy())
-            if iterations == now:
-                strategy.extended.compressing.restore(_variables(self.model), values)
-            else:
-                logger.warning(
-                    "tfps: what compression had held back is dropped: %s is of step %d, the backup of step %d",
-                    path,
-                    iterations,
-                    now,
-                )
+        if strategy.rank == 0 and (values := read(self, _FILE, "what compression had held back")) is not None:
+            strategy.extended.compressing.restore(_variables(self.model), _by_place(values))
 
     @functools.wraps(original_save)
     def save_model(self: Callback) -> None:
@@ -111,17 +95,9 @@ def _back_up(strategy_of: Callable[[Model], tf.distribute.Strategy | None]) -> N
         compressing = strategy.extended.compressing
         compressing.collect()
         if strategy.rank == 0:
-            step = int(self.model.optimizer.iterations.numpy())
-            path = _path(self)
-            with tf.io.gfile.GFile(f"{path}.part", "wb") as file:
-                file.write(_packed(compressing.held(_variables(self.model)), step))
-            tf.io.gfile.rename(f"{path}.part", path, overwrite=True)
+            write(self, _FILE, _named(compressing.held(_variables(self.model))))
 
     callback.on_train_begin, callback._save_model = on_train_begin, save_model
-
-
-def _path(callback: Callback) -> str:
-    return str(tf.io.gfile.join(str(callback.backup_dir), _FILE))
 
 
 def _variables(model: Model) -> list[Variable]:
@@ -129,15 +105,9 @@ def _variables(model: Model) -> list[Variable]:
     return [variable.value for variable in model.trainable_variables]
 
 
-def _packed(values: Mapping[int, Array], iterations: int = 0) -> bytes:
-    content = io.BytesIO()
-    arrays: dict[str, Argument] = {_ITERATIONS: np.int64(iterations)}
-    arrays |= {str(place): value for place, value in values.items()}
-    np.savez(content, **arrays)
-    return content.getvalue()
+def _named(values: Mapping[int, Array]) -> dict[str, Array]:
+    return {str(place): value for place, value in values.items()}
 
 
-def _unpacked(content: bytes) -> tuple[dict[int, Array], int]:
-    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-        values = {int(name): arrays[name] for name in arrays.files if name != _ITERATIONS}
-        return values, int(arrays[_ITERATIONS])
+def _by_place(arrays: Mapping[str, Array]) -> dict[int, Array]:
+    return {int(name): value for name, value in arrays.items()}

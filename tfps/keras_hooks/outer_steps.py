@@ -9,24 +9,15 @@ import functools
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
 
 import keras
 import tensorflow as tf
 
 from tfps.errors import UnsupportedError
+from tfps.keras_hooks.outer_state import OuterState, OuterSteps, back_up_outer_state
 from tfps.types import Argument, Callback, Function, Logs, Model, Optimizer, Structure, Variable
 
 _INSTEAD = "use mode='sync' (tfps.Config, the default)"
-
-
-class OuterSteps(Protocol):
-    """See strategy/outer_steps.py."""
-
-    variables: Sequence[Variable]
-
-    def after_step(self) -> None:
-        """Counts a step, in a replica function."""
 
 
 _known: weakref.WeakKeyDictionary[Optimizer, OuterSteps] = weakref.WeakKeyDictionary()
@@ -59,8 +50,9 @@ def train_alone(optimizer: Optimizer, variables: Sequence[Variable], strategy: t
         _check(variable, strategy.extended.mode)
     known = _known.get(optimizer)
     updated = [_of_tensorflow(variable) for variable in variables]
-    if known is None or any(one is not other for one, other in zip(known.variables, updated, strict=False)):
+    if known is None or list(map(id, known.variables)) != list(map(id, updated)):
         _known[optimizer] = strategy.extended.outer.build(updated)
+        optimizer.tfps_outer = OuterState(_known[optimizer])  # Keras tracks it as it tracks variables
 
 
 def _of_tensorflow(variable: Variable) -> Variable:
@@ -127,6 +119,7 @@ def exchange_between_steps(strategy_class: type[tf.distribute.Strategy]) -> None
     for name in ("evaluate", "predict", "test_on_batch", "predict_on_batch", "save", "save_weights", "export"):
         setattr(keras.Model, name, with_global(getattr(keras.Model, name)))
     _save_at_epochs(strategy_of)
+    back_up_outer_state(strategy_of, _known.get)
 
 
 def _counted(original: Function) -> Function:
@@ -152,16 +145,16 @@ def _counted(original: Function) -> Function:
 
 def _check_place(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
     known = _known.get(optimizer)
-    for variable in known.variables[:1] if known is not None else map(_of_tensorflow, variables):
-        strategy = getattr(variable, "distribute_strategy", None)
-        if getattr(getattr(strategy, "extended", None), "outer", None) is None:
-            return
-        context = tf.distribute.get_replica_context()
-        if context is None or context.strategy is not strategy:
-            raise UnsupportedError(
-                f"with mode={strategy.extended.mode!r} an optimizer's gradients must be applied in a replica function, "
-                f"where its steps are counted: call its `apply` within strategy.run, or {_INSTEAD}"
-            )
+    first = next(iter(known.variables if known is not None else map(_of_tensorflow, variables)), None)
+    strategy: Argument = getattr(first, "distribute_strategy", None)
+    if getattr(getattr(strategy, "extended", None), "outer", None) is None:
+        return
+    context = tf.distribute.get_replica_context()
+    if context is None or context.strategy is not strategy:
+        raise UnsupportedError(
+            f"with mode={strategy.extended.mode!r} an optimizer's gradients must be applied in a replica function, "
+            f"where its steps are counted: call its `apply` within strategy.run, or {_INSTEAD}"
+        )
 
 
 def _save_at_epochs(strategy_of: Function) -> None:

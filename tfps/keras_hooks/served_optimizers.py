@@ -284,7 +284,12 @@ def take_from_first_rank(variables: Sequence[Variable], strategy: tf.distribute.
 
     Every rank must call it.
     """
-    slots = [variable.slot for variable in variables if isinstance(variable, ServedVariable)]
+    slots_from_first_rank([each.slot for each in variables if isinstance(each, ServedVariable)], strategy)
+    return [variable for variable in variables if not isinstance(variable, ServedVariable)]
+
+
+def slots_from_first_rank(slots: Sequence[ServedSlot], strategy: tf.distribute.Strategy) -> None:
+    """Gives `slots` what rank 0 has assigned to them and not put yet; every rank must call it."""
     if slots:
         with strategy.scope():
             carrier = tf.Variable(np.zeros(0, np.float32), shape=[None], trainable=False, name="slot")
@@ -295,4 +300,3 @@ def take_from_first_rank(variables: Sequence[Variable], strategy: tf.distribute.
         strategy.extended.take_from_first_rank([carrier])
         if strategy.rank:
             slot.take(carrier.numpy())
-    return [variable for variable in variables if not isinstance(variable, ServedVariable)]

@@ -22,7 +22,7 @@ from tfps.exchange.interface import BucketSpec
 from tfps.runtime.runtime import Runtime
 from tfps.strategy.emitter import Emitter
 from tfps.strategy.initial_values import InitialValues
-from tfps.strategy.outer_bucket import make_copy
+from tfps.strategy.outer_bucket import copy_of, make_copy
 from tfps.strategy.outer_steps import OuterSteps
 from tfps.strategy.variables import GatedVariable
 
@@ -116,12 +116,12 @@ class Outer:
             variables = list(self._variables.values())
             for variable in variables:
                 variable.wait()
-                variable.global_copy.wait()
+                copy_of(variable).wait()
             own = {each._unique_id: [component.read_value() for component in each._values] for each in variables}
             self._own = own
         try:
             for variable in variables:
-                _assign(variable, [component.read_value() for component in variable.global_copy._values])
+                _assign(variable, [component.read_value() for component in copy_of(variable)._values])
             yield
         finally:
             self._own = None

@@ -66,7 +66,7 @@ class OuterBucket(ServedBucket):
     ) -> None:
         super().__init__(rule, noted, graph, replica, order)
         self.trained = trained
-        self.kept = [variable.global_copy for variable in trained if variable.global_copy is not None]
+        self.kept = list(map(copy_of, trained))
         names, alike = tuple(map(own_name, trained)), tuple(map(common_name, trained))
         self.spec = dataclasses.replace(self.spec, names=names, alike=alike)
 
@@ -78,6 +78,13 @@ class OuterBucket(ServedBucket):
             with tf.device(component.device), tf.control_dependencies(operations):
                 operations.append(component.assign(new.read_value(), read_value=False))
         return written
+
+
+def copy_of(variable: GatedVariable) -> GatedVariable:
+    """Returns the global copy of `variable`, which an optimizer updates that has been built."""
+    if variable.global_copy is None:
+        raise RuntimeError(f"{variable.name} has no global copy")
+    return variable.global_copy
 
 
 def make_copy(variable: GatedVariable, own_gates: bool) -> GatedVariable:

@@ -1,7 +1,7 @@
 """Outer steps of one optimizer: counts its inner steps, and exchanges its variables when they are due.
 
 A fragment p of P is due at steps with (step + p * H / P) % H == 0, H being `Config.inner_steps`. In a traced step that
-is decided in the graph; eagerly, and where ranks meet, on the host. With overlap_steps the parameters that come back are
+is decided in the graph; eagerly, and where ranks meet, on the host. With overlap_steps, parameters that come back are
 mixed in that many steps later (Streaming DiLoCo, https://arxiv.org/abs/2501.18512).
 
 Tested in tests/strategy/test_outer.py and tests/integration/test_local.py.
@@ -9,22 +9,22 @@ Tested in tests/strategy/test_outer.py and tests/integration/test_local.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
 from tfps.compression import NONE
 from tfps.config import Config
-from tfps.exchange.interface import BucketSpec
 from tfps.graph.ops import HOST
 from tfps.graph.tf_private import ResourceVariable, distribute_lib, ops
 from tfps.runtime.runtime import Runtime
+from tfps.runtime.served import ServedSlot
 from tfps.strategy.deferred import Noted, Reduced, Reduction
 from tfps.strategy.emitter import Emitter
 from tfps.strategy.fragments import cut
-from tfps.strategy.gate_groups import group_gates
 from tfps.strategy.names import own_name
-from tfps.strategy.outer_bucket import OuterBucket, OuterRule
+from tfps.strategy.outer_bucket import OuterBucket, OuterRule, copy_of
 from tfps.strategy.reductions import check_one_device
 from tfps.strategy.variables import GatedVariable
 from tfps.types import Function
@@ -51,7 +51,7 @@ class OuterSteps:
         self.number: int | None = None  # None until the first exchange is traced
         self._strategy, self._runtime, self._emitter, self._exchanged = strategy, runtime, emitter, exchanged
         self._every, self._overlap, self._own_share = config.inner_steps, config.overlap_steps, config.own_share
-        self.rule = OuterRule(config, runtime.exchange, [_copy(variable) for variable in variables])
+        self.rule = OuterRule(config, runtime.exchange, [copy_of(variable) for variable in variables])
         names = [own_name(variable) for variable in variables]
         sizes = [4 * int(variable.shape.num_elements()) for variable in variables]
         places = cut(names, sizes, config.fragments)
@@ -71,7 +71,7 @@ class OuterSteps:
 
     def _gated(self, variable: GatedVariable) -> GatedVariable:
         """The variable whose gates are closed during an exchange of `variable`."""
-        return _copy(variable) if self._overlap else variable
+        return copy_of(variable) if self._overlap else variable
 
     # What has happened.
 
@@ -89,6 +89,11 @@ class OuterSteps:
         ended = self._ended if ended is None else ended
         for state in self._states:
             state.assign([steps, ended])
+
+    def slots(self) -> dict[str, ServedSlot]:
+        """The momentum of each variable, by its place among `variables`."""
+        found = [(str(place), self.rule.slots(copy_of(variable))) for place, variable in enumerate(self.variables)]
+        return {place: slots[0] for place, slots in found if slots}
 
     # In a step.
 
@@ -111,8 +116,8 @@ class OuterSteps:
                 mixes = tf.logical_and(back > ended, tf.equal((back + offset) % self._every, 0))
                 due = tf.equal((step + offset) % self._every, 0)
             if self._overlap:
-                _only_if(mixes, lambda fragment=fragment: self._mix(fragment, replica, self._own_share))
-            _only_if(due, lambda fragment=fragment: self._push(fragment, replica, step))
+                _only_if(mixes, functools.partial(self._mix, fragment, replica, self._own_share))
+            _only_if(due, functools.partial(self._push, fragment, replica, step))
 
     def _push(self, fragment: int, replica: int, step: tf.Tensor) -> None:
         """Emits the exchange of a fragment at `step` into the graph under construction."""
@@ -126,7 +131,7 @@ class OuterSteps:
         trained: dict[str, GatedVariable] = {}
         first_use, order = self._emitter.first_use(graph), {}
         for variable in variables:
-            own, shared = variable._get_replica(replica), _copy(variable)._get_replica(replica)
+            own, shared = variable._get_replica(replica), copy_of(variable)._get_replica(replica)
             with tf.device(own.device):
                 change = (shared.read_value() - own.read_value()) / tf.cast(exchange.workers, own.dtype)
             gated = self._gated(variable)
@@ -136,7 +141,9 @@ class OuterSteps:
             noted.append(Noted(gated, self.rule, (numbers,), Reduced(change, change, reduction), NONE))
         planned = self._planned(fragment, noted, order)
         buckets = [
-            OuterBucket(self.rule, [trained[each.variable._unique_id] for each in bucket], bucket, graph, replica, order)
+            OuterBucket(
+                self.rule, [trained[each.variable._unique_id] for each in bucket], bucket, graph, replica, order
+            )
             for bucket in planned
         ]
         self._emitter.emit(buckets, graph, replica)
@@ -155,7 +162,7 @@ class OuterSteps:
     def _mix(self, fragment: int, replica: int, own_share: float) -> None:
         """Emits the mixture of own and global parameters, which waits for these, into the graph under construction."""
         for variable in self._fragments[fragment]:
-            own, shared = variable._get_replica(replica), _copy(variable)._get_replica(replica)
+            own, shared = variable._get_replica(replica), copy_of(variable)._get_replica(replica)
             with tf.device(own.device):
                 new = shared.read_value()
                 if own_share:
@@ -232,13 +239,6 @@ class OuterSteps:
             return step
 
         return tfps_outer.get_concrete_function()
-
-
-def _copy(variable: GatedVariable) -> GatedVariable:
-    copy = variable.global_copy
-    if copy is None:
-        raise RuntimeError(f"{variable.name} has no global copy")
-    return copy
 
 
 def _only_if(condition: tf.Tensor, emit: Callable[[], None]) -> None:
