@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from tfps.compression import Rules, parse
 from tfps.errors import ConfigError
-from tfps.modes import Mode, check_mode
+from tfps.modes import LOCAL_MODES, Mode, check_mode
 from tfps.types import Argument, Options
 
 Policy = Literal["priority", "fifo"]
@@ -153,6 +153,11 @@ class Config:
                 raise ConfigError(f"{name} must be the path of a file, a string, got {getattr(self, name)!r}")
 
     @property
+    def _kept(self) -> bool:
+        """Whether pservers keep parameters: their slices are not tuned."""
+        return self.update == "server" or self.mode in LOCAL_MODES
+
+    @property
     def compression_rules(self) -> Rules:
         """`compression`, read."""
         return parse(self.compression)
@@ -160,7 +165,7 @@ class Config:
     @property
     def first_slice_bytes(self) -> int:
         """Slice size before tuning."""
-        first = FIRST_SLICE_BYTES if self.update == "worker" else _SERVED_SLICE_BYTES
+        first = _SERVED_SLICE_BYTES if self._kept else FIRST_SLICE_BYTES
         return first if self.slice_bytes == "auto" else self.slice_bytes
 
     @property
@@ -171,7 +176,7 @@ class Config:
     @property
     def first_window_bytes(self) -> int:
         """Window size before tuning."""
-        first = FIRST_WINDOW_BYTES if self.update == "worker" else _SERVED_WINDOW_BYTES
+        first = _SERVED_WINDOW_BYTES if self._kept else FIRST_WINDOW_BYTES
         return first if self.window_bytes == "auto" else self.window_bytes
 
     @classmethod

@@ -46,7 +46,7 @@ WORKERS = 2
 pytestmark = pytest.mark.timeout(1800)
 
 
-def allowed(settings: Json) -> bool:
+def allowed(settings: dict[str, Json]) -> bool:
     """As docs/modes.md has it."""
     return bool(
         settings["mode"] == "sync" or settings["update"] == ("server" if settings["mode"] == "async" else "worker")

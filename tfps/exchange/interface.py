@@ -271,6 +271,16 @@ class Exchange(Protocol):
             ProtocolError: there is no such bucket, or the payload has the wrong size.
         """
 
+    def wanted(self, bucket: int) -> bool:
+        """Whether another rank waits for this rank's push of `bucket`.
+
+        Raises:
+            TfpsError: its pserver does not answer, or the exchange has failed.
+        """
+
+    def renew(self, bucket: int) -> None:
+        """Lets the deadline of the outstanding push of `bucket`, if any, begin anew."""
+
     def start_trace(self) -> None:
         """Starts recording a capture on all workers and pservers, in their recorders. For rank 0 only.
 

@@ -10,8 +10,6 @@ Tested in tests/integration/test_compression.py.
 from __future__ import annotations
 
 import functools
-import io
-import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,12 +17,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfps.keras_hooks.beside_backup import packed, read, unpacked, write
 from tfps.runtime.served import Ahead
-from tfps.types import Argument, Array, Callback, Logs, Model, Optimizer, Variable
+from tfps.types import Array, Callback, Logs, Model, Optimizer, Variable
 
-logger = logging.getLogger("tfps")
 _FILE = "tfps_error_feedback.npz"
-_ITERATIONS, _EXACT, _SHOWN = "iterations", "exact", "shown"
+_EXACT, _SHOWN = "exact", "shown"
 
 
 class HeldBack(tf.train.experimental.PythonState):
@@ -39,16 +37,15 @@ class HeldBack(tf.train.experimental.PythonState):
     def serialize(self) -> bytes:
         strategy, variables = self._strategy(), [ref() for ref in self._variables]
         if strategy is None or any(variable is None for variable in variables):
-            return _packed({}, {})
+            return packed({})
         compressing = strategy.extended.compressing
         compressing.collect()
-        return _packed(compressing.held(variables), compressing.ahead(variables))
+        return packed(_named(compressing.held(variables), compressing.ahead(variables)))
 
     def deserialize(self, string_value: bytes) -> None:
         strategy, variables = self._strategy(), [ref() for ref in self._variables]
         if strategy is not None and all(variable is not None for variable in variables):
-            values, ahead, _ = _unpacked(string_value)
-            strategy.extended.compressing.restore(variables, values, ahead)
+            strategy.extended.compressing.restore(variables, *_by_place(unpacked(string_value)[0]))
 
 
 def carry_held_back(optimizer: Optimizer, strategy: tf.distribute.Strategy, variables: Sequence[Variable]) -> None:
@@ -90,20 +87,8 @@ def _back_up(strategy_of: Callable[[Model], tf.distribute.Strategy | None]) -> N
         if strategy is None:
             return
         strategy.extended.compressing.collect()  # on all ranks; only the first knows whether there is a backup
-        path = _path(self)
-        if strategy.rank == 0 and tf.io.gfile.exists(path):
-            with tf.io.gfile.GFile(path, "rb") as file:
-                values, ahead, iterations = _unpacked(file.read())
-            now = int(self.model.optimizer.iterations.numpy())
-            if iterations == now:
-                strategy.extended.compressing.restore(_variables(self.model), values, ahead)
-            else:
-                logger.warning(
-                    "tfps: what compression had held back is dropped: %s is of step %d, the backup of step %d",
-                    path,
-                    iterations,
-                    now,
-                )
+        if strategy.rank == 0 and (values := read(self, _FILE, "what compression had held back")) is not None:
+            strategy.extended.compressing.restore(_variables(self.model), *_by_place(values))
 
     @functools.wraps(original_save)
     def save_model(self: Callback) -> None:
@@ -114,17 +99,10 @@ def _back_up(strategy_of: Callable[[Model], tf.distribute.Strategy | None]) -> N
         compressing = strategy.extended.compressing
         compressing.collect()
         if strategy.rank == 0:
-            step = int(self.model.optimizer.iterations.numpy())
-            path, variables = _path(self), _variables(self.model)
-            with tf.io.gfile.GFile(f"{path}.part", "wb") as file:
-                file.write(_packed(compressing.held(variables), compressing.ahead(variables), step))
-            tf.io.gfile.rename(f"{path}.part", path, overwrite=True)
+            variables = _variables(self.model)
+            write(self, _FILE, _named(compressing.held(variables), compressing.ahead(variables)))
 
     callback.on_train_begin, callback._save_model = on_train_begin, save_model
-
-
-def _path(callback: Callback) -> str:
-    return str(tf.io.gfile.join(str(callback.backup_dir), _FILE))
 
 
 def _variables(model: Model) -> list[Variable]:
@@ -132,20 +110,15 @@ def _variables(model: Model) -> list[Variable]:
     return [variable.value for variable in model.trainable_variables]
 
 
-def _packed(values: Mapping[int, Array], ahead: Mapping[int, Ahead], iterations: int = 0) -> bytes:
-    content = io.BytesIO()
-    arrays: dict[str, Argument] = {_ITERATIONS: np.int64(iterations)}
-    arrays |= {str(place): value for place, value in values.items()}
+def _named(values: Mapping[int, Array], ahead: Mapping[int, Ahead]) -> dict[str, Array]:
+    arrays = {str(place): value for place, value in values.items()}
     for place, each in ahead.items():
-        arrays |= {f"{_EXACT}{place}": each.exact, f"{_SHOWN}{place}": np.uint32(each.shown)}
-    np.savez(content, **arrays)
-    return content.getvalue()
+        arrays |= {f"{_EXACT}{place}": each.exact, f"{_SHOWN}{place}": np.array(each.shown, np.uint32)}
+    return arrays
 
 
-def _unpacked(content: bytes) -> tuple[dict[int, Array], dict[int, Ahead], int]:
-    """What is held back and what pservers have, by place, and the step."""
-    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-        values = {int(name): arrays[name] for name in arrays.files if name.isdecimal()}
-        places = [int(name.removeprefix(_EXACT)) for name in arrays.files if name.startswith(_EXACT)]
-        ahead = {place: Ahead(arrays[f"{_EXACT}{place}"], int(arrays[f"{_SHOWN}{place}"])) for place in places}
-        return values, ahead, int(arrays[_ITERATIONS])
+def _by_place(arrays: Mapping[str, Array]) -> tuple[dict[int, Array], dict[int, Ahead]]:
+    """What is held back and what pservers have, by place."""
+    values = {int(name): array for name, array in arrays.items() if name.isdecimal()}
+    places = [int(name.removeprefix(_EXACT)) for name in arrays if name.startswith(_EXACT)]
+    return values, {place: Ahead(arrays[f"{_EXACT}{place}"], int(arrays[f"{_SHOWN}{place}"])) for place in places}

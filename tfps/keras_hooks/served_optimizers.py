@@ -9,7 +9,6 @@ Tested in tests/integration/test_served.py.
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import weakref
 from collections.abc import Sequence
@@ -23,12 +22,11 @@ from tfps.exchange.update_spec import AVERAGE, SLOTS, UpdateSpec
 from tfps.keras_hooks.keras_private import decays, trained_variables
 from tfps.keras_hooks.served_variable import ServedVariable
 from tfps.keras_hooks.update_rules import READINGS, step_numbers
-from tfps.runtime.served import ServedParameter, ServedRule, ServedSlot
+from tfps.runtime.served import RULES, ServedParameter, ServedRule, ServedSlot
 from tfps.types import Argument, Callback, Function, Optimizer, Structure, Value, Variable
 
 _INSTEAD = "use update='worker' (tfps.Config, the default)"
 _served: weakref.WeakKeyDictionary[Optimizer, ServedOptimizer] = weakref.WeakKeyDictionary()
-_numbers = itertools.count(1)
 
 
 class _Making(threading.local):
@@ -51,7 +49,7 @@ class ServedOptimizer(ServedRule):
     """
 
     def __init__(self, optimizer: Optimizer, strategy: tf.distribute.Strategy, variables: Sequence[Variable]) -> None:
-        self.number = next(_numbers)
+        self.number = next(RULES)
         self._optimizer, self.strategy = weakref.ref(optimizer), strategy
         self._reading = READINGS[type(optimizer)]
         self._slots: dict[str, dict[str, ServedSlot]] = {}  # by variable and name
@@ -287,7 +285,12 @@ def take_from_first_rank(variables: Sequence[Variable], strategy: tf.distribute.
 
     Every rank must call it.
     """
-    slots = [variable.slot for variable in variables if isinstance(variable, ServedVariable)]
+    slots_from_first_rank([each.slot for each in variables if isinstance(each, ServedVariable)], strategy)
+    return [variable for variable in variables if not isinstance(variable, ServedVariable)]
+
+
+def slots_from_first_rank(slots: Sequence[ServedSlot], strategy: tf.distribute.Strategy) -> None:
+    """Gives `slots` what rank 0 has assigned to them and not put yet; every rank must call it."""
     if slots:
         with strategy.scope():
             carrier = tf.Variable(np.zeros(0, np.float32), shape=[None], trainable=False, name="slot")
@@ -298,4 +301,3 @@ def take_from_first_rank(variables: Sequence[Variable], strategy: tf.distribute.
         strategy.extended.take_from_first_rank([carrier])
         if strategy.rank:
             slot.take(carrier.numpy())
-    return [variable for variable in variables if not isinstance(variable, ServedVariable)]

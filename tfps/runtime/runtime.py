@@ -157,9 +157,10 @@ class Runtime:
         return self._transfers.get(identity)
 
     def exchange_now(
-        self, bucket: int, payload: Payload | None, tick: Callable[[float], None] | None = None, numbers: bytes = b""
+        self, bucket: int, payload: Payload | None, tick: Callable[[float], object] | None = None, numbers: bytes = b""
     ) -> Reply:
-        """Pushes and waits for the reply on the calling thread; `tick` periodically gets the received fraction.
+        """Pushes and waits for the reply on the calling thread; `tick` periodically gets the received fraction. If it
+        returns true the wait begins anew.
 
         Raises:
             TfpsError: the exchange failed.
@@ -168,7 +169,7 @@ class Runtime:
             return self._exchange_now(bucket, payload, tick, numbers)
 
     def _exchange_now(
-        self, bucket: int, payload: Payload | None, tick: Callable[[float], None] | None, numbers: bytes
+        self, bucket: int, payload: Payload | None, tick: Callable[[float], object] | None, numbers: bytes
     ) -> Reply:
         spec = self.declared.spec(bucket)
         if self.before_exchange is not None and not spec.update:
@@ -187,8 +188,8 @@ class Runtime:
         self.exchange.push(bucket, payload, on_reply, numbers=numbers)
         deadline_s = time.monotonic() + self.wait_s * 2  # the exchange fails earlier and says why
         while not wait(done, _TICK_S if tick else self.wait_s * 2) and time.monotonic() < deadline_s:
-            if tick is not None:
-                tick(self.exchange.progress(bucket))
+            if tick is not None and tick(self.exchange.progress(bucket)):
+                deadline_s = time.monotonic() + self.wait_s * 2
         if not replies:
             raise WaitTimeoutError(f"no reply for bucket {bucket} within {self.wait_s * 2:.0f} s")
         if replies[0].error is not None:

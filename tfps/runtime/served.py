@@ -16,6 +16,7 @@ Tested in tests/strategy/test_served_bucket.py.
 from __future__ import annotations
 
 import abc
+import itertools
 import struct
 import zlib
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ from tfps.types import Array, Value, Variable
 
 _NO_BYTES = np.empty(0, np.uint8)
 _WHICH = struct.Struct("<II")
+RULES = itertools.count(1)  # numbers of rules
 _ASSIGNED = 2**32  # in a mark: it is not 0, whatever the checksum
 
 

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfps.errors import UnsupportedError
 from tfps.keras_hooks.error_feedback import carry_held_back
 from tfps.keras_hooks.keras_private import Trainer, adopt_optimizer
+from tfps.keras_hooks.outer_steps import train_alone
 from tfps.keras_hooks.served_optimizers import serve
 from tfps.keras_hooks.served_variable import ServedVariable
 from tfps.strategy.variables import GatedVariable, current_replica
@@ -51,8 +52,10 @@ def compile_in_scope(strategy_class: type[tf.distribute.Strategy]) -> None:
             if not all(map(_distributed, self.variables)):
                 _adopt(self.variables, strategy)
                 adopt_optimizer(self, strategy)
-            strategy.extended.group_gates(gated)
+            if strategy.extended.outer is None:
+                strategy.extended.group_gates(gated)
         serve_if_asked(self, variables)
+        train_alone_if_asked(self, variables)
         if len(strategies) == 1:  # what a checkpoint has of it may be restored now
             carry_held_back(self, strategy, gated)
         return build_optimizer(self, variables)
@@ -76,6 +79,24 @@ def serve_if_asked(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
         )
     if serving:
         serve(optimizer, variables, serving[0])
+
+
+def train_alone_if_asked(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
+    """Makes workers exchange `variables` between many steps if their strategy has mode "diloco" or "local".
+
+    Raises:
+        UnsupportedError: what `optimizer` or a variable does cannot be exchanged, or not all are of one strategy.
+    """
+    updated = [each.value if isinstance(each, keras.Variable) else each for each in variables]
+    strategies = {each.distribute_strategy if isinstance(each, GatedVariable) else None for each in updated}
+    alone = [each for each in strategies if each is not None and each.extended.outer is not None]
+    if alone and len(strategies) > 1:
+        raise UnsupportedError(
+            f"with mode={alone[0].extended.mode!r} all variables of an optimizer must be trainable ones of one "
+            "strategy; build the model within its scope, or use mode='sync' (tfps.Config)"
+        )
+    if alone:
+        train_alone(optimizer, variables, alone[0])
 
 
 def _distributed(variable: Variable) -> bool:

@@ -189,10 +189,20 @@ class Emitter:
 
     def _emit(self, graph: tf.Graph, replica: int) -> None:
         """Emits all noted updates of `replica`."""
-        order = self.state(outer_graphs(graph)[-1]).first_use
-        noted = self.state(graph).noted.pop(replica, [])
-        fused = fuse(noted, order, self._slice_bytes, self._first_bytes)
-        buckets = [plan(each, graph, replica, order) for each in fused]
+        order = self.first_use(graph)
+        fused = self.fuse(self.state(graph).noted.pop(replica, []), order)
+        self.emit([plan(each, graph, replica, order) for each in fused], graph, replica)
+
+    def first_use(self, graph: tf.Graph) -> dict[str, int]:
+        """Returns the order of first use in the outermost of the graphs around `graph`, by unique id."""
+        return self.state(outer_graphs(graph)[-1]).first_use
+
+    def fuse(self, noted: Iterable[Noted], order: dict[str, int]) -> list[list[Noted]]:
+        """See `deferred.fuse`."""
+        return fuse(noted, order, self._slice_bytes, self._first_bytes)
+
+    def emit(self, buckets: Sequence[PlannedBucket], graph: tf.Graph, replica: int) -> None:
+        """Traces the updates of `buckets` and sends them in `graph`, together."""
         for bucket in buckets:
             self._trace(bucket)
         numbers = self._declare([bucket for bucket in buckets if bucket.function is not None], graph)

@@ -43,6 +43,7 @@ from tfps.strategy.invariants import Invariants
 from tfps.strategy.local_gather import LocalGather
 from tfps.strategy.newest import Newest
 from tfps.strategy.on_read_variable import OnReadVariable
+from tfps.strategy.outer import Outer
 from tfps.strategy.reductions import Reductions, check_one_device, divide, identity
 from tfps.strategy.served_bucket import update_eagerly
 from tfps.strategy.variables import GatedVariable, container_of, updating
@@ -68,17 +69,16 @@ class Extended(CrossReplica):
     ) -> None:
         self.exchange, self.serves = runtime.exchange, config.update == "server"  # serves: pservers update variables
         workers = runtime.exchange.workers
-        self.mode, self.trains_alone = config.mode, config.mode in LOCAL_MODES  # alone: between two outer steps
+        self.mode, self.trains_alone = config.mode, config.mode in LOCAL_MODES
         self.free = config.mode in FREE_MODES and workers > 1  # whether workers do not step together
         self._runtime = runtime  # before the base class, which reads the number of replicas
         super().__init__(strategy, devices=list(devices))
         self.sharding = Sharding()
-        depth = config.staging_depth
-        if workers > 1 and not self.trains_alone:
-            depth = max(depth, 1)  # else workers could not agree on where the data ends, or who takes which batch
+        # Workers must agree on where the data ends, or on who takes which batch.
+        depth = max(config.staging_depth, int(workers > 1 and not self.trains_alone))
         self.last_batch = LastBatch(len(self._devices)) if self._num_replicas_in_sync > 1 else None
         self.staging = Staging(runtime, self._devices, depth, self.last_batch, free=self.free) if depth else None
-        self._reductions = Reductions(runtime, free=self.free)
+        self._reductions = Reductions(runtime, free=self.free or self.trains_alone)
         self._local_gather = LocalGather(self._devices)
         self._initial_values = InitialValues(runtime)
         self.newest = Newest(runtime, self.free and self.mode == "async")
@@ -87,6 +87,8 @@ class Extended(CrossReplica):
         compressing = Compressing(config.compression_rules, runtime, self.serves)
         buckets = len(self._devices), config.bucket_bytes
         self._emitter = Emitter(strategy, runtime, *buckets, self._invariants, compressing)
+        alone = strategy, runtime, self._emitter, self._initial_values, config
+        self.outer = Outer(*alone) if self.trains_alone else None
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
         self._lifted: weakref.WeakKeyDictionary[Variable, Variable] = weakref.WeakKeyDictionary()
 
@@ -311,16 +313,14 @@ class Extended(CrossReplica):
     ) -> Structure:
         flat, share = tf.nest.flatten(value), share_of_gradients()
         if len(self._devices) > 1 and tf.executing_eagerly():
-            if self.free:
-                check_one_device(f"mode={self.mode!r}", len(self._devices))
+            check_one_device(f"mode={self.mode!r}", len(self._devices) if self.free else 1)
             # In eager mode replica functions run one after the other: only merge_call joins them. It would count an
             # object that all of them share once; copies make each replica contribute it, as in graphs.
             own = [identity(each if share is None else share.only_if_rows(each)) for each in flat]
             value = tf.nest.pack_sequence_as(value, own)
+            reduce = super(mirrored_strategy.MirroredExtended, self)._replica_ctx_all_reduce
             with own_losses():
-                return super(mirrored_strategy.MirroredExtended, self)._replica_ctx_all_reduce(
-                    reduce_op, value, options
-                )
+                return reduce(reduce_op, value, options)
         local = own = flat
         if share is not None:
             own = [share.only_if_rows(each) for each in flat]
@@ -379,7 +379,10 @@ class Extended(CrossReplica):
     def _update(self, var: Variable, fn: Function, args: Argument, kwargs: Argument, group: bool) -> Structure:
         if isinstance(var, GatedVariable):
             var.note_write()
-        return super()._update(var, fn, args, kwargs, group)
+        result = super()._update(var, fn, args, kwargs, group)
+        if isinstance(var, GatedVariable):
+            var.note_assigned()
+        return result
 
     def update_eagerly(
         self, rule: ServedRule, variables: Sequence[GatedVariable], gradients: Sequence[Value], numbers: tf.Tensor

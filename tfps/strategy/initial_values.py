@@ -69,8 +69,12 @@ class InitialValues:
         if others := [variable for variable in variables if not _has_fixed_size(variable)]:
             self._gather(others)
         for variable in variables:
-            if isinstance(variable, GatedVariable) and variable.served is not None:
-                variable.served.holder = None
+            if isinstance(variable, GatedVariable):
+                variable.note_assigned()
+
+    def leave_out(self, variables: list[Variable]) -> None:
+        """Forgets new `variables`: they get their values otherwise."""
+        self._forget(variables)
 
     def _declared(self, variables: list[Variable], spec: BucketSpec) -> int:
         details = [f"variable '{common_name(v)}' {v.shape} {v.dtype.name}" for v in variables]

@@ -43,10 +43,11 @@ class ServedBucket(PlannedBucket):
         super().__init__(noted, graph, replica, order)
         self.rule = rule
         self.spec = dataclasses.replace(self.spec, update=rule.spec(self.variables))
+        self.kept = self.variables  # what pservers keep
         self.key = (*self.key, rule.number, self.spec.update)
 
     def transfer(self, number: int, messages: int, group: Group, runtime: Runtime) -> DeferredUpdate:
-        pieces = pieces_of(self.variables, self.rule)
+        pieces = pieces_of(self.kept, self.rule)
         return ServedUpdate(number, self.spec, messages, group, runtime.exchange, pieces)
 
     def trace(self, strategy: tf.distribute.Strategy, compared: bool, cut: bool) -> None:
@@ -54,18 +55,23 @@ class ServedBucket(PlannedBucket):
 
     @property
     def _changes(self) -> bool:
-        return self.spec.codec != NONE
+        """Whether the reply is a change; in mode "async" each rank gets the newest parameters."""
+        return self.spec.codec != NONE and self.variables[0].distribute_strategy.extended.mode != "async"
 
     def _update(
         self, strategy: tf.distribute.Strategy, data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor
     ) -> tf.Tensor:
         written: list[list[tf.Operation]] = []
-        for variable, value in zip(self.variables, _split(data, self.variables), strict=True):
+        for variable, value in zip(self.kept, _split(data, self.kept), strict=True):
             component = variable._values[self.replica]
             with tf.device(component.device):
                 write = component.assign_add if self._changes else component.assign
                 written.append([write(value, read_value=False)])
-        return self._end(written, *weigh)
+        return self._end(self._follow(written), *weigh)
+
+    def _follow(self, written: list[list[tf.Operation]]) -> list[list[tf.Operation]]:
+        """Writes what depends on `kept` after the ops that have `written` each; returns all these ops."""
+        return written
 
     def update_in_graph(self) -> None:
         raise UnsupportedError(f"the update of {self.spec.name} by pservers must not run in the graph")

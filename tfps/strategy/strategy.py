@@ -25,6 +25,7 @@ from tfps.keras_hooks.agreed_logs import agree_on_logs
 from tfps.keras_hooks.epochs import run_epochs_apart
 from tfps.keras_hooks.error_feedback import back_up_held_back
 from tfps.keras_hooks.loss_scaling import agree_on_finite
+from tfps.keras_hooks.outer_steps import exchange_between_steps
 from tfps.keras_hooks.predictions import predict_everything
 from tfps.keras_hooks.saving import share_files
 from tfps.keras_hooks.seeds import draw_apart
@@ -112,6 +113,7 @@ class Strategy(tf.distribute.Strategy):
         weigh_by_rows(Strategy)
         serve_updates()
         note_added_losses()
+        exchange_between_steps(Strategy)
 
     @property
     def rank(self) -> int:
@@ -151,15 +153,20 @@ class Strategy(tf.distribute.Strategy):
         self.extended.compressing.collect()
 
     def synchronize(self) -> None:
-        """Brings the newest parameters to all workers, bitwise equal, where they do not step together (`Config.mode`).
+        """Brings all workers to the same parameters where they do not step together (`Config.mode`; docs/modes.md).
 
-        Every rank must call it, at the end of an epoch, say; `fit` does so at the end of each. Ranks that are here hold
-        up no other. With mode="sync" this does nothing. See docs/modes.md.
+        In mode "async" these are the newest. In "diloco" and "local" it ends the round: workers exchange what they have
+        trained since the last exchange, and those that have made fewer steps than others make up for the exchanges
+        that they have not come to. Every rank must call it. `fit` does so: "async" at the end of each epoch, the others
+        at its end. A custom loop needs it where numbers of steps differ between workers, and at its end: before it
+        evaluates or saves. Does nothing in mode "sync", or if nothing was trained since.
 
         Raises:
-            TfpsError: another rank did not call it in time, or is elsewhere in its program.
+            TfpsError: another rank did not call it in time, or the exchange failed.
         """
         self.extended.newest.synchronize()
+        if self.extended.outer is not None:
+            self.extended.outer.synchronize()
 
     def experimental_distribute_dataset(
         self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None

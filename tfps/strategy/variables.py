@@ -122,6 +122,7 @@ class GatedVariable(Converted, values.MirroredVariable):
     group = 0  # its number; 0: none
     served: ServedParameter | None = None  # if pservers update it
     written_in_graph = False  # by a function of the program, at some time
+    global_copy: GatedVariable | None = None  # what all workers had after the last exchange; see outer.py
 
     def make_gates(self) -> None:
         """Gives this variable its own gates, open."""
@@ -226,6 +227,19 @@ class GatedVariable(Converted, values.MirroredVariable):
         elif self.served is not None:
             self.wait()  # else what is being sent would count as assigned
             self.served.holder = None
+        elif self.global_copy is not None:
+            self.wait()
+            self.global_copy.wait()
+
+    def note_assigned(self) -> None:
+        """Notes that every rank has assigned this variable between steps: its global copy follows."""
+        if self.served is not None:
+            self.served.holder = None
+        if self.global_copy is not None and tf.executing_eagerly():
+            self.global_copy.note_write()
+            for component, own in zip(self.global_copy._values, self._values, strict=True):
+                component.assign(own.read_value())
+            self._distribute_strategy.extended.outer.assigned(self)
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Function]:
         factories = super()._gather_saveables_for_checkpoint()
@@ -346,14 +360,18 @@ class GatedVariable(Converted, values.MirroredVariable):
 
 
 class _Saveable(values._MirroredSaveable):
-    """Restores as TensorFlow does, and notes it."""
+    """Saves the global copy, if there is one. Restores as TensorFlow does, and notes it."""
 
     def __init__(self, variable: GatedVariable, primary: Variable, default_name: str, name: str | None = None) -> None:
-        super().__init__(variable, primary, name or default_name)
+        saved = variable if variable.global_copy is None else variable.global_copy
+        super().__init__(saved, saved._primary, name or default_name)
+        self._mirrored_variable = variable
 
     def restore(self, restored_tensors: Sequence[tf.Tensor], restored_shapes: object) -> tf.Operation:
         self._mirrored_variable.note_write()
-        return super().restore(restored_tensors, restored_shapes)
+        restored = super().restore(restored_tensors, restored_shapes)
+        self._mirrored_variable.note_assigned()
+        return restored
 
 
 def written_in_graph(name: str) -> str:

@@ -118,6 +118,12 @@ class EmbeddedExchange:
         else:
             on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload))
 
+    def wanted(self, bucket: int) -> bool:
+        return False
+
+    def renew(self, bucket: int) -> None:
+        pass
+
     def _updated(self, bucket: int, gradient: Buffer, numbers: bytes) -> Array:
         """The new parameters, or their change; a copy, as TensorFlow keeps them while they change here."""
         kept, codec = self._kept[bucket], codec_of(self._specs[bucket].codec)

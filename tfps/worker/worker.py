@@ -48,6 +48,7 @@ from tfps.worker.pacing import Pacing
 from tfps.worker.patience import Blame
 from tfps.worker.tracer import Tracer
 from tfps.worker.tuner import Tuner
+from tfps.worker.wanted import Wanted
 
 _TUNE_TIMEOUT_S = 30.0
 
@@ -119,8 +120,9 @@ class Worker:
             self._blame = Blame(self._pservers, self._membership)
             self._declarations = Declarations(self._pservers, self._blame, self._membership)
             self._tracer = Tracer(self._recorder, self._pservers, self._membership)
-            kept = Kept(self._pservers, self._membership, self._buckets, config.step_timeout_s, self._check_open)
-            self.put, self.get = kept.put, kept.get
+            about = self._pservers, self._membership, self._buckets, config.step_timeout_s, self._check_open
+            kept, wanted = Kept(*about), Wanted(*about)
+            self.put, self.get, self.wanted, self.renew = kept.put, kept.get, wanted.wanted, wanted.renew
             pacing = Pacing(self._pservers, self._membership, config.step_timeout_s, self._check_open)
             self.rest, self.ticket = pacing.rest, pacing.ticket
             self._links = Links(self._pservers, self._queues, self._memory, self._membership)

@@ -1,0 +1,177 @@
+"""Modes "local" and "diloco" by hand: plain Keras models, one per worker, and the outer optimizer in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import keras
+import numpy as np
+import tensorflow as tf
+import training
+
+from tfps.types import Array, Options
+
+Weights = list[Array]
+ROWS = 8  # of a worker's batch
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of `tfps.Config`, and the inner optimizer."""
+
+    mode: str = "diloco"
+    inner_steps: int = 4
+    fragments: int = 1
+    overlap_steps: int = 0
+    own_share: float = 0.5
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.9
+    optimizer: str = "sgd"
+
+    def config(self) -> Options:
+        """What differs from a default of `tfps.Config` in a way that the mode allows."""
+        names = ["mode", "inner_steps", "fragments", "overlap_steps", "own_share"]
+        names += ["outer_learning_rate", "outer_momentum"] if self.mode == "diloco" else []
+        return {name: getattr(self, name) for name in names}
+
+
+OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+}
+
+
+def model() -> keras.Model:
+    """Six trained variables, in three layers of about equal size."""
+    layers = [keras.layers.Dense(64, activation="tanh") for _ in range(2)]
+    return keras.Sequential([keras.layers.Input((64,)), *layers, keras.layers.Dense(64)])
+
+
+def fragments(count: int) -> list[list[int]]:
+    """Places of the variables of each fragment of `model`: layers in turn."""
+    return [[2 * layer + each for layer in range(part, 3, count) for each in range(2)] for part in range(count)]
+
+
+def loss() -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def rows(rank: int, steps: int) -> tuple[Array, Array]:
+    """All rows that a worker trains with."""
+    x, y = training.digits(1000)
+    begin = rank * 300
+    return x[begin : begin + steps * ROWS], y[begin : begin + steps * ROWS]
+
+
+class Worker:
+    """One worker: trains a plain Keras model."""
+
+    def __init__(self, weights: Weights, settings: Settings, rank: int, steps: int) -> None:
+        self.model = model()
+        self.model.set_weights(weights)
+        self.model.compile(OPTIMIZERS[settings.optimizer](), loss(), jit_compile=False)
+        self._x, self._y = rows(rank, steps)
+        self._step = 0
+
+    @property
+    def done(self) -> bool:
+        return self._step * ROWS >= len(self._x)
+
+    @property
+    def weights(self) -> Weights:
+        return [np.asarray(each) for each in self.model.get_weights()]
+
+    def step(self) -> None:
+        part = slice(self._step * ROWS, (self._step + 1) * ROWS)
+        self.model.train_on_batch(self._x[part], self._y[part])
+        self._step += 1
+
+    def set(self, place: int, value: Array) -> None:
+        self.model.trainable_variables[place].assign(value)
+
+
+class Simulation:
+    """All workers of a job, step by step.
+
+    Attributes:
+        trajectory: each worker's own weights after each of its steps and the exchanges that are due then.
+        shared: the global parameters.
+    """
+
+    def __init__(self, weights: Weights, settings: Settings, steps: Sequence[int]) -> None:
+        self._settings, self._parts = settings, fragments(settings.fragments)
+        self.workers = [Worker(weights, settings, rank, count) for rank, count in enumerate(steps)]
+        self.shared = [each.copy() for each in weights]
+        self._momentum = [np.zeros_like(each) for each in weights]
+        self._pending: dict[int, int] = {}  # by fragment: at which step it is mixed in
+        self.trajectory: list[list[Weights]] = [[] for _ in steps]
+
+    def run(self) -> None:
+        """Trains until the end of all workers' data, and ends the round."""
+        settings, step = self._settings, 0
+        while not all(worker.done for worker in self.workers):
+            step += 1
+            training = [rank for rank, worker in enumerate(self.workers) if not worker.done]
+            for rank in training:
+                self.workers[rank].step()
+            for part in range(settings.fragments):
+                if self._pending.get(part) == step:
+                    self._mix(part)
+                if (step + part * settings.inner_steps // settings.fragments) % settings.inner_steps == 0:
+                    self._exchange(part)
+                    self._pending[part] = step + settings.overlap_steps
+                    if not settings.overlap_steps:
+                        self._take(part)
+            for rank in training:
+                self.trajectory[rank].append(self.workers[rank].weights)
+        for part in range(settings.fragments):
+            if self._pending.get(part, 0) > step:
+                self._mix(part)
+            exchanged = (step + part * settings.inner_steps // settings.fragments) % settings.inner_steps == 0
+            if settings.overlap_steps or not exchanged:
+                self._exchange(part)
+            self._take(part)
+
+    def _exchange(self, part: int) -> None:
+        settings, f = self._settings, np.float32
+        local = settings.mode == "local"
+        rate, momentum = f(1.0 if local else settings.outer_learning_rate), f(settings.outer_momentum)
+        for place in self._parts[part]:
+            shared = self.shared[place]
+            total = np.zeros_like(shared)
+            for worker in self.workers:
+                total += (shared - worker.weights[place]) / f(len(self.workers))
+            if local:
+                shared -= rate * total
+                continue
+            moved = self._momentum[place]
+            moved *= momentum
+            moved -= total * rate
+            shared += moved * momentum - total * rate
+
+    def _mix(self, part: int) -> None:
+        share = np.float32(self._settings.own_share)
+        for worker in self.workers:
+            for place in self._parts[part]:
+                worker.set(place, share * worker.weights[place] + (1 - share) * self.shared[place])
+
+    def _take(self, part: int) -> None:
+        for worker in self.workers:
+            for place in self._parts[part]:
+                worker.set(place, self.shared[place])
+
+
+def difference(one: Weights, other: Weights) -> float:
+    """Largest difference, relative to the largest weight of its variable; 0.0 means bitwise equal."""
+    if all(a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True)):
+        return 0.0
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(one, other, strict=True))
+
+
+def dataset(rank: int, steps: int, workers: int) -> tf.data.Dataset:
+    """The rows of one worker, which no other worker gets; TensorFlow cuts each batch into `workers`."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    whole = tf.data.Dataset.from_tensor_slices(rows(rank, steps)).filter(lambda x, y: True)  # of unknown size: see fit
+    return whole.batch(ROWS * workers).with_options(options)

@@ -1,0 +1,89 @@
+"""Several workers in modes "local" and "diloco" end where plain Keras models and an outer optimizer by hand end."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import processes
+import pytest
+from local_training import Settings, Simulation, difference
+
+from tfps.pserver.server import ParameterServer
+from tfps.types import Value
+
+pytestmark = pytest.mark.timeout(600)
+SMALL = {"TFPS_SLICE_BYTES": "4096"}
+CASES = [
+    Settings(),
+    Settings("diloco", optimizer="adam", fragments=2),
+    Settings("local", optimizer="adam"),
+    Settings("diloco", fragments=2, overlap_steps=2, own_share=0.25),
+    Settings("local", overlap_steps=1, own_share=0.5),
+]
+
+
+def run(
+    cases: Sequence[Settings], steps: Sequence[int], folder: Path, devices: int = 1
+) -> list[list[dict[str, Value]]]:
+    """What each rank ends with, by case."""
+    workers = len(steps)
+    servers = [ParameterServer("127.0.0.1", 0, workers=workers) for _ in range(2)]
+    files = [folder / f"{rank}.pickle" for rank in range(workers)]
+    counts, arguments = ",".join(map(str, steps)), [json.dumps(asdict(case)) for case in cases]
+    try:
+        addresses = [server.address for server in servers]
+        each = [[str(file), counts, *arguments] for file in files]
+        with processes.started("local.py", addresses, workers, each, **SMALL, DEVICES=str(devices)) as running:
+            processes.outputs(running)
+    finally:
+        for server in servers:
+            server.stop()
+    ranks = [pickle.loads(file.read_bytes()) for file in files]
+    return [[rank[number] for rank in ranks] for number in range(len(cases))]
+
+
+def check(case: Settings, steps: Sequence[int], ranks: Sequence[dict[str, Value]], tolerance: float) -> None:
+    simulation = Simulation(ranks[0]["initial"], case, steps)
+    simulation.run()
+    for rank, result in enumerate(ranks):
+        assert len(result["own"]) == steps[rank]
+        for step, (own, expected) in enumerate(zip(result["own"], simulation.trajectory[rank], strict=True), 1):
+            found = difference(own, expected)
+            assert found <= tolerance, f"{case}: rank {rank} after step {step}: {found}"
+        assert difference(result["end"], ranks[0]["end"]) == 0.0, f"{case}: rank {rank}"
+        assert difference(result["end"], simulation.shared) <= tolerance, f"{case}: rank {rank} at the end"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Value]]]:
+    return run(CASES, [12, 12], tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_two_workers_do_what_is_done_by_hand(number: int, two: list[list[dict[str, Value]]]) -> None:
+    check(CASES[number], [12, 12], two[number], 0.0)
+
+
+def test_a_worker_with_fewer_batches_makes_up_for_the_exchanges_that_others_wait_for(tmp_path: Path) -> None:
+    steps, cases = [15, 6], [CASES[1], CASES[3]]
+    for case, ranks in zip(cases, run(cases, steps, tmp_path), strict=True):
+        check(case, steps, ranks, 0.0)
+
+
+@pytest.mark.long
+def test_three_workers_with_two_devices_do_what_is_done_by_hand(tmp_path: Path) -> None:
+    steps = [10, 12, 9]
+    for case, ranks in zip(CASES, run(CASES, steps, tmp_path, devices=2), strict=True):
+        check(case, steps, ranks, 1e-4)  # the mean of three rounds; Adam divides by small roots
+
+
+def test_workers_exchange_nothing_between_two_outer_steps(two: list[list[dict[str, Value]]]) -> None:
+    for result in two[0]:  # rank 0's initial values, then one bucket every 4 steps
+        assert result["pushed"] == [1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4]

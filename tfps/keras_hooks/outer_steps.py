@@ -1,0 +1,177 @@
+"""Modes in which workers train alone: Keras counts their steps, and evaluates and saves global parameters.
+
+Tested in tests/strategy/test_outer.py and tests/integration/test_local.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from tfps.errors import UnsupportedError
+from tfps.keras_hooks.outer_state import OuterState, OuterSteps, back_up_outer_state
+from tfps.types import Argument, Callback, Function, Logs, Model, Optimizer, Structure, Variable
+
+_INSTEAD = "use mode='sync' (tfps.Config, the default)"
+
+
+_known: weakref.WeakKeyDictionary[Optimizer, OuterSteps] = weakref.WeakKeyDictionary()
+
+
+class _Applying(threading.local):
+    """How many calls of `apply` this thread is in: an optimizer may wrap another."""
+
+    depth = 0
+
+
+_applying = _Applying()
+
+
+def train_alone(optimizer: Optimizer, variables: Sequence[Variable], strategy: tf.distribute.Strategy) -> None:
+    """Makes workers exchange `variables`, of TensorFlow or Keras, which `optimizer` is built for.
+
+    Raises:
+        UnsupportedError: that is impossible; the message says why and what to do.
+    """
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        _known[optimizer] = _known[optimizer.inner_optimizer]  # built before
+        return
+    if optimizer.use_ema:
+        raise UnsupportedError(
+            f"use_ema with mode={strategy.extended.mode!r} would average each worker's own parameters, not the global "
+            f"ones that are evaluated and saved; leave it out, or {_INSTEAD}"
+        )
+    for variable in variables:
+        _check(variable, strategy.extended.mode)
+    known = _known.get(optimizer)
+    updated = [_of_tensorflow(variable) for variable in variables]
+    if known is None or list(map(id, known.variables)) != list(map(id, updated)):
+        _known[optimizer] = strategy.extended.outer.build(updated)
+        optimizer.tfps_outer = OuterState(_known[optimizer])  # Keras tracks it as it tracks variables
+
+
+def _of_tensorflow(variable: Variable) -> Variable:
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def _check(variable: Variable, mode: str) -> None:
+    own, name = _of_tensorflow(variable), getattr(variable, "path", variable.name)
+    why = ""
+    if not getattr(own, "gates", ()) or not own.trainable:
+        why = "is not a trainable variable of this strategy with a fixed shape"
+    elif own.dtype != tf.float32:
+        why = f"has dtype {own.dtype.name}, and pservers average float32 (mixed precision keeps variables in float32)"
+    elif getattr(variable, "overwrite_with_gradient", False):
+        why = "is overwritten with its gradient"
+    if why:
+        raise UnsupportedError(f"mode={mode!r}: variable {name!r} {why}; {_INSTEAD}")
+
+
+@functools.cache
+def exchange_between_steps(strategy_class: type[tf.distribute.Strategy]) -> None:
+    """Wraps methods of Keras, for models of a `strategy_class` in these modes; done once per process."""
+
+    def strategy_of(model: Model) -> tf.distribute.Strategy | None:
+        """The strategy of `model` if its workers train alone, else None."""
+        strategy = getattr(model, "distribute_strategy", None)
+        return strategy if isinstance(strategy, strategy_class) and strategy.extended.outer is not None else None
+
+    for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
+        kind.apply = _counted(kind.apply)
+    epoch_logs = keras.Model._get_metrics_result_or_logs
+
+    @functools.wraps(epoch_logs)
+    def get_metrics_result_or_logs(self: Model, logs: Logs) -> Logs:
+        if (strategy := strategy_of(self)) is not None and not strategy.extended.outer.shows_global:
+            strategy.extended.outer.meet()  # before all else that ranks do together at the end of an epoch
+        return epoch_logs(self, logs)
+
+    keras.Model._get_metrics_result_or_logs = get_metrics_result_or_logs
+    callbacks = keras.callbacks.CallbackList
+    end = callbacks.on_train_end
+
+    @functools.wraps(end)
+    def on_train_end(self: Callback, logs: Logs | None = None) -> None:
+        if (strategy := strategy_of(self._model)) is not None:
+            strategy.extended.outer.synchronize()
+        end(self, logs)
+
+    callbacks.on_train_end = on_train_end
+
+    def with_global(original: Function) -> Function:
+        @functools.wraps(original)
+        def method(self: Model, *arguments: object, **options: object) -> Structure:
+            strategy = strategy_of(self)
+            if strategy is None:
+                return original(self, *arguments, **options)
+            if original.__name__ == "evaluate" and not options.get("_use_cached_eval_dataset"):  # not in `fit`
+                strategy.extended.outer.meet()
+            with strategy.extended.outer.global_parameters():
+                return original(self, *arguments, **options)
+
+        return method
+
+    for name in ("evaluate", "predict", "test_on_batch", "predict_on_batch", "save", "save_weights", "export"):
+        setattr(keras.Model, name, with_global(getattr(keras.Model, name)))
+    _save_at_epochs(strategy_of)
+    back_up_outer_state(strategy_of, _known.get)
+
+
+def _counted(original: Function) -> Function:
+    """Makes `apply` of an optimizer whose variables are exchanged count a step, if no other optimizer has called it."""
+
+    @functools.wraps(original)
+    def apply(
+        self: Optimizer, grads: Structure, trainable_variables: Sequence[Variable] | None = None, **options: Argument
+    ) -> Structure:
+        if not _applying.depth:
+            _check_place(self, trainable_variables or ())
+        _applying.depth += 1
+        try:
+            result = original(self, grads, trainable_variables, **options)
+        finally:
+            _applying.depth -= 1
+        if not _applying.depth and (known := _known.get(self)) is not None and len(grads):
+            known.after_step()
+        return result
+
+    return apply
+
+
+def _check_place(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
+    known = _known.get(optimizer)
+    first = next(iter(known.variables if known is not None else map(_of_tensorflow, variables)), None)
+    strategy: Argument = getattr(first, "distribute_strategy", None)
+    if getattr(getattr(strategy, "extended", None), "outer", None) is None:
+        return
+    context = tf.distribute.get_replica_context()
+    if context is None or context.strategy is not strategy:
+        raise UnsupportedError(
+            f"with mode={strategy.extended.mode!r} an optimizer's gradients must be applied in a replica function, "
+            f"where its steps are counted: call its `apply` within strategy.run, or {_INSTEAD}"
+        )
+
+
+def _save_at_epochs(strategy_of: Function) -> None:
+    """Refuses callbacks that save within an epoch, where other ranks may be at another step."""
+    for callback in (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore):
+        callback.set_model = _at_epochs(callback.set_model, strategy_of)
+
+
+def _at_epochs(original: Function, strategy_of: Function) -> Function:
+    @functools.wraps(original)
+    def set_model(self: Callback, model: Model) -> None:
+        strategy = strategy_of(model)
+        if strategy is not None and strategy.num_workers > 1 and self.save_freq != "epoch":
+            raise UnsupportedError(
+                f"{type(self).__name__}(save_freq={self.save_freq!r}) with mode={strategy.extended.mode!r}: within an "
+                f"epoch workers are at different steps; use save_freq='epoch', or {_INSTEAD}"
+            )
+        original(self, model)
+
+    return set_model

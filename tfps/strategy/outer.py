@@ -1,0 +1,158 @@
+"""Local modes: global parameters of a strategy's variables, and how ranks meet between steps.
+
+Ranks may have different numbers of batches. Where they meet, at the end of an epoch or in `Strategy.synchronize`, one
+that has made fewer steps takes part in the exchanges that others wait for, and goes on from where the last of them is.
+
+Tested in tests/strategy/test_outer.py and tests/integration/test_local.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import weakref
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from tfps.config import Config
+from tfps.errors import MismatchError, WaitTimeoutError
+from tfps.exchange.interface import BucketSpec
+from tfps.runtime.runtime import Runtime
+from tfps.strategy.emitter import Emitter
+from tfps.strategy.initial_values import InitialValues
+from tfps.strategy.outer_bucket import copy_of, make_copy
+from tfps.strategy.outer_steps import OuterSteps
+from tfps.strategy.variables import GatedVariable
+
+_MEETING = "steps of each worker"
+_SPEC = BucketSpec((_MEETING,), "gather", 0, "uint8", 0, occasional=True)
+
+
+class Outer:
+    """Of one strategy in mode "diloco" or "local". Used by the threads that trace or run eagerly."""
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        runtime: Runtime,
+        emitter: Emitter,
+        initial_values: InitialValues,
+        config: Config,
+    ) -> None:
+        self._strategy, self._runtime, self._emitter = strategy, runtime, emitter
+        self._initial_values, self._config = initial_values, config
+        self._numbers = itertools.count()
+        self._known: weakref.WeakSet[OuterSteps] = weakref.WeakSet()
+        # By unique id, those that have a global copy.
+        self._variables: weakref.WeakValueDictionary[str, GatedVariable] = weakref.WeakValueDictionary()
+        self._own: dict[str, list[tf.Tensor]] | None = None  # values by unique id while global ones take their place
+        if runtime.exchange.workers > 1:
+            runtime.declare_later(_MEETING, _SPEC)  # with the first exchange: nothing new is declared within an epoch
+
+    def build(self, variables: Sequence[GatedVariable]) -> OuterSteps:
+        """Returns the outer steps of an optimizer of `variables`; their global copies are made.
+
+        Raises:
+            ConfigError: there are fewer variables than fragments.
+        """
+        overlaps = self._config.overlap_steps > 0
+        for variable in variables:
+            copy = make_copy(variable, own_gates=overlaps)
+            self._variables[variable._unique_id] = variable
+            self._runtime.gate_watch.add(copy.gates)
+            self._initial_values.leave_out([copy])
+        steps = OuterSteps(
+            self._strategy, self._runtime, self._emitter, self._config, variables, lambda: next(self._numbers)
+        )
+        self._known.add(steps)
+        return steps
+
+    # Where ranks meet.
+
+    def meet(self) -> None:
+        """Brings all ranks to the same step of each optimizer; every rank must call it.
+
+        Raises:
+            TfpsError: another rank does not in time, or the exchange failed.
+        """
+        if self._runtime.exchange.workers == 1:
+            return
+        with tf.init_scope(), _explained():
+            (bucket,) = self._runtime.buckets([(_MEETING, _SPEC)])
+            own = json.dumps({each.number: each.steps for each in self._exchanged()})
+            parts = self._runtime.exchange_now(bucket, own.encode(), lambda _: self._make_up(bucket)).parts or []
+            said = [json.loads(bytes(part)) for part in parts]
+            for each in self._exchanged():
+                each.advance(max(steps.get(str(each.number), 0) for steps in said))
+
+    def synchronize(self) -> None:
+        """See `Strategy.synchronize`."""
+        self.meet()
+        for each in self._exchanged():
+            each.end_round()
+
+    def _exchanged(self) -> list[OuterSteps]:
+        """Those that may have exchanged anything, in an order that all ranks share."""
+        return sorted((each for each in self._known if each.number is not None), key=lambda each: each.number or 0)
+
+    def _make_up(self, bucket: int) -> bool:
+        """Takes part in exchanges that other ranks wait for; the wait for `bucket` then begins anew."""
+        made = [each.make_up() for each in self._exchanged()]
+        if any(made):
+            self._runtime.exchange.renew(bucket)
+        return any(made)
+
+    # Global parameters in place of own ones.
+
+    @contextlib.contextmanager
+    def global_parameters(self) -> Iterator[None]:
+        """In the block variables have their global values: to evaluate, predict and save."""
+        if self._own is not None:
+            yield
+            return
+        with tf.init_scope():
+            variables = list(self._variables.values())
+            for variable in variables:
+                variable.wait()
+                copy_of(variable).wait()
+            own = {each._unique_id: [component.read_value() for component in each._values] for each in variables}
+            self._own = own
+        try:
+            for variable in variables:
+                _assign(variable, [component.read_value() for component in copy_of(variable)._values])
+            yield
+        finally:
+            self._own = None
+            for variable in variables:
+                if variable._unique_id in own:
+                    _assign(variable, own[variable._unique_id])
+
+    @property
+    def shows_global(self) -> bool:
+        """Whether this is within a block of `global_parameters`."""
+        return self._own is not None
+
+    def assigned(self, variable: GatedVariable) -> None:
+        """Notes that the program has assigned `variable`: it keeps that value after `global_parameters`."""
+        if self._own is not None:
+            self._own.pop(variable._unique_id, None)
+
+
+def _assign(variable: GatedVariable, values: Sequence[tf.Tensor]) -> None:
+    with tf.init_scope():
+        for component, value in zip(variable._values, values, strict=True):
+            component.assign(value)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Says in the block's errors where ranks have to meet."""
+    try:
+        yield
+    except (WaitTimeoutError, MismatchError) as error:
+        raise type(error)(
+            "workers meet at the end of each epoch of fit, at its end, and in strategy.synchronize(), which every rank "
+            f"must call. {error}"
+        ) from error

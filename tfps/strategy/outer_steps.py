@@ -1,0 +1,251 @@
+"""Outer steps of one optimizer: counts its inner steps, and exchanges its variables when they are due.
+
+A fragment p of P is due at steps with (step + p * H / P) % H == 0, H being `Config.inner_steps`. In a traced step that
+is decided in the graph; eagerly, and where ranks meet, on the host. With overlap_steps, parameters that come back are
+mixed in that many steps later (Streaming DiLoCo, https://arxiv.org/abs/2501.18512).
+
+Tested in tests/strategy/test_outer.py and tests/integration/test_local.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from tfps.config import Config
+from tfps.graph.ops import HOST
+from tfps.graph.tf_private import ResourceVariable, distribute_lib, ops
+from tfps.runtime.runtime import Runtime
+from tfps.runtime.served import ServedSlot
+from tfps.strategy.deferred import Noted, Reduced, Reduction
+from tfps.strategy.emitter import Emitter
+from tfps.strategy.fragments import cut
+from tfps.strategy.names import own_name
+from tfps.strategy.outer_bucket import OuterBucket, OuterRule, copy_of
+from tfps.strategy.reductions import check_one_device
+from tfps.strategy.variables import GatedVariable
+from tfps.types import Function
+
+
+class OuterSteps:
+    """Used by the threads that trace or run eagerly.
+
+    Args:
+        variables: what the optimizer updates, in its order; each has a global copy.
+        exchanged: called once, before the first exchange; returns this object's number, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        runtime: Runtime,
+        emitter: Emitter,
+        config: Config,
+        variables: Sequence[GatedVariable],
+        exchanged: Callable[[], int],
+    ) -> None:
+        self.variables = list(variables)
+        self.number: int | None = None  # None until the first exchange is traced
+        self._strategy, self._runtime, self._emitter, self._exchanged = strategy, runtime, emitter, exchanged
+        self._every, self._overlap, self._own_share = config.inner_steps, config.overlap_steps, config.own_share
+        self.rule = OuterRule(config, runtime.exchange, [copy_of(variable) for variable in variables])
+        names = [own_name(variable) for variable in variables]
+        sizes = [4 * int(variable.shape.num_elements()) for variable in variables]
+        places = cut(names, sizes, config.fragments)
+        self._fragments = [[self.variables[place] for place in fragment] for fragment in places]
+        self._offsets = [number * self._every // config.fragments for number in range(config.fragments)]
+        for fragment in self._fragments:
+            emitter.group_gates(map(self._gated, fragment))
+        self._plans: list[list[list[str]]] = [[] for _ in self._fragments]  # unique ids of the variables of each bucket
+        self._buckets: list[int] = [0] * len(self._fragments)  # number of the first bucket of each
+        self._functions: dict[tuple[str, int], Function] = {}
+        with tf.init_scope(), tf.device(HOST):
+            # For each replica: its inner steps so far, and after how many of them the last round has been ended.
+            self._states = [
+                ResourceVariable(tf.zeros([2], tf.int64), trainable=False, name="tfps_inner_steps")
+                for _ in range(len(strategy.extended.worker_devices))
+            ]
+
+    def _gated(self, variable: GatedVariable) -> GatedVariable:
+        """The variable whose gates are closed during an exchange of `variable`."""
+        return copy_of(variable) if self._overlap else variable
+
+    # What has happened.
+
+    @property
+    def steps(self) -> int:
+        """Inner steps of this worker so far."""
+        return int(self._states[0].numpy()[0])
+
+    @property
+    def _ended(self) -> int:
+        return int(self._states[0].numpy()[1])
+
+    def set_steps(self, steps: int, ended: int | None = None) -> None:
+        """Sets how many steps have been made, and after how many of them the last round was ended, if not as before."""
+        ended = self._ended if ended is None else ended
+        for state in self._states:
+            state.assign([steps, ended])
+
+    def slots(self) -> dict[str, ServedSlot]:
+        """The momentum of each variable, by its place among `variables`."""
+        found = [(str(place), self.rule.slots(copy_of(variable))) for place, variable in enumerate(self.variables)]
+        return {place: slots[0] for place, slots in found if slots}
+
+    # In a step.
+
+    def after_step(self) -> None:
+        """Counts an inner step and exchanges what is due; called in each replica function."""
+        replica = distribute_lib.get_replica_context()._replica_id
+        if tf.executing_eagerly():
+            check_one_device("mode='diloco' or 'local'", len(self._states))
+            self.advance(self.steps + 1)
+            return
+        state = self._states[replica]
+        with tf.device(HOST):
+            # A step that finds the end of the data does not count.
+            with tf.control_dependencies(self._emitter.inputs(ops.get_default_graph())):
+                state.assign_add([1, 0], read_value=False)
+            step, ended = tf.unstack(state.read_value())
+        for fragment, offset in enumerate(self._offsets):
+            with tf.device(HOST):
+                back = step - self._overlap
+                mixes = tf.logical_and(back > ended, tf.equal((back + offset) % self._every, 0))
+                due = tf.equal((step + offset) % self._every, 0)
+            if self._overlap:
+                _only_if(mixes, functools.partial(self._mix, fragment, replica, self._own_share))
+            _only_if(due, functools.partial(self._push, fragment, replica, step))
+
+    def _push(self, fragment: int, replica: int, step: tf.Tensor) -> None:
+        """Emits the exchange of a fragment at `step` into the graph under construction."""
+        graph, exchange = ops.get_default_graph(), self._runtime.exchange
+        with tf.device(HOST):
+            number = tf.cast((step + self._offsets[fragment]) // self._every, tf.float64)
+            numbers = tf.stack([number, tf.constant(self.rule.learning_rate, tf.float64)])
+        variables = self._fragments[fragment]
+        reduction = Reduction(len(variables))
+        noted: list[Noted] = []
+        trained: dict[str, GatedVariable] = {}
+        first_use, order = self._emitter.first_use(graph), {}
+        for variable in variables:
+            own, shared = variable._get_replica(replica), copy_of(variable)._get_replica(replica)
+            with tf.device(own.device):
+                change = (shared.read_value() - own.read_value()) / tf.cast(exchange.workers, own.dtype)
+            gated = self._gated(variable)
+            trained[gated._unique_id] = variable
+            order[gated._unique_id] = first_use.get(variable._unique_id, len(first_use))
+            codec = self._emitter.compressing.codec(variable)
+            noted.append(Noted(gated, self.rule, (numbers,), Reduced(change, change, reduction), codec))
+        planned = self._planned(fragment, noted, order)
+        buckets = [
+            OuterBucket(
+                self.rule, [trained[each.variable._unique_id] for each in bucket], bucket, graph, replica, order
+            )
+            for bucket in planned
+        ]
+        self._emitter.emit(buckets, graph, replica)
+        (self._buckets[fragment],) = self._runtime.buckets([(buckets[0].key, buckets[0].spec)])
+
+    def _planned(self, fragment: int, noted: Sequence[Noted], order: dict[str, int]) -> list[list[Noted]]:
+        """Cuts a fragment into buckets: the same whenever and wherever it is traced again."""
+        if self.number is None:
+            self.number = self._exchanged()
+        if not self._plans[fragment]:
+            fused = self._emitter.fuse(noted, order)
+            self._plans[fragment] = [[each.variable._unique_id for each in bucket] for bucket in fused]
+        by_id = {each.variable._unique_id: each for each in noted}
+        return [[by_id[each] for each in bucket] for bucket in self._plans[fragment]]
+
+    def _mix(self, fragment: int, replica: int, own_share: float) -> None:
+        """Emits the mixture of own and global parameters, which waits for these, into the graph under construction."""
+        for variable in self._fragments[fragment]:
+            own, shared = variable._get_replica(replica), copy_of(variable)._get_replica(replica)
+            with tf.device(own.device):
+                new = shared.read_value()
+                if own_share:
+                    new = own_share * own.read_value() + (1 - own_share) * new
+                own.assign(new, read_value=False)
+
+    # On the host.
+
+    def advance(self, target: int) -> None:
+        """Goes on to step `target`, without training but with all exchanges that are due until then."""
+        with tf.init_scope():
+            ended = self._ended
+            for step in range(self.steps + 1, target + 1):
+                self.set_steps(step)
+                for fragment, offset in enumerate(self._offsets):
+                    back = step - self._overlap
+                    if self._overlap and back > ended and (back + offset) % self._every == 0:
+                        self._run("mix", fragment, step)
+                    if (step + offset) % self._every == 0:
+                        self._run("push", fragment, step)
+
+    def make_up(self) -> bool:
+        """Makes this worker's part of its next exchange if another rank waits for it; returns whether it did."""
+        if self.number is None:
+            return False
+        steps = self.steps
+        wait, fragment = min((-(steps + 1 + offset) % self._every, n) for n, offset in enumerate(self._offsets))
+        if not self._runtime.exchange.wanted(self._buckets[fragment]):
+            return False
+        self.advance(steps + 1 + wait)
+        return True
+
+    def end_round(self) -> None:
+        """Exchanges what was trained since the last exchange, so that all ranks have the global parameters.
+
+        All ranks must have the same `steps`.
+        """
+        steps, ended = self.steps, self._ended
+        if steps == ended:
+            return
+        end = -(-steps // self._every) * self._every
+        with tf.init_scope():
+            for fragment, offset in enumerate(self._offsets):
+                since = (steps + offset) % self._every  # its last exchange
+                if self._overlap and since < self._overlap and steps - since > ended:
+                    self._run("mix", fragment, steps)
+                if self._overlap or since:
+                    self._run("push", fragment, end)
+            for fragment in range(len(self._fragments)) if self._overlap else ():
+                self._run("take", fragment, end)
+            self.set_steps(end, end)
+
+    def _run(self, what: str, fragment: int, step: int) -> None:
+        if (what, fragment) not in self._functions:
+            self._functions[what, fragment] = self._function(what, fragment)
+        self._functions[what, fragment](tf.constant(step, tf.int64))
+
+    def _function(self, what: str, fragment: int) -> Function:
+        """Returns a function of the step that does `what` on all local replicas."""
+        extended = self._strategy.extended
+
+        @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
+        def tfps_outer(step: tf.Tensor) -> tf.Tensor:
+            graph = ops.get_default_graph()
+            self._emitter.begin_call(graph, [])
+            for replica, device in enumerate(extended.worker_devices):
+                number = extended._get_replica_id_in_sync_group(replica)
+                with distribute_lib.ReplicaContext(self._strategy, number), tf.device(device):
+                    if what == "push":
+                        self._push(fragment, replica, step)
+                    else:
+                        self._mix(fragment, replica, self._own_share if what == "mix" else 0.0)
+            self._emitter.end_call(graph)
+            return step
+
+        return tfps_outer.get_concrete_function()
+
+
+def _only_if(condition: tf.Tensor, emit: Callable[[], None]) -> None:
+    """Emits ops that run if `condition` holds, into the graph under construction."""
+
+    def then() -> tf.Tensor:
+        emit()
+        return tf.constant(True)
+
+    with tf.device(None):
+        tf.cond(condition, then, lambda: tf.constant(False))
