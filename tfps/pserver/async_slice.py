@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfps.errors import MismatchError, ProtocolError, TfpsError
+from tfps.exchange.codecs import Codec
 from tfps.exchange.kept_slice import KeptSlice
 from tfps.exchange.slicing import Slice
 from tfps.exchange.update_spec import StepNumbers, UpdateSpec
@@ -117,9 +118,11 @@ class AsyncSlice(OwnedSlice):
     Args:
         delay_compensation: lambda of DC-ASGD (https://arxiv.org/abs/1609.08326), 0: off. A gradient g of parameters
             that have become w meanwhile, and were v when the rank got them, counts as g + lambda g g (w - v).
+        codec: of pushes; replies are never encoded, as every rank gets other parameters than the rank before.
     """
 
     __slots__ = (
+        "_codec",
         "_delay_compensation",
         "_done",
         "_held",
@@ -130,13 +133,22 @@ class AsyncSlice(OwnedSlice):
         "_seen",
         "_stage",
         "_steps",
+        "_whole",
         "label",
     )
 
     def __init__(
-        self, recorder: Recorder, label: str, numbers: RankNumbers, piece: Slice, pace: Pace, delay_compensation: float
+        self,
+        recorder: Recorder,
+        label: str,
+        numbers: RankNumbers,
+        piece: Slice,
+        pace: Pace,
+        delay_compensation: float,
+        codec: Codec | None = None,
     ) -> None:
         super().__init__(recorder)
+        self._codec = codec
         self.label, self._numbers, self._pace = label, numbers, pace
         self._delay_compensation = delay_compensation
         self.kept = self._parameters = SharedParameters(label, numbers.spec, piece)
@@ -146,6 +158,7 @@ class AsyncSlice(OwnedSlice):
         self._stage = pace.stage.number
         self._marked: dict[int, _Pushed] = {}  # wait for all ranks' assignments
         self._held: dict[int, Header] = {}  # applied, but their ranks are too far ahead
+        self._whole: dict[int, tuple[Header, Floats | None]] = {}  # what ranks hold back, until all have pushed it
         self._seen: dict[int, Floats] = {}  # the parameters that each rank has, if delay is compensated
 
     @property
@@ -175,6 +188,9 @@ class AsyncSlice(OwnedSlice):
             gradient = self._checked(rank, header, payload, target)
             numbers = self._numbers.at(rank, header.step)
             self._steps[rank] += 1
+            if header.flags & WHOLE:
+                self._whole[rank] = header, gradient
+                return self._taken(header, self._collected())
             if target is not None:
                 self._targets[rank] = target
             if self._recorder.enabled:
@@ -200,7 +216,7 @@ class AsyncSlice(OwnedSlice):
 
     def missing(self, asking: int | None = None) -> list[int]:
         with self.lock:
-            late = {rank for rank in range(self._pace.workers) if self._marked and rank not in self._marked}
+            late = {rank for each in (self._marked, self._whole) if each for rank in self._others(each)}
             for rank in self._held:
                 if asking in (None, rank):
                     late.update(self._pace.slower(self._done, rank))
@@ -208,13 +224,19 @@ class AsyncSlice(OwnedSlice):
 
     def needs(self, rank: int) -> int | None:
         with self.lock:
-            if not self._marked or rank in self._marked:
-                return None
-            return next(iter(self._marked.values())).header.step
+            if self._marked and rank not in self._marked:
+                return next(iter(self._marked.values())).header.step
+            if self._whole and rank not in self._whole:
+                return next(iter(self._whole.values()))[0].step
+            return None
 
     def waits_for(self, ranks: Collection[int], step: int) -> list[int]:
         with self.lock:
-            return [rank for rank in ranks if self._marked and rank not in self._marked]
+            late = {rank for each in (self._marked, self._whole) if each for rank in self._others(each)}
+            return [rank for rank in ranks if rank in late]
+
+    def _others(self, ranks: Collection[int]) -> list[int]:
+        return [rank for rank in range(self._pace.workers) if rank not in ranks]
 
     def _taken(self, header: Header, answers: list[Answer]) -> Taken:
         return Taken(header.step, 0, None, {}, answers=answers)
@@ -225,17 +247,39 @@ class AsyncSlice(OwnedSlice):
         Raises:
             ProtocolError: the push does not fit.
         """
-        nbytes, empty = self.nbytes, bool(header.flags & EMPTY)
+        nbytes, empty, whole = self.nbytes, bool(header.flags & EMPTY), bool(header.flags & WHOLE)
+        encoded = self._codec is not None and not whole
+        expected = 0 if empty else self._codec.wire_bytes(nbytes // 4) if self._codec and encoded else nbytes
         if header.step != self._steps[rank]:
             raise ProtocolError(f"step of {self.label} must be {self._steps[rank]} for rank {rank}, got {header.step}")
-        if len(payload) != (0 if empty else nbytes) or header.flags & (LAST | WHOLE):
+        if len(payload) != expected or header.flags & LAST or (whole and self._codec is None):
             raise ProtocolError(
-                f"payload of {self.label} must have {0 if empty else nbytes} bytes and no LAST or WHOLE flag, got "
+                f"payload of {self.label} must have {expected} bytes and no LAST flag, nor WHOLE without a codec, got "
                 f"{len(payload)} bytes and flags {header.flags}"
             )
         if target is not None and target.place.nbytes != nbytes:
             raise ProtocolError(f"the place of {self.label} must have {nbytes} bytes, got {target.place}")
-        return None if empty else np.frombuffer(payload, np.uint8).view(np.float32)
+        if empty:
+            return None
+        if self._codec is None or not encoded:
+            return np.frombuffer(payload, np.uint8).view(np.float32)
+        gradient = np.empty(nbytes // 4, np.float32)
+        self._codec.decode(np.frombuffer(payload, np.uint8), gradient)
+        return gradient
+
+    def _collected(self) -> list[Answer]:
+        """Once all ranks have pushed what they hold back, its sum for each of them, added in rank order."""
+        if len(self._whole) < self._pace.workers:
+            return []
+        total = np.zeros(self.nbytes // 4, np.float32)
+        for rank in sorted(self._whole):
+            if (part := self._whole[rank][1]) is not None:
+                total += part
+        collected, self._whole = self._whole, {}
+        return [
+            Answer(rank, header._replace(flags=WHOLE), total.nbytes, total.view(np.uint8).data)
+            for rank, (header, _) in collected.items()
+        ]
 
     def _align(self) -> None:
         """In a new stage nobody is ahead."""
@@ -279,6 +323,7 @@ class AsyncSlice(OwnedSlice):
     def _answer(self, rank: int, header: Header) -> Answer:
         """A copy of the parameters: other ranks' pushes change them while it is on its way."""
         parameters = self._parameters.parameters()
+        header = header._replace(flags=WHOLE if self._codec is not None else 0)
         if self._delay_compensation:
             self._seen[rank] = parameters.copy()
         if (target := self._targets.pop(rank, None)) is not None:

@@ -23,7 +23,10 @@ from tfps.wire.shared_memory import Target
 
 
 class Answer(NamedTuple):
-    """What one rank gets for its push `header`; with `target` it is there already, else it is the payload."""
+    """What one rank gets for its push `header`; with `target` it is there already, else it is the payload.
+
+    The reply has the header's flags.
+    """
 
     rank: int
     header: Header

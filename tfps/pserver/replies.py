@@ -42,8 +42,8 @@ def reply_sum(queues: Mapping[int, SendQueue], push: Header, result: memoryview,
 
 def reply_each(queues: Mapping[int, SendQueue], answers: Iterable[Answer]) -> None:
     """Sends each answer to its rank alone."""
-    for rank, (_, _, bucket, index, priority, step, _), nbytes, payload, target in answers:
-        header = Header(Kind.REPLY, 0, bucket, index, priority, step)
+    for rank, (_, flags, bucket, index, priority, step, _), nbytes, payload, target in answers:
+        header = Header(Kind.REPLY, flags, bucket, index, priority, step)
         queue = queues[rank]
         if payload is None or queue.on_connection:
             queue.put([Outgoing(header, nbytes, payload, target=target)])

@@ -135,7 +135,7 @@ class Shard:
                 label = f"slice {index} of bucket '{spec.name}'"
                 if isinstance(numbers, RankNumbers):
                     delay = self.config.delay_compensation
-                    owned[index] = AsyncSlice(self._recorder, label, numbers, piece, self.pace, delay)
+                    owned[index] = AsyncSlice(self._recorder, label, numbers, piece, self.pace, delay, codec)
                     continue
                 if codec is not None:
                     encoded = EncodedSumRound(label, self._workers, piece.nbytes, deterministic, codec)

@@ -27,7 +27,6 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from tfps.compression import NONE
 from tfps.errors import UnsupportedError
 from tfps.exchange.interface import BucketSpec, Exchange
 from tfps.exchange.update_spec import StepNumbers
@@ -283,13 +282,24 @@ def _put(exchange: Exchange, bucket: int, puts: list[tuple[int, int, Array]]) ->
 class ServedUpdate(DeferredUpdate):
     """Takes the new parameters of a bucket from its pservers, or their change. The messages' indices are the step's
     numbers, float64.
+
+    Args:
+        ahead: whether changes come back, so that pservers' own parameters may be ahead of the workers'.
     """
 
     def __init__(
-        self, bucket: int, spec: BucketSpec, messages: int, group: Group, exchange: Exchange, pieces: list[ServedPiece]
+        self,
+        bucket: int,
+        spec: BucketSpec,
+        messages: int,
+        group: Group,
+        exchange: Exchange,
+        pieces: list[ServedPiece],
+        *,
+        ahead: bool,
     ) -> None:
         super().__init__(bucket, spec, messages, group)
-        self._exchange, self._pieces = exchange, pieces
+        self._exchange, self._pieces, self._ahead = exchange, pieces, ahead
 
     def collect(
         self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
@@ -299,5 +309,5 @@ class ServedUpdate(DeferredUpdate):
             return None
         number, data, indices = collected
         values = np.frombuffer(memoryview(indices), np.float64).tolist()
-        self.numbers = bring(self._exchange, self.bucket, self._pieces, values, ahead=self.spec.codec != NONE)
+        self.numbers = bring(self._exchange, self.bucket, self._pieces, values, ahead=self._ahead)
         return number, data, _NO_BYTES

@@ -48,7 +48,7 @@ class ServedBucket(PlannedBucket):
 
     def transfer(self, number: int, messages: int, group: Group, runtime: Runtime) -> DeferredUpdate:
         pieces = pieces_of(self.kept, self.rule)
-        return ServedUpdate(number, self.spec, messages, group, runtime.exchange, pieces)
+        return ServedUpdate(number, self.spec, messages, group, runtime.exchange, pieces, ahead=self._changes)
 
     def trace(self, strategy: tf.distribute.Strategy, compared: bool, cut: bool) -> None:
         super().trace(strategy, compared=compared and self._changes, cut=False)
