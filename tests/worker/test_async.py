@@ -14,6 +14,7 @@ from jobs import Cluster, job, poll, summed, together
 
 from tfps.config import Config
 from tfps.errors import MismatchError, ProtocolError, WaitTimeoutError, WorkerLostError
+from tfps.exchange.codecs import Floats, codec_of
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepNumbers, UpdateSpec
 from tfps.protos import tfps_pb2 as pb
@@ -308,3 +309,46 @@ def test_a_capture_has_a_span_for_each_push_that_is_applied(cluster: Cluster) ->
     spans = [span for span in capture.spans if span.kind == "aggregate"]
     slices = len(ranks[0].worker.owners(0))
     assert sorted((span.rank, span.step) for span in spans) == sorted([(0, 1), (1, 1), (1, 2)] * slices)
+
+
+def encoded(codec: str) -> BucketSpec:
+    return dataclasses.replace(sgd(momentum=0.0), codec=codec)
+
+
+def decoded(name: str, gradient: Floats, held: Floats | None) -> Floats:
+    """What a pserver sees of `gradient`, slice by slice."""
+    codec, step = codec_of(name), CONFIG.first_slice_bytes // 4
+    assert codec is not None
+    parts = []
+    for begin in range(0, ITEMS, step):
+        part = gradient[begin : begin + step]
+        out = np.empty_like(part)
+        codec.decode(codec.encode(part, None if held is None else held[begin : begin + step]), out)
+        parts.append(out)
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("codec", ["bfloat16", "int8", "onebit"])
+def test_an_encoded_push_is_applied_alone_and_all_of_the_parameters_come_back(cluster: Cluster, codec: str) -> None:
+    ranks = begun(cluster, 2, encoded(codec))
+    held = [None if codec == "bfloat16" else np.zeros(ITEMS, np.float32) for _ in ranks]
+    w = START.copy()
+    for number in (0, 1, 1, 0, 1):
+        gradient = GRADIENT * np.float32(number + 0.37)
+        w = w - decoded(codec, gradient, held[number]) * np.float32(0.25)
+        np.testing.assert_array_equal(ranks[number].step(gradient), w)
+
+
+def test_what_ranks_hold_back_is_collected_though_they_are_at_different_steps(cluster: Cluster) -> None:
+    ranks = begun(cluster, 2, encoded("onebit"))
+    held = [np.zeros(ITEMS, np.float32) for _ in ranks]
+    for number in (0, 1, 1):
+        decoded("onebit", GRADIENT, held[number])
+        ranks[number].step(GRADIENT)
+    replies = [jobs.Pending() for _ in ranks]
+    for rank, pending in zip(ranks, replies, strict=True):
+        rank.worker.held_back.collect(0, pending)
+    for pending in replies:
+        np.testing.assert_array_equal(summed(pending.wait()), held[0] + held[1])
+    before = ranks[1].step(GRADIENT * np.float32(0))  # whose rank holds nothing back any more
+    np.testing.assert_array_equal(ranks[1].step(GRADIENT * np.float32(0)), before)
