@@ -47,17 +47,17 @@ def run_epochs_apart(strategy_class: type[tf.distribute.Strategy]) -> None:
     original_reset, original_steps, original_catch = kind.reset, kind._enumerate_iterator, kind.catch_stop_iteration
 
     def apart(epochs: Batches) -> tf.distribute.Strategy | None:
-        """Returns the strategy of `epochs` if it is for training and ends with the data."""
+        """Returns the strategy of `epochs` if it is for training, and workers do not step together."""
         strategy = strategy_of_epochs(epochs)
-        if not isinstance(strategy, strategy_class) or not strategy.extended.hands_out:
-            return None
-        return strategy if _hands_out(epochs) or _known_of(epochs).steps is None else None
+        return strategy if isinstance(strategy, strategy_class) and strategy.extended.hands_out else None
 
     @functools.wraps(original_reset)
     def reset(self: Batches) -> None:
         original_reset(self)
-        _known_of(self)
-        if apart(self) is not None:
+        if (strategy := apart(self)) is None:
+            return
+        strategy.extended.newest.in_epoch = False
+        if _ends_with_data(self):
             without_limit(self)  # already here, where `fit` asks how many steps a progress bar shows
             if _hands_out(self):
                 distributed_dataset(self).begin_anew()
@@ -71,16 +71,17 @@ def run_epochs_apart(strategy_class: type[tf.distribute.Strategy]) -> None:
     @functools.wraps(original_catch)
     def catch_stop_iteration(self: Batches) -> Iterator[None]:
         strategy = apart(self)
-        if strategy is None:
-            with original_catch(self):
+        if strategy is None or not _ends_with_data(self):
+            with original_catch(self), _leaving(strategy):
                 yield
             return
-        try:
-            yield
-            self.tf_sync()
-        except (StopIteration, tf.errors.OutOfRangeError):
-            self.data_adapter.on_epoch_end()
-            _check_steps(strategy, _known_of(self))
+        with _leaving(strategy):
+            try:
+                yield
+                self.tf_sync()
+            except (StopIteration, tf.errors.OutOfRangeError):
+                self.data_adapter.on_epoch_end()
+                _check_steps(strategy, _known_of(self))
 
     kind.reset, kind._enumerate_iterator, kind.catch_stop_iteration = reset, enumerate_iterator, catch_stop_iteration
     keras.Model.evaluate = _evaluating(keras.Model.evaluate, strategy_class)
@@ -96,15 +97,32 @@ def _hands_out(epochs: Batches) -> bool:
     return getattr(distributed_dataset(epochs), "whole", None) is not None
 
 
+def _ends_with_data(epochs: Batches) -> bool:
+    """Whether an epoch has as many steps as there are batches for this worker, not a number that Keras counts."""
+    return _known_of(epochs).steps is None or _hands_out(epochs)
+
+
+@contextlib.contextmanager
+def _leaving(strategy: tf.distribute.Strategy | None) -> Iterator[None]:
+    """Notes the end of the epoch in the block."""
+    try:
+        yield
+    finally:
+        if strategy is not None:
+            strategy.extended.newest.in_epoch = False
+
+
 def _steps(strategy: tf.distribute.Strategy, epochs: Batches, original: Function) -> Iterator[tuple[object, ...]]:
     """Yields what Keras does, until a step finds that the epoch has ended."""
-    known = _known_of(epochs)
-    strategy.extended.newest.meet()
-    if _hands_out(epochs) and known.steps is not None:
-        executions = math.ceil(known.steps / epochs.steps_per_execution)
-        distributed_dataset(epochs).steps = executions * epochs.steps_per_execution * strategy.num_workers
-    without_limit(epochs)
-    known.taken = 0
+    known, newest = _known_of(epochs), strategy.extended.newest
+    newest.in_epoch = False  # the last one may have taken just one batch, to build the model
+    newest.meet()
+    newest.in_epoch, known.taken = True, 0
+    if _ends_with_data(epochs):
+        if known.steps is not None:
+            executions = math.ceil(known.steps / epochs.steps_per_execution)
+            distributed_dataset(epochs).steps = executions * epochs.steps_per_execution * strategy.num_workers
+        without_limit(epochs)
     for each in original(epochs):
         known.taken += 1
         yield each

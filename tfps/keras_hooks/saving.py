@@ -19,6 +19,7 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
+from tfps.errors import UnsupportedError
 from tfps.keras_hooks.agreed_logs import agreed_logs
 from tfps.keras_hooks.served_optimizers import take_from_first_rank
 from tfps.types import Callback, Function, Logs, Model
@@ -97,8 +98,9 @@ def _share_checkpoint(strategy_of: Callable[[Model], tf.distribute.Strategy | No
 
     @functools.wraps(original)
     def save_model(self: Callback, epoch: int, batch: int | None, logs: Logs) -> None:
-        if strategy_of(self.model) is not None:
+        if (strategy := strategy_of(self.model)) is not None:
             if batch is not None:  # within an epoch logs are local; ranks would decide and name files differently
+                _check_together(strategy, "ModelCheckpoint")
                 logs = agreed_logs(self.model, logs or {})
             if "://" not in str(self.filepath):
                 # Several ranks may create it at once, which Keras does not expect.
@@ -123,6 +125,8 @@ def _share_backup(strategy_of: Callable[[Model], tf.distribute.Strategy | None])
     @functools.wraps(original_save)
     def save_model(self: Callback) -> None:
         strategy = strategy_of(self.model)
+        if strategy is not None:
+            _check_together(strategy, "BackupAndRestore")
         if strategy is None or strategy.rank == 0:
             original_save(self)
         else:
@@ -135,6 +139,19 @@ def _share_backup(strategy_of: Callable[[Model], tf.distribute.Strategy | None])
             original_end(self, logs)
 
     callback.on_train_begin, callback._save_model, callback.on_train_end = on_train_begin, save_model, on_train_end
+
+
+def _check_together(strategy: tf.distribute.Strategy, name: str) -> None:
+    """Checks that all ranks are at the same batch, so that `name` may save.
+
+    Raises:
+        UnsupportedError: they need not be.
+    """
+    if strategy.extended.newest.in_epoch:
+        raise UnsupportedError(
+            f"with mode='async' {name} saves at the end of epochs, where all workers meet: use save_freq='epoch', its "
+            "default (and steps_per_epoch for shorter epochs)"
+        )
 
 
 def _take_from_first_rank(strategy: tf.distribute.Strategy, model: Model) -> None:

@@ -85,7 +85,7 @@ class Runtime:
         self.trace_run: object | None = None  # the capture being recorded; see trace_run.py
         self._messages_seen = 0  # pump thread writes
         self._exchanged = self._exchanged_now = 0  # exchanges by messages (pump thread), and by `exchange_now`
-        self.before_exchange: Callable[[], None] | None = None  # called by `exchange_now`, but for updates by pservers
+        self.before_exchange: Callable[[BucketSpec], None] | None = None  # called by `exchange_now`, but for updates
         self._before_close: list[Callable[[], None]] = []
         self._starting = False  # whether the pump works on a message; what pservers need may block it for long
         self._under_way = 0  # messages whose transfer has not finished; guarded by _progress
@@ -173,7 +173,7 @@ class Runtime:
     ) -> Reply:
         spec = self.declared.spec(bucket)
         if self.before_exchange is not None and not spec.update:
-            self.before_exchange()
+            self.before_exchange(spec)
         done, replies = threading.Event(), list[Reply]()
 
         def on_reply(reply: Reply) -> None:

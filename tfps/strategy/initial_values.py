@@ -21,7 +21,7 @@ from tfps.strategy.variables import GatedVariable
 from tfps.types import Value, Variable
 
 _BATCH_BYTES = 64 * 2**20  # per exchange; more would only need more memory
-_WHAT = "initial values"
+INITIAL_VALUES = "initial values"
 
 
 class InitialValues:
@@ -63,7 +63,7 @@ class InitialValues:
         """
         fixed = [variable for variable in variables if _has_fixed_size(variable)]
         total = sum(map(_nbytes, fixed)) if self._runtime.exchange.rank == 0 else 0  # only rank 0 shows it
-        with Progress(f"tfps: {_WHAT}", total) as progress:
+        with Progress(f"tfps: {INITIAL_VALUES}", total) as progress:
             for batch in _batches(fixed):
                 self._sum(batch, progress)
         if others := [variable for variable in variables if not _has_fixed_size(variable)]:
@@ -78,16 +78,16 @@ class InitialValues:
 
     def _declared(self, variables: list[Variable], spec: BucketSpec) -> int:
         details = [f"variable '{common_name(v)}' {v.shape} {v.dtype.name}" for v in variables]
-        key = (_WHAT, tuple(variable._unique_id for variable in variables))
+        key = (INITIAL_VALUES, tuple(variable._unique_id for variable in variables))
         return self._runtime.buckets([(key, spec)], details)[0]
 
     def _sum(self, variables: list[Variable], progress: Progress) -> None:
         total = sum(map(_nbytes, variables))
-        spec = BucketSpec(names=(_WHAT,), kind="sum", nbytes=total, dtype="uint8", priority=0, occasional=True)
+        spec = BucketSpec(names=(INITIAL_VALUES,), kind="sum", nbytes=total, dtype="uint8", priority=0, occasional=True)
         bucket, payload = self._declared(variables, spec), None
         if self._runtime.exchange.rank == 0:
             payload = np.concatenate([_bytes(variable) for variable in variables])
-        with indivisible(self._runtime.exchange, _WHAT):
+        with indivisible(self._runtime.exchange, INITIAL_VALUES):
             received = self._runtime.exchange_now(bucket, payload, lambda part: progress.show(part * total)).sum
             start = 0
             for variable in variables:
@@ -100,12 +100,12 @@ class InitialValues:
 
     def _gather(self, variables: list[Variable]) -> None:
         """Exchanges variables whose size in bytes only rank 0 knows."""
-        spec = BucketSpec(names=(_WHAT,), kind="gather", nbytes=0, dtype="uint8", priority=0, occasional=True)
+        spec = BucketSpec(names=(INITIAL_VALUES,), kind="gather", nbytes=0, dtype="uint8", priority=0, occasional=True)
         bucket, payload = self._declared(variables, spec), None
         if self._runtime.exchange.rank == 0:
             values = [tf.io.serialize_tensor(variable.values[0]).numpy() for variable in variables]
             payload = b"".join([np.array([len(value) for value in values], np.int64).tobytes(), *values])
-        with indivisible(self._runtime.exchange, _WHAT):
+        with indivisible(self._runtime.exchange, INITIAL_VALUES):
             parts = self._runtime.exchange_now(bucket, payload).parts or []
             start = 8 * len(variables)
             for variable, size in zip(variables, np.frombuffer(parts[0][:start], np.int64).tolist(), strict=True):

@@ -10,10 +10,11 @@ import weakref
 import numpy as np
 import tensorflow as tf
 
-from tfps.errors import WaitTimeoutError
+from tfps.errors import UnsupportedError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec
 from tfps.graph.ops import HOST
 from tfps.runtime.runtime import Runtime
+from tfps.strategy.initial_values import INITIAL_VALUES
 from tfps.strategy.variables import GatedVariable
 from tfps.types import Variable
 
@@ -25,20 +26,33 @@ class Newest:
 
     Args:
         on: whether this is so; else nothing here does anything.
+
+    Attributes:
+        in_epoch: whether `fit` takes steps, so that nothing but initial values may be exchanged.
     """
 
     def __init__(self, runtime: Runtime, on: bool) -> None:
-        self._runtime, self._on = runtime, on
+        self._runtime, self._on, self.in_epoch = runtime, on, False
         self._variables: weakref.WeakValueDictionary[str, GatedVariable] = weakref.WeakValueDictionary()
         if on:
-            runtime.before_exchange = self._rest
+            runtime.before_exchange = self._prepare
 
     def note(self, variable: GatedVariable) -> None:
         """Notes a variable that pservers update."""
         self._variables[variable._unique_id] = variable
 
-    def _rest(self) -> None:
-        """Waits until this rank's pushes have been answered; it then holds up no other rank."""
+    def _prepare(self, spec: BucketSpec) -> None:
+        """Prepares for an exchange with all ranks: waits until this rank's pushes have been answered, then rests.
+
+        Raises:
+            UnsupportedError: the ranks are within an epoch of `fit`, at different batches.
+        """
+        if self.in_epoch and spec.names != (INITIAL_VALUES,):
+            raise UnsupportedError(
+                f"within an epoch of fit, mode='async' cannot exchange {spec.name} between the workers, which are at "
+                "different batches: combine, reduce, gather, and read metrics and moving statistics in on_epoch_end, "
+                "or take mode='sync'"
+            )
         timeout_s = 2 * self._runtime.wait_s  # the exchange fails earlier and says why
         if not self._runtime.settle(timeout_s):
             raise WaitTimeoutError(f"updates under way did not end within {timeout_s:.0f} s")
