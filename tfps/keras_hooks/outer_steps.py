@@ -118,6 +118,14 @@ def exchange_between_steps(strategy_class: type[tf.distribute.Strategy]) -> None
 
     for name in ("evaluate", "predict", "test_on_batch", "predict_on_batch", "save", "save_weights", "export"):
         setattr(keras.Model, name, with_global(getattr(keras.Model, name)))
+    serialize = keras.Variable._serialize_to_tensors
+
+    @functools.wraps(serialize)
+    def serialize_to_tensors(self: Variable) -> dict[str, tf.Tensor]:
+        shared = getattr(self.value, "global_copy", None)  # what a checkpoint has in its place
+        return serialize(self) if shared is None else {"VARIABLE_VALUE": shared.read_value()}
+
+    keras.Variable._serialize_to_tensors = serialize_to_tensors
     _save_at_epochs(strategy_of)
     back_up_outer_state(strategy_of, _known.get)
 
