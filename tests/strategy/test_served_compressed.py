@@ -107,13 +107,13 @@ def test_what_pservers_have_moves_with_variables_that_come_in_other_buckets() ->
         assert kept(strategy, second).tobytes() == exact.tobytes()
         assert np.abs(second.numpy() - exact).mean() < np.abs(shown - exact).mean()
         model.layers[0].trainable = True
-        both = [kept(strategy, each).tobytes() for each in (first, second)]
+        exacts = [kept(strategy, each) for each in (first, second)]
         model.compile(optimizer, loss, run_eagerly=True)  # travels as it is
         model.fit(x[:64], y[:64], **FIT)
-        assert [first.numpy().tobytes(), second.numpy().tobytes()] == both
+        assert [first.numpy().tobytes(), second.numpy().tobytes()] == [each.tobytes() for each in exacts]
         model.compile(optimizer, loss)
         model.fit(x, y, **FIT)
-        assert kept(strategy, first).tobytes() == first.numpy().tobytes() == both[0]
+        assert kept(strategy, first).tobytes() == first.numpy().tobytes() == exacts[0].tobytes()
 
 
 @LONG
