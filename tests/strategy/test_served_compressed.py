@@ -113,7 +113,7 @@ def test_what_pservers_have_moves_with_variables_that_come_in_other_buckets() ->
         assert [first.numpy().tobytes(), second.numpy().tobytes()] == [each.tobytes() for each in exacts]
         model.compile(optimizer, loss)
         model.fit(x, y, **FIT)
-        assert kept(strategy, first).tobytes() == first.numpy().tobytes() == exact[0].tobytes()
+        assert kept(strategy, first).tobytes() == first.numpy().tobytes() == exacts[0].tobytes()
 
 
 @LONG
