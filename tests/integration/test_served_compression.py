@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import test_compression
 
+from tfps.types import Value
+
 SERVER = {"TFPS_UPDATE": "server"}
 TRAINS = ["trained", "uneven", "accumulated"]
 SAVES = ["checkpointed", "saved_by_one_rank", "backed_up"]
@@ -16,7 +18,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 def run(
     folder: Path, names: list[str], compression: str, workers: int = 2, pservers: int = 2, **more: str
-) -> list[dict[str, dict[str, test_compression.Value]]]:
+) -> list[dict[str, dict[str, Value]]]:
     return test_compression.run(folder, names, compression, workers, pservers, **SERVER, **more)
 
 

@@ -107,13 +107,13 @@ def test_what_pservers_have_moves_with_variables_that_come_in_other_buckets() ->
         assert kept(strategy, second).tobytes() == exact.tobytes()
         assert np.abs(second.numpy() - exact).mean() < np.abs(shown - exact).mean()
         model.layers[0].trainable = True
-        exact = [kept(strategy, each) for each in (first, second)]
+        exacts = [kept(strategy, each) for each in (first, second)]
         model.compile(optimizer, loss, run_eagerly=True)  # travels as it is
         model.fit(x[:64], y[:64], **FIT)
-        assert [first.numpy().tobytes(), second.numpy().tobytes()] == [each.tobytes() for each in exact]
+        assert [first.numpy().tobytes(), second.numpy().tobytes()] == [each.tobytes() for each in exacts]
         model.compile(optimizer, loss)
         model.fit(x, y, **FIT)
-        assert kept(strategy, first).tobytes() == first.numpy().tobytes() == exact[0].tobytes()
+        assert kept(strategy, first).tobytes() == first.numpy().tobytes() == exacts[0].tobytes()
 
 
 @LONG
@@ -168,7 +168,7 @@ def test_a_checkpoint_goes_on_bitwise_also_with_other_pservers(codec: str, tmp_p
 def test_workers_that_update_drop_what_pservers_had_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    paths = {}
+    paths: dict[str, str] = {}
     for update in ("server", "worker", "server"):
         with started("int8", update=update) as strategy:
             model, x, y = compiled(strategy, keras.optimizers.SGD(0.05, momentum=0.9))
