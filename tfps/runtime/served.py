@@ -237,8 +237,11 @@ def bring(
             puts.append((0, piece.begin, values if exact is None else exact))
             if exact is not None and ahead:
                 puts.append((len(piece.slots) + 1, piece.begin, values))
-            # Mode "async": a bucket that had others, or none, takes no gradient before all ranks bring these.
-            mark = _marked(mark, index, 0, values) if parameter.holder is None else mark | _ASSIGNED
+            if parameter.holder is None:
+                mark = _marked(mark, index, 0, values)
+            elif parameter.holder != bucket:
+                # Mode "async": a bucket that had others, or none, takes no gradient before all ranks bring these.
+                mark |= _ASSIGNED
         for number, slot in enumerate(piece.slots, 1):
             home = _Home(bucket, number, piece.begin)
             if slot.pending is not None:
