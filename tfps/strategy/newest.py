@@ -1,6 +1,6 @@
 """Mode "async": brings the newest parameters to all workers, where these meet.
 
-Tested in tests/integration/test_async.py.
+Tested in tests/strategy/test_newest.py and tests/integration/test_async.py.
 """
 
 from __future__ import annotations
