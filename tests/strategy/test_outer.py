@@ -1,4 +1,4 @@
-"""Modes "local" and "diloco" with one worker: what is exchanged when, what is evaluated, saved and restored, refused."""
+"""Modes "local" and "diloco" with one worker: what is exchanged when, evaluated, saved and restored, and refused."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ def test_what_cannot_work_is_refused_by_name(start: Start) -> None:
         model.optimizer.build(model.trainable_variables)
     with pytest.raises(UnsupportedError, match="gradients must be applied in a replica function"):
         model.optimizer.apply([tf.zeros(each.shape) for each in model.trainable_variables])
-    with pytest.raises(ConfigError, match="fragments must be at most the number of variables .* 6, got 7"):
+    with pytest.raises(ConfigError, match=r"fragments must be at most the number of variables .* 6, got 7"):
         trajectory(compiled(start(Settings(inner_steps=8, fragments=7))), 1)
 
 

@@ -17,6 +17,7 @@ from tfps.graph.picture import Picture
 from tfps.graph.shares import LastBatch, share_of_gradients, with_share
 from tfps.graph.tf_private import (
     METRICS_ARE_MIRRORED,
+    control_flow_free,
     distribute_lib,
     distribute_utils,
     in_xla,
@@ -209,8 +210,11 @@ class Extended(CrossReplica):
 
     def note_local_write(self, variable: Variable) -> None:
         """Notes that a replica writes its component of `variable` without an exchange."""
-        inputs = [] if tf.executing_eagerly() else self._emitter.inputs(ops.get_default_graph())
-        self.combiner.note_write(variable, inputs)
+        graph = ops.get_default_graph()
+        if self.free:  # a branch may run on some workers only; what they combine must be the same
+            graph = control_flow_free(graph)
+        inputs = [] if tf.executing_eagerly() else self._emitter.inputs(graph)
+        self.combiner.note_write(variable, graph, inputs)
 
     def of_first_replica(self, variable: GatedVariable, value: tf.Tensor) -> tf.Tensor:
         """Returns, in a replica function, the first local replica's `value` for `variable`."""
