@@ -92,6 +92,8 @@ def test_compression_is_suggested_with_what_it_would_bring_where_a_link_is_the_l
     assert found.with_codec_s["bfloat16"] == found.with_twice_the_bandwidth_s
     assert found.compute_s < found.with_codec_s["int8"] < found.with_codec_s["bfloat16"]
     assert f"with compression='int8': {found.with_codec_s['int8']:.3g} s a step" in str(found)
+    assert found.with_inner_steps_s == pytest.approx(found.compute_s + found.exposed_wait_s / 50)
+    assert f"with mode='diloco', inner_steps=50: {found.with_inner_steps_s:.3g} s a step, but" in str(found)
     links = [Link("a:1", 20e6)]
     compressed = [dataclasses.replace(each, sent_bytes=each.nbytes // 2) for each in history(LAYERS, 20e6)]
     exact = [dataclasses.replace(each, compressible=False) for each in history(LAYERS, 20e6)]

@@ -24,6 +24,7 @@ from tfps.trace.step_times import NEGLIGIBLE, Limit, StepTimes, limit_of, overla
 MIN_STEPS = 4
 _LINK = " link ("  # in a limit
 _SUGGESTED = ("bfloat16", "int8")
+_INNER_STEPS = 50  # as of Config
 
 
 class Round(NamedTuple):
@@ -73,7 +74,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """See `Strategy.report`. All times are medians over the last steps.
+    """See `Strategy.report`. All times are medians over the last steps; in mode "diloco" and "local", over rounds.
 
     Attributes:
         step_s: from one step to the next.
@@ -89,6 +90,9 @@ class Report:
         with_twice_the_bandwidth_s, with_one_more_pserver_s: estimated step.
         with_codec_s: estimated step with `Config(compression=...)`, by codec, as if encoding took no time; empty unless
             a link is the limit and nothing is compressed yet.
+        with_inner_steps_s: estimated step with `Config(mode="diloco")` and 50 inner steps; None unless a link is the
+            limit of training in mode "sync".
+        inner_steps: of a round, which all other times are of; 1: times are of steps.
         layers: the profile of the model, in forward order.
         slice_bytes, window_bytes: current sizes; 0 without pservers.
     """
@@ -109,26 +113,32 @@ class Report:
     step_bytes: int = 0
     sent_bytes: int = 0
     with_codec_s: Mapping[str, float] = field(default_factory=dict)
+    with_inner_steps_s: float | None = None
+    inner_steps: int = 1
 
     def __str__(self) -> str:
         parts = f"{_ms(self.compute_s)} computing, {_ms(self.exposed_wait_s)} waiting for parameters"
+        unit = "round" if self.inner_steps > 1 else "step"
         lines = [
-            f"step {_ms(self.step_s)}: {parts}",
+            f"{unit}{f' of {self.inner_steps} steps' * (unit == 'round')} {_ms(self.step_s)}: {parts}",
             f"network in use {_ms(self.wire_s)} of it, {self.overlap:.0%} of that while computing",
             f"limit: {self.limit}",
         ]
         if self.sent_bytes < self.step_bytes:
             sizes = f"{self.sent_bytes / 1e6:.3g} of {self.step_bytes / 1e6:.3g} MB"
-            lines.append(f"compressed: a step sends {sizes}, and gets as much back")
+            lines.append(f"compressed: a {unit} sends {sizes}, and gets as much back")
         if limit_of(self.step_s, self.exposed_wait_s) is Limit.COMPUTATION:
             lines.append("a faster network, more pservers or other settings would not help")
         else:
-            lines.append(f"with twice the bandwidth: {_ms(self.with_twice_the_bandwidth_s)} a step")
-            lines.append(f"with one more pserver: {_ms(self.with_one_more_pserver_s)} a step")
-            lines += [f"with compression='{codec}': {_ms(s)} a step" for codec, s in self.with_codec_s.items()]
+            lines.append(f"with twice the bandwidth: {_ms(self.with_twice_the_bandwidth_s)} a {unit}")
+            lines.append(f"with one more pserver: {_ms(self.with_one_more_pserver_s)} a {unit}")
+            lines += [f"with compression='{codec}': {_ms(s)} a {unit}" for codec, s in self.with_codec_s.items()]
+            if self.with_inner_steps_s is not None:
+                estimate = f"mode='diloco', inner_steps={_INNER_STEPS}: {_ms(self.with_inner_steps_s)} a step"
+                lines.append(f"with {estimate}, but other results (docs/modes.md)")
         helped = self.without_schedule_s / self.step_s
         lines.append(
-            f"without priorities and barriers per variable: {_ms(self.without_schedule_s)} a step"
+            f"without priorities and barriers per variable: {_ms(self.without_schedule_s)} a {unit}"
             if helped > 1 + NEGLIGIBLE
             else "the order of sending makes no difference here"
         )
@@ -148,17 +158,21 @@ def make_report(
     window_bytes: int = 0,
     *,
     other_workers: bool = True,
+    inner_steps: int = 1,
 ) -> Report:
     """Returns the report; `slice_bytes` and `window_bytes` are the current sizes.
 
-    `other_workers`: whether there are any.
+    Args:
+        other_workers: whether there are any.
+        inner_steps: from one round of a bucket to the next, if workers train alone in between.
 
     Raises:
         TfpsError: too few steps so far.
     """
     longest = max((len(history.rounds) for history in histories), default=0)
     if longest < MIN_STEPS:
-        raise TfpsError(f"a report needs at least {MIN_STEPS} training steps after the first ones, got {longest}")
+        what = "training steps after the first ones" if inner_steps == 1 else f"exchanges, one in {inner_steps} steps"
+        raise TfpsError(f"a report needs at least {MIN_STEPS} {what}, got {longest}")
     # Only buckets of every step: other models and a second optimizer have separate steps.
     buckets = sorted((h for h in histories if len(h.rounds) == longest), key=lambda h: h.priority)
     rounds = [[history.rounds[step] for history in buckets] for step in range(longest)]
@@ -184,7 +198,8 @@ def make_report(
         # Nothing is known of a step that only waited, and for no network.
         return estimate_s * (step_s / modelled_s) if modelled_s else step_s
 
-    may_compress = _LINK in limit and sent_bytes == step_bytes and any(history.compressible for history in buckets)
+    may_compress = _LINK in limit and sent_bytes == step_bytes and inner_steps == 1
+    may_compress = may_compress and any(history.compressible for history in buckets)
     more = (len(links) + 1) / len(links) if limit.startswith("pserver") else 1.0
     return Report(
         step_s=step_s,
@@ -206,6 +221,8 @@ def make_report(
             codec: calibrated(model.step_s(step_bytes / sum(history.as_sent(codec) for history in buckets)))
             for codec in (_SUGGESTED if may_compress else ())
         },
+        with_inner_steps_s=step_s - exposed_s * (1 - 1 / _INNER_STEPS) if _LINK in limit and inner_steps == 1 else None,
+        inner_steps=inner_steps,
     )
 
 

@@ -129,13 +129,12 @@ class Runtime:
         """Returns the number of buckets that deferred updates use."""
         return len({transfer.bucket for transfer in self._transfers.values() if isinstance(transfer, DeferredUpdate)})
 
-    def report(self) -> Report:
-        """See `Strategy.report`."""
+    def report(self, inner_steps: int) -> Report:
+        """See `make_report`."""
         histories = [History.of(self.declared.spec(b), tuple(rounds)) for b, rounds in list(self._history.items())]
         exchange, others = self.exchange, self.exchange.workers > 1
-        return make_report(
-            histories, exchange.links(), exchange.slice_bytes, exchange.window_bytes, other_workers=others
-        )
+        sizes = exchange.slice_bytes, exchange.window_bytes
+        return make_report(histories, exchange.links(), *sizes, other_workers=others, inner_steps=inner_steps)
 
     def adopt(self, transfer: Transfer, graph: tf.Graph | None) -> None:
         """Registers `transfer` under a new id until `graph` and all enclosing graphs are gone (None: forever)."""

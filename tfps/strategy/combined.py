@@ -86,8 +86,8 @@ class Combiner:
         """Whether there is only one replica in the job: what it writes is the value."""
         return self._total == 1
 
-    def note_write(self, variable: Local, after: list[tf.Tensor]) -> None:
-        """Notes that a replica writes `variable`, now (eagerly) or whenever the current graph runs.
+    def note_write(self, variable: Local, graph: tf.Graph, after: list[tf.Tensor]) -> None:
+        """Notes that a replica writes `variable`, now (eagerly) or whenever `graph` runs, which is being traced.
 
         `after`: the step's input, so that no rank counts a run that ends because the data ran out.
         """
@@ -96,7 +96,6 @@ class Combiner:
         if tf.executing_eagerly():
             self._eager[variable._unique_id] = variable
             return
-        graph = ops.get_default_graph()
         writes: _Writes | None = getattr(graph, self._name, None)
         if writes is None:
             with ops.init_scope(), tf.device(HOST):
@@ -104,7 +103,7 @@ class Combiner:
             writes = _Writes(runs, [weakref.ref(each) for each in outer_graphs(graph)])
             setattr(graph, self._name, writes)
             self._graphs.append(writes)
-            with tf.device(HOST), tf.control_dependencies(after):
+            with graph.as_default(), tf.device(HOST), tf.control_dependencies(after):
                 runs.assign_add(1, read_value=False)
         writes.variables.setdefault(variable._unique_id, variable)
 

@@ -17,6 +17,7 @@ from tfps.graph.picture import Picture
 from tfps.graph.shares import LastBatch, share_of_gradients, with_share
 from tfps.graph.tf_private import (
     METRICS_ARE_MIRRORED,
+    control_flow_free,
     distribute_lib,
     distribute_utils,
     in_xla,
@@ -87,8 +88,8 @@ class Extended(CrossReplica):
         compressing = Compressing(config.compression_rules, runtime, self.serves)
         buckets = len(self._devices), config.bucket_bytes
         self._emitter = Emitter(strategy, runtime, *buckets, self._invariants, compressing)
-        alone = strategy, runtime, self._emitter, self._initial_values, config
-        self.outer = Outer(*alone) if self.trains_alone else None
+        alone = runtime, self._emitter, self._initial_values, config
+        self.outer = Outer(strategy, *alone) if self.trains_alone else None
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
         self._lifted: weakref.WeakKeyDictionary[Variable, Variable] = weakref.WeakKeyDictionary()
 
@@ -214,8 +215,11 @@ class Extended(CrossReplica):
 
     def note_local_write(self, variable: Variable) -> None:
         """Notes that a replica writes its component of `variable` without an exchange."""
-        inputs = [] if tf.executing_eagerly() else self._emitter.inputs(ops.get_default_graph())
-        self.combiner.note_write(variable, inputs)
+        graph = ops.get_default_graph()
+        # Free: a branch may run on some workers only; what they combine must be the same.
+        graph = control_flow_free(graph) if self.free else graph
+        inputs = [] if tf.executing_eagerly() else self._emitter.inputs(graph)
+        self.combiner.note_write(variable, graph, inputs)
 
     def of_first_replica(self, variable: GatedVariable, value: tf.Tensor) -> tf.Tensor:
         """Returns, in a replica function, the first local replica's `value` for `variable`."""
@@ -279,9 +283,8 @@ class Extended(CrossReplica):
                     "jit_compile=True is not supported under tfps.Strategy: gradients could leave only after the whole "
                     "step; use model.compile(..., jit_compile=False)"
                 )
-            given = tf.nest.flatten((args, kwargs), expand_composites=True)
-            symbolic = [each for each in given if tf.is_symbolic_tensor(each)]
-            self._emitter.begin_call(graph, [each for each in symbolic if each.graph is graph])
+            given = filter(tf.is_symbolic_tensor, tf.nest.flatten((args, kwargs), expand_composites=True))
+            self._emitter.begin_call(graph, [each for each in given if each.graph is graph])
             self._replica_graph = graph
             try:
                 with stateful_apart(graph, self._runtime.exchange.rank if self.shards else 0):
@@ -321,9 +324,7 @@ class Extended(CrossReplica):
             reduce = super(mirrored_strategy.MirroredExtended, self)._replica_ctx_all_reduce
             with own_losses():
                 return reduce(reduce_op, value, options)
-        local = own = flat
-        if share is not None:
-            own = [share.only_if_rows(each) for each in flat]
+        local, own = flat, flat if share is None else [share.only_if_rows(each) for each in flat]
         replica = distribute_lib.get_replica_context()._replica_id
         key = () if tf.executing_eagerly() else self._emitter.next_reduction(replica)
         if len(self._devices) > 1:
@@ -367,8 +368,7 @@ class Extended(CrossReplica):
             return tf.no_op() if group else None
         if isinstance(variable, GatedVariable):
             variable.note_write()
-        deferring = args and not kwargs and not self.trains_alone
-        if deferring and self._emitter.defers(variable, fn, args[0], args[1:]):
+        if args and not (kwargs or self.trains_alone) and self._emitter.defers(variable, fn, args[0], args[1:]):
             return tf.no_op() if group else None
         with updating():
             result = super()._replica_ctx_update(variable, fn, args, kwargs or {}, group)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from tfps.config import Config
-from tfps.errors import MismatchError, WaitTimeoutError
+from tfps.errors import MismatchError, WaitTimeoutError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.runtime.runtime import Runtime
 from tfps.strategy.emitter import Emitter
@@ -151,7 +151,7 @@ def _explained() -> Iterator[None]:
     """Says in the block's errors where ranks have to meet."""
     try:
         yield
-    except (WaitTimeoutError, MismatchError) as error:
+    except (WaitTimeoutError, WorkerLostError, MismatchError) as error:
         raise type(error)(
             "workers meet at the end of each epoch of fit, at its end, and in strategy.synchronize(), which every rank "
             f"must call. {error}"

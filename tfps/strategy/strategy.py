@@ -133,10 +133,12 @@ class Strategy(tf.distribute.Strategy):
     def report(self) -> Report:
         """Returns where the last steps' time went on this worker, what limits speed and what would help; printable.
 
+        In mode "diloco" and "local" it is about rounds of `config.inner_steps` steps instead of steps.
+
         Raises:
             TfpsError: there were fewer than 4 steps, or a pserver does not answer.
         """
-        return self._runtime.report()
+        return self._runtime.report(self.config.inner_steps if self.extended.trains_alone else 1)
 
     def combine(self) -> None:
         """Combines what each worker has for itself: variables that replicas write (moving statistics, metrics), and

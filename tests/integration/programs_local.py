@@ -1,0 +1,183 @@
+"""Programs in mode "diloco", in which workers train alone for 4 steps; see program.py.
+
+What they return is the same on all ranks, but for names that begin with "own".
+"""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+from program import BATCH, Job, Results, data, history, weights
+
+import tfps
+from tfps.errors import UnsupportedError
+from tfps.types import Logs, Model, Options
+
+OPTIONS: Options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+STEPS = 6  # of an epoch: two after the exchange
+
+
+def named(name: str, model: Model) -> Results:
+    return {f"{name}/{place}": value for place, value in enumerate(model.get_weights())}
+
+
+def evaluated_and_saved(job: Job) -> Results:
+    """At the end of an epoch workers differ; what they evaluate, predict and save does not."""
+    x, y = data()
+    ends: Results = {}
+
+    def end(epoch: int, logs: Logs) -> None:
+        before = named(f"own before {epoch}", model)
+        ends[f"evaluated {epoch}"] = model.evaluate(x, y, verbose=0)
+        ends[f"predicted {epoch}"] = model.predict(x[:BATCH], verbose=0)
+        model.save(job.shared / f"{epoch}.keras")
+        ends.update(named(f"saved {epoch}", keras.models.load_model(job.shared / f"{epoch}.keras")))
+        after = named(f"own before {epoch}", model)
+        assert all(np.array_equal(before[name], after[name]) for name in before)
+        ends.update(before)
+
+    model = job.compiled("sgd")
+    checkpoint = keras.callbacks.ModelCheckpoint(str(job.shared / "{epoch}.weights.h5"), save_weights_only=True)
+    callbacks = [keras.callbacks.LambdaCallback(on_epoch_end=end), checkpoint]
+    fit = model.fit(x, y, epochs=2, validation_data=(x, y), callbacks=callbacks, **OPTIONS)
+    for epoch in range(2):
+        assert abs(fit.history["val_loss"][epoch] - ends[f"evaluated {epoch}"][0]) < 1e-6
+    return {**ends, **history(fit), **weights(model), "last": model.evaluate(x, y, verbose=0)}
+
+
+def saved_by_one_rank(job: Job) -> Results:
+    """Rank 0 alone saves, in the middle of a round: nobody waits for others."""
+    x, y = data()
+
+    def save(batch: int, logs: Logs) -> None:
+        if job.rank == 0 and batch in (1, 3, 4):
+            model.save_weights(job.own / f"{batch}.weights.h5")
+            tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(str(job.own / f"{batch}"))
+
+    model = job.compiled("adam")
+    fit = model.fit(x, y, epochs=2, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=save)], **OPTIONS)
+    return {**weights(model), **history(fit)}
+
+
+def custom_loop(job: Job) -> Results:
+    """Workers take different numbers of steps, and meet in `synchronize`."""
+    strategy = job.strategy
+    assert strategy is not None
+    model = job.compiled("adam")
+    x, y = data()
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def step(x: tf.Tensor, y: tf.Tensor) -> None:
+        strategy.run(one_step, args=(x, y))
+
+    def one_step(x: tf.Tensor, y: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(x, y, model(x, training=True))
+        model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    ends: Results = {}
+    for epoch, counts in enumerate([(3, 13), (9, 2), (1, 1)]):
+        for batch in range(counts[job.rank]):
+            part = slice(batch * 16, batch * 16 + 16)
+            step(tf.constant(x[part]), tf.constant(y[part]))
+        strategy.synchronize()
+        ends.update(named(f"epoch {epoch}", model))
+    before = named("", model)
+    strategy.synchronize()  # there is nothing to do
+    assert all(np.array_equal(before[name], value) for name, value in named("", model).items())
+    return {**ends, "evaluated": model.evaluate(x, y, verbose=0)}
+
+
+class Stopped(Exception):
+    """Ends training as a machine that goes away does."""
+
+
+def backup(job: Job) -> Results:
+    """What rank 0 restores every rank has; the last of four epochs ends where training without a stop ends."""
+    x, y = data(8 * BATCH)
+
+    def stop(epoch: int, logs: Logs) -> None:
+        if epoch == 2 and not stopped:
+            stopped.append(True)
+            raise Stopped
+
+    stopped: list[bool] = []
+    for _ in range(2):
+        model = job.compiled(lambda: keras.optimizers.SGD(0.1))
+        callbacks = [
+            keras.callbacks.BackupAndRestore(str(job.shared / "backup"), delete_checkpoint=False),
+            keras.callbacks.LambdaCallback(on_epoch_begin=stop),
+        ]
+        try:
+            model.fit(x, y, epochs=4, callbacks=callbacks, **OPTIONS)
+        except Stopped:
+            first = model.get_weights()
+            continue
+    whole = job.compiled(lambda: keras.optimizers.SGD(0.1))
+    whole.set_weights(job_initial(job))
+    again = job.compiled(lambda: keras.optimizers.SGD(0.1))
+    again.set_weights(job_initial(job))
+    whole.fit(x, y, epochs=2, **OPTIONS)
+    assert len(first) == len(whole.get_weights())
+    return weights(model)
+
+
+def job_initial(job: Job) -> list[np.ndarray]:
+    random = np.random.default_rng(1)
+    model = job.compiled("sgd")
+    return [random.normal(0, 0.1, each.shape).astype("float32") for each in model.get_weights()]
+
+
+def loss_scaling(job: Job) -> Results:
+    """A step that one rank skips counts there, too: exchanges stay together."""
+    x, y = data()
+    x[: BATCH : 1 + job.rank * BATCH] *= 1.0
+    if job.rank == 1:
+        x[BATCH : 2 * BATCH] = np.inf
+    model = job.compiled(lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
+    model.fit(x, y, epochs=2, **OPTIONS)
+    return {**weights(model), "own iterations": int(model.optimizer.iterations.numpy())}
+
+
+def refused(job: Job) -> Results:
+    """Saving within an epoch, where the others are at another step."""
+    model = job.compiled("sgd")
+    x, y = data()
+    texts = []
+    for callback in (
+        keras.callbacks.ModelCheckpoint(str(job.own / "{batch}.keras"), save_freq=2),
+        keras.callbacks.BackupAndRestore(str(job.own / "backup"), save_freq=2),
+    ):
+        try:
+            model.fit(x, y, callbacks=[callback], **OPTIONS)
+        except UnsupportedError as error:
+            texts.append(str(error))
+    return {"refused": texts}
+
+
+def traced(job: Job) -> Results:
+    """A capture and a report have exchanges for steps."""
+    strategy = job.strategy
+    assert strategy is not None
+    x, y = data()
+    model = job.compiled("sgd")
+    model.fit(x, y, **OPTIONS)
+    with strategy.trace(job.shared / "traced", "run"):
+        model.fit(x, y, epochs=4, **OPTIONS)
+    report = strategy.report()
+    return {"own report": str(report), "own files": sorted(path.name for path in (job.shared / "traced").rglob("*.*"))}
+
+
+def one_rank_meets(job: Job) -> Results:
+    """A rank that calls `synchronize` alone is told what to do."""
+    model = job.compiled("sgd")
+    x, y = data()
+    model.fit(x, y, **OPTIONS)
+    if job.rank == 1 or job.strategy is None:
+        return {"own error": ""}
+    try:
+        job.strategy.synchronize()
+    except tfps.TfpsError as error:
+        return {"own error": str(error)}
+    return {"own error": "none"}

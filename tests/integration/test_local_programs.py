@@ -1,0 +1,118 @@
+"""Programs of two workers in mode "diloco": what has to be the same on all ranks is, and the rest is their own."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import jobs
+import numpy as np
+import processes
+import pytest
+from test_failures import read_until
+
+from tfps.pserver.server import ParameterServer
+from tfps.types import Value
+
+pytestmark = pytest.mark.timeout(600)
+DILOCO = {"TFPS_MODE": "diloco", "TFPS_INNER_STEPS": "4", "TFPS_SLICE_BYTES": "4096"}
+NAMES = ["evaluated_and_saved", "saved_by_one_rank", "custom_loop", "backup", "loss_scaling", "refused", "traced"]
+Results = list[dict[str, dict[str, Value]]]  # of each rank: what each program ends with
+
+
+def run(names: list[str], folder: Path, more: Mapping[str, str]) -> Results:
+    servers = [ParameterServer("127.0.0.1", 0, workers=2) for _ in range(2)]
+    arguments = [str(folder), *(f"programs_local.{name}" for name in names)]
+    try:
+        addresses = [server.address for server in servers]
+        with processes.started("program.py", addresses, 2, [arguments] * 2, **{**DILOCO, **more}) as running:
+            processes.outputs(running, 550.0)
+    finally:
+        for server in servers:
+            server.stop()
+    return [pickle.loads((folder / f"results_{rank}.pickle").read_bytes()) for rank in range(2)]
+
+
+def check(name: str, results: Results) -> list[dict[str, Value]]:
+    """What all ranks must have alike is bitwise equal."""
+    ends = [result[name] for result in results]
+    for rank, end in enumerate(ends):
+        assert "error" not in end, f"rank {rank}:\n{end['error']}"
+    assert ends[0].keys() == ends[1].keys()
+    for key in (key for key in ends[0] if not key.startswith("own")):
+        mine, other = (np.asarray(end[key]) for end in ends)
+        assert mine.tobytes() == other.tobytes(), f"{key}: {mine} and {other}"
+    return ends
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return run(NAMES, tmp_path_factory.mktemp("diloco"), {})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_agree_where_they_must(name: str, results: Results) -> None:
+    check(name, results)
+
+
+def test_at_the_end_of_an_epoch_workers_have_parameters_of_their_own(results: Results) -> None:
+    one, other = check("evaluated_and_saved", results)
+    for epoch in range(2):
+        own = f"own before {epoch}/0"
+        assert not np.array_equal(one[own], other[own])
+        assert not np.array_equal(one[own], one[f"saved {epoch}/0"])
+
+
+def test_a_step_that_one_rank_skips_moves_no_exchange(results: Results) -> None:
+    assert [end["own iterations"] for end in check("loss_scaling", results)] == [12, 10]
+
+
+def test_saving_within_an_epoch_is_refused(results: Results) -> None:
+    checkpoint, backup = check("refused", results)[0]["refused"]
+    assert "ModelCheckpoint(save_freq=2) with mode='diloco': within an epoch" in checkpoint
+    assert "BackupAndRestore(save_freq=2) with mode='diloco'" in backup
+
+
+def test_a_report_is_about_rounds(results: Results) -> None:
+    for end in check("traced", results):
+        assert re.match(r"round of 4 steps [\d.]+ m?s: ", end["own report"]), end["own report"]
+    assert "run.trace.json.gz" in results[0]["traced"]["own files"]
+
+
+def test_a_rank_that_synchronizes_alone_is_told_that_all_must(tmp_path: Path) -> None:
+    found = run(["one_rank_meets"], tmp_path, {})
+    assert re.search(
+        r"workers meet at the end of each epoch of fit, .* which every rank must call\. rank 1 \(.*\) left before",
+        found[0]["one_rank_meets"]["own error"],
+    ), found[0]["one_rank_meets"]
+
+
+@pytest.fixture
+def server() -> Iterator[ParameterServer]:
+    running = ParameterServer("127.0.0.1", 0, workers=2)
+    yield running
+    running.stop()
+
+
+def test_a_killed_worker_ends_the_others_with_an_error_that_names_its_rank(server: ParameterServer) -> None:
+    settings = {"TFPS_MODE": "local", "TFPS_INNER_STEPS": "5"}
+    with processes.started("endless.py", [server.address], 2, [[], ["stays"]], **settings) as running:
+        for process in running:
+            read_until(process, "training")
+        jobs.poll(lambda: server.status().job.members[1].awaited_slices > 0)
+        running[1].send_signal(signal.SIGKILL)
+        ((code, output),) = processes.finish(running[:1])
+    assert code == 1
+    assert re.search(r"fit raised WorkerLostError rank 1 \(\S+\) died at step \d+: ", output)
+    assert "get_weights raised WorkerLostError" in output
+
+
+def test_a_worker_that_ends_earlier_is_named_to_the_others(server: ParameterServer) -> None:
+    settings = {"TFPS_MODE": "local", "TFPS_INNER_STEPS": "5"}
+    with processes.started("endless.py", [server.address], 2, [[], ["8"]], **settings) as running:
+        (code, output), (early, _) = processes.finish(running)
+    assert (early, code) == (0, 1)
+    assert re.search(r"rank 1 \(.*\) left before step \d+ of", output), output
