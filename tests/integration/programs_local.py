@@ -5,6 +5,8 @@ What they return is the same on all ranks, but for names that begin with "own".
 
 from __future__ import annotations
 
+import contextlib
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -12,7 +14,7 @@ from program import BATCH, Job, Results, data, history, weights
 
 import tfps
 from tfps.errors import UnsupportedError
-from tfps.types import Logs, Model, Options
+from tfps.types import Callback, Logs, Model, Options
 
 OPTIONS: Options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
 STEPS = 6  # of an epoch: two after the exchange
@@ -67,15 +69,12 @@ def custom_loop(job: Job) -> Results:
     model = job.compiled("adam")
     x, y = data()
 
-    @tf.function  # type: ignore[untyped-decorator]
-    def step(x: tf.Tensor, y: tf.Tensor) -> None:
-        strategy.run(one_step, args=(x, y))
-
     def one_step(x: tf.Tensor, y: tf.Tensor) -> None:
         with tf.GradientTape() as tape:
             loss = model.compute_loss(x, y, model(x, training=True))
         model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
+    step = tf.function(lambda x, y: strategy.run(one_step, args=(x, y)))
     ends: Results = {}
     for epoch, counts in enumerate([(3, 13), (9, 2), (1, 1)]):
         for batch in range(counts[job.rank]):
@@ -94,45 +93,39 @@ class Stopped(Exception):
 
 
 def backup(job: Job) -> Results:
-    """What rank 0 restores every rank has; the last of four epochs ends where training without a stop ends."""
+    """What rank 0 restores every rank has, and training ends where it ends without a stop."""
     x, y = data(8 * BATCH)
+    stopped: list[bool] = []
 
     def stop(epoch: int, logs: Logs) -> None:
         if epoch == 2 and not stopped:
             stopped.append(True)
             raise Stopped
 
-    stopped: list[bool] = []
-    for _ in range(2):
+    def fit(*callbacks: Callback) -> Model:
         model = job.compiled(lambda: keras.optimizers.SGD(0.1))
-        callbacks = [
+        random = np.random.default_rng(1)
+        model.set_weights([random.normal(0, 0.1, each.shape).astype("float32") for each in model.get_weights()])
+        with contextlib.suppress(Stopped):
+            model.fit(x, y, epochs=4, callbacks=list(callbacks), **OPTIONS)
+        return model
+
+    def backed_up() -> Model:
+        return fit(
             keras.callbacks.BackupAndRestore(str(job.shared / "backup"), delete_checkpoint=False),
             keras.callbacks.LambdaCallback(on_epoch_begin=stop),
-        ]
-        try:
-            model.fit(x, y, epochs=4, callbacks=callbacks, **OPTIONS)
-        except Stopped:
-            first = model.get_weights()
-            continue
-    whole = job.compiled(lambda: keras.optimizers.SGD(0.1))
-    whole.set_weights(job_initial(job))
-    again = job.compiled(lambda: keras.optimizers.SGD(0.1))
-    again.set_weights(job_initial(job))
-    whole.fit(x, y, epochs=2, **OPTIONS)
-    assert len(first) == len(whole.get_weights())
-    return weights(model)
+        )
 
-
-def job_initial(job: Job) -> list[np.ndarray]:
-    random = np.random.default_rng(1)
-    model = job.compiled("sgd")
-    return [random.normal(0, 0.1, each.shape).astype("float32") for each in model.get_weights()]
+    backed_up()
+    resumed, whole = backed_up(), fit()
+    for mine, expected in zip(resumed.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, expected)
+    return weights(resumed)
 
 
 def loss_scaling(job: Job) -> Results:
     """A step that one rank skips counts there, too: exchanges stay together."""
     x, y = data()
-    x[: BATCH : 1 + job.rank * BATCH] *= 1.0
     if job.rank == 1:
         x[BATCH : 2 * BATCH] = np.inf
     model = job.compiled(lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
@@ -174,10 +167,11 @@ def one_rank_meets(job: Job) -> Results:
     model = job.compiled("sgd")
     x, y = data()
     model.fit(x, y, **OPTIONS)
-    if job.rank == 1 or job.strategy is None:
+    strategy = job.strategy
+    if job.rank == 1 or strategy is None:
         return {"own error": ""}
     try:
-        job.strategy.synchronize()
+        strategy.synchronize()
     except tfps.TfpsError as error:
         return {"own error": str(error)}
     return {"own error": "none"}

@@ -65,6 +65,14 @@ try:
     needs(keras.Variable, "_serialize_to_tensors", "_restore_from_tensors", "_shared_name")
     needs(keras.Variable, "_export_to_saved_model_graph")
 
+    # Wrapped where workers train alone (outer_steps.py): what counts a step, evaluates, ends `fit`, saves within an epoch.
+    needs(keras.optimizers.Optimizer, "apply", "use_ema")
+    needs(keras.optimizers.LossScaleOptimizer, "apply")
+    needs(keras.Model, "evaluate", "test_on_batch")
+    needs(keras.callbacks.CallbackList, "on_train_end", "model")
+    needs(keras.callbacks.ModelCheckpoint, "set_model")
+    needs(keras.callbacks.BackupAndRestore, "set_model")
+
     # Wrapped because several ranks save (saving.py): where callbacks decide to save, and build paths from logs.
     needs(keras.Model, "save", "save_weights", "export")
     needs(keras.callbacks.ModelCheckpoint, "_save_model", "_get_file_path")

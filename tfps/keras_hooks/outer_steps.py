@@ -97,7 +97,7 @@ def exchange_between_steps(strategy_class: type[tf.distribute.Strategy]) -> None
 
     @functools.wraps(end)
     def on_train_end(self: Callback, logs: Logs | None = None) -> None:
-        if (strategy := strategy_of(self._model)) is not None:
+        if (strategy := strategy_of(self.model)) is not None:
             strategy.extended.outer.synchronize()
         end(self, logs)
 
@@ -116,8 +116,11 @@ def exchange_between_steps(strategy_class: type[tf.distribute.Strategy]) -> None
 
         return method
 
-    for name in ("evaluate", "predict", "test_on_batch", "predict_on_batch", "save", "save_weights", "export"):
-        setattr(keras.Model, name, with_global(getattr(keras.Model, name)))
+    model = keras.Model
+    model.evaluate, model.test_on_batch = with_global(model.evaluate), with_global(model.test_on_batch)
+    model.predict, model.predict_on_batch = with_global(model.predict), with_global(model.predict_on_batch)
+    model.save, model.save_weights = with_global(model.save), with_global(model.save_weights)
+    model.export = with_global(model.export)
     serialize = keras.Variable._serialize_to_tensors
 
     @functools.wraps(serialize)
