@@ -270,6 +270,32 @@ def backed_up(job: Job) -> Results:
     return {"own epochs": len(results[0]["own rows"]), "ranks weights": results[0]["ranks weights"]}
 
 
+def options(job: Job) -> Results:
+    """Moving averages, gradients that are accumulated, loss scaling, layers that are frozen: all ranks end alike."""
+    ends = []
+    for optimizer in (
+        keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9),
+        keras.optimizers.SGD(0.01, gradient_accumulation_steps=3, momentum=0.5),
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)),
+    ):
+        model = compiled(job, optimizer)
+        swap = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)] if optimizer.use_ema else []
+        stop = keras.callbacks.EarlyStopping(patience=5, monitor="loss")
+        results = trained(job, dataset(job, 6), model=model, callbacks=(*swap, stop, keras.callbacks.TerminateOnNaN()))
+        ends += results["ranks weights"]
+        if optimizer.gradient_accumulation_steps:
+            continue
+        assert int(results["ranks steps"]) == 3 * 6, "each worker counts the mean of all"
+    for trains, again in ((False, "sgd"), (True, keras.optimizers.Adam(0.01))):
+        model.layers[0].trainable = trains
+        with job.scope():
+            model.compile(again, "mse")
+        ends += trained(job, dataset(job, 6), model=model)["ranks weights"]
+    model.set_weights([weight * 0.5 for weight in model.get_weights()])
+    ends += trained(job, dataset(job, 6), model=model)["ranks weights"]
+    return {"ranks weights": ends}
+
+
 def _error(call: Callable[[], object]) -> str:
     try:
         call()

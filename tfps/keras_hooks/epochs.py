@@ -20,7 +20,13 @@ import keras
 import tensorflow as tf
 
 from tfps.errors import UnsupportedError
-from tfps.keras_hooks.keras_private import distributed_dataset, strategy_of_epochs, trainer_module, without_limit
+from tfps.keras_hooks.keras_private import (
+    batch_counter,
+    distributed_dataset,
+    strategy_of_epochs,
+    trainer_module,
+    without_limit,
+)
 from tfps.types import Batches, Function, Model
 
 
@@ -119,13 +125,18 @@ def _steps(strategy: tf.distribute.Strategy, epochs: Batches, original: Function
     newest.meet()
     newest.in_epoch, known.taken = True, 0
     if _ends_with_data(epochs):
-        if known.steps is not None:
-            executions = math.ceil(known.steps / epochs.steps_per_execution)
-            distributed_dataset(epochs).steps = executions * epochs.steps_per_execution * strategy.num_workers
+        if _hands_out(epochs):
+            distributed_dataset(epochs).steps = _of_all(strategy, epochs)
         without_limit(epochs)
     for each in original(epochs):
         known.taken += 1
         yield each
+
+
+def _of_all(strategy: tf.distribute.Strategy, epochs: Batches) -> int | None:
+    """Returns how many steps all workers take together in an epoch; None: as many as there are batches."""
+    steps, at_once = _known_of(epochs).steps, epochs.steps_per_execution
+    return None if steps is None else math.ceil(steps / at_once) * int(at_once * strategy.num_workers)
 
 
 def _check_steps(strategy: tf.distribute.Strategy, known: _Epochs) -> None:
@@ -150,12 +161,14 @@ def end_epoch(strategy: tf.distribute.Strategy, model: Model) -> None:
     if not extended.hands_out:
         return
     strategy.synchronize()
-    optimizers, each = [], model.optimizer
-    while each is not None:
-        optimizers.append(each)
-        each = getattr(each, "inner_optimizer", None)
-    # The mean of the workers' steps is what each takes in mode "sync".
-    extended.newest.count_alike([optimizer.iterations for optimizer in optimizers])
+    optimizer = model.optimizer
+    while optimizer is not None:  # what scales the loss has another one within
+        counter, every = batch_counter(optimizer), optimizer.gradient_accumulation_steps or 1
+        own = int(counter.numpy())
+        # The mean of the workers' steps is what each takes in mode "sync". What a worker has accumulated stays as far.
+        mean = round(extended.newest.meet(own) / strategy.num_workers)
+        counter.assign(mean + (own - mean) % every)
+        optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
 def _evaluating(original: Function, strategy_class: type[tf.distribute.Strategy]) -> Function:

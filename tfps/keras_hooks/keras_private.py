@@ -41,6 +41,7 @@ try:
     needs(trainer_module.TFEpochIterator, "_distribute_strategy")
     needs(trainer_module.TFEpochIterator, "steps_per_epoch", "steps_per_execution", "data_adapter", "_num_batches")
     needs(keras.Model, "evaluate")
+    needs(keras.optimizers.Optimizer, "_iterations")  # of batches, where `iterations` is of updates
 
     # Wrapped because ranks and replicas would otherwise act or decide separately.
     needs(keras.Model, "distribute_strategy")  # tells which models to handle
@@ -97,6 +98,11 @@ def distributed_dataset(epochs: Batches) -> Batches:
 def strategy_of_epochs(epochs: Batches) -> tf.distribute.Strategy | None:
     """Returns the strategy of `fit`'s epoch iterator."""
     return epochs._distribute_strategy
+
+
+def batch_counter(optimizer: Optimizer) -> Variable:
+    """Returns the variable in which `optimizer` counts batches, also those whose gradients it only accumulates."""
+    return optimizer._iterations
 
 
 def without_limit(epochs: Batches) -> None:

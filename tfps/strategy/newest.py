@@ -16,7 +16,6 @@ from tfps.graph.ops import HOST
 from tfps.runtime.runtime import Runtime
 from tfps.strategy.initial_values import INITIAL_VALUES
 from tfps.strategy.variables import GatedVariable
-from tfps.types import Variable
 
 _MEETING = BucketSpec(("meeting",), "sum", 8, "int64", 0, occasional=True)
 
@@ -105,9 +104,3 @@ class Newest:
         value = newest[begin : begin + nbytes].view(np.float32).reshape(shape)
         for component in variable._values:  # not as an assignment of the program: pservers have it
             component.assign(value)
-
-    def count_alike(self, counters: list[Variable]) -> None:
-        """Gives all ranks the mean, rounded, of their `counters`: int64 scalars, such as an optimizer's steps."""
-        for counter in counters if self._on else []:
-            own = int(counter.numpy())
-            counter.assign(round(self.meet(own) / self._runtime.exchange.workers))
