@@ -18,6 +18,7 @@ from tfps.errors import (
 )
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.layout import Layout
+from tfps.pserver.async_slice import AsyncSlice
 from tfps.pserver.job_status import ErrorCounts, job_status
 from tfps.pserver.membership import Applicant, Declaration, Member, Membership, State, first_difference
 from tfps.pserver.owned_slice import Taken
@@ -336,6 +337,8 @@ class Job:
             self._reply(header, taken.result, gather, taken)
         elif (gone := self._membership.gone()) and (late := item.waits_for(gone, taken.step)):
             self._fail_left(self._membership.members[late[0]], taken.step, bucket.spec.name)
+        elif isinstance(item, AsyncSlice) and (late := item.waits_for(self._shard.pace.resting(), taken.step)):
+            self.fail(MismatchError(not_assigned(self._membership.describe(late[0]), bucket.spec.name)))
 
     def take_numbers(self, rank: int, header: Header, payload: memoryview) -> None:
         """Takes the NUMBERS that come before the slices of a push; see `UpdateNumbers.take`."""

@@ -52,6 +52,11 @@ class Pace:
             number, active = number + 1, frozenset(range(self.workers)) - self._gone
         self.stage = Stage(number, active)
 
+    def resting(self) -> list[int]:
+        """The ranks that rest, while others step."""
+        active = self.stage.active
+        return [rank for rank in range(self.workers) if rank not in active and rank not in self._gone]
+
     def may_go_on(self, steps: Sequence[int], rank: int) -> bool:
         """Whether `rank` may take its next step, given the steps of each rank in this stage."""
         return not self.slower(steps, rank)

@@ -61,8 +61,9 @@ def not_assigned(rank: str, bucket: str) -> str:
     """The text of the error for a rank that others wait for in `bucket`, and that goes elsewhere."""
     return (
         f"{rank} has ended its epoch, or exchanges something else, while others wait for its first step, or for it to "
-        f"assign values to variables of bucket '{bucket}' as they have: give every rank a batch, and assign on every "
-        "rank"
+        f"assign values to variables of bucket '{bucket}' as they have, or to collect what compression holds back of "
+        "them: give every rank a batch, assign on every rank, and save a tf.train.Checkpoint on every rank between "
+        "epochs"
     )
 
 

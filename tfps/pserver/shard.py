@@ -75,7 +75,8 @@ class Shard:
         self._check([*(bucket.spec for bucket in self.buckets), *specs], self.config.first_slice_bytes)
 
     def _check(self, specs: Sequence[BucketSpec], slice_bytes: int) -> None:
-        parts = self._workers if self.config.deterministic else 1  # of a slice, that are kept
+        # Of a slice, that are kept. In mode "async" pushes may wait for each other, and each reply is a copy.
+        parts = self._workers if self.config.deterministic or self.config.mode == "async" else 1
         copies = self._workers if self.config.delay_compensation else 0  # of parameters, as each rank has them
         kept = sum(spec.nbytes * (kept_arrays(spec) + copies * bool(spec.update)) for spec in specs)
         payload = (sum(spec.nbytes * parts for spec in specs) + kept) // self._pservers

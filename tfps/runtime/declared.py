@@ -6,7 +6,7 @@ Tested in tests/runtime/test_interrupts.py.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from tfps.exchange.interface import BucketSpec, Exchange
 from tfps.runtime.interrupts import wait
@@ -25,6 +25,7 @@ class DeclaredBuckets:
         self._ids: dict[Key, int] = {}
         self._declared: dict[int, tuple[Key, BucketSpec]] = {}  # by id
         self._later: list[tuple[Key, BucketSpec]] = []  # to declare with the next new ones
+        self.before: Callable[[BucketSpec], None] | None = None  # called before new ones are, but for those of updates
 
     def ids(self, wanted: Sequence[tuple[Key, BucketSpec]], details: Sequence[str] = ()) -> list[int]:
         """Returns the ids of `wanted`, pairs of a key and the spec to declare if the key is new.
@@ -36,7 +37,11 @@ class DeclaredBuckets:
             MismatchError: the ranks disagree.
             WaitTimeoutError: a rank did not declare in time.
         """
-        if any(key not in self._ids for key, _ in wanted):
+        new = [spec for key, spec in wanted if key not in self._ids]
+        if new:
+            for spec in new if self.before is not None else ():
+                if spec.occasional and self.before is not None:
+                    self.before(spec)
             sheltered(lambda stop: self._declare(wanted, details, stop), wait)
         return [self._ids[key] for key, _ in wanted]
 

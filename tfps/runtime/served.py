@@ -57,15 +57,16 @@ class ServedParameter:
     Attributes:
         holder: the bucket whose pservers have it; None: only the workers do, as after an assignment.
         begin: its first byte there.
+        newest: whether all ranks have had its newest value since the last push; for mode "async".
         ahead: whether the pservers there may have another value than the workers.
         restored: from a checkpoint, for the next push.
     """
 
-    __slots__ = ("ahead", "begin", "holder", "restored")
+    __slots__ = ("ahead", "begin", "holder", "newest", "restored")
 
     def __init__(self) -> None:
         self.holder: int | None = None
-        self.begin, self.ahead = 0, False
+        self.begin, self.ahead, self.newest = 0, False, False
         self.restored: Ahead | None = None
 
     def exact(self, exchange: Exchange, shown: Array) -> Array | None:
@@ -215,6 +216,22 @@ def value_of(component: Variable) -> Array:
     return np.ascontiguousarray(component.numpy()).reshape(-1).view(np.uint8)
 
 
+def check_moves(bucket: int, pieces: Sequence[ServedPiece]) -> None:
+    """Checks that what comes to `bucket` from another one has the newest value: in mode "async".
+
+    Raises:
+        UnsupportedError: it has not; what slower ranks still push there would be lost.
+    """
+    for piece in pieces:
+        parameter = piece.parameter
+        if parameter.holder not in (None, bucket) and not parameter.newest:
+            raise UnsupportedError(
+                f"variable {piece.component.name!r} comes in another bucket than in the last step, as in a function "
+                "that trains other variables; with mode='async' call strategy.synchronize() on every rank in between, "
+                "or use mode='sync'"
+            )
+
+
 def bring(
     exchange: Exchange, bucket: int, pieces: Sequence[ServedPiece], numbers: Sequence[float], ahead: bool = False
 ) -> bytes:
@@ -257,6 +274,7 @@ def bring(
     for piece in pieces:  # not earlier: after an interruption the next step brings all of it again
         parameter = piece.parameter
         parameter.holder, parameter.begin, parameter.ahead, parameter.restored = bucket, piece.begin, ahead, None
+        parameter.newest = False
     for slot, home in homes:
         slot.home, slot.pending, slot.compared = home, None, True
     return StepNumbers(mark, tuple(numbers)).pack()
@@ -288,6 +306,7 @@ class ServedUpdate(DeferredUpdate):
 
     Args:
         ahead: whether changes come back, so that pservers' own parameters may be ahead of the workers'.
+        apart: whether ranks step by themselves (mode "async").
     """
 
     def __init__(
@@ -300,9 +319,10 @@ class ServedUpdate(DeferredUpdate):
         pieces: list[ServedPiece],
         *,
         ahead: bool,
+        apart: bool,
     ) -> None:
         super().__init__(bucket, spec, messages, group)
-        self._exchange, self._pieces, self._ahead = exchange, pieces, ahead
+        self._exchange, self._pieces, self._ahead, self._apart = exchange, pieces, ahead, apart
 
     def collect(
         self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
@@ -312,5 +332,7 @@ class ServedUpdate(DeferredUpdate):
             return None
         number, data, indices = collected
         values = np.frombuffer(memoryview(indices), np.float64).tolist()
+        if self._apart:
+            check_moves(self.bucket, self._pieces)
         self.numbers = bring(self._exchange, self.bucket, self._pieces, values, ahead=self._ahead)
         return number, data, _NO_BYTES

@@ -34,7 +34,7 @@ class Newest:
         self._runtime, self._on, self.in_epoch = runtime, on, False
         self._variables: weakref.WeakValueDictionary[str, GatedVariable] = weakref.WeakValueDictionary()
         if on:
-            runtime.before_exchange = self._prepare
+            runtime.before_exchange = runtime.declared.before = self._prepare
 
     def note(self, variable: GatedVariable) -> None:
         """Notes a variable that pservers update."""
@@ -102,5 +102,7 @@ class Newest:
         shape = variable.shape.as_list()
         nbytes = 4 * int(np.prod(shape, dtype=np.int64))
         value = newest[begin : begin + nbytes].view(np.float32).reshape(shape)
+        if variable.served is not None:
+            variable.served.newest = True
         for component in variable._values:  # not as an assignment of the program: pservers have it
             component.assign(value)

@@ -13,7 +13,7 @@ from tfps.errors import UnsupportedError
 from tfps.exchange.interface import BucketSpec
 from tfps.graph import ops as graph_ops
 from tfps.runtime.runtime import Runtime
-from tfps.runtime.served import ServedRule, ServedUpdate, bring, pieces_of
+from tfps.runtime.served import ServedRule, ServedUpdate, bring, check_moves, pieces_of
 from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.strategy.deferred import Noted
 from tfps.strategy.names import common_name, own_name
@@ -48,7 +48,8 @@ class ServedBucket(PlannedBucket):
 
     def transfer(self, number: int, messages: int, group: Group, runtime: Runtime) -> DeferredUpdate:
         pieces = pieces_of(self.kept, self.rule)
-        return ServedUpdate(number, self.spec, messages, group, runtime.exchange, pieces, ahead=self._changes)
+        of = number, self.spec, messages, group, runtime.exchange, pieces
+        return ServedUpdate(*of, ahead=self._changes, apart=_apart(self.variables))
 
     def trace(self, strategy: tf.distribute.Strategy, compared: bool, cut: bool) -> None:
         super().trace(strategy, compared=compared and self._changes, cut=False)
@@ -56,7 +57,7 @@ class ServedBucket(PlannedBucket):
     @property
     def _changes(self) -> bool:
         """Whether the reply is a change; in mode "async" each rank gets the newest parameters."""
-        return self.spec.codec != NONE and self.variables[0].distribute_strategy.extended.mode != "async"
+        return self.spec.codec != NONE and not _apart(self.variables)
 
     def _update(
         self, strategy: tf.distribute.Strategy, data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor
@@ -104,12 +105,21 @@ def update_eagerly(
     (bucket,) = runtime.buckets([(key, spec)])
     for variable in variables:
         variable.wait()
-    packed = bring(runtime.exchange, bucket, pieces_of(variables, rule), numbers.numpy().tolist())
+    pieces = pieces_of(variables, rule)
+    if _apart(variables):
+        check_moves(bucket, pieces)
+    packed = bring(runtime.exchange, bucket, pieces, numbers.numpy().tolist())
     payload = np.concatenate([np.asarray(each.numpy(), np.float32).reshape(-1) for each in gradients])
     reply = runtime.exchange_now(bucket, payload, numbers=packed)
     new = graph_ops.tensor_of(reply.sum)
     for variable, value in zip(variables, _split(new, variables), strict=True):
         variable._values[0].assign(value)
+
+
+def _apart(variables: Sequence[GatedVariable]) -> bool:
+    """Whether their ranks step by themselves."""
+    extended = variables[0].distribute_strategy.extended
+    return bool(extended.mode == "async" and extended.free)
 
 
 def _split(data: tf.Tensor, variables: Sequence[GatedVariable]) -> list[tf.Tensor]:
