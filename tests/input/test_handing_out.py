@@ -141,6 +141,15 @@ def test_a_batch_is_asked_for_once_the_one_before_has_been_taken(strategy: tfps.
             next(handed.iterator) if eager else taken(handed.iterator)
 
 
+def test_a_step_that_failed_while_it_waited_takes_nothing_from_those_after_it(strategy: tfps.Strategy) -> None:
+    handed = Handed(strategy, 4)
+    assert int(taken(handed.iterator)) == 0
+    handed.feed.tokens.dequeue()  # what comes before a token, which that step had taken
+    assert [int(taken(handed.iterator)) for _ in range(3)] == [1, 2, 3]
+    with pytest.raises(tf.errors.OutOfRangeError):
+        taken(handed.iterator)
+
+
 def test_an_error_of_the_exchange_keeps_its_class_and_nothing_is_left_of_a_dropped_iterator(
     strategy: tfps.Strategy,
 ) -> None:

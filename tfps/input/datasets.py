@@ -27,7 +27,7 @@ from tfps.graph.tf_private import (
 from tfps.input import generators
 from tfps.input.handing_out import Group, Groups, Stream
 from tfps.input.loops import Loop, LoopIterator
-from tfps.input.staging import END, TOKEN, Feed, Staging
+from tfps.input.staging import END, GO, TOKEN, Feed, Staging
 from tfps.types import Argument, Batches, Function, Structure
 
 PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
@@ -194,7 +194,8 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
             token: list[tf.Tensor] = tf.raw_ops.QueueDequeueV2(handle=self._tokens, component_types=TOKEN)
             return token
         both = tf.raw_ops.QueueDequeueManyV2(handle=self._tokens, n=2, component_types=TOKEN)
-        return [each[1] for each in both]  # behind GO
+        second = tf.cast(tf.equal(both[0][0], GO), tf.int32)  # GO comes first, unless a step that failed has taken it
+        return [each[second] for each in both]
 
 
 class _Staged:
