@@ -58,7 +58,7 @@ try:
     needs(keras.Variable, "_serialize_to_tensors", "_restore_from_tensors", "_shared_name")
     needs(keras.Variable, "_export_to_saved_model_graph")
 
-    # Wrapped where workers train alone (outer_steps.py): what counts a step, evaluates, ends `fit`, saves within an epoch.
+    # Wrapped where workers train alone (outer_steps.py): what counts a step, evaluates, ends `fit`, saves in an epoch.
     needs(keras.optimizers.Optimizer, "apply", "use_ema")
     needs(keras.optimizers.LossScaleOptimizer, "apply")
     needs(keras.Model, "evaluate", "test_on_batch")
