@@ -6,15 +6,16 @@ What they return is the same on all ranks, but for names that begin with "own".
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import keras
 import numpy as np
 import tensorflow as tf
-from program import BATCH, Job, Results, data, history, weights
+from program import BATCH, Job, Results, data, history, sharded, weights
 
 import tfps
 from tfps.errors import UnsupportedError
-from tfps.types import Callback, Logs, Model, Options
+from tfps.types import Callback, Logs, Model, Options, Value
 
 OPTIONS: Options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
 STEPS = 6  # of an epoch: two after the exchange
@@ -86,6 +87,27 @@ def custom_loop(job: Job) -> Results:
     strategy.synchronize()  # there is nothing to do
     assert all(np.array_equal(before[name], value) for name, value in named("", model).items())
     return {**ends, "evaluated": model.evaluate(x, y, verbose=0)}
+
+
+def epoch_without_batches(job: Job) -> Results:
+    """In the second epoch only rank 0 has batches: the others take part in its exchanges, and in its metrics."""
+    model = job.compiled("sgd")
+    x, y = data()
+    epochs = iter([6, 7 * (job.rank == 0), 6])
+
+    def batches() -> Iterator[tuple[Value, Value]]:
+        for batch in range(next(epochs)):
+            yield x[batch * BATCH : (batch + 1) * BATCH], y[batch * BATCH : (batch + 1) * BATCH]
+
+    kinds = tf.TensorSpec([None, 64], tf.float32), tf.TensorSpec([None], tf.int64)
+    dataset = sharded(tf.data.Dataset.from_generator(batches, output_signature=kinds), "OFF")
+    taken = [0, 0, 0]
+
+    def count(batch: int, logs: Logs) -> None:
+        taken[len(model.history.epoch)] += 1
+
+    fit = model.fit(dataset, epochs=3, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=count)], verbose=0)
+    return {**weights(model), **history(fit), "own batches": taken}
 
 
 class Stopped(Exception):

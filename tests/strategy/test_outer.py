@@ -71,15 +71,16 @@ def check(own: Sequence[Weights], expected: Sequence[Weights]) -> None:
     assert [difference(mine, other) for mine, other in zip(own, expected, strict=True)] == [0.0] * len(own)
 
 
+long = pytest.mark.long
 CASES = [
-    Settings(),
-    Settings("diloco", optimizer="adam", fragments=2),
-    Settings("local", optimizer="adam", overlap_steps=1),
-    OVERLAPPING,
+    pytest.param(Settings(), id="diloco", marks=long),
+    pytest.param(Settings("diloco", optimizer="adam", fragments=2), id="diloco in fragments", marks=long),
+    pytest.param(Settings("local", optimizer="adam", overlap_steps=1), id="local"),
+    pytest.param(OVERLAPPING, id="streaming"),
 ]
 
 
-@pytest.mark.parametrize("settings", CASES, ids=lambda each: f"{each.mode}-{each.fragments}-{each.overlap_steps}")
+@pytest.mark.parametrize("settings", CASES)
 def test_one_worker_does_bitwise_what_is_done_by_hand(start: Start, settings: Settings) -> None:
     model = compiled(start(settings, pservers=2), settings.optimizer)
     simulation = simulated(model, settings, 11)
@@ -87,22 +88,14 @@ def test_one_worker_does_bitwise_what_is_done_by_hand(start: Start, settings: Se
     assert difference(model.get_weights(), simulation.shared) == 0.0
 
 
-@pytest.mark.parametrize("options", [{"steps_per_execution": 3}, {"run_eagerly": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [pytest.param({"steps_per_execution": 3}, id="several"), pytest.param({"run_eagerly": True}, id="eager")]
+)
 def test_eager_steps_and_several_per_execution_do_the_same(start: Start, options: dict[str, Argument]) -> None:
     model = compiled(start(OVERLAPPING), **options)
     simulation = simulated(model, OVERLAPPING, 9)
     trajectory(model, 9)
     assert difference(model.get_weights(), simulation.shared) == 0.0
-
-
-def test_two_devices_do_what_one_does_but_for_the_order_of_sums(start: Start) -> None:
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
-    )
-    model = compiled(start(OVERLAPPING, devices=["CPU:0", "CPU:1"]))
-    simulation = simulated(model, OVERLAPPING, 11)
-    trajectory(model, 11)
-    assert difference(model.get_weights(), simulation.shared) < 1e-5
 
 
 def test_a_step_that_loss_scaling_skips_counts_as_a_step(start: Start) -> None:
@@ -221,7 +214,7 @@ def test_what_is_assigned_is_what_all_workers_go_on_from(start: Start) -> None:
 # Saved and restored.
 
 
-@pytest.mark.parametrize("settings", [Settings(), OVERLAPPING], ids=["waits", "overlaps"])
+@pytest.mark.parametrize("settings", [pytest.param(Settings(), id="waits", marks=long), OVERLAPPING])
 def test_a_restored_checkpoint_goes_on_as_the_saved_training_does_with_other_pservers(
     start: Start, settings: Settings, tmp_path: Path
 ) -> None:

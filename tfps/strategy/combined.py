@@ -107,6 +107,12 @@ class Combiner:
                 runs.assign_add(1, read_value=False)
         writes.variables.setdefault(variable._unique_id, variable)
 
+    def run_elsewhere(self, graph: tf.Graph) -> None:
+        """Notes that `graph` has run on other ranks: this one takes part in combining what they have written."""
+        writes: _Writes | None = getattr(graph, self._name, None)
+        if writes is not None:
+            writes.seen -= 1
+
     def refresh(self) -> None:
         """Combines what has been written since the last call; if anything was, every rank must call it.
 

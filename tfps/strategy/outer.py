@@ -71,35 +71,42 @@ class Outer:
 
     # Where ranks meet.
 
-    def meet(self) -> None:
+    def meet(self) -> list[OuterSteps]:
         """Brings all ranks to the same step of each optimizer; every rank must call it.
+
+        Returns the outer steps that all ranks still have: when an optimizer is collected depends on the rank.
 
         Raises:
             TfpsError: another rank does not in time, or the exchange failed.
         """
+        known = self._exchanged()
         if self._runtime.exchange.workers == 1:
-            return
+            return known
         with tf.init_scope(), _explained():
             (bucket,) = self._runtime.buckets([(_MEETING, _SPEC)])
-            own = json.dumps({each.number: each.steps for each in self._exchanged()})
-            parts = self._runtime.exchange_now(bucket, own.encode(), lambda _: self._make_up(bucket)).parts or []
-            said = [json.loads(bytes(part)) for part in parts]
-            for each in self._exchanged():
-                each.advance(max(steps.get(str(each.number), 0) for steps in said))
+            own = {str(each.number): each.steps for each in known}
+            parts = self._runtime.exchange_now(
+                bucket, json.dumps(own).encode(), lambda _: self._make_up(known, bucket)
+            ).parts
+            said = [json.loads(bytes(part)) for part in parts or []]
+            common = [each for each in known if all(str(each.number) in steps for steps in said)]
+            for each in common:
+                number = str(each.number)
+                each.meet_at(max(steps[number] for steps in said), trained=own[number] > each.met)
+        return common
 
     def synchronize(self) -> None:
         """See `Strategy.synchronize`."""
-        self.meet()
-        for each in self._exchanged():
+        for each in self.meet():
             each.end_round()
 
     def _exchanged(self) -> list[OuterSteps]:
         """Those that may have exchanged anything, in an order that all ranks share."""
         return sorted((each for each in self._known if each.number is not None), key=lambda each: each.number or 0)
 
-    def _make_up(self, bucket: int) -> bool:
+    def _make_up(self, known: Sequence[OuterSteps], bucket: int) -> bool:
         """Takes part in exchanges that other ranks wait for; the wait for `bucket` then begins anew."""
-        made = [each.make_up() for each in self._exchanged()]
+        made = [each.make_up() for each in known]
         if any(made):
             self._runtime.exchange.renew(bucket)
         return any(made)

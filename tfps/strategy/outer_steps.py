@@ -10,13 +10,14 @@ Tested in tests/strategy/test_outer.py and tests/integration/test_local.py.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
 from tfps.config import Config
 from tfps.graph.ops import HOST
-from tfps.graph.tf_private import ResourceVariable, distribute_lib, ops
+from tfps.graph.tf_private import ResourceVariable, control_flow_free, distribute_lib, ops
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.served import ServedSlot
 from tfps.strategy.deferred import Noted, Reduced, Reduction
@@ -48,6 +49,8 @@ class OuterSteps:
     ) -> None:
         self.variables = list(variables)
         self.number: int | None = None  # None until the first exchange is traced
+        self.met = 0  # the step at which all ranks have last been together
+        self._graphs: list[weakref.ref[tf.Graph]] = []  # of training steps
         self._strategy, self._runtime, self._emitter, self._exchanged = strategy, runtime, emitter, exchanged
         self._every, self._overlap, self._own_share = config.inner_steps, config.overlap_steps, config.own_share
         self.rule = OuterRule(config, runtime.exchange, [copy_of(variable) for variable in variables])
@@ -85,7 +88,10 @@ class OuterSteps:
 
     def set_steps(self, steps: int, ended: int | None = None) -> None:
         """Sets how many steps have been made, and after how many of them the last round was ended, if not as before."""
-        ended = self._ended if ended is None else ended
+        if ended is None:
+            ended = self._ended
+        else:
+            self.met = steps
         for state in self._states:
             state.assign([steps, ended])
 
@@ -104,6 +110,7 @@ class OuterSteps:
             self.advance(self.steps + 1)
             return
         state = self._states[replica]
+        self._graphs.append(weakref.ref(control_flow_free(ops.get_default_graph())))
         with tf.device(HOST):
             # A step that finds the end of the data does not count.
             with tf.control_dependencies(self._emitter.inputs(ops.get_default_graph())):
@@ -182,6 +189,15 @@ class OuterSteps:
                         self._run("mix", fragment, step)
                     if (step + offset) % self._every == 0:
                         self._run("push", fragment, step)
+
+    def meet_at(self, target: int, *, trained: bool) -> None:
+        """Goes on to the step of the rank that has made most; `trained`: whether this one has made any."""
+        if target > self.met and not trained:
+            for graph in (ref() for ref in self._graphs):
+                if graph is not None:
+                    self._strategy.extended.combiner.run_elsewhere(graph)
+        self.advance(target)
+        self.met = target
 
     def make_up(self) -> bool:
         """Makes this worker's part of its next exchange if another rank waits for it; returns whether it did."""
