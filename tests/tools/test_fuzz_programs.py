@@ -81,6 +81,51 @@ def test_one_replica_is_compared_bitwise_and_several_within_rounding(change: flo
     assert (oracle.with_reference(near, FOUND, Judgement.of(Case()))[0] is None) is one
 
 
+GROWS = {
+    "weights/0/0": np.array([8.0], np.float32),
+    "weights/1/0": np.array([8e9], np.float32),
+    "weights/2/0": np.array([8.0], np.float32),
+    "history/1/loss": np.array([1e9]),
+}
+
+
+def changed(plain: dict[str, Value], **relative: float) -> dict[str, Value]:
+    """`plain`, with its results of these kinds and actions a little larger."""
+    changes = {name: relative.get("_".join(name.split("/")[:2]), 0.0) for name in plain}
+    return {name: plain[name] * plain[name].dtype.type(1 + change) for name, change in changes.items()}
+
+
+@pytest.mark.parametrize(
+    ("found", "shaken", "fine"),
+    [
+        ({"weights_1": 5e-5}, {}, False),
+        ({"weights_1": 5e-5}, {"weights_1": 2e-6}, False),
+        ({"weights_1": 5e-5}, {"weights_1": 1e-5}, True),
+        ({"weights_1": 5e-3}, {"weights_1": 1e-5}, False),
+        ({"weights_2": 5e-5}, {"weights_1": 1e-5}, True),  # what has grown stays
+        ({"weights_0": 5e-5}, {"weights_1": 1e-5}, False),  # what comes before is what it was
+        ({"history_1": 5e-5}, {"weights_1": 1e-5}, False),  # what is measured together grows together
+        ({"history_1": 5e-5}, {"weights_1": 1e-5, "history_1": 1e-5}, True),
+        ({"weights_1": np.nan, "weights_2": 1.0}, {"weights_1": np.nan}, True),
+        ({"weights_1": np.nan, "history_1": np.nan}, {"weights_1": np.nan}, False),
+    ],
+)
+def test_what_a_rounding_at_the_start_makes_of_the_reference_is_tolerated(
+    found: dict[str, float], shaken: dict[str, float], fine: bool
+) -> None:
+    ends = changed(GROWS, **found), GROWS, Judgement.of(Case(place=TWO)), changed(GROWS, **shaken)
+    assert (oracle.with_reference(*ends)[0] is None) is fine
+
+
+def test_a_program_that_ends_with_nan_may_do_so_elsewhere_but_not_be_finite() -> None:
+    nan = {**GROWS, "weights/1/0": np.array([np.nan], np.float32), "weights/2/0": np.array([np.nan], np.float32)}
+    infinite = {**nan, "weights/1/0": np.array([-np.inf], np.float32)}
+    judgement = Judgement.of(Case(place=TWO))
+    assert oracle.with_reference(infinite, nan, judgement)[0] is not None
+    assert oracle.with_reference(infinite, nan, judgement, nan)[0] is None
+    assert oracle.with_reference(GROWS, nan, judgement, nan)[0] is not None
+
+
 def test_compressed_programs_are_compared_between_ranks_only() -> None:
     place = dataclasses.replace(TWO, pservers=1, compression="int8")
     assert Judgement.of(Case(place=place)).reference == oracle.NOTHING
@@ -172,6 +217,27 @@ def test_a_planted_fault_is_found(change: Callable[[str, int], str], kind: str, 
     assert result.difference is not None
     assert kind in result.difference.kind
     assert "def main(strategy, folder)" in result.text
+
+
+# SGD of summed losses: weights grow to 1e12 within seven epochs.
+EXPLODES = Case(
+    seed=2,
+    place=TWO,
+    network=Network(layers=("Dense relu", "regularizers")),
+    reduction="sum",
+    rows=24,
+    batch=24,
+    actions=(Fit(epochs=7),),
+)
+
+
+@pytest.mark.timeout(900)
+def test_a_program_that_amplifies_rounding_is_judged_by_how_much_and_a_fault_in_it_is_found(pool: Pool) -> None:
+    fine, wrong = runner.run(EXPLODES, pool), runner.run(EXPLODES, pool, train_slowly)
+    assert fine.difference is None
+    assert "rounding that grows" in fine.rules
+    assert wrong.difference is not None
+    assert "than plain" in wrong.difference.kind
 
 
 @pytest.mark.timeout(900)

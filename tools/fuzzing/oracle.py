@@ -6,6 +6,7 @@ process, with MirroredStrategy in one process (which has the same replicas), or 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase as fnmatch
@@ -18,9 +19,12 @@ from tools.fuzzing.cases import Case, Evaluate, Fit, OnBatch, Recompile, Resume,
 Found = Mapping[str, Value]
 PLAIN, MIRRORED, NOTHING = "plain", "mirrored", "nothing"
 
-# Of the largest item of all results of a kind: float32 has 6e-8; sums of a few dozen terms and a dozen steps, without
-# optimizers that divide by next to nothing (`expressions.py`), have been seen to stay below a third of this.
+# Of the largest item of all results of a kind so far: float32 has 6e-8; sums of a few dozen terms and a dozen steps,
+# without optimizers that divide by next to nothing (`expressions.py`), have been seen to stay below a third of this.
 TOLERANCE = 1e-5
+# Of what a change of all initial weights by one rounding makes of a result, where that is more: programs that explode
+# amplify what is rounded, and tfps has been seen to differ by up to 2.5 times as much.
+AMPLIFIED = 10.0
 
 
 @dataclass(frozen=True)
@@ -264,10 +268,15 @@ def between_ranks(ranks: Sequence[Found], judgement: Judgement) -> Difference | 
     return None
 
 
-def with_reference(found: Found, expected: Found, judgement: Judgement) -> tuple[Difference | None, float]:
-    """What differs from the reference, and the largest difference over what is tolerated."""
+def with_reference(
+    found: Found, expected: Found, judgement: Judgement, shaken: Found | None = None
+) -> tuple[Difference | None, float]:
+    """What differs from the reference, and the largest difference over what is tolerated.
+
+    `shaken`: what the reference has found from initial weights that differ by a rounding.
+    """
     largest = 0.0
-    sizes = _sizes(expected)
+    sizes, tolerated = _sizes(expected), _tolerated(expected, shaken or {}, judgement)
     first: Difference | None = None
     for name in sorted(found.keys() | expected.keys(), key=_in_order):
         if _is_own(name) or _among(name, judgement.without):
@@ -278,9 +287,11 @@ def with_reference(found: Found, expected: Found, judgement: Judgement) -> tuple
         value, other = found[name], expected[name]
         if _bytes(value) == _bytes(other):
             continue
-        differs = _difference(value, other, sizes[_measured_with(name)])
-        largest = max(largest, differs / TOLERANCE)
-        if first is None and (judgement.bitwise or not differs < TOLERANCE):
+        differs, most = _difference(value, other, sizes[name]), tolerated[name]
+        if most == float("inf") and (_is_finite(other) or not _is_finite(value)):
+            continue
+        largest = max(largest, differs / most)
+        if first is None and (judgement.bitwise or not differs < most):
             texts = f"{_shown(value, other)}, {judgement.reference} {_shown(other, value)}"
             first = Difference(
                 f"other {_kind(name)} than {judgement.reference}", f"{name}: {texts}: differs by {differs:.3g}"
@@ -288,12 +299,26 @@ def with_reference(found: Found, expected: Found, judgement: Judgement) -> tuple
     return first, largest
 
 
+def _tolerated(expected: Found, shaken: Found, judgement: Judgement) -> dict[str, float]:
+    """Of each result; infinity from where on those of the reference are not finite, or others altogether if shaken."""
+    tolerated, sizes = dict.fromkeys(expected, TOLERANCE), _sizes(expected)
+    for name in expected if shaken else ():
+        if not _among(name, judgement.without):
+            differs = _difference(shaken[name], expected[name], sizes[name]) if name in shaken else float("inf")
+            tolerated[name] = max(TOLERANCE, AMPLIFIED * differs)
+    return _so_far(tolerated)
+
+
 def finite(found: Found) -> Difference | None:
     """Whether all numbers are finite."""
     for name, value in found.items():
-        if np.asarray(value).dtype.kind == "f" and not np.isfinite(value).all():
+        if not _is_finite(value):
             return Difference(f"{_kind(name)} not finite", f"{name}: {_shown(value)}")
     return None
+
+
+def _is_finite(value: Value) -> bool:
+    return np.asarray(value).dtype.kind != "f" or bool(np.isfinite(value).all())
 
 
 def _is_own(name: str) -> bool:
@@ -325,15 +350,27 @@ def _in_order(name: str) -> tuple[int, str]:
 
 
 def _sizes(found: Found) -> dict[str, float]:
-    """Largest number of what is measured together."""
-    sizes: dict[str, float] = {}
+    """What each result is measured by: the largest number of what is measured together."""
+    sizes = dict.fromkeys(found, 0.0)
     for name, value in found.items():
-        array, group = np.asarray(value), _measured_with(name)
-        if array.dtype.kind == "f" and array.size and np.isfinite(array).all():
-            sizes[group] = max(sizes.get(group, 0.0), float(np.abs(array).max()))
-        else:
-            sizes.setdefault(group, 0.0)
-    return sizes
+        array = np.asarray(value)
+        if array.dtype.kind == "f" and array.size and _is_finite(array):
+            sizes[name] = float(np.abs(array).max())
+    return _so_far(sizes)
+
+
+def _so_far(numbers: Mapping[str, float]) -> dict[str, float]:
+    """By result: the largest of what is measured together, in the same action and before."""
+    largest: dict[str, float] = {}
+    found: dict[str, float] = {}
+    in_order = sorted(numbers, key=_in_order)
+    for _, action in itertools.groupby(in_order, lambda name: _in_order(name)[0]):
+        names = list(action)
+        for name in names:
+            group = _measured_with(name)
+            largest[group] = max(largest.get(group, 0.0), numbers[name])
+        found.update({name: largest[_measured_with(name)] for name in names})
+    return found
 
 
 def _difference(value: Value, other: Value, size: float) -> float:

@@ -208,6 +208,21 @@ class Guided(keras.Model):
         return {"loss": self.mean_loss.result(), "error": self.error.result()}
 '''
 
+SHAKE = '''
+
+def shaken(model):
+    """`model` with weights that differ by a rounding."""
+    random = np.random.default_rng(0)
+
+    def changed(weight):
+        if weight.dtype.kind != "f":
+            return weight
+        return (weight * (1 + random.choice([-1, 1], weight.shape) * 2.0**-23)).astype(weight.dtype)
+
+    model.set_weights([changed(weight) for weight in model.get_weights()])
+    return model
+'''
+
 LOOP = '''
 
 def loop(job, model, optimizer, loss, dataset, batch, epochs, how):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tfps.pserver.server import ParameterServer
 from tools.fuzzing import oracle
 from tools.fuzzing.cases import Case
-from tools.fuzzing.oracle import MIRRORED, NOTHING, Difference, Judgement
+from tools.fuzzing.oracle import MIRRORED, NOTHING, Difference, Found, Judgement
 from tools.fuzzing.pool import Outcome, Pool, Task
 from tools.fuzzing.source import program
 
@@ -60,8 +60,13 @@ def run(
                 environment["TFPS_PSERVERS"] = ",".join(addresses)
             tasks[rank + 1] = Task(change(text, rank), "strategy", _made(own), environment)
         outcomes = pool.run(tasks)
-    ranks = [outcomes[rank + 1] for rank in range(case.place.workers)]
-    return _judged(case, text, judgement, outcomes[0], ranks)
+        ranks = [outcomes[rank + 1] for rank in range(case.place.workers)]
+
+        def shaken() -> Found | None:
+            text = program(case, MIRRORED if mirrored else "plain", update, shaken=True)
+            return pool.run({0: Task(text, "reference", _made(folder / "shaken"), {})})[0].found
+
+        return _judged(case, text, judgement, outcomes[0], ranks, shaken)
 
 
 def _made(folder: pathlib.Path) -> str:
@@ -69,7 +74,15 @@ def _made(folder: pathlib.Path) -> str:
     return str(folder)
 
 
-def _judged(case: Case, text: str, judgement: Judgement, reference: Outcome, ranks: list[Outcome]) -> Result:
+def _judged(
+    case: Case,
+    text: str,
+    judgement: Judgement,
+    reference: Outcome,
+    ranks: list[Outcome],
+    shaken: Callable[[], Found | None],
+) -> Result:
+    """`shaken`: what the reference finds from initial weights that differ by a rounding."""
     errors = [outcome.error for outcome in ranks if outcome.found is None]
     if errors and reference.found is None:
         return Result(case, text, refused=reference.error)
@@ -95,6 +108,10 @@ def _judged(case: Case, text: str, judgement: Judgement, reference: Outcome, ran
         difference = oracle.finite(found[0])
     if difference is None and judgement.reference != NOTHING:
         difference, largest = oracle.with_reference(found[0], reference.found, judgement)
+        if difference is not None and not judgement.bitwise:
+            difference, largest = oracle.with_reference(found[0], reference.found, judgement, shaken())
+            if difference is None:
+                judgement = dataclasses.replace(judgement, rules=(*judgement.rules, "rounding that grows"))
     return Result(case, text, difference, largest=largest, rules=judgement.rules)
 
 

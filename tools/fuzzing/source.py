@@ -13,10 +13,15 @@ from tools.fuzzing.layers import EMBEDDINGS, IMAGES, SEQUENCES, VECTORS
 SHAPES = {"features": (3,), "image": (6, 6, 2), "words": (5,), "sequence": (5, 4)}
 
 
-def program(case: Case, reference: str = "plain", update: str = "worker") -> str:
-    """The text of a module with `main(strategy, folder)`, `strategy()` and `reference()`, which runs by itself too."""
+def program(case: Case, reference: str = "plain", update: str = "worker", shaken: bool = False) -> str:
+    """The text of a module with `main(strategy, folder)`, `strategy()` and `reference()`, which runs by itself too.
+
+    `shaken`: its initial weights differ by a rounding.
+    """
     parts = [f'"""{_how_to_run(case)}"""\n\n', prelude.IMPORTS, prelude.HELPERS, *_classes(case)]
-    parts += [_data(case), _model(case), _main(case), _strategies(case, reference, update), prelude.MAIN]
+    if shaken:
+        parts.append(prelude.SHAKE)
+    parts += [_data(case), _model(case), _main(case, shaken), _strategies(case, reference, update), prelude.MAIN]
     return "".join(parts)
 
 
@@ -136,7 +141,7 @@ def _model(case: Case) -> str:
     return "\n".join(lines)
 
 
-def _main(case: Case) -> str:
+def _main(case: Case, shaken: bool) -> str:
     lines = [
         "",
         "",
@@ -146,7 +151,7 @@ def _main(case: Case) -> str:
         f'    tf.config.optimizer.set_experimental_options({{"arithmetic_optimization": {case.reordered}}})',
         f"    keras.utils.set_random_seed({case.seed}{' + job.rank' if case.place.own_initial_values else ''})",
         "    with job.scope():",
-        "        model = compiled(job, build())",
+        f"        model = {'shaken(compiled(job, build()))' if shaken else 'compiled(job, build())'}",
         f"    keras.utils.set_random_seed({case.seed})",
         f"    x, y, weights = data({case.rows}, 1)",
         f"    held_x, held_y, held_weights = data({case.validation_rows}, 2)",
