@@ -32,6 +32,26 @@ def test_the_first_update_needs_all_parameters() -> None:
     assert len(kept.update(bytes(36), NUMBERS)) == 36
 
 
+@pytest.mark.parametrize(
+    ("parts", "missing"),
+    [
+        ([(0, 20), (0, 20)], 16),
+        ([(8, 8), (12, 8)], 24),
+        ([(16, 20), (0, 0)], 16),
+        ([(4, 4), (12, 4), (0, 32)], 4),
+        ([(20, 16), (8, 12), (0, 4)], 4),
+    ],
+)
+def test_what_is_put_twice_counts_once(parts: list[tuple[int, int]], missing: int) -> None:
+    kept = KeptSlice("slice 3", SGD, 0, 36)
+    for begin, nbytes in parts:
+        kept.put(0, begin, bytes(nbytes))
+    with pytest.raises(ProtocolError, match=f"must be put .* {missing} bytes are missing"):
+        kept.update(bytes(36), NUMBERS)
+    kept.put(0, 0, bytes(36))
+    assert len(kept.update(bytes(36), NUMBERS)) == 36
+
+
 def test_a_part_of_a_bucket_decays_where_its_variables_do() -> None:
     kept = KeptSlice("slice", SGD, 4, 24)  # one item of the first variable, all of the second, two of the third
     kept.put(0, 0, floats(*[8.0] * 6))

@@ -36,7 +36,7 @@ class KeptSlice:
         if shows:
             self._arrays.append(np.zeros(items, np.float32))
         self._put: dict[int, NDArray[np.float32]] = {}  # arrays from the next update on
-        self._missing = nbytes  # bytes of parameters that have not been put yet
+        self._missing = [(0, nbytes)] if nbytes else []  # parameters that have not been put yet: first byte, end
         self._runs = _runs(spec, first, items)
 
     @property
@@ -59,7 +59,8 @@ class KeptSlice:
             self._put[number] = self._arrays[number].copy()
         self._put[number].view(np.uint8)[begin : begin + nbytes] = np.frombuffer(values, np.uint8)
         if number == 0:
-            self._missing = max(self._missing - nbytes, 0)
+            around = [part for a, b in self._missing for part in ((a, min(b, begin)), (max(a, begin + nbytes), b))]
+            self._missing = [(a, b) for a, b in around if a < b]
             if self._shows:
                 self.put(len(self._arrays) - 1, begin, values)
 
@@ -98,8 +99,9 @@ class KeptSlice:
             ProtocolError: they have not been put.
         """
         if self._missing:
+            missing = sum(end - first for first, end in self._missing)
             raise ProtocolError(
-                f"the parameters of {self.label} must be put before its first update, {self._missing} bytes are missing"
+                f"the parameters of {self.label} must be put before its first update, {missing} bytes are missing"
             )
 
     def take_new(self) -> None:
