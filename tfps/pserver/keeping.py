@@ -26,8 +26,8 @@ def put(job_of: Callable[[str], Job], request: pb.PutRequest, context: object) -
     nbytes = len(request.values)
     if request.rank or nbytes > KEPT_PIECE_BYTES or nbytes % 4 or request.begin % 4:
         raise ProtocolError(
-            f"a call of Put must be rank 0's, with at most {KEPT_PIECE_BYTES} bytes of whole numbers, got "
-            f"{nbytes} bytes from {request.begin} on of rank {request.rank}"
+            f"a call of Put must be rank 0's, with at most {KEPT_PIECE_BYTES} bytes, a multiple of 4 bytes from a "
+            f"multiple of 4 on, got {nbytes} bytes from {request.begin} on of rank {request.rank}"
         )
     with owned.lock:
         kept.put(request.number, request.begin, request.values)
