@@ -70,6 +70,7 @@ def test_a_bad_value_is_refused_by_field_rule_and_received(field: str, value: Va
         ({"mode": "diloco", "inner_steps": 4, "fragments": 5}, "fragments must be at most 4 with inner_steps=4: .* 5"),
         ({"mode": "local", "inner_steps": 4, "overlap_steps": 4}, "overlap_steps must be at most 3 with inner_steps=4"),
         ({"mode": "local", "outer_learning_rate": 1.0}, "outer_learning_rate is for mode='diloco', got 1.0"),
+        ({"mode": "diloco", "own_share": 0.2}, "own_share is for overlap_steps above 0: .* got 0.2"),
         ({"mode": "diloco", "own_share": 1.0}, "own_share must be a number from 0 on and below 1, got 1.0"),
         ({"mode": "diloco", "outer_momentum": float("nan")}, "outer_momentum must be a number .* got nan"),
         ({"mode": "diloco", "outer_learning_rate": 0}, "outer_learning_rate must be a positive number, got 0"),

@@ -49,6 +49,11 @@ def check_mode(values: Mapping[str, Argument], defaults: Mapping[str, Argument])
                 "leave it out, or choose that mode"
             )
     _check_ranges(values)
+    if values["own_share"] != defaults["own_share"] and not values["overlap_steps"]:
+        raise ConfigError(
+            f"own_share is for overlap_steps above 0: else a worker goes on with the global parameters, got "
+            f"{values['own_share']!r}"
+        )
     if mode == "async" and values["update"] != "server":
         raise ConfigError(
             f"mode='async' needs update='server', which applies each gradient as it comes, got {values['update']!r}"

@@ -147,6 +147,21 @@ def shared(model: Model) -> Weights:
     return [each.value.global_copy.numpy() for each in model.trainable_variables]
 
 
+def test_early_stopping_keeps_the_global_parameters_which_were_evaluated(start: Start) -> None:
+    model = compiled(start(Settings()))
+    kept: list[tuple[Weights, Weights]] = []
+
+    class Stopping(keras.callbacks.EarlyStopping):
+        def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+            super().on_epoch_end(epoch, logs)
+            kept.append((self.best_weights, shared(model)))
+
+    x, y = rows(0, 3)  # within the first round of 4 steps
+    stopping = Stopping(monitor="loss", restore_best_weights=True)
+    model.fit(x, y, batch_size=len(x) // 3, epochs=1, verbose=0, callbacks=[stopping])
+    assert difference(*kept[0]) == 0.0
+
+
 def test_evaluation_prediction_and_files_have_the_global_parameters(start: Start, tmp_path: Path) -> None:
     model = between(start(Settings()))
     own, expected = model.get_weights(), shared(model)

@@ -130,6 +130,7 @@ def exchange_between_steps(strategy_class: type[tf.distribute.Strategy]) -> None
 
     keras.Variable._serialize_to_tensors = serialize_to_tensors
     _save_at_epochs(strategy_of)
+    _keep_global_weights(strategy_of)
     back_up_outer_state(strategy_of, _known.get)
 
 
@@ -166,6 +167,22 @@ def _check_place(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
             f"with mode={strategy.extended.mode!r} an optimizer's gradients must be applied in a replica function, "
             f"where its steps are counted: call its `apply` within strategy.run, or {_INSTEAD}"
         )
+
+
+def _keep_global_weights(strategy_of: Function) -> None:
+    """Makes EarlyStopping keep the weights that were evaluated: it restores them on every rank."""
+    callback = keras.callbacks.EarlyStopping
+    original = callback.on_epoch_end
+
+    @functools.wraps(original)
+    def on_epoch_end(self: Callback, epoch: int, logs: Logs | None = None) -> None:
+        if (strategy := strategy_of(self.model)) is None:
+            original(self, epoch, logs)
+            return
+        with strategy.extended.outer.global_parameters():
+            original(self, epoch, logs)
+
+    callback.on_epoch_end = on_epoch_end
 
 
 def _save_at_epochs(strategy_of: Function) -> None:

@@ -127,10 +127,11 @@ class Compressing:
         """
         found: dict[int, Ahead] = {}
         for place, variable in enumerate(variables):
-            if variable.served is None:
+            kept = _kept(variable)
+            if kept.served is None:
                 continue
-            variable.wait()
-            each = variable.served.read_ahead(self._runtime.exchange, variable._values[0])
+            kept.wait()
+            each = kept.served.read_ahead(self._runtime.exchange, kept._values[0])
             if each is not None:
                 found[place] = each
         return found
@@ -146,8 +147,8 @@ class Compressing:
             TfpsError: see `collect`.
         """
         for place, variable in enumerate(variables):
-            if variable.served is not None:
-                variable.served.restored = ahead.get(place)
+            if (served := _kept(variable).served) is not None:
+                served.restored = ahead.get(place)
             elif place in ahead:
                 logger.warning(
                     "tfps: what pservers had of %s in the checkpoint beyond what workers had is dropped: it is of "
@@ -187,3 +188,8 @@ class Compressing:
                 held[part.begin : part.end] = value
         exchange.held_back.hold(number, held)
         bucket.held, bucket.steps = held, exchange.held_back.steps(number)
+
+
+def _kept(variable: GatedVariable) -> GatedVariable:
+    """What pservers keep of `variable`: its global copy if workers train alone."""
+    return variable if variable.global_copy is None else variable.global_copy

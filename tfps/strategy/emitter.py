@@ -254,7 +254,7 @@ class Emitter:
         with ops.init_scope():
             numbers = self._runtime.buckets([(bucket.key, bucket.spec) for bucket in buckets])
         for bucket, number in zip(buckets, numbers, strict=True):
-            self.compressing.declared(number, bucket.spec, bucket.variables)
+            self.compressing.declared(number, bucket.spec, bucket.trained)
         if buckets:
             self.graphs.pop(graph.name, None)
             self.graphs[graph.name] = weakref.ref(graph)

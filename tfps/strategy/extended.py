@@ -85,7 +85,7 @@ class Extended(CrossReplica):
         self.newest = Newest(runtime, self.free and self.mode == "async")
         self.combiner = Combiner(runtime, len(self._devices))
         self._invariants = None if self.free else Invariants.of(runtime, config.check_every)
-        compressing = Compressing(config.compression_rules, runtime, self.serves)
+        compressing = Compressing(config.compression_rules, runtime, self.serves or self.trains_alone)
         buckets = len(self._devices), config.bucket_bytes
         self._emitter = Emitter(strategy, runtime, *buckets, self._invariants, compressing)
         alone = runtime, self._emitter, self._initial_values, config

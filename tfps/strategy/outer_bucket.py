@@ -65,7 +65,7 @@ class OuterBucket(ServedBucket):
         order: dict[str, int],
     ) -> None:
         super().__init__(rule, noted, graph, replica, order)
-        self.trained = trained
+        self.trained = list(trained)
         self.kept = list(map(copy_of, trained))
         names, alike = tuple(map(own_name, trained)), tuple(map(common_name, trained))
         self.spec = dataclasses.replace(self.spec, names=names, alike=alike)

@@ -107,6 +107,10 @@ class OuterSteps:
         replica = distribute_lib.get_replica_context()._replica_id
         if tf.executing_eagerly():
             check_one_device("mode='diloco' or 'local'", len(self._states))
+            if self.number is None:  # all ranks declare at their first step, not when the first exchange is due
+                with tf.init_scope():
+                    for fragment in range(len(self._fragments)):
+                        self._functions["push", fragment] = self._function("push", fragment)
             self.advance(self.steps + 1)
             return
         state = self._states[replica]
@@ -205,6 +209,9 @@ class OuterSteps:
             return False
         steps = self.steps
         wait, fragment = min((-(steps + 1 + offset) % self._every, n) for n, offset in enumerate(self._offsets))
+        gates = [gate for variable in self._fragments[fragment] for gate in self._gated(variable).gates]
+        if any(gate.closed for gate in gates):
+            return False  # its last exchange is under way: others may still wait for that one
         if not self._runtime.exchange.wanted(self._buckets[fragment]):
             return False
         self.advance(steps + 1 + wait)

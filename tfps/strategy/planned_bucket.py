@@ -43,6 +43,7 @@ class PlannedBucket:
         first = noted[0]
         self.noted, self.graph, self.replica = noted, graph, replica
         self.variables = [item.variable for item in noted]
+        self.trained = self.variables  # whose gradients travel
         self.ids = [variable._unique_id for variable in self.variables]  # TensorFlow's
         kind: BucketKind = "gather" if first.sparse else "sum"
         nbytes = 0 if first.sparse else sum(item.nbytes for item in noted)
