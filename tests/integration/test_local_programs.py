@@ -56,7 +56,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return run(LONG, tmp_path_factory.mktemp("long"), {"TFPS_FRAGMENTS": "2", "TFPS_OVERLAP_STEPS": "1"})
+    return run(LONG, tmp_path_factory.mktemp("long"), {})
 
 
 @pytest.mark.parametrize("name", QUICK)
