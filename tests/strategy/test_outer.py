@@ -89,7 +89,11 @@ def test_one_worker_does_bitwise_what_is_done_by_hand(start: Start, settings: Se
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param({"steps_per_execution": 3}, id="several"), pytest.param({"run_eagerly": True}, id="eager")]
+    "options",
+    [
+        pytest.param({"steps_per_execution": 3}, id="several"),
+        pytest.param({"run_eagerly": True}, id="eager", marks=long),
+    ],
 )
 def test_eager_steps_and_several_per_execution_do_the_same(start: Start, options: dict[str, Argument]) -> None:
     model = compiled(start(OVERLAPPING), **options)
@@ -112,6 +116,7 @@ def test_a_step_that_loss_scaling_skips_counts_as_a_step(start: Start) -> None:
     assert difference(own[-1], shared(model)) == 0.0  # exchanged with the last step, not only at the end
 
 
+@long
 def test_accumulated_gradients_count_each_batch(start: Start) -> None:
     strategy = start(Settings("local"))
     model = compiled(strategy, keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
@@ -188,6 +193,7 @@ def test_evaluation_prediction_and_files_have_the_global_parameters(start: Start
     np.testing.assert_allclose(exported.serve(x), plain.predict(x, verbose=0), rtol=1e-4, atol=1e-6)
 
 
+@long
 def test_a_worker_has_its_own_parameters_again_after_an_error(start: Start) -> None:
     model = between(start(Settings()))
     own = model.get_weights()
@@ -246,6 +252,7 @@ def test_a_restored_checkpoint_goes_on_as_the_saved_training_does_with_other_pse
     assert difference(other.get_weights(), model.get_weights()) == 0.0
 
 
+@long
 def test_a_checkpoint_in_a_round_keeps_the_position(start: Start, tmp_path: Path) -> None:
     strategy = start(Settings())
     model = between(strategy)

@@ -79,7 +79,7 @@ def test_variables_are_bitwise_what_pservers_have_shown_and_pservers_are_ahead(c
 
 
 @LONG
-@pytest.mark.parametrize("codec", ["bfloat16", "float16"])
+@pytest.mark.parametrize("codec", ["bfloat16", pytest.param("float16", marks=LONG)])
 def test_with_16_bits_training_ends_close_to_that_without_compression(codec: str) -> None:
     ends = []
     for compression in ("none", codec):
@@ -91,6 +91,7 @@ def test_with_16_bits_training_ends_close_to_that_without_compression(codec: str
         assert np.abs(plain - compressed).max() < 0.01 * np.abs(plain).max()
 
 
+@LONG
 def test_what_pservers_have_moves_with_variables_that_come_in_other_buckets() -> None:
     with started("int8", slice_bytes="auto") as strategy:
         model, x, y = compiled(strategy, keras.optimizers.SGD(0.05), units=96)  # both in one bucket
@@ -116,6 +117,7 @@ def test_what_pservers_have_moves_with_variables_that_come_in_other_buckets() ->
         assert kept(strategy, first).tobytes() == first.numpy().tobytes() == exacts[0].tobytes()
 
 
+@LONG
 @LONG
 def test_what_the_program_assigns_replaces_what_pservers_have_of_that_variable() -> None:
     with started("int8") as strategy:

@@ -71,6 +71,7 @@ try:
     needs(keras.optimizers.LossScaleOptimizer, "apply")
     needs(keras.Model, "evaluate", "test_on_batch")
     needs(keras.callbacks.CallbackList, "on_train_end", "model")
+    needs(keras.callbacks.EarlyStopping, "on_epoch_end")
     needs(keras.callbacks.ModelCheckpoint, "set_model")
     needs(keras.callbacks.BackupAndRestore, "set_model")
 
