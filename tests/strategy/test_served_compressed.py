@@ -79,7 +79,7 @@ def test_variables_are_bitwise_what_pservers_have_shown_and_pservers_are_ahead(c
 
 
 @LONG
-@pytest.mark.parametrize("codec", ["bfloat16", pytest.param("float16", marks=LONG)])
+@pytest.mark.parametrize("codec", ["bfloat16", "float16"])
 def test_with_16_bits_training_ends_close_to_that_without_compression(codec: str) -> None:
     ends = []
     for compression in ("none", codec):
@@ -117,7 +117,6 @@ def test_what_pservers_have_moves_with_variables_that_come_in_other_buckets() ->
         assert kept(strategy, first).tobytes() == first.numpy().tobytes() == exacts[0].tobytes()
 
 
-@LONG
 @LONG
 def test_what_the_program_assigns_replaces_what_pservers_have_of_that_variable() -> None:
     with started("int8") as strategy:
