@@ -19,8 +19,8 @@ from tfps.types import Value
 
 pytestmark = pytest.mark.timeout(600)
 DILOCO = {"TFPS_MODE": "diloco", "TFPS_INNER_STEPS": "4", "TFPS_SLICE_BYTES": "4096"}
-QUICK = ["evaluated_and_saved", "refused"]
-LONG = ["custom_loop", "loss_scaling", "saved_by_one_rank", "backup", "traced", "epoch_without_batches"]
+QUICK = ["evaluated_and_saved", "custom_loop", "loss_scaling", "refused"]
+LONG = ["saved_by_one_rank", "backup", "traced", "epoch_without_batches"]
 Results = list[dict[str, dict[str, Value]]]  # of each rank: what each program ends with
 
 
