@@ -14,19 +14,19 @@ from tfps.types import Argument
 Mode = Literal["sync", "async", "diloco", "local"]
 
 #: In these modes workers train for themselves between two exchanges of parameters.
-LOCAL_MODES = ("diloco", "local")
+LOCAL_MODES: tuple[Mode, ...] = ("diloco", "local")
 
 #: Modes in which a worker waits for no other within an epoch.
-FREE_MODES = ("async", *LOCAL_MODES)
+FREE_MODES: tuple[Mode, ...] = ("async", *LOCAL_MODES)
 
 #: Settings that only some modes have.
 _OF_MODES: dict[str, tuple[Mode, ...]] = {
     "staleness": ("async",),
     "delay_compensation": ("async",),
-    "inner_steps": ("diloco", "local"),
-    "fragments": ("diloco", "local"),
-    "overlap_steps": ("diloco", "local"),
-    "own_share": ("diloco", "local"),
+    "inner_steps": LOCAL_MODES,
+    "fragments": LOCAL_MODES,
+    "overlap_steps": LOCAL_MODES,
+    "own_share": LOCAL_MODES,
     "outer_learning_rate": ("diloco",),
     "outer_momentum": ("diloco",),
 }

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfps.errors import UnsupportedError
+from tfps.keras_hooks.exchanged_variable import check_variable, of_tensorflow
 from tfps.keras_hooks.outer_state import OuterState, OuterSteps, back_up_outer_state
 from tfps.types import Argument, Callback, Function, Logs, Model, Optimizer, Structure, Variable
 
@@ -47,29 +48,12 @@ def train_alone(optimizer: Optimizer, variables: Sequence[Variable], strategy: t
             f"ones that are evaluated and saved; leave it out, or {_INSTEAD}"
         )
     for variable in variables:
-        _check(variable, strategy.extended.mode)
+        check_variable(variable, f"mode={strategy.extended.mode!r}", "average", _INSTEAD)
     known = _known.get(optimizer)
-    updated = [_of_tensorflow(variable) for variable in variables]
+    updated = [of_tensorflow(variable) for variable in variables]
     if known is None or list(map(id, known.variables)) != list(map(id, updated)):
         _known[optimizer] = strategy.extended.outer.build(updated)
         optimizer.tfps_outer = OuterState(_known[optimizer])  # Keras tracks it as it tracks variables
-
-
-def _of_tensorflow(variable: Variable) -> Variable:
-    return variable.value if isinstance(variable, keras.Variable) else variable
-
-
-def _check(variable: Variable, mode: str) -> None:
-    own, name = _of_tensorflow(variable), getattr(variable, "path", variable.name)
-    why = ""
-    if not getattr(own, "gates", ()) or not own.trainable:
-        why = "is not a trainable variable of this strategy with a fixed shape"
-    elif own.dtype != tf.float32:
-        why = f"has dtype {own.dtype.name}, and pservers average float32 (mixed precision keeps variables in float32)"
-    elif getattr(variable, "overwrite_with_gradient", False):
-        why = "is overwritten with its gradient"
-    if why:
-        raise UnsupportedError(f"mode={mode!r}: variable {name!r} {why}; {_INSTEAD}")
 
 
 @functools.cache
@@ -157,7 +141,7 @@ def _counted(original: Function) -> Function:
 
 def _check_place(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
     known = _known.get(optimizer)
-    first = next(iter(known.variables if known is not None else map(_of_tensorflow, variables)), None)
+    first = next(iter(known.variables if known is not None else map(of_tensorflow, variables)), None)
     strategy: Argument = getattr(first, "distribute_strategy", None)
     if getattr(getattr(strategy, "extended", None), "outer", None) is None:
         return

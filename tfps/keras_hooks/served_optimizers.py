@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfps.errors import UnsupportedError
 from tfps.exchange.update_spec import AVERAGE, SLOTS, UpdateSpec
+from tfps.keras_hooks.exchanged_variable import check_variable, of_tensorflow
 from tfps.keras_hooks.keras_private import decays, trained_variables
 from tfps.keras_hooks.served_variable import ServedVariable
 from tfps.keras_hooks.update_rules import READINGS, step_numbers
@@ -106,7 +107,7 @@ class ServedOptimizer(ServedRule):
                 "with update='server' an optimizer's gradients must be applied in a replica function: call its `apply` "
                 f"within strategy.run, or {_INSTEAD}"
             )
-        optimizer, variables = self.optimizer, [_of_tensorflow(each) for each in variables]
+        optimizer, variables = self.optimizer, [of_tensorflow(each) for each in variables]
         if optimizer.use_ema and len(variables) < len(trained_variables(optimizer)):
             raise UnsupportedError(
                 "use_ema with update='server' needs a gradient for every variable of the optimizer in each step, got "
@@ -139,10 +140,6 @@ class ServedOptimizer(ServedRule):
         return gradient if gradient.shape.is_fully_defined() else tf.ensure_shape(gradient, variable.shape)
 
 
-def _of_tensorflow(variable: Variable) -> Variable:
-    return variable.value if isinstance(variable, keras.Variable) else variable
-
-
 def serve(optimizer: Optimizer, variables: Sequence[Variable], strategy: tf.distribute.Strategy) -> None:
     """Makes pservers of `strategy` update `variables`, of TensorFlow or Keras, when it is built for them.
 
@@ -154,7 +151,7 @@ def serve(optimizer: Optimizer, variables: Sequence[Variable], strategy: tf.dist
     _check(optimizer)
     for variable in variables:
         _check_variable(variable)
-    _served[optimizer] = ServedOptimizer(optimizer, strategy, [_of_tensorflow(each) for each in variables])
+    _served[optimizer] = ServedOptimizer(optimizer, strategy, [of_tensorflow(each) for each in variables])
 
 
 def _check(optimizer: Optimizer) -> None:
@@ -178,20 +175,12 @@ def _check(optimizer: Optimizer) -> None:
 
 
 def _check_variable(variable: Variable) -> None:
-    own, name = _of_tensorflow(variable), getattr(variable, "path", variable.name)
     why = ""
-    if not getattr(own, "gates", ()) or not own.trainable:
-        why = "is not a trainable variable of this strategy with a fixed shape"
-    elif own.dtype != tf.float32:
-        why = f"has dtype {own.dtype.name}, and pservers update float32 (mixed precision keeps variables in float32)"
-    elif getattr(variable, "constraint", None) is not None:
+    if getattr(variable, "constraint", None) is not None:
         why = "has a constraint, which only workers apply"
-    elif getattr(variable, "overwrite_with_gradient", False):
-        why = "is overwritten with its gradient"
-    elif own.written_in_graph:
+    elif getattr(of_tensorflow(variable), "written_in_graph", False):
         why = "is assigned within a function"
-    if why:
-        raise UnsupportedError(f"update='server': variable {name!r} {why}; {_INSTEAD}")
+    check_variable(variable, "update='server'", "update", _INSTEAD, why)
 
 
 @functools.cache
@@ -244,7 +233,7 @@ def _overwrite(served: ServedOptimizer, variables: Sequence[Variable]) -> None:
     if context is not None and context.strategy is served.strategy:
         return
     for variable in variables:
-        if (average := served.average(_of_tensorflow(variable))) is not None:
+        if (average := served.average(of_tensorflow(variable))) is not None:
             variable.assign(average.read())
 
 
@@ -259,7 +248,7 @@ def _make_slots(optimizers: type[Optimizer]) -> None:
         served = _served.get(self)
         if served is None or name == "gradient_accumulator":
             return from_reference(self, reference_variable, name, *arguments, **options)
-        _making.current = served, _of_tensorflow(reference_variable), name or "var"
+        _making.current = served, of_tensorflow(reference_variable), name or "var"
         try:
             return from_reference(self, reference_variable, name, *arguments, **options)
         finally:

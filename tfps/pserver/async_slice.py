@@ -12,10 +12,9 @@ from collections.abc import Collection, Container
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tfps.errors import MismatchError, ProtocolError, TfpsError
-from tfps.exchange.codecs import Codec
+from tfps.exchange.codecs import Codec, Floats
 from tfps.exchange.kept_slice import KeptSlice
 from tfps.exchange.slicing import Slice
 from tfps.exchange.update_spec import StepNumbers, UpdateSpec
@@ -26,8 +25,6 @@ from tfps.trace.recorder import Recorder
 from tfps.types import Buffer
 from tfps.wire.frames import EMPTY, LAST, WHOLE, Header
 from tfps.wire.shared_memory import Target
-
-Floats = NDArray[np.float32]
 
 
 class RankNumbers:
@@ -216,7 +213,7 @@ class AsyncSlice(OwnedSlice):
 
     def missing(self, asking: int | None = None) -> list[int]:
         with self.lock:
-            late = {rank for each in (self._marked, self._whole) if each for rank in self._others(each)}
+            late = self._awaited()
             for rank in self._held:
                 if asking in (None, rank):
                     late.update(self._pace.slower(self._done, rank))
@@ -232,11 +229,12 @@ class AsyncSlice(OwnedSlice):
 
     def waits_for(self, ranks: Collection[int], step: int) -> list[int]:
         with self.lock:
-            late = {rank for each in (self._marked, self._whole) if each for rank in self._others(each)}
-            return [rank for rank in ranks if rank in late]
+            return sorted(self._awaited().intersection(ranks))
 
-    def _others(self, ranks: Collection[int]) -> list[int]:
-        return [rank for rank in range(self._pace.workers) if rank not in ranks]
+    def _awaited(self) -> set[int]:
+        """The ranks without which assignments, or what all hold back, do not go on."""
+        everyone = range(self._pace.workers)
+        return {rank for each in (self._marked, self._whole) if each for rank in everyone if rank not in each}
 
     def _taken(self, header: Header, answers: list[Answer]) -> Taken:
         return Taken(header.step, 0, None, {}, answers=answers)
@@ -248,8 +246,8 @@ class AsyncSlice(OwnedSlice):
             ProtocolError: the push does not fit.
         """
         nbytes, empty, whole = self.nbytes, bool(header.flags & EMPTY), bool(header.flags & WHOLE)
-        encoded = self._codec is not None and not whole
-        expected = 0 if empty else self._codec.wire_bytes(nbytes // 4) if self._codec and encoded else nbytes
+        codec = None if whole else self._codec
+        expected = 0 if empty else nbytes if codec is None else codec.wire_bytes(nbytes // 4)
         if header.step != self._steps[rank]:
             raise ProtocolError(f"step of {self.label} must be {self._steps[rank]} for rank {rank}, got {header.step}")
         if len(payload) != expected or header.flags & LAST or (whole and self._codec is None):
@@ -261,10 +259,10 @@ class AsyncSlice(OwnedSlice):
             raise ProtocolError(f"the place of {self.label} must have {nbytes} bytes, got {target.place}")
         if empty:
             return None
-        if self._codec is None or not encoded:
+        if codec is None:
             return np.frombuffer(payload, np.uint8).view(np.float32)
         gradient = np.empty(nbytes // 4, np.float32)
-        self._codec.decode(np.frombuffer(payload, np.uint8), gradient)
+        codec.decode(np.frombuffer(payload, np.uint8), gradient)
         return gradient
 
     def _collected(self) -> list[Answer]:

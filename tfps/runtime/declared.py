@@ -39,7 +39,7 @@ class DeclaredBuckets:
         """
         new = [spec for key, spec in wanted if key not in self._ids]
         if new:
-            for spec in new if self.before is not None else ():
+            for spec in new:
                 if spec.occasional and self.before is not None:
                     self.before(spec)
             sheltered(lambda stop: self._declare(wanted, details, stop), wait)

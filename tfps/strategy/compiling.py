@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfps.errors import UnsupportedError
 from tfps.keras_hooks.error_feedback import carry_held_back
+from tfps.keras_hooks.exchanged_variable import of_tensorflow
 from tfps.keras_hooks.keras_private import Trainer, adopt_optimizer
 from tfps.keras_hooks.outer_steps import train_alone
 from tfps.keras_hooks.served_optimizers import serve
@@ -44,8 +45,7 @@ def compile_in_scope(strategy_class: type[tf.distribute.Strategy]) -> None:
 
     @functools.wraps(build_optimizer)
     def build(self: Optimizer, variables: Sequence[Variable]) -> object:
-        updated = [getattr(variable, "value", variable) for variable in variables]  # of Keras or of TensorFlow
-        gated = [each for each in updated if isinstance(each, GatedVariable)]
+        gated = [each for each in map(of_tensorflow, variables) if isinstance(each, GatedVariable)]
         strategies = {each.distribute_strategy for each in gated}
         if len(strategies) == 1:
             (strategy,) = strategies
@@ -57,8 +57,7 @@ def compile_in_scope(strategy_class: type[tf.distribute.Strategy]) -> None:
             if strategy.extended.free and isinstance(self, keras.optimizers.LossScaleOptimizer):
                 for variable in (self.dynamic_scale, self.step_counter):  # workers skip steps by themselves
                     variable.value.of_worker = True
-        serve_if_asked(self, variables)
-        train_alone_if_asked(self, variables)
+        _update_elsewhere_if_asked(self, variables)
         if len(strategies) == 1:  # what a checkpoint has of it may be restored now
             carry_held_back(self, strategy, gated)
         return build_optimizer(self, variables)
@@ -66,40 +65,29 @@ def compile_in_scope(strategy_class: type[tf.distribute.Strategy]) -> None:
     keras.optimizers.Optimizer.build = build
 
 
-def serve_if_asked(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
-    """Makes pservers update `variables` if their strategy has `update="server"`.
+def _update_elsewhere_if_asked(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
+    """Makes pservers update `variables`, or workers exchange them between many steps, if their strategy asks for it.
 
     Raises:
-        UnsupportedError: pservers cannot do what `optimizer` does, or the variables are not all of one strategy.
+        UnsupportedError: what `optimizer` or a variable does forbids it, or the variables are not all of one strategy.
     """
-    updated = [each.value if isinstance(each, keras.Variable) else each for each in variables]
+    updated = list(map(of_tensorflow, variables))
     strategies = {each.distribute_strategy if isinstance(each, GatedVariable) else None for each in updated}
-    serving = [each for each in strategies if each is not None and each.extended.serves]
-    if serving and len(strategies) > 1:
-        raise UnsupportedError(
-            "with update='server' all variables of an optimizer must be trainable ones of one strategy; build the "
-            "model within its scope, or use update='worker' (tfps.Config)"
-        )
-    if serving:
-        serve(optimizer, variables, serving[0])
-
-
-def train_alone_if_asked(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
-    """Makes workers exchange `variables` between many steps if their strategy has mode "diloco" or "local".
-
-    Raises:
-        UnsupportedError: what `optimizer` or a variable does cannot be exchanged, or not all are of one strategy.
-    """
-    updated = [each.value if isinstance(each, keras.Variable) else each for each in variables]
-    strategies = {each.distribute_strategy if isinstance(each, GatedVariable) else None for each in updated}
-    alone = [each for each in strategies if each is not None and each.extended.outer is not None]
-    if alone and len(strategies) > 1:
-        raise UnsupportedError(
-            f"with mode={alone[0].extended.mode!r} all variables of an optimizer must be trainable ones of one "
-            "strategy; build the model within its scope, or use mode='sync' (tfps.Config)"
-        )
-    if alone:
-        train_alone(optimizer, variables, alone[0])
+    for strategy in strategies:
+        if strategy is None:
+            continue
+        if strategy.extended.serves:
+            setting, instead, begin = "update='server'", "update='worker'", serve
+        elif strategy.extended.outer is not None:
+            setting, instead, begin = f"mode={strategy.extended.mode!r}", "mode='sync'", train_alone
+        else:
+            continue
+        if len(strategies) > 1:
+            raise UnsupportedError(
+                f"with {setting} all variables of an optimizer must be trainable ones of one strategy; build the model "
+                f"within its scope, or use {instead} (tfps.Config)"
+            )
+        begin(optimizer, variables, strategy)
 
 
 def _distributed(variable: Variable) -> bool:

@@ -135,7 +135,7 @@ class Extended(CrossReplica):
     @property
     def hands_out(self) -> bool:
         """Whether batches that this thread asks for now are handed out between workers, not divided beforehand."""
-        return self.free and self.mode == "async" and self.shards and not self.sharding.evaluates
+        return self.newest.on and self.shards and not self.sharding.evaluates
 
     @property
     def shards(self) -> bool:

@@ -27,11 +27,12 @@ class Newest:
         on: whether this is so; else nothing here does anything.
 
     Attributes:
+        on: see above.
         in_epoch: whether `fit` takes steps, so that nothing but initial values may be exchanged.
     """
 
     def __init__(self, runtime: Runtime, on: bool) -> None:
-        self._runtime, self._on, self.in_epoch = runtime, on, False
+        self._runtime, self.on, self.in_epoch = runtime, on, False
         self._variables: weakref.WeakValueDictionary[str, GatedVariable] = weakref.WeakValueDictionary()
         if on:
             runtime.before_exchange = runtime.declared.before = self._prepare
@@ -64,7 +65,7 @@ class Newest:
             WaitTimeoutError: a rank did not come in time; the message names it.
             TfpsError: the exchange has failed.
         """
-        if not self._on:
+        if not self.on:
             return number
         (bucket,) = self._runtime.buckets([("meeting", _MEETING)])
         reply = self._runtime.exchange_now(bucket, np.array([number], np.int64))
@@ -77,7 +78,7 @@ class Newest:
             WaitTimeoutError: a rank did not come in time; the message names it.
             TfpsError: the exchange has failed.
         """
-        if not self._on:
+        if not self.on:
             return
         self.meet()
         with tf.init_scope(), tf.device(HOST):

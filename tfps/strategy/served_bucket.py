@@ -118,8 +118,7 @@ def update_eagerly(
 
 def _apart(variables: Sequence[GatedVariable]) -> bool:
     """Whether their ranks step by themselves."""
-    extended = variables[0].distribute_strategy.extended
-    return bool(extended.mode == "async" and extended.free)
+    return bool(variables[0].distribute_strategy.extended.newest.on)
 
 
 def _split(data: tf.Tensor, variables: Sequence[GatedVariable]) -> list[tf.Tensor]:

@@ -5,7 +5,7 @@ Tested in tests/worker/test_kept.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -14,9 +14,8 @@ from tfps.errors import ProtocolError
 from tfps.exchange.interface import Payload, as_bytes
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Array
-from tfps.wire.control import KEPT_PIECE_BYTES, Pserver
-from tfps.worker.bucket import PushedBucket
-from tfps.worker.membership import Membership
+from tfps.wire.control import KEPT_PIECE_BYTES
+from tfps.worker.questions import Questions
 
 
 class _Piece(NamedTuple):
@@ -29,25 +28,8 @@ class _Piece(NamedTuple):
     at: int
 
 
-class Kept:
-    """Any thread. Blocks on the network.
-
-    Args:
-        buckets: all declared ones, by number; grows over time. Those with an update are never cut anew.
-        timeout_s: of one call, for at most `KEPT_PIECE_BYTES`.
-        check_open: raises why nothing can be asked any more, if so.
-    """
-
-    def __init__(
-        self,
-        pservers: Sequence[Pserver],
-        membership: Membership,
-        buckets: Sequence[PushedBucket],
-        timeout_s: float,
-        check_open: Callable[[], None],
-    ) -> None:
-        self._pservers, self._membership, self._buckets, self._timeout_s = pservers, membership, buckets, timeout_s
-        self._check_open = check_open
+class Kept(Questions):
+    """Buckets with an update are never cut anew, and one call is for at most `KEPT_PIECE_BYTES`. See `Questions`."""
 
     def put(self, bucket: int, number: int, begin: int, values: Payload) -> None:
         """See `Exchange.put`."""

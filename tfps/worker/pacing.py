@@ -5,30 +5,12 @@ Tested in tests/worker/test_async.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from tfps.protos import tfps_pb2 as pb
-from tfps.wire.control import Pserver
-from tfps.worker.membership import Membership
+from tfps.worker.questions import Questions
 
 
-class Pacing:
-    """Any thread. Blocks on the network.
-
-    Args:
-        timeout_s: of one call.
-        check_open: raises why nothing can be asked any more, if so.
-    """
-
-    def __init__(
-        self,
-        pservers: Sequence[Pserver],
-        membership: Membership,
-        timeout_s: float,
-        check_open: Callable[[], None],
-    ) -> None:
-        self._pservers, self._membership, self._timeout_s = pservers, membership, timeout_s
-        self._check_open = check_open
+class Pacing(Questions):
+    """Says that a rank rests, and draws numbers that nobody else gets. See `Questions`."""
 
     def rest(self) -> None:
         """See `Exchange.rest`."""

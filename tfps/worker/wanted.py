@@ -6,33 +6,13 @@ Tested in tests/worker/test_wanted.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 
 from tfps.protos import tfps_pb2 as pb
-from tfps.wire.control import Pserver
-from tfps.worker.bucket import PushedBucket
-from tfps.worker.membership import Membership
+from tfps.worker.questions import Questions
 
 
-class Wanted:
-    """Any thread. `wanted` blocks on the network.
-
-    Args:
-        buckets: all declared ones, by number; grows over time.
-        timeout_s: of a call.
-        check_open: raises why nothing can be asked any more, if so.
-    """
-
-    def __init__(
-        self,
-        pservers: Sequence[Pserver],
-        membership: Membership,
-        buckets: Sequence[PushedBucket],
-        timeout_s: float,
-        check_open: Callable[[], None],
-    ) -> None:
-        self._pservers, self._membership, self._buckets, self._timeout_s = pservers, membership, buckets, timeout_s
-        self._check_open = check_open
+class Wanted(Questions):
+    """Asks whether others wait, and counts the wait for them anew. See `Questions`."""
 
     def wanted(self, bucket: int) -> bool:
         """See `Exchange.wanted`. One slice tells: all of a bucket's are pushed together."""

@@ -121,9 +121,8 @@ class Worker:
             self._declarations = Declarations(self._pservers, self._blame, self._membership)
             self._tracer = Tracer(self._recorder, self._pservers, self._membership)
             about = self._pservers, self._membership, self._buckets, config.step_timeout_s, self._check_open
-            kept, wanted = Kept(*about), Wanted(*about)
+            kept, wanted, pacing = Kept(*about), Wanted(*about), Pacing(*about)
             self.put, self.get, self.wanted, self.renew = kept.put, kept.get, wanted.wanted, wanted.renew
-            pacing = Pacing(self._pservers, self._membership, config.step_timeout_s, self._check_open)
             self.rest, self.ticket = pacing.rest, pacing.ticket
             self._links = Links(self._pservers, self._queues, self._memory, self._membership)
             self._tuner = Tuner(config, self._pservers, self._queues, self._memory, self.tune)
