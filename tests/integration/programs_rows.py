@@ -282,6 +282,14 @@ def _looped(job: Job, model: Model, step: Function, batches: tf.distribute.Distr
     return model
 
 
+def loss_scale(job: Job) -> Results:
+    """The scale is alike on all replicas, whatever their rows: it doubles every other step."""
+    scaled = lambda: keras.optimizers.LossScaleOptimizer(SGD(0.1), initial_scale=4.0, dynamic_growth_steps=2)  # noqa: E731
+    model = job.compiled(scaled)
+    model.fit(*data(13), batch_size=5, epochs=3, shuffle=False, verbose=0)
+    return {**weights(model), "scale": float(model.optimizer.dynamic_scale.numpy())}
+
+
 def normalized(job: Job) -> Results:
     """Statistics of no rows, which are NaN, reach neither variables nor metrics."""
 

@@ -14,12 +14,12 @@ PROGRAMS = [
     *("one_row_in_all", "eagerly", "several_steps", "tf_data", "py_dataset", "accumulated", "masked"),
     *("updated_in_the_step", "by_sample_weights", "other_reductions", "tracked_loss", "train_on_batch", "loop_eager"),
     *("evaluated_evenly_after_an_uneven_batch", "loop_function", "normalized", "moving_mean", "worker_without_rows"),
-    "loop_of_sparse_gradients",
+    *("loop_of_sparse_gradients", "loss_scale"),
 ]
 # By workers and devices; the differential tester draws more of the kind (tests/tools/test_fuzz_programs.py).
 QUICK = {
     (3, 1): ["updated_in_the_step", "normalized", "evaluated_evenly_after_an_uneven_batch"],
-    (2, 2): ["one_row_in_all", "worker_without_rows", "loop_of_sparse_gradients"],
+    (2, 2): ["one_row_in_all", "worker_without_rows", "loop_of_sparse_gradients", "loss_scale"],
 }
 ONE_DEVICE = {"several_steps"}  # as under every strategy; see docs/semantics.md
 pytestmark = pytest.mark.timeout(600)

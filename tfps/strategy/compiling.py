@@ -54,9 +54,9 @@ def compile_in_scope(strategy_class: type[tf.distribute.Strategy]) -> None:
                 adopt_optimizer(self, strategy)
             if strategy.extended.outer is None:
                 strategy.extended.group_gates(gated)
-            if strategy.extended.free and isinstance(self, keras.optimizers.LossScaleOptimizer):
-                for variable in (self.dynamic_scale, self.step_counter):  # workers skip steps by themselves
-                    variable.value.of_worker = True
+            if isinstance(self, keras.optimizers.LossScaleOptimizer):
+                for variable in (self.dynamic_scale, self.step_counter):  # no statistics of rows
+                    variable.value.never_combined = True
         _update_elsewhere_if_asked(self, variables)
         if len(strategies) == 1:  # what a checkpoint has of it may be restored now
             carry_held_back(self, strategy, gated)

@@ -122,7 +122,7 @@ class GatedVariable(Converted, values.MirroredVariable):
     group = 0  # its number; 0: none
     served: ServedParameter | None = None  # if pservers update it
     written_in_graph = False  # by a function of the program, at some time
-    of_worker = False  # each worker has a value of its own, which is never combined
+    never_combined = False  # replicas step alike, or each worker has a value of its own
     global_copy: GatedVariable | None = None  # what all workers had after the last exchange; see outer.py
 
     def make_gates(self) -> None:
@@ -206,7 +206,7 @@ class GatedVariable(Converted, values.MirroredVariable):
         for a moving average, averaging later gives the same.
         """
         averaged = self._aggregation in (tf.VariableAggregation.MEAN, tf.VariableAggregation.NONE)
-        own = self.of_worker or self.trainable or self.gates
+        own = self.never_combined or self.trainable or self.gates
         return averaged and self.dtype.is_floating and not own
 
     def wait(self) -> None:
