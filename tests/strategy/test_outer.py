@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from local_training import OPTIMIZERS, ROWS, Settings, Simulation, Weights, data
 import tfps
 from tfps.errors import ConfigError, UnsupportedError
 from tfps.pserver.server import ParameterServer
+from tfps.strategy import outer
 from tfps.types import Argument, Logs, Model
 
 OVERLAPPING = Settings("diloco", fragments=2, overlap_steps=2, own_share=0.25)
@@ -205,6 +207,26 @@ def test_a_worker_has_its_own_parameters_again_after_an_error(start: Start) -> N
     with pytest.raises(RuntimeError, match="stopped"):
         model.evaluate(x, y, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_test_batch_end=stop)])
     assert difference(model.get_weights(), own) == 0.0
+
+
+@long
+def test_a_worker_has_its_own_parameters_again_where_they_come_back_and_the_user_interrupts(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = start(Settings())
+    model = between(strategy)
+    own, assign, calls = model.get_weights(), outer._assign, itertools.count()
+
+    def interrupted(*arguments: Argument) -> None:
+        assign(*arguments)
+        if next(calls) == len(own) + 1:  # one variable has its own value again
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(outer, "_assign", interrupted)
+    with pytest.raises(KeyboardInterrupt), strategy.extended.outer.global_parameters():
+        assert difference(model.get_weights(), own) > 0
+    assert difference(model.get_weights(), own) == 0.0
+    assert not strategy.extended.outer.shows_global
 
 
 @pytest.mark.parametrize("settings", [Settings(), OVERLAPPING], ids=["waits", "overlaps"])

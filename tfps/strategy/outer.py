@@ -125,16 +125,24 @@ class Outer:
                 variable.wait()
                 copy_of(variable).wait()
             own = {each._unique_id: [component.read_value() for component in each._values] for each in variables}
-            self._own = own
         try:
+            self._own = own
             for variable in variables:
                 _assign(variable, [component.read_value() for component in copy_of(variable)._values])
             yield
         finally:
-            self._own = None
-            for variable in variables:
-                if variable._unique_id in own:
-                    _assign(variable, own[variable._unique_id])
+            try:
+                self._take_back(own)
+            except KeyboardInterrupt:  # else some would train on from global parameters, on this rank only
+                self._take_back(own)
+                raise
+
+    def _take_back(self, own: dict[str, list[tf.Tensor]]) -> None:
+        """Gives variables their own values again, but for those that the program has assigned meanwhile."""
+        for variable in list(self._variables.values()):
+            if variable._unique_id in own:
+                _assign(variable, own[variable._unique_id])
+        self._own = None
 
     @property
     def shows_global(self) -> bool:
