@@ -47,6 +47,7 @@ from tfps.strategy.on_read_variable import OnReadVariable
 from tfps.strategy.outer import Outer
 from tfps.strategy.reductions import Reductions, check_one_device, divide, identity
 from tfps.strategy.served_bucket import update_eagerly
+from tfps.strategy.tape_errors import told
 from tfps.strategy.variables import GatedVariable, container_of, updating
 from tfps.types import Argument, Batches, Function, Options, Structure, Value, Variable
 
@@ -255,8 +256,6 @@ class Extended(CrossReplica):
         """
         return picture(traced_function(self._emitter.graphs, function), self._runtime)
 
-    # Replica functions.
-
     def _call_for_each_replica(self, fn: Function, args: Argument, kwargs: Argument) -> Structure:
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
             if fn not in self._lifted:  # as in MirroredStrategy, the loop over replicas moves inside the function
@@ -274,7 +273,7 @@ class Extended(CrossReplica):
             sum_up = functools.partial(self._replica_ctx_all_reduce, SUM)
             fn = with_share(fn, self._num_replicas_in_sync, self.last_batch, sum_up)
         if tf.executing_eagerly():
-            with self._runtime.spans.eager_step():
+            with self._runtime.spans.eager_step(), told(self.exchange):
                 result = super()._call_for_each_replica(fn, args, kwargs)
         else:
             graph = ops.get_default_graph()
