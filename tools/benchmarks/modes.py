@@ -125,14 +125,14 @@ def headline(runs: Sequence[Mapping[str, Json]]) -> dict[str, float]:
     """
     figures: dict[str, float] = {}
     plain = {_place(run): run for run in runs if (run["mode"], run["codec"]) == ("sync", "none")}
-    for name in dict.fromkeys(map(_name, runs)):
-        pairs = [(run, plain[_place(run)]) for run in runs if _name(run) == name]
+    for name in dict.fromkeys(map(_figure, runs)):
+        pairs = [(run, plain[_place(run)]) for run in runs if _figure(run) == name]
         figures[f"{name}_speed"] = statistics.median(run["rows_per_s"] / sync["rows_per_s"] for run, sync in pairs)
         figures[f"{name}_points"] = statistics.median(100 * (run["accuracy"] - sync["accuracy"]) for run, sync in pairs)
     return figures
 
 
-def _name(run: Mapping[str, Json]) -> str:
+def _figure(run: Mapping[str, Json]) -> str:
     codec = "" if run["codec"] == "none" else f"_{run['codec']}"
     return f"{run['task']}_{run['mbit']:.0f}_{run['mode']}{codec}"
 
