@@ -50,9 +50,8 @@ def check(ranks: list[dict[str, dict[str, Value]]]) -> None:
                 assert mine.tobytes() == other.tobytes(), f"{name}: {key} differs on rank {rank}"
 
 
-@pytest.mark.parametrize(
-    "codec", [pytest.param(codec, marks=[] if codec == "int8" else pytest.mark.long) for codec in CODECS]
-)
+@pytest.mark.long  # test_combinations.py and the differential tester draw such programs
+@pytest.mark.parametrize("codec", CODECS)
 def test_ranks_end_bitwise_equal_and_near_no_compression(codec: str, tmp_path: Path) -> None:
     programs = ["trained", "uneven", "accumulated"]
     found = run(tmp_path / "codec", programs, codec, DEVICES="2" if codec == "onebit" else "1")
