@@ -58,7 +58,8 @@ class Config:
         overlap_steps: with "diloco" and "local", steps that a worker goes on with before it takes what comes back.
         own_share: with `overlap_steps`, weight of the worker's own parameters in the mixture it then goes on with; the
             rest is the global parameters'.
-        outer_learning_rate, outer_momentum: with "diloco", of the pservers' optimizer.
+        outer_learning_rate: with "diloco", of the pservers' optimizer.
+        outer_momentum: the same.
         staging_depth: input batches staged on each device while it computes: 0, or at least 2 (one is copied while
             the other waits). 0 leaves input to TensorFlow; several workers must agree on the end of the data, so they
             still stage one batch.

@@ -1,6 +1,6 @@
 """Makes pictures anew: `tools/make_traceview_pictures.py` those of docs/traceview.md, from a simulation;
-`tools/make_traceview_pictures.py LOG_DIR` those of docs/finding_what_is_slow.md, from what tools/record_examples.py has
-recorded there.
+`tools/make_traceview_pictures.py LOG_DIR` those of docs/finding_what_is_slow.md and docs/modes.md, from what
+tools/record_examples.py has recorded there.
 """
 
 from __future__ import annotations
@@ -38,12 +38,16 @@ def main() -> None:
 
 
 def recorded(log_dir: pathlib.Path) -> None:
-    """Two policies of one job, compared; a host with a slow link."""
+    """Two policies of one job, compared; a host with a slow link; two ways to exchange a round, compared."""
     with tensorboard(log_dir) as address:
         page = Page()
         try:
             page.open(address)
-            for name, runs in (("compare", "'fifo', 'priority'"), ("slow_host", "'slow_host', ''")):
+            for name, runs in (
+                ("compare", "'fifo', 'priority'"),
+                ("slow_host", "'slow_host', ''"),
+                ("streaming", "'diloco', 'streaming'"),
+            ):
                 page(f"tfps.show({runs})")
                 page.settle()
                 picture(page, RECORDED / f"{name}.png")

@@ -189,7 +189,7 @@ def unused_ports(count: int) -> int:
     """The first of so many neighbours that nobody listens on, nor will: the system gives out others by itself."""
     process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))  # each of pytest's has its own
     while True:
-        port = 20_000 + 2_000 * (process % 5) + secrets.randbelow(2_000 - count)
+        port = 20_000 + 1_500 * (process % 8) + secrets.randbelow(1_500 - count)
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for each in range(port, port + count):
                 stack.enter_context(socket.create_server(("127.0.0.1", each)))
@@ -342,6 +342,21 @@ def python(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str
     finally:
         process.kill()
         process.communicate()
+
+
+def overdue(worker: Worker, missing: int, bucket: int = 0) -> None:
+    """Makes a push of `bucket` last too long, as soon as its pservers say that they wait for rank `missing` alone."""
+    target = worker._buckets[bucket]
+    request = pb.WaitingRequest(incarnation=worker._membership.incarnation, rank=worker.rank, bucket=bucket)
+
+    def said(pserver: int) -> bool:
+        ranks = worker._pservers[pserver].call("Waiting", request, DEADLINE_S).missing
+        return [each.partition(" (")[0] for each in ranks] == [f"rank {missing}"]
+
+    poll(lambda: all(map(said, set(target.cutting.owners))))
+    with target.lock:
+        assert target.current is not None
+        target.current.started_s -= 2 * worker.config.step_timeout_s
 
 
 def poll(done: Callable[[], bool]) -> None:

@@ -121,6 +121,7 @@ def test_a_worker_whose_connection_breaks_within_a_frame_has_died(cluster: Clust
     server = cluster.pserver(2)
     worker, other = cluster.workers([server.address], 2, config=TCP)
     jobs.together(lambda: worker.declare([SUM]), lambda: other.declare([SUM]))
+    jobs.poll(lambda: len(data(server)._connections) == 2)
     (connection,) = [each for each in data(server)._connections if _is_of(each, other)]
     connection.shut_down()
     error = jobs.push(worker, 0, bytes(40_000)).error()

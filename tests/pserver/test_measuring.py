@@ -117,7 +117,7 @@ def test_a_job_that_begins_ends_the_measurement(
 def test_a_client_that_does_nothing_loses_its_turn(
     direction: Direction, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tfps.pserver.measuring.SECONDS", 0.1)
+    monkeypatch.setattr("tfps.pserver.measuring.SECONDS", 1.0)
     server = cluster.pserver(1)
     with asked(server, direction):
         assert not free(server)
@@ -153,7 +153,8 @@ def test_strangers_do_not_push_out_who_measures(cluster: Cluster, monkeypatch: p
 
 
 @both_paths
-def test_one_client_measures_at_a_time(measure: Measure, cluster: Cluster) -> None:
+def test_one_client_measures_at_a_time(measure: Measure, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tfps.pserver.measuring.SECONDS", 10 * jobs.DEADLINE_S)
     server = cluster.pserver(1)
     with asked(server, "push"), pytest.raises(WaitTimeoutError, match="another client measures at the moment"):
         measure(server, "pull", SHORT_S)
@@ -205,8 +206,8 @@ def test_without_the_token_nothing_is_measured(token: str, cluster: Cluster, fil
 @pytest.mark.parametrize(
     ("metadata", "timeout_s", "says"),
     [
-        ((), 1.0, "metadata tfps-direction must be push or pull, got 'None'"),
-        (((DIRECTION_KEY, "x" * 100),), 1.0, "got 'xxxxxxxxxxxxxxxxxxxx'"),
+        ((), jobs.DEADLINE_S, "metadata tfps-direction must be push or pull, got 'None'"),
+        (((DIRECTION_KEY, "x" * 100),), jobs.DEADLINE_S, "got 'xxxxxxxxxxxxxxxxxxxx'"),
         (((DIRECTION_KEY, "push"),), 100.0, "must have a deadline of at most 5 s"),
         (((DIRECTION_KEY, "push"),), None, "must have a deadline of at most 5 s"),
     ],

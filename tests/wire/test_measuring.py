@@ -102,7 +102,7 @@ def test_a_pull_counts_until_the_pserver_ends_it(ends: tuple[socket.socket, sock
     sender.start()
     measured = measure_connection(client, "pull", 100.0, jobs.DEADLINE_S)
     sender.join(jobs.DEADLINE_S)
-    assert measured.bytes_per_s > 0
+    assert measured.nbytes > 0
 
 
 @pytest.mark.parametrize("direction", ["push", "pull"])

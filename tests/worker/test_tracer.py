@@ -233,7 +233,7 @@ def test_a_worker_that_leaves_before_the_end_has_handed_in_what_it_has(
     workers[1].close()
     assert not recorders[1].enabled
     check_chains(end(workers), range(2))
-    assert caplog.messages == []
+    assert "the capture lacks" not in caplog.text
 
 
 def test_a_capture_that_rank_0_leaves_ends_everywhere(cluster: Cluster) -> None:

@@ -18,7 +18,9 @@ from tfps.worker.worker import Worker
 
 SHORT = replace(jobs.CONFIG, connect_timeout_s=1.5, step_timeout_s=1.0)
 # For whoever has to join, or to declare, in time before the wait that must end: a busy machine takes a while for that.
-LONGER = replace(jobs.CONFIG, connect_timeout_s=5.0)
+LONGER = replace(jobs.CONFIG, connect_timeout_s=15.0)  # in which something must have answered
+
+one_path = pytest.mark.parametrize("cluster", ["tcp"], indirect=True)
 
 
 # Joining
@@ -61,6 +63,7 @@ def test_no_pserver_at_an_address_is_named_within_the_timeout(cluster: Cluster) 
     assert time.monotonic() - start < jobs.DEADLINE_S
 
 
+@one_path
 def test_one_of_two_pservers_unreachable_is_named_and_the_other_is_free_again(cluster: Cluster) -> None:
     good, bad = cluster.pserver(1).address, f"127.0.0.1:{jobs.unused_ports(1)}"
     with pytest.raises(ConnectError, match=f"pserver {bad}: no answer"):
@@ -81,6 +84,7 @@ def test_something_else_at_the_address_is_no_pserver(cluster: Cluster) -> None:
         cluster.worker([f"127.0.0.1:{port}"])
 
 
+@one_path
 def test_a_missing_rank_is_named_within_the_timeout(cluster: Cluster) -> None:
     addresses = cluster.pservers(1, 3)
     results = attempt(*(functools.partial(cluster.worker, addresses, rank, config=LONGER) for rank in (0, 2)))
