@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -45,6 +46,14 @@ def test_a_token_that_others_may_read_or_write_is_a_warning(mode: int, files: di
     assert (check.status, check.problem) == ("warning", "readable")
     assert check.text == f"{files[SECRET]} has mode {mode:04o}: others may use it"
     assert check.advice == f"chmod 600 '{files[SECRET]}', the job token"
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize(("mode", "status"), [(0o440, "ok"), (0o444, "warning")])
+def test_a_token_of_somebody_else_may_be_there_for_our_group(mode: int, status: str, files: dict[str, str]) -> None:
+    Path(files[SECRET]).chmod(mode)
+    os.chown(files[SECRET], 12345, 0)
+    assert token(Security(token_file=files[SECRET])).status == status
 
 
 @pytest.mark.parametrize(("content", "says"), [(None, "cannot be read: No such file"), ("", "empty"), ("x", "got 1")])

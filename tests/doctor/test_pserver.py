@@ -15,6 +15,7 @@ from guarded import OTHER, SECRET, SUM, data, settings, still_sums
 from jobs import Cluster
 
 from tfps.config import Config, Security
+from tfps.doctor import reach
 from tfps.doctor.pserver import Client, Visit
 from tfps.doctor.report import Check
 from tfps.launch.places import Cluster as Places
@@ -77,6 +78,14 @@ def test_a_good_pserver_is_looked_at_from_all_sides(cluster: Cluster, files: dic
     assert abs(found["clock"].values["wall_offset_s"]) < jobs.DEADLINE_S
     assert found["bandwidth"].values["path"] == "tcp"
     assert server.status().errors == ()  # nothing that an operator would wonder about
+
+
+def test_the_round_trip_is_to_the_address_that_answered(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = ["127.0.0.2", "127.0.0.1"]  # the pserver listens on the second one
+    monkeypatch.setattr(reach, "resolve", lambda *_: addresses)
+    found = visited(cluster.pserver(1).address, client())
+    assert found["address"].values == {"addresses": addresses}
+    assert found["round trip"].values["network_s"] is not None
 
 
 def test_memory_that_the_pserver_can_open_makes_the_rest_unnecessary(cluster: Cluster) -> None:

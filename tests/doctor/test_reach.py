@@ -14,7 +14,7 @@ from guarded import data
 from jobs import Cluster
 
 from tfps.doctor import reach
-from tfps.doctor.reach import Unreached, connect, kind_of, resolve, round_trip_s, split, who_answers
+from tfps.doctor.reach import Reached, Unreached, connect, kind_of, resolve, round_trip_s, split, who_answers
 
 
 @contextlib.contextmanager
@@ -68,7 +68,7 @@ def test_a_resolver_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
 def test_a_port_takes_connections_or_refuses_them() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert isinstance(connect(["127.0.0.1"], port, jobs.DEADLINE_S), float)
+        assert isinstance(connect(["127.0.0.1"], port, jobs.DEADLINE_S), Reached)
         assert round_trip_s("127.0.0.1", port, jobs.DEADLINE_S) is not None
     closed = jobs.unused_ports(1)
     found = connect(["127.0.0.1"], closed, jobs.DEADLINE_S)
@@ -95,7 +95,9 @@ def test_a_port_that_never_answers_is_a_timeout() -> None:
 def test_the_second_address_of_a_host_counts_too() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert isinstance(connect(["127.0.0.2", "127.0.0.1"], port, jobs.DEADLINE_S), float)
+        found = connect(["127.0.0.2", "127.0.0.1"], port, jobs.DEADLINE_S)
+        assert isinstance(found, Reached)
+        assert found.address == "127.0.0.1"
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,15 @@ def _train_job(made: Manifest, runtime: Manifest, secrets: Mapping[str, Mapping[
     yield from _job_set(made["metadata"]["name"], spec, secrets)
 
 
+def is_ended_by_restarts(tf_job: Manifest, restarts: Mapping[str, int]) -> bool:
+    """Whether the training operator ends a TFJob (its PastBackoffLimit); `restarts`: of all running pods of a kind."""
+    spec = tf_job["spec"]
+    counts = ("OnFailure", "Always", "ExitCode")
+    counted = sum(n for kind, n in restarts.items() if spec["tfReplicaSpecs"][kind]["restartPolicy"] in counts)
+    limit: int = spec["runPolicy"]["backoffLimit"]
+    return counted >= max(limit, 1)
+
+
 def pods(documents: Sequence[Manifest], secrets: Mapping[str, Mapping[str, str]]) -> list[Pod]:
     """The pods of these manifests; `secrets`: name -> key -> content."""
     found: list[Pod] = []

@@ -175,6 +175,17 @@ def test_a_worker_learns_its_place_from_its_variables(form: str) -> None:
         assert worker.argv == ("python", "train.py")
 
 
+@pytest.mark.parametrize("restarts", [0, 1, 3])
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_a_tf_job_survives_as_many_failures_of_all_workers_as_asked_for(workers: int, restarts: int) -> None:
+    options = ("--workers", str(workers), "--restarts", str(restarts), *DEFAULT[:2], "train.py")
+    job = by_kind(documents("--as", "tfjob", *options), "TFJob")
+    most = workers * restarts
+    assert not kubelet.is_ended_by_restarts(job, {"Worker": most})
+    assert kubelet.is_ended_by_restarts(job, {"Worker": most + 1})
+    assert kubelet.is_ended_by_restarts(job, {"Worker": most, "PS": 1})  # as docs/kubernetes.md says
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_files_of_tls_are_where_the_variables_say(form: str) -> None:
     found = kubelet.pods(documents("--as", form, *EVERYTHING), SECRETS)

@@ -10,7 +10,7 @@ from tfps.config import Config, Security, unknown_variables
 from tfps.doctor.report import Check
 from tfps.errors import ConfigError
 from tfps.wire.control import Pserver
-from tfps.wire.job_token import JobToken
+from tfps.wire.job_token import JobToken, is_open_to_others
 
 _NOWHERE = "127.0.0.1:1"  # a channel connects when it is used, which this one is not
 
@@ -34,13 +34,13 @@ def token(security: Security) -> Check:
         return Check("token", "ok", "none", values={"path": None})
     values = {"path": path}
     try:
-        mode = Path(path).stat().st_mode
+        status = Path(path).stat()
         JobToken.read(path)
     except (ConfigError, OSError) as error:
         text = str(error) if isinstance(error, ConfigError) else f"token_file '{path}' cannot be read: {error.strerror}"
         return Check("token", "failed", "cannot be used", text, "unusable", values)
-    if stat.S_ISREG(mode) and mode & 0o077:
-        text = f"{path} has mode {stat.S_IMODE(mode):04o}: others may use it"
+    if is_open_to_others(status):
+        text = f"{path} has mode {stat.S_IMODE(status.st_mode):04o}: others may use it"
         return Check("token", "warning", text, f"chmod 600 '{path}', the job token", "readable", values)
     return Check("token", "ok", path, values=values)
 

@@ -70,9 +70,9 @@ class Visit:
             self.checks.append(Check("address", "failed", "does not resolve", advice, found.problem))
             return
         self.checks.append(Check("address", "ok", ", ".join(found), values={"addresses": found}))
-        seconds = reach.connect(found, port, timeout_s)
-        if isinstance(seconds, Unreached):
-            self.checks.append(unreached(seconds, port))
+        reached = reach.connect(found, port, timeout_s)
+        if isinstance(reached, Unreached):
+            self.checks.append(unreached(reached, port))
             return
         self.checks.append(Check("port", "ok", "takes connections", values={"port": port}))
         reply = self._probe(host, port)
@@ -82,7 +82,7 @@ class Visit:
             self._look_at_job(self._pserver, reply)
             shares = self._look_at_memory(reply)
             self._look_at_data_port(found, reply, shares)
-            self._look_at_clock(self._pserver, found[0], port)
+            self._look_at_clock(self._pserver, reached.address, port)
             self._may_measure = not shares
         except TfpsError as error:
             advice = f"it answered at first, then no more: {error}"

@@ -34,6 +34,13 @@ class Unreached(NamedTuple):
     text: str
 
 
+class Reached(NamedTuple):
+    """The address that took a connection, and the seconds until it did."""
+
+    address: str
+    seconds: float
+
+
 def split(address: str) -> tuple[str, int]:
     """Host and port of `host:port`, which is well-formed."""
     host, _, port = address.rpartition(":")
@@ -55,15 +62,15 @@ def resolve(host: str, port: int, timeout_s: float) -> list[str] | Unreached:
     return list(dict.fromkeys(str(each[4][0]) for each in found))
 
 
-def connect(addresses: list[str], port: int, timeout_s: float) -> float | Unreached:
-    """Seconds that a TCP connection takes, to the first of `addresses` that takes one."""
+def connect(addresses: list[str], port: int, timeout_s: float) -> Reached | Unreached:
+    """A TCP connection to the first of `addresses` that takes one, closed at once."""
     end_s, failure = time.monotonic() + timeout_s, Unreached("unresolved", "there is no address")
     for index, address in enumerate(addresses):
         began_s = time.monotonic()
         share_s = (end_s - began_s) / (len(addresses) - index)
         try:
             socket.create_connection((address, port), max(share_s, 1e-3)).close()
-            return time.monotonic() - began_s
+            return Reached(address, time.monotonic() - began_s)
         except OSError as error:
             failure = _failure(error, timeout_s)
     return failure
@@ -72,7 +79,7 @@ def connect(addresses: list[str], port: int, timeout_s: float) -> float | Unreac
 def round_trip_s(address: str, port: int, timeout_s: float, times: int = 3) -> float | None:
     """The shortest time of several TCP connections; None if there was none."""
     found = [connect([address], port, timeout_s) for _ in range(times)]
-    return min((seconds for seconds in found if isinstance(seconds, float)), default=None)
+    return min((each.seconds for each in found if isinstance(each, Reached)), default=None)
 
 
 def _failure(error: OSError, timeout_s: float) -> Unreached:

@@ -91,8 +91,9 @@ def tf_job(job: KubernetesJob) -> list[Manifest]:
         "spec": {
             # Without AllWorkers the job ends with worker 0, maybe before the others have saved what they save.
             "successPolicy": "AllWorkers",
-            # Running: pservers do not end by themselves.
-            "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": job.restarts * job.workers},
+            # cleanPodPolicy: pservers do not end by themselves. backoffLimit: one worker that fails makes all others
+            # fail, and the operator ends the job when its pods have had that many restarts, not more.
+            "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": job.restarts * job.workers + 1},
             "tfReplicaSpecs": replicas,
         },
     }

@@ -54,7 +54,7 @@ class JobToken:
                 content = file.read(2 * MAX_TOKEN_BYTES)
         except OSError as error:
             raise ConfigError(f"token_file '{path}' cannot be read: {error.strerror}") from None
-        if stat.S_ISREG(status.st_mode) and status.st_mode & _not_for(status) and path not in _warned_of:
+        if is_open_to_others(status) and path not in _warned_of:
             _warned_of.add(path)
             logger.warning("tfps: token_file '%s' may be read by other users of this host: chmod 600", path)
         token = cls(content.decode("ascii", "replace").strip(), f"the job token in '{path}'")
@@ -85,10 +85,13 @@ class JobToken:
         return OTHER if received else WANTED
 
 
-def _not_for(status: os.stat_result) -> int:
-    """Rights that nobody should have. Somebody else's file is there for its group: a Secret of Kubernetes is root's."""
+def is_open_to_others(status: os.stat_result) -> bool:
+    """Whether others than those whom a file of a job token is for may use it.
+
+    Somebody else's file is there for its group: a Secret of Kubernetes is root's.
+    """
     own = not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
-    return 0o077 if own else 0o007
+    return stat.S_ISREG(status.st_mode) and bool(status.st_mode & (0o077 if own else 0o007))
 
 
 WANTED = "wants a job token, this client sent none: set TFPS_TOKEN_FILE (or token_file, --token-file) to its file"
