@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
 import os
 import re
 import shlex
@@ -16,9 +15,11 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import command_lines
 import doc_blocks
 import jobs
 import pytest
+import yaml
 from doc_blocks import ROOT, Block
 
 import tfps
@@ -27,11 +28,10 @@ from tools.certificates import Authority
 
 HERE = ROOT / "tests" / "doc_pages"
 LANGUAGES = {"", "python", "sh", "dockerfile", "promql", "yaml"}
-MOST_NOT_RUN = 16
+MOST_NOT_RUN = 17
 DEADLINE_S = 500.0
 PORT = 7070  # of pservers in the documents
 HOSTS = {"10.0.0.4": "127.0.0.4", "10.0.0.5": "127.0.0.5"}
-COMMANDS = ("tfps_pserver", "tfps_launch", "tfps_trace", "tfps_doctor")
 
 with_python = [
     page
@@ -71,26 +71,51 @@ def test_python_parses_and_uses_public_names_only(block: Block) -> None:
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "tfps"]
 
 
-@functools.cache
-def options_of(command: str, *mode: str) -> set[str]:
-    """What its --help lists, in a mode that has options of its own."""
-    program = Path(sys.executable).parent / command
-    ended = subprocess.run([program, *mode, "--help"], stdout=subprocess.PIPE, text=True, check=True, timeout=240)
-    return set(re.findall(r"--[\w-]+", ended.stdout))
+@of("sh")
+def test_shell_parses(block: Block) -> None:
+    subprocess.run(["bash", "-n"], input=block.text, text=True, check=True, timeout=60)
 
 
 @of("sh")
-def test_shell_parses_and_uses_options_that_there_are(block: Block) -> None:
-    subprocess.run(["bash", "-n"], input=block.text, text=True, check=True, timeout=60)
-    for line in lines_of(block.text):
-        words = shlex.split(line, comments=True)
-        for command in COMMANDS:
-            if command in words:
-                own = words[words.index(command) :]
-                scripts = [index for index, word in enumerate(own) if word.endswith(".py")]
-                own = own[: scripts[0]] if scripts else own
-                known = options_of(command) | options_of(command, *({"--kubernetes"} & {*own}))
-                assert not [word for word in own if word.startswith("--") and word not in known]
+def test_programs_take_the_command_lines_of_blocks(block: Block) -> None:
+    for words in command_lines.found_in(block.text):
+        assert command_lines.refusal(words) == "", words
+        assert command_lines.unknown_options(words) == [], words
+
+
+@by_page(doc_blocks.PAGES)
+def test_programs_have_the_options_that_are_named_in_text(page: Path) -> None:
+    programs = "|".join(command_lines.PROGRAMS)
+    for text in re.findall(rf"`((?:{programs})\s[^`]*)`", doc_blocks.without_blocks(page)):
+        words = shlex.split(text)
+        assert command_lines.unknown_options(words) == [], text
+        if words[-1].endswith(".py"):  # nothing is left out
+            assert command_lines.refusal(words) == "", text
+
+
+def test_wrong_command_lines_would_be_found() -> None:
+    wrong = """
+        A=$(hostname):1 tfps_launch --workers two train.py --workers two   # tfps_launch in a comment
+        salloc tfps_launch --slurm --workers 2 train.py
+        tfps_launch --kubernetes --print \\
+          --workers 2 train.py | kubectl apply -f -
+        (umask 077; tfps_pserver --port)
+        tfps_doctor 10.0.0.4:7070 --time-out 5 &
+        """
+    found = command_lines.found_in(wrong)
+    assert [words[0] for words in found] == [*["tfps_launch"] * 3, "tfps_pserver", "tfps_doctor"]
+    said = [command_lines.refusal(words) for words in found]
+    expected = ("--workers: invalid", "does not go with", "required: --image", "--port: expected", "--time-out")
+    assert [part for part, each in zip(expected, said, strict=True) if part not in each] == []
+    assert command_lines.refusal(["tfps_launch", "--worker", "2", "train.py"]) == ""
+    assert command_lines.unknown_options(["tfps_launch", "--worker", "2", "train.py", "--mine"]) == ["--worker"]
+
+
+@of("yaml")
+def test_yaml_parses(block: Block) -> None:
+    documents = list(yaml.safe_load_all(block.text))
+    assert documents
+    assert all(isinstance(each, dict) for each in documents)
 
 
 @pytest.mark.long

@@ -48,6 +48,11 @@ class Block:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
+def without_blocks(page: Path) -> str:
+    """The text of a page between its blocks."""
+    return _BLOCK.sub("", page.read_text(encoding="utf-8"))
+
+
 def blocks(page: Path, language: str = "") -> list[Block]:
     """Of one page, in order; only those of a language, if one is given."""
     text = page.read_text(encoding="utf-8")
