@@ -47,12 +47,13 @@ _collective_key_bases = itertools.count(1_000, 1_000)
 
 
 class Strategy(tf.distribute.Strategy):
-    """Synchronous data-parallel training; gradients are exchanged while the step still runs.
+    """Data-parallel training; gradients are exchanged while the step still runs.
 
     Each worker process creates one, builds and compiles its model in `scope()` and calls `fit`. Each gradient is sent
     as soon as backward computes it, with the highest priority for what forward needs first (P3,
     https://anandj.in/wp-content/uploads/sysml.pdf). The pservers sum gradients, and each variable is updated when its
-    sum arrives, while the next step already runs. A read of a variable waits for that variable only.
+    sum arrives, while the next step already runs. A read of a variable waits for that variable only. So it is by
+    default; `Config.mode` and `Config.update` have other ways.
 
     Args:
         pservers: addresses `"host:port"`; or a `tf.distribute.cluster_resolver.ClusterResolver` (Slurm, Kubernetes,
