@@ -172,3 +172,11 @@ def test_orders_of_arrival_matter_without_deterministic() -> None:
         total(SumRound("x", 3, FLOAT, 4, False), order, parts).tobytes() for order in itertools.permutations(range(3))
     }
     assert len(results) > 1  # else the test of deterministic sums shows nothing
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_sum_of_one_part_is_not_in_memory_that_its_rank_may_write_to(deterministic: bool) -> None:
+    part = np.array([1, 2, 3], FLOAT)
+    result = total(SumRound("x", 2, FLOAT, 12, deterministic), [1, 0], [part, None])
+    part[:] = 0  # its rank has its reply, and pushes the next step, while the other one's is still being sent
+    assert result.tolist() == [1, 2, 3]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import threading
 from collections import Counter
 
 import jobs
@@ -12,8 +14,11 @@ from jobs import Cluster, bucket, declare, job, push, summed, together
 from recorded import note_in_flight, sends
 
 from tfps.config import Config, Placement
+from tfps.errors import TfpsError
 from tfps.exchange.interface import BucketSpec
+from tfps.pserver.membership import State
 from tfps.trace.recorder import Recorder
+from tfps.worker.worker import Worker
 
 
 def test_an_urgent_slice_overtakes_waiting_ones(cluster: Cluster) -> None:
@@ -119,3 +124,41 @@ def test_deterministic_sums_of_three_workers_repeat_bitwise(cluster: Cluster) ->
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)):
         for pending in [push(workers[rank], 0, parts[rank]) for rank in order]:
             assert summed(pending.wait()).tobytes() == expected.tobytes()
+
+
+def test_a_reply_stays_as_it_was_while_the_only_rank_that_contributed_pushes_the_next_step() -> None:
+    with Cluster() as cluster:
+        server = cluster.pserver(2)
+
+        def join_second() -> Worker:
+            jobs.poll(lambda: bool(server.status().job.members))  # replies go out in the order of joining
+            return cluster.worker([server.address], 1, config=dataclasses.replace(jobs.CONFIG, shared_memory=False))
+
+        first, second = together(lambda: cluster.worker([server.address], 0), join_second)
+        declare([first, second], bucket(1024))
+        theirs = push(second, 0, None)
+        jobs.poll(lambda: server._job._shard.buckets[0].slices[0].round.started)
+        with server._job._queues[1]._changed:  # rank 1's reply is not sent yet
+            assert summed(push(first, 0, np.full(256, 1, np.float32)).wait()).tolist() == [1] * 256
+            ours = push(first, 0, np.full(256, 2, np.float32))
+            jobs.poll(lambda: not first._queues[0].load.queued_slices)
+        assert summed(theirs.wait()).tolist() == [1] * 256
+        push(second, 0, None).wait()
+        assert summed(ours.wait()).tolist() == [2] * 256
+
+
+def test_slices_in_shared_memory_that_were_pushed_before_a_rank_left_count() -> None:
+    with Cluster() as cluster:
+        server = cluster.pserver(2)
+        first, second = cluster.workers([server.address], 2)
+        declare([first, second], bucket(1024))
+        with server._job._queues[0]._changed:  # its push is on the pserver, and not taken yet
+            ours = push(first, 0, np.full(256, 1, np.float32))
+            jobs.poll(lambda: not first._queues[0].load.queued_slices)
+            leaving = threading.Thread(target=first._leave)
+            leaving.start()
+            jobs.poll(lambda: server._job._membership.members[0].state is State.GONE)
+        leaving.join(jobs.DEADLINE_S)
+        assert summed(push(second, 0, np.full(256, 2, np.float32)).wait()).tolist() == [3] * 256
+        first.close()
+        assert isinstance(ours.error(), TfpsError)

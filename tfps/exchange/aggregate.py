@@ -53,7 +53,8 @@ class SumRound(Round):
     """Adds one slice over all ranks.
 
     Contributions are added as they arrive or, if `deterministic`, in rank order, which keeps all until the last. They
-    are kept by reference. The sum goes into the first of two that may be written to, or into new memory.
+    are kept by reference. The sum goes into the first of two that may be written to, or into new memory. It is never
+    in memory that its rank may write to: that does so when it has the sum, and others may still be sent it.
     """
 
     __slots__ = ("_deterministic", "_owned", "_parts", "_sum", "dtype", "nbytes")
@@ -89,11 +90,13 @@ class SumRound(Round):
         """The bytes of the completed step's sum: those of the only contribution if there is one, zeros if none."""
         for rank in sorted(self._parts):
             self._add(*self._parts[rank])
-        result = self._sum
+        result, owned = self._sum, self._owned
         self._parts, self._sum, self._owned = {}, None, False
         self._advance()
         if result is None:
             return memoryview(bytes(self.nbytes))
+        if result.flags.writeable and not owned and self.workers > 1:
+            result = result.copy()
         return result.view(np.uint8).data
 
     def _add(self, part: Part, owned: bool) -> None:

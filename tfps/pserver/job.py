@@ -137,7 +137,7 @@ class Job:
         if lost:  # before `go`: else a push in between would report that it left
             self.fail(WorkerLostError(f"{member} died at step {member.step}: its connection ended without a leave"))
         with self._changed:
-            member.go()
+            member.go(ended=1, lost=lost)
             end = self._ends.pop(rank, None)
             self._changed.notify_all()
         if end is not None:
@@ -308,9 +308,9 @@ class Job:
             ProtocolError: the frame fits no declared slice, or has the wrong step.
         """
         buckets = self._shard.buckets
+        if self._failure is not None:
+            return  # its stream is about to end
         if not 0 <= header.bucket < len(buckets):
-            if self._failure is not None:
-                return  # its stream is about to end
             raise ProtocolError(f"bucket must be one of the {len(buckets)} declared ones, got {header.bucket}")
         bucket = buckets[header.bucket]
         if header.priority != bucket.spec.priority:
@@ -325,9 +325,9 @@ class Job:
             raise ProtocolError(f"bucket '{bucket.spec.name}' has no slice {header.index} on this pserver")
         member, target = self._membership.members[rank], None
         if place is not None:
-            if gather or member.memory is None:
+            if gather or (memory := member.memory) is None:
                 raise ProtocolError(f"bucket '{bucket.spec.name}' must come in frames, got {place} in shared memory")
-            target = Target(place, member.memory.view(place))
+            target = Target(place, memory.view(place))
             payload = payload[:0] if header.flags & EMPTY else target.memory.data
         taken = item.take(rank, header, payload, target, bucket.next)
         member.step = max(member.step, header.step)

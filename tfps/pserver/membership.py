@@ -92,6 +92,7 @@ class Member:
     joined_s: float
     state: State = State.JOINED
     streams: set[str] = field(default_factory=set)  # those opened: "Push", "Pull"
+    ended: int = 0  # how many of them have ended
     memory: Attached | None = None  # shared with this pserver
     step: int = 0  # the highest pushed
     wait_s: float = 0.0  # sum over slices of its delay after the first rank's push
@@ -99,9 +100,16 @@ class Member:
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.applicant})"
 
-    def go(self) -> None:
-        """Marks it as gone (left or died) and drops its memory."""
-        self.state, self.memory = State.GONE, None
+    def go(self, *, ended: int = 0, lost: bool = False) -> None:
+        """Marks it as gone (left or died). Drops its memory once none of its frames can come any more, or count.
+
+        Args:
+            ended: streams that have ended by now and had not before.
+            lost: whether it died.
+        """
+        self.state, self.ended = State.GONE, self.ended + ended
+        if lost or self.ended >= len(self.streams):
+            self.memory = None
 
 
 @dataclass(slots=True)
