@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import jobs
 
@@ -41,3 +43,10 @@ def serving(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     with jobs.python("-m", "tfps.cli", "--port=0", "--host=127.0.0.1", *options) as process:
         assert process.stdout is not None
         yield process.stdout.readline().split()[3], process
+
+
+def peak_bytes(process: subprocess.Popen[str]) -> int:
+    """The most memory that it has had."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024

@@ -6,12 +6,13 @@ import re
 import signal
 import socket
 import subprocess
+from pathlib import Path
 
 import jobs
 import pytest
 
 from tfps.config import Config
-from tfps.errors import PserverLostError
+from tfps.errors import ConfigError, PserverLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.types import Options
 from tfps.worker.worker import Worker
@@ -77,6 +78,11 @@ def test_a_port_in_use_is_said_and_ends_with_1() -> None:
         ([], 2, "the following arguments are required: --workers"),
         (["--workers=0"], 1, "workers must be at least 1, got 0"),
         (["--workers=1", "--port=65536"], 2, "--port must be from 0 to 65535, got 65536"),
+        (
+            ["--workers=1", "--metrics-port=0", "--metrics-host=0.0.0.0"],
+            1,
+            "--metrics-host of a pserver without a job token and without TLS must be a loopback address",
+        ),
         (["--workers=1", "--host=no.such.host.invalid"], 1, "cannot listen on no.such.host.invalid:0"),
     ],
 )
@@ -86,6 +92,39 @@ def test_malformed_arguments_are_refused(arguments: list[str], code: int, rule: 
     assert process.returncode == code
     assert out == ""
     assert rule in log
+
+
+def test_metrics_that_other_hosts_reach_are_said_with_insecure_in_the_log() -> None:
+    with jobs.python(*SERVE, "--workers=1", "--insecure", "--metrics-port=0", "--metrics-host=0.0.0.0") as process:
+        ready(process)
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=jobs.DEADLINE_S)
+    assert "tfps_pserver: --insecure: everybody who reaches 0.0.0.0 may read its metrics\n" in log
+
+
+def test_metrics_that_other_hosts_reach_need_a_token_and_nothing_more(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("the-token-of-this-job-0123456789")
+    (tmp_path / "token").chmod(0o600)
+    options = f"--token-file={tmp_path / 'token'}", "--metrics-port=0", "--metrics-host=0.0.0.0"
+    with jobs.python(*SERVE, "--workers=1", *options) as process:
+        ready(process)
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=jobs.DEADLINE_S)
+    assert "metrics at http://" in log
+    assert "--insecure" not in log
+
+
+def test_what_is_beyond_max_memory_is_refused_by_that_name() -> None:
+    with jobs.python(*SERVE, "--workers=1", "--max-memory=0.001") as process:
+        worker = Worker([ready(process)], config=jobs.CONFIG)
+        try:
+            worker.declare([BucketSpec(("small",), "sum", 8, "float32", 0)])
+            with pytest.raises(
+                ConfigError, match=r"must fit into the 1073741 bytes that a pserver may use \(--max-memory\)"
+            ):
+                worker.declare([BucketSpec(("large",), "sum", 2 * 2**20, "float32", 0)])
+        finally:
+            worker.close()
 
 
 def test_a_pserver_of_one_job_refuses_others() -> None:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
+import struct
 import threading
 
 import jobs
 import numpy as np
 import pytest
+from guarded import peak_bytes, serving
 from jobs import Cluster
 
 from tfps.config import Config
 from tfps.errors import ClosedError, ConfigError, ConnectError, PserverLostError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
+from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.data_port import DataPort
 from tfps.pserver.server import ParameterServer
+from tfps.wire import frames
 from tfps.wire.connection import dial
-from tfps.wire.frames import Kind
+from tfps.wire.frames import Header, Kind
 from tfps.wire.job_token import JobToken
 from tfps.wire.parts import PART_BYTES, decode_part
+from tfps.worker.worker import Worker
 
 TCP = Config(
     slice_bytes=1024,
@@ -115,6 +121,130 @@ def test_strangers_that_say_nothing_are_bounded_and_the_oldest_make_room(
     assert jobs.push(worker, 0, bytes(40_000)).wait().error is None
     for stranger in strangers:
         stranger.close()
+
+
+def test_who_says_nothing_is_closed_after_a_while(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tfps.pserver.data_port._GREETING_S", 0.1)
+    server = cluster.pserver(1)
+    with socket.create_connection(("127.0.0.1", data_port(server)), jobs.DEADLINE_S) as stranger:
+        assert stranger.recv(1) == b""
+    jobs.poll(lambda: not len(data(server)._strangers))
+
+
+def test_who_says_it_byte_by_byte_gets_no_more_time(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tfps.pserver.data_port._GREETING_S", 0.3)
+    server = cluster.pserver(1)
+    greeting = struct.pack("<4sHHHI", b"tfps", 3, 0, 256, 0) + bytes(256)
+    with socket.create_connection(("127.0.0.1", data_port(server)), 0.05) as stranger:
+        assert _trickled(stranger, greeting) < len(greeting)
+    jobs.poll(lambda: not len(data(server)._strangers))
+
+
+def _trickled(stranger: socket.socket, text: bytes) -> int:
+    """Sends `text` byte by byte, each after a timeout of `stranger`, until it is closed: after how many that was."""
+    for count in range(len(text)):
+        try:
+            stranger.sendall(text[count : count + 1])
+            if not stranger.recv(1000):
+                return count
+        except TimeoutError:
+            pass
+        except OSError:
+            return count
+    return len(text)
+
+
+def test_without_threads_for_it_a_connection_is_closed_and_the_next_is_served(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = cluster.pserver(1)
+    before = threading.stack_size(2**46)  # no thread gets that
+    try:
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", data_port(server)), jobs.DEADLINE_S) as refused:
+                assert refused.recv(1) == b""
+    finally:
+        threading.stack_size(before)
+    assert not len(data(server)._strangers)
+    worker = cluster.worker([server.address], config=TCP)
+    worker.declare([SUM])
+    assert jobs.push(worker, 0, bytes(40_000)).wait().error is None
+    (line,) = [record.getMessage() for record in caplog.records if "closed at once" in record.getMessage()]
+    assert "can't start new thread" in line
+
+
+def test_without_a_second_thread_for_its_connection_a_worker_is_told_why(cluster: Cluster) -> None:
+    server = cluster.pserver(1)
+    member = cluster.raw(server.address)
+    incarnation = member.incarnation.encode()
+    with socket.create_connection(("127.0.0.1", data_port(server)), jobs.DEADLINE_S) as connected:
+        jobs.poll(lambda: "tfps-data" in threads())
+        before = threading.stack_size(2**46)  # no thread gets that
+        try:
+            connected.sendall(struct.pack("<4sHHHI", b"tfps", 3, 0, len(incarnation), member.rank) + incarnation)
+            assert decode_part(connected.recv(PART_BYTES)).header.kind == Kind.ACK
+            part = decode_part(connected.recv(PART_BYTES))
+            assert part.header.kind == Kind.ERROR
+            assert b"can't start new thread" in connected.recv(part.total)
+        finally:
+            threading.stack_size(before)
+    jobs.poll(lambda: not data(server)._connections)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="needs Linux")
+def test_both_ends_notice_a_host_that_has_vanished_within_30_s(cluster: Cluster) -> None:
+    server = cluster.pserver(1)
+    worker = cluster.worker([server.address], config=TCP)
+    jobs.poll(lambda: len(data(server)._connections) == 1)
+    (there,) = data(server)._connections
+    path, _ = worker._streams[0]._running  # type: ignore[misc]
+    for end in (path._connection._socket, there._socket):  # type: ignore[union-attr]
+        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        idle_s, interval_s, count = (
+            end.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+        assert idle_s + interval_s * count == 30
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+
+
+def test_a_worker_whose_peer_reads_nothing_for_a_while_waits_and_loses_nothing(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs.use("tcp", monkeypatch)
+    nbytes, slice_bytes = 64 * 2**20, 2**20
+    config = dataclasses.replace(TCP, slice_bytes=slice_bytes)
+    with serving("--workers=2", "--max-memory=1") as (address, process):
+        slow = cluster.raw(address, 1, config=config).open()
+        slow.data.settimeout(None)
+        slow.data.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(jobs.DEADLINE_S), 0))
+        slow.data.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
+        worker, _ = jobs.attempt(lambda: cluster.worker([address], 0, config=config), slow.declare)
+        assert isinstance(worker, Worker)
+        bucket = pb.Bucket(names=["b"], kind="sum", nbytes=nbytes, dtype="float32")
+        jobs.attempt(
+            lambda: worker.declare([BucketSpec(("b",), "sum", nbytes, "float32", 0)]),
+            lambda: slow.declare(bucket, number=1),
+        )
+        peaks = []
+        for step in range(1, 5):
+            own = jobs.push(worker, 0, np.full(nbytes // 4, step, np.float32))
+            assert not own.replied  # it waits for the other one, however long that takes
+            for index in range(nbytes // slice_bytes):
+                header = Header(Kind.PUSH, index=index, step=step - 1)
+                slow.send(frames.encode(header, np.full(slice_bytes // 4, 10, np.float32).tobytes()))
+            assert (jobs.summed(own.wait()) == 10 + step).all()
+            # The other one has read nothing: what it gets waits at the pserver.
+            sent = worker._pservers[0].call("Status", pb.StatusRequest(details=True), jobs.DEADLINE_S).members[1]
+            assert sent.sent_bytes < step * nbytes
+            found: dict[int, bytes] = {}
+            while len(found) < nbytes // slice_bytes:
+                header, payload = slow.read()
+                if header.kind == Kind.REPLY:
+                    found[header.index] = payload
+            assert all((np.frombuffer(each, np.float32) == 10 + step).all() for each in found.values())
+            peaks.append(peak_bytes(process))
+        assert peaks[-1] - peaks[1] < nbytes  # no step leaves anything behind
 
 
 def test_a_worker_whose_connection_breaks_within_a_frame_has_died(cluster: Cluster) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
+import urllib.request
 
 import jobs
 import pytest
@@ -10,7 +13,8 @@ from guarded import data
 
 from tfps.config import Security
 from tfps.errors import ConfigError
-from tfps.pserver.listening import check_host, default_host, is_loopback, listen, reachable
+from tfps.pserver.listening import check_host, check_metrics_host, default_host, is_loopback, listen, reachable
+from tfps.pserver.metrics import MetricsServer
 from tfps.pserver.server import ParameterServer
 
 TOKEN, TLS = Security(token_file="t"), Security(tls_cert="c", tls_key="k")
@@ -29,14 +33,18 @@ def test_other_hosts_are_served_only_by_who_keeps_strangers_out_or_says_so(secur
 def test_a_host_that_others_reach_needs_a_token_tls_or_insecure(host: str) -> None:
     with pytest.raises(ConfigError, match=r"must be a loopback address such as 127\.0\.0\.1, got .*--token-file FILE"):
         check_host(host, Security())
+    with pytest.raises(ConfigError, match=r"^--metrics-host of a pserver .* got .*--insecure .* read its metrics"):
+        check_metrics_host(host, Security())
     for security in (TOKEN, TLS, INSECURE):
         check_host(host, security)
+        check_metrics_host(host, security)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])
 def test_loopback_needs_nothing(host: str) -> None:
     assert is_loopback(host)
     check_host(host, Security())
+    check_metrics_host(host, Security())
 
 
 def test_a_pserver_that_others_reach_is_refused_before_it_listens() -> None:
@@ -58,15 +66,40 @@ def test_every_interface_is_reached_at_one_of_them() -> None:
     assert reachable("0.0.0.0") not in ("0.0.0.0", "")
 
 
+IPV6_ONLY = """
+ip link add name there type veth peer name here && ip addr add fd00:7f::1/64 dev here nodad && ip link set there up &&
+ip link set here up && ip -6 route add default dev here && exec "$0" "$@"
+"""
+
+
+@pytest.mark.skipif(
+    subprocess.run(
+        ["unshare", "--net", "sh", "-c", IPV6_ONLY.replace('"$0" "$@"', "true")], capture_output=True
+    ).returncode
+    != 0,
+    reason="needs root and network namespaces with IPv6",
+)
+def test_every_interface_of_a_host_with_ipv6_alone_is_reached_by_that() -> None:
+    program = "from tfps.pserver.listening import reachable; print(reachable('0.0.0.0'))"
+    command = ["unshare", "--net", "sh", "-c", IPV6_ONLY, sys.executable, "-c", program]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=jobs.DEADLINE_S, cwd=jobs.ROOT)
+    assert found.stdout == "[fd00:7f::1]\n"
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
-def test_every_interface_is_reached_by_ipv4_and_ipv6_on_both_ports(host: str) -> None:
+def test_every_interface_is_reached_by_ipv4_and_ipv6_on_all_ports(host: str) -> None:
     server = ParameterServer(host, 0, workers=1, security=INSECURE)
+    metrics = MetricsServer(server, host, 0)
     try:
         for port in (server.port, data(server).port):
             for address in ("127.0.0.1", "::1"):
                 socket.create_connection((address, port), jobs.DEADLINE_S).close()
+        for name in ("127.0.0.1", "[::1]"):
+            with urllib.request.urlopen(f"http://{name}:{metrics.port}/healthz", timeout=jobs.DEADLINE_S) as reply:
+                assert reply.read() == b"ok\n"
     finally:
+        metrics.stop()
         server.stop()
 
 

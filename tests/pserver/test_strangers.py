@@ -6,17 +6,15 @@ import contextlib
 import functools
 import re
 import socket
-import subprocess
 import threading
 import urllib.request
 from collections.abc import Callable
-from pathlib import Path
 
 import grpc
 import jobs
 import pytest
 from google.protobuf.message import Message
-from guarded import SECRET, SUM, data, serving, settings, still_sums
+from guarded import SECRET, SUM, data, peak_bytes, serving, settings, still_sums
 from jobs import Cluster
 
 from tfps.config import Security
@@ -32,13 +30,6 @@ MIB = 2**20
 
 
 # What it must not cost
-
-
-def peak_bytes(process: subprocess.Popen[str]) -> int:
-    """The most memory that it has had."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
 
 
 def ask(address: str, name: str, request: bytes) -> grpc.StatusCode:
@@ -212,6 +203,36 @@ def test_a_flood_of_strangers_does_not_stop_a_job(what: str, cluster: Cluster, f
         over.set()
         for stranger in strangers:
             stranger.join(jobs.DEADLINE_S)
+
+
+def test_calls_that_strangers_give_up_are_forgotten_before_they_are_answered(
+    cluster: Cluster, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tfps.pserver.guard._REFUSAL_S", 0.5)
+    server = cluster.pserver(1, security=Security(token_file=files[SECRET]))
+    with grpc.insecure_channel(server.address, CHANNEL_OPTIONS) as channel:
+        call = channel.unary_unary(method("Status"))
+        for _ in range(20):
+            # As many as one connection may have at a time. They get there, and end long before their refusal.
+            for given_up in [call.future(b"", timeout=0.1) for _ in range(32)]:
+                given_up.exception(jobs.DEADLINE_S)
+        # After all of those it would be the turn of this one in 300 s.
+        with pytest.raises(grpc.RpcError) as refused:
+            call(b"", timeout=jobs.DEADLINE_S)
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        jobs.poll(lambda: not server._guard.waiting)
+
+
+def test_a_stranger_whose_connection_ends_leaves_no_calls_behind(
+    cluster: Cluster, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tfps.pserver.guard._REFUSAL_S", 10 * jobs.DEADLINE_S)
+    server = cluster.pserver(1, security=Security(token_file=files[SECRET]))
+    with grpc.insecure_channel(server.address, CHANNEL_OPTIONS) as channel:
+        calls = [channel.unary_unary(method("Status")).future(b"") for _ in range(40)]
+        jobs.poll(lambda: server._guard.waiting == 32)  # what one connection may have at a time
+        assert not any(call.done() for call in calls)
+    jobs.poll(lambda: not server._guard.waiting)
 
 
 def test_strangers_on_the_data_port_do_not_keep_a_worker_out(cluster: Cluster, files: dict[str, str]) -> None:

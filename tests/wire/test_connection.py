@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import socket
 import struct
@@ -19,7 +20,7 @@ from tfps.errors import ConnectError, ProtocolError, TfpsError, WorkerLostError
 from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
-from tfps.wire.connection import Connection, dial, greet
+from tfps.wire.connection import Connection, dial, greet, refuse
 from tfps.wire.frames import Header, Kind
 from tfps.wire.job_token import JobToken
 from tfps.wire.parts import PART_BYTES, Part, decode_part, encode_part
@@ -228,6 +229,33 @@ def test_who_has_no_token_is_told_so_before_anything_else_is_read(
 def test_who_does_not_say_who_it_is_is_not_waited_for(pair: tuple[socket.socket, socket.socket]) -> None:
     with pytest.raises(TimeoutError):
         greet(pair[1], JobToken(), 0.05)
+
+
+def test_who_is_refused_and_goes_on_talking_is_closed_by_one_deadline(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tfps.wire.connection._LINGER_S", 0.3)
+    monkeypatch.setattr("tfps.wire.connection._MAX_UNREAD", 2**30)  # it is not what ends this
+    here, there = pair
+    refusing = DaemonPool(1, "refusing").submit(refuse, there, ConnectError("no"))
+    deadline_s = time.monotonic() + jobs.DEADLINE_S
+    while not refusing.done():
+        assert time.monotonic() < deadline_s
+        with contextlib.suppress(OSError):
+            here.sendall(b"x")  # the next one comes well within another such time
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            refusing.result(0.05)
+    assert there.fileno() == -1
+
+
+def test_who_is_refused_may_say_much_at_once_and_still_reads_why(pair: tuple[socket.socket, socket.socket]) -> None:
+    here, there = pair
+    here.sendall(bytes(60_000))
+    refusing = DaemonPool(1, "refusing").submit(refuse, there, ConnectError("no"))
+    part = decode_part(here.recv(PART_BYTES, socket.MSG_WAITALL))
+    assert here.recv(part.total, socket.MSG_WAITALL) == b"no"
+    here.close()
+    refusing.result(jobs.DEADLINE_S)
 
 
 def test_a_worker_says_what_it_has_reached() -> None:

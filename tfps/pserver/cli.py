@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from tfps.config import Security
 from tfps.errors import TfpsError
-from tfps.pserver.listening import LOOPBACK, default_host, is_loopback, reachable
+from tfps.pserver.listening import LOOPBACK, check_metrics_host, default_host, is_loopback, reachable
 from tfps.pserver.server import ParameterServer
 from tfps.threads import Flag
 from tfps.wire.memory import tune_malloc
@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--metrics-host",
         default=LOOPBACK,
-        help="address for --metrics-port, where whoever reaches it may read them (default: %(default)s)",
+        help="address for --metrics-port, where whoever reaches it may read them; one beyond this host needs a job "
+        "token, TLS or --insecure (default: %(default)s)",
     )
     parser.add_argument(
         "--token-file",
@@ -108,6 +109,8 @@ def _serve(options: argparse.Namespace) -> int:
     _at_signals(stop.set)
     security = _security(options)
     host = options.host or default_host(security)
+    if options.metrics_port is not None:
+        check_metrics_host(options.metrics_host, security)
     server = ParameterServer(
         host,
         options.port,
@@ -122,6 +125,7 @@ def _serve(options: argparse.Namespace) -> int:
         with_metrics = None
         if options.metrics_port is not None:
             with_metrics = _metrics(server, options.metrics_host, options.metrics_port)
+            _say_who_may_read(options.metrics_host, security)
         print(f"tfps_pserver ready at {server.address} workers={options.workers}", flush=True)
         if options.while_needed:
             threading.Thread(target=_stop_when_unneeded, args=(server, stop), name="tfps-unneeded", daemon=True).start()
@@ -166,6 +170,12 @@ def _say_who_may_come(asked: str | None, host: str, security: Security) -> None:
     else:
         why = "TLS without --tls-ca and --token-file" if security.tls_cert else "--insecure"
         logger.warning("%s: everybody who reaches %s may join, read and end its jobs", why, host)
+
+
+def _say_who_may_read(host: str, security: Security) -> None:
+    """Logs what nothing but --insecure allows."""
+    if not (security.token_file or security.tls_cert or is_loopback(host)):
+        logger.warning("--insecure: everybody who reaches %s may read its metrics", host)
 
 
 def _metrics(server: ParameterServer, host: str, port: int) -> Callable[[], None]:

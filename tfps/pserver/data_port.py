@@ -75,6 +75,7 @@ class DataPort:
         self._strangers = Newest(_MAX_STRANGERS)
         self._connections: set[Connection] = set()
         self._closed = False
+        self._said = False  # that there are too many threads; the accepting thread's
         threading.Thread(target=self._accept, name="tfps-accept", daemon=True).start()
 
     def close(self, grace_s: float = 0.0) -> None:
@@ -110,7 +111,14 @@ class DataPort:
                     connected.close()
                     return
                 self._strangers.add(connected)
-            threading.Thread(target=self._serve, args=(connected,), name="tfps-data", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(connected,), name="tfps-data", daemon=True).start()
+            except RuntimeError as error:  # no more threads: this client may come again
+                self._forget(connected)
+                connected.close()
+                if not self._said:
+                    logger.warning("tfps: a data connection was closed at once, and so may be others: %s", error)
+                self._said = True
 
     def _serve(self, connected: socket.socket) -> None:
         """Runs one connection on its own thread: the greeting, then receiving."""
@@ -145,19 +153,27 @@ class DataPort:
             target=self._send, args=(connection, opened, receiver, rank), name=f"tfps-data-send-{rank}", daemon=True
         )
         receiver.name = f"tfps-data-recv-{rank}"
-        sender.start()
         try:
-            connection.receive(Kind.PUSH, opened.queue, opened.receiver)
-        except OSError:
-            pass  # `ended` tells whether a worker was lost
-        except Exception as error:
-            opened.fail(error, f"while it took a push of rank {rank}")
-        opened.ended()
-        sender.join()
+            sender.start()
+        except RuntimeError as error:  # no more threads
+            connection.tell(opened.fail(error, f"while it began to send to rank {rank}"))
+            opened.ended()
+        else:
+            self._receive(connection, opened, rank)
+            sender.join()
         connection.close()
         with self._lock:
             self._connections.discard(connection)
             self._lock.notify_all()
+
+    def _receive(self, connection: Connection, session: Session, rank: int) -> None:
+        try:
+            connection.receive(Kind.PUSH, session.queue, session.receiver)
+        except OSError:
+            pass  # `ended` tells whether a worker was lost
+        except Exception as error:
+            session.fail(error, f"while it took a push of rank {rank}")
+        session.ended()
 
     def _forget(self, stranger: socket.socket) -> None:
         with self._lock:

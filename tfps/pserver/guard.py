@@ -26,7 +26,8 @@ _MAX_OTHER_BYTES = 64 * 1024
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Refuses calls without the job token before their messages are read.
 
-    One thread, "tfps-refusals", answers strangers, one after the other and slowly.
+    Of two threads, "tfps-refusals", one takes the calls of strangers and the other answers them, one after the other
+    and slowly. A call that its client gives up meanwhile is forgotten: what waits is bounded by what is open.
 
     Args:
         refused: called with the name of the call and the error.
@@ -34,8 +35,11 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
 
     def __init__(self, token: JobToken, refused: Callable[[str, Exception], None]) -> None:
         self._token, self._refused = token, refused
-        self._strangers = ThreadPoolExecutor(1, "tfps-refusals")
+        self._strangers = ThreadPoolExecutor(2, "tfps-refusals")
         self._closed = threading.Event()
+        self._lock = threading.Lock()  # guards the next two
+        self._waiting: dict[grpc.ServicerContext, Callable[[None], None]] = {}  # what ends each call; the oldest first
+        self._answering = False  # whether a thread does
 
     def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler], details: grpc.HandlerCallDetails
@@ -46,19 +50,49 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
             return continuation(details)
         name = str(details.method).rpartition("/")[2]
 
-        def refuse(_: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        def refuse(_: Iterator[bytes], context: grpc.ServicerContext, end: Callable[[None], None]) -> None:
             self._refused(name if name in CALLS else "other", ConnectError(why))
-            self._closed.wait(_REFUSAL_S)
             context.set_code(grpc.StatusCode.UNAUTHENTICATED)
             context.set_details(why)
-            return b""
+            self._add(context, end)
 
-        refuse.experimental_thread_pool = self._strangers  # type: ignore[attr-defined]  # gRPC's name
+        refuse.experimental_thread_pool = self._strangers  # type: ignore[attr-defined]  # gRPC's names
+        refuse.experimental_non_blocking = True  # type: ignore[attr-defined]  # the call ends with `end(None)`
         # As a stream, whatever it is, so that gRPC does not read its message first.
-        return grpc.stream_unary_rpc_method_handler(refuse)
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+    @property
+    def waiting(self) -> int:
+        """How many calls wait for their refusal."""
+        return len(self._waiting)
+
+    def _add(self, context: grpc.ServicerContext, end: Callable[[None], None]) -> None:
+        with self._lock:
+            self._waiting[context] = end
+            if not self._answering:
+                self._strangers.submit(self._answer)
+                self._answering = True
+        if not context.add_callback(lambda: self._forget(context)):
+            self._forget(context)  # it has ended already
+
+    def _forget(self, context: grpc.ServicerContext) -> None:
+        with self._lock:
+            self._waiting.pop(context, None)
+
+    def _answer(self) -> None:
+        """Refuses whoever waits, until nobody does."""
+        while True:
+            self._closed.wait(_REFUSAL_S)
+            with self._lock:
+                if not self._waiting:
+                    self._answering = False
+                    return
+                end = self._waiting.pop(next(iter(self._waiting)))
+            with contextlib.suppress(Exception):  # gRPC's, where the server has ended: the others still get theirs
+                end(None)
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the threads."""
         self._closed.set()
         self._strangers.shutdown(wait=False, cancel_futures=True)
 

@@ -12,6 +12,7 @@ from tfps.errors import ConfigError
 
 LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
 _EVERY = (EVERYWHERE, "::", "")
+_ELSEWHERE = (socket.AF_INET, "192.0.2.1", "{}"), (socket.AF_INET6, "2001:db8::1", "[{}]")  # for documentation only
 _NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # such as where it is turned off
 
 
@@ -21,7 +22,7 @@ def default_host(security: Security) -> str:
 
 
 def check_host(host: str, security: Security) -> None:
-    """Checks that other hosts can reach `host` only with a job token, TLS, or `insecure`.
+    """Checks that other hosts can reach a pserver at `host` only with a job token, TLS, or `insecure`.
 
     Raises:
         ConfigError: they could without; or the files do not fit together.
@@ -33,6 +34,20 @@ def check_host(host: str, security: Security) -> None:
             f"host of a pserver without a job token and without TLS must be a loopback address such as {LOOPBACK}, got "
             f"{host!r}: give it --token-file FILE (or --tls-cert and --tls-key), or --insecure where everybody who "
             "reaches it may join, read and end its jobs"
+        )
+
+
+def check_metrics_host(host: str, security: Security) -> None:
+    """As `check_host`, for the metrics port.
+
+    Raises:
+        ConfigError: other hosts could read the metrics of a pserver that says nowhere whom it serves.
+    """
+    if not _open_to_others(security) and not is_loopback(host):
+        raise ConfigError(
+            f"--metrics-host of a pserver without a job token and without TLS must be a loopback address such as "
+            f"{LOOPBACK}, got {host!r}: give it --token-file FILE (or --tls-cert and --tls-key), or --insecure where "
+            "everybody who reaches it may read its metrics"
         )
 
 
@@ -51,9 +66,10 @@ def reachable(host: str) -> str:
     """An address at which other hosts reach a server that listens on `host`."""
     if host not in _EVERY:
         return f"[{host}]" if ":" in host else host
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing; picks the interface of the default route
-        return str(probe.getsockname()[0])
+    for family, elsewhere, form in _ELSEWHERE:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 9))  # sends nothing; picks the interface of the default route
+            return form.format(probe.getsockname()[0])
     return LOOPBACK
 
 

@@ -9,10 +9,11 @@ import socket
 import socketserver
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from tfps.errors import ConfigError
 from tfps.pserver.guard import Newest
+from tfps.pserver.listening import listen
 from tfps.pserver.membership import State
 from tfps.pserver.server import ParameterServer
 from tfps.types import Argument, Function
@@ -29,6 +30,7 @@ except ImportError as error:
 
 _REQUEST_TIMEOUT_S = 10.0  # a silent client holds a thread no longer
 _MAX_REQUESTS = 16  # at a time; another one ends the oldest
+_BACKLOG = 16  # connections that wait in the kernel
 
 # Per member: name, whether a total, value, help text.
 _PER_RANK: tuple[tuple[str, bool, Callable[[MemberStatus], float], str], ...] = (
@@ -91,10 +93,15 @@ class PserverCollector(Collector):
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
-    def __init__(self, *arguments: Argument) -> None:
+    def __init__(self, listening: socket.socket) -> None:
         self._lock = threading.Lock()  # guards _open
         self._open = Newest(_MAX_REQUESTS)  # connections that are served
-        super().__init__(*arguments)
+        super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
+        # HTTPServer's server_bind also asks DNS for a name, which may take seconds.
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
 
     def process_request(self, request: Argument, client_address: Argument) -> None:
         """Starts a thread for a connection; ends the oldest where there are too many."""
@@ -111,11 +118,6 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     def handle_error(self, request: Argument, client_address: Argument) -> None:
         """Says nothing: a client that breaks off is no error of the pserver."""
 
-    def server_bind(self) -> None:
-        socketserver.TCPServer.server_bind(self)  # HTTPServer's also asks DNS for a name, which may take seconds
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-        self.setup_environ()
-
 
 class _Handler(WSGIRequestHandler):
     timeout = _REQUEST_TIMEOUT_S
@@ -130,7 +132,7 @@ class MetricsServer:
     `/metrics` in Prometheus formats; `/healthz` with 200 while the pserver serves and 503 once it stops.
 
     Args:
-        host: address to listen on. Whoever reaches it may read the metrics.
+        host: address to listen on, as `listen` does. Whoever reaches it may read the metrics.
         port: 0 picks a free one; see `port`.
 
     Raises:
@@ -143,13 +145,11 @@ class MetricsServer:
         registry.register(PserverCollector(server))
         ProcessCollector(registry=registry)
         self._metrics = make_wsgi_app(registry)
-        kind: type[_Server] = _Server
-        if ":" in host:
-            kind = type("_Server6", (_Server,), {"address_family": socket.AF_INET6})
         try:
-            self._http = make_server(host, port, self._answer, kind, _Handler)
+            self._http = _Server(listen(host, port, backlog=_BACKLOG))
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port} for metrics: {error.strerror or error}") from error
+        self._http.set_app(self._answer)
         self.port = int(self._http.server_port)
         self._thread = threading.Thread(target=self._http.serve_forever, name="tfps-metrics", daemon=True)
         self._thread.start()

@@ -281,13 +281,16 @@ def acknowledge(connected: socket.socket) -> None:
 
 def refuse(connected: socket.socket, error: TfpsError) -> None:
     """Sends the error, and closes once the other end has, within a second: unread data would reset the connection."""
+    deadline_s, unread = time.monotonic() + _LINGER_S, 0
     with contextlib.suppress(OSError):
+        connected.settimeout(_LINGER_S)
         connected.sendall(b"".join(_whole(frames.encode_error(error))))
         connected.shutdown(socket.SHUT_WR)
-        connected.settimeout(_LINGER_S)
-        for _ in range(_MAX_UNREAD // _UNREAD):
-            if not connected.recv(_UNREAD):
+        while unread < _MAX_UNREAD and (left_s := deadline_s - time.monotonic()) > 0:
+            connected.settimeout(left_s)
+            if not (count := len(connected.recv(_UNREAD))):
                 break
+            unread += count
     connected.close()
 
 
