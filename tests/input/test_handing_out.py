@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 import tfps
-from tfps.errors import TfpsError
+from tfps.errors import TfpsError, UnsupportedError
 from tfps.input.datasets import StagedIterator, StagedIteratorSpec
 from tfps.input.handing_out import Group, Groups, Stream
 from tfps.input.staging import Feed
@@ -80,6 +80,14 @@ def test_data_that_ends_within_a_limited_epoch_ends_that_and_begins_anew_in_the_
 def test_an_empty_dataset_ends_every_epoch_at_once() -> None:
     both = streams(2, 0)
     assert in_turn(both, 4, "a", "") == in_turn(both, 4, "b", "") == [[], []]
+
+
+def test_a_counter_that_begins_anew_within_an_epoch_is_an_error_by_name() -> None:
+    drawn = iter([1, 3, 1])
+    epoch = values(Stream(functools.partial(groups, 9), lambda counter: next(drawn)).epoch("a", None))
+    assert [next(epoch), next(epoch)] == [1, 3]
+    with pytest.raises(UnsupportedError, match="has forgotten this one: got batch 1 after batch 3"):
+        next(epoch)
 
 
 @pytest.mark.parametrize(("pads", "last"), [(True, [4, None]), (False, None)])

@@ -130,11 +130,13 @@ def test_what_ranks_have_takes_memory_if_delay_is_compensated() -> None:
                 shard.check([spec])
 
 
-def test_only_the_latest_counters_are_kept() -> None:
+def test_counters_that_were_drawn_from_last_are_kept() -> None:
     counters = Counters(2)
-    assert [counters.take("first", 1) for _ in range(2)] == [1, 2]
-    for number in range(1023):
+    assert [counters.take("outer", 1) for _ in range(2)] == [1, 2]
+    for number in range(3 * 1023):
         counters.take(str(number), 0)
-    assert counters.take("first", 1) == 3
-    counters.take("one more", 0)
-    assert counters.take("first", 1) == 1
+        if number % 1023 == 1022:
+            assert counters.take("outer", 1) == 3 + number // 1023
+    for number in range(1024):
+        counters.take(str(number), 0)
+    assert counters.take("outer", 1) == 1

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
+from tfps.errors import UnsupportedError
 from tfps.graph.ops import HOST
 from tfps.graph.tf_private import dummy_batch
 from tfps.types import Structure
@@ -68,14 +69,24 @@ class Stream:
         Args:
             counter: the same on all ranks, another one for each epoch.
             steps: groups of the epoch, for all workers together; None: all that are left.
+
+        Raises:
+            UnsupportedError: the counter has begun anew, as pservers keep only so many; when a group is taken.
         """
         self._begin += self._steps
         self._steps = steps or 0
         return self._chosen(counter, steps)
 
     def _chosen(self, counter: str, steps: int | None) -> Iterator[Group]:
+        last = -1
         while True:
             number = self._draw(counter)
+            if number <= last:
+                raise UnsupportedError(
+                    "a loop over a distributed dataset with mode='async' must draw a batch at least once while 1024 "
+                    f"others begin; the pserver has forgotten this one: got batch {number} after batch {last}"
+                )
+            last = number
             if steps is not None and number >= steps:
                 return
             if (group := self._at(number)) is None:

@@ -13,7 +13,7 @@ from tfps.pserver.async_slice import AsyncSlice
 from tfps.pserver.owned_slice import Answer
 from tfps.pserver.shard import Shard
 
-_MAX_COUNTERS = 1024  # of which the latest are kept; a loop over a dataset takes one
+_MAX_COUNTERS = 1024  # of which those drawn from last are kept; a loop over a dataset takes one
 _MAX_NAME = 256
 
 
@@ -23,7 +23,8 @@ class Counters:
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self._lock = threading.Lock()  # guards _drawn
-        self._drawn: dict[str, tuple[set[int], int]] = {}  # by name: the ranks that have their first, the next number
+        # By name, in the order of last use: the ranks that have their first, the next number.
+        self._drawn: dict[str, tuple[set[int], int]] = {}
 
     def take(self, name: str, rank: int) -> int:
         """The next number of the counter `name` for `rank`.
@@ -37,9 +38,9 @@ class Counters:
                 f"{_MAX_NAME} characters, got rank {rank} and {len(name)} characters"
             )
         with self._lock:
-            if name not in self._drawn and len(self._drawn) == _MAX_COUNTERS:
+            begun, following = self._drawn.pop(name, (set[int](), self._workers))
+            if len(self._drawn) == _MAX_COUNTERS:
                 del self._drawn[next(iter(self._drawn))]
-            begun, following = self._drawn.get(name, (set[int](), self._workers))
             if rank in begun:
                 number, following = following, following + 1
             else:
