@@ -1,4 +1,7 @@
-"""Modes "local" and "diloco" by hand: plain Keras models, one per worker, and the outer optimizer in NumPy."""
+"""Modes "local" and "diloco" by hand: plain Keras models, one per worker, and the outer optimizer in NumPy.
+
+With a codec each kernel is a bucket of its own and compressed, and biases, which are small, travel as they are.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,12 @@ import numpy as np
 import tensorflow as tf
 import training
 
+from tfps.exchange.codecs import codec_of
 from tfps.types import Array, Options
 
 Weights = list[Array]
 ROWS = 8  # of a worker's batch
+SLICE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -28,10 +33,11 @@ class Settings:
     outer_learning_rate: float = 0.7
     outer_momentum: float = 0.9
     optimizer: str = "sgd"
+    compression: str = "none"
 
     def config(self) -> Options:
         """What differs from a default of `tfps.Config` in a way that the mode allows."""
-        names = ["mode", "inner_steps", "fragments", "overlap_steps", "own_share"]
+        names = ["mode", "inner_steps", "fragments", "overlap_steps", "own_share", "compression"]
         names += ["outer_learning_rate", "outer_momentum"] if self.mode == "diloco" else []
         return {name: getattr(self, name) for name in names}
 
@@ -96,13 +102,17 @@ class Simulation:
 
     Attributes:
         trajectory: each worker's own weights after each of its steps and the exchanges that are due then.
-        shared: the global parameters.
+        shared: the global parameters, as workers have them.
+        exact: the global parameters, as pservers have them.
+        held: what each worker holds back of each variable.
     """
 
     def __init__(self, weights: Weights, settings: Settings, steps: Sequence[int]) -> None:
         self._settings, self._parts = settings, fragments(settings.fragments)
         self.workers = [Worker(weights, settings, rank, count) for rank, count in enumerate(steps)]
         self.shared = [each.copy() for each in weights]
+        self.exact = [each.copy() for each in weights]
+        self.held = [[np.zeros_like(each) for each in weights] for _ in steps]
         self._momentum = [np.zeros_like(each) for each in weights]
         self._pending: dict[int, int] = {}  # by fragment: at which step it is mixed in
         self.trajectory: list[list[Weights]] = [[] for _ in steps]
@@ -125,6 +135,7 @@ class Simulation:
                         self._take(part)
             for rank in training:
                 self.trajectory[rank].append(self.workers[rank].weights)
+        self._collect()
         for part in range(settings.fragments):
             if self._pending.get(part, 0) > step:
                 self._mix(part)
@@ -132,23 +143,54 @@ class Simulation:
             if settings.overlap_steps or not exchanged:
                 self._exchange(part)
             self._take(part)
+        self._collect()
 
     def _exchange(self, part: int) -> None:
         settings, f = self._settings, np.float32
         local = settings.mode == "local"
         rate, momentum = f(1.0 if local else settings.outer_learning_rate), f(settings.outer_momentum)
         for place in self._parts[part]:
-            shared = self.shared[place]
-            total = np.zeros_like(shared)
-            for worker in self.workers:
-                total += (shared - worker.weights[place]) / f(len(self.workers))
+            exact = self.exact[place]
+            total = np.zeros_like(exact)
+            for worker, held in zip(self.workers, self.held, strict=True):
+                change = (self.shared[place] - worker.weights[place]) / f(len(self.workers))
+                total += self._travelled(change, held[place])
             if local:
-                shared -= rate * total
-                continue
-            moved = self._momentum[place]
-            moved *= momentum
-            moved -= total * rate
-            shared += moved * momentum - total * rate
+                exact -= rate * total
+            else:
+                moved = self._momentum[place]
+                moved *= momentum
+                moved -= total * rate
+                exact += moved * momentum - total * rate
+            if self._compresses(exact):
+                self.shared[place] += self._travelled(exact - self.shared[place], None)
+            else:
+                self.shared[place] = exact.copy()
+
+    def _compresses(self, values: Array) -> bool:
+        return self._settings.compression != "none" and values.ndim > 1
+
+    def _travelled(self, values: Array, held: Array | None) -> Array:
+        """What arrives of `values`, encoded slice by slice; the sender adds to them what it has held back."""
+        codec = codec_of(self._settings.compression)
+        if codec is None or not self._compresses(values):
+            return values
+        arrives = np.empty_like(values)
+        for begin in range(0, values.size, SLICE_BYTES // 4):
+            where = slice(begin, begin + SLICE_BYTES // 4)
+            numbers = values.reshape(-1)[where]
+            wanted = numbers if held is None or not codec.feeds_back else numbers + held.reshape(-1)[where]
+            codec.decode(codec.encode(wanted), arrives.reshape(-1)[where])
+            if held is not None and codec.feeds_back:
+                held.reshape(-1)[where] = wanted - arrives.reshape(-1)[where]
+        return arrives
+
+    def _collect(self) -> None:
+        """As at the end of an epoch: rank 0 holds back all that the workers do."""
+        for place in range(len(self.shared)):
+            whole: Array = np.sum([held[place] for held in self.held], axis=0, dtype=np.float32)
+            for rank, held in enumerate(self.held):
+                held[place] = whole if rank == 0 else np.zeros_like(whole)
 
     def _mix(self, part: int) -> None:
         share = np.float32(self._settings.own_share)

@@ -10,18 +10,21 @@ import os
 import pickle
 import sys
 from pathlib import Path
+from typing import Literal
 
 import keras
 import local_training
 import tensorflow as tf
-from local_training import OPTIMIZERS, Settings
+from local_training import OPTIMIZERS, SLICE_BYTES, Settings
 
 import tfps
 from tfps.types import Array, Logs, Value
 
 
 def train(settings: Settings, steps: list[int], devices: list[str]) -> dict[str, Value]:
-    strategy = tfps.Strategy(config=tfps.Config(deterministic=True, **settings.config()), devices=devices)
+    slice_bytes: int | Literal["auto"] = "auto" if settings.compression == "none" else SLICE_BYTES
+    config = tfps.Config(deterministic=True, slice_bytes=slice_bytes, **settings.config())
+    strategy = tfps.Strategy(config=config, devices=devices)
     keras.utils.set_random_seed(1 + strategy.rank)
     with strategy.scope():
         model = local_training.model()

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from program import BATCH, Job, Results, data, history, sharded, weights
+from programs_compression import wide
 
 import tfps
 from tfps.errors import UnsupportedError
@@ -61,6 +62,26 @@ def saved_by_one_rank(job: Job) -> Results:
     model = job.compiled("adam")
     fit = model.fit(x, y, epochs=2, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=save)], **OPTIONS)
     return {**weights(model), **history(fit)}
+
+
+def saved_by_one_rank_after_fit(job: Job) -> Results:
+    """Rank 0 alone saves in `on_epoch_end`, `on_train_end` and after `fit`; restored, training is what went on."""
+    x, y = data()
+    model = job.compiled(lambda: keras.optimizers.SGD(0.1), build=wide)
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+
+    def save(*arguments: object) -> None:
+        if job.rank == 0:
+            checkpoint.write(str(job.shared / "checkpoint"))
+
+    model.fit(x, y, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=save, on_train_end=save)], **OPTIONS)
+    save()
+    model.fit(x, y, **OPTIONS)  # on no rank before rank 0 has saved
+    went_on = [weight.tobytes() for weight in model.get_weights()]
+    checkpoint.read(str(job.shared / "checkpoint")).assert_consumed()
+    model.fit(x, y, **OPTIONS)
+    assert [weight.tobytes() for weight in model.get_weights()] == went_on
+    return weights(model)
 
 
 def custom_loop(job: Job) -> Results:
@@ -125,7 +146,7 @@ def backup(job: Job) -> Results:
             raise Stopped
 
     def fit(*callbacks: Callback) -> Model:
-        model = job.compiled(lambda: keras.optimizers.SGD(0.1))
+        model = job.compiled(lambda: keras.optimizers.SGD(0.1), build=wide)
         random = np.random.default_rng(1)
         model.set_weights([random.normal(0, 0.1, each.shape).astype("float32") for each in model.get_weights()])
         with contextlib.suppress(Stopped):

@@ -27,6 +27,10 @@ CASES = [
     Settings("diloco", fragments=2, overlap_steps=2, own_share=0.25),
     Settings("local", overlap_steps=1, own_share=0.5),
 ]
+COMPRESSED = [
+    Settings(compression="int8"),
+    Settings("local", optimizer="adam", fragments=2, overlap_steps=1, compression="onebit"),
+]
 
 
 def run(
@@ -84,8 +88,15 @@ def test_workers_exchange_nothing_between_two_outer_steps(two: list[list[dict[st
 
 @pytest.mark.long
 def test_two_workers_do_bitwise_what_is_done_by_hand(tmp_path: Path) -> None:
-    for case, ranks in zip(CASES, run(CASES, [12, 12], tmp_path), strict=True):
+    cases = [*CASES, *COMPRESSED]
+    for case, ranks in zip(cases, run(cases, [12, 12], tmp_path), strict=True):
         check(case, [12, 12], ranks, 0.0)
+
+
+@pytest.mark.long
+def test_two_workers_with_compression_do_bitwise_what_is_done_by_hand_also_with_fewer_batches(tmp_path: Path) -> None:
+    for case, ranks in zip(COMPRESSED, run(COMPRESSED, UNEVEN, tmp_path), strict=True):
+        check(case, UNEVEN, ranks, 0.0)
 
 
 @pytest.mark.long

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.timeout(600)
 DILOCO = {"TFPS_MODE": "diloco", "TFPS_INNER_STEPS": "4", "TFPS_SLICE_BYTES": "4096"}
 QUICK = ["evaluated_and_saved", "custom_loop", "loss_scaling", "refused"]
 LONG = ["saved_by_one_rank", "backup", "traced", "epoch_without_batches"]
+COMPRESSED = {"TFPS_COMPRESSION": "int8", "TFPS_DETERMINISTIC": "1", "TFPS_STEP_TIMEOUT_S": "60"}
 Results = list[dict[str, dict[str, Value]]]  # of each rank: what each program ends with
 
 
@@ -68,6 +69,28 @@ def test_ranks_agree_where_they_must(name: str, quick: Results) -> None:
 @pytest.mark.parametrize("name", LONG)
 def test_ranks_agree_where_they_must_in_more_programs(name: str, long: Results) -> None:
     check(name, long)
+
+
+@pytest.mark.parametrize("mode", ["diloco", pytest.param("local", marks=pytest.mark.long)])
+def test_one_rank_saves_alone_after_training_what_compression_holds_back(mode: str, tmp_path: Path) -> None:
+    found = run(["saved_by_one_rank_after_fit"], tmp_path, {**COMPRESSED, "TFPS_MODE": mode})
+    check("saved_by_one_rank_after_fit", found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("codec", "names", "more"),
+    [
+        ("int8", ["backup", "epoch_without_batches"], {}),
+        ("onebit", ["custom_loop", "saved_by_one_rank_after_fit"], {"TFPS_OVERLAP_STEPS": "1", "TFPS_FRAGMENTS": "2"}),
+    ],
+)
+def test_programs_with_compression_agree_where_they_must(
+    codec: str, names: list[str], more: dict[str, str], tmp_path: Path
+) -> None:
+    found = run(names, tmp_path, {**COMPRESSED, **more, "TFPS_COMPRESSION": codec})
+    for name in names:
+        check(name, found)
 
 
 def test_workers_have_parameters_of_their_own_until_the_next_exchange(quick: Results) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -14,7 +15,7 @@ import local_training
 import numpy as np
 import pytest
 import tensorflow as tf
-from local_training import OPTIMIZERS, ROWS, Settings, Simulation, Weights, dataset, difference, rows
+from local_training import OPTIMIZERS, ROWS, SLICE_BYTES, Settings, Simulation, Weights, dataset, difference, rows
 
 import tfps
 from tfps.errors import ConfigError, UnsupportedError
@@ -35,7 +36,7 @@ def start() -> Iterator[Start]:
     def started(settings: Settings, pservers: int = 0, **options: Argument) -> tfps.Strategy:
         own = [ParameterServer("127.0.0.1", 0, workers=1) for _ in range(pservers)]
         servers.extend(own)
-        config = tfps.Config(slice_bytes=4096, **settings.config())
+        config = tfps.Config(slice_bytes=SLICE_BYTES, **settings.config())
         strategies.append(tfps.Strategy([each.address for each in own] or None, config=config, **options))
         return strategies[-1]
 
@@ -88,6 +89,30 @@ def test_one_worker_does_bitwise_what_is_done_by_hand(start: Start, settings: Se
     simulation = simulated(model, settings, 11)
     check(trajectory(model, 11), simulation.trajectory[0])
     assert difference(model.get_weights(), simulation.shared) == 0.0
+
+
+COMPRESSED = [
+    pytest.param(Settings(compression="int8"), id="int8"),
+    pytest.param(Settings("local", optimizer="adam", compression="topk:0.05"), id="topk", marks=long),
+    pytest.param(replace(OVERLAPPING, compression="onebit"), id="onebit, streaming", marks=long),
+    pytest.param(Settings(compression="bfloat16"), id="bfloat16", marks=long),
+]
+
+
+@pytest.mark.parametrize("settings", COMPRESSED)
+def test_compressed_changes_come_late_but_are_not_lost_bitwise_as_by_hand(start: Start, settings: Settings) -> None:
+    strategy = start(settings, pservers=2)
+    model = compiled(strategy, settings.optimizer)
+    simulation = simulated(model, settings, 11)
+    check(trajectory(model, 11), simulation.trajectory[0])
+    assert difference(model.get_weights(), simulation.shared) == 0.0
+    variables, kernels = [each.value for each in model.trainable_variables], (0, 2, 4)
+    ahead, held = strategy.extended.compressing.ahead(variables), strategy.extended.compressing.held(variables)
+    assert set(ahead) == set(kernels)
+    assert set(held) == (set() if settings.compression == "bfloat16" else set(kernels))
+    for place in kernels:
+        assert ahead[place].exact.tobytes() == simulation.exact[place].tobytes()
+        assert place not in held or held[place].tobytes() == simulation.held[0][place].tobytes()
 
 
 @pytest.mark.parametrize(
@@ -257,7 +282,10 @@ def test_what_is_assigned_is_what_all_workers_go_on_from(start: Start) -> None:
 # Saved and restored.
 
 
-@pytest.mark.parametrize("settings", [pytest.param(Settings(), id="waits", marks=long), OVERLAPPING])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(Settings(), id="waits", marks=long), pytest.param(OVERLAPPING, id="overlaps"), *COMPRESSED],
+)
 def test_a_restored_checkpoint_goes_on_as_the_saved_training_does_with_other_pservers(
     start: Start, settings: Settings, tmp_path: Path
 ) -> None:

@@ -83,6 +83,7 @@ def exchange_between_steps(strategy_class: type[tf.distribute.Strategy]) -> None
     def on_train_end(self: Callback, logs: Logs | None = None) -> None:
         if (strategy := strategy_of(self.model)) is not None:
             strategy.extended.outer.synchronize()
+            strategy.extended.compressing.collect()  # ending the round has sent more: one rank may save from here on
         end(self, logs)
 
     callbacks.on_train_end = on_train_end
