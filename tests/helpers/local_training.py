@@ -188,7 +188,7 @@ class Simulation:
     def _collect(self) -> None:
         """As at the end of an epoch: rank 0 holds back all that the workers do."""
         for place in range(len(self.shared)):
-            whole: Array = np.sum([held[place] for held in self.held], axis=0, dtype=np.float32)
+            whole = np.stack([held[place] for held in self.held]).sum(axis=0)
             for rank, held in enumerate(self.held):
                 held[place] = whole if rank == 0 else np.zeros_like(whole)
 
