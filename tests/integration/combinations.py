@@ -1,6 +1,7 @@
 """Worker: trains one small model per combination of settings, one after the other, and says what each ended with.
 
-combinations.py FOLDER JSON      JSON: a list of settings (of tfps.Config; and "sparse": whether there is an embedding)
+combinations.py FOLDER JSON      JSON: a list of settings (of tfps.Config; and "sparse": whether there is an embedding,
+                                 "optimizer": its name)
 """
 
 from __future__ import annotations
@@ -20,35 +21,52 @@ BATCH, ROWS = 24, 76  # neither divides by the other, nor evenly among ranks
 EPOCHS = 4
 
 
-def model_of(sparse: bool) -> Model:
+def model_of(sparse: bool, optimizer: str) -> Model:
     """With a bucket above the 16 KiB from which compression applies."""
     layers = keras.layers
     first = [layers.Embedding(40, 120), layers.Flatten()] if sparse else [layers.Rescaling(1 / 40)]
     model = keras.Sequential([layers.Input((3,)), *first, layers.Dense(48, activation="tanh"), layers.Dense(120)])
     model.add(layers.Dense(4))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.5), loss, metrics=["accuracy"])
+    rule = keras.optimizers.Adam(0.01) if optimizer == "adam" else keras.optimizers.SGD(0.1, momentum=0.5)
+    model.compile(rule, loss, metrics=["accuracy"])
     return model
 
 
-def train(settings: Json, file: Path) -> dict[str, Json]:
-    """Losses of the epochs, and a file with the weights that a saved model has."""
+def data() -> tuple[np.ndarray, np.ndarray]:
+    """The same for all."""
     keras.utils.set_random_seed(3)
     random = np.random.default_rng(5)
     x = random.integers(0, 40, [ROWS, 3])
-    y = (x.sum(1) > 60).astype(np.int64) + 2 * (x[:, 0] > 20)
-    sparse = settings.pop("sparse")
-    strategy = tfps.Strategy(config=tfps.Config(**settings))
+    return x, (x.sum(1) > 60).astype(np.int64) + 2 * (x[:, 0] > 20)
+
+
+def train(settings: Json, file: Path) -> dict[str, Json]:
+    """Losses of the epochs, and a file with the weights that a saved model has.
+
+    Where it ends as plain Keras: also how far from it, relative to the largest weight of the variable.
+    """
+    x, y = data()
+    kind = settings.pop("sparse"), settings.pop("optimizer")
+    config = tfps.Config(**settings)
+    strategy = tfps.Strategy(config=config)
     with strategy.scope():
-        model = model_of(sparse)
+        model = model_of(*kind)
     fit = model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0)
     result = model.evaluate(x, y, batch_size=BATCH, verbose=0)
     model.save_weights(file)
-    plain = model_of(sparse)
-    plain.load_weights(file)
     strategy.close()
-    digest = zlib.crc32(b"".join(np.asarray(each).tobytes() for each in plain.get_weights()))
-    return {"losses": fit.history["loss"], "evaluated": result, "weights": digest}
+    plain, apart = model_of(*kind), None
+    plain.load_weights(file)
+    weights = plain.get_weights()
+    if strategy.rank == 0 and config.mode == "sync" and config.compression == "none":
+        x, y = data()
+        again = model_of(*kind)
+        again.fit(x, y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0)
+        pairs = zip(weights, again.get_weights(), strict=True)
+        apart = max(float(np.abs(mine - other).max() / np.abs(other).max()) for mine, other in pairs)
+    digest = zlib.crc32(b"".join(np.asarray(each).tobytes() for each in weights))
+    return {"losses": fit.history["loss"], "evaluated": result, "weights": digest, "apart": apart}
 
 
 def main() -> None:
