@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import tfps
 from tfps.exchange.interface import Link
 from tfps.runtime.report import History, Report, Round, make_report
+from tfps.runtime.stepping import Stepping
 from tools import model_profiles
 
 LAYERS = [(0.010, 0.020, 400_000), (0.020, 0.040, 100_000), (0.010, 0.020, 4_000_000), (0.005, 0.010, 1_000_000)]
@@ -113,7 +114,7 @@ def test_waiting_on_an_idle_link_is_waiting_for_other_workers() -> None:
 
 
 def test_a_single_worker_waits_for_no_other() -> None:
-    found = make_report(history(LAYERS, 20e6), [Link("a:1", 1e9)], other_workers=False)
+    found = make_report(history(LAYERS, 20e6), [Link("a:1", 1e9)], stepping=Stepping(waits=False))
     assert found.limit == "round trips and the work per message, not bytes"
 
 
@@ -130,6 +131,105 @@ def test_without_a_network_the_host_is_the_limit() -> None:
     found = make_report(history(LAYERS, 20e6), links)
     assert found.bytes_per_s == pytest.approx(20e6)
     assert found.limit == "this host's memory and processors (20 MB/s to all pservers)"
+
+
+def rounds_of(stepping: Stepping, step_s: float, exchange_s: float, nbytes: int) -> list[History]:
+    """A worker that exchanges each fragment, of two buckets, in `exchange_s`, and takes it `overlap_steps` later."""
+    rounds: list[list[Round]] = [[] for _ in range(2 * stepping.fragments)]
+    clock_s, done_s, mixed_in = 0.0, [0.0] * stepping.fragments, [-1] * stepping.fragments
+    for step in range(1, 9 * stepping.inner_steps + 1):
+        clock_s += step_s
+        for part in range(stepping.fragments):
+            if mixed_in[part] == step:
+                clock_s = max(clock_s, done_s[part])
+            if (step + part * stepping.inner_steps // stepping.fragments) % stepping.inner_steps == 0:
+                done_s[part], mixed_in[part] = clock_s + exchange_s, step + stepping.overlap_steps
+                for bucket in (2 * part, 2 * part + 1):
+                    rounds[bucket].append(Round(clock_s, done_s[part]))
+                if not stepping.overlap_steps:
+                    clock_s = done_s[part]
+    count = len(rounds)
+    return [History(f"bucket {n}", n, nbytes // count, tuple(rounds[n][:8])) for n in range(count)]
+
+
+STREAMING = Stepping("diloco", inner_steps=50, overlap_steps=20)
+
+
+def test_an_exchange_behind_further_steps_costs_nothing_if_it_comes_back_in_time() -> None:
+    found = make_report(rounds_of(STREAMING, 0.01, 0.1, 10**6), [Link("a:1", 1e7)], stepping=STREAMING)
+    assert found.step_s == pytest.approx(0.5)
+    assert found.exposed_wait_s == pytest.approx(0.0, abs=1e-6)
+    assert (found.overlap, found.limit) == (1.0, "computation")
+    assert found.wire_s == pytest.approx(0.1)
+    assert found.with_twice_the_bandwidth_s == pytest.approx(0.5)
+    assert "round of 50 steps 0.5 s: 0.5 s computing, 0.0 ms waiting" in str(found)
+    assert "order of sending makes no difference" in str(found)
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("overlap_steps", [0, 4])
+def test_what_comes_back_later_than_it_is_taken_is_waited_for(fragments: int, overlap_steps: int) -> None:
+    stepping = Stepping("diloco", 50, fragments, overlap_steps)
+    found = make_report(rounds_of(stepping, 0.01, 0.1, fragments * 10**6), [Link("a:1", 1e7)], stepping=stepping)
+    exposed_s = fragments * (0.1 - overlap_steps * 0.01)
+    assert found.step_s == pytest.approx(0.5 + exposed_s)
+    assert found.exposed_wait_s == pytest.approx(exposed_s, rel=0.01)
+    assert found.limit == "this worker's link (80 Mbit/s to all pservers)"  # though a small part of the round
+    twice_s = 0.5 + fragments * (0.05 - overlap_steps * 0.01)
+    assert found.with_twice_the_bandwidth_s == pytest.approx(twice_s, rel=0.01)
+    assert not found.with_codec_s
+    assert found.with_inner_steps_s is None
+
+
+@given(
+    fragments=st.integers(1, 3),
+    overlap_steps=st.integers(0, 5),
+    exchange_s=st.floats(1e-4, 0.05),
+    step_s=st.floats(1e-3, 0.1),
+)
+def test_no_times_of_rounds_are_negative(fragments: int, overlap_steps: int, exchange_s: float, step_s: float) -> None:
+    stepping = Stepping("diloco", 6, fragments, overlap_steps)
+    found = make_report(rounds_of(stepping, step_s, exchange_s, 10**6), [Link("a:1", 1e7)], stepping=stepping)
+    assert found.compute_s + found.exposed_wait_s == pytest.approx(found.step_s)
+    assert 0 <= found.exposed_wait_s <= found.step_s
+    assert 0 <= found.overlap <= 1
+    assert found.with_twice_the_bandwidth_s <= found.step_s * 1.001
+    assert found.without_schedule_s >= found.step_s
+
+
+def test_in_mode_async_what_comes_back_is_not_compressed() -> None:
+    stepping, links = Stepping("async", waits=False), [Link("a:1", 20e6)]
+    plain = make_report(history(LAYERS, 20e6), links, stepping=stepping)
+    assert plain.limit.startswith("this worker's link")
+    assert not plain.with_codec_s  # what comes back takes as long
+    assert plain.with_inner_steps_s is None
+    compressed = [dataclasses.replace(each, sent_bytes=each.nbytes // 4) for each in history(LAYERS, 20e6)]
+    found = make_report(compressed, links, stepping=stepping)
+    assert (found.sent_bytes, found.received_bytes) == (5_500_000 // 4, 5_500_000)
+    assert "compressed: a step sends 1.38 of 5.5 MB, and gets 5.5 MB back" in str(found)
+    assert found.with_twice_the_bandwidth_s == plain.with_twice_the_bandwidth_s
+    alike = make_report(compressed, links)
+    assert alike.received_bytes == alike.sent_bytes
+    assert "and gets as much back" in str(alike)
+
+
+def test_other_workers_are_the_limit_only_where_one_waits_for_them() -> None:
+    free = tfps.Config(mode="async", update="server")
+    for config, workers, waits in (
+        (tfps.Config(), 2, True),
+        (tfps.Config(), 1, False),
+        (free, 2, False),
+        (dataclasses.replace(free, staleness=4), 2, True),
+        (tfps.Config(mode="diloco"), 2, True),
+    ):
+        found = make_report(history(LAYERS, 20e6), [Link("a:1", 1e9)], stepping=Stepping.of(config, workers))
+        assert found.limit.startswith("other workers" if waits else "round trips"), config
+
+
+def test_stepping_is_that_of_the_settings() -> None:
+    config = tfps.Config(mode="diloco", inner_steps=8, fragments=2, overlap_steps=3)
+    assert Stepping.of(config, 2) == Stepping("diloco", 8, 2, 3)
+    assert Stepping.of(tfps.Config(), 2) == Stepping()  # not the 50 inner steps of its default
 
 
 def test_too_few_steps_are_refused() -> None:

@@ -143,7 +143,13 @@ def test_a_report_has_both_raw_and_sent_bytes(start: Start) -> None:
     fitted(strategy, wide("first"), wide("second"), epochs=2)
     report = strategy.report()
     assert 0.25 < report.sent_bytes / report.step_bytes < 0.3
+    assert report.received_bytes == report.sent_bytes
     assert "compressed: a step sends" in str(report)
+    strategy = start(compression="int8", mode="async", update="server")  # parameters come back as they are
+    fitted(strategy, wide("first"), wide("second"), epochs=2)
+    report = strategy.report()
+    assert 0.25 < report.sent_bytes / report.step_bytes < 0.3
+    assert report.received_bytes == report.step_bytes
     strategy = start()
     fitted(strategy, wide("first"), wide("second"), epochs=2)
     report = strategy.report()

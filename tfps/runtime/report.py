@@ -18,6 +18,7 @@ from tfps.compression import LEAST_BYTES
 from tfps.errors import TfpsError
 from tfps.exchange.codecs import sent_bytes as codec_bytes
 from tfps.exchange.interface import BucketSpec, Link
+from tfps.runtime.stepping import STEP_BY_STEP, Stepping
 from tfps.trace.intervals import Interval, Intervals, clip, union
 from tfps.trace.step_times import NEGLIGIBLE, Limit, StepTimes, limit_of, overlap, step_times
 
@@ -42,7 +43,7 @@ class History:
     priority: int
     nbytes: int
     rounds: Sequence[Round]
-    sent_bytes: int | None = None  # on the wire, each way; None: `nbytes`
+    sent_bytes: int | None = None  # on the wire, to the pservers; None: `nbytes`
     compressible: bool = True  # a sum of float32 that is not too small
 
     @classmethod
@@ -83,13 +84,15 @@ class Report:
         wire_s: time with data in flight to or from the pservers.
         overlap: part of wire_s that cost no time: 1 - exposed_wait_s / wire_s.
         step_bytes: of all gradients of a step.
-        sent_bytes: what of them is on the wire, each way: less if they are compressed.
+        sent_bytes: what of them is on the wire to pservers: less if they are compressed.
+        received_bytes: what is on the wire back; in mode "async" never compressed.
         bytes_per_s: payload rate to all pservers together while data was queued; 0 if the network always kept up.
         limit: the bottleneck, in words.
         without_schedule_s: estimated step if gradients were sent as they come, with one barrier for all variables.
         with_twice_the_bandwidth_s, with_one_more_pserver_s: estimated step.
         with_codec_s: estimated step with `Config(compression=...)`, by codec, as if encoding took no time; empty unless
-            a link is the limit and nothing is compressed yet.
+            a link is the limit of training in mode "sync" and nothing is compressed yet. (In mode "async" what comes
+            back takes as long as without.)
         with_inner_steps_s: estimated step with `Config(mode="diloco")` and 50 inner steps; None unless a link is the
             limit of training in mode "sync".
         inner_steps: of a round, which all other times are of; 1: times are of steps.
@@ -112,6 +115,7 @@ class Report:
     window_bytes: int = 0
     step_bytes: int = 0
     sent_bytes: int = 0
+    received_bytes: int = 0
     with_codec_s: Mapping[str, float] = field(default_factory=dict)
     with_inner_steps_s: float | None = None
     inner_steps: int = 1
@@ -126,7 +130,8 @@ class Report:
         ]
         if self.sent_bytes < self.step_bytes:
             sizes = f"{self.sent_bytes / 1e6:.3g} of {self.step_bytes / 1e6:.3g} MB"
-            lines.append(f"compressed: a {unit} sends {sizes}, and gets as much back")
+            back = "as much" if self.received_bytes == self.sent_bytes else f"{self.received_bytes / 1e6:.3g} MB"
+            lines.append(f"compressed: a {unit} sends {sizes}, and gets {back} back")
         if limit_of(self.step_s, self.exposed_wait_s) is Limit.COMPUTATION:
             lines.append("a faster network, more pservers or other settings would not help")
         else:
@@ -156,28 +161,23 @@ def make_report(
     links: Sequence[Link],
     slice_bytes: int = 0,
     window_bytes: int = 0,
-    *,
-    other_workers: bool = True,
-    inner_steps: int = 1,
+    stepping: Stepping = STEP_BY_STEP,
 ) -> Report:
     """Returns the report; `slice_bytes` and `window_bytes` are the current sizes.
-
-    Args:
-        other_workers: whether there are any.
-        inner_steps: from one round of a bucket to the next, if workers train alone in between.
 
     Raises:
         TfpsError: too few steps so far.
     """
     longest = max((len(history.rounds) for history in histories), default=0)
     if longest < MIN_STEPS:
-        what = "training steps after the first ones" if inner_steps == 1 else f"exchanges, one in {inner_steps} steps"
+        every = stepping.inner_steps
+        what = "training steps after the first ones" if every == 1 else f"exchanges, one in {every} steps"
         raise TfpsError(f"a report needs at least {MIN_STEPS} {what}, got {longest}")
     # Only buckets of every step: other models and a second optimizer have separate steps.
     buckets = sorted((h for h in histories if len(h.rounds) == longest), key=lambda h: h.priority)
     rounds = [[history.rounds[step] for history in buckets] for step in range(longest)]
     backward = _backward(rounds)
-    steps, factors = zip(*(_explain(now, after, backward) for now, after in pairwise(rounds)), strict=True)
+    steps, factors = zip(*(_explain(now, after, backward, stepping) for now, after in pairwise(rounds)), strict=True)
     ends = [max(one.ready_s for one in step) for step in rounds]
     step_s = statistics.median(after - now for now, after in pairwise(ends))
     exposed_s = min(_median_s(step.exposed_ns for step in steps), step_s)
@@ -189,17 +189,21 @@ def make_report(
     )
     bytes_per_s = _rate(links)
     step_bytes, sent_bytes = sum(h.nbytes for h in buckets), sum(h.on_wire for h in buckets)
-    limit = _limit(step_s, exposed_s, sent_bytes, links, other_workers)
+    received_bytes = step_bytes if stepping.mode == "async" else sent_bytes
+    wire_bytes = max(sent_bytes, received_bytes)  # both ways are used at the same time
+    # A round of many steps may be limited by an exchange that takes a small part of it.
+    limit = _limit(step_s, exposed_s, wire_s if stepping.inner_steps > 1 else step_s, wire_bytes, links, stepping.waits)
     # The rate is that of compressed bytes, the layers' are not compressed.
-    model = _Model(layers, step_s - exposed_s, bytes_per_s * (step_bytes / sent_bytes if sent_bytes else 1.0))
+    rate = bytes_per_s * (step_bytes / wire_bytes if wire_bytes else 1.0)
+    model = (_PartsModel if stepping.in_parts else _Model)(layers, step_s - exposed_s, rate, stepping)
     modelled_s = model.step_s(1.0)
 
     def calibrated(estimate_s: float) -> float:
         # Nothing is known of a step that only waited, and for no network.
         return estimate_s * (step_s / modelled_s) if modelled_s else step_s
 
-    may_compress = _LINK in limit and sent_bytes == step_bytes and inner_steps == 1
-    may_compress = may_compress and any(history.compressible for history in buckets)
+    other_ways = _LINK in limit and stepping.mode == "sync"  # to train are worth naming
+    may_compress = other_ways and sent_bytes == step_bytes and any(history.compressible for history in buckets)
     more = (len(links) + 1) / len(links) if limit.startswith("pserver") else 1.0
     return Report(
         step_s=step_s,
@@ -217,12 +221,13 @@ def make_report(
         window_bytes=window_bytes,
         step_bytes=step_bytes,
         sent_bytes=sent_bytes,
+        received_bytes=received_bytes,
         with_codec_s={
             codec: calibrated(model.step_s(step_bytes / sum(history.as_sent(codec) for history in buckets)))
             for codec in (_SUGGESTED if may_compress else ())
         },
-        with_inner_steps_s=step_s - exposed_s * (1 - 1 / _INNER_STEPS) if _LINK in limit and inner_steps == 1 else None,
-        inner_steps=inner_steps,
+        with_inner_steps_s=step_s - exposed_s * (1 - 1 / _INNER_STEPS) if other_ways else None,
+        inner_steps=stepping.inner_steps,
     )
 
 
@@ -238,9 +243,16 @@ def _backward(rounds: Sequence[Sequence[Round]]) -> list[float]:
     return [statistics.median(times) if len(times) > len(rounds) / 2 else mean for times in own]
 
 
-def _explain(now: Sequence[Round], after: Sequence[Round], backward: Sequence[float]) -> tuple[StepTimes, float]:
+def _explain(
+    now: Sequence[Round], after: Sequence[Round], backward: Sequence[float], stepping: Stepping
+) -> tuple[StepTimes, float]:
     """Returns the step from the last gradient of `now` to that of `after`, and its forward/backward time ratio."""
     start_s, end_s = max(one.ready_s for one in now), min(one.ready_s for one in after)
+    bounds = _ns(start_s, max(one.ready_s for one in after))
+    exchanges = [_ns(*one) for one in (*now, *after)]
+    if stepping.in_parts:
+        times = step_times(bounds, [bounds], stepping.waits_in(bounds, exchanges), [], union(exchanges))
+        return times, max(times.compute_ns / 1e9 / sum(backward) - 1, 0.0) if sum(backward) else 0.0
     # The first gradient's backward time is included, too: as if its layers were passed twice more.
     weights = [*backward[:-1], 3 * backward[-1]]
 
@@ -256,10 +268,8 @@ def _explain(now: Sequence[Round], after: Sequence[Round], backward: Sequence[fl
     for _ in range(50):
         middle = (low + high) / 2
         low, high = (middle, high) if run(middle)[0] < end_s else (low, middle)
-    bounds = _ns(start_s, max(one.ready_s for one in after))
     gates = clip(run(low)[1], *_ns(start_s, end_s))
-    under_way = union(_ns(*one) for one in (*now, *after))
-    return step_times(bounds, [bounds], gates, [], under_way), low
+    return step_times(bounds, [bounds], gates, [], union(exchanges)), low
 
 
 def _ns(begin_s: float, end_s: float) -> Interval:
@@ -285,15 +295,17 @@ def _rate(links: Sequence[Link]) -> float:
     return rate
 
 
-def _limit(step_s: float, exposed_s: float, nbytes: int, links: Sequence[Link], other_workers: bool) -> str:
+def _limit(
+    step_s: float, exposed_s: float, exchanging_s: float, nbytes: int, links: Sequence[Link], other_workers: bool
+) -> str:
     if limit_of(step_s, exposed_s) is Limit.COMPUTATION:
         return "computation"
     cpu_s, busiest = max(((link.cpu_s_per_step or 0.0, link.pserver) for link in links), default=(0.0, ""))
     if cpu_s > 0.8 * step_s:
         return f"pserver {busiest}: its CPU ({cpu_s / step_s:.0%} of one core)"
     busy, rate = _busy(links), _rate(links)
-    # If this worker's gradients take much less than a step to send, the network is not the limit.
-    if not busy or nbytes / rate < 0.3 * step_s:
+    # If this worker's gradients take much less to send than there is time for, the network is not the limit.
+    if not busy or nbytes / rate < 0.3 * exchanging_s:
         if other_workers:
             return "other workers, which come later to each step than this one"
         return "round trips and the work per message, not bytes"
@@ -337,8 +349,8 @@ def least_step_s(layers: Sequence[Timed], compute_s: float, exchange_s: Callable
 class _Model:
     """Estimates steps from a measured profile and bandwidth."""
 
-    def __init__(self, layers: Sequence[Layer], compute_s: float, bytes_per_s: float) -> None:
-        self._layers, self._compute_s, self._bytes_per_s = layers, compute_s, bytes_per_s
+    def __init__(self, layers: Sequence[Layer], compute_s: float, bytes_per_s: float, stepping: Stepping) -> None:
+        self._layers, self._compute_s, self._bytes_per_s, self._stepping = layers, compute_s, bytes_per_s, stepping
 
     def step_s(self, faster: float) -> float:
         """Returns the step with a network `faster` times as fast."""
@@ -354,6 +366,17 @@ class _Model:
 
     def _wire_s(self, nbytes: int) -> float:
         return nbytes / self._bytes_per_s if self._bytes_per_s else 0.0
+
+
+class _PartsModel(_Model):
+    """Of rounds whose exchanges are waited for as a whole: their order makes no difference."""
+
+    def step_s(self, faster: float) -> float:
+        exchange_s = self._wire_s(sum(layer.nbytes for layer in self._layers))
+        return self._stepping.round_s(self._compute_s, exchange_s / faster)
+
+    def in_order_s(self) -> float:
+        return self.step_s(1.0)
 
 
 def _ms(seconds: float) -> str:

@@ -33,6 +33,7 @@ from tfps.runtime.gate_watch import GateWatch, stopped_step
 from tfps.runtime.interrupts import indivisible, wait
 from tfps.runtime.report import History, Report, Round, make_report
 from tfps.runtime.step_spans import StepSpans
+from tfps.runtime.stepping import Stepping
 from tfps.runtime.transfers import DeferredUpdate, Pull, Rounds, Transfer, UpdatedRows
 from tfps.trace.recorder import Recorder
 from tfps.worker.embedded import EmbeddedExchange
@@ -129,12 +130,11 @@ class Runtime:
         """Returns the number of buckets that deferred updates use."""
         return len({transfer.bucket for transfer in self._transfers.values() if isinstance(transfer, DeferredUpdate)})
 
-    def report(self, inner_steps: int) -> Report:
+    def report(self, stepping: Stepping) -> Report:
         """See `make_report`."""
         histories = [History.of(self.declared.spec(b), tuple(rounds)) for b, rounds in list(self._history.items())]
-        exchange, others = self.exchange, self.exchange.workers > 1
-        sizes = exchange.slice_bytes, exchange.window_bytes
-        return make_report(histories, exchange.links(), *sizes, other_workers=others, inner_steps=inner_steps)
+        exchange = self.exchange
+        return make_report(histories, exchange.links(), exchange.slice_bytes, exchange.window_bytes, stepping)
 
     def adopt(self, transfer: Transfer, graph: tf.Graph | None) -> None:
         """Registers `transfer` under a new id until `graph` and all enclosing graphs are gone (None: forever)."""

@@ -33,6 +33,7 @@ from tfps.keras_hooks.served_optimizers import serve_updates
 from tfps.keras_hooks.weighing import weigh_by_rows
 from tfps.runtime.report import Report
 from tfps.runtime.runtime import Runtime
+from tfps.runtime.stepping import Stepping
 from tfps.runtime.trace_run import TraceRun, record_unattended
 from tfps.strategy.cluster import Cluster, find
 from tfps.strategy.compiling import compile_in_scope
@@ -139,7 +140,7 @@ class Strategy(tf.distribute.Strategy):
         Raises:
             TfpsError: there were fewer than 4 steps, or a pserver does not answer.
         """
-        return self._runtime.report(self.config.inner_steps if self.extended.trains_alone else 1)
+        return self._runtime.report(Stepping.of(self.config, self.num_workers))
 
     def combine(self) -> None:
         """Combines what each worker has for itself: variables that replicas write (moving statistics, metrics), and
