@@ -158,6 +158,10 @@ class Exchange(Protocol):
         """How many workers the job has."""
 
     @property
+    def run(self) -> str:
+        """Tells this run of the job from others, the same on all ranks; empty where there is no other."""
+
+    @property
     def slice_bytes(self) -> int:
         """Maximum size of slices, as tuned; 0 where nothing is cut."""
 

@@ -1,7 +1,8 @@
 """Saving with Keras when several ranks run the same program.
 
 `Model.save` and `save_weights` write a temporary file next to the path and rename it when complete: ranks that share
-the directory overwrite each other with equal content, other ranks each get a file. Anything but a single local file
+the directory overwrite each other with equal content, other ranks each get a file. Where content may differ (workers
+that do not step together) a shared file is rank 0's in the end, see `shared_files`. Anything but a single local file
 (`export`, shards, an object store) is written by rank 0 only. `BackupAndRestore` writes and restores on rank 0, which
 passes the restored state to all ranks. A save never waits for other ranks.
 
@@ -22,6 +23,7 @@ import tensorflow as tf
 from tfps.errors import UnsupportedError
 from tfps.keras_hooks.agreed_logs import agreed_logs
 from tfps.keras_hooks.served_optimizers import take_from_first_rank
+from tfps.keras_hooks.shared_files import bring
 from tfps.types import Callback, Function, Logs, Model
 
 
@@ -47,7 +49,7 @@ def share_files(strategy_class: type[tf.distribute.Strategy]) -> None:
             part = path.with_name(f".rank{strategy.rank}.{path.name}")  # keeps the suffix: Keras picks the format by it
             try:
                 result = original(self, part, *arguments, **options)
-                part.replace(path)
+                _replace(part, path, strategy)
             finally:
                 part.unlink(missing_ok=True)
             return result
@@ -69,6 +71,16 @@ def share_files(strategy_class: type[tf.distribute.Strategy]) -> None:
     keras.Model.export = export
     _share_checkpoint(strategy_of)
     _share_backup(strategy_of)
+
+
+def _replace(part: Path, path: Path, strategy: tf.distribute.Strategy) -> None:
+    """Moves the whole file `part` to `path`."""
+    extended = strategy.extended
+    if extended.mode == "sync":  # all have the same
+        part.replace(path)
+        return
+    meetings = extended.newest.meetings if extended.outer is None else extended.outer.meetings
+    bring(part, path, strategy.rank, strategy.num_workers, f"{extended.exchange.run}/{meetings}")
 
 
 def _first_rank_only(

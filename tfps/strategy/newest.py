@@ -29,10 +29,11 @@ class Newest:
     Attributes:
         on: see above.
         in_epoch: whether `fit` takes steps, so that nothing but initial values may be exchanged.
+        meetings: how often all ranks have met.
     """
 
     def __init__(self, runtime: Runtime, on: bool) -> None:
-        self._runtime, self.on, self.in_epoch = runtime, on, False
+        self._runtime, self.on, self.in_epoch, self.meetings = runtime, on, False, 0
         self._variables: weakref.WeakValueDictionary[str, GatedVariable] = weakref.WeakValueDictionary()
         if on:
             runtime.before_exchange = runtime.declared.before = self._prepare
@@ -69,6 +70,7 @@ class Newest:
             return number
         (bucket,) = self._runtime.buckets([("meeting", _MEETING)])
         reply = self._runtime.exchange_now(bucket, np.array([number], np.int64))
+        self.meetings += 1
         return int(np.frombuffer(memoryview(reply.sum), np.int64)[0])
 
     def synchronize(self) -> None:

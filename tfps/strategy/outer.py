@@ -31,7 +31,11 @@ _SPEC = BucketSpec((_MEETING,), "gather", 0, "uint8", 0, occasional=True)
 
 
 class Outer:
-    """Of one strategy in mode "diloco" or "local". Used by the threads that trace or run eagerly."""
+    """Of one strategy in mode "diloco" or "local". Used by the threads that trace or run eagerly.
+
+    Attributes:
+        meetings: how often all ranks have met.
+    """
 
     def __init__(
         self,
@@ -43,7 +47,7 @@ class Outer:
     ) -> None:
         self._strategy, self._runtime, self._emitter = strategy, runtime, emitter
         self._initial_values, self._config = initial_values, config
-        self._numbers = itertools.count()
+        self._numbers, self.meetings = itertools.count(), 0
         self._known: weakref.WeakSet[OuterSteps] = weakref.WeakSet()
         # By unique id, those that have a global copy.
         self._variables: weakref.WeakValueDictionary[str, GatedVariable] = weakref.WeakValueDictionary()
@@ -88,6 +92,7 @@ class Outer:
             parts = self._runtime.exchange_now(
                 bucket, json.dumps(own).encode(), lambda _: self._make_up(known, bucket)
             ).parts
+            self.meetings += 1
             said = [json.loads(bytes(part)) for part in parts or []]
             common = [each for each in known if all(str(each.number) in steps for steps in said)]
             for each in common:

@@ -44,6 +44,7 @@ class EmbeddedExchange:
     rank = 0
     workers = 1
     slice_bytes = window_bytes = 0
+    run = ""
 
     def __init__(self, config: Config | None = None, recorder: Recorder | None = None) -> None:
         self.config = config or Config()

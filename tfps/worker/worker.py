@@ -117,6 +117,7 @@ class Worker:
         try:
             deadline_s = time.monotonic() + config.connect_timeout_s
             self._join(job, deadline_s)
+            self.run = self._membership.run
             self._blame = Blame(self._pservers, self._membership)
             self._declarations = Declarations(self._pservers, self._blame, self._membership)
             self._tracer = Tracer(self._recorder, self._pservers, self._membership)
