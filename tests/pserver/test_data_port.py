@@ -20,6 +20,7 @@ from tfps.exchange.interface import BucketSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.data_port import DataPort
 from tfps.pserver.server import ParameterServer
+from tfps.types import Array
 from tfps.wire import frames
 from tfps.wire.connection import dial
 from tfps.wire.frames import Header, Kind
@@ -218,7 +219,6 @@ def test_a_worker_whose_peer_reads_nothing_for_a_while_waits_and_loses_nothing(
         slow = cluster.raw(address, 1, config=config).open()
         slow.data.settimeout(None)
         slow.data.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(jobs.DEADLINE_S), 0))
-        slow.data.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
         worker, _ = jobs.attempt(lambda: cluster.worker([address], 0, config=config), slow.declare)
         assert isinstance(worker, Worker)
         bucket = pb.Bucket(names=["b"], kind="sum", nbytes=nbytes, dtype="float32")
@@ -237,14 +237,22 @@ def test_a_worker_whose_peer_reads_nothing_for_a_while_waits_and_loses_nothing(
             # The other one has read nothing: what it gets waits at the pserver.
             sent = worker._pservers[0].call("Status", pb.StatusRequest(details=True), jobs.DEADLINE_S).members[1]
             assert sent.sent_bytes < step * nbytes
-            found: dict[int, bytes] = {}
-            while len(found) < nbytes // slice_bytes:
-                header, payload = slow.read()
-                if header.kind == Kind.REPLY:
-                    found[header.index] = payload
-            assert all((np.frombuffer(each, np.float32) == 10 + step).all() for each in found.values())
+            assert (_sums(slow.data, nbytes, slice_bytes) == 10 + step).all()
             peaks.append(peak_bytes(process))
         assert peaks[-1] - peaks[1] < nbytes  # no step leaves anything behind
+
+
+def _sums(connected: socket.socket, nbytes: int, slice_bytes: int) -> Array:
+    """Reads replies; parts of several slices may come in turns."""
+    found, left = bytearray(nbytes), nbytes
+    while left:
+        part = decode_part(connected.recv(PART_BYTES, socket.MSG_WAITALL))
+        payload = connected.recv(part.nbytes, socket.MSG_WAITALL) if part.nbytes else b""
+        if part.header.kind == Kind.REPLY:
+            begin = part.header.index * slice_bytes + part.offset
+            found[begin : begin + part.nbytes] = payload
+            left -= part.nbytes
+    return np.frombuffer(found, np.float32)
 
 
 def test_a_worker_whose_connection_breaks_within_a_frame_has_died(cluster: Cluster) -> None:
