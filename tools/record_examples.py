@@ -39,8 +39,8 @@ def main() -> None:
     record(log_dir, "fifo", even, {"TFPS_POLICY": "fifo"})
     record(log_dir, "priority", even, {})
     record(log_dir, "slow_host", uneven, {})
-    record(log_dir, "diloco", even, LOCAL, ROUND + 1)
-    record(log_dir, "streaming", even, STREAMING, ROUND + 1)
+    record(log_dir, "diloco", even, LOCAL, 2 * ROUND)
+    record(log_dir, "streaming", even, STREAMING, 2 * ROUND)
 
 
 def record(

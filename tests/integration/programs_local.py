@@ -193,7 +193,7 @@ def refused(job: Job) -> Results:
 
 
 def traced(job: Job) -> Results:
-    """A capture and a report have exchanges for steps."""
+    """A report has rounds for steps, a capture has inner steps."""
     strategy = job.strategy
     assert strategy is not None
     x, y = data()

@@ -278,7 +278,7 @@ def test_a_capture_asked_for_by_the_environment_has_updates_that_are_noted_late(
 
     def late(spans: StepSpans, begin_ns: int, end_ns: int, transfer: DeferredUpdate, step: int) -> None:
         if step == 5:  # its gates are open, so that step 6 can be sent
-            jobs.poll(lambda: runtime.steps == 7)
+            jobs.poll(lambda: runtime.spans.counted == 7)
             threading.Event().wait(0.2)  # nothing should happen
         noted(spans, begin_ns, end_ns, transfer, step)
 

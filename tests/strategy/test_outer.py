@@ -66,6 +66,8 @@ def trajectory(model: Model, steps: int, **options: Argument) -> list[Weights]:
 
 def simulated(model: Model, settings: Settings, steps: int) -> Simulation:
     simulation = Simulation(model.get_weights(), settings, [steps])
+    for worker in simulation.workers:
+        worker.model.run_eagerly = model.run_eagerly  # TensorFlow fuses ops in graphs only
     simulation.run()
     return simulation
 

@@ -91,16 +91,16 @@ class Timestamps:
             passed = self._passed.by_variable.get((variable, self._replica))
             if passed is not None:
                 operands = self._landmarks.first_use(passed.handle)
-                return ([_note(_probes(operands)), _note([passed.op])] if operands else []), number
+                return ([now_after(_probes(operands)), now_after([passed.op])] if operands else []), number
         return [], -1
 
     def _step(self) -> list[Value]:
         """Returns when the step had its input and when its forward pass ended."""
         if self._landmarks.backward is None and self._passed.noted:
             return []  # this backward pass has been sent already
-        begin = _note(self._inputs) if self._inputs else 0.0
+        begin = now_after(self._inputs) if self._inputs else 0.0
         last = self._landmarks.last_of_forward()
-        return [begin, _note(_probes(last)) if last else 0.0]
+        return [begin, now_after(_probes(last)) if last else 0.0]
 
 
 def _probes(tensors: Sequence[tf.Tensor]) -> list[tf.Operation]:
@@ -125,7 +125,7 @@ def _now_function() -> ConcreteFunction:
     return tfps_now.get_concrete_function()
 
 
-def _note(after: Sequence[tf.Operation | tf.Tensor]) -> tf.Tensor:
-    """Returns the time (float64 seconds) when all of `after` is ready."""
+def now_after(after: Sequence[tf.Operation | tf.Tensor]) -> tf.Tensor:
+    """Returns the wall-clock time (float64 seconds) when all of `after` is ready."""
     with tf.device(HOST), tf.control_dependencies(list(after)):
         return call_stateless(_now_function(), [])[0]

@@ -77,8 +77,6 @@ class Runtime:
         self._mark = 0  # the last mark that the pump thread has reached; guarded by _progress
         self._pushed: Counter[int] = Counter()  # rounds of each bucket; guarded by _progress
         self.compresses = False  # whether any gradients may be compressed; see compressing.py
-        self.steps = 0  # training steps sent; pump thread writes
-        self.on_step: Callable[[int], None] | None = None  # called for each step on the pump thread; must be short
         self._rounds = Rounds()
         self._history: dict[int, deque[Round]] = {}  # last steps of updates, by bucket; apply threads write
         self.lockstep: object | None = None  # see lockstep.py
@@ -299,9 +297,7 @@ class Runtime:
         if self.recorder.enabled:
             self.spans.sent(transfer, step, number, _size(payload), done)
         if isinstance(transfer, DeferredUpdate) and transfer.whole:
-            self.steps += 1
-            if self.on_step is not None:
-                self.on_step(self.steps)
+            self.spans.count()
 
     def push(
         self, transfer: Transfer, payload: Payload | None, ticket: int | tf.Tensor = 0, data: tf.Tensor | None = None

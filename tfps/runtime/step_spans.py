@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -24,6 +25,14 @@ from tfps.types import Structure
 _WAITED_NS = 20_000  # less is scheduling delay of ops
 _STEPS_OPEN = 8  # maximum number of incomplete steps
 _COMPARE_NS = 1_000_000_000  # interval between comparisons of the clocks
+
+
+class Awaited(NamedTuple):
+    """A bucket that an inner step may wait for; `variable`: the position of the one whose read has a timestamp."""
+
+    bucket: int
+    spec: BucketSpec
+    variable: int
 
 
 @dataclass(eq=False)
@@ -48,6 +57,8 @@ class StepSpans:
 
     def __init__(self, recorder: Recorder, rank: int) -> None:
         self.recorder, self.rank = recorder, rank
+        self.counted = 0  # training steps sent, recorded or not; pump thread writes
+        self.on_step: Callable[[int], None] | None = None  # called for each of them on the pump thread; must be short
         self.steps: deque[tuple[int, int]] = deque(maxlen=100_000)  # recorded steps: number, begin_ns
         self.reduced = False  # something was reduced outside of a graph
         self.done: dict[int, tuple[int, int]] = {}  # by bucket: step and end of its last update; apply threads write
@@ -87,12 +98,33 @@ class StepSpans:
             self.waited(wanted, opened, transfer.bucket, spec, step - 1, transfer.read)
         self._add(transfer, step, ticket, ready, begin, forward)
 
+    def count(self) -> None:
+        """Counts a training step."""
+        self.counted += 1
+        if self.on_step is not None:
+            self.on_step(self.counted)
+
+    def inner_step(self, ticket: int, times: Sequence[float], awaited: Sequence[Awaited]) -> None:
+        """Records a step of a local mode. The end of the last exchange of a bucket opened its gate, if it did wait."""
+        number, *seconds = times[1], times[0], *times[2:]
+        ready, begin, forward, *waits = map(self._ns, seconds)
+        step = _Step(self._asked_of(ticket), 0, int(number), True, begin, forward, ready, ready)
+        for (bucket, spec, variable), wanted, opened in zip(awaited, waits[::2], waits[1::2], strict=True):
+            last, end = self.done.get(bucket, (0, opened))
+            opened = min(opened, ready, max(end, wanted))
+            if wanted and opened - wanted > _WAITED_NS:
+                self.waited(wanted, opened, bucket, spec, last, variable)
+        self._record(step)
+
+    def _asked_of(self, ticket: int) -> int:
+        """Returns when the graph began."""
+        return self._ns(float(np.int64(ticket).view(np.float64)))
+
     def _add(self, transfer: DeferredUpdate, number: int, ticket: int, ready: int, begin: int, forward: int) -> None:
         if ticket not in self._open:
             while len(self._open) >= _STEPS_OPEN:  # the step was stopped, or recording began in the middle of it
                 del self._open[next(iter(self._open))]
-            asked = self._ns(float(np.int64(ticket).view(np.float64)))
-            self._open[ticket] = _Step(asked, len(transfer.group.transfers), first_ns=ready)
+            self._open[ticket] = _Step(self._asked_of(ticket), len(transfer.group.transfers), first_ns=ready)
         step = self._open[ticket]
         step.missing -= 1
         step.first_ns, step.last_ns = min(step.first_ns, ready), max(step.last_ns, ready)

@@ -155,7 +155,7 @@ class _Unattended:
         self._thread = threading.Thread(target=self._finish, name="tfps-trace", daemon=True)
         runtime.before_close(self._close)
         self._heard(0)
-        runtime.on_step = self._heard
+        runtime.spans.on_step = self._heard
         self._thread.start()
 
     def _heard(self, sent: int) -> None:
@@ -167,12 +167,12 @@ class _Unattended:
             try:
                 self._run = TraceRun(self._runtime, self._request.log_dir)
             except TfpsError as error:
-                self._runtime.on_step = None
+                self._runtime.spans.on_step = None
                 self._warn(error)
         # Updates run one after the other: those of the last wanted step are recorded once one of the next step begins,
         # and the step just sent has waited for that one.
         if sent >= self._request.last + 3:
-            self._runtime.on_step = None
+            self._runtime.spans.on_step = None
             self._end.set()
 
     def _close(self) -> None:
@@ -184,7 +184,7 @@ class _Unattended:
         self._end.wait()
         if self._closing:
             self._runtime.settle(_SETTLE_S)
-        there, first = self._runtime.steps, self._request.first
+        there, first = self._runtime.spans.counted, self._request.first
         if self._run is None or there <= first:
             if self._run is not None:
                 self._run.abandon()

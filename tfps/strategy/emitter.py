@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfps.errors import UnsupportedError
 from tfps.graph import ops as graph_ops
 from tfps.graph.tf_private import distribute_lib, ops, outer_graphs
+from tfps.graph.timestamps import Noted as NoTimes
 from tfps.graph.timestamps import PassedGate, Timestamps
 from tfps.runtime import transfers
 from tfps.runtime.runtime import Runtime
@@ -201,15 +202,19 @@ class Emitter:
         """See `deferred.fuse`."""
         return fuse(noted, order, self._slice_bytes, self._first_bytes)
 
-    def emit(self, buckets: Sequence[PlannedBucket], graph: tf.Graph, replica: int) -> None:
-        """Traces the updates of `buckets` and sends them in `graph`, together."""
+    def timestamps(self, graph: tf.Graph, replica: int) -> Timestamps:
+        """Returns what makes timestamps of the step that `graph` is, as far as it has been traced by now."""
+        return Timestamps(graph, lambda each: self.state(each).passed, self.inputs, replica)
+
+    def emit(self, buckets: Sequence[PlannedBucket], graph: tf.Graph, replica: int, *, timed: bool = True) -> None:
+        """Traces the updates of `buckets` and sends them in `graph`, together; `timed`: with timestamps."""
         for bucket in buckets:
             self._trace(bucket)
         numbers = self._declare([bucket for bucket in buckets if bucket.function is not None], graph)
         group = self._groups.setdefault((self._emissions[replica], len(numbers)), Group())
         self._emissions[replica] += 1
         ticket = graph_ops.ticket() if replica == 0 else tf.constant(0, tf.int64)
-        timestamps = Timestamps(graph, lambda each: self.state(each).passed, self.inputs, replica)
+        timestamps = self.timestamps(graph, replica) if timed else None
         last = min((bucket.spec.priority for bucket in numbers), default=0)  # the most urgent is the last to be sent
         for index, bucket in enumerate(buckets):
             if bucket not in numbers:
@@ -217,12 +222,13 @@ class Emitter:
                 continue
             transfer = self._transfer(bucket, numbers[bucket], group)
             transfer.leads = bucket.spec.priority == last
-            noted_times = timestamps.of_bucket(bucket.ids, whole=transfer.leads)
+            noted_times = timestamps.of_bucket(bucket.ids, whole=transfer.leads) if timestamps else NoTimes()
             if replica == 0:
                 transfer.read, transfer.whole = noted_times.variable, noted_times.whole
             carries = index % self._replicas == replica
             bucket.send(transfer, self._runtime.queue, ticket, carries, noted_times.times)
-        timestamps.done()
+        if timestamps is not None:
+            timestamps.done()
 
     def _trace(self, bucket: PlannedBucket) -> None:
         """Traces the update of `bucket`; leaves it without a function if it cannot be deferred."""

@@ -16,10 +16,15 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from tfps.config import Config
+from tfps.exchange.interface import BucketSpec
+from tfps.graph import ops as graph_ops
 from tfps.graph.ops import HOST
 from tfps.graph.tf_private import ResourceVariable, control_flow_free, distribute_lib, ops
+from tfps.graph.timestamps import Timestamps, now_after
+from tfps.runtime.inner_step import InnerStep
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.served import ServedSlot
+from tfps.runtime.step_spans import Awaited
 from tfps.strategy.deferred import Noted, Reduced, Reduction
 from tfps.strategy.emitter import Emitter
 from tfps.strategy.fragments import cut
@@ -62,7 +67,8 @@ class OuterSteps:
         for fragment in self._fragments:
             emitter.group_gates(map(self._gated, fragment))
         self._plans: list[list[list[str]]] = [[] for _ in self._fragments]  # unique ids of the variables of each bucket
-        self._buckets: list[int] = [0] * len(self._fragments)  # number of the first bucket of each
+        # Of each fragment: number, declaration and variables (unique ids) of its buckets.
+        self._buckets: list[list[tuple[int, BucketSpec, list[str]]]] = [[] for _ in self._fragments]
         self._functions: dict[tuple[str, int], Function] = {}
         with tf.init_scope(), tf.device(HOST):
             # For each replica: its inner steps so far, and after how many of them the last round has been ended.
@@ -113,21 +119,50 @@ class OuterSteps:
                         self._functions["push", fragment] = self._function("push", fragment)
             self.advance(self.steps + 1)
             return
-        state = self._states[replica]
-        self._graphs.append(weakref.ref(control_flow_free(ops.get_default_graph())))
+        state, graph = self._states[replica], ops.get_default_graph()
+        timestamps = self._emitter.timestamps(graph, replica)
+        self._graphs.append(weakref.ref(control_flow_free(graph)))
         with tf.device(HOST):
             # A step that finds the end of the data does not count.
-            with tf.control_dependencies(self._emitter.inputs(ops.get_default_graph())):
+            with tf.control_dependencies(self._emitter.inputs(graph)):
                 state.assign_add([1, 0], read_value=False)
             step, ended = tf.unstack(state.read_value())
+        mixed: list[tf.Tensor] = []
         for fragment, offset in enumerate(self._offsets):
             with tf.device(HOST):
                 back = step - self._overlap
                 mixes = tf.logical_and(back > ended, tf.equal((back + offset) % self._every, 0))
                 due = tf.equal((step + offset) % self._every, 0)
             if self._overlap:
-                _only_if(mixes, functools.partial(self._mix, fragment, replica, self._own_share))
-            _only_if(due, functools.partial(self._push, fragment, replica, step))
+                mix = functools.partial(self._mix, fragment, replica, self._own_share)
+                mixed += tf.unstack(_only_if(mixes, mix, [0.0, 0.0]))
+            _only_if(due, functools.partial(self._push, fragment, replica, step), [])
+        if replica == 0:
+            self._note(timestamps, step, mixed)
+
+    def _note(self, timestamps: Timestamps, step: tf.Tensor, mixed: Sequence[tf.Tensor]) -> None:
+        """Sends the timestamps of a step, which may send nothing else; `mixed`: two per fragment, with overlap."""
+        transfer, graph = InnerStep(self._runtime.spans), ops.get_default_graph()
+        times = [tf.cast(step, tf.float64), *(timestamps.of_bucket([], whole=True).times[:2] or (0.0, 0.0))]
+        for buckets in self._buckets:
+            if self._overlap:
+                number, spec, _ = min(buckets, key=lambda each: each[1].priority)
+                transfer.awaited.append(Awaited(number, spec, 0))
+                continue
+            for number, spec, ids in buckets:
+                noted = timestamps.of_bucket(ids, whole=False)
+                transfer.awaited.append(Awaited(number, spec, noted.variable))
+                times += noted.times[2:] or (0.0, 0.0)
+        timestamps.done()
+        self._runtime.adopt(transfer, graph)
+        order = self._emitter.first_use(graph)
+        # The step ends about when this one has been updated; its component is read behind no gate.
+        last = min(self.variables, key=lambda each: order.get(each._unique_id, len(order)))._values[0]
+        with tf.device(last.device):
+            updated = last.read_value()
+        with tf.control_dependencies([updated.op]):
+            nothing = tf.constant([], tf.uint8)
+            graph_ops.send(self._runtime.queue, transfer.id, graph_ops.ticket(), nothing, None, [*times, *mixed])
 
     def _push(self, fragment: int, replica: int, step: tf.Tensor) -> None:
         """Emits the exchange of a fragment at `step` into the graph under construction."""
@@ -156,8 +191,9 @@ class OuterSteps:
             )
             for bucket in planned
         ]
-        self._emitter.emit(buckets, graph, replica)
-        (self._buckets[fragment],) = self._runtime.buckets([(buckets[0].key, buckets[0].spec)])
+        self._emitter.emit(buckets, graph, replica, timed=False)
+        numbers = self._runtime.buckets([(bucket.key, bucket.spec) for bucket in buckets])
+        self._buckets[fragment] = [(n, bucket.spec, bucket.ids) for n, bucket in zip(numbers, buckets, strict=True)]
 
     def _planned(self, fragment: int, noted: Sequence[Noted], order: dict[str, int]) -> list[list[Noted]]:
         """Cuts a fragment into buckets: the same whenever and wherever it is traced again."""
@@ -169,15 +205,21 @@ class OuterSteps:
         by_id = {each.variable._unique_id: each for each in noted}
         return [[by_id[each] for each in bucket] for bucket in self._plans[fragment]]
 
-    def _mix(self, fragment: int, replica: int, own_share: float) -> None:
-        """Emits the mixture of own and global parameters, which waits for these, into the graph under construction."""
+    def _mix(self, fragment: int, replica: int, own_share: float) -> list[tf.Tensor]:
+        """Emits the mixture of own and global parameters, which waits for these, into the graph under construction.
+
+        Returns when that wait begins and ends.
+        """
+        begun, read = now_after([]), []
         for variable in self._fragments[fragment]:
             own, shared = variable._get_replica(replica), copy_of(variable)._get_replica(replica)
             with tf.device(own.device):
                 new = shared.read_value()
+                read.append(new)
                 if own_share:
                     new = own_share * own.read_value() + (1 - own_share) * new
                 own.assign(new, read_value=False)
+        return [begun, now_after(read)]
 
     # On the host.
 
@@ -212,7 +254,7 @@ class OuterSteps:
         gates = [gate for variable in self._fragments[fragment] for gate in self._gated(variable).gates]
         if any(gate.closed for gate in gates):
             return False  # its last exchange is under way: others may still wait for that one
-        if not self._runtime.exchange.wanted(self._buckets[fragment]):
+        if not self._runtime.exchange.wanted(self._buckets[fragment][0][0]):
             return False
         self.advance(steps + 1 + wait)
         return True
@@ -263,12 +305,13 @@ class OuterSteps:
         return tfps_outer.get_concrete_function()
 
 
-def _only_if(condition: tf.Tensor, emit: Callable[[], None]) -> None:
-    """Emits ops that run if `condition` holds, into the graph under construction."""
+def _only_if(
+    condition: tf.Tensor, emit: Callable[[], Sequence[tf.Tensor] | None], otherwise: Sequence[float]
+) -> tf.Tensor:
+    """Emits ops that run if `condition` holds, into the graph under construction; returns their float64 results."""
 
     def then() -> tf.Tensor:
-        emit()
-        return tf.constant(True)
+        return tf.stack(found) if (found := emit()) else tf.constant([], tf.float64)
 
     with tf.device(None):
-        tf.cond(condition, then, lambda: tf.constant(False))
+        return tf.cond(condition, then, lambda: tf.constant(otherwise, tf.float64))

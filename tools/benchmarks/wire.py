@@ -5,7 +5,8 @@ host with an unlimited network: over data connections, with the slices that tuni
 over gRPC; and over gRPC with TLS.
 
 Beside it, in the same run and interleaved: 2 clients that echo the same bytes in equal slices off one process through
-raw sockets, which is what loopback and Python give at best. GB/s per worker are bytes pushed per worker and second; CPU
+raw sockets, which is what loopback and Python give at best; and the same through Python's ssl (OpenSSL, without kernel
+TLS), the least that encrypted data connections would take. GB/s per worker are bytes pushed per worker and second; CPU
 s/GB are of all processes together, per byte pushed by all workers. Two further rows are gRPC alone: the same echo over
 bare bidirectional streams; and the same with the passes over memory that a sum needs: a client copies a gradient into
 its message and the answer out of it, and the server adds every second message to another and copies the sum into bytes,
@@ -21,6 +22,7 @@ import os
 import pathlib
 import queue
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -60,6 +62,7 @@ class Row(NamedTuple):
 SOCKETS, SMALL = {"TFPS_SHARED_MEMORY": "0"}, {"TFPS_SLICE_BYTES": "65536", "TFPS_WINDOW_BYTES": "524288"}
 ROWS = (
     Row("raw", "raw", "raw"),
+    Row("ssl", "raw with ssl", "ssl", tls=True),
     Row("grpc", "bare gRPC", "grpc"),
     Row("floor", "gRPC + sums", "grpc-sum"),
     Row("p1", "1 pserver", "work"),
@@ -102,7 +105,7 @@ def measure(row: Row, steps: int) -> dict[str, Json]:
             authority = Authority(pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory())))
             own = authority.sign("pserver")
             serve += ["--tls-cert", own.cert, "--tls-key", own.key]
-            settings["TFPS_TLS_CA"] = authority.file
+            settings["TFPS_TLS_CA"] = authority.file  # the echo's clients use it, too
         servers = [stack.enter_context(children.python(serve)) for _ in range(row.servers)]
         addresses = [_line(server).split()[3] for server in servers]
         work = [script, row.role, *addresses, "--steps", str(steps)]
@@ -174,10 +177,14 @@ def _work(addresses: list[str], steps: int) -> None:
     worker.close()
 
 
-def _raw(address: str, steps: int) -> None:
+def _raw(address: str, steps: int, tls: bool = False) -> None:
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)))
-    payload, result = memoryview(bytes(STEP_BYTES)), memoryview(bytearray(STEP_BYTES))
+    if tls:
+        connection = ssl.create_default_context(cafile=os.environ["TFPS_TLS_CA"]).wrap_socket(
+            connection, server_hostname=host
+        )
+    payload, result = memoryview(b"\1" * STEP_BYTES), memoryview(bytearray(STEP_BYTES))  # no page of zeros
 
     def send() -> None:
         for start in range(0, STEP_BYTES, ECHO_BYTES):
@@ -202,10 +209,10 @@ def _grpc(address: str, steps: int, sums: bool) -> None:
     window = threading.Semaphore(ECHO_WINDOW)
     starts = range(0, STEP_BYTES, ECHO_BYTES)
     if sums:
-        gradient, result = memoryview(bytearray(STEP_BYTES)), np.empty(STEP_BYTES, np.uint8)
+        gradient, result = memoryview(b"\1" * STEP_BYTES), np.empty(STEP_BYTES, np.uint8)
         slices: list[Buffer] = [gradient[start : start + ECHO_BYTES] for start in starts]
     else:
-        slices = [bytes(min(ECHO_BYTES, STEP_BYTES - start)) for start in starts]
+        slices = [b"\1" * min(ECHO_BYTES, STEP_BYTES - start) for start in starts]
     todo: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
 
     def messages() -> Iterator[bytes]:
@@ -254,14 +261,19 @@ def _grpc_echo(sums: bool) -> None:
     server.wait_for_termination()
 
 
-def _raw_echo() -> None:
+def _raw_echo(cert: str | None = None, key: str | None = None) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     print(f"echo ready at 127.0.0.1:{listener.getsockname()[1]}", flush=True)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH) if cert else None
+    if context is not None and cert is not None:
+        context.load_cert_chain(cert, key)
     while True:
-        threading.Thread(target=_echo_back, args=(listener.accept()[0],), daemon=True).start()
+        threading.Thread(target=_echo_back, args=(listener.accept()[0], context), daemon=True).start()
 
 
-def _echo_back(connection: socket.socket) -> None:
+def _echo_back(connection: socket.socket, context: ssl.SSLContext | None) -> None:
+    if context is not None:
+        connection = context.wrap_socket(connection, server_side=True)
     buffer = memoryview(bytearray(1024 * 1024))
     while count := connection.recv_into(buffer):
         connection.sendall(buffer[:count])
@@ -279,21 +291,24 @@ def _fill(connection: socket.socket, buffer: memoryview) -> None:
 def _main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "role", choices=["work", *(f"{kind}{end}" for kind in ("raw", "grpc", "grpc-sum") for end in ("", "-echo"))]
+        "role",
+        choices=["work", *(f"{kind}{end}" for kind in ("raw", "ssl", "grpc", "grpc-sum") for end in ("", "-echo"))],
     )
+    parser.add_argument("--tls-cert")
+    parser.add_argument("--tls-key")
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("addresses", nargs="*")
     options = parser.parse_args()
     if options.role == "work":
         _work(options.addresses, options.steps)
-    elif options.role == "raw":
-        _raw(options.addresses[0], options.steps)
+    elif options.role in ("raw", "ssl"):
+        _raw(options.addresses[0], options.steps, tls=options.role == "ssl")
     elif options.role in ("grpc", "grpc-sum"):
         _grpc(options.addresses[0], options.steps, sums=options.role == "grpc-sum")
     elif options.role in ("grpc-echo", "grpc-sum-echo"):
         _grpc_echo(sums=options.role == "grpc-sum-echo")
     else:
-        _raw_echo()
+        _raw_echo(options.tls_cert, options.tls_key)
 
 
 if __name__ == "__main__":

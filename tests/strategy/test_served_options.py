@@ -1,0 +1,125 @@
+"""Update on the server: options of optimizers end where plain Keras ends, with each rule.
+
+Those with Adam are in test_served_bucket.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import training
+from _pytest.mark import ParameterSet
+from keras_versions import KERAS_3_8
+
+import tfps
+from tfps.types import Argument, Options
+
+SERVER = tfps.Config(update="server", slice_bytes=4096, window_bytes=16384)
+SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.5)
+AVERAGE = {"use_ema": True, "ema_momentum": 0.9}
+SEVERAL = ("accumulated", "averaged")  # which have all of the others; these are long
+OPTIONS: dict[str, dict[str, Argument]] = {
+    "accumulated": {
+        "gradient_accumulation_steps": 2,
+        "global_clipnorm": 0.1,
+        "weight_decay": 0.01,
+        "learning_rate": SCHEDULE,
+        "loss_scale_factor": 1024.0,
+    },
+    "averaged": {
+        **AVERAGE,
+        "ema_overwrite_frequency": 3,
+        "clipnorm": 0.1,
+        "weight_decay": 0.01,
+        "learning_rate": SCHEDULE,
+    },
+    "weight_decay": {"weight_decay": 0.01},
+    "average": AVERAGE,
+    "schedule": {"learning_rate": SCHEDULE},
+    "clipvalue": {"clipvalue": 0.01},
+    "clipnorm": {"clipnorm": 0.1},
+    "global_clipnorm": {"global_clipnorm": 0.1},
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "loss_scale": {"loss_scale_factor": 1024.0},
+}
+BITWISE = ("SGD", "Nadam", "Ftrl", "Lion", "Adamax")
+CLOSE = ("RMSprop", "Adagrad", "Adadelta")
+QUICK = ("SGD", "Nadam", "Ftrl", "Lion", "RMSprop")
+# Products that TensorFlow reorders in plain Keras, where gradient, clipping and update are in one graph.
+REORDERED = {
+    *(("SGD", options) for options in ("accumulated", "global_clipnorm", "accumulation")),
+    ("Lion", "weight_decay"),
+}
+
+
+def cases(names: tuple[str, ...]) -> list[ParameterSet]:
+    newer = pytest.mark.skipif(KERAS_3_8, reason="Keras 3.8 creates these slots without naming their variable")
+    marks = {
+        (name, options): [
+            *([newer] if name in ("Ftrl", "Adagrad") else []),
+            *([] if name in QUICK and options in SEVERAL else [pytest.mark.long]),
+        ]
+        for name in names
+        for options in OPTIONS
+    }
+    return [pytest.param(*case, marks=found) for case, found in marks.items()]
+
+
+@pytest.fixture
+def here() -> Iterator[tfps.Strategy]:
+    strategy = tfps.Strategy(config=SERVER)
+    yield strategy
+    strategy.close()
+
+
+@pytest.fixture
+def as_written() -> Iterator[None]:
+    """TensorFlow computes products in the order in which the program has them."""
+    tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
+    yield
+    tf.config.optimizer.set_experimental_options({"arithmetic_optimization": True})
+
+
+def built(name: str, options: str) -> Callable[[], keras.optimizers.Optimizer]:
+    return lambda: getattr(keras.optimizers, name)(**OPTIONS[options])
+
+
+@pytest.mark.parametrize(("name", "options"), cases(BITWISE))
+def test_options_end_bitwise_equal_to_plain_keras(
+    request: pytest.FixtureRequest, here: tfps.Strategy, name: str, options: str
+) -> None:
+    if (name, options) in REORDERED:
+        request.getfixturevalue("as_written")
+    assert training.train(here, built(name, options)) == training.train(None, built(name, options))
+
+
+@pytest.mark.parametrize(("name", "options"), cases(CLOSE))
+def test_options_are_within_a_millionth_after_50_steps(here: tfps.Strategy, name: str, options: str) -> None:
+    epochs: Options = {"epochs": 10}  # of 5 steps
+    ends, expected = (training.train(each, built(name, options), **epochs) for each in (here, None))
+    for mine, plain in zip(ends[:6], expected[:6], strict=True):  # the weights
+        one, other = (np.frombuffer(each, np.float32) for each in (mine, plain))
+        assert np.abs(one - other).max() <= 1e-6 * np.abs(other).max()
+
+
+@pytest.mark.parametrize("name", ["AdamW", *(pytest.param(each, marks=pytest.mark.long) for each in ("Nadam", "Lion"))])
+def test_variables_that_do_not_decay_end_bitwise_equal_to_plain_keras(here: tfps.Strategy, name: str) -> None:
+    def optimizer() -> keras.optimizers.Optimizer:
+        made = getattr(keras.optimizers, name)(weight_decay=0.1, learning_rate=SCHEDULE)
+        made.exclude_from_weight_decay(var_names=["bias"])
+        return made
+
+    ends = training.train(here, optimizer)
+    assert ends == training.train(None, optimizer)
+    assert ends != training.train(None, built_with_decay(name))
+
+
+def built_with_decay(name: str) -> Callable[[], keras.optimizers.Optimizer]:
+    return lambda: getattr(keras.optimizers, name)(weight_decay=0.1, learning_rate=SCHEDULE)
