@@ -66,15 +66,15 @@ def strategy() -> Iterator[tfps.Strategy]:
     strategy.close()
 
 
-@pytest.fixture
-def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[tfps.Strategy]:
-    """One worker over gRPC, two pservers, one of them through shared memory, many small slices."""
+@pytest.fixture(params=["both", pytest.param("grpc", marks=pytest.mark.long)])
+def remote(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tfps.Strategy]:
+    """One worker, two pservers, many small slices: over a data connection and shared memory, or over gRPC."""
     import jobs
 
     import tfps
     from tfps.pserver.server import ParameterServer
 
-    jobs.use("both", monkeypatch)
+    jobs.use(request.param, monkeypatch)
     servers = [ParameterServer("127.0.0.1", 0, workers=1) for _ in range(2)]
     config = tfps.Config(slice_bytes=1024, window_bytes=2048)
     strategy = tfps.Strategy([server.address for server in servers], config=config)

@@ -323,6 +323,8 @@ class RawWorker:
 
     def close(self) -> None:
         self._outbox.put(None)
+        if (data := getattr(self, "data", None)) is not None:
+            data.close()
         self.pserver.close()
 
 

@@ -12,9 +12,15 @@ import pytest
 
 from tfps.pserver.server import ParameterServer
 
+SOCKETS = {"TFPS_SHARED_MEMORY": "0"}
+PATHS = {"shared memory": {}, "tcp": SOCKETS, "grpc": {**SOCKETS, "TFPS_TRANSPORT": "grpc"}}
 
-@pytest.fixture
-def server() -> Iterator[ParameterServer]:
+
+@pytest.fixture(params=["shared memory", *(pytest.param(path, marks=pytest.mark.long) for path in ("tcp", "grpc"))])
+def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ParameterServer]:
+    """A pserver; slices pass through each of the data paths."""
+    for name, value in PATHS[request.param].items():
+        monkeypatch.setenv(name, value)
     running = ParameterServer("127.0.0.1", 0, workers=2)
     yield running
     running.stop()

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import jobs
 import numpy as np
-import pytest
 from jobs import Cluster, push
 
 from tfps.exchange.interface import BucketSpec
 
 SPEC = BucketSpec(("kernel",), "sum", 1 << 20, "float32", 0)
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with Cluster() as cluster:
-        yield cluster
 
 
 def test_each_link_has_its_pserver_and_the_cpu_time_of_a_step_once_there_was_one(cluster: Cluster) -> None:

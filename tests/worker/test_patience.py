@@ -27,8 +27,9 @@ SPEC = BucketSpec(("dense/kernel", "dense/bias"), "sum", 4000, "float32", 0)
 ONES = np.ones(1000, np.float32)
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+@pytest.fixture(params=["tcp", *(pytest.param(path, marks=pytest.mark.long) for path in ("grpc", "shared memory"))])
+def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    jobs.use(request.param, monkeypatch)
     monkeypatch.setattr(patience, "PATIENCE_S", 0.3)
     with Cluster() as cluster:
         yield cluster

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jobs
@@ -24,12 +24,6 @@ from tfps.worker import tracer
 from tfps.worker.worker import Worker
 
 CHAIN = ("queued", "wire", "aggregate", "reply_queued", "reply_wire")
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with Cluster() as cluster:
-        yield cluster
 
 
 def shifted(seconds: float) -> Callable[[], int]:
