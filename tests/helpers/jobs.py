@@ -30,7 +30,7 @@ from tfps.wire import frames
 from tfps.wire.connection import dial
 from tfps.wire.control import INCARNATION_KEY, PROTOCOL_VERSION, PULL, PUSH, RANK_KEY, Pserver, method, settings_of
 from tfps.wire.parts import PART_BYTES, decode_part
-from tfps.wire.tcp_path import open_path
+from tfps.wire.tcp_path import Opening
 from tfps.worker import worker as worker_module
 from tfps.worker.worker import Worker
 
@@ -204,7 +204,7 @@ def use(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
             server, "_attached", lambda join: attached(join) if transport == "both" and join.pserver_index else None
         )
     if transport == "grpc":
-        monkeypatch.setattr(worker_module, "open_path", lambda _, *more: open_path("grpc", *more))
+        monkeypatch.setattr(worker_module, "Opening", lambda _, when: Opening("grpc", when))
     monkeypatch.setattr(RawWorker, "over_tcp", transport == "tcp")
 
 

@@ -1,6 +1,6 @@
 """Slices over a data connection, and the choice between it and gRPC.
 
-Tested in tests/worker/test_worker.py, tests/worker/test_worker_ends.py and tests/pserver/test_data_port.py.
+Also tested in tests/worker/test_worker_ends.py and tests/pserver/test_data_port.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from tfps.wire.send_queue import SendQueue
 from tfps.wire.stream import Path, Receiver
 
 logger = logging.getLogger("tfps")
-_DIAL_S = 5.0  # for a data port to answer; behind a firewall that drops packets it never does
+# For a data port to answer, and for others after one that did not: behind a firewall that drops packets none does.
+_DIAL_S, _NEXT_DIAL_S = 5.0, 1.0
 
 
 class TcpPath:
@@ -64,43 +65,46 @@ class TcpPath:
             self._connection.shut_down()
 
 
-def open_path(
-    transport: Transport,
-    pserver: Pserver,
-    index: int,
-    queue: SendQueue,
-    data_port: int,
-    incarnation: str,
-    rank: int,
-    when: Callable[[], str],
-) -> Path:
-    """Opens the data path of a joined worker, as `transport` says.
+class Opening:
+    """Opens the data paths of a worker to one pserver after the other, as `transport` says.
 
     Args:
-        data_port: the pserver's; 0 if it takes no data connections, as it uses TLS.
-
-    Raises:
-        ConfigError: `transport` is "tcp" and the pserver uses TLS.
-        ConnectError: `transport` is "tcp" and the pserver's data port cannot be reached.
-        TfpsError: the error with which the pserver refuses this worker.
+        when: `at step 17`, for messages.
     """
-    if transport == "tcp" and not data_port:
-        raise ConfigError(
-            f'transport must be "auto" or "grpc" with TLS, got "tcp": pserver {pserver.address} uses TLS, and data '
-            "connections are not encrypted"
-        )
-    if not data_port and transport != "grpc":
-        logger.info("tfps: pserver %s uses TLS: slices go through gRPC", pserver.address)
-    elif transport != "grpc":
-        try:
-            connection = dial(pserver.address, data_port, pserver.token, incarnation, rank, _DIAL_S)
-            return TcpPath(connection, pserver.address, index, queue, when)
-        except OSError as error:
-            where = f"pserver {pserver.address}: its data port {data_port} cannot be reached: {error}"
-            if transport == "tcp":
-                raise ConnectError(
-                    f"{where}; open the port between the hosts (tfps_pserver --data-port sets it), or set "
-                    'transport="auto"'
-                ) from error
-            logger.warning("tfps: %s; slices go through gRPC, which takes several times the CPU per byte", where)
-    return GrpcPath(pserver, queue, incarnation, rank, when)
+
+    def __init__(self, transport: Transport, when: Callable[[], str]) -> None:
+        self._transport, self._when, self._dial_s = transport, when, _DIAL_S
+
+    def open(self, pserver: Pserver, index: int, queue: SendQueue, data_port: int, incarnation: str, rank: int) -> Path:
+        """Opens the data path to `pserver`, which the worker has joined.
+
+        Args:
+            data_port: the pserver's; 0 if it takes no data connections, as it uses TLS.
+
+        Raises:
+            ConfigError: `transport` is "tcp" and the pserver uses TLS.
+            ConnectError: `transport` is "tcp" and the pserver's data port cannot be reached.
+            TfpsError: the error with which the pserver refuses this worker.
+        """
+        if self._transport == "tcp" and not data_port:
+            raise ConfigError(
+                f'transport must be "auto" or "grpc" with TLS, got "tcp": pserver {pserver.address} uses TLS, and data '
+                "connections are not encrypted"
+            )
+        if not data_port and self._transport != "grpc":
+            logger.info("tfps: pserver %s uses TLS: slices go through gRPC", pserver.address)
+        elif self._transport != "grpc":
+            try:
+                connection = dial(pserver.address, data_port, pserver.token, incarnation, rank, self._dial_s)
+                return TcpPath(connection, pserver.address, index, queue, self._when)
+            except OSError as error:
+                if isinstance(error, TimeoutError):  # a firewall, which probably hides the other ports, too
+                    self._dial_s = _NEXT_DIAL_S
+                where = f"pserver {pserver.address}: its data port {data_port} cannot be reached: {error}"
+                if self._transport == "tcp":
+                    raise ConnectError(
+                        f"{where}; open the port between the hosts (tfps_pserver --data-port sets it), or set "
+                        'transport="auto"'
+                    ) from error
+                logger.warning("tfps: %s; slices go through gRPC, which takes several times the CPU per byte", where)
+        return GrpcPath(pserver, queue, incarnation, rank, self._when)

@@ -34,7 +34,7 @@ from tfps.wire.memory import tune_malloc
 from tfps.wire.send_queue import Outgoing, SendQueue
 from tfps.wire.shared_memory import Sharing
 from tfps.wire.stream import WorkerStream
-from tfps.wire.tcp_path import open_path
+from tfps.wire.tcp_path import Opening
 from tfps.worker.assembly import named
 from tfps.worker.bucket import Push, PushedBucket
 from tfps.worker.declaring import Declarations
@@ -174,13 +174,11 @@ class Worker:
 
     def _join(self, job: str, deadline_s: float) -> None:
         joined = join(self._pservers, self.config, self._memory, deadline_s, job, self.rank, self.workers)
+        opening = Opening(self.config.transport, self._when)
         for index, (membership, shares_memory, data_port) in enumerate(joined):
             self._membership = membership
-            pserver, queue, transport = self._pservers[index], self._queues[index], self.config.transport
-            path = open_path(
-                transport, pserver, index, queue, data_port, membership.incarnation, membership.rank, self._when
-            )
-            self._streams[index].start(path)
+            of = data_port, membership.incarnation, membership.rank
+            self._streams[index].start(opening.open(self._pservers[index], index, self._queues[index], *of))
             if shares_memory:
                 self._memory.pservers.add(index)
 

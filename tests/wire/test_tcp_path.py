@@ -1,0 +1,51 @@
+"""Which data path a worker opens where the data port cannot be reached."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import pytest
+from jobs import Cluster
+
+from tfps.config import Config
+from tfps.pserver.server import ParameterServer
+from tfps.wire import tcp_path
+from tfps.wire.connection import dial
+
+CLOSED = Config(slice_bytes=1024, shared_memory=False)
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """A port that drops what comes, as behind a firewall: nobody accepts, and no more connections may wait."""
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        with pytest.raises(TimeoutError):
+            for _ in range(20):
+                stack.enter_context(socket.create_connection(listening.getsockname(), 0.5))
+        yield int(listening.getsockname()[1])
+
+
+def tells(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    """Makes all pservers tell `port` as that of their data connections."""
+    monkeypatch.setattr(ParameterServer, "_data_port", property(lambda _: port))
+
+
+def test_after_one_data_port_that_never_answers_the_others_get_less_time(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, silent: int
+) -> None:
+    given: list[float] = []
+
+    def dialled(*arguments: object) -> object:
+        given.append(float(str(arguments[-1])))
+        return dial(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tcp_path, "dial", dialled)
+    monkeypatch.setattr(tcp_path, "_DIAL_S", 0.4)
+    monkeypatch.setattr(tcp_path, "_NEXT_DIAL_S", 0.1)
+    tells(monkeypatch, silent)
+    cluster.worker(cluster.pservers(3, 1), config=CLOSED)
+    assert given == [0.4, 0.1, 0.1]
+    assert caplog.text.count("cannot be reached: timed out") == 3
