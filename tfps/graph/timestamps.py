@@ -36,7 +36,7 @@ class PassedGates:
     noted: int = 0  # number of ops that belong to steps already sent
 
 
-class Noted(NamedTuple):
+class NotedTimes(NamedTuple):
     """The timestamps of one send.
 
     Attributes:
@@ -72,14 +72,14 @@ class Timestamps:
         self._replica = replica
         self._landmarks = Landmarks(self._graph, self._inputs, since=self._passed.noted)
 
-    def of_bucket(self, variables: Sequence[str], whole: bool) -> Noted:
+    def of_bucket(self, variables: Sequence[str], whole: bool) -> NotedTimes:
         """Returns timestamps for a bucket of `variables` (unique ids, in forward order); `whole`: the step's, too."""
         with self._graph.as_default(), tf.control_dependencies(None), tf.device(None):
             read, variable = self._read(variables)
             step = self._step() if whole and self._replica == 0 else []
         if not step and not read:
-            return Noted()
-        return Noted((*(step or [0.0, 0.0]), *(read or [0.0, 0.0])), variable, bool(step))
+            return NotedTimes()
+        return NotedTimes((*(step or [0.0, 0.0]), *(read or [0.0, 0.0])), variable, bool(step))
 
     def done(self) -> None:
         """Ends the emission: all its sends have been built."""

@@ -1,7 +1,4 @@
-"""Takes the timestamps of inner steps: of steps that exchange nothing, or only sometimes.
-
-Tested in tests/strategy/test_outer.py.
-"""
+"""Takes the timestamps of inner steps: of steps that exchange nothing, or only sometimes."""
 
 from __future__ import annotations
 

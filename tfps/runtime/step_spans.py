@@ -65,6 +65,7 @@ class StepSpans:
         self._offset_ns = 0  # wall clock minus the recorder's
         self._compared_ns = -_COMPARE_NS
         self._open: dict[int, _Step] = {}  # by ticket; pump thread only
+        self._rounds: dict[int, int] = {}  # by bucket: its last one that was sent and recorded; pump thread only
         self._until_ns = 0  # the end of the last step
         self._asked_ns = 0  # the first request for a batch outside of a graph
         self._eager_steps = 0
@@ -87,6 +88,7 @@ class StepSpans:
         """Records a message of `transfer` in round `step` of its bucket; `done` is its `self.done` before the send."""
         if not isinstance(transfer, DeferredUpdate):
             return
+        self._rounds[transfer.bucket] = step
         first, *others = [each.numpy().tolist() for each in transfer.times]  # no TensorFlow ops: they cost more
         ready = self._ns(max(first[0], *(each[0] for each in others)) if others else first[0])
         spec = transfer.spec
@@ -106,12 +108,14 @@ class StepSpans:
 
     def inner_step(self, ticket: int, times: Sequence[float], awaited: Sequence[Awaited]) -> None:
         """Records a step of a local mode. The end of the last exchange of a bucket opened its gate, if it did wait."""
-        number, *seconds = times[1], times[0], *times[2:]
-        ready, begin, forward, *waits = map(self._ns, seconds)
-        step = _Step(self._asked_of(ticket), 0, int(number), True, begin, forward, ready, ready)
+        number = int(times[1])
+        ready, begin, forward, *waits = map(self._ns, (times[0], *times[2:]))
+        step = _Step(self._asked_of(ticket), 0, number, True, begin, forward, ready, ready)
         for (bucket, spec, variable), wanted, opened in zip(awaited, waits[::2], waits[1::2], strict=True):
-            last, end = self.done.get(bucket, (0, opened))
-            opened = min(opened, ready, max(end, wanted))
+            done, end = self.done.get(bucket, (-1, 0))
+            last = self._rounds.get(bucket, done)
+            # A gate opens a moment before its update has ended: of the last round that may not be known yet.
+            opened = min(opened, ready, max(end, wanted)) if done == last else min(opened, ready)
             if wanted and opened - wanted > _WAITED_NS:
                 self.waited(wanted, opened, bucket, spec, last, variable)
         self._record(step)

@@ -16,8 +16,7 @@ import tensorflow as tf
 from tfps.errors import UnsupportedError
 from tfps.graph import ops as graph_ops
 from tfps.graph.tf_private import distribute_lib, ops, outer_graphs
-from tfps.graph.timestamps import Noted as NoTimes
-from tfps.graph.timestamps import PassedGate, Timestamps
+from tfps.graph.timestamps import NotedTimes, PassedGate, Timestamps
 from tfps.runtime import transfers
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import DeferredUpdate, Group
@@ -222,7 +221,7 @@ class Emitter:
                 continue
             transfer = self._transfer(bucket, numbers[bucket], group)
             transfer.leads = bucket.spec.priority == last
-            noted_times = timestamps.of_bucket(bucket.ids, whole=transfer.leads) if timestamps else NoTimes()
+            noted_times = timestamps.of_bucket(bucket.ids, whole=transfer.leads) if timestamps else NotedTimes()
             if replica == 0:
                 transfer.read, transfer.whole = noted_times.variable, noted_times.whole
             carries = index % self._replicas == replica
