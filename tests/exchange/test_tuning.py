@@ -136,6 +136,7 @@ def test_buckets_that_not_every_rank_knows_yet_stay_as_they_are(cluster: Cluster
 def test_a_job_with_auto_sizes_tunes_itself_once_the_network_was_busy(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    use("grpc", monkeypatch)  # where windows limit what is in flight
     monkeypatch.setattr("tfps.worker.tuner._BUSY_S", 0.001)
     config = Config(window_bytes=1024, step_timeout_s=DEADLINE_S)  # so small that slices wait on any network
     members = cluster.workers(cluster.pservers(2, 2), 2, config=config)
