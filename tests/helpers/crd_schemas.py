@@ -40,13 +40,35 @@ INDEXED_JOB = fields(
     completions=COUNT,
     parallelism=COUNT,
     backoffLimit=COUNT,
+    podFailurePolicy=fields(
+        "rules",
+        rules=items(
+            fields(
+                "action",
+                action=one_of("FailJob", "Ignore", "Count", "FailIndex"),
+                onPodConditions=items(fields("type", "status", type=STRING, status=one_of("True", "False", "Unknown"))),
+            )
+        ),
+    ),
     template=ANYTHING,
+)
+FAILURE_RULE = fields(
+    "name",
+    "action",
+    name={"type": "string", "pattern": "^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"},
+    action=one_of("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"),
+    onJobFailureReasons=items(
+        one_of(
+            *("BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes", "MaxFailedIndexesExceeded"),
+            "PodFailurePolicy",
+        )
+    ),
 )
 JOB_SET_SPEC = fields(
     "replicatedJobs",
     network=fields(enableDNSHostnames=FLAG, publishNotReadyAddresses=FLAG, subdomain=NAME),
     successPolicy=fields("operator", operator=one_of("All", "Any"), targetReplicatedJobs=items(NAME)),
-    failurePolicy=fields(maxRestarts=COUNT),
+    failurePolicy=fields(maxRestarts=COUNT, rules=items(FAILURE_RULE)),
     replicatedJobs=items(
         fields(
             "name",

@@ -34,7 +34,8 @@ EVERYTHING = (
     *("--image", "registry/me/train:1", "--pserver-image", "registry/me/pserver:1", "--namespace", "research"),
     *("--name", "my-job", "--workers", "3", "--pservers", "2", "--gpus", "2", "--restarts", "1", "--user", "0"),
     *("--worker-resources", "cpu=500m,memory=1.5Gi", "--pserver-resources", "cpu=2,memory=512Mi"),
-    *("--tls-secret", "my-tls", "--token-secret", "my-token", "--volume", "data=/data", "--volume", "out=/out"),
+    *("--tls-secret", "my-tls", "--token-secret", "my-token"),
+    *("--volume", "data=/data", "--volume", "out=/out", "--volume", "data=/again"),
     *("--env", "TFPS_CHECK_EVERY=10", "--env", "PRICE=$5 $(HOME) $$", "-m", "my.module", "--text", "a: $(TFPS_RANK)"),
 )
 SECRETS = {
@@ -176,6 +177,36 @@ def test_a_worker_learns_its_place_from_its_variables(form: str) -> None:
 
 
 @pytest.mark.parametrize("restarts", [0, 1, 3])
+@pytest.mark.parametrize("workers", [1, 5])
+def test_a_restart_of_all_workers_counts_as_one_failure_of_each_and_not_as_many_of_the_job(
+    workers: int, restarts: int
+) -> None:
+    options = ("--workers", str(workers), "--restarts", str(restarts), *DEFAULT[:2], "train.py")
+    spec = by_kind(documents(*options), "Job")["spec"]
+    assert "backoffLimit" not in spec  # of the job: the wait for a restart would double with every worker
+    assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"]) == (restarts, 0)
+    assert (spec["completionMode"], spec["template"]["spec"]["restartPolicy"]) == ("Indexed", "Never")
+
+
+@pytest.mark.parametrize("form", ["job", "jobset", "runtime"])
+def test_a_preempted_pod_does_not_count(form: str) -> None:
+    found = documents("--as", form, *DEFAULT)
+    if form == "job":
+        specs, action = [by_kind(found, "Job")["spec"]], "Ignore"
+    else:
+        made = found[0]["spec"] if form == "jobset" else found[0]["spec"]["template"]["spec"]
+        specs, action = [each["template"]["spec"] for each in made["replicatedJobs"]], "FailJob"
+        (rule,) = made["failurePolicy"]["rules"]
+        assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+        assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+    for spec in specs:
+        check({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": spec})
+        (rule,) = spec["podFailurePolicy"]["rules"]
+        assert rule["action"] == action
+        assert [condition["type"] for condition in rule["onPodConditions"]] == ["DisruptionTarget"]
+
+
+@pytest.mark.parametrize("restarts", [0, 1, 3])
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_a_tf_job_survives_as_many_failures_of_all_workers_as_asked_for(workers: int, restarts: int) -> None:
     options = ("--workers", str(workers), "--restarts", str(restarts), *DEFAULT[:2], "train.py")
@@ -206,7 +237,7 @@ def test_arguments_and_values_reach_the_script_as_they_are_given(form: str) -> N
         assert worker.argv == ("python", "-m", "my.module", "--text", "a: $(TFPS_RANK)")
         assert worker.env["PRICE"] == "$5 $(HOME) $$"
         assert worker.env["TFPS_CHECK_EVERY"] == "10"
-        assert worker.claims == {"/data": "data", "/out": "out"}
+        assert worker.claims == {"/data": "data", "/out": "out", "/again": "data"}
 
 
 def test_a_line_break_in_an_argument_does_not_end_the_comment() -> None:
@@ -249,6 +280,14 @@ def test_gpus_and_memory_are_limits_of_workers_only(form: str) -> None:
     }
 
 
+def test_all_that_is_requested_but_cpu_and_disk_is_a_limit() -> None:
+    given = {"cpu": "4", "memory": "8Gi", "ephemeral-storage": "1Gi", "amd.com/gpu": "2", "hugepages-2Mi": "64Mi"}
+    text = ",".join(f"{name}={quantity}" for name, quantity in given.items())
+    (worker, *_) = pods("worker", "--worker-resources", text, *DEFAULT)
+    limits = {name: given[name] for name in ("memory", "amd.com/gpu", "hugepages-2Mi")}
+    assert worker.container["resources"] == {"requests": given, "limits": limits}
+
+
 def test_probes_ask_the_metrics_port_or_only_connect() -> None:
     (pserver, *_) = pods("pserver", *DEFAULT)
     (bare, *_) = pods("pserver", "--no-metrics", *DEFAULT)
@@ -287,6 +326,13 @@ def test_the_names_that_a_certificate_needs_are_those_that_workers_call(form: st
         (["--print", "--image", "i", "--worker-resources", "memory=8GB", "x.py"], "memory must be a quantity such as"),
         (["--print", "--image", "i", "--worker-resources", "8Gi", "x.py"], "must be NAME=VALUE, got '8Gi'"),
         (["--print", "--image", "i", "--volume", "data=data", "x.py"], "--volume must be CLAIM=PATH with an absolute"),
+        (
+            ["--print", "--image", "i", "--volume", "data=/a", "--volume", "out=/a/", "x.py"],
+            "--volume must have another PATH each time, got /a more than once",
+        ),
+        (["--print", "--image", "i", "--env", "TFPS_RANK=1", "x.py"], "got TFPS_RANK; leave it out"),
+        (["--print", "--image", "i", "--env", "TFPS_WORKERS=8", "x.py"], "got TFPS_WORKERS; use --workers"),
+        (["--print", "--image", "i", "--env", "TFPS_TLS_CA=ca.pem", "x.py"], "got TFPS_TLS_CA; use --tls-secret"),
         (["--print", "--image", "i", "--env", "A-B=1", "x.py"], "--env must be NAME=VALUE, got the name 'A-B'"),
         (["--print", "--image", "i", "--as", "tfjob", "--service-monitor", "x.py"], "must come with --as job"),
     ],

@@ -117,7 +117,7 @@ def _job_set_spec(
     worker = worker_container(job, worker_environment(job, place), worker_name)
     # Every failure is for the JobSet: its restart begins with new pods for all.
     pservers, workers = (
-        indexed_job(job, role, pod(job, role, container, "Never"), 0)
+        indexed_job(job, role, pod(job, role, container, "Never"), {"backoffLimit": 0}, "FailJob")
         for role, container in (("pserver", pserver), ("worker", worker))
     )
     labels = {"metadata": {"labels": _TRAINER}} if worker_name == _NODE else {}
@@ -126,7 +126,16 @@ def _job_set_spec(
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
         | ({"subdomain": subdomain} if subdomain else {}),
         "successPolicy": {"operator": "All", "targetReplicatedJobs": [worker_name]},
-        "failurePolicy": {"maxRestarts": job.restarts},
+        "failurePolicy": {
+            "maxRestarts": job.restarts,
+            "rules": [
+                {
+                    "name": "disrupted",
+                    "action": "RestartJobSetAndIgnoreMaxRestarts",
+                    "onJobFailureReasons": ["PodFailurePolicy"],
+                }
+            ],
+        },
         "replicatedJobs": [
             {"name": "pserver", "replicas": 1, "template": {"spec": pservers}},
             {"name": worker_name, "replicas": 1, "template": {**labels, "spec": workers}},

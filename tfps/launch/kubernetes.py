@@ -19,8 +19,8 @@ from tfps.launch.manifests import (
     KubernetesJob,
     Manifest,
     manifests,
+    metadata,
     service_monitor,
-    token_secret,
 )
 from tfps.types import Argument
 
@@ -80,7 +80,7 @@ def parse(argv: Sequence[str]) -> Order:
             f"--{role}-resources",
             type=_pairs,
             metavar="NAME=QUANTITY,...",
-            help=f"of each {role}, such as cpu=4,memory=8Gi; memory is also its limit",
+            help=f"of each {role}, such as cpu=4,memory=8Gi; all but cpu and ephemeral-storage is also its limit",
         )
     add("--gpus", type=int, default=0, metavar="N", help="GPUs of each worker (default 0)")
     add("--gpu-resource", default=KubernetesJob.gpu_resource, metavar="NAME", help="(default %(default)s)")
@@ -133,7 +133,7 @@ def parse(argv: Sequence[str]) -> Order:
             tls_secret=options.tls_secret,
             metrics_port=options.metrics_port,
             restarts=options.restarts,
-            volumes=dict(options.volume),
+            volumes=tuple(options.volume),
             variables=dict(options.env),
             user=options.user,
             **resources,
@@ -172,6 +172,17 @@ def documents(order: Order) -> list[Manifest]:
     if order.generate_token:
         made.insert(0, token_secret(order.job, secrets.token_hex(32)))
     return made
+
+
+def token_secret(job: KubernetesJob, token: str) -> Manifest:
+    """The Secret with the job token, in clear: whoever reads this manifest has it."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata(job, job.secret, "token"),
+        "type": "Opaque",
+        "stringData": {"token": token},
+    }
 
 
 def comment(order: Order, argv: Sequence[str]) -> list[str]:

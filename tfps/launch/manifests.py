@@ -30,6 +30,15 @@ MAX_NAME = 40  # with what controllers append, names of pods stay below the 63 c
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_INSTEAD_OF = {
+    "TFPS_RANK": "leave it out, each pod learns its own",
+    "TFPS_WORKERS": "use --workers",
+    "TFPS_PSERVERS": "use --pservers, whose addresses it gets",
+    "TFPS_JOB": "use --name",
+    "TFPS_TOKEN_FILE": "use --token-secret",
+    "TFPS_TLS_*": "use --tls-secret",
+}
+_MAY_EXCEED = ("cpu", "ephemeral-storage")  # what is requested of these is no limit; of devices it has to be one
 
 
 @dataclass(frozen=True)
@@ -42,14 +51,14 @@ class KubernetesJob:
         workers, pservers: numbers of pods.
         pserver_image: "": `image`, which then needs the extra `metrics` too.
         namespace: "": that of kubectl's context.
-        worker_resources, pserver_resources: what a pod requests, such as cpu -> 4 and memory -> 8Gi. Memory is also the
-            limit, by which a pserver knows how much a job may declare.
+        worker_resources, pserver_resources: what a pod requests, such as cpu -> 4 and memory -> 8Gi. All but cpu and
+            ephemeral-storage is also the limit. By that of memory a pserver knows how much a job may declare.
         gpus: per worker, as `gpu_resource`.
         token_secret: Secret whose key `token` is the job token; "": NAME-token.
         tls_secret: Secret with `tls.crt`, `tls.key` and `ca.crt` for all pods; "": no TLS.
         metrics_port: of pservers, for Prometheus and probes; None: no metrics, probes only connect.
         restarts: how often all workers may start anew after one has failed.
-        volumes: PersistentVolumeClaim -> path in workers.
+        volumes: pairs of a PersistentVolumeClaim and its path in workers.
         variables: further environment variables of workers.
         user: numeric id that all pods run as; 0 is root.
 
@@ -72,7 +81,7 @@ class KubernetesJob:
     tls_secret: str = ""
     metrics_port: int | None = 9100
     restarts: int = 3
-    volumes: Mapping[str, str] = field(default_factory=dict)
+    volumes: Sequence[tuple[str, str]] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     user: int = 10001
 
@@ -94,9 +103,14 @@ class KubernetesJob:
         for name in self.variables:
             if not _VARIABLE.fullmatch(name):
                 raise ConfigError(f"--env must be NAME=VALUE, got the name {name!r}")
-        for claim, path in self.volumes.items():
+            if instead := _INSTEAD_OF.get("TFPS_TLS_*" if name.startswith("TFPS_TLS_") else name):
+                raise ConfigError(f"--env must not be a variable that tfps_launch sets itself, got {name}; {instead}")
+        paths = [PurePosixPath(path) for _, path in self.volumes]
+        for claim, path in self.volumes:
             if not path.startswith("/"):
                 raise ConfigError(f"--volume must be CLAIM=PATH with an absolute path, got {claim}={path}")
+        if twice := {path for path in paths if paths.count(path) > 1}:
+            raise ConfigError(f"--volume must have another PATH each time, got {min(twice)} more than once; change one")
 
     @property
     def secret(self) -> str:
@@ -128,7 +142,7 @@ def literal(text: str) -> str:
 
 
 def _resources(requests: Mapping[str, str], gpus: Mapping[str, str]) -> Manifest:
-    limits = {name: quantity for name, quantity in requests.items() if name == "memory"}
+    limits = {name: quantity for name, quantity in requests.items() if name not in _MAY_EXCEED}
     return {"requests": {**requests, **gpus}, "limits": {**limits, **gpus}}
 
 
@@ -174,10 +188,16 @@ def worker_environment(job: KubernetesJob, place: Sequence[Manifest]) -> list[Ma
     return [*place, *environment({**_common_variables(job), **settings})]
 
 
+def _volume_names(job: KubernetesJob) -> dict[str, str]:
+    """A pod's name for each claim, which may have several paths."""
+    return {claim: f"volume-{index}" for index, claim in enumerate(dict(job.volumes))}
+
+
 def worker_container(job: KubernetesJob, env: list[Manifest], name: str = "worker") -> Manifest:
     """Runs the script."""
     gpus = {job.gpu_resource: str(job.gpus)} if job.gpus else {}
-    mounts = [{"name": f"volume-{index}", "mountPath": path} for index, path in enumerate(job.volumes.values())]
+    names = _volume_names(job)
+    mounts = [{"name": names[claim], "mountPath": path} for claim, path in job.volumes]
     if job.gpus > 1:
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
     return {
@@ -248,8 +268,7 @@ def pod(job: KubernetesJob, role: str, container: Manifest, restart: str | None 
         volumes.append({"name": "tls", "secret": {"secretName": job.tls_secret, "defaultMode": 0o440}})
     if role == "worker":
         volumes += [
-            {"name": f"volume-{index}", "persistentVolumeClaim": {"claimName": claim}}
-            for index, claim in enumerate(job.volumes)
+            {"name": name, "persistentVolumeClaim": {"claimName": claim}} for claim, name in _volume_names(job).items()
         ]
         if job.gpus > 1:  # NCCL joins the GPUs of a pod through shared memory, of which pods have 64 MB
             volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
@@ -281,14 +300,23 @@ def pod(job: KubernetesJob, role: str, container: Manifest, restart: str | None 
     return {"metadata": {"labels": labels(job, role)}, "spec": spec}
 
 
-def indexed_job(job: KubernetesJob, role: str, template: Manifest, backoff: int) -> Manifest:
-    """The spec of a Job with an index for every pod."""
+def indexed_job(job: KubernetesJob, role: str, template: Manifest, failures: Manifest, disrupted: str) -> Manifest:
+    """The spec of a Job with an index for every pod.
+
+    Args:
+        failures: fields that say how many pods may fail.
+        disrupted: action for a pod that Kubernetes itself ends (preemption, a node that is gone), which is not the
+            program's fault.
+    """
     count = job.workers if role == "worker" else job.pservers
     return {
         "completionMode": "Indexed",
         "completions": count,
         "parallelism": count,
-        "backoffLimit": backoff,
+        **failures,
+        "podFailurePolicy": {
+            "rules": [{"action": disrupted, "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+        },
         "template": template,
     }
 
@@ -360,11 +388,9 @@ def manifests(job: KubernetesJob) -> list[Manifest]:
     }
     env = worker_environment(job, [from_field("TFPS_RANK", RANK), *environment(launch.worker_variables())])
     template = pod(job, "worker", worker_container(job, env), "Never")
-    # One worker that fails makes all others fail.
-    spec = indexed_job(job, "worker", template, job.restarts * job.workers)
-    # What Kubernetes does to a pod (preemption, a node that is gone) is not the program's fault and does not count.
-    disrupted = {"type": "DisruptionTarget", "status": "True"}
-    spec["podFailurePolicy"] = {"rules": [{"action": "Ignore", "onPodConditions": [disrupted]}]}
+    # One worker that fails makes all others fail. If these counted together, each would double the wait for a restart.
+    failures = {"backoffLimitPerIndex": job.restarts, "maxFailedIndexes": 0}
+    spec = indexed_job(job, "worker", template, failures, "Ignore")
     workers: Manifest = {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -372,14 +398,3 @@ def manifests(job: KubernetesJob) -> list[Manifest]:
         "spec": spec,
     }
     return [service, stateful_set, workers, disruption_budget(job, "pserver"), disruption_budget(job, "worker")]
-
-
-def token_secret(job: KubernetesJob, token: str) -> Manifest:
-    """The Secret with the job token, in clear: whoever reads this manifest has it."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": metadata(job, job.secret, "token"),
-        "type": "Opaque",
-        "stringData": {"token": token},
-    }
