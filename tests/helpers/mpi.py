@@ -24,9 +24,9 @@ import os, sys
 from tfps.config import Config
 from tfps.errors import TfpsError
 from tfps.launch.meeting import meet
-from tfps.launch.ranks import ranks_of
+from tfps.launch.places import locate
 from tfps.worker.worker import Worker
-ranks = ranks_of(os.environ)
+ranks = locate(None).others
 try:
     variables = meet(ranks, os.environ.get("TFPS_TOKEN_FILE", ""), float(os.environ.get("LIMIT_S", 60)))
 except TfpsError as error:
@@ -68,10 +68,15 @@ def mpirun(mpi: str, *arguments: object, **more: str) -> subprocess.CompletedPro
     )
 
 
-def two_hosts(folder: Path) -> list[object]:
-    """Options by which Open MPI takes this machine for two hosts of two processes each."""
+def two_hosts(folder: Path, *, with_names: bool = False) -> list[object]:
+    """Options by which Open MPI takes this machine for two hosts of two processes each.
+
+    Args:
+        with_names: the second one has a name of its own, which nobody can resolve (needs root).
+    """
     agent = folder / "agent"  # in the place of ssh
-    agent.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
+    command = 'unshare --uts sh -c "hostname other; $*"' if with_names else 'sh -c "$*"'
+    agent.write_text(f"#!/bin/sh\nshift\nexec {command}\n")
     agent.chmod(0o755)
     # Both have the same files in shared memory: MPI must use sockets.
     return [

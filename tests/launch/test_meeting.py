@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -10,11 +11,12 @@ from pathlib import Path
 import jobs
 import mpi
 import numpy as np
+import psutil
 import pytest
 
 from tfps.errors import ConfigError
 from tfps.launch.meeting import meet
-from tfps.launch.own_pserver import Found
+from tfps.launch.own_pserver import Found, start_pserver
 from tfps.launch.ranks import Ranks
 
 TRAINING = """
@@ -65,6 +67,23 @@ def test_what_rank_0_tells_arrives_and_does_not_show_the_token() -> None:
 def test_who_cannot_find_the_others_says_what_to_do(ranks: Ranks, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         meet(ranks, "", 1.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or (os.cpu_count() or 1) < 2, reason="needs Linux and several CPUs")
+def test_a_pserver_may_use_all_cpus_though_its_worker_is_bound_to_one() -> None:
+    free, others = os.sched_getaffinity(0), set(psutil.Process().children())
+    one = {min(free)}
+    os.sched_setaffinity(0, one)
+    try:
+        start_pserver(Found.new(1, ""), 1, "", on_one_host=True)
+        (pserver,) = set(psutil.Process().children()) - others
+        try:
+            assert {*pserver.cpu_affinity()} >= free > one
+            assert os.sched_getaffinity(0) == one
+        finally:
+            pserver.kill()
+    finally:
+        os.sched_setaffinity(0, free)
 
 
 @pytest.mark.long

@@ -130,6 +130,19 @@ def test_pservers_without_tls_are_not_started_for_workers_with_tls(monkeypatch: 
         find(None, tfps.Config(tls_ca="ca.pem"))
 
 
+def test_an_embedded_pserver_does_not_stand_in_for_those_that_several_processes_lack(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    met = {"TFPS_PSERVERS": "", "TFPS_RANK": "1", "TFPS_WORKERS": "4"}
+    for name, value in {**MPIRUN, **met}.items():
+        monkeypatch.setenv(name, value)
+    for name in met:  # until the processes have met; the test's own end removes them
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("tfps.strategy.cluster.meet", lambda *_: met)
+    with pytest.raises(tfps.ConfigError, match="has started 4 processes, but none of them has started a pserver"):
+        find(None, tfps.Config())
+
+
 def test_without_any_rank_the_order_of_joining_decides() -> None:
     assert resolve(["x:1", "y:2"], {}) == Cluster(("x:1", "y:2"), None, None)
 

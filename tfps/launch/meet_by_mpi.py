@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from tfps.errors import ConfigError, WaitTimeoutError
 from tfps.launch.own_pserver import Found, start_pserver
@@ -16,7 +17,7 @@ from tfps.types import Communicator
 _ABIS = {"OMPI_COMM_WORLD_RANK": "openmpi", "PMI_RANK": "mpich"}
 _LOOK_S = 0.01
 _ONE_BYTES, _ALL_BYTES = 4096, 1 << 20  # of messages: about one pserver, about those of 4096 hosts
-_JOB, _PSERVER, _ALL = 7701, 7702, 7703  # tags that a program's own messages hardly have
+_JOB, _PSERVER, _ALL, _HERE = 7701, 7702, 7703, 7704  # tags that a program's own messages hardly have
 
 
 def communicator(ranks: Ranks) -> Communicator:
@@ -48,11 +49,14 @@ def meet(world: Communicator, ranks: Ranks, token_file: str, timeout_s: float) -
     """Starts a pserver in one process of each host, and lets all know where they are.
 
     Raises:
+        ConfigError: no process has started one.
         ConnectError: a pserver did not start.
         WaitTimeoutError: others did not come in time.
     """
     exchange = _Exchange(world, ranks, time.monotonic() + timeout_s, timeout_s)
     others = range(1, world.Get_size())
+    if ranks.local_rank is None:
+        ranks = replace(ranks, local_rank=_local_rank(exchange, world, ranks.rank))
     if ranks.rank != 0:
         (line,) = exchange.receive([0], _JOB)
         found = Found.from_line(line)
@@ -64,6 +68,11 @@ def meet(world: Communicator, ranks: Ranks, token_file: str, timeout_s: float) -
         exchange.send(rank, _JOB, found.line())
     own = _own_pserver(found, ranks, token_file)
     offers = [line.decode().split(" ") for line in (own, *exchange.receive(others, _PSERVER)) if line]
+    if not offers:
+        raise ConfigError(
+            f"one process of each host starts a pserver, the one with local rank 0, but none of the {ranks.workers} "
+            f"processes of {ranks.source} has it; start tfps_pserver and set TFPS_PSERVERS=HOST:PORT,..."
+        )
     # Hosts of a job know each other by name, as mpirun does. Where one does not, as in containers, none is trusted.
     by_name = all(_resolves(name) for _, name in offers)
     found = found.at(*(f"{name}:{address.rpartition(':')[2]}" if by_name else address for address, name in offers))
@@ -71,6 +80,23 @@ def meet(world: Communicator, ranks: Ranks, token_file: str, timeout_s: float) -
         exchange.send(rank, _ALL, found.line())
     exchange.finish()
     return found
+
+
+def _local_rank(exchange: _Exchange, world: Communicator, rank: int) -> int:
+    """The place of this process among those of its host, where no variable says it."""
+    # MPI waits without end for processes that do not come: first all say that they are here.
+    others = range(1, world.Get_size())
+    if rank == 0:
+        exchange.receive(others, _HERE)
+        for other in others:
+            exchange.send(other, _HERE, b"all")
+    else:
+        exchange.send(0, _HERE, b"here")
+        exchange.receive([0], _HERE)
+    of_host = world.Split_type(importlib.import_module("mpi4py.MPI").COMM_TYPE_SHARED)
+    local_rank: int = of_host.Get_rank()
+    of_host.Free()
+    return local_rank
 
 
 def _own_pserver(found: Found, ranks: Ranks, token_file: str) -> bytes:

@@ -5,6 +5,7 @@ Tested in tests/launch/test_meeting.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -12,6 +13,7 @@ import selectors
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from tfps.errors import ConnectError
@@ -63,15 +65,35 @@ def start_pserver(found: Found, workers: int, token_file: str, *, on_one_host: b
     arguments = job.pserver_arguments("127.0.0.1" if on_one_host else "")
     # Certificates are for hosts that somebody has chosen.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TFPS_TLS_")}
-    pserver = subprocess.Popen(
-        [sys.executable, "-m", "tfps.cli", *arguments, "--while-needed"],
-        env={**environment, **job.pserver_variables()},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is for workers
-    )
+    with on_all_cpus():
+        pserver = subprocess.Popen(
+            [sys.executable, "-m", "tfps.cli", *arguments, "--while-needed"],
+            env={**environment, **job.pserver_variables()},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for workers
+        )
     _kept.append(pserver)
     return _address(pserver)
+
+
+@contextlib.contextmanager
+def on_all_cpus() -> Iterator[None]:
+    """What this thread starts may use every CPU that the machine, or its container, allows (Linux).
+
+    mpirun binds a process to a core, and what that starts inherits it: a pserver would share the core of its worker.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    own = os.sched_getaffinity(0)  # of this thread only
+    with contextlib.suppress(OSError):  # forbidden: the pserver is slower then, but works
+        os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, own)
 
 
 def _address(pserver: subprocess.Popen[bytes]) -> str:

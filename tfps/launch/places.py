@@ -2,7 +2,7 @@
 
 Without TensorFlow, whose cluster resolvers `tfps/strategy/cluster.py` knows.
 
-Tested in tests/strategy/test_cluster.py and tests/doctor/test_run.py.
+Tested in tests/launch/test_places.py, tests/strategy/test_cluster.py and tests/doctor/test_run.py.
 """
 
 from __future__ import annotations
@@ -98,9 +98,21 @@ def cluster_of(
 
 
 def started_with(launch: Launch, environment: Mapping[str, str]) -> Ranks | None:
-    """The processes of mpirun or srun, if TFPS_WORKERS does not say that the job consists of others."""
+    """The processes of mpirun or srun, if TFPS_WORKERS does not say that the job consists of others.
+
+    Raises:
+        ConfigError: TFPS_WORKERS has to say how many they are, and is not above the rank of this one.
+    """
     others = ranks_of(environment)
-    if others is not None and others.workers is None:
+    if launch.workers == 1:  # each trains alone
+        return None
+    if others is not None and others.workers is None and launch.workers is not None:
+        if others.rank >= launch.workers and launch.rank is None:
+            raise ConfigError(
+                f"TFPS_WORKERS must be the number of processes that {others.source} has started, above "
+                f"{others.variable}={others.rank}, got {launch.workers}; set it to that number, or to 1 if each "
+                "process is to train alone"
+            )
         others = replace(others, workers=launch.workers)
     return others if others is None or launch.workers in (None, others.workers) else None
 

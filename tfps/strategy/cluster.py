@@ -22,7 +22,7 @@ def find(pservers: Sequence[str] | tf.distribute.cluster_resolver.ClusterResolve
     use the same, and so do processes that the program starts.
 
     Raises:
-        ConfigError: see `resolve`; or there is no way to find the other processes.
+        ConfigError: see `resolve`; or there is no way to find the other processes, or none has started a pserver.
         ConnectError: a pserver did not start.
         WaitTimeoutError: not all processes came within `config.connect_timeout_s`.
     """
@@ -36,7 +36,13 @@ def find(pservers: Sequence[str] | tf.distribute.cluster_resolver.ClusterResolve
             "set; start tfps_pserver with its certificates and set TFPS_PSERVERS"
         )
     os.environ.update(meet(cluster.others, security.token_file, config.connect_timeout_s))
-    return resolve(None)
+    found = resolve(None)
+    if not found.pservers:  # an embedded one would let each process train alone
+        raise ConfigError(
+            f"{cluster.others.source} has started {cluster.others.workers} processes, but none of them has started a "
+            "pserver; start tfps_pserver and set TFPS_PSERVERS=HOST:PORT,..."
+        )
+    return found
 
 
 def resolve(
