@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import resource
 import sys
+from pathlib import Path
 
 import pytest
 
 from tfps.config import Config
-from tfps.doctor.host import available_bytes, memory, open_files, shared_memory
+from tfps.doctor.host import available_bytes, container_available_bytes, memory, open_files, shared_memory
 from tfps.wire.memory import machine_bytes
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
@@ -41,6 +42,35 @@ def test_memory_is_what_is_left_of_what_there_is() -> None:
     assert left is not None
     assert 0 < left <= machine_bytes()
     assert memory().values["total_bytes"] == machine_bytes()
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "statistics"),
+    [
+        ("memory.max", "memory.current", "anon 300\ninactive_file 500\nactive_file 100\n"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "inactive_file 7\ntotal_inactive_file 500\n",
+        ),
+    ],
+)
+def test_cached_files_of_a_container_count_as_free(limit: str, used: str, statistics: str, tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    (tmp_path / limit).write_text("1000\n")
+    (tmp_path / used).write_text("900\n")
+    assert container_available_bytes(tmp_path) == 100
+    (tmp_path / used).with_name("memory.stat").write_text(statistics)
+    assert container_available_bytes(tmp_path) == 600
+    (tmp_path / used).write_text("400\n")  # read a moment earlier than the statistics
+    assert container_available_bytes(tmp_path) == 1000
+
+
+def test_a_container_without_a_limit_has_what_its_host_has(tmp_path: Path) -> None:
+    assert container_available_bytes(tmp_path) is None
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    assert container_available_bytes(tmp_path) is None
 
 
 def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,12 @@ _FILES, _FILES_PER_PEER = 128, 4  # that a process opens by itself, and for each
 _USUAL_FILES = 1024
 _LOW_BYTES = 2**30
 GIB = 2**30
-_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_USED = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
+_CGROUP = Path("/sys/fs/cgroup")
+# Of version 2 and of version 1: limit, what is used, statistics, and which of these are pages that the system can drop.
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
 
 
 def open_files(peers: int, limit: int | None = None) -> Check:
@@ -78,10 +82,26 @@ def available_bytes() -> int | None:
     with contextlib.suppress(OSError, ValueError, IndexError):
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
         found.append(int(text.partition("MemAvailable:")[2].split()[0]) * 1024)
-    for limit, used in zip(_LIMITS, _USED, strict=True):
-        with contextlib.suppress(OSError, ValueError):  # "max": no limit
-            found.append(max(int(Path(limit).read_text()) - int(Path(used).read_text()), 0))
+    if (left := container_available_bytes(_CGROUP)) is not None:
+        found.append(left)
     return min(found, default=None)
+
+
+def container_available_bytes(cgroup: Path) -> int | None:
+    """What is left below the limit of a container; None: it has none. Cached files count as free, as for a kubelet."""
+    for limit, used, statistics, droppable in _CGROUP_FILES:
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            most, taken = (int((cgroup / file).read_text(encoding="utf-8")) for file in (limit, used))
+            return max(most - max(taken - _statistic(cgroup / statistics, droppable), 0), 0)
+    return None
+
+
+def _statistic(file: Path, name: str) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            if line.startswith(f"{name} "):
+                return int(line.split()[1])
+    return 0
 
 
 def _limit() -> int | None:
