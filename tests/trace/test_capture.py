@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import tracemalloc
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from tfps.errors import TfpsError
 from tfps.trace.capture import KINDS, Capture, CapturedBucket, Kind, Process, Span, lane_of, rows
-from tfps.trace.capture_file import chrome_path, read, write_chrome
+from tfps.trace.capture_file import chrome_path, read, read_columns, write_chrome
 from tfps.types import Argument, Json
 
 PROCESSES = (
@@ -166,29 +168,69 @@ def test_a_file_that_is_no_capture_is_named_with_the_reason(tmp_path: Path) -> N
         read(path)
 
 
-def test_a_file_that_was_made_to_fill_memory_is_refused_early(tmp_path: Path) -> None:
-    """400 KB that would unpack to 400 MB."""
-    path = tmp_path / "bomb.trace.json.gz"
-    with gzip.open(path, "wb") as file:
-        file.write(START + b'{"format":1,"name":"')
-        for _ in range(400):
-            file.write(b"x" * 10**6)
-        file.write(b'"}},\n')
+MB = 10**6
+
+
+def write_bomb(path: Path, unit: bytes, count: int) -> None:
+    """A file of about 400 KB whose first line repeats `unit`; noise after it makes it as large as that."""
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(START + b'{"format":1,"name":[')
+        for _ in range(count // 1000):
+            file.write(unit * 1000)
+        file.write(b"0]}},\n" + random.Random(1).randbytes(400_000 - len(unit) * count // 200))
+
+
+def peak_of(call: Callable[[], object]) -> int:
+    """The most memory that it has at a time."""
     tracemalloc.start()
     try:
-        with pytest.raises(TfpsError, match=r"must unpack to at most \d+ bytes, 100 times its size; got more"):
-            read(path)
-        peak = tracemalloc.get_traced_memory()[1]
+        call()
+        return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 200 * 10**6
+
+
+def refuse(path: Path, rule: str) -> None:
+    with pytest.raises(TfpsError, match=rule):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("unit", "count", "rule"),
+    [
+        (b"x" * 1000, 40_000, r"must unpack to at most \d+ bytes, 25 times its size; got more: .* record the capture"),
+        (b"0,", 2 * MB, r"must have at most \d+ of ',', as the file has \d+ bytes; got 20000\d\d: "),
+        (b"[],", 2 * MB, r"got 20000\d\d: it was made to fill memory\. Do not use it"),
+        (b"{},", 2 * MB, r"got 20000\d\d: it was made to fill memory"),
+        (b'{"":[', 200_000, r"at most \d+ of '\[\{:\"', as the file has \d+ bytes; got 10000\d\d: "),
+    ],
+    ids=["text", "numbers", "lists", "objects", "nested"],
+)
+def test_a_file_that_was_made_to_fill_memory_is_refused_before_it_does(
+    tmp_path: Path, unit: bytes, count: int, rule: str
+) -> None:
+    path = tmp_path / "bomb.trace.json.gz"
+    write_bomb(path, unit, count)
+    assert peak_of(lambda: refuse(path, rule)) < 40 * MB
+
+
+@pytest.mark.parametrize(
+    ("unit", "count"),
+    [(b"12345,", 900_000), (b'"ab",', 250_000), (b"[0],", 500_000), (b"{},", 500_000), (b'{"":0},', 125_000)],
+)
+def test_a_file_of_400_kb_that_is_just_within_the_bounds_fills_some_tens_of_mb(
+    tmp_path: Path, unit: bytes, count: int
+) -> None:
+    path = tmp_path / "bomb.trace.json.gz"
+    write_bomb(path, unit, count)
+    assert peak_of(lambda: refuse(path, "its first line is damaged: KeyError")) < 80 * MB
 
 
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'])
 def test_a_file_that_nests_deeply_is_refused(opening: bytes, tmp_path: Path) -> None:
     path = tmp_path / "deep.trace.json.gz"
     with gzip.open(path, "wb") as file:
-        file.write(START + b'{"format":1,"name":' + opening * 100_000 + b"},\n")
+        file.write(START + b'{"format":1,"name":' + opening * 30_000 + b"},\n")
     with pytest.raises(TfpsError, match="its first line is damaged: RecursionError"):
         read(path)
 
@@ -198,6 +240,29 @@ def test_the_most_repetitive_capture_is_far_from_the_bound(tmp_path: Path) -> No
     same = Span("wire", 0, "to pserver 0", 0, 1, 0, 0, 0, -1, 0, 8, 0, 0)
     write_chrome(Capture(PROCESSES, BUCKETS, (same,) * 50_000), path)
     assert len(read(path).spans) == 50_000
+
+
+def test_a_capture_of_a_large_job_is_far_from_the_bounds(tmp_path: Path) -> None:
+    """64 workers and 64 pservers, a model of 500 layers, times as clocks have them."""
+    path, clock, hosts = tmp_path / "large.trace.json.gz", random.Random(1), range(64)
+    processes = [Process("worker", rank, f"w{rank}") for rank in hosts]
+    processes += [Process("pserver", number, f"p{number}:7070", clock.randrange(10**9)) for number in hosts]
+    names = [tuple(f"block_{layer}/dense/{name}" for name in ("kernel", "bias")) for layer in range(500)]
+    buckets = tuple(CapturedBucket(", ".join(both), both, at, 4 * 2**20) for at, both in enumerate(names))
+    spans, at_ns = [], 10**15
+    for number in range(20_000):
+        at_ns += clock.randrange(100_000)
+        rank, pserver, bucket = number % 64, number // 64 % 64, number % 500
+        lane = lane_of("wire", pserver=pserver)
+        end_ns = at_ns + clock.randrange(10**7)
+        spans.append(Span("wire", rank, lane, at_ns, end_ns, 3, bucket, number % 4, -1, bucket, 2**20, rank, pserver))
+    capture = Capture(tuple(processes), buckets, tuple(spans))
+    write_chrome(capture, path)
+    assert read(path) == capture
+    size, line = path.stat().st_size, read_columns(path)
+    assert len(line) < 25 * size / 10
+    assert line.count(b",") < size / 2  # the bound is the size, and as much again as a small file needs
+    assert sum(map(line.count, b'[{:"')) < size / 10
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,18 @@ from tfps.types import Json
 
 FORMAT = 1
 SUFFIX = ".trace.json.gz"
-_MOST_BYTES, _MOST_RATIO = 2**20, 100  # what the first line of a file may unpack to; captures reach a ratio of 20
+_MOST_BYTES, _MOST_RATIO = 2**20, 25  # what the first line of a file may unpack to; captures reach a ratio of 7
+# How many of some characters that line may have: so many, and one for each byte of the file. Each may become an object
+# of up to 100 bytes. Recorded captures have 0.4 commas per byte; names and processes without spans have 1.3 of the
+# others.
+_MOST_CHARACTERS = ((b",", 2**19), (b'[{:"', 2**17))
 # A metadata event that others ignore. Perfetto would stop at an unknown member of an outer object.
 _START = b'[{"name":"tfps","ph":"M","pid":0,"tid":0,"args":'
 _END = b"},\n"
 # Written unchanged; others are coded: begin as differences, kind and (process, lane) as positions in lists.
 _PLAIN = ("step", "bucket", "slice", "variable", "priority", "nbytes", "rank", "pserver")
 _QUEUES: Mapping[Kind, Kind] = {"queued": "wire", "reply_queued": "reply_wire"}  # and the next span
+_AGAIN = "Do not use it; record the capture again"
 _FLOW = ("wire", "aggregate", "reply_wire", "update")
 _dump = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -65,10 +70,11 @@ def read_columns(path: str | Path) -> bytes:
     """The first line of a file: the capture as a JSON object, as written.
 
     Raises:
-        TfpsError: it is not a capture, or of a newer format.
+        TfpsError: it is not a capture, or of a newer format, or was made to fill memory.
     """
     try:
-        limit = _MOST_BYTES + _MOST_RATIO * Path(path).stat().st_size
+        size = Path(path).stat().st_size
+        limit = _MOST_BYTES + _MOST_RATIO * size
         with gzip.open(path, "rb") as file:
             start = file.read(len(_START))
             line = file.readline(limit) if start == _START else b""
@@ -77,7 +83,7 @@ def read_columns(path: str | Path) -> bytes:
     if len(line) >= limit and not line.endswith(_END):
         raise TfpsError(
             f"the first line of the capture '{path}' must unpack to at most {limit} bytes, {_MOST_RATIO} times its "
-            "size; got more: it was made to fill memory"
+            f"size; got more: it was made to fill memory. {_AGAIN}"
         )
     if not line.endswith(_END):
         raise TfpsError(
@@ -86,6 +92,13 @@ def read_columns(path: str | Path) -> bytes:
         )
     if not line.startswith(b'{"format":%d,' % FORMAT):
         raise TfpsError(f"'{path}' must be of format {FORMAT}, got {line[:20]!r}: open it with a newer tfps")
+    for characters, least in _MOST_CHARACTERS:
+        most, found = least + size, sum(map(line.count, characters))
+        if found > most:
+            raise TfpsError(
+                f"the first line of the capture '{path}' must have at most {most} of '{characters.decode()}', as the "
+                f"file has {size} bytes; got {found}: it was made to fill memory. {_AGAIN}"
+            )
     return line[: -len(_END)]
 
 
