@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from tfps.errors import TfpsError
 from tfps.runtime.apply_threads import ApplyThreads
 
 LIMIT_S = 60.0
@@ -93,3 +95,41 @@ def test_closing_waits_for_all_calls_and_ends_the_threads() -> None:
     closing.join(LIMIT_S)
     assert done == [0, 1, 2]
     assert threading.active_count() == before
+
+
+@contextlib.contextmanager
+def no_more_threads() -> Iterator[None]:
+    before = threading.stack_size(2**46)  # no thread gets that
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+def test_without_another_thread_an_urgent_call_waits_for_the_one_that_runs() -> None:
+    threads, order = make(), list[str]()
+    first = running(threads, 7)
+    with no_more_threads():
+        threads.add(9, lambda: order.append("least urgent"))
+        threads.add(0, lambda: order.append("most urgent"))
+        threads.add(1, lambda: order.append("urgent"))
+    order.append("first goes on")
+    first.free.set()
+    threads.close()
+    assert order == ["first goes on", "most urgent", "urgent", "least urgent"]
+
+
+def test_when_threads_can_start_again_an_urgent_call_gets_one() -> None:
+    threads, done = make(), threading.Event()
+    first = running(threads, 7)
+    with no_more_threads():
+        threads.add(1, lambda: None)
+    threads.add(0, done.set)
+    assert done.wait(LIMIT_S)
+    first.free.set()
+    threads.close()
+
+
+def test_without_any_thread_the_error_says_so_before_there_is_a_call() -> None:
+    with no_more_threads(), pytest.raises(TfpsError, match=r"starts none: can't start new thread\. Let this user or"):
+        make()

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import threading
 from collections.abc import Callable
+
+from tfps.errors import TfpsError
 
 
 class ApplyThreads:
     """Runs calls, most urgent first. One that is more urgent than all that run does not wait for them.
 
     It gets a thread at once; all others wait until they are the most urgent. So calls of equal priority never run at
-    the same time, and usually one thread is enough. Any thread may add calls.
+    the same time, and usually one thread is enough: the first, which starts here. Where the system starts no more
+    threads, a call waits for those that run, however urgent it is. Any thread may add calls.
 
     Args:
         around: runs the loop of each thread, in whatever context the calls need.
+
+    Raises:
+        TfpsError: the system starts no thread.
     """
 
     def __init__(self, around: Callable[[Callable[[], None]], None]) -> None:
@@ -27,6 +34,14 @@ class ApplyThreads:
         self._threads: list[threading.Thread] = []
         self._idle = 0  # threads that wait or have just been started
         self._closed = False
+        with self._changed:
+            try:
+                self._start()
+            except RuntimeError as error:
+                raise TfpsError(
+                    f"tfps needs a thread that runs updates, and the system starts none: {error}. Let this user or "
+                    "container have more threads (ulimit -u, the container's limit of pids)"
+                ) from error
 
     def add(self, priority: int, call: Callable[[], None]) -> None:
         """Runs `call`, which must not raise, on one of the threads; a smaller `priority` is more urgent."""
@@ -37,11 +52,8 @@ class ApplyThreads:
             if self._idle:
                 self._changed.notify()
                 return
-            self._idle += 1
-            self._threads.append(
-                threading.Thread(target=self._around, args=(self._run,), name="tfps-apply", daemon=True)
-            )
-            self._threads[-1].start()
+            with contextlib.suppress(RuntimeError):  # no more threads: one of those that run takes it next
+                self._start()
 
     def close(self) -> None:
         """Waits until all calls have ended, then ends the threads. Nothing may be added any more."""
@@ -50,6 +62,12 @@ class ApplyThreads:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._around, args=(self._run,), name="tfps-apply", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        self._idle += 1
 
     def _may_start(self) -> bool:
         """Whether the most urgent call that waits is more urgent than all that run."""
