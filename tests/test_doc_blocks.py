@@ -1,4 +1,7 @@
-"""Code in README.md and docs/ is code: it parses, names what there is, and runs (those marked "long")."""
+"""Code in README.md and docs/ is code: it parses, names what there is, and runs (those marked "long").
+
+Pages that need a cluster run in tests/launch/test_pages.py and tests/ray/test_page.py.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from pathlib import Path
 import command_lines
 import doc_blocks
 import jobs
+import mpi
 import pytest
 import yaml
 from doc_blocks import ROOT, Block
@@ -28,7 +32,7 @@ from tools.certificates import Authority
 
 HERE = ROOT / "tests" / "doc_pages"
 LANGUAGES = {"", "python", "sh", "dockerfile", "promql", "yaml"}
-MOST_NOT_RUN = 17
+MOST_NOT_RUN = 10
 DEADLINE_S = 500.0
 PORT = 7070  # of pservers in the documents
 HOSTS = {"10.0.0.4": "127.0.0.4", "10.0.0.5": "127.0.0.5"}
@@ -39,7 +43,12 @@ with_python = [
     if page.name != "ray.md"  # which runs on a cluster: tests/ray/test_page.py
     and any(not (b.reason or b.file) for b in doc_blocks.blocks(page, "python"))
 ]
-with_shell = [page for page in doc_blocks.PAGES if any(not b.reason for b in doc_blocks.blocks(page, "sh"))]
+with_shell = [
+    page
+    for page in doc_blocks.PAGES
+    if page.name not in ("slurm.md", "ssh.md")  # which need a cluster: tests/launch/test_pages.py
+    and any(not b.reason for b in doc_blocks.blocks(page, "sh"))
+]
 ALL = [block for page in doc_blocks.PAGES for block in doc_blocks.blocks(page)]
 
 
@@ -146,7 +155,12 @@ def test_shell_runs(page: Path, tmp_path: Path) -> None:
     (tmp_path / "tools").symlink_to(ROOT / "tools")
     if page.name == "security.md":
         certificates(tmp_path)
-    with Shell(tmp_path) as shell:
+    more: dict[str, str] = {}
+    if page.name == "mpi.md":
+        if missing := mpi.missing("Open MPI", mpi4py=True):
+            pytest.skip(missing)
+        more = mpi.variables_for_hosts(tmp_path)
+    with Shell(tmp_path, more) as shell:
         for block in doc_blocks.blocks(page):
             if block.file:
                 (tmp_path / block.file).write_text(shell.here(block.text))
@@ -173,9 +187,9 @@ def certificates(folder: Path) -> None:
 class Shell(contextlib.ExitStack):
     """Runs commands as the documents have them, on this host: with its own addresses and a free port."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, more: Mapping[str, str] | None = None) -> None:
         super().__init__()
-        self._folder = folder
+        self._folder, self._more = folder, dict(more or {})
         self._port = jobs.unused_ports(1)
         self._addresses: list[str] = []
         self._workers = 1
@@ -253,4 +267,4 @@ class Shell(contextlib.ExitStack):
         programs = [str(HERE / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
         own = {"PATH": os.pathsep.join(programs), "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
         own["TFPS_CONNECT_TIMEOUT_S"] = "400"  # on a busy machine processes start minutes apart
-        return {**os.environ, **own}
+        return {**os.environ, **own, **self._more}

@@ -18,6 +18,7 @@ from launching import ROOT
 
 END_S = 280.0  # for mpirun to end
 MPIRUNS = {"Open MPI": "mpirun.openmpi", "MPICH": "mpirun.mpich"}  # as Debian calls them
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 # Creates no strategy, which needs TensorFlow, but joins the job like one.
 MEMBER = """
 import os, sys
@@ -40,19 +41,24 @@ worker.close()
 """
 
 
+def missing(mpi: str, *, mpi4py: bool = False) -> str:
+    """What is not installed, for the reason of a skip; "": nothing."""
+    lacking = [MPIRUNS[mpi]] * (shutil.which(MPIRUNS[mpi]) is None)
+    lacking += ["mpi4py"] * (mpi4py and find_spec("mpi4py") is None)
+    return f"needs {' and '.join(lacking)}" if lacking else ""
+
+
 def needs(mpi: str, *, mpi4py: bool = False) -> pytest.MarkDecorator:
     """Skips a test where `mpi` is not installed."""
-    missing = [MPIRUNS[mpi]] * (shutil.which(MPIRUNS[mpi]) is None)
-    missing += ["mpi4py"] * (mpi4py and find_spec("mpi4py") is None)
-    return pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
+    lacking = missing(mpi, mpi4py=mpi4py)
+    return pytest.mark.skipif(bool(lacking), reason=lacking)
 
 
 def environment(**more: str) -> dict[str, str]:
     """Without the variables of a job that the tests themselves may be part of."""
     ours = ("OMPI_", "PMI_", "PMIX_", "SLURM", "TFPS_", "MPI_")
     outside = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return {**outside, **as_root, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **more}
+    return {**outside, **AS_ROOT, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **more}
 
 
 def mpirun(mpi: str, *arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
@@ -74,15 +80,27 @@ def two_hosts(folder: Path, *, with_names: bool = False) -> list[object]:
     Args:
         with_names: the second one has a name of its own, which nobody can resolve (needs root).
     """
-    agent = folder / "agent"  # in the place of ssh
+    # Both have the same files in shared memory: MPI must use sockets.
+    return [
+        *("--mca", "plm_rsh_agent", _agent(folder, with_names=with_names), "--mca", "btl", "self,tcp"),
+        *("-H", f"{socket.gethostname()}:2,other:2", "-n", 4),
+    ]
+
+
+def variables_for_hosts(folder: Path) -> dict[str, str]:
+    """Variables by which Open MPI takes this machine for any host, and lets it have more processes than cores."""
+    options = {"plm_rsh_agent": str(_agent(folder)), "btl": "self,tcp", "rmaps_base_oversubscribe": "1"}
+    own = {f"OMPI_MCA_{name}": value for name, value in options.items()}
+    return {**AS_ROOT, **own}
+
+
+def _agent(folder: Path, *, with_names: bool = False) -> Path:
+    """What stands for ssh."""
+    agent = folder / "agent"
     command = 'unshare --uts sh -c "hostname other; $*"' if with_names else 'sh -c "$*"'
     agent.write_text(f"#!/bin/sh\nshift\nexec {command}\n")
     agent.chmod(0o755)
-    # Both have the same files in shared memory: MPI must use sockets.
-    return [
-        *("--mca", "plm_rsh_agent", agent, "--mca", "btl", "self,tcp"),
-        *("-H", f"{socket.gethostname()}:2,other:2", "-n", 4),
-    ]
+    return agent
 
 
 def believing(rank: int, workers: int, **more: str) -> subprocess.Popen[str]:
