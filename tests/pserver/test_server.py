@@ -29,8 +29,10 @@ from tfps.pserver.job import Job
 from tfps.pserver.owned_slice import OwnedSlice
 from tfps.pserver.server import ParameterServer
 from tfps.wire import frames, send_queue
-from tfps.wire.frames import EMPTY, HEADER_BYTES, LAST, MAX_FRAME_BYTES, Header, Kind
+from tfps.wire.frames import EMPTY, HEADER_BYTES, LAST, MAX_FRAME_BYTES, SHARED, Header, Kind
 from tfps.wire.send_queue import Outgoing, SendQueue
+from tfps.wire.shared_memory import Arena
+from tfps.wire.stream import write_shared
 from tfps.worker.worker import Worker
 
 SUM = pb.Bucket(names=["dense"], kind="sum", nbytes=2000, dtype="float32", priority=3)  # slices of 1024 and 976 bytes
@@ -38,6 +40,7 @@ GATHER = pb.Bucket(names=["words"], kind="gather", nbytes=0, dtype="uint8", prio
 
 
 OVER_GRPC = pytest.mark.parametrize("cluster", ["grpc"], indirect=True)
+OVER_ALL = pytest.mark.parametrize("cluster", ["tcp", "grpc", "shared memory"], indirect=True)
 
 
 @pytest.fixture(params=["tcp", "grpc"])
@@ -47,10 +50,40 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield cluster
 
 
-def pair(cluster: Cluster) -> list[RawWorker]:
+class Member(RawWorker):
+    """Offers its memory. Where the pserver takes it, slices of sums are there, and frames say where."""
+
+    def __init__(self, address: str, rank: int) -> None:
+        self._arena = Arena()
+        offer = self._arena.offer
+        memory = pb.SharedMemory(host=offer.host, fd=offer.fd, secret=offer.secret)
+        super().__init__(address, rank, memory=memory)
+
+    def send(self, message: bytes) -> None:
+        if self.joined.shared_memory:
+            header, payload = frames.decode(message)
+            if header.kind == Kind.PUSH and not header.flags and header.bucket != 1:
+                region = self._arena.allocate(len(payload))
+                assert region is not None
+                message = write_shared(header, payload, region.target(0, len(payload)))
+                self._region = region  # of the last push: its sum comes to the same place
+        super().send(message)
+
+    def read(self) -> tuple[Header, bytes]:
+        header, payload = super().read()
+        if not header.flags & SHARED:
+            return header, payload
+        assert frames.decode_place(header, memoryview(payload)) == self._region.place(0, len(self._region.array))
+        return header._replace(flags=header.flags & ~SHARED), self._region.array.tobytes()
+
+
+def pair(cluster: Cluster) -> list[Member]:
     """Two members with the two buckets declared."""
     address = cluster.pserver(2).address
-    members = [cluster.raw(address, rank).open() for rank in range(2)]
+    members = [Member(address, rank) for rank in range(2)]
+    for member in members:
+        cluster.callback(member.close)
+        member.open()
     together(*(member.declare for member in members))
     together(*(functools.partial(member.declare, SUM, GATHER, number=1) for member in members))
     return members
@@ -60,6 +93,7 @@ def slice_push(index: int = 0, **fields: int) -> Header:
     return Header(Kind.PUSH, index=index, priority=3)._replace(**fields)
 
 
+@OVER_ALL
 def test_a_slice_comes_back_to_all_when_all_have_pushed(cluster: Cluster) -> None:
     members = pair(cluster)
     for member in members:
@@ -70,6 +104,7 @@ def test_a_slice_comes_back_to_all_when_all_have_pushed(cluster: Cluster) -> Non
         assert np.frombuffer(payload, np.float32).tolist() == [2] * 256
 
 
+@OVER_ALL
 def test_half_a_window_is_acknowledged_by_a_frame_of_its_own(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(send_queue, "_RECEIPT_BYTES", jobs.CONFIG.first_window_bytes // 2)  # over a data connection
     first, _ = pair(cluster)
@@ -103,11 +138,17 @@ MALFORMED = {
 
 
 MESSAGES = ["truncated header", "no bytes", "oversized frame"]  # which a connection has none of; see test_parts.py
+OVER = {
+    "tcp": [what for what in MALFORMED if what not in MESSAGES],
+    "grpc": [*MALFORMED],
+    # Of slices; wrong places are in tests/wire/test_shared_memory.py.
+    "shared memory": ["truncated payload", "oversized payload", "unknown slice", "wrong step", "wrong priority"],
+}
 
 
 @pytest.mark.parametrize(
     ("cluster", "what"),
-    [(path, what) for path in ("tcp", "grpc") for what in MALFORMED if path == "grpc" or what not in MESSAGES],
+    [(path, what) for path, found in OVER.items() for what in found],
     indirect=["cluster"],
 )
 def test_a_malformed_frame_fails_the_job_and_names_the_rank(cluster: Cluster, what: str) -> None:
@@ -122,6 +163,7 @@ def test_a_malformed_frame_fails_the_job_and_names_the_rank(cluster: Cluster, wh
             raise error
 
 
+@OVER_ALL
 def test_a_slice_that_comes_twice_fails_the_job(cluster: Cluster) -> None:
     members = pair(cluster)
     for _ in range(2):
@@ -129,6 +171,7 @@ def test_a_slice_that_comes_twice_fails_the_job(cluster: Cluster) -> None:
     assert "rank 0: slice 0 of bucket 'dense' must be pushed once in step 0" in str(members[1].read_error())
 
 
+@OVER_ALL
 def test_a_bug_while_a_push_is_taken_is_reported_as_what_it_is(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -144,6 +187,7 @@ def test_a_bug_while_a_push_is_taken_is_reported_as_what_it_is(
     assert record.exc_info is not None and record.exc_info[0] is MemoryError
 
 
+@OVER_ALL
 def test_a_bug_while_a_reply_is_sent_is_reported_as_what_it_is(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
