@@ -62,13 +62,22 @@ def test_workers_end_bitwise_equal_and_close_to_one_process_on_the_global_batch(
         assert difference < (1e-3 if name.startswith("adafactor") else 1e-5), f"{name}: {difference}"
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_two_deterministic_runs_are_bitwise_equal(workers: int, servers: list[str], tmp_path: Path) -> None:
+TCP = {"TFPS_SHARED_MEMORY": "0", "TFPS_TRANSPORT": "tcp"}
+GRPC = {"TFPS_SHARED_MEMORY": "0", "TFPS_TRANSPORT": "grpc"}
+
+
+@pytest.mark.parametrize(
+    ("workers", "other"),
+    [(2, TCP), *(pytest.param(workers, path, marks=pytest.mark.long) for workers, path in ((3, TCP), (2, GRPC)))],
+    ids=["2-tcp", "3-tcp", "2-grpc"],
+)
+def test_two_deterministic_runs_are_bitwise_equal_whatever_slices_pass_through(
+    workers: int, other: dict[str, str], servers: list[str], tmp_path: Path
+) -> None:
     runs = []
-    for shared in ("0", "1"):  # whatever slices pass through
-        where = tmp_path / shared
+    for number, path in enumerate(({"TFPS_SHARED_MEMORY": "1"}, other)):
+        where = tmp_path / str(number)
         where.mkdir()
-        options = {"TFPS_DETERMINISTIC": "1", "TFPS_SHARED_MEMORY": shared}
-        runs.append(train(servers, workers, where, ["embedding"], **options)[0])
+        runs.append(train(servers, workers, where, ["embedding"], **path, TFPS_DETERMINISTIC="1")[0])
     for name in runs[0]:
         assert runs[0][name].tobytes() == runs[1][name].tobytes(), name

@@ -71,6 +71,26 @@ def test_every_optimizer_updates_kernels_of_rank_3_bitwise_as_plain_keras(strate
     assert distributed == training.train(None, optimizer(name), training.attention)
 
 
+MOMENTUM: dict[str, Argument] = {"learning_rate": 0.05, "momentum": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "build"),
+    [
+        ("SGD", MOMENTUM, training.mlp),
+        ("Adam", {}, training.batch_normalization),
+        ("Adam", {}, training.embedding_sparse),
+    ],
+    ids=["SGD-mlp", "Adam-batch_normalization", "Adam-embedding_sparse"],
+)
+def test_training_through_pservers_ends_bitwise_equal_to_plain_keras(
+    remote: tfps.Strategy, name: str, options: dict[str, Argument], build: training.Build
+) -> None:
+    build_optimizer = optimizer(name, **options)
+    distributed = training.train(remote, build_optimizer, build, jit_compile=False)
+    assert distributed == training.train(None, build_optimizer, build, jit_compile=False)
+
+
 OPTIONS: dict[str, dict[str, Argument]] = {
     "clipnorm": {"clipnorm": 0.1},
     "clipvalue": {"clipvalue": 0.01},
