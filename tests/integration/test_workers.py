@@ -71,11 +71,11 @@ GRPC = {"TFPS_SHARED_MEMORY": "0", "TFPS_TRANSPORT": "grpc"}
     [(2, TCP), *(pytest.param(workers, path, marks=pytest.mark.long) for workers, path in ((3, TCP), (2, GRPC)))],
     ids=["2-tcp", "3-tcp", "2-grpc"],
 )
-def test_two_deterministic_runs_are_bitwise_equal_whatever_slices_pass_through(
+def test_two_deterministic_runs_are_bitwise_equal(
     workers: int, other: dict[str, str], servers: list[str], tmp_path: Path
 ) -> None:
     runs = []
-    for number, path in enumerate(({"TFPS_SHARED_MEMORY": "1"}, other)):
+    for number, path in enumerate(({"TFPS_SHARED_MEMORY": "1"}, other)):  # whatever slices pass through
         where = tmp_path / str(number)
         where.mkdir()
         runs.append(train(servers, workers, where, ["embedding"], **path, TFPS_DETERMINISTIC="1")[0])
