@@ -65,7 +65,7 @@ def start_pserver(found: Found, workers: int, token_file: str, *, on_one_host: b
     arguments = job.pserver_arguments("127.0.0.1" if on_one_host else "")
     # Certificates are for hosts that somebody has chosen.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TFPS_TLS_")}
-    with on_all_cpus():
+    with _on_all_cpus():
         pserver = subprocess.Popen(
             [sys.executable, "-m", "tfps.cli", *arguments, "--while-needed"],
             env={**environment, **job.pserver_variables()},
@@ -78,7 +78,7 @@ def start_pserver(found: Found, workers: int, token_file: str, *, on_one_host: b
 
 
 @contextlib.contextmanager
-def on_all_cpus() -> Iterator[None]:
+def _on_all_cpus() -> Iterator[None]:
     """What this thread starts may use every CPU that the machine, or its container, allows (Linux).
 
     mpirun binds a process to a core, and what that starts inherits it: a pserver would share the core of its worker.
