@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import os
 import socket
 import struct
 import threading
@@ -19,11 +21,12 @@ from tfps.errors import ClosedError, ConfigError, ConnectError, PserverLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.data_port import DataPort
+from tfps.pserver.owned_slice import OwnedSlice
 from tfps.pserver.server import ParameterServer
-from tfps.types import Array
+from tfps.types import Argument, Array
 from tfps.wire import frames
-from tfps.wire.connection import dial
-from tfps.wire.frames import Header, Kind
+from tfps.wire.connection import dial, greet
+from tfps.wire.frames import EMPTY, Header, Kind
 from tfps.wire.job_token import JobToken
 from tfps.wire.parts import PART_BYTES, decode_part
 from tfps.worker.worker import Worker
@@ -189,6 +192,67 @@ def test_without_a_second_thread_for_its_connection_a_worker_is_told_why(cluster
             assert b"can't start new thread" in connected.recv(part.total)
         finally:
             threading.stack_size(before)
+    jobs.poll(lambda: not data(server)._connections)
+
+
+def test_a_worker_that_did_not_wait_for_the_answer_to_its_greeting_may_use_grpc(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(connected: socket.socket, *others: Argument) -> tuple[str, int]:
+        found = greet(connected, *others)
+        connected.settimeout(jobs.DEADLINE_S)
+        connected.recv(1, socket.MSG_PEEK)  # until the worker has given up
+        return found
+
+    monkeypatch.setattr("tfps.pserver.data_port.greet", late)
+    server = cluster.pserver(1)
+    member = cluster.raw(server.address)
+    incarnation = member.incarnation.encode()
+    with socket.create_connection(("127.0.0.1", data_port(server)), jobs.DEADLINE_S) as connected:
+        connected.sendall(struct.pack("<4sHHHI", b"tfps", 3, 0, len(incarnation), member.rank) + incarnation)
+        connected.shutdown(socket.SHUT_WR)
+        assert connected.recv(1) == b""
+    jobs.poll(lambda: not len(data(server)._strangers))
+    member.open().declare()
+
+
+def test_an_error_of_the_system_is_not_taken_for_a_broken_connection(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_files(*_: Argument) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(OwnedSlice, "take", without_files)
+    worker = cluster.worker(cluster.pservers(1, 1), config=TCP)
+    worker.declare([SUM])
+    error = str(jobs.push(worker, 0, bytes(40_000)).error())
+    assert "failed while it took a push of rank 0" in error
+    assert "Too many open files" in error
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="needs Linux")
+def test_a_worker_that_never_reads_its_replies_is_lost_and_the_others_are_told(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tfps.wire.connection._LINUX", (("TCP_USER_TIMEOUT", 500),))  # ms, instead of 30 s
+    jobs.use("tcp", monkeypatch)
+    server = cluster.pserver(2)
+    config = dataclasses.replace(TCP, slice_bytes=2**20)
+    silent = cluster.raw(server.address, 1, config=config).open()
+    worker, _ = jobs.attempt(lambda: cluster.worker([server.address], 0, config=config), silent.declare)
+    assert isinstance(worker, Worker)
+    nbytes = 64 * 2**20  # more than both kernels hold
+    bucket = pb.Bucket(names=["b"], kind="sum", nbytes=nbytes, dtype="float32")
+    jobs.attempt(
+        lambda: worker.declare([BucketSpec(("b",), "sum", nbytes, "float32", 0)]),
+        lambda: silent.declare(bucket, number=1),
+    )
+    failed = jobs.Failed(worker)
+    jobs.push(worker, 0, np.ones(nbytes // 4, np.float32))
+    for index in range(nbytes // 2**20):
+        silent.send(frames.encode(Header(Kind.PUSH, EMPTY, index=index), b""))
+    assert isinstance(error := failed.wait(), WorkerLostError)
+    assert "rank 1" in str(error)
     jobs.poll(lambda: not data(server)._connections)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import resource
 import socket
 import threading
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 import jobs
@@ -17,14 +19,15 @@ from google.protobuf.message import Message
 from guarded import SECRET, SUM, data, peak_bytes, serving, settings, still_sums
 from jobs import Cluster
 
-from tfps.config import Security
+from tfps.config import Config, Security
 from tfps.errors import ConfigError, ConnectError, ProtocolError, TfpsError
 from tfps.exchange.interface import BucketSpec
 from tfps.protos import tfps_pb2 as pb
+from tfps.pserver import server as server_module
 from tfps.pserver.metrics import MetricsServer
 from tfps.pserver.server import ParameterServer
 from tfps.types import Argument
-from tfps.wire.control import CHANNEL_OPTIONS, PROTOCOL_VERSION, Pserver, method
+from tfps.wire.control import CHANNEL_OPTIONS, PROTOCOL_VERSION, SERVER_OPTIONS, Pserver, method
 
 MIB = 2**20
 
@@ -220,6 +223,44 @@ def test_calls_that_strangers_give_up_are_forgotten_before_they_are_answered(
                 call.cancel()
             jobs.poll(lambda: not server._guard.waiting)
     jobs.poll(lambda: not server._guard.waiting)
+
+
+def idle(port: int) -> socket.socket:
+    """A connection to the control port that begins HTTP/2 and then calls nothing."""
+    stranger = socket.create_connection(("127.0.0.1", port), jobs.DEADLINE_S)
+    stranger.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+    return stranger
+
+
+def test_connections_that_call_nothing_are_closed_and_a_worker_comes_back(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = dict(SERVER_OPTIONS) | {"grpc.max_connection_idle_ms": 200}
+    monkeypatch.setattr(server_module, "SERVER_OPTIONS", list(options.items()))
+    server = cluster.pserver(1)
+    worker = cluster.worker([server.address], config=Config(step_timeout_s=jobs.DEADLINE_S))
+    states: list[grpc.ChannelConnectivity] = []
+    with grpc.insecure_channel(server.address, CHANNEL_OPTIONS) as stranger:
+        stranger.subscribe(states.append, try_to_connect=True)
+        jobs.poll(lambda: grpc.ChannelConnectivity.READY in states)
+        jobs.poll(lambda: states[-1] is grpc.ChannelConnectivity.IDLE)
+    worker.declare([SUM])  # by now the worker's control connection was idle, too
+    still_sums(worker)
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs Linux")
+def test_a_job_goes_on_while_strangers_hold_all_file_descriptors(cluster: Cluster) -> None:
+    with contextlib.ExitStack() as strangers, serving("--workers=1") as (address, process):
+        worker = cluster.worker([address], config=Config(step_timeout_s=jobs.DEADLINE_S))
+        worker.declare([SUM])
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (100, 100))
+        port = int(address.rpartition(":")[2])
+        for _ in range(100):
+            strangers.enter_context(idle(port))
+        jobs.poll(lambda: sum(1 for _ in Path(f"/proc/{process.pid}/fd").iterdir()) >= 99)
+        assert worker._memory.pservers  # through shared memory, which is mapped already
+        still_sums(worker)
+        worker.close()
 
 
 def test_strangers_on_the_data_port_do_not_keep_a_worker_out(cluster: Cluster, files: dict[str, str]) -> None:

@@ -20,7 +20,7 @@ from tfps.errors import ConnectError, ProtocolError, TfpsError, WorkerLostError
 from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
-from tfps.wire.connection import Connection, dial, greet, refuse
+from tfps.wire.connection import BrokenConnectionError, Connection, dial, greet, refuse
 from tfps.wire.frames import Header, Kind
 from tfps.wire.job_token import JobToken
 from tfps.wire.parts import PART_BYTES, Part, decode_part, encode_part
@@ -184,7 +184,7 @@ def test_a_connection_cut_within_a_frame_is_broken(where: str, pair: tuple[socke
     here.sendall(CUTS[where])
     here.close()
     error = the_end(ended)
-    assert isinstance(error, ConnectionResetError)
+    assert isinstance(error, BrokenConnectionError)
     assert "ended within a frame, after" in str(error)
     assert not taking.got
 
@@ -194,7 +194,7 @@ def test_garbage_is_refused(pair: tuple[socket.socket, socket.socket]) -> None:
     ended = receiving(Connection(there), Taking())
     here.sendall(b"GET / HTTP/1.1\r\nHost: somewhere.example\r\n\r\n")
     here.close()
-    assert isinstance(the_end(ended), ProtocolError | ConnectionResetError)
+    assert isinstance(the_end(ended), ProtocolError | BrokenConnectionError)
 
 
 @pytest.mark.parametrize("kind", [Kind.PUSH, Kind.REPLY])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
+import resource
 import signal
 import sys
 import threading
@@ -102,8 +104,16 @@ def _at_signals(call: Callable[[], None]) -> None:
         signal.signal(number, lambda *_: call())
 
 
+def _allow_many_files() -> None:
+    """Connections of strangers take file descriptors, too."""
+    with contextlib.suppress(ValueError, OSError):  # where the system has a limit of its own beside these
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def _serve(options: argparse.Namespace) -> int:
     tune_malloc(one_arena=True)
+    _allow_many_files()
     logging.basicConfig(level=logging.INFO, format="tfps_pserver: %(message)s", stream=sys.stderr)
     stop = Flag()
     _at_signals(stop.set)

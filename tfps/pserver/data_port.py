@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tfps.errors import ConfigError, TfpsError
 from tfps.pserver.guard import Newest, Rate
 from tfps.pserver.listening import listen
-from tfps.wire.connection import Connection, admit, greet, refuse
+from tfps.wire.connection import BrokenConnectionError, Connection, admit, given_up, greet, refuse
 from tfps.wire.frames import Kind
 from tfps.wire.job_token import JobToken
 from tfps.wire.measuring import Direction, direction_of
@@ -129,6 +129,9 @@ class DataPort:
                 self._forget(connected)
                 self._measure(connected, direction)
                 return
+            if given_up(connected):  # while it waited here: its worker may use gRPC by now
+                connected.close()
+                return
             opened = self._open_session(incarnation, rank)
             connection = admit(connected)
         except TfpsError as error:
@@ -169,7 +172,7 @@ class DataPort:
     def _receive(self, connection: Connection, session: Session, rank: int) -> None:
         try:
             connection.receive(Kind.PUSH, session.queue, session.receiver)
-        except OSError:
+        except BrokenConnectionError:
             pass  # `ended` tells whether a worker was lost
         except Exception as error:
             session.fail(error, f"while it took a push of rank {rank}")
@@ -182,7 +185,7 @@ class DataPort:
     def _send(self, connection: Connection, session: Session, receiver: threading.Thread, rank: int) -> None:
         try:
             connection.send(session.queue)
-        except OSError:
+        except BrokenConnectionError:
             pass
         except Exception as error:
             connection.tell(session.fail(error, f"while it sent to rank {rank}"))

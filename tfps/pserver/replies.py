@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping
 
 from tfps.exchange.slicing import cut
 from tfps.pserver.owned_slice import Answer, Taken
-from tfps.wire import frames
 from tfps.wire.frames import LAST, Header, Kind
-from tfps.wire.send_queue import Outgoing, SendQueue
+from tfps.wire.send_queue import Outgoing, SendQueue, put_in_all
 
 
 def reply(
@@ -27,28 +26,25 @@ def reply(
 def reply_sum(queues: Mapping[int, SendQueue], push: Header, result: memoryview, taken: Taken) -> None:
     """Sends the sum completed by `push` to all ranks, to some of them into shared memory."""
     header = Header(Kind.REPLY, taken.flags, push.bucket, push.index, push.priority, push.step)
-    whole: Outgoing | None = None
-    encoding = taken.encoding
+    others: list[SendQueue] = []
     for rank, queue in queues.items():
-        if encoding is not None:
+        if (encoding := taken.encoding) is not None:
             queue.put([Outgoing(header, encoding.nbytes, encoding=encoding)])
-            continue
-        if (target := taken.targets.get(rank)) is not None or queue.on_connection:
+        elif (target := taken.targets.get(rank)) is not None:
             queue.put([Outgoing(header, len(result), result, target=target)])
         else:
-            whole = whole or _whole(header, result)
-            queue.put([whole])
+            others.append(queue)
+    put_in_all(others, [(header, result)])
 
 
 def reply_each(queues: Mapping[int, SendQueue], answers: Iterable[Answer]) -> None:
     """Sends each answer to its rank alone."""
     for rank, (_, flags, bucket, index, priority, step, _), nbytes, payload, target in answers:
         header = Header(Kind.REPLY, flags, bucket, index, priority, step)
-        queue = queues[rank]
-        if payload is None or queue.on_connection:
-            queue.put([Outgoing(header, nbytes, payload, target=target)])
+        if payload is None or target is not None:
+            queues[rank].put([Outgoing(header, nbytes, payload, target=target)])
         else:
-            queue.put([_whole(header, payload)])
+            put_in_all([queues[rank]], [(header, payload)])
 
 
 def reply_gather(queues: Iterable[SendQueue], push: Header, result: memoryview, piece_bytes: int) -> None:
@@ -59,15 +55,4 @@ def reply_gather(queues: Iterable[SendQueue], push: Header, result: memoryview, 
         flags = LAST if index == len(pieces) - 1 else 0
         header = Header(Kind.REPLY, flags, push.bucket, index, push.priority, push.step)
         parts.append((header, result[piece.offset : piece.offset + piece.nbytes]))
-    whole: list[Outgoing] = []
-    for queue in queues:
-        if queue.on_connection:
-            queue.put([Outgoing(header, len(part), part) for header, part in parts])
-        else:
-            whole = whole or [_whole(header, part) for header, part in parts]
-            queue.put(whole)
-
-
-def _whole(header: Header, payload: memoryview) -> Outgoing:
-    """For gRPC, which sends bytes: encoded once for all ranks."""
-    return Outgoing(header, len(payload), frame=frames.encode(header, payload))
+    put_in_all(queues, parts)

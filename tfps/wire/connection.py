@@ -35,6 +35,10 @@ _WAIT_ALL, _DO_NOT_WAIT = socket.MSG_WAITALL, getattr(socket, "MSG_DONTWAIT", 0)
 _NOT_SENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 
 
+class BrokenConnectionError(OSError):
+    """A data connection broke or ended. Any other OSError has nothing to do with it."""
+
+
 class Connection:
     """One end. `send` and `receive` each run on their own thread; `shut_down` and `close` may be called on any.
 
@@ -59,7 +63,7 @@ class Connection:
         """Sends what `queue` gives out until it is closed or fails; the other end is told.
 
         Raises:
-            OSError: the connection broke.
+            BrokenConnectionError: it broke.
         """
         try:
             while self._wait(queue) and self._send_parts(queue):
@@ -113,6 +117,8 @@ class Connection:
                 full = True
                 self._poll.poll()
                 continue
+            except OSError as error:
+                raise BrokenConnectionError(*error.args) from error
             while rest and sent >= len(rest[0]):
                 sent -= len(rest.pop(0))
             if sent:
@@ -121,7 +127,8 @@ class Connection:
 
     def _set_unsent(self) -> None:
         if _NOT_SENT_LOWAT is not None:
-            self._socket.setsockopt(socket.IPPROTO_TCP, _NOT_SENT_LOWAT, self._pace.unsent_bytes)
+            with contextlib.suppress(OSError):  # it broke, which the next call notices
+                self._socket.setsockopt(socket.IPPROTO_TCP, _NOT_SENT_LOWAT, self._pace.unsent_bytes)
 
     def receive(self, data: Kind, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
         """Passes incoming data frames to `receiver` and tracks the receipts of both directions, to the end.
@@ -134,7 +141,7 @@ class Connection:
 
         Raises:
             ProtocolError: a frame is malformed or of the wrong kind for this direction.
-            OSError: the connection broke, maybe within a frame.
+            BrokenConnectionError: it broke, maybe within a frame.
         """
         assembler = Assembler(receiver.memory)
         head = memoryview(bytearray(PART_BYTES))
@@ -155,7 +162,10 @@ class Connection:
 
     def _fill_both(self, payload: memoryview, head: memoryview) -> None:
         """Receives all of `payload` and the next `head`, if possible at once."""
-        count = self._socket.recvmsg_into([payload, head], 0, _WAIT_ALL)[0]
+        try:
+            count = self._socket.recvmsg_into([payload, head], 0, _WAIT_ALL)[0]
+        except OSError as error:
+            raise BrokenConnectionError(*error.args) from error
         size = len(payload)
         if count < size:
             self._fill(payload[count:])
@@ -166,15 +176,18 @@ class Connection:
         """Receives all of `memory`; False if the connection ends before its first byte and `may_end`.
 
         Raises:
-            OSError: the connection broke or ended.
+            BrokenConnectionError: it broke or ended.
         """
         so_far, size = 0, len(memory)
         while so_far < size:
-            count = self._socket.recv_into(memory[so_far:] if so_far else memory, 0, _WAIT_ALL)
+            try:
+                count = self._socket.recv_into(memory[so_far:] if so_far else memory, 0, _WAIT_ALL)
+            except OSError as error:
+                raise BrokenConnectionError(*error.args) from error
             if not count:
                 if may_end and not so_far:
                     return False
-                raise ConnectionResetError(f"the connection ended within a frame, after {so_far} of {size} bytes")
+                raise BrokenConnectionError(f"the connection ended within a frame, after {so_far} of {size} bytes")
             so_far += count
         return True
 
@@ -261,6 +274,19 @@ def greet(connected: socket.socket, token: JobToken, timeout_s: float) -> tuple[
     if (why := token.refusal(_exactly(connected, token_bytes, deadline_s))) is not None:
         raise ConnectError(f"the pserver {why}")
     return _exactly(connected, size, deadline_s).decode("utf-8", "replace"), rank
+
+
+def given_up(connected: socket.socket) -> bool:
+    """Whether a client that has greeted has closed the connection since, as it waited too long for the answer.
+
+    Raises:
+        OSError: the connection broke.
+    """
+    connected.setblocking(False)
+    try:
+        return not connected.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
 
 
 def admit(connected: socket.socket) -> Connection:

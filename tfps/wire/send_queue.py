@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tfps.config import Policy
@@ -15,7 +15,7 @@ from tfps.errors import ProtocolError, TfpsError
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import UNKNOWN, Recorder
 from tfps.wire.encoding import Encoding
-from tfps.wire.frames import Header
+from tfps.wire.frames import Header, encode
 from tfps.wire.shared_memory import Target
 
 _MAX_PARTS = 64  # per call of `take_parts`
@@ -339,3 +339,17 @@ class SendQueue:
         _, _, bucket, index, priority, step, _ = item.header
         recorder, nbytes = self._recorder, item.nbytes
         recorder.sent(put_ns, recorder.clock(), step, bucket, index, priority, nbytes, self._rank, self._pserver)
+
+
+def put_in_all(queues: Iterable[SendQueue], parts: Sequence[tuple[Header, memoryview]]) -> None:
+    """Adds frames of these headers and payloads to each queue.
+
+    gRPC sends bytes: for the queues that it empties, frames are encoded once.
+    """
+    encoded: list[Outgoing] = []
+    for queue in queues:
+        if queue.on_connection:
+            queue.put([Outgoing(header, len(payload), payload) for header, payload in parts])
+        else:
+            encoded = encoded or [Outgoing(h, len(payload), frame=encode(h, payload)) for h, payload in parts]
+            queue.put(encoded)

@@ -26,7 +26,9 @@ from tfps.errors import ProtocolError
 _SECRET_BYTES = 16
 _NAME = "tfps"
 _MEMFD = f"/memfd:{_NAME} (deleted)"  # what /proc shows of it
-_CHUNK_BYTES = 2**28  # of address space; only regions take memory
+# Of address space; only regions take memory. So much that an arena hardly ever grows: mapping it again takes a file
+# descriptor, of which a pserver may have none left in the middle of a job.
+_CHUNK_BYTES = 2**34
 
 
 class Place(NamedTuple):
@@ -105,7 +107,7 @@ class Arena:
         self._close = weakref.finalize(self, os.close, self._fd)
         os.pwrite(self._fd, secret, 0)
         self._end = mmap.PAGESIZE  # of allocated regions
-        os.ftruncate(self._fd, self._end)
+        os.ftruncate(self._fd, self._end + _CHUNK_BYTES)
         # If this process could shrink it, a signal would hit processes that have mapped it.
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self.offer = Offer(host(), os.getpid(), self._fd, secret)

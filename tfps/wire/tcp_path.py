@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from tfps.config import Transport
 from tfps.errors import ConfigError, ConnectError, PserverLostError, TfpsError
-from tfps.wire.connection import Connection, dial
+from tfps.wire.connection import BrokenConnectionError, Connection, dial
 from tfps.wire.control import Pserver
 from tfps.wire.frames import Kind
 from tfps.wire.grpc_path import GrpcPath
@@ -36,7 +36,7 @@ class TcpPath:
     def receive(self, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
         try:
             ended = self._connection.receive(Kind.REPLY, queue, receiver)
-        except OSError as broken:
+        except BrokenConnectionError as broken:
             self._raise_bug()
             raise PserverLostError(f"pserver {self._address}: connection lost {self._when()}: {broken}") from broken
         self._raise_bug()
@@ -58,7 +58,7 @@ class TcpPath:
     def _send(self) -> None:
         try:
             self._connection.send(self._queue)
-        except OSError:
+        except BrokenConnectionError:
             self._connection.shut_down()  # the receiving thread reports what happened
         except Exception as bug:  # without a sender every waiter would hang
             self._bug = bug
