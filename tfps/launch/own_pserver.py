@@ -81,9 +81,10 @@ def start_pserver(found: Found, workers: int, token_file: str, *, on_one_host: b
 def _on_all_cpus() -> Iterator[None]:
     """What this thread starts may use every CPU that the machine, or its container, allows (Linux).
 
-    mpirun binds a process to a core, and what that starts inherits it: a pserver would share the core of its worker.
+    Open MPI binds a process to a core, and what that starts inherits it: a pserver would share the core of its worker.
+    Who else binds processes, as Slurm or taskset, means all that they start.
     """
-    if not hasattr(os, "sched_setaffinity"):
+    if not hasattr(os, "sched_setaffinity") or "OMPI_COMM_WORLD_SIZE" not in os.environ:
         yield
         return
     own = os.sched_getaffinity(0)  # of this thread only

@@ -151,11 +151,11 @@ class DataPort:
         if closed:
             connection.shut_down()
         opened.queue.use_connection()
-        receiver = threading.current_thread()
+        received = threading.Event()  # all that comes
         sender = threading.Thread(
-            target=self._send, args=(connection, opened, receiver, rank), name=f"tfps-data-send-{rank}", daemon=True
+            target=self._send, args=(connection, opened, received, rank), name=f"tfps-data-send-{rank}", daemon=True
         )
-        receiver.name = f"tfps-data-recv-{rank}"
+        threading.current_thread().name = f"tfps-data-recv-{rank}"
         try:
             sender.start()
         except RuntimeError as error:  # no more threads
@@ -163,6 +163,7 @@ class DataPort:
             opened.ended()
         else:
             self._receive(connection, opened, rank)
+            received.set()
             sender.join()
         connection.close()
         with self._lock:
@@ -182,7 +183,7 @@ class DataPort:
         with self._lock:
             self._strangers.discard(stranger)
 
-    def _send(self, connection: Connection, session: Session, receiver: threading.Thread, rank: int) -> None:
+    def _send(self, connection: Connection, session: Session, received: threading.Event, rank: int) -> None:
         try:
             connection.send(session.queue)
         except BrokenConnectionError:
@@ -192,5 +193,5 @@ class DataPort:
         session.ended()
         # The worker reads an ERROR before it ends its half. Closing at once could lose the ERROR: incoming data would
         # be answered with a reset.
-        receiver.join(_LINGER_S)
+        received.wait(_LINGER_S)
         connection.shut_down()
