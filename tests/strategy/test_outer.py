@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import local_training
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.saving import save_model  # before the first strategy is made, as programs do
 from local_training import OPTIMIZERS, ROWS, SLICE_BYTES, Settings, Simulation, Weights, dataset, difference, rows
 
 import tfps
@@ -210,10 +212,17 @@ def test_evaluation_prediction_and_files_have_the_global_parameters(start: Start
     model.save_weights(tmp_path / "model.weights.h5")
     tf.train.Checkpoint(model=model).write(str(tmp_path / "checkpoint"))
     model.export(tmp_path / "exported", verbose=False)
+    keras.models.save_model(model, tmp_path / "function.keras")
+    save_model(model, tmp_path / "imported.keras")
+    save_model(model, tmp_path / "legacy.h5")
+    keras.saving.save_weights(model, tmp_path / "function.weights.h5")
+    assert difference(pickle.loads(pickle.dumps(model)).get_weights(), expected) == 0.0
     assert difference(model.get_weights(), own) == 0.0  # it goes on with its own
-    assert difference(keras.models.load_model(tmp_path / "model.keras").get_weights(), expected) == 0.0
-    plain.load_weights(tmp_path / "model.weights.h5")
-    assert difference(plain.get_weights(), expected) == 0.0
+    for name in ("model.keras", "function.keras", "imported.keras", "legacy.h5"):
+        assert difference(keras.models.load_model(tmp_path / name).get_weights(), expected) == 0.0, name
+    for name in ("model.weights.h5", "function.weights.h5"):
+        plain.load_weights(tmp_path / name)
+        assert difference(plain.get_weights(), expected) == 0.0, name
     read = tf.train.load_checkpoint(str(tmp_path / "checkpoint"))
     kernels = [read.get_tensor(name) for name, shape in read.get_variable_to_shape_map().items() if shape == [64, 64]]
     for kernel in expected[::2]:

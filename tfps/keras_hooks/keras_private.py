@@ -25,7 +25,9 @@ def _class_that_defines(cls: type, name: str) -> type[Model]:
 try:
     from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope  # its graphs never run
     from keras.src.backend.tensorflow import trainer as trainer_module  # combines the results of replicas' steps
+    from keras.src.legacy.saving import legacy_h5_format as legacy_h5_format  # what writes files, see below
     from keras.src.losses import loss as loss_module  # where a loss becomes a mean, divided by the number of replicas
+    from keras.src.saving import saving_lib as saving_lib
 
     # Wrapped where batches do not divide evenly (weighing.py).
     needs(loss_module, "scale_loss_for_distribution", "unscale_loss_for_distribution")
@@ -42,6 +44,7 @@ try:
     needs(trainer_module.TFEpochIterator, "steps_per_epoch", "steps_per_execution", "data_adapter", "_num_batches")
     needs(keras.Model, "evaluate")
     needs(keras.optimizers.Optimizer, "_iterations")  # of batches, where `iterations` is of updates
+    needs(keras.optimizers.Optimizer, "_clip_gradients")  # limits are of a worker's own gradient (clipping.py)
 
     # Wrapped because ranks and replicas would otherwise act or decide separately.
     needs(keras.Model, "distribute_strategy")  # tells which models to handle
@@ -77,6 +80,9 @@ try:
 
     # Wrapped because several ranks save (saving.py): where callbacks decide to save, and build paths from logs.
     needs(keras.Model, "save", "save_weights", "export")
+    # What `keras.saving.save_model` and `save_weights` call: a program may have imported these before.
+    needs(saving_lib, "save_model", "save_weights_only", "_save_model_to_fileobj")
+    needs(legacy_h5_format, "save_model_to_hdf5")
     needs(keras.callbacks.ModelCheckpoint, "_save_model", "_get_file_path")
     needs(keras.callbacks.BackupAndRestore, "_save_model", "_weights_path", "on_train_begin", "on_train_end")
     needs(keras.Model, "_initial_epoch")  # set by BackupAndRestore: the first epoch of `fit`

@@ -31,6 +31,9 @@ class OuterSteps(Protocol):
 
     variables: Sequence[Variable]
 
+    def check_trained(self, updated: Sequence[Variable]) -> None:
+        """Checks, and notes, which variables a step updates."""
+
     def after_step(self) -> None:
         """Counts an inner step, in a replica function."""
 
@@ -40,6 +43,9 @@ class OuterSteps(Protocol):
 
     def set_steps(self, steps: int, ended: int) -> None:
         """Sets how many inner steps have been made, and when the last round was ended."""
+
+    def note_trained(self, places: Sequence[int]) -> None:
+        """Notes that earlier steps have updated the variables at these places."""
 
     def slots(self) -> Mapping[str, ServedSlot]:
         """The state of the outer optimizer, by names that do not depend on the job."""
@@ -75,6 +81,12 @@ def _restore(steps: OuterSteps, arrays: Mapping[str, Array]) -> None:
             slot.assign(arrays[name])
         else:
             logger.warning("tfps: the outer momentum of %s is not in the checkpoint, or has another shape", slot.name)
+    _note_trained(steps)
+
+
+def _note_trained(steps: OuterSteps) -> None:
+    """Notes which variables have been trained before, by the momentum that was restored."""
+    steps.note_trained([int(place) for place, slot in steps.slots().items() if slot.offered().any()])
 
 
 def back_up_outer_state(
@@ -103,6 +115,7 @@ def back_up_outer_state(
         if (count := int(made.numpy())) >= 0:
             steps.set_steps(count, count)
             slots_from_first_rank(list(steps.slots().values()), strategy)
+            _note_trained(steps)
 
     def save_model(self: Callback) -> None:
         original_save(self)

@@ -1,6 +1,6 @@
 """Modes in which workers train alone: Keras counts their steps, and evaluates and saves global parameters.
 
-Tested in tests/strategy/test_outer.py and tests/integration/test_local.py.
+Tested in tests/strategy/test_outer.py, tests/strategy/test_outer_refusals.py and tests/integration/test_local.py.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import tensorflow as tf
 
 from tfps.errors import UnsupportedError
 from tfps.keras_hooks.exchanged_variable import check_variable, of_tensorflow
+from tfps.keras_hooks.keras_private import legacy_h5_format, saving_lib, trained_variables
 from tfps.keras_hooks.outer_state import OuterState, OuterSteps, back_up_outer_state
 from tfps.types import Argument, Callback, Function, Logs, Model, Optimizer, Structure, Variable
 
 _INSTEAD = "use mode='sync' (tfps.Config, the default)"
-
+# They compute weights anew from slots. Not all versions of Keras have all of them.
+_WEIGHTS_IN_SLOTS = ("Ftrl", "ScheduleFreeAdamW")
 
 _known: weakref.WeakKeyDictionary[Optimizer, OuterSteps] = weakref.WeakKeyDictionary()
 
@@ -42,18 +44,42 @@ def train_alone(optimizer: Optimizer, variables: Sequence[Variable], strategy: t
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         _known[optimizer] = _known[optimizer.inner_optimizer]  # built before
         return
-    if optimizer.use_ema:
-        raise UnsupportedError(
-            f"use_ema with mode={strategy.extended.mode!r} would average each worker's own parameters, not the global "
-            f"ones that are evaluated and saved; leave it out, or {_INSTEAD}"
-        )
+    setting = f"mode={strategy.extended.mode!r}"
+    _check_optimizer(optimizer, setting)
     for variable in variables:
-        check_variable(variable, f"mode={strategy.extended.mode!r}", "average", _INSTEAD)
+        constrained = getattr(variable, "constraint", None) is not None
+        why = "has a constraint, which the mean of workers' parameters need not fulfil" if constrained else ""
+        check_variable(variable, setting, "average", _INSTEAD, why)
     known = _known.get(optimizer)
     updated = [of_tensorflow(variable) for variable in variables]
     if known is None or list(map(id, known.variables)) != list(map(id, updated)):
-        _known[optimizer] = strategy.extended.outer.build(updated)
+        _known[optimizer] = strategy.extended.outer.build(updated, type(optimizer).__name__)
         optimizer.tfps_outer = OuterState(_known[optimizer])  # Keras tracks it as it tracks variables
+
+
+def _check_optimizer(optimizer: Optimizer, setting: str) -> None:
+    name = type(optimizer).__name__
+    if optimizer.use_ema:
+        raise UnsupportedError(
+            f"use_ema with {setting} would average each worker's own parameters, not the global ones that are "
+            f"evaluated and saved; leave it out, or {_INSTEAD}"
+        )
+    if _is_a(optimizer, *_WEIGHTS_IN_SLOTS):
+        raise UnsupportedError(
+            f"{name} with {setting}: it computes weights anew from its slots, which workers do not exchange, and so "
+            f"would undo each exchange; take another optimizer, such as Adam, or {_INSTEAD}"
+        )
+    if _is_a(optimizer, "MultiOptimizer"):
+        raise UnsupportedError(
+            f"{name} with {setting}: backups and checkpoints would lack the outer state of the optimizers within; "
+            f"compile the model with one optimizer, or {_INSTEAD}"
+        )
+
+
+def _is_a(optimizer: Optimizer, *names: str) -> bool:
+    """Whether `optimizer` is of one of Keras' classes with these names, as far as this Keras has them."""
+    kinds = (getattr(keras.optimizers, name, None) for name in names)
+    return any(kind is not None and isinstance(optimizer, kind) for kind in kinds)
 
 
 @functools.cache
@@ -106,6 +132,11 @@ def exchange_between_steps(strategy_class: type[tf.distribute.Strategy]) -> None
     model.predict, model.predict_on_batch = with_global(model.predict), with_global(model.predict_on_batch)
     model.save, model.save_weights = with_global(model.save), with_global(model.save_weights)
     model.export = with_global(model.export)
+    # What `keras.saving.save_model`, `save_weights` and pickling call, however the program has imported them.
+    saving_lib.save_model = with_global(saving_lib.save_model)
+    saving_lib.save_weights_only = with_global(saving_lib.save_weights_only)
+    saving_lib._save_model_to_fileobj = with_global(saving_lib._save_model_to_fileobj)
+    legacy_h5_format.save_model_to_hdf5 = with_global(legacy_h5_format.save_model_to_hdf5)
     serialize = keras.Variable._serialize_to_tensors
 
     @functools.wraps(serialize)
@@ -128,16 +159,25 @@ def _counted(original: Function) -> Function:
     ) -> Structure:
         if not _applying.depth:
             _check_place(self, trainable_variables or ())
+            if (known := _known.get(self)) is not None:  # before anything is updated
+                known.check_trained(_with_gradients(self, grads, trainable_variables))
         _applying.depth += 1
         try:
             result = original(self, grads, trainable_variables, **options)
         finally:
             _applying.depth -= 1
         if not _applying.depth and (known := _known.get(self)) is not None and len(grads):
+            known.check_trained(_with_gradients(self, grads, trainable_variables))  # maybe built only now
             known.after_step()
         return result
 
     return apply
+
+
+def _with_gradients(optimizer: Optimizer, gradients: Structure, variables: Sequence[Variable] | None) -> list[Variable]:
+    """The variables of TensorFlow that a call of `apply` updates."""
+    given = trained_variables(optimizer) if variables is None else variables
+    return [of_tensorflow(each) for each, gradient in zip(given, gradients, strict=False) if gradient is not None]
 
 
 def _check_place(optimizer: Optimizer, variables: Sequence[Variable]) -> None:

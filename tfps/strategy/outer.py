@@ -17,11 +17,12 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from tfps.config import Config
-from tfps.errors import MismatchError, WaitTimeoutError, WorkerLostError
+from tfps.errors import MismatchError, UnsupportedError, WaitTimeoutError, WorkerLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.runtime.runtime import Runtime
 from tfps.strategy.emitter import Emitter
 from tfps.strategy.initial_values import InitialValues
+from tfps.strategy.names import own_name
 from tfps.strategy.outer_bucket import copy_of, make_copy
 from tfps.strategy.outer_steps import OuterSteps
 from tfps.strategy.variables import GatedVariable
@@ -55,8 +56,8 @@ class Outer:
         if runtime.exchange.workers > 1:
             runtime.declare_later(_MEETING, _SPEC)  # with the first exchange: nothing new is declared within an epoch
 
-    def build(self, variables: Sequence[GatedVariable]) -> OuterSteps:
-        """Returns the outer steps of an optimizer of `variables`; their global copies are made.
+    def build(self, variables: Sequence[GatedVariable], optimizer: str) -> OuterSteps:
+        """Returns the outer steps of an optimizer of `variables`, with this name; their global copies are made.
 
         Raises:
             ConfigError: there are fewer variables than fragments.
@@ -67,9 +68,8 @@ class Outer:
             self._variables[variable._unique_id] = variable
             self._runtime.gate_watch.add(copy.gates)
             self._initial_values.leave_out([copy])
-        steps = OuterSteps(
-            self._strategy, self._runtime, self._emitter, self._config, variables, lambda: next(self._numbers)
-        )
+        given = self._strategy, self._runtime, self._emitter, self._config
+        steps = OuterSteps(*given, variables, optimizer, lambda: next(self._numbers))
         self._known.add(steps)
         return steps
 
@@ -82,8 +82,10 @@ class Outer:
 
         Raises:
             TfpsError: another rank does not in time, or the exchange failed.
+            UnsupportedError: a variable has been trained in steps that were not counted; the job has failed.
         """
         known = self._exchanged()
+        self._check_counted(known)
         if self._runtime.exchange.workers == 1:
             return known
         with tf.init_scope(), _explained():
@@ -99,6 +101,21 @@ class Outer:
                 number = str(each.number)
                 each.meet_at(max(steps[number] for steps in said), trained=own[number] > each.met)
         return common
+
+    def _check_counted(self, known: Sequence[OuterSteps]) -> None:
+        counted = {variable._unique_id for each in known for variable in each.variables}
+        for each in [each for each in self._known if each.number is None]:
+            for variable in each.variables:
+                if variable._unique_id in counted or _alike(variable, copy_of(variable)):
+                    continue
+                error = UnsupportedError(
+                    f"mode={self._config.mode!r}: variable {own_name(variable)!r} has been trained, but no call of "
+                    f"Keras' `apply` of its optimizer, {each.optimizer}, was counted, so nothing is exchanged; if that "
+                    "class overrides `apply`, let it call super().apply, or override `update_step` instead; or use "
+                    "mode='sync' (tfps.Config, the default)"
+                )
+                self._runtime.exchange.fail(error)
+                raise error
 
     def synchronize(self) -> None:
         """See `Strategy.synchronize`."""
@@ -158,6 +175,10 @@ class Outer:
         """Notes that the program has assigned `variable`: it keeps that value after `global_parameters`."""
         if self._own is not None:
             self._own.pop(variable._unique_id, None)
+
+
+def _alike(one: GatedVariable, other: GatedVariable) -> bool:
+    return bool(one.numpy().tobytes() == other.numpy().tobytes())
 
 
 def _assign(variable: GatedVariable, values: Sequence[tf.Tensor]) -> None:

@@ -4,7 +4,7 @@ A fragment p of P is due at steps with (step + p * H / P) % H == 0, H being `Con
 is decided in the graph; eagerly, and where ranks meet, on the host. With overlap_steps, parameters that come back are
 mixed in that many steps later (Streaming DiLoCo, https://arxiv.org/abs/2501.18512).
 
-Tested in tests/strategy/test_outer.py and tests/integration/test_local.py.
+Tested in tests/strategy/test_outer.py, tests/strategy/test_outer_refusals.py and tests/integration/test_local.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from tfps.compression import NONE
 from tfps.config import Config
+from tfps.errors import UnsupportedError
 from tfps.exchange.interface import BucketSpec
 from tfps.graph import ops as graph_ops
 from tfps.graph.ops import HOST
@@ -40,6 +42,7 @@ class OuterSteps:
 
     Args:
         variables: what the optimizer updates, in its order; each has a global copy.
+        optimizer: the name of its class, for messages.
         exchanged: called once, before the first exchange; returns this object's number, the same on all ranks.
     """
 
@@ -50,9 +53,11 @@ class OuterSteps:
         emitter: Emitter,
         config: Config,
         variables: Sequence[GatedVariable],
+        optimizer: str,
         exchanged: Callable[[], int],
     ) -> None:
-        self.variables = list(variables)
+        self.variables, self.optimizer, self._mode = list(variables), optimizer, config.mode
+        self._trained: set[str] = set()  # unique ids of those that steps have updated
         self.number: int | None = None  # None until the first exchange is traced
         self.met = 0  # the step at which all ranks have last been together
         self._graphs: list[weakref.ref[tf.Graph]] = []  # of training steps
@@ -107,6 +112,33 @@ class OuterSteps:
         return {place: slots[0] for place, slots in found if slots}
 
     # In a step.
+
+    def note_trained(self, places: Sequence[int]) -> None:
+        """Notes that earlier steps have updated the variables at these places, as before they were restored."""
+        self._trained |= {self.variables[place]._unique_id for place in places}
+
+    def check_trained(self, updated: Sequence[GatedVariable]) -> None:
+        """Checks that a step updates what earlier ones have updated, and notes what it updates.
+
+        Raises:
+            UnsupportedError: it does not, and pservers would move a variable on without it.
+        """
+        ids = {variable._unique_id for variable in updated}
+        for variable in self.variables:
+            if variable._unique_id in self._trained - ids and (what := self._moves(variable)):
+                raise UnsupportedError(
+                    f"mode={self._mode!r}: variable {own_name(variable)!r} has no gradient in this step of "
+                    f"{self.optimizer}, but had one in earlier steps, and {what} would move it on; to freeze it, "
+                    "compile the model again with a new optimizer; to train variables in turns, give each set of them "
+                    "an optimizer of its own; or use mode='sync' (tfps.Config, the default)"
+                )
+        self._trained |= ids
+
+    def _moves(self, variable: GatedVariable) -> str:
+        """What moves `variable` on in exchanges where workers have not changed it; "" if nothing does."""
+        if self.rule.slots(copy_of(variable)):
+            return "the outer momentum"
+        return "what compression holds back" if self._emitter.compressing.codec(variable) != NONE else ""
 
     def after_step(self) -> None:
         """Counts an inner step and exchanges what is due; called in each replica function."""
