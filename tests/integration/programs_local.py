@@ -166,6 +166,27 @@ def backup(job: Job) -> Results:
     return weights(resumed)
 
 
+def no_backup_yet(job: Job) -> Results:
+    """Where there is no backup to restore, BackupAndRestore changes nothing: each rank keeps its own slots."""
+    x, y = data()
+
+    def fit(*callbacks: Callback) -> Model:
+        model = job.compiled(lambda: keras.optimizers.Adam(0.01), build=wide)
+        random = np.random.default_rng(1)
+        model.set_weights([random.normal(0, 0.1, each.shape).astype("float32") for each in model.get_weights()])
+        for _ in range(2):
+            model.fit(x, y, callbacks=list(callbacks), **OPTIONS)
+        return model
+
+    backed_up, plain = fit(keras.callbacks.BackupAndRestore(str(job.shared / "backup"))), fit()
+    for mine, expected in zip(backed_up.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, expected)
+    slots = [each.numpy() for each in backed_up.optimizer.variables]
+    for slot, other in zip(slots, plain.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(slot, other.numpy())
+    return {**weights(backed_up), "own slots": slots[-1]}
+
+
 def loss_scaling(job: Job) -> Results:
     """A step that one rank skips counts there, too: exchanges stay together."""
     x, y = data()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import jobs
 import keras
 import numpy as np
+from keras.saving import save_model
 from program import BATCH, Job, Results, data
 
 from tfps.types import Optimizer
@@ -22,12 +25,13 @@ def saved_one_after_the_other(job: Job) -> Results:
         x[:BATCH] = np.inf  # not all: others wait for its first step
     model = job.compiled(scaled)
     model.fit(x, y, epochs=2, batch_size=BATCH, shuffle=False, verbose=0)
-    for last in range(2):
-        path = job.shared / f"{last}.keras"
-        if job.rank == last:
+    paths = [job.shared / f"{last} {way}.keras" for way in ("method", "function") for last in range(2)]
+    for path in paths:
+        if job.rank == int(path.name[0]):
             jobs.poll(path.exists)
-        model.save(path)
+        save = model.save if "method" in path.name else functools.partial(save_model, model)
+        save(path)
         keras.models.load_model(path)
     job.strategy.synchronize()  # all have saved
-    saved = [keras.models.load_model(job.shared / f"{last}.keras").optimizer for last in range(2)]
+    saved = [keras.models.load_model(path).optimizer for path in paths]
     return {"scales": [float(each.dynamic_scale) for each in saved], "own scale": float(model.optimizer.dynamic_scale)}

@@ -19,7 +19,7 @@ from tfps.types import Value
 
 pytestmark = pytest.mark.timeout(600)
 DILOCO = {"TFPS_MODE": "diloco", "TFPS_INNER_STEPS": "4", "TFPS_SLICE_BYTES": "4096"}
-QUICK = ["evaluated_and_saved", "custom_loop", "loss_scaling", "refused"]
+QUICK = ["evaluated_and_saved", "custom_loop", "loss_scaling", "no_backup_yet", "refused"]
 LONG = ["saved_by_one_rank", "backup", "traced", "epoch_without_batches"]
 COMPRESSED = {"TFPS_COMPRESSION": "int8", "TFPS_DETERMINISTIC": "1", "TFPS_STEP_TIMEOUT_S": "60"}
 Results = list[dict[str, dict[str, Value]]]  # of each rank: what each program ends with
@@ -81,7 +81,7 @@ def test_one_rank_saves_alone_after_training_what_compression_holds_back(mode: s
 @pytest.mark.parametrize(
     ("codec", "names", "more"),
     [
-        ("int8", ["backup", "epoch_without_batches"], {}),
+        ("int8", ["backup", "no_backup_yet", "epoch_without_batches"], {}),
         ("onebit", ["custom_loop", "saved_by_one_rank_after_fit"], {"TFPS_OVERLAP_STEPS": "1", "TFPS_FRAGMENTS": "2"}),
     ],
 )
@@ -103,6 +103,11 @@ def test_workers_have_parameters_of_their_own_until_the_next_exchange(quick: Res
 
 def test_a_step_that_one_rank_skips_moves_no_exchange(quick: Results) -> None:
     assert [end["own iterations"] for end in check("loss_scaling", quick)] == [12, 10]
+
+
+def test_slots_are_each_ranks_own_where_there_is_no_backup_to_restore(quick: Results) -> None:
+    one, other = check("no_backup_yet", quick)
+    assert not np.array_equal(one["own slots"], other["own slots"])
 
 
 def test_saving_within_an_epoch_is_refused(quick: Results) -> None:

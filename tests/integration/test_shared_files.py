@@ -34,4 +34,4 @@ def test_a_file_is_rank_0s_whoever_saves_last(mode: Mapping[str, str], tmp_path:
     assert "error" not in one, one["error"]
     assert "error" not in other, other["error"]
     assert other["own scale"] < one["own scale"]
-    assert one["scales"] == other["scales"] == [one["own scale"]] * 2
+    assert one["scales"] == other["scales"] == [one["own scale"]] * 4

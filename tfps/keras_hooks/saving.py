@@ -3,10 +3,11 @@
 `Model.save` and `save_weights` write a temporary file next to the path and rename it when complete: ranks that share
 the directory overwrite each other with equal content, other ranks each get a file. Where content may differ (workers
 that do not step together) a shared file is rank 0's in the end, see `shared_files`. Anything but a single local file
-(`export`, shards, an object store) is written by rank 0 only. `BackupAndRestore` writes and restores on rank 0, which
-passes the restored state to all ranks. A save never waits for other ranks.
+(`export`, shards, an object store) is written by rank 0 only. The same holds for `keras.saving.save_model` and
+`save_weights`. `BackupAndRestore` writes and restores on rank 0, which passes what it has restored to all ranks. A save
+never waits for other ranks.
 
-Tested in tests/integration/test_programs.py.
+Tested in tests/integration/test_programs.py, test_shared_files.py and test_local_programs.py there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import keras
@@ -22,9 +25,28 @@ import tensorflow as tf
 
 from tfps.errors import UnsupportedError
 from tfps.keras_hooks.agreed_logs import agreed_logs
+from tfps.keras_hooks.keras_private import legacy_h5_format, saving_lib
 from tfps.keras_hooks.served_optimizers import take_from_first_rank
 from tfps.keras_hooks.shared_files import bring
 from tfps.types import Callback, Function, Logs, Model
+
+
+class _Saving(threading.local):
+    """Whether this thread is in a call that saves: those within it write where it says."""
+
+    under_way = False
+
+
+_saving = _Saving()
+
+
+@contextmanager
+def _under_way() -> Iterator[None]:
+    _saving.under_way = True
+    try:
+        yield
+    finally:
+        _saving.under_way = False
 
 
 @functools.cache
@@ -40,19 +62,21 @@ def share_files(strategy_class: type[tf.distribute.Strategy]) -> None:
         @functools.wraps(original)
         def save(self: Model, filepath: str | os.PathLike[str], *arguments: object, **options: object) -> object:
             strategy = strategy_of(self)
-            if strategy is None:
+            if strategy is None or _saving.under_way or not isinstance(filepath, str | os.PathLike):
                 return original(self, filepath, *arguments, **options)
-            overwrite = arguments[0] if arguments else options.get("overwrite", True)
-            if not one_file(str(filepath), *arguments[1:], **options) or not overwrite:
-                return _first_rank_only(strategy, functools.partial(original, self), filepath, *arguments, **options)
-            path = Path(filepath)
-            part = path.with_name(f".rank{strategy.rank}.{path.name}")  # keeps the suffix: Keras picks the format by it
-            try:
-                result = original(self, part, *arguments, **options)
-                _replace(part, path, strategy)
-            finally:
-                part.unlink(missing_ok=True)
-            return result
+            with _under_way():
+                if not one_file(str(filepath), *arguments, **options):
+                    call = functools.partial(original, self)
+                    return _first_rank_only(strategy, call, filepath, *arguments, **options)
+                path = Path(filepath)
+                # The name keeps its suffix: Keras picks the format by it.
+                part = path.with_name(f".rank{strategy.rank}.{path.name}")
+                try:
+                    result = original(self, part, *arguments, **options)
+                    _replace(part, path, strategy)
+                finally:
+                    part.unlink(missing_ok=True)
+                return result
 
         return save
 
@@ -69,6 +93,10 @@ def share_files(strategy_class: type[tf.distribute.Strategy]) -> None:
     keras.Model.save = writes_one_file(keras.Model.save, _is_model_file)
     keras.Model.save_weights = writes_one_file(keras.Model.save_weights, _is_weights_file)
     keras.Model.export = export
+    # What `keras.saving.save_model` and `save_weights` call, however the program has imported them.
+    saving_lib.save_model = writes_one_file(saving_lib.save_model, _is_zip)
+    saving_lib.save_weights_only = writes_one_file(saving_lib.save_weights_only, _is_whole)
+    legacy_h5_format.save_model_to_hdf5 = writes_one_file(legacy_h5_format.save_model_to_hdf5, _is_local)
     _share_checkpoint(strategy_of)
     _share_backup(strategy_of)
 
@@ -97,12 +125,27 @@ def _first_rank_only(
         return save(f"{scratch}/{str(filepath).rstrip('/').rpartition('/')[2]}", *arguments, **options)
 
 
-def _is_model_file(path: str, zipped: bool | None = None, **_: object) -> bool:
-    return "://" not in path and zipped is not False
+# Whether a call writes a single local file, without a question; with the parameters of what is called.
 
 
-def _is_weights_file(path: str, max_shard_size: float | None = None, **_: object) -> bool:
-    return "://" not in path and max_shard_size is None
+def _is_model_file(path: str, overwrite: bool = True, zipped: bool | None = None, **_: object) -> bool:
+    return _is_local(path) and overwrite and zipped is not False
+
+
+def _is_weights_file(path: str, overwrite: bool = True, max_shard_size: float | None = None, **_: object) -> bool:
+    return _is_local(path) and overwrite and max_shard_size is None
+
+
+def _is_zip(path: str, weights_format: str = "h5", zipped: bool = True) -> bool:
+    return _is_local(path) and zipped
+
+
+def _is_whole(path: str, max_shard_size: float | None = None, *_: object, **__: object) -> bool:
+    return _is_local(path) and max_shard_size is None
+
+
+def _is_local(path: str, *_: object, **__: object) -> bool:
+    return "://" not in path
 
 
 def _share_checkpoint(strategy_of: Callable[[Model], tf.distribute.Strategy | None]) -> None:
@@ -128,11 +171,12 @@ def _share_backup(strategy_of: Callable[[Model], tf.distribute.Strategy | None])
 
     @functools.wraps(original_begin)
     def on_train_begin(self: Callback, logs: Logs | None = None) -> None:
-        strategy = strategy_of(self.model)
+        strategy, restored = strategy_of(self.model), False
         if strategy is None or strategy.rank == 0:
+            restored = strategy is not None and tf.io.gfile.exists(str(self._weights_path))  # Keras looks for it, too
             original_begin(self, logs)
         if strategy is not None:
-            _take_from_first_rank(strategy, self.model)
+            _take_from_first_rank(strategy, self.model, restored)
 
     @functools.wraps(original_save)
     def save_model(self: Callback) -> None:
@@ -166,14 +210,21 @@ def _check_together(strategy: tf.distribute.Strategy, name: str) -> None:
         )
 
 
-def _take_from_first_rank(strategy: tf.distribute.Strategy, model: Model) -> None:
-    """Copies rank 0's weights, optimizer state and first epoch of `model` to all ranks."""
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
+def _take_from_first_rank(strategy: tf.distribute.Strategy, model: Model, restored: bool) -> None:
+    """Copies rank 0's first epoch of `model` to all ranks, and its weights and optimizer state if it `restored` them.
+
+    Else these stay as they are: an optimizer's state may be each rank's own, and pservers may have more than workers.
+    Only what rank 0 says of that counts, so that all ranks do the same.
+    """
     epoch = model._initial_epoch
     with strategy.scope():
-        first = tf.Variable(-1 if epoch is None else epoch, dtype=tf.int64, trainable=False, name="first_epoch")
+        said = tf.Variable([restored, -1 if epoch is None else epoch], dtype=tf.int64, trainable=False, name="restored")
+    strategy.extended.take_from_first_rank([said])
+    has_restored, epoch = map(int, said.numpy())
+    model._initial_epoch = None if epoch < 0 else epoch
+    if not has_restored:
+        return
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
     own = take_from_first_rank([*model.weights, *model.optimizer.variables], strategy)
-    variables = {id(each.value): each.value for each in own}
-    strategy.extended.take_from_first_rank([first, *variables.values()])
-    model._initial_epoch = None if int(first.numpy()) < 0 else int(first.numpy())
+    strategy.extended.take_from_first_rank(list({id(each.value): each.value for each in own}.values()))
