@@ -45,6 +45,13 @@ class Settings:
 OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     "adam": lambda: keras.optimizers.Adam(0.01),
+    "plain": lambda: keras.optimizers.SGD(0.1),
+    "clipvalue": lambda: keras.optimizers.SGD(0.1, clipvalue=0.001),
+    "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.02),
+    "global_clipnorm": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.05),
+    "clipped scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, clipvalue=0.001)),
+    "clipped accumulated": lambda: keras.optimizers.SGD(0.1, clipnorm=0.02, gradient_accumulation_steps=2),
+    "clipped decayed": lambda: keras.optimizers.Adam(0.01, clipnorm=0.02, weight_decay=0.01),
 }
 
 

@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable
 
 import keras
+import local_training
 import numpy as np
 import tensorflow as tf
+from local_training import OPTIMIZERS
 from program import Job, Results, sharded
 
 from tfps.errors import TfpsError
@@ -19,6 +21,7 @@ from tfps.types import Argument, Callback, Logs, Model, Structure
 
 ROWS = 6  # of a worker's batch
 BATCHES = 20  # of the whole job
+STEPS = {name: OPTIMIZERS[name] for name in ("plain", "clipvalue", "clipnorm", "global_clipnorm", "clipped scaled")}
 SLOW_S = 0.05
 
 
@@ -150,6 +153,25 @@ def generator(job: Job) -> Results:
             return inputs[index * size : (index + 1) * size], targets[index * size : (index + 1) * size]
 
     return trained(job, Batches(), shuffle=False)
+
+
+def first_steps(job: Job) -> Results:
+    """One step per worker, from the same weights, with batches that only that worker has; by optimizer and kind."""
+    found: Results = {}
+    for name in STEPS:
+        for eagerly in (False, True):
+            with job.scope():
+                model = local_training.model()
+                model.compile(STEPS[name](), local_training.loss(), run_eagerly=eagerly)
+            begin: list[list[np.ndarray]] = []
+            keep = keras.callbacks.LambdaCallback(on_train_begin=functools.partial(_keep, model, begin))
+            model.fit(local_training.dataset(job.rank, 1, job.workers), callbacks=[keep], verbose=0)
+            found[f"ranks {name}, eagerly: {eagerly}"] = [*begin, model.get_weights()]
+    return found
+
+
+def _keep(model: Model, weights: list[list[np.ndarray]], logs: Logs | None = None) -> None:
+    weights.append(model.get_weights())
 
 
 def files(job: Job, rows: list[int]) -> tf.data.Dataset:

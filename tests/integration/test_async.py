@@ -9,7 +9,8 @@ from pathlib import Path
 
 import processes
 import pytest
-from programs_async import BATCHES, ROWS
+from local_training import Settings, Worker, difference
+from programs_async import BATCHES, ROWS, STEPS
 
 from tfps.pserver.server import ParameterServer
 from tfps.types import Value
@@ -80,7 +81,7 @@ def check(name: str, results: Results) -> None:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return run(["handed_out", "saved"], tmp_path_factory.mktemp("quick"))
+    return run(["handed_out", "saved", "first_steps"], tmp_path_factory.mktemp("quick"))
 
 
 def test_each_batch_of_an_epoch_is_used_once_and_ranks_end_it_with_the_same_weights(quick: Results) -> None:
@@ -94,6 +95,23 @@ def test_what_is_saved_at_the_end_of_an_epoch_is_of_one_moment_on_all_ranks(quic
     first, *others = [result["saved"] for result in quick]
     for other in others:
         assert other == first
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize("name", list(STEPS))
+def test_a_step_is_that_of_plain_keras_with_the_worker_s_own_batch(name: str, eagerly: bool, quick: Results) -> None:
+    """The first gradients are all computed with the initial weights: the job's step is the sum of the workers'."""
+    initial, end = quick[0]["first_steps"][f"ranks {name}, eagerly: {eagerly}"]
+    settings, expected = Settings(optimizer=name), [each.copy() for each in initial]
+    for rank in range(WORKERS):
+        worker = Worker(initial, settings, rank, steps=1)
+        worker.step()
+        for total, before, after in zip(expected, initial, worker.weights, strict=True):
+            total += after - before
+    for rank_end in (result["first_steps"][f"ranks {name}, eagerly: {eagerly}"][1] for result in quick):
+        assert difference(rank_end, end) == 0.0
+    moved = [one - other for one, other in zip(end, initial, strict=True)]
+    assert difference(moved, [one - other for one, other in zip(expected, initial, strict=True)]) < 1e-3
 
 
 @pytest.mark.long

@@ -27,6 +27,17 @@ CASES = [
     Settings("diloco", fragments=2, overlap_steps=2, own_share=0.25),
     Settings("local", overlap_steps=1, own_share=0.5),
 ]
+CLIPPED = [
+    Settings(optimizer="clipnorm"),
+    Settings(optimizer="clipvalue"),
+    Settings("local", optimizer="clipvalue"),
+    Settings("local", optimizer="clipnorm"),
+    Settings("diloco", optimizer="global_clipnorm"),
+    Settings("local", optimizer="global_clipnorm"),
+    Settings("local", optimizer="clipped scaled"),
+    Settings("diloco", optimizer="clipped accumulated"),
+    Settings("local", optimizer="clipped decayed"),
+]
 COMPRESSED = [
     Settings(compression="int8"),
     Settings("local", optimizer="adam", fragments=2, overlap_steps=1, compression="onebit"),
@@ -66,19 +77,20 @@ def check(case: Settings, steps: Sequence[int], ranks: Sequence[dict[str, Value]
 
 
 UNEVEN = [15, 6]
+FEW = [CASES[0], CASES[3], CLIPPED[0]]
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Value]]]:
-    """Of the first and the last but one case, on two workers of which one has fewer batches."""
-    return run([CASES[0], CASES[3]], UNEVEN, tmp_path_factory.mktemp("two"))
+    """Of `FEW`, on two workers of which one has fewer batches."""
+    return run(FEW, UNEVEN, tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", range(len(FEW)))
 def test_two_workers_with_different_numbers_of_batches_do_bitwise_what_is_done_by_hand(
     number: int, two: list[list[dict[str, Value]]]
 ) -> None:
-    check([CASES[0], CASES[3]][number], UNEVEN, two[number], 0.0)
+    check(FEW[number], UNEVEN, two[number], 0.0)
 
 
 def test_workers_exchange_nothing_between_two_outer_steps(two: list[list[dict[str, Value]]]) -> None:
@@ -91,6 +103,12 @@ def test_two_workers_do_bitwise_what_is_done_by_hand(tmp_path: Path) -> None:
     cases = [*CASES, *COMPRESSED]
     for case, ranks in zip(cases, run(cases, [12, 12], tmp_path), strict=True):
         check(case, [12, 12], ranks, 0.0)
+
+
+@pytest.mark.long
+def test_two_workers_clip_the_gradient_of_their_own_batch(tmp_path: Path) -> None:
+    for case, ranks in zip(CLIPPED, run(CLIPPED, [12, 12], tmp_path), strict=True):
+        check(case, [12, 12], ranks, 1e-6 if case.optimizer == "global_clipnorm" else 0.0)  # docs/semantics.md
 
 
 @pytest.mark.long

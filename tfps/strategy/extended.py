@@ -390,6 +390,7 @@ class Extended(CrossReplica):
         check_one_device("update='server'", len(self._devices))
         share = share_of_gradients()
         own = [each if share is None else share.only_if_rows(each) for each in gradients]
+        own = self._reductions.estimated(own) if self.free else own  # as in graphs
         update_eagerly(self._runtime, rule, variables, own, numbers)
 
     def _cross_replica_key(self) -> tuple[Hashable, ...]:
