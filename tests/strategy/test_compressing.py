@@ -29,7 +29,7 @@ def start() -> Iterator[Start]:
     def started(**config: Argument) -> tfps.Strategy:
         servers.extend(ParameterServer("127.0.0.1", 0, workers=1) for _ in range(2))
         addresses = [server.address for server in servers[-2:]]
-        strategies.append(tfps.Strategy(addresses, config=tfps.Config(slice_bytes=8192, **config)))
+        strategies.append(tfps.Strategy(addresses, config=tfps.Config(**{"slice_bytes": 8192, **config})))
         return strategies[-1]
 
     yield started
@@ -182,6 +182,29 @@ def test_restoring_one_model_leaves_what_is_held_back_of_another_alone(start: St
     after = [strategy.extended.compressing.held(each) for each in variables]
     for own, others in zip(before, after, strict=True):
         np.testing.assert_equal(own, others)
+
+
+def test_what_is_restored_after_layers_were_frozen_for_a_while_is_sent_as_in_a_new_job(
+    start: Start, tmp_path: Path
+) -> None:
+    """Training them again leads back to the buckets of before, and those of meanwhile send nothing any more."""
+    path, ends = str(tmp_path / "checkpoint"), list[list[bytes]]()
+    for frozen in ((False, True, False), (False,)):
+        strategy = start(compression="topk:0.02", slice_bytes=1 << 20)
+        with strategy.scope():
+            hidden = [keras.layers.Dense(80, activation="tanh") for _ in range(3)]
+            model = keras.Sequential([keras.layers.Input((64,)), *hidden, keras.layers.Dense(10)])
+            optimizer = keras.optimizers.SGD(0.05)
+        checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)
+        for each in frozen:
+            hidden[0].trainable = not each
+            model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            model.fit(*training.digits(), batch_size=64, verbose=0, shuffle=False)
+        path = path if ends else checkpoint.write(path)
+        checkpoint.read(path).assert_consumed()
+        model.fit(*training.digits(), batch_size=64, verbose=0, shuffle=False)
+        ends.append([weight.tobytes() for weight in model.get_weights()])
+    assert ends[0] == ends[1]
 
 
 def test_a_strategy_with_other_compression_is_refused_while_one_is_open(start: Start) -> None:

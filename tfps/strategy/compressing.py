@@ -58,7 +58,7 @@ class Compressing:
         self._rules = Rules() if runtime.alone else rules
         self._runtime, self._serves = runtime, serves
         runtime.compresses = self._rules.codecs != {NONE}
-        self._buckets: dict[int, _Bucket] = {}  # by number, those whose codec feeds back
+        self._buckets: dict[int, _Bucket] = {}  # by number, those whose codec feeds back; last those used last
         self._restored: dict[str, Floats] = {}  # by unique id of variables that have no such bucket yet
 
     @property
@@ -74,7 +74,10 @@ class Compressing:
     def declared(self, number: int, spec: BucketSpec, variables: Sequence[GatedVariable]) -> None:
         """Notes a bucket of `variables`, in this order, that has been declared as `number`, maybe before."""
         codec = codec_of(spec.codec)
-        if codec is None or not codec.feeds_back or number in self._buckets:
+        if codec is None or not codec.feeds_back:
+            return
+        if (known := self._buckets.pop(number, None)) is not None:
+            self._buckets[number] = known  # in use again, as after other layers were frozen for a while
             return
         parts, begin = [], 0
         for variable in variables:
@@ -96,7 +99,8 @@ class Compressing:
             return
         held_back = exchange.held_back
         settle(self._runtime)  # so that all ranks see the same steps
-        used = [number for number, bucket in self._buckets.items() if held_back.steps(number) != bucket.steps]
+        # In an order that ranks share: one of them may have traced a function again, and used buckets are then moved.
+        used = sorted(number for number, bucket in self._buckets.items() if held_back.steps(number) != bucket.steps)
         if not used:
             return
         for number, held in collect(self._runtime, held_back, used).items():
@@ -171,7 +175,7 @@ class Compressing:
                 continue
             self._restored[variable._unique_id] = value
         replaced = {variable._unique_id for variable in variables}
-        for number, bucket in reversed(self._buckets.items()):  # the last one is that which is still in use
+        for number, bucket in reversed(list(self._buckets.items())):  # the last one is that which is in use
             if any(part.variable in replaced for part in bucket.parts):
                 self._hold(number, bucket, replaced)
 

@@ -56,8 +56,8 @@ class ServedBucket(PlannedBucket):
 
     @property
     def _changes(self) -> bool:
-        """Whether the reply is a change; in mode "async" each rank gets the newest parameters."""
-        return self.spec.codec != NONE and not _apart(self.variables)
+        """Whether the reply is a change; in mode "async" each rank gets the newest parameters, also a single one."""
+        return self.spec.codec != NONE and self.variables[0].distribute_strategy.extended.mode != "async"
 
     def _update(
         self, strategy: tf.distribute.Strategy, data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor
