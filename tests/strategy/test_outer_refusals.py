@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from local_training import SLICE_BYTES, Settings, dataset, difference
 import tfps
 from tfps.errors import UnsupportedError
 from tfps.pserver.server import ParameterServer
-from tfps.types import Argument, Model, Variable
+from tfps.types import Argument, Logs, Model, Variable
 
 Start = Callable[[Settings], tfps.Strategy]
 DILOCO, LOCAL = Settings(), Settings("local")
@@ -148,9 +150,7 @@ def test_constraints_are_refused(start: Start, settings: Settings) -> None:
         fit(model, 1)
 
 
-# Of other versions of Keras.
-FREE = getattr(keras.optimizers, "ScheduleFreeAdamW", None)
-MULTI = getattr(keras.optimizers, "MultiOptimizer", None)
+FREE = getattr(keras.optimizers, "ScheduleFreeAdamW", None)  # not in all versions of Keras
 
 
 @both_modes
@@ -165,13 +165,12 @@ def test_optimizers_that_compute_weights_from_slots_are_refused(
         fit(model, 1)
 
 
-@pytest.mark.skipif(MULTI is None, reason="this Keras has no MultiOptimizer")
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer")
 @both_modes
 def test_an_optimizer_of_several_is_refused(start: Start, settings: Settings) -> None:
-    one, other = keras.optimizers.SGD(0.1), keras.optimizers.Adam()
-    several = MULTI(lambda variable: one if "kernel" in variable.path else other)  # type: ignore[misc]
-    several._inner_optimizers = [one, other]
-    model = compiled(start(settings), several)
+    kernels = {".*kernel": keras.optimizers.SGD(0.1)}
+    several = keras.optimizers.OptimizerMap(keras.optimizers.Adam(), kernels)
+    model = compiled(start(settings), keras.optimizers.MultiOptimizer(several))
     with pytest.raises(UnsupportedError, match=f"MultiOptimizer with mode='{settings.mode}': backups and checkpoints"):
         fit(model, 1)
 
@@ -196,6 +195,21 @@ def test_training_that_exchanges_nothing_fails_by_name_where_workers_meet(start:
     with pytest.raises(UnsupportedError, match=text):
         fit(model)
     assert isinstance(strategy.extended.exchange.failure, UnsupportedError)  # other workers end, too
+
+
+def test_steps_of_an_optimizer_that_is_gone_are_no_reason_to_fail(start: Start) -> None:
+    def stop(batch: int, logs: Logs) -> None:
+        raise KeyboardInterrupt
+
+    model = compiled(start(DILOCO))
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=stop)])
+    first = weakref.ref(model.optimizer)
+    model.compile(keras.optimizers.SGD(0.1), local_training.loss(), jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
+    gc.collect()
+    assert first() is None
+    assert np.isfinite(model.evaluate(dataset(0, 2, 1), verbose=0))
 
 
 def test_an_optimizer_that_a_program_does_not_use_is_no_reason_to_fail(start: Start) -> None:

@@ -63,6 +63,7 @@ class Outer:
             ConfigError: there are fewer variables than fragments.
         """
         overlaps = self._config.overlap_steps > 0
+        apart = {each._unique_id for each in variables if each.global_copy is not None and not _alike(each)}
         for variable in variables:
             copy = make_copy(variable, own_gates=overlaps)
             self._variables[variable._unique_id] = variable
@@ -70,6 +71,7 @@ class Outer:
             self._initial_values.leave_out([copy])
         given = self._strategy, self._runtime, self._emitter, self._config
         steps = OuterSteps(*given, variables, optimizer, lambda: next(self._numbers))
+        steps.apart = apart
         self._known.add(steps)
         return steps
 
@@ -106,7 +108,7 @@ class Outer:
         counted = {variable._unique_id for each in known for variable in each.variables}
         for each in [each for each in self._known if each.number is None]:
             for variable in each.variables:
-                if variable._unique_id in counted or _alike(variable, copy_of(variable)):
+                if variable._unique_id in counted | each.apart or _alike(variable):
                     continue
                 error = UnsupportedError(
                     f"mode={self._config.mode!r}: variable {own_name(variable)!r} has been trained, but no call of "
@@ -177,8 +179,14 @@ class Outer:
             self._own.pop(variable._unique_id, None)
 
 
-def _alike(one: GatedVariable, other: GatedVariable) -> bool:
-    return bool(one.numpy().tobytes() == other.numpy().tobytes())
+def _alike(variable: GatedVariable) -> bool:
+    """Whether the worker's own value of `variable` is the global one."""
+    with tf.init_scope():
+        both = [variable, copy_of(variable)]
+        for each in both:
+            each.wait()
+        own, shared = (each._values[0].numpy() for each in both)
+    return bool(own.tobytes() == shared.tobytes())
 
 
 def _assign(variable: GatedVariable, values: Sequence[tf.Tensor]) -> None:

@@ -58,6 +58,7 @@ class OuterSteps:
     ) -> None:
         self.variables, self.optimizer, self._mode = list(variables), optimizer, config.mode
         self._trained: set[str] = set()  # unique ids of those that steps have updated
+        self.apart: set[str] = set()  # of those whose own values were not the global ones before any step
         self.number: int | None = None  # None until the first exchange is traced
         self.met = 0  # the step at which all ranks have last been together
         self._graphs: list[weakref.ref[tf.Graph]] = []  # of training steps
