@@ -215,10 +215,11 @@ def test_evaluation_prediction_and_files_have_the_global_parameters(start: Start
     keras.models.save_model(model, tmp_path / "function.keras")
     save_model(model, tmp_path / "imported.keras")
     save_model(model, tmp_path / "legacy.h5")
+    save_model(model, tmp_path / "folder", zipped=False)
     keras.saving.save_weights(model, tmp_path / "function.weights.h5")
     assert difference(pickle.loads(pickle.dumps(model)).get_weights(), expected) == 0.0
     assert difference(model.get_weights(), own) == 0.0  # it goes on with its own
-    for name in ("model.keras", "function.keras", "imported.keras", "legacy.h5"):
+    for name in ("model.keras", "function.keras", "imported.keras", "legacy.h5", "folder"):
         assert difference(keras.models.load_model(tmp_path / name).get_weights(), expected) == 0.0, name
     for name in ("model.weights.h5", "function.weights.h5"):
         plain.load_weights(tmp_path / name)
