@@ -9,11 +9,11 @@ Tested in tests/integration/test_local.py and tests/integration/test_async.py.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
 
-from tfps.strategy.reductions import divide, times
 from tfps.types import Optimizer, Value
 
 
@@ -27,10 +27,21 @@ def clip_own_gradients(strategy_class: type[tf.distribute.Strategy]) -> None:
         workers = _workers(strategy_class) if self.clipnorm or self.global_clipnorm or self.clipvalue else 1
         if workers == 1:
             return original(self, grads)
-        clipped = original(self, [each if each is None else times(each, workers) for each in grads])
-        return [each if each is None else divide(each, workers) for each in clipped]
+        clipped = original(self, _changed(grads, lambda values: values * tf.cast(workers, values.dtype)))
+        return _changed(clipped, lambda values: values / tf.cast(workers, values.dtype))
 
     keras.optimizers.Optimizer._clip_gradients = clip
+
+
+def _changed(gradients: Sequence[Value], change: Callable[[tf.Tensor], tf.Tensor]) -> list[Value]:
+    """`gradients`, some of which may be None or IndexedSlices, with changed values."""
+    changed: list[Value] = []
+    for each in gradients:
+        if isinstance(each, tf.IndexedSlices):
+            changed.append(tf.IndexedSlices(change(each.values), each.indices, each.dense_shape))
+        else:
+            changed.append(None if each is None else change(each))
+    return changed
 
 
 def _workers(strategy_class: type[tf.distribute.Strategy]) -> int:

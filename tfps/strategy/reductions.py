@@ -34,7 +34,7 @@ class Reductions:
 
     def estimated(self, values: list[Value]) -> list[Value]:
         """Returns the sums of `values` over the workers if all workers had the same."""
-        return [times(value, self._runtime.exchange.workers) for value in values]
+        return [_times(value, self._runtime.exchange.workers) for value in values]
 
     def sum_all(self, values: list[Value], key: tuple[Hashable, ...]) -> list[Value]:
         """Returns the sums of `values`, each in its own shape and dtype.
@@ -213,10 +213,10 @@ def _decode(value: Value, spec: BucketSpec, data: tf.Tensor, indices: tf.Tensor,
     return summed
 
 
-def times(value: Value, count: int) -> Value:
+def _times(value: Value, count: int) -> Value:
     """Returns `value * count` in the dtype of `value`."""
     if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(times(value.values, count), value.indices, value.dense_shape)
+        return tf.IndexedSlices(_times(value.values, count), value.indices, value.dense_shape)
     return value * tf.cast(count, value.dtype)
 
 
