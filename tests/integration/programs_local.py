@@ -194,7 +194,7 @@ def loss_scaling(job: Job) -> Results:
         x[BATCH : 2 * BATCH] = np.inf
     model = job.compiled(lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
     model.fit(x, y, epochs=2, **OPTIONS)
-    return {**weights(model), "own iterations": int(model.optimizer.iterations.numpy())}
+    return {**weights(model), "own iterations": int(model.optimizer.inner_optimizer.iterations.numpy())}
 
 
 def refused(job: Job) -> Results:

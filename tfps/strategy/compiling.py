@@ -41,10 +41,9 @@ def compile_in_scope(strategy_class: type[tf.distribute.Strategy]) -> None:
             return compile_model(self, *arguments, **options)
 
     Trainer.compile = compile_in_own_scope
-    build_optimizer = keras.optimizers.Optimizer.build
+    build_optimizer, build_scaling = keras.optimizers.Optimizer.build, keras.optimizers.LossScaleOptimizer.build
 
-    @functools.wraps(build_optimizer)
-    def build(self: Optimizer, variables: Sequence[Variable]) -> object:
+    def prepare(self: Optimizer, variables: Sequence[Variable]) -> None:
         gated = [each for each in map(of_tensorflow, variables) if isinstance(each, GatedVariable)]
         strategies = {each.distribute_strategy for each in gated}
         if len(strategies) == 1:
@@ -60,9 +59,19 @@ def compile_in_scope(strategy_class: type[tf.distribute.Strategy]) -> None:
         _update_elsewhere_if_asked(self, variables)
         if len(strategies) == 1:  # what a checkpoint has of it may be restored now
             carry_held_back(self, strategy, gated)
+
+    @functools.wraps(build_optimizer)
+    def build(self: Optimizer, variables: Sequence[Variable]) -> object:
+        prepare(self, variables)
         return build_optimizer(self, variables)
 
-    keras.optimizers.Optimizer.build = build
+    @functools.wraps(build_scaling)
+    def build_with_scaling(self: Optimizer, variables: Sequence[Variable]) -> object:
+        built = build_scaling(self, variables)
+        prepare(self, variables)  # with Keras 3.8 it is not built as other optimizers are
+        return built
+
+    keras.optimizers.Optimizer.build, keras.optimizers.LossScaleOptimizer.build = build, build_with_scaling
 
 
 def _update_elsewhere_if_asked(optimizer: Optimizer, variables: Sequence[Variable]) -> None:

@@ -16,6 +16,8 @@ class Converted:
     """
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
+        if not tf.executing_eagerly():
+            raise NotImplementedError("the value of a variable is known only in eager execution")  # as TensorFlow's
         return np.asarray(self._tensor().numpy(), dtype)  # a copy: replicas' memory is written by updates
 
     def __int__(self) -> int:
