@@ -28,7 +28,8 @@ UPDATES = ("worker", "server")
 EXCEPTIONS = {"*": "int8", "bias": "none", "embeddings": "bfloat16"}
 CODECS = ("none", "bfloat16", "float16", "int8", "topk:0.25", "onebit", EXCEPTIONS)
 POLICIES, TRANSPORTS, SPARSE, OPTIMIZERS = ("priority", "fifo"), ("tcp", "grpc", "auto"), (False, True), ("sgd", "adam")
-SMALL = {"slice_bytes": 8192, "window_bytes": 16384, "check_every": 2, "step_timeout_s": 60.0}
+SMALL = {"slice_bytes": 8192, "window_bytes": 16384, "check_every": 2}
+PATIENCE = {"step_timeout_s": 300.0, "connect_timeout_s": 300.0}  # rank 0 alone also trains without tfps
 
 
 def transported(policy: str, transport: str) -> dict[str, Json]:
@@ -38,6 +39,7 @@ def transported(policy: str, transport: str) -> dict[str, Json]:
 ALL = [
     {
         **SMALL,
+        **PATIENCE,
         **mode,
         "update": update,
         "compression": codec,
@@ -77,7 +79,7 @@ def covering() -> list[dict[str, Json]]:
     """Allowed combinations in which every two values occur together that may."""
 
     def pairs(settings: Json) -> set[tuple[str, str]]:
-        facts = [str((key, value)) for key, value in settings.items() if key not in SMALL]
+        facts = [str((key, value)) for key, value in settings.items() if key not in {**SMALL, **PATIENCE}]
         return set(itertools.combinations(sorted(facts), 2))
 
     candidates = [(each, pairs(each)) for each in ALL if allowed(each)]
