@@ -1,3 +1,4 @@
+#!/usr/bin/env -S bash -c '"${0%/*}/python" "$0" "$@"'
 """Runs one benchmark: `tools/bench.py NAME [--quick] [--json FILE]`.
 
 The last line of each is `bench NAME: key=value ...`.

@@ -1,4 +1,4 @@
-#!/usr/bin/env python3
+#!/usr/bin/env -S bash -c '"${0%/*}/python" "$0" "$@"'
 """Runs the same Keras 3 programs under tfps and under TensorFlow's strategies, and writes which of them work.
 
     tools/compare_strategies.py                      all programs under all strategies; some 15 minutes

@@ -1,3 +1,4 @@
+#!/usr/bin/env -S bash -c '"${0%/*}/python" "$0" "$@"'
 """Training that sleeps instead of computing: real workers and pservers of tfps, without TensorFlow.
 
 `Emulation` starts the processes on the hosts of a netlab (or on this machine) and gives them one task after the other.

@@ -1,4 +1,4 @@
-#!/usr/bin/env python3
+#!/usr/bin/env -S bash -c '"${0%/*}/python" "$0" "$@"'
 """Runs random Keras programs under tfps and beside plain Keras, and compares what they end with.
 
     tools/fuzz_programs.py --minutes 10

@@ -1,3 +1,4 @@
+#!/usr/bin/env -S bash -c '"${0%/*}/python" "$0" "$@"'
 """Writes docs/benchmarks.md and its plots from docs/benchmarks/*.json, which `tools/bench.py NAME --json FILE` writes.
 
 A benchmark without a file is named and left out. `--check` fails if the page is not what the files give.

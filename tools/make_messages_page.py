@@ -1,3 +1,4 @@
+#!/usr/bin/env -S bash -c '"${0%/*}/python" "$0" "$@"'
 """Puts every message that tfps can raise into docs/troubleshooting.md, below the advice for it.
 
 The page is written by hand, except for the tables between these two comments, which this program fills:

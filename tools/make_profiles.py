@@ -1,3 +1,4 @@
+#!/usr/bin/env -S bash -c '"${0%/*}/python" "$0" "$@"'
 """Writes tools/profiles/*.json: bytes from the architectures' formulas, times from a model of the accelerator.
 
 `tools/make_profiles.py [--check]`; with --check nothing is written, and files that differ are an error.

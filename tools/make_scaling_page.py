@@ -1,3 +1,4 @@
+#!/usr/bin/env -S bash -c '"${0%/*}/python" "$0" "$@"'
 """Writes docs/scaling.md and its plots: clusters that cannot be run on one machine, simulated (tools/simulation).
 
 Takes some minutes. `--check` fails if the page is not what the simulation gives.

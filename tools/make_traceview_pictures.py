@@ -1,3 +1,4 @@
+#!/usr/bin/env -S bash -c '"${0%/*}/python" "$0" "$@"'
 """Makes pictures anew: `tools/make_traceview_pictures.py` those of docs/traceview.md, from a simulation;
 `tools/make_traceview_pictures.py LOG_DIR` those of docs/finding_what_is_slow.md and docs/modes.md, from what
 tools/record_examples.py has recorded there.

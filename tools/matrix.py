@@ -1,4 +1,4 @@
-#!/usr/bin/env python3
+#!/usr/bin/env -S bash -c '"${0%/*}/python" "$0" "$@"'
 """Runs the core suite on several versions of TensorFlow and Python: `tools/test.sh --matrix [TENSORFLOW:PYTHON ...]`.
 
 Without arguments: the oldest and the newest pair that is supported. Each pair has an environment of its own in

@@ -1,4 +1,4 @@
-#!/usr/bin/env python3
+#!/usr/bin/env -S bash -c '"${0%/*}/python" "$0" "$@"'
 """Several hosts on this machine, each with a bandwidth of its own: network namespaces on a bridge, shaped by tc.
 
     with Netlab(hosts=4, rate_mbit=1000.0) as lab:

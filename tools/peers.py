@@ -1,4 +1,4 @@
-#!/usr/bin/env python3
+#!/usr/bin/env -S bash -c '"${0%/*}/python" "$0" "$@"'
 """Installs what tfps is compared with, each into an environment of its own: `tools/peers.py install NAME|all`, `list`.
 
 Environments are below $TFPS_PEERS_HOME (default: ~/.cache/tfps-peers). What is not installed is left out by

@@ -1,3 +1,4 @@
+#!/usr/bin/env -S bash -c '"${0%/*}/python" "$0" "$@"'
 """Records the traces of docs/finding_what_is_slow.md and docs/modes.md: `tools/record_examples.py LOG_DIR`; needs root.
 
 Two workers and two pservers, each on a host of its own, train a VGG-19 whose layers sleep as long as an accelerator

@@ -1,4 +1,4 @@
-#!/usr/bin/env python3
+#!/usr/bin/env -S bash -c '"${0%/*}/python" "$0" "$@"'
 """Runs notebooks from top to bottom and keeps what they print: `tools/run_notebook.py [NOTEBOOK ...]`.
 
 Each runs in an empty folder, where it may leave files, with this environment's programs on PATH. Fails, and changes

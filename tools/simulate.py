@@ -1,3 +1,4 @@
+#!/usr/bin/env -S bash -c '"${0%/*}/python" "$0" "$@"'
 """Predicts the time of a training step: `tools/simulate.py --profile vgg19 --workers 4 --pservers 4 --rate-gbit 10`.
 
 A profile is a model's name, a file of `Strategy.report().save_profile`, or a trace (`<run>.trace.json.gz`) that

@@ -1,3 +1,4 @@
+#!/usr/bin/env -S bash -c '"${0%/*}/python" "$0" "$@"'
 """Captures of simulated training, for tests, benchmarks and trying the trace view without a cluster.
 
 tools/synthetic_captures.py LOG_DIR --policy priority --policy fifo
