@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfps.graph.shares import UNKNOWN, LastBatch, Share, current_share, rows_of
+from tfps.graph.shares import UNKNOWN, LastBatch, NestedShare, Share, current_share, rows_of, say_once, with_share
 from tfps.types import Value
 
 EVEN = np.float32(1 / 3)
@@ -117,5 +117,52 @@ def test_the_last_batch_is_known_where_a_graph_has_one_iterator() -> None:
     assert taken()(tf.constant([5, 3, 2], tf.int64)).numpy().tolist() == [0]
 
 
+def test_rows_given_to_a_replica_function_are_known_while_it_runs_and_of_the_last_one_afterwards() -> None:
+    last = LastBatch(2)
+    nested = tf.function(lambda: last.running(1))
+
+    @tf.function
+    def step(rows: tf.Tensor) -> tf.Tensor:
+        with last.giving(1, rows):
+            return nested()
+
+    for rows in (3, 0):
+        assert int(step(tf.constant(rows, tf.int64))) == rows
+        assert int(nested()) == UNKNOWN, "another strategy may run it"
+        assert last.given().numpy().tolist() == [UNKNOWN, rows]
+    with last.giving(1, None):
+        assert int(nested()) == UNKNOWN
+
+
+def test_a_nested_function_knows_only_whether_there_are_rows() -> None:
+    last = LastBatch(1)
+    for rows, value in ((0, 0.0), (2, np.inf)):
+        with last.giving(0, tf.constant(rows, tf.int64)), tf.GradientTape():
+            nested = NestedShare(last, 0, replicas=3)
+            assert float(nested.only_if_rows(tf.constant(np.inf))) == value
+            with nested.counting(tf.constant(5.0), tf.constant(EVEN)):
+                assert nested.weight(tf.constant(EVEN)).numpy().tobytes() == EVEN.tobytes()
+            assert float(nested.relative(tf.float32, exchange=True)) == 1.0
+
+
 def test_outside_of_replica_functions_there_is_no_share() -> None:
     assert current_share() is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([tf.zeros([0]), tf.zeros([4, 2])], True),
+        ([np.zeros([0]), 1.0, tf.zeros([4, 2])], True),
+        ([tf.zeros([0, 2]), tf.zeros([0])], False),
+        ([tf.zeros([4]), tf.zeros([0])], False),
+    ],
+)
+def test_a_first_argument_without_rows_before_others_is_logged(
+    given: list[Value], said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    say_once.cache_clear()
+    step = with_share(lambda *_: None, 3, LastBatch(1), lambda own: own)
+    for _ in range(2):
+        step(*given)
+    assert [record.getMessage()[:22] for record in caplog.records] == ["tfps: the first tensor"] * said

@@ -59,3 +59,32 @@ def test_what_does_not_divide_is_what_plain_keras_does(workers: int, devices: in
 )
 def test_so_it_does_with_other_workers_and_devices(workers: int, devices: int, name: str, jobs: Jobs) -> None:
     test_programs.check(name, jobs(workers, devices, False))
+
+
+# With one worker and two devices; with three workers; and with two workers where pservers update.
+NO_ROWS = [
+    pytest.param(name, *job, id=f"{name}, {label}")
+    for label, job in {"devices": (1, 2, "worker"), "workers": (3, 1, "worker"), "served": (2, 1, "server")}.items()
+    for name in ("layer", "layer_eagerly", "step", "aggregated", "scaled")
+]
+
+
+@pytest.fixture(scope="module")
+def no_rows(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int, str], Results]:
+    """Runs all programs of a job together."""
+
+    @functools.cache
+    def results(workers: int, devices: int, update: str) -> Results:
+        names = dict.fromkeys(case.values[0] for case in NO_ROWS if case.values[1:] == (workers, devices, update))
+        pairs = [("programs_no_rows", str(name)) for name in names]
+        folder = tmp_path_factory.mktemp("no_rows")
+        return test_programs.run(pairs, folder, workers, devices, {"TFPS_UPDATE": update})
+
+    return results
+
+
+@pytest.mark.parametrize(("name", "workers", "devices", "update"), NO_ROWS)
+def test_what_is_nan_of_no_rows_reaches_nothing(
+    name: str, workers: int, devices: int, update: str, no_rows: Callable[[int, int, str], Results]
+) -> None:
+    test_programs.check(name, no_rows(workers, devices, update))

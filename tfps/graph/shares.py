@@ -10,6 +10,8 @@ program passes batches in another way, replicas sum their rows while the forward
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,12 +25,14 @@ from tfps.graph.tf_private import (
     ResourceVariable,
     control_flow_free,
     distribute_lib,
+    in_xla,
     is_differentiated,
     ops,
     outer_graphs,
 )
 from tfps.types import Batches, Function, Structure, Value
 
+logger = logging.getLogger("tfps")
 UNKNOWN = -1  # in place of a number of rows
 
 
@@ -48,6 +52,17 @@ def rows_of(structure: Structure) -> Value:
             sizes = tf.shape(value, tf.int64)
             return sizes[0] if value.shape.rank is not None else tf.concat([sizes, [UNKNOWN]], 0)[0]
     return None
+
+
+def _warn_of_empty_first(structure: Structure) -> None:
+    """Logs once that the first value with rows is known to have none, while another may have some."""
+    known = [value for value in tf.nest.flatten(structure) if isinstance(value, (tf.Tensor, np.ndarray))]
+    sizes = [shape[0] for shape in (tf.TensorShape(value.shape) for value in known) if shape.rank]
+    if sizes and sizes[0] == 0 and any(size != 0 for size in sizes):
+        say_once(
+            "the first tensor given to a replica function has no rows, so the step counts for nothing on this replica; "
+            "if that is not the batch, pass the batch first"
+        )
 
 
 def not_known_to_be_empty(structure: Structure) -> Structure:
@@ -75,8 +90,10 @@ class LastBatch:
         with tf.init_scope(), tf.device(HOST):
             # Of the whole job, then of each local replica.
             self._rows = ResourceVariable([UNKNOWN] * (1 + replicas), dtype=tf.int64, trainable=False, name="tfps_rows")
+            # Of each local replica: given to the function that runs now, and to the last one.
             self._given = [
-                ResourceVariable(UNKNOWN, dtype=tf.int64, trainable=False, name="tfps_given") for _ in range(replicas)
+                ResourceVariable([UNKNOWN] * 2, dtype=tf.int64, trainable=False, name="tfps_given")
+                for _ in range(replicas)
             ]
 
     def note(self, iterator: Batches, rows: tf.Tensor) -> None:
@@ -105,15 +122,28 @@ class LastBatch:
         with tf.device(HOST):
             return self._rows.read_value()
 
-    def give(self, replica: int, rows: tf.Tensor | None) -> None:
-        """Notes the rows given to a replica function that begins, eagerly or whenever this graph runs."""
+    @contextlib.contextmanager
+    def giving(self, replica: int, rows: tf.Tensor | None) -> Iterator[None]:
+        """Notes the rows given to the replica function in the block, eagerly or whenever this graph runs."""
+        unknown = tf.constant(UNKNOWN, tf.int64)
+        given = unknown if rows is None else rows
         with tf.device(HOST):
-            self._given[replica].assign(UNKNOWN if rows is None else rows, read_value=False)
+            self._given[replica].assign([given, given], read_value=False)
+        try:
+            yield
+        finally:
+            with tf.device(HOST):  # another strategy may run a function that was nested here
+                self._given[replica].assign([unknown, given], read_value=False)
+
+    def running(self, replica: int) -> tf.Tensor:
+        """Returns the rows given to the replica function that runs; UNKNOWN if none does, or none were."""
+        with tf.device(HOST):
+            return self._given[replica].read_value()[0]
 
     def given(self) -> tf.Tensor:
         """Returns the rows last given to each local replica, int64 [replicas]; UNKNOWN if none were."""
         with tf.device(HOST):
-            return tf.stack([each.read_value() for each in self._given])
+            return tf.stack([each.read_value()[1] for each in self._given])
 
 
 class Share:
@@ -229,12 +259,57 @@ class Share:
         return stack
 
 
+class NestedShare(Share):
+    """What a nested function knows of its replica: whether it has rows. Means are not weighted by them.
+
+    Such a function is traced once, for training and evaluation alike: it reads a variable.
+    """
+
+    def __init__(self, last_batch: LastBatch, replica: int, replicas: int) -> None:
+        super().__init__(last_batch.running(replica), replicas, None, tf.identity)
+
+    @property
+    def trains(self) -> bool:
+        return True  # evaluation counts no differently
+
+    def total(self, *, exchange: bool) -> tf.Tensor | None:
+        return None
+
+    @contextlib.contextmanager
+    def counting(self, amount: tf.Tensor, even: tf.Tensor) -> Iterator[None]:
+        yield
+
+
+class _Function:
+    """The function of one replica that a thread traces or runs, with its share, None if no argument has rows."""
+
+    def __init__(self, share: Share | None, nested: Callable[[], NestedShare]) -> None:
+        self.graph = None if tf.executing_eagerly() else control_flow_free(ops.get_default_graph())
+        self.share = share
+        self._nested = nested  # makes the share of the current graph
+
+    def share_in(self, graph: tf.Graph) -> Share | None:
+        """Returns the share in `graph`, which is not a part of control flow; None outside of this function."""
+        if graph is self.graph:
+            return self.share
+        around = outer_graphs(graph)
+        if not around or (self.graph is not None and self.graph not in around) or in_xla(graph):
+            return None
+        known: Share | None = getattr(graph, _NESTED, None)
+        if known is None:
+            with graph.as_default(), tf.control_dependencies(None):
+                known = self._nested()
+            setattr(graph, _NESTED, known)
+        return known
+
+
 class _Current(threading.local):
-    share: Share | None = None
+    function: _Function | None = None
     gradients = False
 
 
 _current = _Current()
+_NESTED = "_tfps_nested_share"  # of a graph
 
 
 def with_share(
@@ -244,29 +319,34 @@ def with_share(
 
     def shared(*args: object, **kwargs: object) -> Structure:
         rows, replica = rows_of((args, kwargs)), distribute_lib.get_replica_context()._replica_id
-        last_batch.give(replica, rows)
-        if rows is None:
-            return function(*args, **kwargs)
-        args, kwargs = not_known_to_be_empty((args, kwargs))
-        noted = None if tf.executing_eagerly() else last_batch.of_graph()
-        last = None if noted is None else (noted[0], noted[1 + replica])
-        before, _current.share = _current.share, Share(rows, replicas, last, sum_rows)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _current.share = before
+        share = None
+        if rows is not None:
+            _warn_of_empty_first((args, kwargs))
+            args, kwargs = not_known_to_be_empty((args, kwargs))
+            noted = None if tf.executing_eagerly() else last_batch.of_graph()
+            share = Share(rows, replicas, None if noted is None else (noted[0], noted[1 + replica]), sum_rows)
+        nested = functools.partial(NestedShare, last_batch, replica, replicas)
+        with last_batch.giving(replica, rows):
+            before, _current.function = _current.function, _Function(share, nested)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _current.function = before
 
     return shared
 
 
 def current_share() -> Share | None:
-    """Returns the share of the replica that this thread traces or runs; None outside and in nested functions."""
-    share = _current.share
-    if share is None or (share.graph is None) != tf.executing_eagerly():
+    """Returns the share of the replica that this thread traces or runs; None outside.
+
+    In nested functions it is a `NestedShare`, but None in those that XLA compiles.
+    """
+    function = _current.function
+    if function is None:
         return None
-    if share.graph is not None and control_flow_free(ops.get_default_graph()) is not control_flow_free(share.graph):
-        return None
-    return share
+    if tf.executing_eagerly():
+        return function.share if function.graph is None else None
+    return function.share_in(control_flow_free(ops.get_default_graph()))
 
 
 @contextlib.contextmanager
@@ -283,3 +363,9 @@ def share_of_gradients() -> Share | None:
     """Returns the current share while gradients are reduced, if the replica may have no rows; else None."""
     share = current_share() if _current.gradients else None
     return share if share is not None and share.may_be_empty else None
+
+
+@functools.cache
+def say_once(what: str) -> None:
+    """Logs a warning about rows, once per process."""
+    logger.warning('tfps: %s (docs/semantics.md, "Rows that do not divide evenly")', what)

@@ -10,18 +10,16 @@ Tested in tests/integration/test_rows.py.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
 
-from tfps.graph.shares import Share, current_share, reducing_gradients
+from tfps.graph.shares import Share, current_share, reducing_gradients, say_once
 from tfps.graph.tf_private import is_differentiated
 from tfps.keras_hooks.keras_private import distributed_dataset, loss_module, trainer_module
 from tfps.types import Batches, Model, Optimizer, Structure, Value, Variable
 
-logger = logging.getLogger("tfps")
 _WHOLE = "_tfps_whole"  # marks a loss that is the replica's mean, while its gradient is weighed by the share
 
 
@@ -77,7 +75,7 @@ def _weigh_losses() -> None:
         if share is None or not (weighs or masks or reduction == "sum"):
             return reduced()
         if not is_differentiated():
-            _say_once(
+            say_once(
                 "outside of training, each replica computes masked, sample-weighted or summed losses locally, and "
                 "these count by rows: if batches do not divide evenly, the result is not exactly that of one process"
             )
@@ -144,7 +142,7 @@ def _weigh_tracked_scalars() -> None:
         share = current_share()
         if share is not None and sample_weight is None and _is_scalar(values):
             if not share.trains:
-                _say_once(
+                say_once(
                     "outside of training, a scalar given to keras.metrics.Mean counts once for each replica: if "
                     "batches do not divide evenly, the result is not exactly that of one process"
                 )
@@ -240,8 +238,3 @@ def _example(value: Value) -> Value:
     if isinstance(value, tf.Tensor) and value.shape.rank and value.shape[0] == 0:
         return tf.zeros([1, *value.shape[1:]], value.dtype)
     return value
-
-
-@functools.cache
-def _say_once(what: str) -> None:
-    logger.warning('tfps: %s (docs/semantics.md, "Rows that do not divide evenly")', what)

@@ -274,18 +274,25 @@ class GatedVariable(Converted, values.MirroredVariable):
         """Returns what a replica writes, with its change of `before()` (None: `value` is the change) weighted by rows.
 
         The mean over replicas then equals that of a batch that divides evenly; a replica without rows adds nothing.
+        Sums are not weighted. TensorFlow reduces tensors only: it takes a number for the result.
         """
-        share = None if not self.local or _tracing.deferral is not None or _tracing.updating else current_share()
+        summed = self._aggregation == tf.VariableAggregation.SUM
+        reduced = (summed or self._aggregation == tf.VariableAggregation.MEAN) and tf.is_tensor(value)
+        if not self.local and not reduced:
+            return value
+        share = None if _tracing.deferral is not None or _tracing.updating else current_share()
         if share is None:
             return value
         value = tf.convert_to_tensor(value, self.dtype)
+        if summed:
+            return share.only_if_rows(value)
         start = tf.zeros([], self.dtype) if before is None else before()
-        relative = share.relative(self.dtype)
+        relative = share.relative(self.dtype, exchange=not self.local)  # else all replicas reduce together
         counted = tf.where(tf.equal(relative, 1), value, start + relative * (value - start))
         return share.only_if_rows(counted, tf.broadcast_to(start, tf.shape(counted)))
 
     def _own(self) -> tf.Tensor:
-        return self._get_on_device_or_primary().read_value()
+        return self._get().read_value()
 
     def take_combined(self, value: Value) -> None:
         """Assigns `value` to all replicas."""
