@@ -68,7 +68,7 @@ setup(
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["tfps", "tfps.*"]),
     package_data={"tfps": ["py.typed"], "tfps.protos": ["*.pyi"], "tfps.tensorboard": ["static/*"]},
-    install_requires=["grpcio>=1.60", "protobuf>=3.20.3", "numpy>=1.26"],
+    install_requires=["grpcio>=1.68", "protobuf>=3.20.3", "numpy>=1.26"],
     extras_require={
         "tensorflow": [f"tensorflow{TENSORFLOW}", KERAS],
         "cpu": [f"tensorflow-cpu{TENSORFLOW}; {HAS_CPU_WHEEL}", f"tensorflow{TENSORFLOW}; {NO_CPU_WHEEL}", KERAS],

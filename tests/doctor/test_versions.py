@@ -10,13 +10,13 @@ from tfps.doctor.versions import checks, compare, number, supported
 
 LIMITS = {
     "python": ">=3.10,<3.14",
-    "grpcio": ">=1.60",
+    "grpcio": ">=1.68",
     "protobuf": ">=3.20.3",
     "numpy": ">=1.26",
     "tensorflow": "<2.22,>=2.18",
     "keras": ">=3.8",
 }
-GOOD = {"grpcio": "1.60.0", "protobuf": "7.1", "numpy": "2.0", "tensorflow": "2.18.0", "keras": "3.8"}
+GOOD = {"grpcio": "1.68.0", "protobuf": "7.1", "numpy": "2.0", "tensorflow": "2.18.0", "keras": "3.8"}
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_without_limits_everything_is_supported() -> None:
 
 
 def test_limits_are_read_from_requirements() -> None:
-    found = supported(["grpcio>=1.60", 'tensorflow<2.22,>=2.18; extra == "x"', "numpy (>=1.26)", "Keras"])
-    assert found == {"grpcio": ">=1.60", "tensorflow": "<2.22,>=2.18", "numpy": ">=1.26", "keras": ""}
+    found = supported(["grpcio>=1.68", 'tensorflow<2.22,>=2.18; extra == "x"', "numpy (>=1.26)", "Keras"])
+    assert found == {"grpcio": ">=1.68", "tensorflow": "<2.22,>=2.18", "numpy": ">=1.26", "keras": ""}
 
 
 def test_what_is_installed_here_is_supported() -> None:
@@ -63,7 +63,7 @@ def test_what_is_needed_and_missing_fails() -> None:
     found = {each.name: each for each in checks({"tensorflow-cpu": "2.20"}, {**LIMITS, "tensorflow-cpu": ">=2.18"})}
     assert [found[name].problem for name in ("grpcio", "protobuf", "numpy", "keras")] == ["missing"] * 4
     assert found["tensorflow"].status == "ok"
-    assert found["grpcio"].advice == 'pip install "grpcio>=1.60"'
+    assert found["grpcio"].advice == 'pip install "grpcio>=1.68"'
 
 
 def test_a_host_of_pservers_needs_no_tensorflow() -> None:

@@ -194,7 +194,8 @@ def guide_steps(job: Job) -> Results:
     nested = fit.history.pop("of")
     evaluated = model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
     rate = float(model.optimizer.learning_rate.numpy())
-    ends = {**weights(model), **history(fit), **{f"evaluated/{name}": value for name, value in evaluated.items()}}
+    results = keras.tree.flatten_with_path(evaluated)  # Keras 3.8 leaves them nested
+    ends = {**weights(model), **history(fit), **{f"evaluated/{path[-1]}": value for path, value in results}}
     return {**ends, "rate": rate, "epochs": fit.epoch, "nested": [float(mean) for mean, _ in nested]}
 
 

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import tfps
-from tfps.keras_hooks.agreed_logs import Said, Value, conclude
+from tfps.keras_hooks.agreed_logs import Said, Value, _equal, conclude
 
 
 def said(values: Mapping[str, object], same: dict[str, list[int]] | None = None, weight: int = 1) -> Said:
@@ -34,6 +34,21 @@ def test_numbers_become_the_weighted_mean() -> None:
     first, second = conclude(ranks, [])
     assert first == 3.0
     np.testing.assert_allclose(np.asarray(second), [5 / 3, 13 / 3])
+
+
+@pytest.mark.parametrize(
+    ("leaf", "result", "equal"),
+    [
+        ([0.6], np.float32(0.6), True),  # Keras 3.8 returns an array of one number as a scalar
+        (np.float32(0.6), np.nextafter(np.float32(0.6), np.float32(1)), True),
+        (np.float32(0.6), np.float32(0.60001), False),
+        (np.float32(np.nan), np.float32(np.nan), True),
+        (7, 8, False),
+        ([0.6, 0.6], np.float32(0.6), False),
+    ],
+)
+def test_a_value_is_a_metrics_result_but_for_its_last_bits(leaf: object, result: object, equal: bool) -> None:
+    assert _equal(leaf, result) == equal
 
 
 def test_what_is_the_same_everywhere_stays() -> None:

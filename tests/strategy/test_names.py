@@ -44,7 +44,9 @@ def test_a_class_of_the_user_has_numbers_like_those_of_keras() -> None:
 
 def test_classes_are_written_as_keras_writes_them() -> None:
     made = [keras.layers.BatchNormalization(), keras.layers.LSTMCell(1), keras.layers.Conv2DTranspose(1, 1)]
-    made += [keras.layers.ReLU(), keras.layers.GlobalAveragePooling1D(), keras.metrics.AUC(), keras.optimizers.AdamW()]
+    made += [keras.layers.ReLU(), keras.layers.GlobalAveragePooling1D(), keras.metrics.AUC()]
+    if keras.optimizers.AdamW().name != keras.optimizers.AdamW().name:  # Keras 3.8 does not number optimizers
+        made.append(keras.optimizers.AdamW())
     for each in made:
         given = type(each)().name if type(each) in (keras.metrics.AUC, keras.layers.ReLU) else each.name
         assert names.unnumbered(given) == names._snake(type(each).__name__)

@@ -141,7 +141,7 @@ def test_a_step_that_loss_scaling_skips_counts_as_a_step(start: Start) -> None:
     own: list[Weights] = []
     keep = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: own.append(model.get_weights()))
     model.fit(x, y, batch_size=ROWS, shuffle=False, callbacks=[keep], verbose=0)
-    assert int(model.optimizer.iterations.numpy()) == 3
+    assert int(model.optimizer.inner_optimizer.iterations.numpy()) == 3
     assert difference(own[1], own[0]) == 0.0
     assert strategy.extended.outer._exchanged()[0].steps == 4
     assert difference(own[-1], shared(model)) == 0.0  # exchanged with the last step, not only at the end

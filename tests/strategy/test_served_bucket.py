@@ -325,7 +325,7 @@ class Mine(keras.optimizers.SGD):
 
 
 REFUSED: dict[str, tuple[Build, str]] = {
-    "Muon": (optimizer("Muon"), "not of keras.*Muon"),
+    **({"Muon": (optimizer("Muon"), "not of keras.*Muon")} if hasattr(keras.optimizers, "Muon") else {}),
     "Lamb": (optimizer("Lamb"), "not of keras.*Lamb"),
     "Adafactor": (optimizer("Adafactor"), "not of keras.*Adafactor"),
     "Ftrl with another power": (optimizer("Ftrl", learning_rate_power=-0.4), "with learning_rate_power=-0.5"),

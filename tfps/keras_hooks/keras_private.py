@@ -92,6 +92,7 @@ try:
     Trainer = _class_that_defines(keras.Model, "compile")
     needs(Trainer, "compile")
     needs(keras.optimizers.Optimizer, "build", "_distribution_strategy")
+    needs(keras.optimizers.LossScaleOptimizer, "build")
     needs(keras.Variable, "_initialize")  # gives a Keras variable a tf.Variable, as when it is created
 except (ImportError, AttributeError) as error:  # a module, or a class in one
     raise ImportError(f"tfps supports {SUPPORTED}; Keras {keras.__version__} does not fit: {error}") from error
