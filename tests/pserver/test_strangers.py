@@ -23,11 +23,10 @@ from tfps.config import Config, Security
 from tfps.errors import ConfigError, ConnectError, ProtocolError, TfpsError
 from tfps.exchange.interface import BucketSpec
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver import server as server_module
 from tfps.pserver.metrics import MetricsServer
 from tfps.pserver.server import ParameterServer
 from tfps.types import Argument
-from tfps.wire.control import CHANNEL_OPTIONS, PROTOCOL_VERSION, SERVER_OPTIONS, Pserver, method
+from tfps.wire.control import CHANNEL_OPTIONS, PROTOCOL_VERSION, Pserver, method
 
 MIB = 2**20
 
@@ -231,22 +230,6 @@ def idle(port: int) -> socket.socket:
     stranger = socket.create_connection(("127.0.0.1", port), jobs.DEADLINE_S)
     stranger.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
     return stranger
-
-
-def test_connections_that_call_nothing_are_closed_and_a_worker_comes_back(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = dict(SERVER_OPTIONS) | {"grpc.max_connection_idle_ms": 200}
-    monkeypatch.setattr(server_module, "SERVER_OPTIONS", list(options.items()))
-    server = cluster.pserver(1)
-    worker = cluster.worker([server.address], config=Config(step_timeout_s=jobs.DEADLINE_S))
-    states: list[grpc.ChannelConnectivity] = []
-    with grpc.insecure_channel(server.address, CHANNEL_OPTIONS) as stranger:
-        stranger.subscribe(states.append, try_to_connect=True)
-        jobs.poll(lambda: grpc.ChannelConnectivity.READY in states)
-        jobs.poll(lambda: states[-1] is grpc.ChannelConnectivity.IDLE)
-    worker.declare([SUM])  # by now the worker's control connection was idle, too
-    still_sums(worker)
 
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs Linux")

@@ -49,8 +49,7 @@ SERVER_OPTIONS = [
     ("grpc.max_metadata_size", 8 * 1024),
     ("grpc.absolute_max_metadata_size", 16 * 1024),
     ("grpc.server_handshake_timeout_ms", 5_000),
-    # Without a call. Strangers should not keep file descriptors; a worker's next call connects again.
-    ("grpc.max_connection_idle_ms", 30_000),
+    # No "max_connection_idle_ms", though strangers may keep connections: a call that begins while it closes one fails.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),  # else the workers' keepalive is taken for abuse
     ("grpc.so_reuseport", 0),  # else a second pserver on the same port starts and takes half of the workers
