@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import jobs
 import pytest
+from guarded import serving
 
 from tfps.config import Config
 from tfps.errors import ConfigError, PserverLostError
@@ -50,6 +52,19 @@ def test_ctrl_c_ends_it_cleanly() -> None:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=jobs.DEADLINE_S)
     assert process.returncode == 0
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs Linux")
+def test_it_may_open_as_many_files_as_the_hard_limit_allows() -> None:
+    own, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(own, 500), most))
+    try:
+        with serving("--workers=1") as (_, process):
+            soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+            assert hard == most
+            assert soft == 2**20 if hard == resource.RLIM_INFINITY else soft == min(hard, 2**20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (own, most))
 
 
 def test_it_starts_without_tensorflow() -> None:

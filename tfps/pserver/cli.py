@@ -23,6 +23,7 @@ from tfps.wire.memory import tune_malloc
 logger = logging.getLogger("tfps")
 _INTERVAL_S = 1.0  # between two status requests
 _LOOK_S = 0.5  # between two looks whether a worker is left
+_MOST_FILES = 2**20
 _JOINING_S = 60.0  # that a worker may take from its joining to its streams
 
 
@@ -107,8 +108,10 @@ def _at_signals(call: Callable[[], None]) -> None:
 def _allow_many_files() -> None:
     """Connections of strangers take file descriptors, too."""
     with contextlib.suppress(ValueError, OSError):  # where the system has a limit of its own beside these
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = _MOST_FILES if most == resource.RLIM_INFINITY else min(most, _MOST_FILES)
+        if now != resource.RLIM_INFINITY and now < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _serve(options: argparse.Namespace) -> int:
