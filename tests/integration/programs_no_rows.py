@@ -99,7 +99,8 @@ def aggregated(job: Job) -> Results:
     train = tf.function(lambda batch: job.tf_strategy.run(replica, args=(batch,)), autograph=False)
     for batch in distributed(job):
         train(batch)
-        sums.append(assigned.numpy())
+        if not tf.__version__.startswith("2.18."):  # where variables with SUM are ON_READ: replicas keep their parts
+            sums.append(assigned.numpy())
     return {"added": added.numpy(), "assigned": sums, "mean": mean.numpy(), "moved": moved.numpy()}
 
 
