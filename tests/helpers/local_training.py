@@ -5,7 +5,8 @@ With a codec each kernel is a bucket of its own and compressed, and biases, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import keras
@@ -13,10 +14,13 @@ import numpy as np
 import tensorflow as tf
 import training
 
+import tfps
 from tfps.exchange.codecs import codec_of
-from tfps.types import Array, Options
+from tfps.pserver.server import ParameterServer
+from tfps.types import Argument, Array, Model, Options
 
 Weights = list[Array]
+Start = Callable[..., tfps.Strategy]
 ROWS = 8  # of a worker's batch
 SLICE_BYTES = 4096
 
@@ -224,3 +228,33 @@ def dataset(rank: int, steps: int, workers: int) -> tf.data.Dataset:
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     whole = tf.data.Dataset.from_tensor_slices(rows(rank, steps)).filter(lambda x, y: True)  # of unknown size: see fit
     return whole.batch(ROWS * workers).with_options(options)
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[Start]:
+    """What makes strategies of one worker, with some `pservers`, else embedded; they end with the block."""
+    strategies: list[tfps.Strategy] = []
+    servers: list[ParameterServer] = []
+
+    def started(settings: Settings, pservers: int = 0, **options: Argument) -> tfps.Strategy:
+        own = [ParameterServer("127.0.0.1", 0, workers=1) for _ in range(pservers)]
+        servers.extend(own)
+        config = tfps.Config(slice_bytes=SLICE_BYTES, **settings.config())
+        strategies.append(tfps.Strategy([each.address for each in own] or None, config=config, **options))
+        return strategies[-1]
+
+    yield started
+    for strategy in strategies:
+        strategy.close()
+    for server in servers:
+        server.stop()
+
+
+def compiled(strategy: tfps.Strategy, optimizer: Argument = "sgd", **options: Argument) -> Model:
+    """The model, with an optimizer or one of `OPTIMIZERS` by its name."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        made = model()
+        chosen = OPTIMIZERS[optimizer]() if isinstance(optimizer, str) else optimizer
+        made.compile(chosen, loss(), jit_compile=False, **options)
+    return made

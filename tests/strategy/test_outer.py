@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,45 +17,31 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras.saving import save_model  # before the first strategy is made, as programs do
-from local_training import OPTIMIZERS, ROWS, SLICE_BYTES, Settings, Simulation, Weights, dataset, difference, rows
+from local_training import (
+    ROWS,
+    Settings,
+    Simulation,
+    Start,
+    Weights,
+    compiled,
+    dataset,
+    difference,
+    rows,
+    starting,
+)
 
 import tfps
 from tfps.errors import ConfigError, UnsupportedError
-from tfps.pserver.server import ParameterServer
 from tfps.strategy import outer
 from tfps.types import Argument, Logs, Model
 
 OVERLAPPING = Settings("diloco", fragments=2, overlap_steps=2, own_share=0.25)
-Start = Callable[..., tfps.Strategy]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Makes strategies; with `pservers` of them, else embedded."""
-    strategies: list[tfps.Strategy] = []
-    servers: list[ParameterServer] = []
-
-    def started(settings: Settings, pservers: int = 0, **options: Argument) -> tfps.Strategy:
-        own = [ParameterServer("127.0.0.1", 0, workers=1) for _ in range(pservers)]
-        servers.extend(own)
-        config = tfps.Config(slice_bytes=SLICE_BYTES, **settings.config())
-        strategies.append(tfps.Strategy([each.address for each in own] or None, config=config, **options))
-        return strategies[-1]
-
-    yield started
-    for strategy in strategies:
-        strategy.close()
-    for server in servers:
-        server.stop()
-
-
-def compiled(strategy: tfps.Strategy, optimizer: Argument = "sgd", **options: Argument) -> Model:
-    keras.utils.set_random_seed(1)
-    with strategy.scope():
-        model = local_training.model()
-        made = OPTIMIZERS[optimizer]() if isinstance(optimizer, str) else optimizer
-        model.compile(made, local_training.loss(), jit_compile=False, **options)
-    return model
+    with starting() as started:
+        yield started
 
 
 def trajectory(model: Model, steps: int, **options: Argument) -> list[Weights]:

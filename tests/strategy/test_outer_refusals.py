@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -15,43 +15,25 @@ import local_training
 import numpy as np
 import pytest
 import tensorflow as tf
-from local_training import SLICE_BYTES, Settings, dataset, difference
+from local_training import Settings, Start, dataset, difference, starting
 
 import tfps
 from tfps.errors import UnsupportedError
-from tfps.pserver.server import ParameterServer
 from tfps.types import Argument, Logs, Model, Variable
 
-Start = Callable[[Settings], tfps.Strategy]
 DILOCO, LOCAL = Settings(), Settings("local")
 both_modes = pytest.mark.parametrize("settings", [DILOCO, LOCAL], ids=["diloco", "local"])
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    strategies: list[tfps.Strategy] = []
-    servers: list[ParameterServer] = []
-
-    def started(settings: Settings) -> tfps.Strategy:
-        if settings.compression != "none":  # what is within the process is not compressed
-            servers.append(ParameterServer("127.0.0.1", 0, workers=1))
-        config = tfps.Config(slice_bytes=SLICE_BYTES, **settings.config())
-        strategies.append(tfps.Strategy([each.address for each in servers] or None, config=config))
-        return strategies[-1]
-
-    yield started
-    for strategy in strategies:
-        strategy.close()
-    for server in servers:
-        server.stop()
+    with starting() as started:
+        # What is within the process is not compressed.
+        yield lambda settings: started(settings, pservers=int(settings.compression != "none"))
 
 
-def compiled(strategy: tfps.Strategy, optimizer: Argument = None, **options: Argument) -> Model:
-    keras.utils.set_random_seed(1)
-    with strategy.scope():
-        model = local_training.model()
-        model.compile(optimizer or keras.optimizers.SGD(0.1), local_training.loss(), jit_compile=False, **options)
-    return model
+def compiled(strategy: tfps.Strategy, optimizer: Argument = "plain", **options: Argument) -> Model:
+    return local_training.compiled(strategy, optimizer, **options)
 
 
 def fit(model: Model, steps: int = 6, **options: Argument) -> None:
