@@ -34,8 +34,11 @@ try:
     needs(loss_module, "reduce_weighted_values", "apply_mask")
     needs(trainer_module, "reduce_per_replica")
     needs(keras.optimizers.Optimizer, "_backend_apply_gradients")
-    needs(keras.Model, "compute_loss", "_maybe_symbolic_build")  # the latter takes a batch to infer shapes
+    needs(keras.Model, "compute_loss")
     needs(keras.metrics.Mean, "update_state")
+
+    # Wrapped because replicas' first batches differ in size (building.py).
+    needs(keras.Model, "_maybe_symbolic_build")  # takes a batch to infer shapes
     needs(trainer_module.TFEpochIterator, "_distributed_dataset")  # has the spec of its batches
 
     # Wrapped where workers do not step together (epochs.py): an epoch then ends with the data, not after so many steps.

@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from tfps.graph.shares import Share, current_share, reducing_gradients, say_once
 from tfps.graph.tf_private import is_differentiated
-from tfps.keras_hooks.keras_private import distributed_dataset, loss_module, trainer_module
-from tfps.types import Batches, Model, Optimizer, Structure, Value, Variable
+from tfps.keras_hooks.keras_private import loss_module, trainer_module
+from tfps.types import Model, Optimizer, Structure, Value, Variable
 
 _WHOLE = "_tfps_whole"  # marks a loss that is the replica's mean, while its gradient is weighed by the share
 
@@ -30,7 +30,6 @@ def weigh_by_rows(strategy_class: type[tf.distribute.Strategy]) -> None:
     _track_whole_losses()
     _weigh_tracked_scalars()
     _leave_out_empty_replicas()
-    _build_by_first_replica(strategy_class)
     _weigh_results(strategy_class)
 
 
@@ -173,27 +172,6 @@ def _leave_out_empty_replicas() -> None:
     keras.optimizers.Optimizer._backend_apply_gradients = apply_gradients
 
 
-def _build_by_first_replica(strategy_class: type[tf.distribute.Strategy]) -> None:
-    """Replaces the mean of the replicas' first batches, with which Keras builds a model: it fails if sizes differ.
-
-    The dataset's spec suffices where complete. Taking a batch would give a shuffled dataset its second order in the
-    first epoch.
-    """
-    original = keras.Model._maybe_symbolic_build
-
-    @functools.wraps(original)
-    def maybe_symbolic_build(self: Model, iterator: Batches = None, data_batch: Structure = None) -> None:
-        if iterator is not None and isinstance(self.distribute_strategy, strategy_class):
-            data_batch = described_batch(iterator)
-            if data_batch is None:
-                _, _, batches = next(iter(iterator))
-                data_batch = keras.tree.map_structure(_example, next(batches))
-            iterator = None
-        original(self, iterator, data_batch)
-
-    keras.Model._maybe_symbolic_build = maybe_symbolic_build
-
-
 def _weigh_results(strategy_class: type[tf.distribute.Strategy]) -> None:
     """Makes results of replicas' steps count by rows, too."""
     original = trainer_module.reduce_per_replica
@@ -219,22 +197,3 @@ def mean(rows: tf.Tensor, value: Value) -> Value:
     weighed = tf.where(counts > 0, each * tf.cast(counts, each.dtype), tf.zeros_like(each))
     uneven = tf.reduce_all(rows >= 0) & tf.reduce_any(rows != rows[0])
     return tf.where(uneven, tf.reduce_sum(weighed, 0) / tf.cast(tf.reduce_sum(rows), each.dtype), plain)
-
-
-def described_batch(epochs: Batches) -> Structure:
-    """Returns the specs of one replica's batch in `fit`, None if any size but the first is undefined."""
-    dataset = distributed_dataset(epochs)
-    spec = dataset.sources[0].element_spec if hasattr(dataset, "sources") else dataset.element_spec
-    for each in tf.nest.flatten(spec):
-        if not isinstance(each, tf.TensorSpec) or not each.shape[1:].is_fully_defined():
-            return None
-    return spec
-
-
-def _example(value: Value) -> Value:
-    """Returns the first replica's part of `value`, with at least one row: Keras takes losses of no rows for vectors."""
-    if isinstance(value, tf.distribute.DistributedValues):
-        value = value.values[0]
-    if isinstance(value, tf.Tensor) and value.shape.rank and value.shape[0] == 0:
-        return tf.zeros([1, *value.shape[1:]], value.dtype)
-    return value

@@ -22,6 +22,7 @@ from tfps.graph.effects import check_effects
 from tfps.graph.tf_private import translate_errors
 from tfps.keras_hooks.added_losses import note_added_losses
 from tfps.keras_hooks.agreed_logs import agree_on_logs
+from tfps.keras_hooks.building import build_by_first_replica
 from tfps.keras_hooks.clipping import clip_own_gradients
 from tfps.keras_hooks.epochs import run_epochs_apart
 from tfps.keras_hooks.error_feedback import back_up_held_back
@@ -113,6 +114,7 @@ class Strategy(tf.distribute.Strategy):
         run_epochs_apart(Strategy)
         share_files(Strategy)
         back_up_held_back(Strategy)
+        build_by_first_replica(Strategy)
         weigh_by_rows(Strategy)
         clip_own_gradients(Strategy)
         serve_updates()
