@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(600)
 # The first of each pair belongs to the quick suite, the second is long.
 PROGRAMS = {
     "programs_steps": (
-        ["loop_function", "guide_steps", "logs_that_differ"],
+        ["loop_function", "guide_steps", "logs_that_differ", "without_call"],
         ["own_logs", "gan", "own_train_step", "loop_eager", "loop_epoch_function"],
     ),
     "programs_training": (

@@ -1,37 +1,62 @@
-"""Builds models before the first step, as Keras does under every strategy.
+"""Builds models before the first step, as Keras does under every strategy but not without one.
 
-Tested in tests/integration/test_rows.py.
+Plain Keras creates in the first step what is missing. So does tfps where Keras cannot build: a model without `call()`,
+whose `train_step` uses layers and models of its own (GANs, VAEs, diffusion), or one whose `call()` is only a part.
+
+Tested in tests/integration/test_programs.py and tests/integration/test_rows.py.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 
 import keras
 import tensorflow as tf
 
-from tfps.keras_hooks.keras_private import distributed_dataset
+from tfps.keras_hooks.keras_private import distributed_dataset, fully_built
 from tfps.types import Batches, Model, Structure, Value
+
+logger = logging.getLogger("tfps")
 
 
 @functools.cache
-def build_by_first_replica(strategy_class: type[tf.distribute.Strategy]) -> None:
-    """Replaces the mean of the replicas' first batches, with which Keras builds a model: it fails if sizes differ.
+def build_if_possible(strategy_class: type[tf.distribute.Strategy]) -> None:
+    """Makes Keras build models of a `strategy_class` by one replica's batch, if it can; done once per process.
 
-    The dataset's spec suffices where complete. Taking a batch would give a shuffled dataset its second order in the
-    first epoch. Done once per process.
+    Keras takes the mean of the replicas' first batches, which fails if sizes differ. The dataset's spec suffices where
+    complete. Taking a batch would give a shuffled dataset its second order in the first epoch.
     """
     original = keras.Model._maybe_symbolic_build
 
     @functools.wraps(original)
     def maybe_symbolic_build(self: Model, iterator: Batches = None, data_batch: Structure = None) -> None:
-        if iterator is not None and isinstance(self.distribute_strategy, strategy_class):
+        strategy = self.distribute_strategy
+        if not isinstance(strategy, strategy_class):
+            original(self, iterator, data_batch)
+            return
+        if type(self).call is keras.Model.call:  # no `call()`: Keras would warn of layers that are not built
+            return
+        if iterator is not None:
             data_batch = _described_batch(iterator)
             if data_batch is None:
                 _, _, batches = next(iter(iterator))
                 data_batch = keras.tree.map_structure(_example, next(batches))
-            iterator = None
-        original(self, iterator, data_batch)
+        optimizer = None if self.optimizer is None or self.optimizer.built else self.optimizer
+        if optimizer is not None:
+            optimizer.built = True  # for Keras: it may only be built with all variables
+        try:
+            original(self, None, data_batch)
+        except Exception as error:
+            # What is wrong with the model, the first step will say.
+            logger.debug("tfps: the first step builds %s, as Keras cannot: %s", self.name, error)
+            return
+        finally:
+            if optimizer is not None:
+                optimizer.built = False
+        if optimizer is not None and fully_built(self):
+            with strategy.scope():
+                optimizer.build(self.trainable_variables)
 
     keras.Model._maybe_symbolic_build = maybe_symbolic_build
 

@@ -24,6 +24,7 @@ def _class_that_defines(cls: type, name: str) -> type[Model]:
 
 try:
     from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope  # its graphs never run
+    from keras.src.backend.tensorflow import nn as nn_module  # has functions that XLA compiles (convolutions.py)
     from keras.src.backend.tensorflow import trainer as trainer_module  # combines the results of replicas' steps
     from keras.src.legacy.saving import legacy_h5_format as legacy_h5_format  # what writes files, see below
     from keras.src.losses import loss as loss_module  # where a loss becomes a mean, divided by the number of replicas
@@ -37,8 +38,10 @@ try:
     needs(keras.Model, "compute_loss")
     needs(keras.metrics.Mean, "update_state")
 
-    # Wrapped because replicas' first batches differ in size (building.py).
-    needs(keras.Model, "_maybe_symbolic_build")  # takes a batch to infer shapes
+    needs(nn_module, "conv")
+
+    # Wrapped because replicas' first batches differ in size, and not every model can be built (building.py).
+    needs(keras.Model, "_maybe_symbolic_build", "_flatten_layers")  # takes a batch to infer shapes
     needs(trainer_module.TFEpochIterator, "_distributed_dataset")  # has the spec of its batches
 
     # Wrapped where workers do not step together (epochs.py): an epoch then ends with the data, not after so many steps.
@@ -130,6 +133,11 @@ def losses_of(layer: Layer) -> list[Value]:
 def adopt_optimizer(optimizer: Optimizer, strategy: object) -> None:
     """Makes `optimizer` create its slots under `strategy`, as if it had been created in that scope."""
     optimizer._distribution_strategy = strategy
+
+
+def fully_built(model: Model) -> bool:
+    """Whether `model` and all of its layers have their variables."""
+    return all(layer.built for layer in model._flatten_layers())
 
 
 def decays(optimizer: Optimizer, variable: Variable) -> bool:

@@ -5,6 +5,7 @@ Tested in tests/integration/test_semantics.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
@@ -184,14 +185,17 @@ class Extended(CrossReplica):
 
         def components(**kwargs: object) -> list[Variable]:
             made: list[Variable] = []
-            for replica, device in enumerate(devices):
-                with tf.device(device):
-                    kwargs["initial_value"] = self._get_variable_creator_initial_value(
-                        replica_id=replica, device=device, primary_var=made[0] if made else None, **kwargs
-                    )
-                    if replica > 0:
-                        kwargs["name"] = f"{made[0].name.split(':')[0]}/replica_{replica}/"
-                    made.append(next_creator(**kwargs))
+            # A traced function would initialize them in its first run, which fails with several devices.
+            lifted = tf.init_scope() if callable(kwargs["initial_value"]) else contextlib.nullcontext()
+            with lifted:
+                for replica, device in enumerate(devices):
+                    with tf.device(device):
+                        kwargs["initial_value"] = self._get_variable_creator_initial_value(
+                            replica_id=replica, device=device, primary_var=made[0] if made else None, **kwargs
+                        )
+                        if replica > 0:
+                            kwargs["name"] = f"{made[0].name.split(':')[0]}/replica_{replica}/"
+                        made.append(next_creator(**kwargs))
             return made
 
         variable = distribute_utils.create_mirrored_variable(

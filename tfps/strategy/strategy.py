@@ -22,8 +22,9 @@ from tfps.graph.effects import check_effects
 from tfps.graph.tf_private import translate_errors
 from tfps.keras_hooks.added_losses import note_added_losses
 from tfps.keras_hooks.agreed_logs import agree_on_logs
-from tfps.keras_hooks.building import build_by_first_replica
+from tfps.keras_hooks.building import build_if_possible
 from tfps.keras_hooks.clipping import clip_own_gradients
+from tfps.keras_hooks.convolutions import read_kernels_before
 from tfps.keras_hooks.epochs import run_epochs_apart
 from tfps.keras_hooks.error_feedback import back_up_held_back
 from tfps.keras_hooks.loss_scaling import agree_on_finite
@@ -114,7 +115,8 @@ class Strategy(tf.distribute.Strategy):
         run_epochs_apart(Strategy)
         share_files(Strategy)
         back_up_held_back(Strategy)
-        build_by_first_replica(Strategy)
+        build_if_possible(Strategy)
+        read_kernels_before()
         weigh_by_rows(Strategy)
         clip_own_gradients(Strategy)
         serve_updates()
