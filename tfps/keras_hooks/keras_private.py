@@ -97,6 +97,8 @@ try:
     # defines it, not in `keras.Model`: `compile_from_config` skips a model whose `compile` is not that class's.
     Trainer = _class_that_defines(keras.Model, "compile")
     needs(Trainer, "compile")
+    Stepper = _class_that_defines(keras.Model, "make_train_function")  # makes the steps (weighing.py)
+    needs(Stepper, "make_test_function")
     needs(keras.optimizers.Optimizer, "build", "_distribution_strategy")
     needs(keras.optimizers.LossScaleOptimizer, "build")
     needs(keras.Variable, "_initialize")  # gives a Keras variable a tf.Variable, as when it is created

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfps.config import Config
 from tfps.errors import TfpsError, UnsupportedError, from_text
 from tfps.graph.picture import Picture
-from tfps.graph.shares import LastBatch, share_of_gradients, with_share
+from tfps.graph.shares import Counted, LastBatch, counted, with_share
 from tfps.graph.tf_private import (
     METRICS_ARE_MIRRORED,
     control_flow_free,
@@ -317,29 +317,28 @@ class Extended(CrossReplica):
     def _replica_ctx_all_reduce(
         self, reduce_op: tf.distribute.ReduceOp, value: Value, options: object = None
     ) -> Structure:
-        flat, share = tf.nest.flatten(value), share_of_gradients()
+        flat, count = tf.nest.flatten(value), counted()
         if len(self._devices) > 1 and tf.executing_eagerly():
             check_one_device(f"mode={self.mode!r}", len(self._devices) if self.free else 1)
             # In eager mode replica functions run one after the other: only merge_call joins them. It would count an
             # object that all of them share once; copies make each replica contribute it, as in graphs.
-            own = [identity(each if share is None else share.only_if_rows(each)) for each in flat]
-            value = tf.nest.pack_sequence_as(value, own)
+            value = tf.nest.pack_sequence_as(value, [identity(count.part(each)) for each in flat])
             reduce = super(mirrored_strategy.MirroredExtended, self)._replica_ctx_all_reduce
             with own_losses():
                 return reduce(reduce_op, value, options)
-        local, own = flat, flat if share is None else [share.only_if_rows(each) for each in flat]
+        local, own = flat, [count.part(each) for each in flat]
         replica = distribute_lib.get_replica_context()._replica_id
         key = () if tf.executing_eagerly() else self._emitter.next_reduction(replica)
         if len(self._devices) > 1:
             local = own = self._sum_locally(own, replica, key, options)
-            share = None
+            count = Counted()
         if self.free:
             local = own = self._reductions.estimated(own)
-            summed = [identity(each) for each in own]
+            summed, count = [identity(each) for each in own], Counted()
         else:
             summed = self._reductions.sum_all(own, key)
         if key and reduce_op == SUM:
-            reduction = Reduction(len(flat), None if share is None else share.has_rows)
+            reduction = Reduction(len(flat), count)
             for gradient, result in zip(local, summed, strict=True):
                 self._emitter.note_reduced(Reduced(gradient, result, reduction))
         if reduce_op == MEAN:
@@ -392,8 +391,7 @@ class Extended(CrossReplica):
     ) -> None:
         """Has pservers update `variables` in eager mode; see `served_bucket.update_eagerly`."""
         check_one_device("update='server'", len(self._devices))
-        share = share_of_gradients()
-        own = [each if share is None else share.only_if_rows(each) for each in gradients]
+        own = [counted().part(each) for each in gradients]
         own = self._reductions.estimated(own) if self.free else own  # as in graphs
         update_eagerly(self._runtime, rule, variables, own, numbers)
 

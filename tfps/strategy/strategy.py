@@ -19,6 +19,8 @@ from tfps.config import Config, TraceRequest, unknown_variables
 from tfps.errors import ConfigError, in_graph_error
 from tfps.exchange.interface import Exchange
 from tfps.graph.effects import check_effects
+from tfps.graph.program_reductions import count_rows
+from tfps.graph.shares import in_keras_step, say_once
 from tfps.graph.tf_private import translate_errors
 from tfps.keras_hooks.added_losses import note_added_losses
 from tfps.keras_hooks.agreed_logs import agree_on_logs
@@ -118,10 +120,22 @@ class Strategy(tf.distribute.Strategy):
         build_if_possible(Strategy)
         read_kernels_before()
         weigh_by_rows(Strategy)
+        count_rows(Strategy)
         clip_own_gradients(Strategy)
         serve_updates()
         note_added_losses()
         exchange_between_steps(Strategy)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas all workers have. A step of Keras need not divide by it: its gradients are averaged."""
+        if in_keras_step():
+            say_once(
+                "a step of Keras (train_step, test_step) reads num_replicas_in_sync: it must not divide its loss by "
+                "that, or gradients are too small; tfps takes the mean over all rows itself, so compute the loss of "
+                "the step's own rows, as in one process"
+            )
+        return int(self.extended._num_replicas_in_sync)
 
     @property
     def rank(self) -> int:

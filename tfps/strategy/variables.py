@@ -274,7 +274,9 @@ class GatedVariable(Converted, values.MirroredVariable):
         """Returns what a replica writes, with its change of `before()` (None: `value` is the change) weighted by rows.
 
         The mean over replicas then equals that of a batch that divides evenly; a replica without rows adds nothing.
-        Sums are not weighted. TensorFlow reduces tensors only: it takes a number for the result.
+        Sums are not weighted, nor is what does not come from this replica's rows: a counter's increment, a statistic of
+        the whole batch. Eagerly nobody can tell, so there a step of Keras takes the mean at once. TensorFlow reduces
+        tensors only: it takes a number for the result.
         """
         summed = self._aggregation == tf.VariableAggregation.SUM
         reduced = (summed or self._aggregation == tf.VariableAggregation.MEAN) and tf.is_tensor(value)
@@ -286,6 +288,11 @@ class GatedVariable(Converted, values.MirroredVariable):
         value = tf.convert_to_tensor(value, self.dtype)
         if summed:
             return share.only_if_rows(value)
+        if self.local and not share.depends_on_rows(value):
+            return value
+        if self.local and tf.executing_eagerly() and share.step is not None and share.step.trains:
+            part = share.only_if_rows(value * share.weight(tf.constant(1 / share.replicas, self.dtype), exchange=True))
+            return self._distribute_strategy.extended._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, [part])[0]
         start = tf.zeros([], self.dtype) if before is None else before()
         relative = share.relative(self.dtype, exchange=not self.local)  # else all replicas reduce together
         counted = tf.where(tf.equal(relative, 1), value, start + relative * (value - start))
