@@ -176,7 +176,7 @@ def predicted_on_one_rank(job: Job) -> Results:
     x, y = data()
     seen = []
 
-    def predict(batch: int, _: Logs) -> None:
+    def predict(batch: int, logs: Logs) -> None:
         if job.rank == 0 and batch in (1, 4):
             seen.append(model.predict(x[:5], verbose=0))
 
