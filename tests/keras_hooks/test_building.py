@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -13,7 +14,7 @@ import pytest
 import training
 
 import tfps
-from tfps.types import Options, Value
+from tfps.types import Options, Structure, Value
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 MODELS = {each.__name__: each for each in (training.WithoutCall, training.CallOfNothing, training.CallOfAPart)}
@@ -47,6 +48,37 @@ def test_a_model_with_a_step_of_its_own_needs_no_call(strategy: tfps.Strategy, n
 
 def test_on_single_batches_it_needs_none_either(strategy: tfps.Strategy) -> None:
     assert trained(strategy, training.WithoutCall, True) == trained(None, training.WithoutCall, True)
+
+
+class Optional(keras.Model):
+    """Takes a second input that may be missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = keras.layers.Dense(10)
+
+    def call(self, inputs: Structure) -> Value:
+        rows, more = inputs
+        return self.out(rows if more is None else rows + more)
+
+
+def missing(strategy: tfps.Strategy | None) -> tuple[list[bytes], Value]:
+    x, y = training.digits()
+
+    def batches() -> Iterator[Structure]:
+        for begin in range(0, 320, 32):
+            yield (x[begin : begin + 32], None), y[begin : begin + 32]
+
+    keras.utils.set_random_seed(1)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = Optional()
+        model.compile("sgd", LOSS)
+    fit = model.fit(batches(), steps_per_epoch=8, verbose=0)
+    return [weight.tobytes() for weight in model.get_weights()], fit.history
+
+
+def test_a_generator_may_yield_none_for_an_input(strategy: tfps.Strategy) -> None:
+    assert missing(strategy) == missing(None)
 
 
 def test_what_is_wrong_with_a_model_is_said_as_in_plain_keras(strategy: tfps.Strategy) -> None:

@@ -101,6 +101,11 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
     def _type_spec(self) -> StagedIteratorSpec:
         return self._spec
 
+    def allow(self, batches: int) -> None:
+        """See `Feed.allow`."""
+        if self._feed is not None:
+            self._feed.allow(batches)
+
     def components(self) -> list[tf.Tensor]:
         """Returns the tensors that represent this iterator in a graph."""
         if self._feed is not None:
@@ -317,9 +322,22 @@ def distribute_rows(
     context: tf.distribute.InputContext,
     options: tf.distribute.InputOptions | None,
 ) -> Batches:
-    """Returns what `distribute_dataset` does, for batches that are cut by rows; see generators.py."""
+    """Returns what `distribute_dataset` does, for batches that are cut by rows; see generators.py.
+
+    Raises:
+        UnsupportedError: `dataset` is to be sharded by its files.
+    """
     replicas, own = context.num_replicas_in_sync, len(extended._devices)
-    split = generators.own_rows(dataset, replicas, own * context.input_pipeline_id, own)
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if policy == tf.data.experimental.AutoShardPolicy.FILE:
+        raise UnsupportedError(
+            "AutoShardPolicy.FILE does not work with batches that have a scalar beside their rows, which TensorFlow "
+            "cannot cut; use AutoShardPolicy.DATA, or repeat the scalar for each row"
+        )
+    if policy == tf.data.experimental.AutoShardPolicy.OFF:  # each worker has data of its own
+        split = generators.own_rows(dataset, replicas, 0, replicas)
+    else:
+        split = generators.own_rows(dataset, replicas, own * context.input_pipeline_id, own)
     made = distribute_datasets_from_function(extended, staging, lambda _: split, context, options)
     if isinstance(made, _Staged) and extended.hands_out:
         made.whole = functools.cache(lambda: [generators.own_rows(dataset, replicas, 0, replicas)])

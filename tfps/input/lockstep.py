@@ -62,6 +62,7 @@ class Line:
         self.asked = self.known = self.owed = 0  # number of positions requested, existing, due for announcement
         self.agreed = 0  # announced positions before this one exist on all ranks
         self.stops = False  # True if some rank has no batch at position `agreed`
+        self.allowed: int | None = None  # batches that may be read so far; None: all
         self.end: int | None = None  # the first position without a batch; `error` is the reason
         self.error = ""
         self.over = False  # END has been answered
@@ -76,6 +77,11 @@ class Line:
         with self._lockstep.changes(self):
             self.known = position + 1
             self.rows[position] = rows
+
+    def allow(self, batches: int) -> None:
+        """Notes that so many more may be read; only these can be announced ahead."""
+        with self._lockstep.changes(self):
+            self.allowed = (self.allowed or 0) + batches
 
     def staged(self, position: int, key: int) -> None:
         """Notes that the batch at `position` is ready."""
@@ -102,6 +108,10 @@ class Line:
             while self.waiting:
                 self.waiting.popleft()
                 self.answer(None, CLOSED, UNKNOWN)
+
+    def foresees_after(self, position: int) -> bool:
+        """Whether it is known before the next request if there is a batch after `position`."""
+        return self.foresees and (self.allowed is None or position + 1 < self.allowed)
 
     def code(self, position: int) -> int | None:
         """Returns what to announce for `position`, None if not known yet."""
@@ -218,7 +228,7 @@ class Lockstep:
                     line.agreed = position
                 if position > line.owed:  # those between followed steps that exchanged nothing
                     line.agreed = position
-                start, line.owed = max(line.owed, position), position + 1 + (trains and line.foresees)
+                start, line.owed = max(line.owed, position), position + 1 + (trains and line.foresees_after(position))
                 self._owed.extend((line, each) for each in range(start, line.owed))
             line.waiting.append((position, together))
             self._advance(line)

@@ -174,11 +174,22 @@ class Feed:
             room = 1000 if together else 1 if hands_out else staging.depth - 1
             self.tokens = tf.queue.FIFOQueue(room, TOKEN, [[], [], [1 + stage.replicas]], name="tfps_batches")
             self._room = tf.queue.FIFOQueue(10**6, [tf.bool], [[]], name="tfps_room") if together else None
+        self._allowed: tf.queue.FIFOQueue | None = None
+        self._left = 0  # of the batches allowed; used by the thread
         self._line = None
         if staging.lockstep is not None:
             self._line = staging.lockstep.line(self.number, batches, self._answer, meets=meets)
             for _ in range(staging.depth):
                 self._make_room()
+
+    def allow(self, batches: int) -> None:
+        """Lets the thread read so many `batches` more. Without a call before the first use it always reads ahead."""
+        with tf.init_scope(), tf.device(HOST):
+            if self._allowed is None:
+                self._allowed = tf.queue.FIFOQueue(1000, [tf.int64], [[]], name="tfps_allowed")
+            self._allowed.enqueue(tf.constant(batches, tf.int64))
+        if self._line is not None:
+            self._line.allow(batches)
 
     def start(self) -> None:
         """Starts the thread on the iterator's first use; later calls do nothing."""
@@ -200,6 +211,8 @@ class Feed:
             self.tokens.close(cancel_pending_enqueues=True)
             if self._room is not None:
                 self._room.close(cancel_pending_enqueues=True)
+            if self._allowed is not None:
+                self._allowed.close(cancel_pending_enqueues=True)
 
     def close(self) -> None:
         """Like `stop`, and tells waiting requests that the strategy is closed."""
@@ -251,6 +264,7 @@ class Feed:
         groups, self._groups = self._groups, None
         while not self.stopped and groups is not None:
             self._go()
+            self._wait_until_allowed()
             group = next(groups, None)
             if group is None:
                 return
@@ -261,6 +275,13 @@ class Feed:
         """If batches are handed out, waits until the last one has been taken."""
         if self._hands_out:
             self._put_token(GO, "", self._unknown)
+
+    def _wait_until_allowed(self) -> None:
+        if self._allowed is not None:
+            with tf.device(HOST):
+                while not self._left:
+                    self._left = int(self._allowed.dequeue())
+            self._left -= 1
 
     def _wait_for_room(self) -> None:
         if self._room is not None:

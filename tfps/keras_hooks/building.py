@@ -62,10 +62,14 @@ def build_if_possible(strategy_class: type[tf.distribute.Strategy]) -> None:
 
 
 def _described_batch(epochs: Batches) -> Structure:
-    """Returns the specs of one replica's batch in `fit`, None if any size but the first is undefined."""
+    """Returns the specs of one replica's batch in `fit`, None if any size but the first is undefined.
+
+    An optional (a generator's None) becomes None, as in Keras' steps.
+    """
     dataset = distributed_dataset(epochs)
     spec = dataset.sources[0].element_spec if hasattr(dataset, "sources") else dataset.element_spec
-    for each in tf.nest.flatten(spec):
+    spec = keras.tree.map_structure(lambda each: None if isinstance(each, tf.OptionalSpec) else each, spec)
+    for each in filter(None, keras.tree.flatten(spec)):
         if not isinstance(each, tf.TensorSpec) or not each.shape[1:].is_fully_defined():
             return None
     return spec

@@ -45,6 +45,7 @@ try:
     needs(trainer_module.TFEpochIterator, "_distributed_dataset")  # has the spec of its batches
 
     # Wrapped where workers do not step together (epochs.py): an epoch then ends with the data, not after so many steps.
+    # And to read no further than an epoch (epoch_ends.py).
     needs(trainer_module.TFEpochIterator, "reset", "catch_stop_iteration", "_enumerate_iterator", "tf_sync")
     needs(trainer_module.TFEpochIterator, "_distribute_strategy")
     needs(trainer_module.TFEpochIterator, "steps_per_epoch", "steps_per_execution", "data_adapter", "_num_batches")

@@ -154,9 +154,11 @@ class Extended(CrossReplica):
         )
 
     def _experimental_distribute_dataset(self, dataset: Batches, options: tf.distribute.InputOptions | None) -> Batches:
-        if self.shards and self._runtime.exchange.workers > 1 and generators.of_whole_job(dataset):
-            return datasets.distribute_rows(self, self.staging, dataset, self._make_input_context(), options)
-        return datasets.distribute_dataset(self, self.staging, dataset, self._make_input_context(), options)
+        context = self._make_input_context()
+        in_python = self.shards and self._runtime.exchange.workers > 1 and generators.of_whole_job(dataset)
+        if in_python or (context.num_replicas_in_sync > 1 and generators.has_scalars(dataset)):
+            return datasets.distribute_rows(self, self.staging, dataset, context, options)
+        return datasets.distribute_dataset(self, self.staging, dataset, context, options)
 
     def _distribute_datasets_from_function(
         self, dataset_fn: Function, options: tf.distribute.InputOptions | None

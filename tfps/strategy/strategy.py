@@ -27,6 +27,7 @@ from tfps.keras_hooks.agreed_logs import agree_on_logs
 from tfps.keras_hooks.building import build_if_possible
 from tfps.keras_hooks.clipping import clip_own_gradients
 from tfps.keras_hooks.convolutions import read_kernels_before
+from tfps.keras_hooks.epoch_ends import stop_at_epoch_ends
 from tfps.keras_hooks.epochs import run_epochs_apart
 from tfps.keras_hooks.error_feedback import back_up_held_back
 from tfps.keras_hooks.loss_scaling import agree_on_finite
@@ -115,6 +116,7 @@ class Strategy(tf.distribute.Strategy):
         agree_on_logs(Strategy)
         predict_everything(Strategy)
         run_epochs_apart(Strategy)
+        stop_at_epoch_ends(Strategy)
         share_files(Strategy)
         back_up_held_back(Strategy)
         build_if_possible(Strategy)
@@ -196,7 +198,8 @@ class Strategy(tf.distribute.Strategy):
         self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None
     ) -> Batches:
         """As in `tf.distribute.Strategy`; first combines variables as `combine()`, because evaluation may follow."""
-        self.extended.combiner.refresh()
+        if self.extended.sharding.combines:
+            self.extended.combiner.refresh()
         return super().experimental_distribute_dataset(dataset, options)
 
     def dump_graph(self, path: str | pathlib.Path, function: str | None = None) -> None:
