@@ -92,6 +92,7 @@ class Extended(CrossReplica):
         self._emitter = Emitter(strategy, runtime, *buckets, self._invariants, compressing)
         alone = runtime, self._emitter, self._initial_values, config
         self.outer = Outer(strategy, *alone) if self.trains_alone else None
+        self._in_eager_step = False  # whether replica functions run eagerly
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
         self._lifted: weakref.WeakKeyDictionary[Variable, Variable] = weakref.WeakKeyDictionary()
 
@@ -214,6 +215,8 @@ class Extended(CrossReplica):
                 variable.make_gates()
                 self._runtime.gate_watch.add(variable.gates)
         self._initial_values.created(variable)
+        if self._in_eager_step and isinstance(variable, GatedVariable) and tf.executing_eagerly() and self.shards:
+            self._initial_values.share_now(variable)  # this very step reads it
         return variable
 
     def take_from_first_rank(self, variables: Sequence[Variable]) -> None:
@@ -279,8 +282,12 @@ class Extended(CrossReplica):
             sum_up = functools.partial(self._replica_ctx_all_reduce, SUM)
             fn = with_share(fn, self._num_replicas_in_sync, self.last_batch, sum_up)
         if tf.executing_eagerly():
-            with self._runtime.spans.eager_step(), told(self.exchange):
-                result = super()._call_for_each_replica(fn, args, kwargs)
+            self._in_eager_step = True
+            try:
+                with self._runtime.spans.eager_step(), told(self.exchange):
+                    result = super()._call_for_each_replica(fn, args, kwargs)
+            finally:
+                self._in_eager_step = False
         else:
             graph = ops.get_default_graph()
             if in_xla(graph):

@@ -52,6 +52,12 @@ class InitialValues:
         with tf.init_scope():
             self.share([variable for variable in self._created if bool(variable.is_initialized())])
 
+    def share_now(self, variable: Variable) -> None:
+        """Gives a new variable its value on rank 0, if it can be before the step that creates it ends."""
+        if self._created and _has_fixed_size(variable) and not _on_read(variable):
+            with tf.init_scope():
+                self.share([variable])
+
     def share(self, variables: list[Variable]) -> None:
         """Gives `variables` their values on rank 0; every rank must call it.
 
