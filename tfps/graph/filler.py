@@ -21,8 +21,10 @@ class Fillers:
     """Remembers, for each local replica and kind of batch, the first row of the last batch that had rows."""
 
     def __init__(self) -> None:
-        self._rows: dict[Hashable, list[tf.Tensor]] = {}  # eagerly: components of a row
-        self._variables: dict[Hashable, list[ResourceVariable]] = {}  # in graphs: those, and whether there is a row
+        self._rows: dict[Hashable, list[Value]] = {}  # eagerly
+        self._variables: dict[
+            Hashable, list[ResourceVariable]
+        ] = {}  # in graphs: its components, and whether there is one
 
     def fill(self, replica: int, rows: tf.Tensor, structure: Structure) -> Structure:
         """Returns `structure`, with one row in all that has none if `rows` (int64 scalar) is 0."""
@@ -37,17 +39,14 @@ class Fillers:
             flat[index] = value
         return tf.nest.pack_sequence_as(structure, flat)
 
-    def _eagerly(self, key: Hashable, rows: tf.Tensor, values: list[Value]) -> list[Value]:
+    def _eagerly(self, key: tuple[Hashable, ...], rows: tf.Tensor, values: list[Value]) -> list[Value]:
         # Sizes differ from batch to batch: only the kinds of the values count.
-        key = (key[0], *((type(value), value.dtype, value.shape.rank) for value in values))  # type: ignore[index]
+        key = (key[0], *((type(value), value.dtype, value.shape.rank) for value in values))
         if int(rows):
-            self._rows[key] = _components([_first_row(value) for value in values])
+            self._rows[key] = [_first_row(value) for value in values]
             return values
-        stored = self._rows.get(key)
-        return [
-            _one_row(value, row)
-            for value, row in zip(values, _packed(values, stored) if stored else map(_blank, values), strict=True)
-        ]
+        stored = self._rows.get(key) or [_blank(value) for value in values]
+        return [_one_row(value, row) for value, row in zip(values, stored, strict=True)]
 
     def _in_graph(self, key: Hashable, rows: tf.Tensor, values: list[Value]) -> list[Value]:
         if key not in self._variables:
@@ -114,13 +113,11 @@ def _packed(like: list[Value], components: list[tf.Tensor]) -> list[Value]:
     for value in like:
         if isinstance(value, tf.Tensor):
             row = next(left)
-            if tf.is_symbolic_tensor(row):
-                row.set_shape([1, *value.shape[1:]])
+            row.set_shape([1, *value.shape[1:]])
         else:
             parts = [next(left) for _ in tf.nest.flatten(value, expand_composites=True)]
             for part, known in zip(parts, tf.nest.flatten(value, expand_composites=True), strict=True):
-                if tf.is_symbolic_tensor(part):
-                    part.set_shape([None] * known.shape.rank)
+                part.set_shape([None] * known.shape.rank)
             row = tf.nest.pack_sequence_as(value, parts, expand_composites=True)
         rows.append(row)
     return rows

@@ -37,6 +37,9 @@ try:
     needs(keras.optimizers.Optimizer, "_backend_apply_gradients")
     needs(keras.Model, "compute_loss")
     needs(keras.metrics.Mean, "update_state")
+    needs(tf.nn, "compute_average_loss", "scale_regularization_loss")
+    for _kind in (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle):
+        needs(_kind, "call")
 
     needs(nn_module, "conv")
 
