@@ -47,6 +47,7 @@ from tfps.strategy.on_read_variable import OnReadVariable
 from tfps.strategy.outer import Outer
 from tfps.strategy.reductions import Reductions, check_one_device, divide, identity
 from tfps.strategy.served_bucket import update_eagerly
+from tfps.strategy.states import States
 from tfps.strategy.tape_errors import told
 from tfps.strategy.variables import GatedVariable, container_of, updating
 from tfps.types import Argument, Batches, Function, Options, Structure, Value, Variable
@@ -86,6 +87,8 @@ class Extended(CrossReplica):
         self.newest = Newest(runtime, self.free and self.mode == "async")
         self.combiner = Combiner(runtime, len(self._devices))
         self._invariants = None if self.free else Invariants.of(runtime, config.check_every)
+        compares = self._invariants is not None
+        self.states = States(runtime, self.combiner, self._initial_values) if compares else None
         compressing = Compressing(config.compression_rules, runtime, self.serves or self.trains_alone)
         buckets = len(self._devices), config.bucket_bytes
         self._emitter = Emitter(strategy, runtime, *buckets, self._invariants, compressing)

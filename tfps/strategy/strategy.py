@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import tensorflow as tf
 
 from tfps.config import Config, TraceRequest, unknown_variables
-from tfps.errors import ConfigError, in_graph_error
+from tfps.errors import ConfigError, TfpsError, in_graph_error
 from tfps.exchange.interface import Exchange
 from tfps.graph.effects import check_effects
 from tfps.graph.tf_private import translate_errors
@@ -102,6 +102,7 @@ class Strategy(tf.distribute.Strategy):
         self._forget = weakref.finalize(self, _forget, self._connection, self._user)
         self._forget.atexit = False
         super().__init__(Extended(self, devices, self._runtime, self.config))
+        _strategies.add(self)
         if self.extended.staging is not None:
             ends.append(self.extended.staging.close)
         translate_errors(in_graph_error)
@@ -157,6 +158,8 @@ class Strategy(tf.distribute.Strategy):
         """
         self.extended.combiner.refresh()
         self.extended.compressing.collect()
+        if self.extended.states is not None:
+            self.extended.states.compare("at a call of combine()")
 
     def synchronize(self) -> None:
         """Brings all workers to the same parameters where they do not step together (`Config.mode`; docs/modes.md).
@@ -230,7 +233,16 @@ class Strategy(tf.distribute.Strategy):
         Strategies of one process with the same pservers share a connection, which closes with the last of them.
         """
         if self._forget.detach():
-            _disconnect(self._connection, self._user)
+            _strategies.discard(self)
+            try:
+                self._finish()
+            finally:
+                _disconnect(self._connection, self._user)
+
+    def _finish(self) -> None:
+        """Compares what has been trained since ranks compared it last."""
+        if self.extended.states is not None:
+            self.extended.states.finish()
 
 
 @functools.cache
@@ -260,6 +272,7 @@ class _Connection:
 _connections: dict[Cluster, _Connection] = {}  # by the strategies' cluster; guarded by _connecting
 _open: set[_Connection] = set()  # guarded by _connecting
 _users = itertools.count()
+_strategies: weakref.WeakSet[Strategy] = weakref.WeakSet()  # that have not been closed; main thread only
 _connecting = threading.RLock()  # reentrant: the garbage collector may finalize a strategy anywhere
 
 
@@ -346,6 +359,10 @@ def close_all(*, drain: bool) -> None:
     Args:
         drain: whether to wait until the other workers have what this one has sent; not if the program has failed.
     """
+    if drain:
+        for strategy in sorted(_strategies, key=lambda each: each._user):
+            with contextlib.suppress(TfpsError):  # which has been logged
+                strategy._finish()
     with _connecting:  # copies: the garbage collector may finalize a strategy meanwhile
         connections = [(each, [end for ends in each.users.values() for end in ends]) for each in _open]
     for connection, ends in connections:
