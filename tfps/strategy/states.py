@@ -18,6 +18,8 @@ import tensorflow as tf
 
 from tfps.errors import MismatchError
 from tfps.exchange.interface import BucketSpec, Reply
+from tfps.input import first_batches
+from tfps.input.staging import Staging
 from tfps.runtime.runtime import Runtime
 from tfps.strategy.combined import Combiner
 from tfps.strategy.initial_values import InitialValues
@@ -34,8 +36,9 @@ _SPEC = BucketSpec(("states of the ranks",), "gather", 0, "uint8", priority=0, o
 class States:
     """Compares the variables of one strategy. Used by the main thread."""
 
-    def __init__(self, runtime: Runtime, combiner: Combiner, initial_values: InitialValues) -> None:
+    def __init__(self, runtime: Runtime, combiner: Combiner, initial_values: InitialValues, staging: Staging) -> None:
         self._runtime, self._combiner, self._initial_values = runtime, combiner, initial_values
+        self._staging = staging
         self._compared = 0  # exchanges of the program until then
         runtime.declare_later("states", _SPEC)
 
@@ -51,8 +54,8 @@ class States:
         """
         self._combiner.refresh()  # then moving statistics are the same, too
         (bucket,) = self._runtime.buckets([("states", _SPEC)])
-        own = self._own(statistics=True)
-        parts = self._runtime.exchange_now(bucket, _encoded(own)).parts or []
+        own, firsts = self._own(statistics=True), self._staging.take_firsts()
+        parts = self._runtime.exchange_now(bucket, _encoded(own, firsts)).parts or []
         self._compared = self._runtime.exchanges
         self._check(parts, own, when)
 
@@ -103,6 +106,7 @@ class States:
     def _check(self, parts: Sequence[bytes], own: dict[int, tuple[Variable, int]], when: str) -> None:
         pairs = [np.frombuffer(part, np.int64).reshape(-1, 2) for part in parts]
         ranks = [dict(zip(each[:, 0].tolist(), each[:, 1].tolist(), strict=True)) for each in pairs]
+        self._check_batches(ranks)
         different = [
             number for number in own if all(number in rank for rank in ranks) and len({r[number] for r in ranks}) > 1
         ]
@@ -113,9 +117,22 @@ class States:
         self._runtime.exchange.fail(error)
         raise error
 
+    def _check_batches(self, ranks: Sequence[dict[int, int]]) -> None:
+        """Compares what the ranks have read, which have negative numbers: also of loops that do not train."""
+        read = [sorted((number for number in rank if number < 0), reverse=True) for rank in ranks]
+        if any(each != read[0] for each in read):
+            return  # not the same data sets
+        try:
+            for number in read[0]:
+                first_batches.check(np.array([rank[number] for rank in ranks], np.int64))
+        except MismatchError as error:
+            self._runtime.exchange.fail(error)
+            raise
 
-def _encoded(own: dict[int, tuple[Variable, int]]) -> Array:
-    return np.array([(number, value) for number, (_, value) in own.items()], np.int64).reshape(-1)
+
+def _encoded(own: dict[int, tuple[Variable, int]], firsts: Sequence[int] = ()) -> Array:
+    pairs = [(number, value) for number, (_, value) in own.items()]
+    return np.array([*pairs, *((-1 - index, first) for index, first in enumerate(firsts))], np.int64).reshape(-1)
 
 
 def _number(value: Array) -> int:

@@ -28,6 +28,7 @@ from tfps.keras_hooks.error_feedback import back_up_held_back
 from tfps.keras_hooks.loss_scaling import agree_on_finite
 from tfps.keras_hooks.outer_steps import exchange_between_steps
 from tfps.keras_hooks.predictions import predict_everything
+from tfps.keras_hooks.random_states import share_random_states
 from tfps.keras_hooks.saving import share_files
 from tfps.keras_hooks.seeds import draw_apart
 from tfps.keras_hooks.served_optimizers import serve_updates
@@ -151,9 +152,10 @@ class Strategy(tf.distribute.Strategy):
 
         Reading them after training steps combines them, and all ranks must read them alike; `fit` and `evaluate` do
         so at the end of each epoch. To read or save them at another time on one rank only, call this on every rank
-        first. Does nothing if nothing was written or sent since the last time.
+        first. Then compares all variables that ranks must have alike (`Config.check_every` above 0, mode "sync").
 
         Raises:
+            MismatchError: a variable differs between ranks.
             TfpsError: another rank did not call it in time, or is elsewhere in its program.
         """
         self.extended.combiner.refresh()
@@ -231,6 +233,9 @@ class Strategy(tf.distribute.Strategy):
         """Leaves the job and stops all threads; later training raises. Called automatically when the process ends.
 
         Strategies of one process with the same pservers share a connection, which closes with the last of them.
+
+        Raises:
+            MismatchError: what was trained since the ranks compared it last differs between them.
         """
         if self._forget.detach():
             _strategies.discard(self)
@@ -299,6 +304,11 @@ def _connect(cluster: Cluster, config: Config, user: int) -> _Connection:
         config,
     )
     connection.users[user] = []
+    try:
+        share_random_states(connection.runtime)
+    except BaseException:
+        connection.runtime.close(drain=False)
+        raise
     with _connecting:
         _open.add(connection)
         if cluster.pservers:
