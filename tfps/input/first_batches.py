@@ -134,10 +134,10 @@ def check(digests: Array) -> None:
         raise MismatchError(
             f"the first batch of an epoch must have the same data on all ranks, but rank {other} has other data than "
             "rank 0: each rank makes the whole batch and trains on its own rows of it, so rows would be missing and "
-            "others used twice. Shuffle alike on all ranks: keras.utils.set_random_seed(1), and a seed for generators "
-            "of your own. For data that is meant to differ between ranks use AutoShardPolicy.FILE or OFF, or "
-            "strategy.distribute_datasets_from_function. Config(check_every=0) or TFPS_CHECK_EVERY=0 turns this check "
-            "off"
+            "others used twice. Shuffle alike on all ranks: create datasets after tfps.Strategy, or call "
+            "keras.utils.set_random_seed(1) first; give generators of your own a seed. For data that is meant to "
+            "differ between ranks use AutoShardPolicy.FILE or OFF, or strategy.distribute_datasets_from_function. "
+            "Config(check_every=0) or TFPS_CHECK_EVERY=0 turns this check off"
         )
 
 
