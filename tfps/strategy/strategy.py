@@ -152,15 +152,16 @@ class Strategy(tf.distribute.Strategy):
 
         Reading them after training steps combines them, and all ranks must read them alike; `fit` and `evaluate` do
         so at the end of each epoch. To read or save them at another time on one rank only, call this on every rank
-        first. Then compares all variables that ranks must have alike (`Config.check_every` above 0, mode "sync").
+        first. Does nothing if nothing was written or sent since the last time. If it combines variables, the ranks also
+        compare all that they must have alike (`Config.check_every` above 0, mode "sync").
 
         Raises:
             MismatchError: a variable differs between ranks.
             TfpsError: another rank did not call it in time, or is elsewhere in its program.
         """
-        self.extended.combiner.refresh()
+        combined = self.extended.combiner.refresh()
         self.extended.compressing.collect()
-        if self.extended.states is not None:
+        if combined and self.extended.states is not None:
             self.extended.states.compare("at a call of combine()")
 
     def synchronize(self) -> None:
