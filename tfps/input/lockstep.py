@@ -23,6 +23,7 @@ from tfps.exchange.interface import BucketSpec
 from tfps.graph import ops as graph_ops
 from tfps.graph.shares import UNKNOWN
 from tfps.graph.tf_private import has_function, ops, outer_graphs
+from tfps.input import first_batches
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import Transfer
 from tfps.types import Array
@@ -63,6 +64,7 @@ class Line:
         self.agreed = 0  # announced positions before this one exist on all ranks
         self.stops = False  # True if some rank has no batch at position `agreed`
         self.allowed: int | None = None  # batches that may be read so far; None: all
+        self.first = first_batches.NOTHING  # digest of the first batch
         self.end: int | None = None  # the first position without a batch; `error` is the reason
         self.error = ""
         self.over = False  # END has been answered
@@ -139,7 +141,7 @@ class Lockstep:
         self._warned = False
         with tf.init_scope(), tf.device(graph_ops.HOST):
             self.order = tf.queue.FIFOQueue(1, [tf.bool], [[]], name="tfps_order")  # a resource that orders requests
-        self.spec = BucketSpec(("batches",), "sum", 3 * 8 * self._workers, "int64", priority=0, occasional=True)
+        self.spec = BucketSpec(("batches",), "sum", 4 * 8 * self._workers, "int64", priority=0, occasional=True)
         runtime.declare_later("batches", self.spec)
         self._eager = Request(self, None)
         runtime.adopt(self._eager, None)
@@ -242,8 +244,8 @@ class Lockstep:
             self._fail(CLOSED)
 
     def decide(self, line: Line, position: int, said: Array) -> None:
-        """Handles the ranks' announcements for `position`: int64 [3, workers] of codes, places and rows."""
-        codes, places, rows = said
+        """Handles the ranks' announcements for `position`: int64 [4, workers] of codes, places, rows, digests."""
+        codes, places, rows, digests = said
         own = places[self._rank]
         if (places != own).any():
             other = int(np.flatnonzero(places != own)[0])
@@ -252,6 +254,11 @@ class Lockstep:
                 + " and ".join(f"rank {rank} at {_where(places[rank])}" for rank in sorted((self._rank, other)))
                 + "; every worker must run the same program (and after Ctrl-C at different steps a new strategy)"
             )
+            self.runtime.exchange.fail(error)
+            return
+        try:
+            first_batches.check(digests)
+        except MismatchError as error:
             self.runtime.exchange.fail(error)
             return
         with self._lock:
@@ -320,8 +327,9 @@ class Lockstep:
             if code is None or position > line.agreed or line.place is None:
                 return
             self._owed.popleft()
-            said = np.zeros([3, self._workers], np.int64)
-            said[:, self._rank] = code, ((line.place + 1) << 32) + position, line.rows.get(position, UNKNOWN)
+            said = np.zeros([4, self._workers], np.int64)
+            first = first_batches.NOTHING if position else line.first
+            said[:, self._rank] = code, ((line.place + 1) << 32) + position, line.rows.get(position, UNKNOWN), first
             # This rank has traced an exchange or synchronized, so the bucket is already declared: no wait.
             (bucket,) = self.runtime.buckets([("batches", self.spec)])
             self.runtime.push(_Announcement(self, line, position, bucket, self.spec), said)
@@ -395,7 +403,7 @@ class _Announcement(Transfer):
         self._lockstep, self._line, self._position = lockstep, line, position
 
     def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
-        said = np.frombuffer(memoryview(data), np.int64).reshape(3, -1)
+        said = np.frombuffer(memoryview(data), np.int64).reshape(4, -1)
         self._lockstep.decide(self._line, self._position, said)
 
     def fail(self, error: TfpsError) -> None:

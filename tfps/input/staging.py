@@ -19,6 +19,7 @@ from tfps.errors import TfpsError, to_text
 from tfps.graph.ops import HOST
 from tfps.graph.shares import UNKNOWN, LastBatch, rows_of
 from tfps.input.areas import Area, Stage
+from tfps.input.first_batches import NOTHING, FirstBatches, of_own
 from tfps.input.handing_out import Group
 from tfps.input.lockstep import Lockstep
 from tfps.runtime.runtime import Runtime
@@ -40,6 +41,7 @@ class Staging:
         devices: of the local replicas.
         depth: batches staged ahead per iterator and device.
         last_batch: where graphs note the rows of the batches they take; None if the job has one replica.
+        compares: the ranks compare the first batch of each iterator.
         free: the workers do not take batches together; the others' rows are estimated by this one's.
     """
 
@@ -51,10 +53,11 @@ class Staging:
         last_batch: LastBatch | None,
         *,
         free: bool = False,
+        compares: bool = False,
     ) -> None:
         self.devices, self.depth, self.last_batch = tuple(devices), depth, last_batch
         self.spans, self._runtime = runtime.spans, runtime
-        self.closed = False
+        self.closed, self.compares = False, compares
         self.lockstep = Lockstep.of(runtime) if runtime.exchange.workers > 1 and not free else None
         self.workers = runtime.exchange.workers
         self.ticket = runtime.exchange.ticket
@@ -64,6 +67,7 @@ class Staging:
         self._areas: dict[tuple[int, tuple[tf.DType, ...], bool], Area] = {}
         self._lock = threading.RLock()  # guards the next two; reentrant: the garbage collector may call close anywhere
         self._running: set[Feed] = set()
+        self._firsts: list[int] = []  # digests of first batches, by feed, since they were taken
         with tf.init_scope(), tf.device(HOST):
             # Dequeuing from it raises OutOfRangeError, like the end of data.
             self.ended = tf.queue.FIFOQueue(1, [tf.int64], [[]], name="tfps_ended")
@@ -102,6 +106,17 @@ class Staging:
     def next_epoch(self) -> int:
         """Returns the number of the next epoch that is handed out, which is the same on all ranks."""
         return next(_epochs.setdefault(self._runtime, itertools.count()))
+
+    def note_first(self, digest: int) -> None:
+        """Notes the digest of a feed's first batch."""
+        with self._lock:
+            self._firsts.append(digest)
+
+    def take_firsts(self) -> list[int]:
+        """Returns the digests noted since the last call."""
+        with self._lock:
+            firsts, self._firsts = self._firsts, []
+            return firsts
 
     def started(self, feed: Feed) -> bool:
         """Registers `feed` as running; returns False if staging is closed."""
@@ -149,6 +164,7 @@ class Feed:
         meets: several workers synchronize at the first batch that eager code takes.
         hands_out: a batch that this worker gets is no other's, so the next one is asked for only once a step has taken
             the one before.
+        first: knows the digests of first batches; None: this rank makes its own.
     """
 
     def __init__(
@@ -159,7 +175,9 @@ class Feed:
         batches: int | None,
         meets: bool,
         hands_out: bool = False,
+        first: FirstBatches | None = None,
     ) -> None:
+        self._first, self._compares = first, meets and staging.compares  # else this worker iterates alone
         self._staging, self._stage, self._hands_out = staging, stage, hands_out
         self._groups: Iterator[Group] | None = groups
         self._rows: dict[int, list[int]] = {}  # of each local replica, by key of the staged batch
@@ -262,14 +280,32 @@ class Feed:
     def _read(self) -> Iterator[Group]:
         """Yields groups of batches, one per replica."""
         groups, self._groups = self._groups, None
+        begun = not self._compares
         while not self.stopped and groups is not None:
             self._go()
             self._wait_until_allowed()
-            group = next(groups, None)
+            group = next(groups, None) if begun else self._read_first(groups)
+            begun = True
             if group is None:
                 return
             yield group
             del group
+
+    def _read_first(self, groups: Iterator[Group]) -> Group | None:
+        """Returns the first group, whose digest the ranks compare."""
+        if self._first is not None:
+            self._first.begin()
+        try:
+            group = next(groups, None)
+        finally:
+            digest = NOTHING if self._first is None else self._first.end()
+        if self._first is None and group is not None:
+            with tf.device(HOST):
+                digest = of_own(group)
+        if self._line is not None:
+            self._line.first = digest
+        self._staging.note_first(digest)
+        return group
 
     def _go(self) -> None:
         """If batches are handed out, waits until the last one has been taken."""

@@ -15,6 +15,8 @@ from tfps.graph.private_names import needs
 from tfps.graph.tf_private import SUPPORTED
 from tfps.types import Batches, Layer, Model, Optimizer, Value, Variable
 
+_GLOBAL_SEEDS = "global_seed_generator"
+
 
 def _class_that_defines(cls: type, name: str) -> type[Model]:
     """Returns the class among `cls` and its bases that defines `name`."""
@@ -23,12 +25,17 @@ def _class_that_defines(cls: type, name: str) -> type[Model]:
 
 
 try:
+    from keras.src.backend.common import (
+        global_state as global_state,
+    )  # has the generator of keras.random without a seed
     from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope  # its graphs never run
     from keras.src.backend.tensorflow import nn as nn_module  # has functions that XLA compiles (convolutions.py)
     from keras.src.backend.tensorflow import trainer as trainer_module  # combines the results of replicas' steps
     from keras.src.legacy.saving import legacy_h5_format as legacy_h5_format  # what writes files, see below
     from keras.src.losses import loss as loss_module  # where a loss becomes a mean, divided by the number of replicas
+    from keras.src.random import seed_generator
     from keras.src.saving import saving_lib as saving_lib
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter as ArrayDataAdapter
 
     # Wrapped where batches do not divide evenly (weighing.py).
     needs(loss_module, "scale_loss_for_distribution", "unscale_loss_for_distribution")
@@ -46,6 +53,11 @@ try:
     # Wrapped because replicas' first batches differ in size, and not every model can be built (building.py).
     needs(keras.Model, "_maybe_symbolic_build", "_flatten_layers")  # takes a batch to infer shapes
     needs(trainer_module.TFEpochIterator, "_distributed_dataset")  # has the spec of its batches
+
+    # Where ranks would otherwise shuffle differently (random_states.py).
+    needs(global_state, "get_global_attribute", "set_global_attribute")
+    needs(seed_generator, "global_seed_generator")
+    needs(ArrayDataAdapter, "get_tf_dataset")
 
     # Wrapped where workers do not step together (epochs.py): an epoch then ends with the data, not after so many steps.
     # And to read no further than an epoch (epoch_ends.py).
@@ -108,6 +120,22 @@ try:
     needs(keras.Variable, "_initialize")  # gives a Keras variable a tf.Variable, as when it is created
 except (ImportError, AttributeError) as error:  # a module, or a class in one
     raise ImportError(f"tfps supports {SUPPORTED}; Keras {keras.__version__} does not fit: {error}") from error
+
+
+def global_seeds() -> list[int] | None:
+    """Returns the state of the generator behind `keras.random` without a seed; None if there is none yet."""
+    known = global_state.get_global_attribute(_GLOBAL_SEEDS)
+    return None if known is None else [int(each) for each in known.state.numpy()]
+
+
+def set_global_seeds(state: list[int]) -> None:
+    """Sets the state of that generator."""
+    seed_generator.global_seed_generator().state.assign(state)
+
+
+def forget_global_seeds() -> None:
+    """Makes Keras create that generator anew when it is needed."""
+    global_state.set_global_attribute(_GLOBAL_SEEDS, None)
 
 
 def distributed_dataset(epochs: Batches) -> Batches:

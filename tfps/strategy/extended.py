@@ -48,6 +48,7 @@ from tfps.strategy.on_read_variable import OnReadVariable
 from tfps.strategy.outer import Outer
 from tfps.strategy.reductions import Reductions, check_one_device, divide, identity
 from tfps.strategy.served_bucket import update_eagerly
+from tfps.strategy.states import States
 from tfps.strategy.tape_errors import told
 from tfps.strategy.variables import GatedVariable, container_of, updating
 from tfps.types import Argument, Batches, Function, Options, Structure, Value, Variable
@@ -80,13 +81,20 @@ class Extended(CrossReplica):
         # Workers must agree on where the data ends, or on who takes which batch.
         depth = max(config.staging_depth, int(workers > 1 and not self.trains_alone))
         self.last_batch = LastBatch(len(self._devices)) if self._num_replicas_in_sync > 1 else None
-        self.staging = Staging(runtime, self._devices, depth, self.last_batch, free=self.free) if depth else None
+        self.staging = None
+        if depth:
+            compares = workers > 1 and not self.free and config.check_every > 0
+            given = runtime, self._devices, depth, self.last_batch
+            self.staging = Staging(*given, free=self.free, compares=compares)
         self._reductions = Reductions(runtime, free=self.free or self.trains_alone)
         self._local_gather = LocalGather(self._devices)
         self._initial_values = InitialValues(runtime)
         self.newest = Newest(runtime, self.free and self.mode == "async")
         self.combiner = Combiner(runtime, len(self._devices))
         self._invariants = None if self.free else Invariants.of(runtime, config.check_every)
+        self.states: States | None = None
+        if self._invariants is not None and self.staging is not None:
+            self.states = States(runtime, self.combiner, self._initial_values, self.staging)
         compressing = Compressing(config.compression_rules, runtime, self.serves or self.trains_alone)
         buckets = len(self._devices), config.bucket_bytes
         self._emitter = Emitter(strategy, runtime, *buckets, self._invariants, compressing)

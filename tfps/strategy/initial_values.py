@@ -6,6 +6,7 @@ model's weights; weights loaded later must be loaded on every rank. Ranks first 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -34,6 +35,9 @@ class InitialValues:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._created: list[Variable] = []
+        self.agreed: list[
+            weakref.ref[Variable]
+        ] = []  # all whose values have been agreed on, in the same order everywhere
 
     def created(self, variable: Variable) -> None:
         """Notes a new distributed variable."""
@@ -129,6 +133,7 @@ class InitialValues:
 
     def _forget(self, variables: list[Variable]) -> None:
         agreed = {id(variable) for variable in variables}
+        self.agreed += [weakref.ref(variable) for variable in self._created if id(variable) in agreed]
         self._created = [variable for variable in self._created if id(variable) not in agreed]
 
 

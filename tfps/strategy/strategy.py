@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import tensorflow as tf
 
 from tfps.config import Config, TraceRequest, unknown_variables
-from tfps.errors import ConfigError, in_graph_error
+from tfps.errors import ConfigError, TfpsError, in_graph_error
 from tfps.exchange.interface import Exchange
 from tfps.graph.effects import check_effects
 from tfps.graph.program_reductions import count_rows
@@ -33,6 +33,7 @@ from tfps.keras_hooks.error_feedback import back_up_held_back
 from tfps.keras_hooks.loss_scaling import agree_on_finite
 from tfps.keras_hooks.outer_steps import exchange_between_steps
 from tfps.keras_hooks.predictions import predict_everything
+from tfps.keras_hooks.random_states import share_random_states
 from tfps.keras_hooks.saving import share_files
 from tfps.keras_hooks.seeds import draw_apart
 from tfps.keras_hooks.served_optimizers import serve_updates
@@ -107,6 +108,7 @@ class Strategy(tf.distribute.Strategy):
         self._forget = weakref.finalize(self, _forget, self._connection, self._user)
         self._forget.atexit = False
         super().__init__(Extended(self, devices, self._runtime, self.config))
+        _strategies.add(self)
         if self.extended.staging is not None:
             ends.append(self.extended.staging.close)
         translate_errors(in_graph_error)
@@ -170,13 +172,17 @@ class Strategy(tf.distribute.Strategy):
 
         Reading them after training steps combines them, and all ranks must read them alike; `fit` and `evaluate` do
         so at the end of each epoch. To read or save them at another time on one rank only, call this on every rank
-        first. Does nothing if nothing was written or sent since the last time.
+        first. Does nothing if nothing was written or sent since the last time. If it combines variables, the ranks also
+        compare all that they must have alike (`Config.check_every` above 0, mode "sync").
 
         Raises:
+            MismatchError: a variable differs between ranks.
             TfpsError: another rank did not call it in time, or is elsewhere in its program.
         """
-        self.extended.combiner.refresh()
+        combined = self.extended.combiner.refresh()
         self.extended.compressing.collect()
+        if combined and self.extended.states is not None:
+            self.extended.states.compare("at a call of combine()")
 
     def synchronize(self) -> None:
         """Brings all workers to the same parameters where they do not step together (`Config.mode`; docs/modes.md).
@@ -249,9 +255,21 @@ class Strategy(tf.distribute.Strategy):
         """Leaves the job and stops all threads; later training raises. Called automatically when the process ends.
 
         Strategies of one process with the same pservers share a connection, which closes with the last of them.
+
+        Raises:
+            MismatchError: what was trained since the ranks compared it last differs between them.
         """
         if self._forget.detach():
-            _disconnect(self._connection, self._user)
+            _strategies.discard(self)
+            try:
+                self._finish()
+            finally:
+                _disconnect(self._connection, self._user)
+
+    def _finish(self) -> None:
+        """Compares what has been trained since ranks compared it last."""
+        if self.extended.states is not None:
+            self.extended.states.finish()
 
 
 @functools.cache
@@ -281,6 +299,7 @@ class _Connection:
 _connections: dict[Cluster, _Connection] = {}  # by the strategies' cluster; guarded by _connecting
 _open: set[_Connection] = set()  # guarded by _connecting
 _users = itertools.count()
+_strategies: weakref.WeakSet[Strategy] = weakref.WeakSet()  # that have not been closed; main thread only
 _connecting = threading.RLock()  # reentrant: the garbage collector may finalize a strategy anywhere
 
 
@@ -307,6 +326,11 @@ def _connect(cluster: Cluster, config: Config, user: int) -> _Connection:
         config,
     )
     connection.users[user] = []
+    try:
+        share_random_states(connection.runtime)
+    except BaseException:
+        connection.runtime.close(drain=False)
+        raise
     with _connecting:
         _open.add(connection)
         if cluster.pservers:
@@ -367,6 +391,10 @@ def close_all(*, drain: bool) -> None:
     Args:
         drain: whether to wait until the other workers have what this one has sent; not if the program has failed.
     """
+    if drain:
+        for strategy in sorted(_strategies, key=lambda each: each._user):
+            with contextlib.suppress(TfpsError):  # which has been logged
+                strategy._finish()
     with _connecting:  # copies: the garbage collector may finalize a strategy meanwhile
         connections = [(each, [end for ends in each.users.values() for end in ends]) for each in _open]
     for connection, ends in connections:
