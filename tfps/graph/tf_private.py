@@ -152,6 +152,9 @@ try:
     needs(values.MirroredVariable, "_get", "_get_cross_replica", "_get_replica", "_update_replica")
     needs(values.MirroredVariable, "handle", "value", "read_value", "values", "_dense_var_to_tensor")
     needs(values.MirroredVariable, "_export_to_saved_model_graph", "_gather_saveables_for_checkpoint")
+    needs(values.MirroredVariable, "_trackable_children")
+    # What a SavedModel has of a gate.
+    needs(tf.saved_model.experimental.TrackableResource, "_create_resource", "_initialize", "resource_handle")
     needs(values, "_MirroredSaveable")
     needs(values._MirroredSaveable, "restore", "_mirrored_variable")
     needs(values.SyncOnReadVariable, "_get_cross_replica", "_update_replica", "_gather_saveables_for_checkpoint")

@@ -89,7 +89,7 @@ try:
     needs(keras.callbacks.SwapEMAWeights, "_tf_finalize_ema_values", "_backend_finalize_ema_values")
     needs(keras.Variable, "_initialize_with_initializer", "_direct_assign", "_value", "_shape")
     needs(keras.Variable, "_serialize_to_tensors", "_restore_from_tensors", "_shared_name")
-    needs(keras.Variable, "_export_to_saved_model_graph")
+    needs(keras.Variable, "_export_to_saved_model_graph", "_trackable_children")
 
     # Wrapped where workers train alone (outer_steps.py): what counts a step, evaluates, ends `fit`, saves.
     needs(keras.optimizers.Optimizer, "apply", "use_ema")

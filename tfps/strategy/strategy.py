@@ -34,7 +34,7 @@ from tfps.keras_hooks.loss_scaling import agree_on_finite
 from tfps.keras_hooks.outer_steps import exchange_between_steps
 from tfps.keras_hooks.predictions import predict_everything
 from tfps.keras_hooks.random_states import share_random_states
-from tfps.keras_hooks.saving import share_files
+from tfps.keras_hooks.saving import save_what_functions_use, share_files
 from tfps.keras_hooks.seeds import draw_apart
 from tfps.keras_hooks.served_optimizers import serve_updates
 from tfps.keras_hooks.weighing import weigh_by_rows
@@ -120,6 +120,7 @@ class Strategy(tf.distribute.Strategy):
         run_epochs_apart(Strategy)
         stop_at_epoch_ends(Strategy)
         share_files(Strategy)
+        save_what_functions_use()
         back_up_held_back(Strategy)
         build_if_possible(Strategy)
         read_kernels_before()

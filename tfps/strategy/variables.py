@@ -194,6 +194,8 @@ class GatedVariable(Converted, values.MirroredVariable):
         for each in passing:
             each._passed[replica].add(graph)
             (each.owner or each)._was_passed = True
+        if current_replica(self._distribute_strategy) is None:
+            self.gates[replica].passed_outside.add(graph)
         passed = pass_gate(self.gates[replica], [each._values[replica].handle for each in passing], after)
         if self.owner is None:
             extended.note_passed(passing, replica, graph, passed)
@@ -327,6 +329,15 @@ class GatedVariable(Converted, values.MirroredVariable):
     def _export_to_saved_model_graph(self, *args: object, **kwargs: object) -> Structure:
         self._refresh()
         return super()._export_to_saved_model_graph(*args, **kwargs)
+
+    def _trackable_children(self, save_type: str = "checkpoint", **options: object) -> dict[str, object]:
+        """Adds to a SavedModel the gates that its functions may pass."""
+        children: dict[str, object] = super()._trackable_children(save_type, **options)
+        if save_type == "savedmodel":
+            for replica, gate in enumerate(self.gates):
+                if gate.passed_outside:
+                    children[f"tfps_gate_{replica}"] = gate.saved
+        return children
 
     def _kept(self) -> tf.Tensor | None:
         """Returns the value as of the send, inside a deferred update that does not own this variable; else None."""
