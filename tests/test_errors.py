@@ -89,3 +89,12 @@ def test_programs_get_the_error_itself(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(errors.WorkerLostError) as caught:
                 print(name, "gives", call())
             assert re.fullmatch(r"rank 1 \(.*\) failed: rank 7 has \"had\" enough \[really\]", str(caught.value))
+
+
+def test_an_error_for_other_ranks_is_one_line_that_names_it_and_is_short() -> None:
+    assert errors.in_a_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert errors.in_a_line(OSError(28, "No space\n left")) == "OSError: [Errno 28] No space left"
+    long = errors.in_a_line(ValueError("Graph execution error:\n" + "at node\n" * 1000 + "the disk is full"))
+    assert len(long) < 500
+    assert long.startswith("ValueError: Graph execution error: at node")
+    assert long.endswith("the disk is full")

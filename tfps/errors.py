@@ -54,6 +54,15 @@ class UnsupportedError(TfpsError, NotImplementedError):
     """The program uses something that tfps does not support; the message names a workaround."""
 
 
+_MOST = 400  # characters of an error in a message to other ranks
+
+
+def in_a_line(error: BaseException) -> str:
+    """Returns what `error` is and says, for messages to other ranks: the middle of a long text is left out."""
+    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    return text if len(text) <= _MOST else f"{text[: _MOST // 2]} ... {text[-_MOST // 2 :]}"
+
+
 def to_text(error: TfpsError) -> str:
     """Returns `error` as text that graph ops can carry; see `from_text` and `in_graph_error`."""
     return f"tfps.errors.{type(error).__name__}: {error}"

@@ -48,6 +48,18 @@ def test_a_killed_worker_ends_the_others_with_an_error_that_names_its_rank(serve
     assert "get_weights raised WorkerLostError" in output
 
 
+def test_why_a_callback_of_one_rank_failed_is_what_the_others_raise(server: ParameterServer) -> None:
+    with processes.started("endless.py", [server.address], 2, [[], ["fills"]]) as running:
+        (code, output), (full, own) = processes.finish(running)
+    assert (code, full) == (1, 1)
+    reason = r"OSError: \[Errno 28\] No space left on device"
+    assert re.search(rf"^{reason}$", own, re.MULTILINE), own
+    *_, last = output.splitlines()
+    assert re.fullmatch(
+        rf"tfps.errors.WorkerLostError: rank 1 \(.*\) left before step .*: it ended with {reason}", last
+    )
+
+
 def test_a_worker_that_ends_earlier_is_named_to_the_others(server: ParameterServer) -> None:
     with processes.started("endless.py", [server.address], 2, [[], ["8"]]) as running:
         (code, output), (early, _) = processes.finish(running)

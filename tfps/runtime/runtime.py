@@ -200,10 +200,10 @@ class Runtime:
         """Registers `callback` to be called when the runtime begins to close."""
         self._before_close.append(callback)
 
-    def close(self, *, drain: bool = True) -> None:
+    def close(self, *, drain: bool = True, reason: str = "") -> None:
         """Finishes pending exchanges, which other workers need too, ends the threads and leaves the job.
 
-        Without `drain`, pending exchanges fail with ClosedError.
+        Without `drain`, pending exchanges fail with ClosedError. For `reason` see `Exchange.close`.
         """
         with self._progress:
             if self._closing:
@@ -213,7 +213,7 @@ class Runtime:
             callback()
         if drain:
             self._drain()
-        self.exchange.close()
+        self.exchange.close(reason)
         with tf.init_scope():
             self._messages.close(cancel_pending_enqueues=True)
         self._pump_thread.join()  # all its pushes are answered now: no reply is still to come
