@@ -100,7 +100,7 @@ def _parts(summary: Summary) -> Iterator[RenderableType]:
     yield table(heads, [*rows, _row("mean", totals, steps)])
     links = [_link(link, totals.duration_ns, steps) for link in totals.links]
     yield "\n[dim]pservers, per step[/dim]"
-    yield table(("pserver", "pushed", "link in use", "replied", "link in use"), links)
+    yield table(("pserver", "pushed", "in use", "replied", "in use"), links)
     runs = steps * summary.workers
     costs = [(cost.variable, _ms(cost.exposed_ns / runs)) for cost in summary.costs[:_SHOWN]]
     yield "\n[dim]most waited for, per step and worker[/dim]"
