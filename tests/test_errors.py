@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import traceback
 from collections.abc import Callable
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -98,3 +99,13 @@ def test_an_error_for_other_ranks_is_one_line_that_names_it_and_is_short() -> No
     assert len(long) < 500
     assert long.startswith("ValueError: Graph execution error: at node")
     assert long.endswith("the disk is full")
+
+
+def test_an_outline_has_the_frames_of_the_program_only() -> None:
+    with pytest.raises(errors.ConfigError) as caught:
+        tfps.Config.from_environment({"TFPS_POLICY": "best"})
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert any(frame.filename.endswith("config.py") for frame in frames)
+    outline = traceback.extract_tb(errors.outlined(caught.value).__traceback__)
+    assert outline[0].filename == __file__
+    assert {frame.filename for frame in outline} <= {__file__, "<string>"}  # the __init__ of a dataclass

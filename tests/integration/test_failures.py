@@ -91,6 +91,11 @@ def test_models_that_differ_are_told_apart_by_the_first_variable(server: Paramet
             assert "kernel" in output
             assert "(64, 32)" in output
             assert "(64, 48)" in output
+            frames = re.findall(r'^  File "(.*)", line', output.partition("Traceback")[2], re.MULTILINE)
+            assert any(frame.endswith("differing.py") for frame in frames)
+            inner = [frame for frame in frames if re.search(r"tfps/\w+/\w+\.py$", frame) and "tests" not in frame]
+            assert len(inner) < 2, output  # the one that raises, but not how tfps got there
+            assert output.splitlines()[-1].startswith("tfps.errors.MismatchError: the workers do not train the same")
 
 
 def test_a_script_that_fails_ends_although_it_has_neither_closed_its_strategy_nor_stopped_its_pserver() -> None:

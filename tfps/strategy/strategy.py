@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import tensorflow as tf
 
 from tfps.config import Config, TraceRequest, unknown_variables
-from tfps.errors import ConfigError, in_a_line, in_graph_error
+from tfps.errors import ConfigError, TfpsError, in_a_line, in_graph_error, outlined
 from tfps.exchange.interface import Exchange
 from tfps.graph.effects import check_effects
 from tfps.graph.tf_private import translate_errors
@@ -94,7 +94,12 @@ class Strategy(tf.distribute.Strategy):
         devices = _devices(devices)
         check_effects()
         self._user = next(_users)
-        self._connection = _connect(cluster, self.config, self._user)
+        try:
+            self._connection = _connect(cluster, self.config, self._user)
+        except TfpsError as error:
+            if not tf.debugging.is_traceback_filtering_enabled():
+                raise
+            raise outlined(error) from None  # its text has what gRPC said
         self._pservers = cluster.pservers
         self._runtime = self._connection.runtime
         ends = self._connection.users[self._user]
