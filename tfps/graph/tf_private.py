@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 
+from tfps.errors import TfpsError, outlined
 from tfps.graph.private_names import needs
 from tfps.types import Structure
 
@@ -240,6 +241,9 @@ def flat_call(function: ConcreteFunction) -> Callable[..., Structure]:
 def translate_errors(translated: Callable[[str], Exception | None]) -> None:
     """Makes functions raise `translated(message)` instead of a graph's error, unless that is None.
 
+    Errors of tfps itself lose its own frames, as others lose TensorFlow's: `tf.debugging.disable_traceback_filtering()`
+    shows all.
+
     TensorFlow derives error classes from codes, of which none is free: tfps ops raise InvalidArgumentError with a text.
     Wraps every call of a tf.function, those of Keras included; done once per process.
     """
@@ -252,6 +256,10 @@ def translate_errors(translated: Callable[[str], Exception | None]) -> None:
             except tf.errors.InvalidArgumentError as error:
                 if (better := translated(error.message)) is None:
                     raise
+            except TfpsError as error:
+                if not tf.debugging.is_traceback_filtering_enabled():
+                    raise
+                better = outlined(error)
             raise better
 
         return call

@@ -7,6 +7,7 @@ TensorFlow's pools; waiting for a missing batch would block one.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -182,6 +183,7 @@ class Feed:
         self._groups: Iterator[Group] | None = groups
         self._rows: dict[int, list[int]] = {}  # of each local replica, by key of the staged batch
         self._unknown = [UNKNOWN] * (1 + stage.replicas)
+        self._putting = False  # whether a token is being put, which may wait for room unless it is `_room` that does
         self._lock = threading.Lock()  # guards _thread
         self._thread: threading.Thread | None = None
         self.number = next(_feed_numbers)
@@ -221,16 +223,22 @@ class Feed:
             self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread, which removes what it has staged. Takes no lock, so any thread or finalizer may call it."""
+        """Ends the thread, which removes what it has staged. Takes no lock, so any thread or finalizer may call it.
+
+        The thread gets the room that it waits for: TensorFlow logs a warning for whatever is cancelled.
+        """
         self.stopped = True
         if self._line is not None:
             self._line.gone = True
         with tf.init_scope(), tf.device(HOST):
-            self.tokens.close(cancel_pending_enqueues=True)
             if self._room is not None:
-                self._room.close(cancel_pending_enqueues=True)
+                self._room.enqueue(True)
+            elif self._putting and threading.current_thread() is not self._thread:
+                with contextlib.suppress(tf.errors.OutOfRangeError):  # steps have taken all, and the thread has ended
+                    self._remove(int(self.tokens.dequeue()[0]))
             if self._allowed is not None:
-                self._allowed.close(cancel_pending_enqueues=True)
+                self._allowed.enqueue(tf.constant(1, tf.int64))
+            self.tokens.close(cancel_pending_enqueues=True)
 
     def close(self) -> None:
         """Like `stop`, and tells waiting requests that the strategy is closed."""
@@ -264,6 +272,8 @@ class Feed:
                     key = END
                     del batches
                 text = ""
+            except _StoppedError:
+                return
             except (tf.errors.CancelledError, tf.errors.OutOfRangeError) as error:
                 if self.stopped:
                     return
@@ -271,9 +281,10 @@ class Feed:
             except Exception as error:  # any error of the user's input pipeline: its step raises it
                 text = _text(error)
             self._end(text)
-        except (tf.errors.CancelledError, tf.errors.OutOfRangeError):  # stopped
+        except (_StoppedError, tf.errors.CancelledError):
             pass
         finally:
+            self.tokens.close(cancel_pending_enqueues=True)  # `stop` may wait for a token
             self._take_out(key)
             self._staging.finished(self)
 
@@ -317,12 +328,16 @@ class Feed:
             with tf.device(HOST):
                 while not self._left:
                     self._left = int(self._allowed.dequeue())
+            if self.stopped:
+                raise _StoppedError
             self._left -= 1
 
     def _wait_for_room(self) -> None:
         if self._room is not None:
             with tf.device(HOST):
                 self._room.dequeue()
+            if self.stopped:
+                raise _StoppedError
 
     def _make_room(self) -> None:
         if self._room is not None:
@@ -350,7 +365,14 @@ class Feed:
 
     def _put_token(self, key: int, text: str, rows: list[int]) -> None:
         with tf.init_scope(), tf.device(HOST):
-            self.tokens.enqueue([tf.constant(key, tf.int64), text, tf.constant(rows, tf.int64)])
+            token = [tf.constant(key, tf.int64), text, tf.constant(rows, tf.int64)]
+            self._putting = True
+            try:
+                if self.stopped:
+                    raise _StoppedError
+                self.tokens.enqueue(token)
+            finally:
+                self._putting = False
 
     def _answer(self, key: int | None, text: str, rows: int) -> None:
         """Answers one request; `key` None: there is no batch. Called by `lockstep`, on any thread."""
@@ -360,21 +382,30 @@ class Feed:
             else:
                 self._put_token(key, text, [rows, *self._rows.pop(key)])
                 self._make_room()
-        except tf.errors.CancelledError:  # stopped: nothing waits any more
+        except (_StoppedError, tf.errors.CancelledError):  # nothing waits any more
             pass
 
     def _take_out(self, key: int) -> None:
         """Removes staged batches that nothing has taken."""
         with tf.device(HOST):
             left = [] if key == END else [key]
-            while int(self.tokens.size()):
-                left.append(int(self.tokens.dequeue()[0]))
+            with contextlib.suppress(tf.errors.OutOfRangeError):  # `stop` has taken the last one
+                while int(self.tokens.size()):
+                    left.append(int(self.tokens.dequeue()[0]))
             if self._line is not None:
                 left += self._line.leave()
             self._rows.clear()
             for each in left:
-                if each not in (END, GO):
-                    self._stage.take(tf.constant(each, tf.int64))
+                self._remove(each)
+
+    def _remove(self, key: int) -> None:
+        """Removes the staged batch of a token that nothing else has."""
+        if key not in (END, GO):
+            self._stage.take(tf.constant(key, tf.int64))
+
+
+class _StoppedError(Exception):
+    """The feed has been stopped while its thread was about to give or wait for something."""
 
 
 _feed_numbers = itertools.count()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import tensorflow as tf
 
 from tfps.config import Config, TraceRequest, unknown_variables
-from tfps.errors import ConfigError, TfpsError, in_graph_error
+from tfps.errors import ConfigError, TfpsError, in_a_line, in_graph_error, outlined
 from tfps.exchange.interface import Exchange
 from tfps.graph.effects import check_effects
 from tfps.graph.program_reductions import count_rows
@@ -100,7 +100,12 @@ class Strategy(tf.distribute.Strategy):
         devices = _devices(devices)
         check_effects()
         self._user = next(_users)
-        self._connection = _connect(cluster, self.config, self._user)
+        try:
+            self._connection = _connect(cluster, self.config, self._user)
+        except TfpsError as error:
+            if not tf.debugging.is_traceback_filtering_enabled():
+                raise
+            raise outlined(error) from None  # its text has what gRPC said
         self._pservers = cluster.pservers
         self._runtime = self._connection.runtime
         ends = self._connection.users[self._user]
@@ -262,10 +267,12 @@ class Strategy(tf.distribute.Strategy):
         """
         if self._forget.detach():
             _strategies.discard(self)
+            failure = sys.exc_info()[1]  # in a `finally`: what ends the program
             try:
-                self._finish()
+                if failure is None:
+                    self._finish()
             finally:
-                _disconnect(self._connection, self._user)
+                _disconnect(self._connection, self._user, failure)
 
     def _finish(self) -> None:
         """Compares what has been trained since ranks compared it last."""
@@ -339,8 +346,8 @@ def _connect(cluster: Cluster, config: Config, user: int) -> _Connection:
     return connection
 
 
-def _disconnect(connection: _Connection, user: int) -> None:
-    """Removes a user; the last one closes the connection."""
+def _disconnect(connection: _Connection, user: int, failure: BaseException | None = None) -> None:
+    """Removes a user, because of `failure` if there is one; the last one closes the connection."""
     with _connecting:
         ends = connection.users.pop(user, [])
     for end in ends:
@@ -348,15 +355,15 @@ def _disconnect(connection: _Connection, user: int) -> None:
     with _connecting:
         if connection.users:
             return
-    _close(connection, drain=True)
+    _close(connection, failure, drain=True)
 
 
-def _close(connection: _Connection, *, drain: bool) -> None:
+def _close(connection: _Connection, failure: BaseException | None, *, drain: bool) -> None:
     with _connecting:
         _open.discard(connection)
         for cluster in [cluster for cluster, known in _connections.items() if known is connection]:
             del _connections[cluster]
-    connection.runtime.close(drain=drain)
+    connection.runtime.close(drain=drain, reason="" if failure is None else in_a_line(failure))
 
 
 def _forget(connection: _Connection, user: int) -> None:
@@ -383,16 +390,17 @@ def _forget(connection: _Connection, user: int) -> None:
 
 @atexit.register
 def _close_at_end() -> None:
-    close_all(drain=not _ended_by_exception())
+    close_all(_ended_by_exception())
 
 
-def close_all(*, drain: bool) -> None:
+def close_all(failure: BaseException | None = None) -> None:
     """Closes all strategies of this process, as its end does: for whatever runs a program in a process that goes on.
 
     Args:
-        drain: whether to wait until the other workers have what this one has sent; not if the program has failed.
+        failure: what has ended the program. Ranks that wait for this one quote it; without a failure this one waits
+            until they have what it has sent.
     """
-    if drain:
+    if failure is None:
         for strategy in sorted(_strategies, key=lambda each: each._user):
             with contextlib.suppress(TfpsError):  # which has been logged
                 strategy._finish()
@@ -401,15 +409,18 @@ def close_all(*, drain: bool) -> None:
     for connection, ends in connections:
         for end in ends:
             end()
-        _close(connection, drain=drain)
+        _close(connection, failure, drain=failure is None)
 
 
-def _ended_by_exception() -> bool:
-    """Whether an exception ends the interpreter: then nobody should wait for this worker.
+def _ended_by_exception() -> BaseException | None:
+    """The exception that ends the interpreter, if one does: then nobody should wait for this worker.
 
     An interactive session shows exceptions and goes on.
     """
-    return hasattr(sys, "last_type") and not hasattr(sys, "ps1") and not sys.flags.interactive
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return None
+    failure: BaseException | None = getattr(sys, "last_value", None)
+    return failure
 
 
 def _devices(devices: Sequence[str] | None) -> Sequence[str]:
