@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfps.graph.shares import Share, current_share, in_keras_step, keras_step, reducing_gradients, say_once
 from tfps.graph.tf_private import is_differentiated
 from tfps.keras_hooks.keras_private import Stepper, loss_module, trainer_module
-from tfps.types import Model, Optimizer, Structure, Value, Variable
+from tfps.types import Function, Model, Optimizer, Structure, Value, Variable
 
 _WHOLE = "_tfps_whole"  # marks a loss that is the replica's mean, while its gradient is weighed by the share
 
@@ -41,9 +41,7 @@ def weigh_by_rows(strategy_class: type[tf.distribute.Strategy]) -> None:
 
 
 def _mark_steps(strategy_class: type[tf.distribute.Strategy]) -> None:
-    def marked(name: str, made: str, trains: bool) -> None:
-        original = getattr(Stepper, name)
-
+    def marking(original: Function, made: str, trains: bool) -> Function:
         @functools.wraps(original)
         def make(self: Model, force: bool = False) -> object:
             before = getattr(self, made)
@@ -60,10 +58,10 @@ def _mark_steps(strategy_class: type[tf.distribute.Strategy]) -> None:
             setattr(self, made, step)
             return result
 
-        setattr(Stepper, name, make)
+        return make
 
-    marked("make_train_function", "train_function", True)
-    marked("make_test_function", "test_function", False)
+    Stepper.make_train_function = marking(Stepper.make_train_function, "train_function", True)
+    Stepper.make_test_function = marking(Stepper.make_test_function, "test_function", False)
 
 
 def _weigh_losses(strategy_class: type[tf.distribute.Strategy]) -> None:
