@@ -27,8 +27,7 @@ class Classifier(keras.Model):
             outputs = self(x, training=True)
             loss = self.compute_loss(y=y, y_pred=outputs)  # the mean over this worker's rows
             penalty = 1e-3 * tf.reduce_mean(outputs**2)
-            # Gradients are summed over replicas. That of `loss` is weighted by rows; divide your own means.
-            total = loss + penalty / self.distribute_strategy.num_replicas_in_sync
+            total = loss + penalty  # as in one process: tfps weighs gradients by rows
         gradients = tape.gradient(total, self.trainable_variables)
         self.optimizer.apply(gradients, self.trainable_variables)
         # Track means as they are, not times the number of replicas: each counts by the worker's rows.
