@@ -42,7 +42,7 @@ QUICK = [("taught_generative", "gan"), ("taught_losses", "mixed_outputs"), ("tau
 # Training without `strategy.run`, which TensorFlow refuses under every strategy: as plain Keras, or an error.
 MAY_BE_REFUSED = {"loop_from_scratch", "loop_from_scratch_eager", "reptile"}
 TOLERANCE = 1e-5  # of the largest number of all weights of a model, or of a History
-NEAR = 0.5  # of the same, for losses that are not to be those of plain Keras
+NEAR = 0.75  # of the same, for losses that are not to be those of plain Keras: pairs are fewer in smaller batches
 pytestmark = pytest.mark.timeout(900)
 
 
