@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import resource
+import signal
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -58,6 +60,31 @@ def test_a_number_writes_every_so_many_batches_and_at_the_end_of_each_epoch(tmp_
     # The first report needs the times of 4 steps, which may be known a moment after the fourth.
     assert set(written(tmp_path)) - {4} == {8, 10, 14, 18, 20}
     assert "tfps/slice_bytes" not in written(tmp_path)[20]
+
+
+@pytest.mark.parametrize("when", ["at the start", "later"])
+def test_metrics_that_cannot_be_written_are_a_warning_and_training_goes_on(
+    when: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = tfps.Strategy()
+    if when == "at the start":
+        (tmp_path / "tfps").write_text("a file in the place of the directory")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    callback = tfps.callbacks.Metrics(tmp_path, update_freq=4)
+    steps: list[int] = []
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # TensorFlow's error is OutOfRangeError then
+    try:
+        fit(strategy, callback, count)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+        strategy.close()
+    assert steps == 2 * list(range(STEPS))
+    (warning,) = [each.message for each in caplog.records if "metrics" in each.message]
+    assert "tfps: the metrics could not be written" in warning
+    assert warning.count("\n") == 0
 
 
 def test_training_with_the_callback_ends_bitwise_as_without(remote: tfps.Strategy, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import traceback
 from collections.abc import Callable
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -89,3 +90,22 @@ def test_programs_get_the_error_itself(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(errors.WorkerLostError) as caught:
                 print(name, "gives", call())
             assert re.fullmatch(r"rank 1 \(.*\) failed: rank 7 has \"had\" enough \[really\]", str(caught.value))
+
+
+def test_an_error_for_other_ranks_is_one_line_that_names_it_and_is_short() -> None:
+    assert errors.in_a_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert errors.in_a_line(OSError(28, "No space\n left")) == "OSError: [Errno 28] No space left"
+    long = errors.in_a_line(ValueError("Graph execution error:\n" + "at node\n" * 1000 + "the disk is full"))
+    assert len(long) < 500
+    assert long.startswith("ValueError: Graph execution error: at node")
+    assert long.endswith("the disk is full")
+
+
+def test_an_outline_has_the_frames_of_the_program_only() -> None:
+    with pytest.raises(errors.ConfigError) as caught:
+        tfps.Config.from_environment({"TFPS_POLICY": "best"})
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert any(frame.filename.endswith("config.py") for frame in frames)
+    outline = traceback.extract_tb(errors.outlined(caught.value).__traceback__)
+    assert outline[0].filename == __file__
+    assert {frame.filename for frame in outline} <= {__file__, "<string>"}  # the __init__ of a dataclass

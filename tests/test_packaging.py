@@ -108,7 +108,7 @@ def test_the_page_on_an_index_has_no_links_that_lead_nowhere(built: Built) -> No
     assert re.findall(r"\]\((?!https?://)", page) == []
     assert "](https://" in page
     assert "![" not in page
-    assert "pip install 'tfps[tensorflow]'" in page
+    assert "pip install 'tfps[tensorflow,examples]'" in page
     assert "'.[" not in page
     for words in (
         "finding what is slow",

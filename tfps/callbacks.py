@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfps.config import check_steps
-from tfps.errors import ConfigError, TfpsError
+from tfps.errors import ConfigError, TfpsError, in_a_line
 from tfps.runtime.report import Report
 from tfps.runtime.trace_run import TraceRun
 from tfps.strategy.strategy import Strategy
@@ -24,7 +24,8 @@ class Metrics(keras.callbacks.Callback):
     """Writes where step time goes as TensorBoard scalars to the run `<log_dir>/tfps`.
 
     Only rank 0 writes. The values are those of `Strategy.report()`, medians over the last 16 steps; docs/metrics.md
-    lists their names. TensorBoard need not be installed.
+    lists their names. TensorBoard need not be installed. Where they cannot be written, as on a full disk, it warns once
+    and training goes on.
 
     Args:
         log_dir: the directory that `tensorboard --logdir` gets.
@@ -46,7 +47,7 @@ class Metrics(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         if _strategy_of(self).rank == 0:
-            self._writer = tf.summary.create_file_writer(str(self._directory))
+            self._try(self._open)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._batches = self._written_at = 0
@@ -62,8 +63,20 @@ class Metrics(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         if self._writer is not None:
-            self._writer.close()
+            self._try(self._writer.close)
             self._writer = None
+
+    def _open(self) -> None:
+        self._writer = tf.summary.create_file_writer(str(self._directory))
+
+    def _try(self, what: Callable[[], None]) -> None:
+        """Writes no more if `what` fails. Keras takes TensorFlow's error for a file too large, OutOfRangeError, for
+        the end of the data."""
+        try:
+            what()
+        except (OSError, tf.errors.OpError) as error:
+            self._writer = None
+            logger.warning("tfps: the metrics could not be written, and are not until fit ends: %s", in_a_line(error))
 
     def _write(self) -> None:
         if self._writer is None:
@@ -73,11 +86,16 @@ class Metrics(keras.callbacks.Callback):
             report = self.model.distribute_strategy.report()
         except TfpsError:
             return  # too few steps yet; a lost pserver stops training anyway
+        self._try(lambda: self._append(report))
+
+    def _append(self, report: Report) -> None:
+        if (writer := self._writer) is None:
+            return
         values = [tf.compat.v1.Summary.Value(tag=f"tfps/{k}", simple_value=v) for k, v in scalars(report).items()]
         step = int(self.model.optimizer.iterations.numpy())
-        with self._writer.as_default():  # tf.summary.scalar would need TensorBoard
+        with writer.as_default():  # tf.summary.scalar would need TensorBoard
             tf.summary.experimental.write_raw_pb(tf.compat.v1.Summary(value=values).SerializeToString(), step=step)
-        self._writer.flush()
+        writer.flush()
 
 
 def scalars(report: Report) -> dict[str, float]:

@@ -73,7 +73,8 @@ class Config:
             exceptions by names of variables, `{"*": "int8", "bias": "none"}` or `"int8,bias=none"`. See
             docs/compression.md.
         check_every: interval in steps at which workers compare values that must be equal: each weight once per
-            interval; learning rate and step counter of each step, all together once per interval. 0: never.
+            interval; learning rate and step counter of each step, all together once per interval; everything when an
+            epoch ends. 0: never.
         connect_timeout_s: seconds to wait for pservers to answer and for all workers to join.
         step_timeout_s: seconds one exchange may take before the step fails with an error that names missing ranks.
         token_file: path of the file with the job token, if the pservers were started with one.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import concurrent.futures
 import contextlib
 import re
+from pathlib import Path
+from types import TracebackType
 
 _TEXT = re.compile(r"tfps\.errors\.(\w+): (.*)", re.DOTALL)
 _IN_GRAPH = re.compile(r"\[(tfps\.errors\.\w+: .*)\]$", re.MULTILINE)  # as TensorFlow's Assert prints it, escaped
@@ -52,6 +55,30 @@ class ClosedError(TfpsError):
 
 class UnsupportedError(TfpsError, NotImplementedError):
     """The program uses something that tfps does not support; the message names a workaround."""
+
+
+_INNER = (str(Path(__file__).parent), str(Path(concurrent.futures.__file__).parent))  # folders
+_MOST = 400  # characters of an error in a message to other ranks
+
+
+def in_a_line(error: BaseException) -> str:
+    """Returns what `error` is and says, for messages to other ranks: the middle of a long text is left out."""
+    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    return text if len(text) <= _MOST else f"{text[: _MOST // 2]} ... {text[-_MOST // 2 :]}"
+
+
+def outlined(error: TfpsError) -> TfpsError:
+    """Returns `error` without those frames of its traceback that are tfps' own: a message says what users need."""
+    kept = []
+    frame = error.__traceback__
+    while frame is not None:
+        if not frame.tb_frame.f_code.co_filename.startswith(_INNER):
+            kept.append(frame)
+        frame = frame.tb_next
+    outline: TracebackType | None = None
+    for each in reversed(kept):
+        outline = TracebackType(outline, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return error.with_traceback(outline)
 
 
 def to_text(error: TfpsError) -> str:

@@ -119,26 +119,26 @@ def test_the_last_batch_is_known_where_a_graph_has_one_iterator() -> None:
 
 def test_rows_given_to_a_replica_function_are_known_while_it_runs_and_of_the_last_one_afterwards() -> None:
     last = LastBatch(2)
-    nested = tf.function(lambda: last.running(1))
+    nested = tf.function(lambda: tf.stack(last.running(1)))
 
     @tf.function
     def step(rows: tf.Tensor) -> tf.Tensor:
-        with last.giving(1, rows):
+        with last.giving(1, rows, rows + 4):
             return nested()
 
     for rows in (3, 0):
-        assert int(step(tf.constant(rows, tf.int64))) == rows
-        assert int(nested()) == UNKNOWN, "another strategy may run it"
+        assert step(tf.constant(rows, tf.int64)).numpy().tolist() == [rows, rows + 4]
+        assert nested().numpy().tolist() == [UNKNOWN] * 2, "another strategy may run it"
         assert last.given().numpy().tolist() == [UNKNOWN, rows]
-    with last.giving(1, None):
-        assert int(nested()) == UNKNOWN
+    with last.giving(1, None, None):
+        assert nested().numpy().tolist() == [UNKNOWN] * 2
 
 
 def test_a_nested_function_knows_only_whether_there_are_rows() -> None:
     last = LastBatch(1)
     for rows, value in ((0, 0.0), (2, np.inf)):
-        with last.giving(0, tf.constant(rows, tf.int64)), tf.GradientTape():
-            nested = NestedShare(last, 0, replicas=3)
+        with last.giving(0, tf.constant(rows, tf.int64), None), tf.GradientTape():
+            nested = NestedShare(last, 0, replicas=3, step=None)
             assert float(nested.only_if_rows(tf.constant(np.inf))) == value
             with nested.counting(tf.constant(5.0), tf.constant(EVEN)):
                 assert nested.weight(tf.constant(EVEN)).numpy().tobytes() == EVEN.tobytes()

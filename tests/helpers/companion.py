@@ -19,6 +19,7 @@ from jobs import DEADLINE_S
 
 import tfps
 from tfps.exchange.interface import BucketSpec, Exchange, OnPart, OnReply, Reply
+from tfps.keras_hooks.random_states import SPEC
 from tfps.pserver.server import ParameterServer
 from tfps.types import Array, Value
 from tfps.worker.worker import Worker
@@ -33,7 +34,7 @@ class Companion:
         self._lock = threading.Lock()  # guards _held; whoever asks `holds` has it, so that `release` misses none
         self._held: list[int] = []
         self._has_held = threading.Event()
-        self.specs: list[BucketSpec] = []
+        self.specs: list[BucketSpec] = [SPEC]
         self.batches: int | None = None  # of each of its iterators
         self.announced = 0  # how often rank 0 has announced one
         self.holds: Callable[[BucketSpec], bool] = lambda spec: False
@@ -69,7 +70,7 @@ class Companion:
             if held:
                 self._has_held.set()
             elif self.specs[bucket].name == "batches":
-                self._worker.push(bucket, self.of_batches(np.frombuffer(payload, np.int64).reshape(3, 2)), _ignore)
+                self._worker.push(bucket, self.of_batches(np.frombuffer(payload, np.int64).reshape(4, 2)), _ignore)
             else:
                 self._worker.push(bucket, None, _ignore)
 
@@ -94,6 +95,14 @@ class Companion:
         self._declare_thread.shutdown()
 
 
+def _joined(addresses: Sequence[str], config: tfps.Config) -> Worker:
+    """Rank 1, which has taken part in what a strategy's constructor exchanges."""
+    worker = Worker(addresses, rank=1, workers=2, config=config)
+    (bucket,) = worker.declare([SPEC])
+    worker.push(bucket, None, _ignore)
+    return worker
+
+
 def _ignore(reply: Reply) -> None:
     pass
 
@@ -109,7 +118,7 @@ def strategy_with_companion(
     monkeypatch.setenv("TFPS_RANK", "0")
     monkeypatch.setenv("TFPS_WORKERS", "2")
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(Worker, addresses, rank=1, workers=2, config=config)
+        joining = pool.submit(_joined, addresses, config)
         strategy = tfps.Strategy(addresses, config=config)
         companion = Companion(joining.result(DEADLINE_S))
     companion.follow(strategy._runtime.exchange)

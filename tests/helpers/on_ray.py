@@ -13,6 +13,8 @@ from tfps.types import Options
 from tfps.worker.worker import Worker
 
 NEEDS_RAY = "needs Ray: pip install 'tfps[ray]'"
+# Ray would take a token that an earlier cluster has left in the home folder, and other processes of a test would not.
+WITHOUT_AUTH = {"RAY_AUTH_MODE": "disabled"}
 SUM = BucketSpec(("b",), "sum", 400, "float32", 0)
 
 

@@ -121,6 +121,41 @@ def subclassed() -> tuple[keras.Model, Array, Array]:
     return Subclassed(), *digits()
 
 
+class WithoutCall(keras.Model):
+    """A step of its own around layers that are built in it, and metrics and a loss that `compile` gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = keras.Sequential([keras.layers.Dense(32, activation="relu")])
+        self.out = keras.layers.Dense(10)
+
+    def train_step(self, batch: Structure) -> dict[str, Value]:
+        x, y, *_ = batch
+        with tf.GradientTape() as tape:
+            predicted = self.out(self.hidden(x, training=True))
+            loss = self.compute_loss(y=y, y_pred=predicted)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return self.compute_metrics(x, y, predicted)
+
+    def test_step(self, batch: Structure) -> dict[str, Value]:
+        x, y, *_ = batch
+        return self.compute_metrics(x, y, self.out(self.hidden(x)))
+
+
+def without_call() -> tuple[keras.Model, Array, Array]:
+    return WithoutCall(), *digits()
+
+
+class CallOfNothing(WithoutCall):
+    def call(self, inputs: Structure) -> None:
+        """Keras asks for a `call()`; nobody calls it."""
+
+
+class CallOfAPart(WithoutCall):
+    def call(self, inputs: Structure) -> Value:
+        return self.hidden(inputs)
+
+
 def lstm() -> tuple[keras.Model, Array, Array]:
     images, labels = digits()
     layers = [keras.layers.Input((8, 8)), keras.layers.LSTM(12), keras.layers.Dense(10)]

@@ -32,6 +32,7 @@ PROGRAMS: dict[str, tuple[training.Build, Callable[[], keras.optimizers.Optimize
     "clipping": (training.mlp, lambda: SGD(0.05, global_clipnorm=1.0), {}),
     "loss scaling": (training.mlp, loss_scaled, {}),
     "sparse": (training.embedding_sparse, Adam, {}),
+    "no call": (training.without_call, Adam, {"metrics": ["accuracy"]}),
     "eager": (training.mlp, Adam, {"run_eagerly": True}),
 }
 OVER_GRPC = ("accumulation", "sparse")
@@ -109,6 +110,31 @@ def custom_loop(pservers: list[str], devices: list[str]) -> list[np.ndarray]:
         run(batch)
     for variable in model.trainable_variables:
         assert len({np.asarray(component).tobytes() for component in variable.value.values}) == 1, variable.path
+    weights = model.get_weights()
+    strategy.close()
+    return weights
+
+
+def epoch_in_a_function(pservers: list[str], devices: list[str]) -> list[np.ndarray]:
+    """An epoch in one function, which creates the optimizer's variables, too."""
+    strategy = tfps.Strategy(pservers or None, devices=devices)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model, x, y = training.mlp()
+        optimizer = Adam()
+
+    def step(x: Value, y: Value) -> None:
+        with tf.GradientTape() as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True)
+            loss = tf.nn.compute_average_loss(losses, global_batch_size=64)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    @tf.function
+    def epoch(batches: Structure) -> None:
+        for batch in batches:
+            strategy.run(step, args=batch)
+
+    epoch(strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((x, y)).batch(64)))
     weights = model.get_weights()
     strategy.close()
     return weights
@@ -212,6 +238,7 @@ def main(*pservers: str) -> None:
     programs: dict[str, Callable[[list[str], list[str]], list[np.ndarray]]] = {
         **{name: functools.partial(trained, name) for name in (OVER_GRPC if pservers else PROGRAMS)},
         "custom loop": custom_loop,
+        "epoch in a function": epoch_in_a_function,
     }
     for name, run in programs.items():
         one, two = run(list(pservers), ["CPU:0"]), run(list(pservers), ["CPU:0", "CPU:1"])

@@ -78,6 +78,66 @@ def iterations(model: keras.Model) -> None:
     model.optimizer.iterations.assign(1000)
 
 
+def slot(model: keras.Model) -> None:
+    momentum = model.optimizer.variables[-1]
+    momentum.assign(momentum + 1)
+
+
+def frozen(model: keras.Model) -> None:
+    model.layers[0].set_weights([2 * weight for weight in model.layers[0].get_weights()])
+
+
+def draw(model: keras.Model) -> None:
+    model.layers[-1].seed_generator.next()
+
+
+def _finetuned(act: Callable[[keras.Model], object]) -> Callable[..., None]:
+    """A case with a frozen layer, a statistic and a seed generator."""
+
+    def case(strategy: tfps.Strategy) -> None:
+        with strategy.scope():
+            layers = [
+                keras.layers.Dense(16, trainable=False),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(10),
+                keras.layers.Dropout(0.1),
+            ]
+            model = keras.Sequential([keras.layers.Input((64,)), *layers])
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), LOSS)
+        model.fit(*training.digits(), batch_size=16, epochs=2, verbose=0, callbacks=[Once(act, strategy.rank)])
+
+    return case
+
+
+def evaluated(strategy: tfps.Strategy) -> None:
+    """Rank 1 alone loads weights between training and evaluation."""
+    with strategy.scope():
+        model, inputs, targets = training.mlp()
+        model.compile("sgd", LOSS)
+    model.fit(inputs, targets, batch_size=16, verbose=0)
+    if strategy.rank == 1:
+        set_weights(model)
+    model.evaluate(inputs, targets, verbose=0)
+
+
+def closed(strategy: tfps.Strategy) -> None:
+    """A loop of one's own, at the end of which the ranks do not meet."""
+    _loop(strategy, eager=False)
+    strategy.close()
+
+
+def alone(strategy: tfps.Strategy) -> None:
+    """Rank 0 alone loads other weights once training is over, and predicts: nothing that others depend on."""
+    with strategy.scope():
+        model, inputs, targets = training.mlp()
+        model.compile("sgd", LOSS, metrics=["accuracy"])
+    model.fit(inputs, targets, batch_size=16, epochs=2, verbose=0, validation_data=(inputs, targets))
+    if strategy.rank == 0:
+        set_weights(model)
+        model.predict(inputs, verbose=0)
+    strategy.close()
+
+
 def _loop(strategy: tfps.Strategy, eager: bool) -> None:
     """A loop of one's own with two models in turns (GAN); the second one's learning rate changes on rank 1."""
     with strategy.scope():
@@ -142,6 +202,15 @@ CASES: dict[str, Callable[[tfps.Strategy], None]] = {
     "loop": lambda strategy: _loop(strategy, eager=False),
     "loop_eager": lambda strategy: _loop(strategy, eager=True),
     "unnoticed": unnoticed,
+    # Too late for what is compared every 100 steps.
+    "late set_weights": fitted(set_weights),
+    "late learning_rate": fitted(learning_rate, "SGD"),
+    "late slot": _finetuned(slot),
+    "late frozen": _finetuned(frozen),
+    "late draw": _finetuned(draw),
+    "late evaluated": evaluated,
+    "late closed": closed,
+    "late alone": alone,
 }
 
 
@@ -151,7 +220,7 @@ def main(rank: str, workers: str, devices: str, *cases: str) -> None:
     tf.config.set_logical_device_configuration(cpus[0], [tf.config.LogicalDeviceConfiguration()] * int(devices))
     for name, port in (each.split(":") for each in cases):
         keras.utils.set_random_seed(1)
-        config = tfps.Config(check_every=EVERY, slice_bytes=4096, window_bytes=8192)
+        config = tfps.Config(check_every=100 if name.startswith("late") else EVERY, slice_bytes=4096, window_bytes=8192)
         local = [f"CPU:{device}" for device in range(int(devices))]
         strategy = tfps.Strategy([f"127.0.0.1:{port}"], config=config, devices=local)
         try:

@@ -2,12 +2,14 @@
 
 endless.py [LAST_STEP]     ends by itself after LAST_STEP steps
 endless.py stays           stays in front of a step once it has printed `training`
+endless.py fills           writes to a full disk then
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+from pathlib import Path
 
 import keras
 import training
@@ -26,6 +28,8 @@ class Say(keras.callbacks.Callback):
             print("training", flush=True)
             if self.last == "stays":
                 threading.Event().wait()
+            if self.last == "fills":
+                Path("/dev/full").write_bytes(b"a checkpoint")
         if str(self.steps) == self.last:
             sys.exit(0)
 

@@ -87,6 +87,59 @@ def py_dataset(job: Job) -> Results:
     return {**weights(model), **history(fits[0])} | {f"ranks {name}": value for name, value in ends.items()}
 
 
+class EndlessBatches(keras.utils.PyDataset):
+    """Without a number of batches; counts how many epochs end."""
+
+    num_batches = None
+    ended = 0
+
+    def __getitem__(self, number: int) -> Structure:
+        x, y = data()
+        begin = (5 * number * BATCH) % SAMPLES
+        return x[begin : begin + BATCH], y[begin : begin + BATCH]
+
+    def on_epoch_end(self) -> None:
+        self.ended += 1
+
+
+def py_dataset_in_epochs(job: Job) -> Results:
+    """Epochs of one stream that workers make: nothing is read between two of them, where Keras forbids it."""
+    results: Results = {}
+    for steps in (1, 2):
+        model = job.compiled(steps_per_execution=steps)
+        batches, validation = (EndlessBatches(workers=2, max_queue_size=3) for _ in range(2))
+        options: Options = {"validation_data": validation, "validation_steps": 2, "verbose": 0}
+        fit = model.fit(batches, epochs=3, steps_per_epoch=3, **options)
+        ends = {**weights(model), **history(fit), "ended": [batches.ended, validation.ended]}
+        results |= {f"{steps} {name}": value for name, value in ends.items()}
+    return results
+
+
+class Scaled(keras.Model):
+    """Takes a scalar beside the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = keras.layers.Dense(10)
+
+    def call(self, inputs: Structure) -> Value:
+        rows, factor = inputs
+        return self.out(rows) * factor
+
+
+def scalar_beside_rows(job: Job) -> Results:
+    """Every replica gets the scalar of its batch as it is; the last batch does not divide."""
+    dataset = tf.data.Dataset.from_tensor_slices(data(4 * BATCH + 3)).batch(BATCH)
+    dataset = dataset.map(lambda x, y: ((x, 1.0 + tf.reduce_mean(x)), y))
+    results: Results = {}
+    for policy in ("AUTO", "DATA"):
+        model = job.compiled("sgd", build=Scaled)
+        fit = model.fit(sharded(dataset, policy), epochs=2, validation_data=dataset, verbose=0)
+        ends = {**weights(model), **history(fit), "predicted": model.predict(dataset, verbose=0)}
+        results |= {f"{policy} {name}": value for name, value in ends.items()}
+    return results
+
+
 def autoshard_data(job: Job) -> Results:
     model = job.compiled()
     dataset = sharded(tf.data.Dataset.from_tensor_slices(data()).batch(BATCH), "DATA")

@@ -232,10 +232,9 @@ class Gan(keras.Model):
     def __init__(self) -> None:
         super().__init__()
         dense = keras.layers.Dense
-        self.generator = keras.Sequential([keras.Input((8,)), dense(16, activation="tanh"), dense(64)])
+        self.generator = keras.Sequential([dense(16, activation="tanh"), dense(64)])  # built in the first step
         self.discriminator = keras.Sequential([keras.Input((64,)), dense(16, activation="tanh"), dense(1)])
         self.means = [keras.metrics.Mean(name="d_loss"), keras.metrics.Mean(name="g_loss")]
-        self.built = True  # it has no call() that Keras could build it by, which it tries under every strategy
 
     def compile(self, d_optimizer: keras.optimizers.Optimizer, g_optimizer: keras.optimizers.Optimizer) -> None:
         super().compile()
@@ -273,3 +272,42 @@ def gan(job: Job) -> Results:
         model.compile(keras.optimizers.Adam(0.01), keras.optimizers.RMSprop(0.002))
     fit = model.fit(data()[0], batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
     return {**weights(model.generator, model.discriminator), **history(fit)}
+
+
+def without_call(job: Job) -> Results:
+    """Layers, metrics and slots are created in the first step: rank 0's values, and validation reads statistics."""
+    model = job.compiled(lambda: keras.optimizers.Adam(0.01), build=WithoutCall)
+    x, y = data()
+    options: Options = {"batch_size": BATCH, "verbose": 0}
+    fit = model.fit(x, y, epochs=2, shuffle=False, **options)
+    return {**weights(model), **history(fit), "evaluated": model.evaluate(x, y, **options)}
+
+
+class WithoutCall(keras.Model):
+    """An encoder and a decoder in a step of its own, with the metrics and the loss that `compile` gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = keras.layers.Dense(16, activation="tanh")
+        self.out = keras.Sequential([keras.layers.Dense(10)])
+
+    def train_step(self, batch: Structure) -> Logs:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            predicted = self.out(self.hidden(x))
+            loss = self.compute_loss(y=y, y_pred=predicted)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return self._measured(y, predicted, loss)
+
+    def test_step(self, batch: Structure) -> Logs:
+        x, y = batch
+        predicted = self.out(self.hidden(x))
+        return self._measured(y, predicted, self.compute_loss(y=y, y_pred=predicted))
+
+    def _measured(self, y: Value, predicted: Value, loss: Value) -> Logs:
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, predicted)
+        return {metric.name: metric.result() for metric in self.metrics}

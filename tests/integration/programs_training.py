@@ -12,7 +12,7 @@ import tensorflow as tf
 from program import BATCH, SAMPLES, Job, Results, data, history, mlp, weights
 
 import tfps
-from tfps.types import Model, Options, Structure, Value
+from tfps.types import Logs, Model, Options, Structure, Value
 
 
 def shared_variables(job: Job) -> Results:
@@ -168,3 +168,18 @@ def batch_normalization(job: Job) -> Results:
     fit = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, validation_data=(x[:96], y[:96]), verbose=0)
     ends = {**weights(model), **history(fit), "loss": model.evaluate(x, y, batch_size=BATCH, verbose=0)}
     return {f"ranks {name}": value for name, value in ends.items()}
+
+
+def predicted_on_one_rank(job: Job) -> Results:
+    """Rank 0 alone predicts within an epoch, after steps that have written metrics: nobody waits, nothing changes."""
+    model = job.compiled()
+    x, y = data()
+    seen = []
+
+    def predict(batch: int, logs: Logs) -> None:
+        if job.rank == 0 and batch in (1, 4):
+            seen.append(model.predict(x[:5], verbose=0))
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=predict)
+    fit = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[callback])
+    return {**weights(model), **history(fit), "own predictions": np.array(seen)}

@@ -161,7 +161,7 @@ def counts_what_travels(strategy: tfps.Strategy) -> None:
     trained = {name for name in pushed if "dense" in name and not name.startswith("values of")}
     assert trained
     others = [name for name in pushed if name not in trained and name != "batches"]
-    assert [name.split(" ")[0] for name in others] == ["values", "gather"] * 2, others
+    assert [name.split(" ")[0] for name in others] == ["values", "gather", "states"] * 2, others
 
 
 def alone() -> None:

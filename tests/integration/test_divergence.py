@@ -14,6 +14,8 @@ from tfps.pserver.server import ParameterServer
 pytestmark = pytest.mark.timeout(400)
 WEIGHTS = r"the weights after the update have checksum [0-9a-f]{16} on rank 0(, 2)? and [0-9a-f]{16} on rank 1"
 RATE = r"learning_rate is 0.01 on rank 0(, 2)? and 0.005 on rank 1"
+SUMS = "checksum [0-9a-f]{16} on rank 0(, 2)? and checksum [0-9a-f]{16} on rank 1"
+END = r"no longer alike when an epoch or evaluate\(\) ended: "
 # What happens after the fourth batch is seen in the fifth step; of weights, when a bucket's turn comes.
 EXPECTED = {
     "set_weights": rf"at step [56] of \S*(kernel|bias)[^ ]* .*{WEIGHTS}",
@@ -28,7 +30,17 @@ EXPECTED = {
     "loop": f"at step 4 of .*{RATE}",
     "loop_eager": f"at step [45] of .*{RATE}",
     "unnoticed": "trained",
+    "late set_weights": f"{END}\\S*kernel is {SUMS} .*more variables differ",
+    "late learning_rate": f"{END}sgd/{RATE}",
+    "late slot": f"{END}\\S*bias is {SUMS}",
+    "late frozen": f"{END}\\S*kernel is {SUMS}",
+    "late draw": f"{END}\\S*seed_generator_state is {SUMS}",
+    "late evaluated": f"{END}\\S*kernel is {SUMS}",
+    "late closed": "no longer alike when the strategy was closed: .* on rank 0(, 2)? and .* on rank 1",
+    "late alone": "trained",
 }
+UNNOTICED = ("unnoticed", "late alone")
+LATE = [name for name in EXPECTED if name.startswith("late")]
 
 
 def run(workers: int, devices: int, names: Sequence[str]) -> list[str]:
@@ -53,8 +65,15 @@ def run(workers: int, devices: int, names: Sequence[str]) -> list[str]:
     ("workers", "devices", "names"),
     [
         pytest.param(2, 1, ["set_weights", "iterations", "eager"], id="two workers"),
+        pytest.param(2, 1, LATE, id="in the last steps"),
         pytest.param(2, 1, list(EXPECTED), id="all", marks=pytest.mark.long),
-        pytest.param(3, 1, ["set_weights", "iterations", "eager"], id="three workers", marks=pytest.mark.long),
+        pytest.param(
+            3,
+            1,
+            ["set_weights", "iterations", "eager", "late draw", "late closed"],
+            id="three workers",
+            marks=pytest.mark.long,
+        ),
         pytest.param(2, 2, ["set_weights", "learning_rate", "unnoticed"], id="two devices", marks=pytest.mark.long),
     ],
 )
@@ -63,7 +82,7 @@ def test_ranks_that_diverge_all_fail_with_what_differs_and_those_that_do_not_tra
 ) -> None:
     for rank, output in enumerate(run(workers, devices, names)):
         for name in names:
-            failure = "NoneType" if name == "unnoticed" else "MismatchError"
+            failure = "NoneType" if name in UNNOTICED else "MismatchError"
             (line,) = (each for each in output.splitlines() if each.startswith(f"{name}, "))
             assert line.startswith(f"{name}, {failure}: "), f"rank {rank}: {line}"
             assert re.search(EXPECTED[name], line), f"rank {rank}: {line}"

@@ -48,6 +48,18 @@ def test_a_killed_worker_ends_the_others_with_an_error_that_names_its_rank(serve
     assert "get_weights raised WorkerLostError" in output
 
 
+def test_why_a_callback_of_one_rank_failed_is_what_the_others_raise(server: ParameterServer) -> None:
+    with processes.started("endless.py", [server.address], 2, [[], ["fills"]]) as running:
+        (code, output), (full, own) = processes.finish(running)
+    assert (code, full) == (1, 1)
+    reason = r"OSError: \[Errno 28\] No space left on device"
+    assert re.search(rf"^{reason}$", own, re.MULTILINE), own
+    *_, last = output.splitlines()
+    assert re.fullmatch(
+        rf"tfps.errors.WorkerLostError: rank 1 \(.*\) left before step .*: it ended with {reason}", last
+    )
+
+
 def test_a_worker_that_ends_earlier_is_named_to_the_others(server: ParameterServer) -> None:
     with processes.started("endless.py", [server.address], 2, [[], ["8"]]) as running:
         (code, output), (early, _) = processes.finish(running)
@@ -79,6 +91,11 @@ def test_models_that_differ_are_told_apart_by_the_first_variable(server: Paramet
             assert "kernel" in output
             assert "(64, 32)" in output
             assert "(64, 48)" in output
+            frames = re.findall(r'^  File "(.*)", line', output.partition("Traceback")[2], re.MULTILINE)
+            assert any(frame.endswith("differing.py") for frame in frames)
+            inner = [frame for frame in frames if re.search(r"tfps/\w+/\w+\.py$", frame) and "tests" not in frame]
+            assert len(inner) < 2, output  # the one that raises, but not how tfps got there
+            assert output.splitlines()[-1].startswith("tfps.errors.MismatchError: the workers do not train the same")
 
 
 def test_a_script_that_fails_ends_although_it_has_neither_closed_its_strategy_nor_stopped_its_pserver() -> None:

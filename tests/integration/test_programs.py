@@ -25,11 +25,11 @@ pytestmark = pytest.mark.timeout(600)
 # The first of each pair belongs to the quick suite, the second is long.
 PROGRAMS = {
     "programs_steps": (
-        ["loop_function", "guide_steps", "logs_that_differ"],
+        ["loop_function", "guide_steps", "logs_that_differ", "without_call"],
         ["own_logs", "gan", "own_train_step", "loop_eager", "loop_epoch_function"],
     ),
     "programs_training": (
-        ["helper_models", "strings"],
+        ["helper_models", "strings", "predicted_on_one_rank"],
         ["gradients_none", "compile_again", "fine_tuning", "train_on_batch", "two_strategies", "shared_variables"],
     ),
     "programs_precision": (
@@ -37,7 +37,7 @@ PROGRAMS = {
         ["loss_scaling_growth", "mixed_bfloat16", "float64", "options_of_optimizers", "regularizers_and_constraints"],
     ),
     "programs_input": (
-        ["stopping"],
+        ["stopping", "py_dataset_in_epochs", "scalar_beside_rows"],
         [
             *("weighted", "evaluated", "steps_per_execution", "generator", "py_dataset", "autoshard_data"),
             *("autoshard_file", "autoshard_off", "from_function", "shuffled", "uneven"),
@@ -163,6 +163,13 @@ def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(quick: Resu
         ends = result["loss_scaling"]
         assert ends["scales"][:4] == [32768.0, 32768.0, 16384.0, 16384.0]
         assert ends["iterations"] == 10  # of 12: one step in each of two epochs
+
+
+def test_one_rank_predicts_alone_within_an_epoch_what_one_process_does(quick: Results) -> None:
+    plain, first, second = (result["predicted_on_one_rank"]["own predictions"] for result in quick)
+    np.testing.assert_allclose(first, plain, rtol=1e-4, atol=1e-5)
+    assert len(plain) == 4
+    assert not len(second)
 
 
 def test_a_backup_of_rank_0_restores_every_rank(quick: Results) -> None:

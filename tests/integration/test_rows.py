@@ -16,12 +16,26 @@ PROGRAMS = [
     *("evaluated_evenly_after_an_uneven_batch", "loop_function", "normalized", "moving_mean", "worker_without_rows"),
     *("loop_of_sparse_gradients", "loss_scale"),
 ]
+WHOLE = [  # of programs_whole.py
+    *("convolutional", "attentive", "recurrent_eagerly", "synchronized", "synchronized_eagerly", "scalar_losses"),
+    *("endpoint", "own_steps", "nested_step", "contrast", "contrast_eagerly", "clipped", "annealed"),
+    *("annealed_eagerly", "dice"),
+]
 # By workers and devices; the differential tester draws more of the kind (tests/tools/test_fuzz_programs.py).
 QUICK = {
-    (3, 1): ["updated_in_the_step", "normalized", "evaluated_evenly_after_an_uneven_batch"],
-    (2, 2): ["one_row_in_all", "worker_without_rows", "loop_of_sparse_gradients", "loss_scale"],
+    (3, 1): [
+        *(
+            "updated_in_the_step",
+            "normalized",
+            "evaluated_evenly_after_an_uneven_batch",
+            "convolutional",
+            "synchronized",
+        ),
+        *("synchronized_eagerly", "scalar_losses", "own_steps", "nested_step", "contrast", "annealed"),
+    ],
+    (2, 2): ["one_row_in_all", "worker_without_rows", "loop_of_sparse_gradients", "loss_scale", "endpoint"],
 }
-ONE_DEVICE = {"several_steps"}  # as under every strategy; see docs/semantics.md
+ONE_DEVICE = {"several_steps", "nested_step"}  # as under every strategy; see docs/semantics.md
 pytestmark = pytest.mark.timeout(600)
 Jobs = Callable[[int, int, bool], Results]
 
@@ -41,8 +55,12 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 
     @functools.cache
     def results(workers: int, devices: int, quick: bool) -> Results:
-        names = QUICK[workers, devices] if quick else PROGRAMS
-        pairs = [("programs_rows", name) for name in names if devices == 1 or name not in ONE_DEVICE]
+        names = QUICK[workers, devices] if quick else [*PROGRAMS, *WHOLE]
+        pairs = [
+            ("programs_whole" if name in WHOLE else "programs_rows", name)
+            for name in names
+            if devices == 1 or name not in ONE_DEVICE
+        ]
         return test_programs.run(pairs, tmp_path_factory.mktemp("rows"), workers, devices)
 
     return results
@@ -55,7 +73,7 @@ def test_what_does_not_divide_is_what_plain_keras_does(workers: int, devices: in
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("workers", "devices", "name"), cases(dict.fromkeys([(2, 1), (3, 1), (1, 2), (2, 2)], PROGRAMS))
+    ("workers", "devices", "name"), cases({job: [*PROGRAMS, *WHOLE] for job in [(2, 1), (3, 1), (1, 2), (2, 2)]})
 )
 def test_so_it_does_with_other_workers_and_devices(workers: int, devices: int, name: str, jobs: Jobs) -> None:
     test_programs.check(name, jobs(workers, devices, False))

@@ -194,3 +194,23 @@ def test_a_directory_with_a_main_is_a_script(tmp_path: Path) -> None:
 
 def test_exit_codes_are_those_of_a_shell() -> None:
     assert [exit_code(code) for code in (0, 3, -9)] == [0, 3, 137]
+
+
+def test_notes_of_tensorflow_about_itself_are_shown_to_those_who_set_its_level_only(write_script: WriteScript) -> None:
+    note = "I0000 00:00:1.2  345 port.cc:153] oneDNN custom operations are on. You may see slightly different"
+    script = write_script(f"print({note!r}, file=sys.stderr); print('level', os.environ['TF_CPP_MIN_LOG_LEVEL'])")
+    without = {name: value for name, value in environment().items() if not name.startswith("TF_")}
+    for options, variables, level in (
+        ([], {}, "2"),
+        ([], {"TF_CPP_MIN_LOG_LEVEL": "0"}, "0"),
+        (["--env", "TF_CPP_MIN_LOG_LEVEL=1"], {}, "1"),
+    ):
+        result = subprocess.run(
+            [sys.executable, "-m", "tfps.launch", *options, script],
+            env={**without, **variables},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert f"[worker 0] level {level}\n" in result.stdout
+        assert ("oneDNN" in result.stderr) == (level != "2")

@@ -107,6 +107,7 @@ def test_on_this_machine_a_process_keeps_the_environment_but_for_other_jobs_and_
         "A": "b",
         "TFPS_RANK": "1",
         "PYTHONUNBUFFERED": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
     }
     assert (command.stdin, command.title) == (None, "worker 1")
     assert Path(command.argv[0]).name == "python"

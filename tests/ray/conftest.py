@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import on_ray
 import pytest
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def cluster() -> Iterator[Cluster]:
     import ray
 
     os.environ.update(
+        on_ray.WITHOUT_AUTH,
         RAY_TRAIN_METRICS_ENABLED="0",  # they would need the dashboard
         RAY_USAGE_STATS_ENABLED="0",  # tests tell nobody
     )

@@ -48,6 +48,7 @@ def on(host: Host, *command: str, **variables: str) -> str:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, folders)),
             "RAY_USAGE_STATS_ENABLED": "0",
+            **on_ray.WITHOUT_AUTH,
             **variables,
         },
         stdout=subprocess.PIPE,

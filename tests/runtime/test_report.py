@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,16 @@ def history(layers: list[tuple[float, float, int]], bytes_per_s: float, steps: i
 def report(bytes_per_s: float, links: int = 1) -> Report:
     each = [Link(f"host:{n}", bytes_per_s / links) for n in range(links)]
     return make_report(history(LAYERS, bytes_per_s), each)
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e12, 1e7])
+def test_where_nothing_leaves_the_host_nothing_is_said_of_a_network(bytes_per_s: float) -> None:
+    rounds = history(LAYERS, bytes_per_s)
+    for links in ([], [Link("host:0", bytes_per_s, shared_memory=True)]):
+        said = str(make_report(rounds, links))
+        assert "exchange under way" in said
+        assert not re.search("network|bandwidth|link", said), said
+    assert "network in use" in str(report(bytes_per_s))
 
 
 def test_a_fast_network_leaves_only_computation() -> None:

@@ -97,3 +97,24 @@ def test_a_loaded_model_is_compiled_as_it_was_saved(strategy: tfps.Strategy, tmp
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert float(loaded.optimizer.learning_rate.numpy()) == 0.25
     assert loaded.evaluate(x, y, verbose=0) == model.evaluate(x, y, verbose=0)
+
+
+def stepped(strategy: tfps.Strategy | None, name: str) -> tuple[list[str], list[bytes]]:
+    """A loop outside of the scope and of `run`, as without a strategy; paths and bits of the optimizer's variables."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(1)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model, x, y = training.mlp()
+        optimizer = OPTIMIZERS[name]()
+    for _ in range(3):
+        with tf.GradientTape() as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(y[:64], model(x[:64]), from_logits=True)
+            loss = optimizer.scale_loss(tf.reduce_mean(losses))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    variables = [*optimizer.variables, *model.weights]
+    return [v.path for v in variables], [np.asarray(v.numpy()).tobytes() for v in variables]
+
+
+@pytest.mark.parametrize("name", ["instance", "average", "loss scaling"])
+def test_a_loop_outside_of_run_steps_as_in_plain_keras(strategy: tfps.Strategy, name: str) -> None:
+    assert stepped(strategy, name) == stepped(None, name)

@@ -121,7 +121,8 @@ def test_a_trace_that_failed_does_not_disturb_the_next(strategy: tfps.Strategy) 
 
 
 def test_a_session_that_has_shown_an_error_still_finishes_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "last_type", ValueError, raising=False)
-    assert strategies._ended_by_exception()  # a script
+    error = ValueError("a mistake")
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    assert strategies._ended_by_exception() is error  # a script
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    assert not strategies._ended_by_exception()
+    assert strategies._ended_by_exception() is None

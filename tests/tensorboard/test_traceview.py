@@ -89,6 +89,23 @@ def colours(page: Page) -> int:
     )
 
 
+def test_a_summary_that_cannot_be_had_is_said_in_its_place_beside_the_timeline(page: Page) -> None:
+    page(
+        "window.fetched = window.fetch; window.fetch = (url, ...more) => String(url).includes('summary')"
+        " ? Promise.reject(new TypeError('connection refused')) : window.fetched(url, ...more);"
+        "tfps.show('jobs/fifo', '')"
+    )
+    page.settle()
+    try:
+        assert page("return tfps.state") == "failed"
+        assert "connection refused" in page("return tfps.message.textContent")
+        assert not page("return tfps.message.hidden")
+        assert page("return pane.head.textContent").startswith("There is no summary: the request for it failed.")
+        assert page("return trace.count") > 0
+    finally:
+        page("window.fetch = window.fetched")
+
+
 def test_spans_are_drawn_where_their_times_are(page: Page, captures: dict[str, Capture]) -> None:
     capture = captures["priority"]
     steps = [span for span in capture.spans if span.kind == "step" and span.process == 0]

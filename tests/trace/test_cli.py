@@ -27,8 +27,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_it_prints_the_summary(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def test_it_prints_the_summary(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(file)]) == 0
     out = capsys.readouterr().out
     summary = summarize(read(file))
@@ -39,6 +38,15 @@ def test_it_prints_the_summary(file: Path, capsys: pytest.CaptureFixture[str], m
     assert rows[str(step.step)][1:3] == [f"{step.totals.duration_ns / 1e6:.4g}", "ms"]
     assert f"{summary.totals.overlap:.1%}" in rows["mean"]
     assert summary.costs[0].variable in rows
+
+
+def test_in_a_pipe_no_row_is_broken(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (settings,) = [line for line in lines if "policy priority, " in line]
+    assert len(settings) > 80
+    (heads,) = [line for line in lines if "exposed wait" in line and "slowest" in line]
+    assert heads.split()[-3:] == ["out", "of", "order"]
 
 
 def test_csv_has_a_row_per_step_with_exact_figures(file: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -19,9 +21,12 @@ from tools.synthetic_captures import POLICIES, repeated, synthetic_capture
 BUCKETS = (CapturedBucket("a", ("a",), 0, 100), CapturedBucket("b, c", ("b", "c"), 1, 200))
 
 
-def make(spans: list[Span], workers: int = 1, pservers: int = 1, **more: Argument) -> Summary:
+def make(
+    spans: list[Span], workers: int = 1, pservers: int = 1, hosts: Sequence[str] = (), **more: Argument
+) -> Summary:
     processes = [Process("worker", rank) for rank in range(workers)]
     processes += [Process("pserver", number) for number in range(pservers)]
+    processes = [replace(each, host=host) for each, host in zip(processes, hosts or [""] * len(processes), strict=True)]
     return summarize(Capture(tuple(processes), BUCKETS, tuple(spans), **more))
 
 
@@ -140,14 +145,35 @@ def test_what_limits_is_said_in_words(spans: list[tuple[Kind, int, int]], limit:
 
 
 def test_a_worker_whose_link_keeps_the_others_waiting_is_named() -> None:
+    assert waiting_for(1).limit.endswith("worker 1 has the slowest way, and the others wait for it")
+
+
+def test_a_worker_that_nobody_waits_for_is_not_said_to_keep_others_waiting() -> None:
+    summary = waiting_for(0)
+    assert summary.totals.slowest == 0
+    assert "slowest way" not in summary.limit
+
+
+@pytest.mark.parametrize(
+    ("hosts", "is_one"),
+    [(("a", "a", "127.0.0.1:1"), True), (("a", "a", "a:1"), False), (("a", "b", "10.0.0.1:1"), False)],
+)
+def test_on_one_host_nothing_is_said_of_a_network(hosts: tuple[str, ...], is_one: bool) -> None:
+    limit = waiting_for(1, hosts).limit
+    assert limit.startswith("the exchange on this one host: ") == is_one
+    assert ("network" in limit and "way, and" in limit) != is_one
+
+
+def waiting_for(rank: int, hosts: Sequence[str] = ("", "", "")) -> Summary:
+    """Both workers wait while messages of rank 1 are on the wire; slices wait for `rank`."""
     spans = [span("step", 0, 1000, process=rank, step=1) for rank in (0, 1)]
     spans += [span("gate", 0, 500, process=rank) for rank in (0, 1)]
     spans += [
         span("wire", 0, 200, process=0, bucket=0, slice=0),
-        span("aggregate", 200, 450, process=2, bucket=0, slice=0, rank=1),
+        span("aggregate", 200, 450, process=2, bucket=0, slice=0, rank=rank),
         span("wire", 0, 450, process=1, bucket=0, slice=0),
     ]
-    assert make(spans, workers=2).limit.endswith("worker 1 has the slowest way, and the others wait for it")
+    return make(spans, workers=2, hosts=hosts)
 
 
 def test_a_pserver_whose_link_stands_out_is_named() -> None:

@@ -57,6 +57,15 @@ def test_a_push_after_another_rank_has_left_fails_at_once(cluster: Cluster) -> N
     assert "left before step 0" in str(error)
 
 
+def test_why_a_rank_left_is_quoted_to_those_that_wait_for_it_and_to_nobody_else(cluster: Cluster) -> None:
+    first, second = job(cluster, 2, bucket(5000), pservers=2)
+    second.close("OSError: no space")
+    assert first.failure is None
+    error = push(first, 0, bytes(5000)).error()
+    assert isinstance(error, WorkerLostError)
+    assert re.search(r"rank 1 \(.*\) left before step 0 of .* wait: it ended with OSError: no space", str(error))
+
+
 def test_workers_that_end_one_after_the_other_are_no_error(cluster: Cluster) -> None:
     workers = job(cluster, 3, bucket(5000))
     failures = [jobs.Failed(worker) for worker in workers]

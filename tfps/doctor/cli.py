@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from tfps.doctor.render import show
 from tfps.doctor.run import examine
+from tfps.version import __version__
 
 _MAX_TIMEOUT_S = 600.0
 
@@ -20,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Checks whether a tfps job would run here: this host, and the pservers as seen from it. Does not "
         "disturb a job that runs. Exit code: 0 if a job would run, 1 if not; warnings count as 0.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument(
         "pservers",
         nargs="*",

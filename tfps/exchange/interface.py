@@ -317,8 +317,12 @@ class Exchange(Protocol):
     def fail(self, error: TfpsError) -> None:
         """Fails the exchange from outside: outstanding pushes get `error`, the other workers are told."""
 
-    def close(self) -> None:
-        """Leaves the job; outstanding pushes get ClosedError. May be called again."""
+    def close(self, reason: str = "") -> None:
+        """Leaves the job; outstanding pushes get ClosedError. May be called again.
+
+        Args:
+            reason: what ends this program early, for the error of ranks that wait for this one.
+        """
 
 
 def as_bytes(payload: Payload | None) -> memoryview | None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import uuid
+import weakref
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -110,6 +112,9 @@ class Gate:
             # Room for more than one token: an error may be added although a token thought lost comes back.
             self._queue = tf.queue.FIFOQueue(8, [tf.string], [[]], name="tfps_gate")
             self.open()
+        self._saved: SavedGate | None = None
+        # Graphs that pass it outside of replica functions: a program may save them.
+        self.passed_outside: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
 
     @property
     def name(self) -> str:
@@ -126,6 +131,13 @@ class Gate:
         """The queue, for graph ops."""
         return self._queue.queue_ref
 
+    @property
+    def saved(self) -> SavedGate:
+        """What stands for it in a SavedModel."""
+        if self._saved is None:
+            self._saved = SavedGate(self.handle)
+        return self._saved
+
     def open(self, error: str = "") -> None:
         """Puts the token back, or an error in its place; called eagerly by the runtime's threads."""
         with tf.init_scope(), tf.device(HOST):
@@ -137,6 +149,27 @@ class Gate:
             token = self._queue.dequeue()
             self._queue.enqueue(token)
         return str(token.numpy().decode())
+
+
+class SavedGate(tf.saved_model.experimental.TrackableResource):
+    """A gate in a SavedModel: a queue of its own, always open; whoever loads the file needs no tfps.
+
+    Concrete functions pass gates, and are saved as they are; other functions are traced anew, without gates.
+    """
+
+    def __init__(self, handle: tf.Tensor) -> None:
+        super().__init__()
+        self._own, self._name = handle, f"tfps_gate_{uuid.uuid4().hex}"
+        with tf.init_scope():
+            _ = self.resource_handle  # now: the one that functions have captured
+
+    def _create_resource(self) -> tf.Tensor:
+        if tf.executing_eagerly():
+            return self._own
+        return tf.raw_ops.FIFOQueueV2(component_types=[tf.string], shapes=[[]], capacity=-1, shared_name=self._name)
+
+    def _initialize(self) -> None:
+        tf.raw_ops.QueueEnqueueV2(handle=self.resource_handle, components=[tf.constant("")])
 
 
 @functools.cache

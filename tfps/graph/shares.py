@@ -1,7 +1,12 @@
 """Counts the rows of a step's batch that each replica has, and weights its part of a mean over the whole batch.
 
 A loss is a mean over rows. If a batch does not divide evenly, the mean of the replicas' means is not the mean over the
-batch: a replica with k of n rows counts k / n. A replica without rows counts nothing, whatever it computes (often NaN).
+batch: a replica with k of n rows counts k / n. A replica without rows counts nothing, whatever it computes of the row
+that fills its place (filler.py).
+
+Two kinds of programs are weighted in two places (docs/design.md, "Who weights what"). In steps of Keras' `fit`,
+`evaluate` and so on, which are written as for one process, gradients are, where they are exchanged. In replica
+functions of `strategy.run`, which are written for tf.distribute and whose gradients are summed, Keras' losses are.
 
 Graphs that take batches themselves know the size of the whole batch from the ranks' announcements (lockstep.py). If a
 program passes batches in another way, replicas sum their rows while the forward pass runs.
@@ -14,11 +19,13 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import tensorflow as tf
 
+from tfps.graph.filler import Fillers, cut
 from tfps.graph.landmarks import is_backward
 from tfps.graph.ops import HOST
 from tfps.graph.tf_private import (
@@ -65,17 +72,6 @@ def _warn_of_empty_first(structure: Structure) -> None:
         )
 
 
-def not_known_to_be_empty(structure: Structure) -> Structure:
-    """Returns `structure` without static first dimensions of 0, which some Keras code takes for scalars."""
-
-    def relaxed(value: Value) -> Value:
-        if not tf.is_symbolic_tensor(value) or not value.shape.rank or value.shape[0] != 0:
-            return value
-        return tf.compat.v1.placeholder_with_default(value, [None, *value.shape[1:]])
-
-    return tf.nest.map_structure(relaxed, structure)
-
-
 class LastBatch:
     """Rows of the last batch that one strategy's graphs took, and of the last ones given to replica functions.
 
@@ -85,14 +81,15 @@ class LastBatch:
 
     def __init__(self, replicas: int) -> None:
         """`replicas`: number on this worker."""
-        self.replicas = replicas
+        self.replicas, self.fillers = replicas, Fillers()
         self._name = f"_tfps_taken_{id(self)}"
         with tf.init_scope(), tf.device(HOST):
             # Of the whole job, then of each local replica.
             self._rows = ResourceVariable([UNKNOWN] * (1 + replicas), dtype=tf.int64, trainable=False, name="tfps_rows")
-            # Of each local replica: given to the function that runs now, and to the last one.
+            # Of each local replica: given to the function that runs now, and to the last one; then of the whole job in
+            # the step of Keras that trains now.
             self._given = [
-                ResourceVariable([UNKNOWN] * 2, dtype=tf.int64, trainable=False, name="tfps_given")
+                ResourceVariable([UNKNOWN] * 3, dtype=tf.int64, trainable=False, name="tfps_given")
                 for _ in range(replicas)
             ]
 
@@ -123,27 +120,49 @@ class LastBatch:
             return self._rows.read_value()
 
     @contextlib.contextmanager
-    def giving(self, replica: int, rows: tf.Tensor | None) -> Iterator[None]:
-        """Notes the rows given to the replica function in the block, eagerly or whenever this graph runs."""
+    def giving(self, replica: int, rows: tf.Tensor | None, total: tf.Tensor | None) -> Iterator[None]:
+        """Notes the rows given to the replica function in the block, eagerly or whenever this graph runs.
+
+        `total`: of the whole job, if it is known and the function is a step of Keras that trains.
+        """
         unknown = tf.constant(UNKNOWN, tf.int64)
         given = unknown if rows is None else rows
         with tf.device(HOST):
-            self._given[replica].assign([given, given], read_value=False)
+            self._given[replica].assign([given, given, unknown if total is None else total], read_value=False)
         try:
             yield
         finally:
             with tf.device(HOST):  # another strategy may run a function that was nested here
-                self._given[replica].assign([unknown, given], read_value=False)
+                self._given[replica].assign([unknown, given, unknown], read_value=False)
 
-    def running(self, replica: int) -> tf.Tensor:
-        """Returns the rows given to the replica function that runs; UNKNOWN if none does, or none were."""
+    def running(self, replica: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the rows given to the replica function that runs, and of the whole job.
+
+        UNKNOWN if none runs, none were given, or the job's are not known.
+        """
         with tf.device(HOST):
-            return self._given[replica].read_value()[0]
+            given = self._given[replica].read_value()
+        return given[0], given[2]
 
     def given(self) -> tf.Tensor:
         """Returns the rows last given to each local replica, int64 [replicas]; UNKNOWN if none were."""
         with tf.device(HOST):
             return tf.stack([each.read_value()[1] for each in self._given])
+
+
+@dataclass(frozen=True)
+class KerasStep:
+    """A step that Keras runs on replicas: of `fit` or `train_on_batch`, which `trains`, or of evaluation."""
+
+    trains: bool
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What is being reduced; see `reducing_gradients`."""
+
+    replicas: int
+    weighted: bool
 
 
 class Share:
@@ -154,6 +173,8 @@ class Share:
         replicas: in the whole job.
         last: rows of the whole job and of this replica as last noted, if the graph takes batches itself.
         sum_rows: sums `rows` over all replicas, by an exchange.
+        step: of Keras, that the replica function is; None if it is a program's own.
+        inputs: the batch, in the graph of the replica function.
     """
 
     def __init__(
@@ -162,8 +183,13 @@ class Share:
         replicas: int,
         last: tuple[tf.Tensor, tf.Tensor] | None,
         sum_rows: Callable[[tf.Tensor], tf.Tensor],
+        step: KerasStep | None = None,
+        inputs: Structure = (),
     ) -> None:
         self.graph = None if tf.executing_eagerly() else ops.get_default_graph()
+        self.step = step
+        self._inputs = tf.nest.flatten(inputs, expand_composites=True)
+        self._alike: list[tf.Tensor] = []  # the same on all replicas, as they were reduced
         self.rows, self.replicas = rows, replicas
         self._sum_rows = sum_rows
         self._total: tf.Tensor | None = None
@@ -198,16 +224,22 @@ class Share:
 
         Elsewhere, as in evaluation, what was noted last is of another batch.
         """
+        if self.step is not None:
+            return self.step.trains
         if is_differentiated() or _current.gradients or self.graph is None:
             return True
         return any(is_backward(op) for op in self.graph.get_operations())
 
     def total(self, *, exchange: bool) -> tf.Tensor | None:
-        """Returns the rows of the whole batch, int64, -1 if unknown; None if only a forbidden exchange would tell."""
+        """Returns the rows of the whole batch, int64, -1 if unknown; None if only a forbidden exchange would tell.
+
+        Where a step of Keras trains, all replicas take part: there no exchange is forbidden.
+        """
+        exchange = exchange or (self.step is not None and self.step.trains)
         if self._total is None and self.trains:
             self._total = self._noted
         if self._total is None and exchange:
-            with self._in_graph():
+            with self._in_graph(), _reducing(None):
                 self._total = self._sum_rows(self.rows)
         return self._total
 
@@ -219,17 +251,63 @@ class Share:
             return one
         return tf.where(self._uneven(self.rows, total), self._of(self.rows * self.replicas, total, dtype), one)
 
-    def weight(self, even: tf.Tensor) -> tf.Tensor:
+    def weight(self, even: tf.Tensor, *, exchange: bool | None = None) -> tf.Tensor:
         """Returns the weight of this replica's mean in the mean over the batch; `even` if all replicas count alike.
 
-        If the result is being differentiated, all replicas must call this together.
+        If the result is being differentiated, or with `exchange`, all replicas must call this together.
         """
         if self._weights:
             return tf.cast(self._weights[-1], even.dtype)
-        total = self.total(exchange=is_differentiated())
+        total = self.total(exchange=is_differentiated() if exchange is None else exchange)
         if total is None:
             return even
         return tf.where(self._uneven(self.rows, total), self._of(self.rows, total, even.dtype), even)
+
+    def of_amount(self, amount: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        """Returns what makes this replica's mean over something else than rows count by its `amount` of that.
+
+        Where a mean is weighted by rows, a factor of (amount / all amounts) / (rows / all rows) has that effect.
+        Exactly 1 if all replicas have as much, and as many rows. All replicas must call this together.
+        """
+        amount = tf.stop_gradient(tf.cast(amount, tf.float64))
+        amount = self.only_if_rows(amount)
+        total, rows = self._sum_rows(amount), self.total(exchange=True)
+        if rows is None:
+            return tf.ones([], dtype)
+        even = tf.equal(amount * self.replicas, total) & ~self._uneven(self.rows, rows)
+        counted = tf.where(self._uneven(self.rows, rows), self._of(self.rows, rows, tf.float64), 1 / self.replicas)
+        factor = tf.math.divide_no_nan(tf.math.divide_no_nan(amount, total), counted)
+        return tf.cast(tf.where(even, tf.ones([], tf.float64), factor), dtype)
+
+    def of_whole_sum(self, dtype: tf.DType) -> tf.Tensor:
+        """Returns the factor that makes a sum over this replica's rows count whole where means are weighted by rows."""
+        total = self.total(exchange=self.trains)
+        even = tf.constant(self.replicas, tf.float64)
+        if total is None:
+            return tf.cast(even, dtype)
+        ratio = tf.math.divide_no_nan(tf.cast(total, tf.float64), tf.cast(self.rows, tf.float64))
+        return tf.cast(tf.where(self._uneven(self.rows, total), ratio, even), dtype)
+
+    def left_out(self, value: Value) -> Value:
+        """Returns `value`; zeros if this replica has no rows and it is a number that may be computed from the batch."""
+        if not isinstance(value, tf.Tensor) or not (value.dtype.is_floating or value.dtype.is_integer):
+            return value
+        return self.only_if_rows(value) if self.depends_on_rows(value) else value
+
+    def depends_on_rows(self, value: Value) -> bool:
+        """Whether `value`, a tensor or IndexedSlices, may be computed from this replica's rows.
+
+        Not if only from what all replicas have reduced. Eagerly that is not known.
+        """
+        if self.graph is None or not tf.is_symbolic_tensor(getattr(value, "values", value)):
+            return self.graph is None
+        return depends_on(tf.nest.flatten(value, expand_composites=True), self._inputs, self._alike)
+
+    def alike(self, value: Value) -> Value:
+        """Notes that `value`, a tensor or IndexedSlices, is the same on all replicas, and returns it."""
+        if self.graph is not None:
+            self._alike += tf.nest.flatten(value, expand_composites=True)
+        return value
 
     @contextlib.contextmanager
     def counting(self, amount: tf.Tensor, even: tf.Tensor) -> Iterator[None]:
@@ -260,20 +338,29 @@ class Share:
 
 
 class NestedShare(Share):
-    """What a nested function knows of its replica: whether it has rows. Means are not weighted by them.
+    """What a nested function knows of its replica: whether it has rows, and in steps of Keras how many all have.
 
-    Such a function is traced once, for training and evaluation alike: it reads a variable.
+    Such a function is traced once, for training and evaluation alike: it reads a variable. A program's own means, and
+    those over something else than rows, are not weighted in it.
     """
 
-    def __init__(self, last_batch: LastBatch, replica: int, replicas: int) -> None:
-        super().__init__(last_batch.running(replica), replicas, None, tf.identity)
+    def __init__(self, last_batch: LastBatch, replica: int, replicas: int, step: KerasStep | None) -> None:
+        rows, total = last_batch.running(replica)
+        super().__init__(rows, replicas, None, tf.identity, step)
+        self._total = total if step is not None else None
 
     @property
     def trains(self) -> bool:
         return True  # evaluation counts no differently
 
     def total(self, *, exchange: bool) -> tf.Tensor | None:
-        return None
+        return self._total
+
+    def of_amount(self, amount: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        return tf.ones([], dtype)
+
+    def depends_on_rows(self, value: Value) -> bool:
+        return True
 
     @contextlib.contextmanager
     def counting(self, amount: tf.Tensor, even: tf.Tensor) -> Iterator[None]:
@@ -283,9 +370,9 @@ class NestedShare(Share):
 class _Function:
     """The function of one replica that a thread traces or runs, with its share, None if no argument has rows."""
 
-    def __init__(self, share: Share | None, nested: Callable[[], NestedShare]) -> None:
+    def __init__(self, share: Share | None, nested: Callable[[], NestedShare], step: KerasStep | None) -> None:
         self.graph = None if tf.executing_eagerly() else control_flow_free(ops.get_default_graph())
-        self.share = share
+        self.share, self.step = share, step
         self._nested = nested  # makes the share of the current graph
 
     def share_in(self, graph: tf.Graph) -> Share | None:
@@ -305,7 +392,8 @@ class _Function:
 
 class _Current(threading.local):
     function: _Function | None = None
-    gradients = False
+    step: KerasStep | None = None
+    gradients: Gradients | None = None
 
 
 _current = _Current()
@@ -316,24 +404,54 @@ def with_share(
     function: Function, replicas: int, last_batch: LastBatch, sum_rows: Callable[[tf.Tensor], tf.Tensor]
 ) -> Function:
     """Wraps `function`, which each replica calls, so that the replica's share is current meanwhile; see `Share`."""
+    step = _current.step  # of this thread; each replica has one of its own
 
     def shared(*args: object, **kwargs: object) -> Structure:
-        rows, replica = rows_of((args, kwargs)), distribute_lib.get_replica_context()._replica_id
-        share = None
+        given = (args, kwargs)
+        rows, replica = rows_of(given), distribute_lib.get_replica_context()._replica_id
+        share, known = None, None
         if rows is not None:
-            _warn_of_empty_first((args, kwargs))
-            args, kwargs = not_known_to_be_empty((args, kwargs))
+            _warn_of_empty_first(given)
             noted = None if tf.executing_eagerly() else last_batch.of_graph()
-            share = Share(rows, replicas, None if noted is None else (noted[0], noted[1 + replica]), sum_rows)
-        nested = functools.partial(NestedShare, last_batch, replica, replicas)
-        with last_batch.giving(replica, rows):
-            before, _current.function = _current.function, _Function(share, nested)
+            last = None if noted is None else (noted[0], noted[1 + replica])
+            if _may_be_zero(rows):
+                given = last_batch.fillers.fill(replica, rows, given)
+            share = Share(rows, replicas, last, sum_rows, step, given)
+            known = share.total(exchange=False) if step is not None and step.trains else None
+        nested = functools.partial(NestedShare, last_batch, replica, replicas, step)
+        with last_batch.giving(replica, rows, known):
+            before, _current.function = _current.function, _Function(share, nested, step)
             try:
-                return function(*args, **kwargs)
+                result = function(*given[0], **given[1])
             finally:
                 _current.function = before
+        if share is None or not _may_be_zero(rows):
+            return result
+        result = cut(rows, result)
+        # Results of steps of Keras are weighted by rows; a program's own may be summed.
+        return result if step is not None else tf.nest.map_structure(share.left_out, result)
 
     return shared
+
+
+def _may_be_zero(rows: tf.Tensor) -> bool:
+    known = tf.get_static_value(rows)
+    return known is None or int(known) == 0
+
+
+@contextlib.contextmanager
+def keras_step(*, trains: bool) -> Iterator[None]:
+    """Marks that replica functions which this thread calls in the block are steps of Keras."""
+    before, _current.step = _current.step, KerasStep(trains)
+    try:
+        yield
+    finally:
+        _current.step = before
+
+
+def in_keras_step() -> bool:
+    """Whether this thread traces or runs a replica function that is a step of Keras."""
+    return _current.function is not None and _current.function.step is not None
 
 
 def current_share() -> Share | None:
@@ -350,19 +468,101 @@ def current_share() -> Share | None:
 
 
 @contextlib.contextmanager
-def reducing_gradients() -> Iterator[None]:
-    """Marks what this thread reduces in the block as gradients: a replica without rows has none."""
-    before, _current.gradients = _current.gradients, True
+def reducing_gradients(replicas: int, *, weighted: bool = False) -> Iterator[None]:
+    """Marks what this thread reduces in the block as gradients.
+
+    Args:
+        replicas: in the whole job.
+        weighted: they are weighted by rows already, as accumulated ones are.
+    """
+    with _reducing(Gradients(replicas, weighted)):
+        yield
+
+
+@contextlib.contextmanager
+def _reducing(gradients: Gradients | None) -> Iterator[None]:
+    before, _current.gradients = _current.gradients, gradients
     try:
         yield
     finally:
         _current.gradients = before
 
 
-def share_of_gradients() -> Share | None:
-    """Returns the current share while gradients are reduced, if the replica may have no rows; else None."""
-    share = current_share() if _current.gradients else None
-    return share if share is not None and share.may_be_empty else None
+@dataclass(frozen=True)
+class Counted:
+    """How this replica's gradients count in the sum over replicas.
+
+    Args:
+        has_rows: bool scalar, whether they do; None if always.
+        weight: what they are multiplied by, a float64 scalar; None if they are summed as they are.
+    """
+
+    has_rows: tf.Tensor | None = None
+    weight: tf.Tensor | None = None
+
+    def part(self, value: Value) -> Value:
+        """Returns what `value`, a tensor or IndexedSlices, adds to the sum."""
+        return self.weighted(self.only_if_rows(value))
+
+    def only_if_rows(self, value: Value) -> Value:
+        """Returns `value`, or zeros if it does not count."""
+        if self.has_rows is None:
+            return value
+        return _with_values(value, lambda each: tf.where(self.has_rows, each, tf.zeros_like(each)))
+
+    def weighted(self, value: Value) -> Value:
+        """Returns `value` multiplied by its weight."""
+        if self.weight is None:
+            return value
+        return _with_values(value, lambda each: each * tf.cast(self.weight, each.dtype))
+
+
+def _with_values(value: Value, change: Callable[[tf.Tensor], tf.Tensor]) -> Value:
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(change(value.values), value.indices, value.dense_shape)
+    return change(value)
+
+
+def counted() -> Counted:
+    """Returns how what this thread reduces now counts; as it is, unless it is gradients."""
+    gradients = _current.gradients
+    if gradients is None or _current.function is None:
+        return Counted()
+    share = current_share()
+    has_rows = share.has_rows if share is not None and share.may_be_empty else None
+    if not in_keras_step():
+        return Counted(has_rows)
+    even = tf.constant(1 / gradients.replicas, tf.float64)
+    if share is None or gradients.weighted:
+        return Counted(None if gradients.weighted else has_rows, even)
+    return Counted(has_rows, share.weight(even, exchange=True))
+
+
+def is_reducing_gradients() -> bool:
+    """Whether this thread reduces gradients for an optimizer."""
+    return _current.gradients is not None
+
+
+def depends_on(values: Iterable[tf.Tensor], sources: Iterable[tf.Tensor], ends: Iterable[tf.Tensor] = ()) -> bool:
+    """Whether some of `values`, tensors in graphs, may be computed from `sources`; what `ends` are from does not count.
+
+    What a function within gets as an argument may be; what a graph within captures is followed to the graph outside.
+    """
+    wanted, seen, left = {id(each) for each in sources}, {id(each) for each in ends}, list(values)
+    while left:
+        tensor = left.pop()
+        if id(tensor) in wanted:
+            return True
+        if id(tensor) in seen or not tf.is_symbolic_tensor(tensor):
+            continue
+        seen.add(id(tensor))
+        if tensor.op.type == "Placeholder":
+            outside = [each for each, inside in getattr(tensor.graph, "captures", ()) if inside is tensor]
+            if not outside:
+                return True
+            left += outside
+        left += tensor.op.inputs
+    return False
 
 
 @functools.cache

@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 
+from tfps.errors import TfpsError, outlined
 from tfps.graph.private_names import needs
 from tfps.types import Structure
 
@@ -79,6 +80,7 @@ try:
     from tensorflow.python.autograph.core import config as autograph_config  # which modules AutoGraph leaves alone
     from tensorflow.python.autograph.core import config_lib as autograph_rules
     from tensorflow.python.data.ops import flat_map_op  # what Dataset.from_generator ends with
+    from tensorflow.python.data.util import random_seed as data_seeds  # seeds of datasets without one
     from tensorflow.python.distribute import (
         distribute_lib,  # ReplicaContext with an id: the public constructor is for the current replica
         distribute_utils,  # regroup; create_mirrored_variable, the only way to use a custom variable class
@@ -88,7 +90,10 @@ try:
         values,  # MirroredVariable, DistributedValues
         values_util,  # current replica id as a number
     )
-    from tensorflow.python.eager import record  # whether a gradient tape is recording
+    from tensorflow.python.eager import (
+        context,  # whether there is a global seed
+        record,  # whether a gradient tape is recording
+    )
     from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction  # see flat_call
     from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function  # see translate_errors
     from tensorflow.python.framework import (
@@ -135,6 +140,7 @@ try:
 
     # Replicas.
     needs(distribute_lib.ReplicaContext, "_replica_id", "_update")
+    needs(distribute_lib.ReplicaContext, "all_reduce", "all_gather")  # wrapped (program_reductions.py)
     needs(distribute_lib, "get_replica_context", "in_cross_replica_context", "get_update_replica_id")
     needs(distribute_lib, "enter_or_assert_strategy")
     needs(values_util, "get_current_replica_id_as_int", "in_replica_update_context", "is_saving_non_distributed")
@@ -147,6 +153,9 @@ try:
     needs(values.MirroredVariable, "_get", "_get_cross_replica", "_get_replica", "_update_replica")
     needs(values.MirroredVariable, "handle", "value", "read_value", "values", "_dense_var_to_tensor")
     needs(values.MirroredVariable, "_export_to_saved_model_graph", "_gather_saveables_for_checkpoint")
+    needs(values.MirroredVariable, "_trackable_children")
+    # What a SavedModel has of a gate.
+    needs(tf.saved_model.experimental.TrackableResource, "_create_resource", "_initialize", "resource_handle")
     needs(values, "_MirroredSaveable")
     needs(values._MirroredSaveable, "restore", "_mirrored_variable")
     needs(values.SyncOnReadVariable, "_get_cross_replica", "_update_replica", "_gather_saveables_for_checkpoint")
@@ -167,9 +176,13 @@ try:
     needs(CompositeTensor, "_type_spec")
     for _spec in (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec):
         needs(_spec, "_batch", "_unbatch")
+    needs(tf.data.Dataset, "_functions")  # see reads_files
     needs(tf.data.Dataset, "_inputs")  # see made_by_generator; what it does with them is checked in effects.py
     needs(flat_map_op, "_FlatMapDataset")
     needs(flat_map_op._FlatMapDataset, "_map_func")
+
+    needs(data_seeds, "get_seed")
+    needs(context, "global_seed")
 
     # Functions and graphs.
     needs(autograph_config, "CONVERSION_RULES")
@@ -228,6 +241,9 @@ def flat_call(function: ConcreteFunction) -> Callable[..., Structure]:
 def translate_errors(translated: Callable[[str], Exception | None]) -> None:
     """Makes functions raise `translated(message)` instead of a graph's error, unless that is None.
 
+    Errors of tfps itself lose its own frames, as others lose TensorFlow's: `tf.debugging.disable_traceback_filtering()`
+    shows all.
+
     TensorFlow derives error classes from codes, of which none is free: tfps ops raise InvalidArgumentError with a text.
     Wraps every call of a tf.function, those of Keras included; done once per process.
     """
@@ -240,6 +256,10 @@ def translate_errors(translated: Callable[[str], Exception | None]) -> None:
             except tf.errors.InvalidArgumentError as error:
                 if (better := translated(error.message)) is None:
                     raise
+            except TfpsError as error:
+                if not tf.debugging.is_traceback_filtering_enabled():
+                    raise
+                better = outlined(error)
             raise better
 
         return call
@@ -300,6 +320,12 @@ def in_xla(graph: tf.Graph) -> bool:
     return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
 
 
+def is_seeded() -> bool:
+    """Whether the program has set a global seed, which random ops created now depend on."""
+    graph = ops.get_default_graph()
+    return (context.global_seed() if tf.executing_eagerly() else graph.seed) is not None
+
+
 def made_by_generator(dataset: tf.data.Dataset) -> bool:
     """Whether `dataset` yields batches of `Dataset.from_generator` as they are; False if TensorFlow does not tell.
 
@@ -313,6 +339,22 @@ def made_by_generator(dataset: tf.data.Dataset) -> bool:
         if len(inputs) != 1 or "Batch" in type(dataset).__name__:
             return False
         dataset = inputs[0]
+
+
+def reads_files(dataset: tf.data.Dataset) -> bool:
+    """Whether TensorFlow may find files in `dataset` that it can divide between workers, or a service divides it."""
+
+    def of_files(name: str) -> bool:
+        return any(part in name for part in ("Record", "TextLine", "SSTable", "DataService"))
+
+    if of_files(type(dataset).__name__):
+        return True
+    for function in dataset._functions():
+        graph = function.function.graph.as_graph_def()
+        nodes = [*graph.node, *(node for each in graph.library.function for node in each.node_def)]
+        if any(of_files(node.op) for node in nodes):
+            return True
+    return any(map(reads_files, dataset._inputs()))
 
 
 def outer_graphs(graph: tf.Graph) -> list[tf.Graph]:

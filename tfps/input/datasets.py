@@ -25,9 +25,11 @@ from tfps.graph.tf_private import (
     values,
 )
 from tfps.input import generators
+from tfps.input.first_batches import FirstBatches, is_same_on_all
 from tfps.input.handing_out import Group, Groups, Stream
 from tfps.input.loops import Loop, LoopIterator
 from tfps.input.staging import END, GO, TOKEN, Feed, Staging
+from tfps.keras_hooks.random_states import of_its_own
 from tfps.types import Argument, Batches, Function, Structure
 
 PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
@@ -100,6 +102,11 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
     @property
     def _type_spec(self) -> StagedIteratorSpec:
         return self._spec
+
+    def allow(self, batches: int) -> None:
+        """See `Feed.allow`."""
+        if self._feed is not None:
+            self._feed.allow(batches)
 
     def components(self) -> list[tf.Tensor]:
         """Returns the tensors that represent this iterator in a graph."""
@@ -203,6 +210,7 @@ class _Staged:
 
     staging: Staging
     on_devices = True
+    first: FirstBatches | None = None
     sources: list[tf.data.Dataset]
     whole: Callable[[], list[tf.data.Dataset]] | None = None  # all workers' data, if it may be handed out
     steps: int | None = None  # in which all workers use up an epoch of what is handed out; None: all data is an epoch
@@ -230,7 +238,7 @@ class _Staged:
             batches = math.ceil(max(each)) if pads else math.floor(min(each))
         meets = extended.shards  # else this worker iterates alone
         chosen = groups() if whole is None else self._next_epoch(groups)
-        feed = Feed(self.staging, stage, chosen, batches, meets, hands_out=whole is not None)
+        feed = Feed(self.staging, stage, chosen, batches, meets, whole is not None, self.first)
         with tf.device(HOST):
             return StagedIterator(spec, feed.tokens.queue_ref, tf.constant(feed.number, tf.int64), feed)
 
@@ -284,6 +292,7 @@ def distribute_dataset(
         options = tf.distribute.InputOptions(
             experimental_fetch_to_device=False, experimental_replication_mode=PER_REPLICA
         )
+    first, dataset = _watched(extended, staging, dataset)
     arguments = {
         "input_workers": _input_workers(extended, options),
         "strategy": extended._container_strategy(),
@@ -293,6 +302,8 @@ def distribute_dataset(
         "options": options,
     }
     made = _made(staging, DistributedDataset, StagedDataset, arguments, options)
+    if isinstance(made, _Staged):
+        made.first = first
     if isinstance(made, _Staged) and extended.hands_out and _may_be_handed_out(dataset):
         # As for one worker with all replicas of the job.
         everything = tf.distribute.InputContext(num_replicas_in_sync=context.num_replicas_in_sync)
@@ -300,6 +311,17 @@ def distribute_dataset(
             lambda: list(DistributedDataset(**{**arguments, "input_context": everything})._cloned_datasets)
         )
     return made
+
+
+def _watched(
+    extended: tf.distribute.StrategyExtended, staging: Staging | None, dataset: Batches
+) -> tuple[FirstBatches | None, Batches]:
+    """Returns what knows the first batches of the second if all ranks make the same; else None and `dataset`."""
+    compares = staging is not None and staging.compares and extended.shards and tf.executing_eagerly()
+    if not compares or not is_same_on_all(dataset):
+        return None, dataset
+    first = FirstBatches()
+    return first, first.watch(dataset)
 
 
 def _may_be_handed_out(dataset: Batches) -> bool:
@@ -317,10 +339,26 @@ def distribute_rows(
     context: tf.distribute.InputContext,
     options: tf.distribute.InputOptions | None,
 ) -> Batches:
-    """Returns what `distribute_dataset` does, for batches that are cut by rows; see generators.py."""
+    """Returns what `distribute_dataset` does, for batches that are cut by rows; see generators.py.
+
+    Raises:
+        UnsupportedError: `dataset` is to be sharded by its files.
+    """
     replicas, own = context.num_replicas_in_sync, len(extended._devices)
-    split = generators.own_rows(dataset, replicas, own * context.input_pipeline_id, own)
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if policy == tf.data.experimental.AutoShardPolicy.FILE:
+        raise UnsupportedError(
+            "AutoShardPolicy.FILE does not work with batches that have a scalar beside their rows, which TensorFlow "
+            "cannot cut; use AutoShardPolicy.DATA, or repeat the scalar for each row"
+        )
+    first, dataset = _watched(extended, staging, dataset)
+    if policy == tf.data.experimental.AutoShardPolicy.OFF:  # each worker has data of its own
+        split = generators.own_rows(dataset, replicas, 0, replicas)
+    else:
+        split = generators.own_rows(dataset, replicas, own * context.input_pipeline_id, own)
     made = distribute_datasets_from_function(extended, staging, lambda _: split, context, options)
+    if isinstance(made, _Staged):
+        made.first = first
     if isinstance(made, _Staged) and extended.hands_out:
         made.whole = functools.cache(lambda: [generators.own_rows(dataset, replicas, 0, replicas)])
     return made
@@ -334,12 +372,17 @@ def distribute_datasets_from_function(
     options: tf.distribute.InputOptions | None,
 ) -> Batches:
     """Returns the result of `distribute_datasets_from_function`."""
+
+    def own_data(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        with of_its_own():
+            return dataset_fn(context)
+
     workers = _input_workers(extended, options)
     arguments = {
         "input_workers": workers,
         "strategy": extended._container_strategy(),
         "input_contexts": [context] * workers.num_workers,
-        "dataset_fn": dataset_fn,
+        "dataset_fn": own_data,
         "options": options,
     }
     return _made(staging, DistributedDatasetsFromFunction, StagedDatasetFromFunction, arguments, options)

@@ -1,7 +1,8 @@
-"""Batches made in Python (`keras.utils.PyDataset`, generators): each worker trains on its rows of every batch.
+"""Batches that are cut by rows: each worker trains on its rows of every batch.
 
-TensorFlow would give the workers whole batches in turn, each cut into one step per replica: batches would have other
-rows than in one process, and some workers would get more steps than others.
+Those made in Python (`keras.utils.PyDataset`, generators): TensorFlow would give the workers whole batches in turn,
+each cut into one step per replica. Batches would have other rows than in one process, and some workers would get more
+steps than others. And those with a scalar beside the rows, which TensorFlow cannot cut: every replica gets it as it is.
 """
 
 from __future__ import annotations
@@ -22,10 +23,19 @@ def of_whole_job(dataset: Batches) -> bool:
     return bool(policy == tf.data.experimental.AutoShardPolicy.AUTO)
 
 
+def has_scalars(dataset: Batches) -> bool:
+    """Returns whether batches of `dataset` have scalars beside what has rows."""
+    if not isinstance(dataset, tf.data.Dataset):
+        return False
+    ranks = {getattr(getattr(spec, "shape", None), "rank", None) for spec in tf.nest.flatten(dataset.element_spec)}
+    return 0 in ranks and len(ranks) > 1
+
+
 def own_rows(dataset: tf.data.Dataset, replicas: int, first: int, count: int) -> tf.data.Dataset:
     """Returns the rows of replicas `first` to `first + count - 1` of `replicas`, one element each.
 
-    Parts of a batch differ by at most one row; if it has fewer rows than replicas, some are empty.
+    Parts of a batch differ by at most one row; if it has fewer rows than replicas, some are empty. Nothing is read
+    ahead of those that Keras reads without, as it may be too early there (keras_hooks/epoch_ends.py).
     """
 
     def parts(*batch: object) -> tf.data.Dataset:
@@ -33,7 +43,10 @@ def own_rows(dataset: tf.data.Dataset, replicas: int, first: int, count: int) ->
         datasets = [tf.data.Dataset.from_tensors(element) for element in elements]
         return functools.reduce(tf.data.Dataset.concatenate, datasets)
 
-    return dataset.flat_map(parts).prefetch(count)
+    split = dataset.flat_map(parts)
+    if (batches := int(dataset.cardinality())) >= 0:
+        split = split.apply(tf.data.experimental.assert_cardinality(batches * count))
+    return split if dataset.options().autotune.enabled is False else split.prefetch(count)
 
 
 def _leading(value: Value) -> Value:

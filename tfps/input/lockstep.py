@@ -23,6 +23,7 @@ from tfps.exchange.interface import BucketSpec
 from tfps.graph import ops as graph_ops
 from tfps.graph.shares import UNKNOWN
 from tfps.graph.tf_private import has_function, ops, outer_graphs
+from tfps.input import first_batches
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import Transfer
 from tfps.types import Array
@@ -62,6 +63,8 @@ class Line:
         self.asked = self.known = self.owed = 0  # number of positions requested, existing, due for announcement
         self.agreed = 0  # announced positions before this one exist on all ranks
         self.stops = False  # True if some rank has no batch at position `agreed`
+        self.allowed: int | None = None  # batches that may be read so far; None: all
+        self.first = first_batches.NOTHING  # digest of the first batch
         self.end: int | None = None  # the first position without a batch; `error` is the reason
         self.error = ""
         self.over = False  # END has been answered
@@ -76,6 +79,11 @@ class Line:
         with self._lockstep.changes(self):
             self.known = position + 1
             self.rows[position] = rows
+
+    def allow(self, batches: int) -> None:
+        """Notes that so many more may be read; only these can be announced ahead."""
+        with self._lockstep.changes(self):
+            self.allowed = (self.allowed or 0) + batches
 
     def staged(self, position: int, key: int) -> None:
         """Notes that the batch at `position` is ready."""
@@ -103,6 +111,10 @@ class Line:
                 self.waiting.popleft()
                 self.answer(None, CLOSED, UNKNOWN)
 
+    def foresees_after(self, position: int) -> bool:
+        """Whether it is known before the next request if there is a batch after `position`."""
+        return self.foresees and (self.allowed is None or position + 1 < self.allowed)
+
     def code(self, position: int) -> int | None:
         """Returns what to announce for `position`, None if not known yet."""
         if position < self.known:
@@ -129,7 +141,7 @@ class Lockstep:
         self._warned = False
         with tf.init_scope(), tf.device(graph_ops.HOST):
             self.order = tf.queue.FIFOQueue(1, [tf.bool], [[]], name="tfps_order")  # a resource that orders requests
-        self.spec = BucketSpec(("batches",), "sum", 3 * 8 * self._workers, "int64", priority=0, occasional=True)
+        self.spec = BucketSpec(("batches",), "sum", 4 * 8 * self._workers, "int64", priority=0, occasional=True)
         runtime.declare_later("batches", self.spec)
         self._eager = Request(self, None)
         runtime.adopt(self._eager, None)
@@ -218,7 +230,7 @@ class Lockstep:
                     line.agreed = position
                 if position > line.owed:  # those between followed steps that exchanged nothing
                     line.agreed = position
-                start, line.owed = max(line.owed, position), position + 1 + (trains and line.foresees)
+                start, line.owed = max(line.owed, position), position + 1 + (trains and line.foresees_after(position))
                 self._owed.extend((line, each) for each in range(start, line.owed))
             line.waiting.append((position, together))
             self._advance(line)
@@ -232,8 +244,8 @@ class Lockstep:
             self._fail(CLOSED)
 
     def decide(self, line: Line, position: int, said: Array) -> None:
-        """Handles the ranks' announcements for `position`: int64 [3, workers] of codes, places and rows."""
-        codes, places, rows = said
+        """Handles the ranks' announcements for `position`: int64 [4, workers] of codes, places, rows, digests."""
+        codes, places, rows, digests = said
         own = places[self._rank]
         if (places != own).any():
             other = int(np.flatnonzero(places != own)[0])
@@ -242,6 +254,11 @@ class Lockstep:
                 + " and ".join(f"rank {rank} at {_where(places[rank])}" for rank in sorted((self._rank, other)))
                 + "; every worker must run the same program (and after Ctrl-C at different steps a new strategy)"
             )
+            self.runtime.exchange.fail(error)
+            return
+        try:
+            first_batches.check(digests)
+        except MismatchError as error:
             self.runtime.exchange.fail(error)
             return
         with self._lock:
@@ -310,8 +327,9 @@ class Lockstep:
             if code is None or position > line.agreed or line.place is None:
                 return
             self._owed.popleft()
-            said = np.zeros([3, self._workers], np.int64)
-            said[:, self._rank] = code, ((line.place + 1) << 32) + position, line.rows.get(position, UNKNOWN)
+            said = np.zeros([4, self._workers], np.int64)
+            first = first_batches.NOTHING if position else line.first
+            said[:, self._rank] = code, ((line.place + 1) << 32) + position, line.rows.get(position, UNKNOWN), first
             # This rank has traced an exchange or synchronized, so the bucket is already declared: no wait.
             (bucket,) = self.runtime.buckets([("batches", self.spec)])
             self.runtime.push(_Announcement(self, line, position, bucket, self.spec), said)
@@ -385,7 +403,7 @@ class _Announcement(Transfer):
         self._lockstep, self._line, self._position = lockstep, line, position
 
     def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
-        said = np.frombuffer(memoryview(data), np.int64).reshape(3, -1)
+        said = np.frombuffer(memoryview(data), np.int64).reshape(4, -1)
         self._lockstep.decide(self._line, self._position, said)
 
     def fail(self, error: TfpsError) -> None:

@@ -7,6 +7,7 @@ TensorFlow's pools; waiting for a missing batch would block one.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -19,6 +20,7 @@ from tfps.errors import TfpsError, to_text
 from tfps.graph.ops import HOST
 from tfps.graph.shares import UNKNOWN, LastBatch, rows_of
 from tfps.input.areas import Area, Stage
+from tfps.input.first_batches import NOTHING, FirstBatches, of_own
 from tfps.input.handing_out import Group
 from tfps.input.lockstep import Lockstep
 from tfps.runtime.runtime import Runtime
@@ -40,6 +42,7 @@ class Staging:
         devices: of the local replicas.
         depth: batches staged ahead per iterator and device.
         last_batch: where graphs note the rows of the batches they take; None if the job has one replica.
+        compares: the ranks compare the first batch of each iterator.
         free: the workers do not take batches together; the others' rows are estimated by this one's.
     """
 
@@ -51,10 +54,11 @@ class Staging:
         last_batch: LastBatch | None,
         *,
         free: bool = False,
+        compares: bool = False,
     ) -> None:
         self.devices, self.depth, self.last_batch = tuple(devices), depth, last_batch
         self.spans, self._runtime = runtime.spans, runtime
-        self.closed = False
+        self.closed, self.compares = False, compares
         self.lockstep = Lockstep.of(runtime) if runtime.exchange.workers > 1 and not free else None
         self.workers = runtime.exchange.workers
         self.ticket = runtime.exchange.ticket
@@ -64,6 +68,7 @@ class Staging:
         self._areas: dict[tuple[int, tuple[tf.DType, ...], bool], Area] = {}
         self._lock = threading.RLock()  # guards the next two; reentrant: the garbage collector may call close anywhere
         self._running: set[Feed] = set()
+        self._firsts: list[int] = []  # digests of first batches, by feed, since they were taken
         with tf.init_scope(), tf.device(HOST):
             # Dequeuing from it raises OutOfRangeError, like the end of data.
             self.ended = tf.queue.FIFOQueue(1, [tf.int64], [[]], name="tfps_ended")
@@ -102,6 +107,17 @@ class Staging:
     def next_epoch(self) -> int:
         """Returns the number of the next epoch that is handed out, which is the same on all ranks."""
         return next(_epochs.setdefault(self._runtime, itertools.count()))
+
+    def note_first(self, digest: int) -> None:
+        """Notes the digest of a feed's first batch."""
+        with self._lock:
+            self._firsts.append(digest)
+
+    def take_firsts(self) -> list[int]:
+        """Returns the digests noted since the last call."""
+        with self._lock:
+            firsts, self._firsts = self._firsts, []
+            return firsts
 
     def started(self, feed: Feed) -> bool:
         """Registers `feed` as running; returns False if staging is closed."""
@@ -149,6 +165,7 @@ class Feed:
         meets: several workers synchronize at the first batch that eager code takes.
         hands_out: a batch that this worker gets is no other's, so the next one is asked for only once a step has taken
             the one before.
+        first: knows the digests of first batches; None: this rank makes its own.
     """
 
     def __init__(
@@ -159,11 +176,14 @@ class Feed:
         batches: int | None,
         meets: bool,
         hands_out: bool = False,
+        first: FirstBatches | None = None,
     ) -> None:
+        self._first, self._compares = first, meets and staging.compares  # else this worker iterates alone
         self._staging, self._stage, self._hands_out = staging, stage, hands_out
         self._groups: Iterator[Group] | None = groups
         self._rows: dict[int, list[int]] = {}  # of each local replica, by key of the staged batch
         self._unknown = [UNKNOWN] * (1 + stage.replicas)
+        self._putting = False  # whether a token is being put, which may wait for room unless it is `_room` that does
         self._lock = threading.Lock()  # guards _thread
         self._thread: threading.Thread | None = None
         self.number = next(_feed_numbers)
@@ -174,11 +194,22 @@ class Feed:
             room = 1000 if together else 1 if hands_out else staging.depth - 1
             self.tokens = tf.queue.FIFOQueue(room, TOKEN, [[], [], [1 + stage.replicas]], name="tfps_batches")
             self._room = tf.queue.FIFOQueue(10**6, [tf.bool], [[]], name="tfps_room") if together else None
+        self._allowed: tf.queue.FIFOQueue | None = None
+        self._left = 0  # of the batches allowed; used by the thread
         self._line = None
         if staging.lockstep is not None:
             self._line = staging.lockstep.line(self.number, batches, self._answer, meets=meets)
             for _ in range(staging.depth):
                 self._make_room()
+
+    def allow(self, batches: int) -> None:
+        """Lets the thread read so many `batches` more. Without a call before the first use it always reads ahead."""
+        with tf.init_scope(), tf.device(HOST):
+            if self._allowed is None:
+                self._allowed = tf.queue.FIFOQueue(1000, [tf.int64], [[]], name="tfps_allowed")
+            self._allowed.enqueue(tf.constant(batches, tf.int64))
+        if self._line is not None:
+            self._line.allow(batches)
 
     def start(self) -> None:
         """Starts the thread on the iterator's first use; later calls do nothing."""
@@ -192,14 +223,22 @@ class Feed:
             self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread, which removes what it has staged. Takes no lock, so any thread or finalizer may call it."""
+        """Ends the thread, which removes what it has staged. Takes no lock, so any thread or finalizer may call it.
+
+        The thread gets the room that it waits for: TensorFlow logs a warning for whatever is cancelled.
+        """
         self.stopped = True
         if self._line is not None:
             self._line.gone = True
         with tf.init_scope(), tf.device(HOST):
-            self.tokens.close(cancel_pending_enqueues=True)
             if self._room is not None:
-                self._room.close(cancel_pending_enqueues=True)
+                self._room.enqueue(True)
+            elif self._putting and threading.current_thread() is not self._thread:
+                with contextlib.suppress(tf.errors.OutOfRangeError):  # steps have taken all, and the thread has ended
+                    self._remove(int(self.tokens.dequeue()[0]))
+            if self._allowed is not None:
+                self._allowed.enqueue(tf.constant(1, tf.int64))
+            self.tokens.close(cancel_pending_enqueues=True)
 
     def close(self) -> None:
         """Like `stop`, and tells waiting requests that the strategy is closed."""
@@ -233,6 +272,8 @@ class Feed:
                     key = END
                     del batches
                 text = ""
+            except _StoppedError:
+                return
             except (tf.errors.CancelledError, tf.errors.OutOfRangeError) as error:
                 if self.stopped:
                     return
@@ -240,32 +281,63 @@ class Feed:
             except Exception as error:  # any error of the user's input pipeline: its step raises it
                 text = _text(error)
             self._end(text)
-        except (tf.errors.CancelledError, tf.errors.OutOfRangeError):  # stopped
+        except (_StoppedError, tf.errors.CancelledError):
             pass
         finally:
+            self.tokens.close(cancel_pending_enqueues=True)  # `stop` may wait for a token
             self._take_out(key)
             self._staging.finished(self)
 
     def _read(self) -> Iterator[Group]:
         """Yields groups of batches, one per replica."""
         groups, self._groups = self._groups, None
+        begun = not self._compares
         while not self.stopped and groups is not None:
             self._go()
-            group = next(groups, None)
+            self._wait_until_allowed()
+            group = next(groups, None) if begun else self._read_first(groups)
+            begun = True
             if group is None:
                 return
             yield group
             del group
+
+    def _read_first(self, groups: Iterator[Group]) -> Group | None:
+        """Returns the first group, whose digest the ranks compare."""
+        if self._first is not None:
+            self._first.begin()
+        try:
+            group = next(groups, None)
+        finally:
+            digest = NOTHING if self._first is None else self._first.end()
+        if self._first is None and group is not None:
+            with tf.device(HOST):
+                digest = of_own(group)
+        if self._line is not None:
+            self._line.first = digest
+        self._staging.note_first(digest)
+        return group
 
     def _go(self) -> None:
         """If batches are handed out, waits until the last one has been taken."""
         if self._hands_out:
             self._put_token(GO, "", self._unknown)
 
+    def _wait_until_allowed(self) -> None:
+        if self._allowed is not None:
+            with tf.device(HOST):
+                while not self._left:
+                    self._left = int(self._allowed.dequeue())
+            if self.stopped:
+                raise _StoppedError
+            self._left -= 1
+
     def _wait_for_room(self) -> None:
         if self._room is not None:
             with tf.device(HOST):
                 self._room.dequeue()
+            if self.stopped:
+                raise _StoppedError
 
     def _make_room(self) -> None:
         if self._room is not None:
@@ -293,7 +365,14 @@ class Feed:
 
     def _put_token(self, key: int, text: str, rows: list[int]) -> None:
         with tf.init_scope(), tf.device(HOST):
-            self.tokens.enqueue([tf.constant(key, tf.int64), text, tf.constant(rows, tf.int64)])
+            token = [tf.constant(key, tf.int64), text, tf.constant(rows, tf.int64)]
+            self._putting = True
+            try:
+                if self.stopped:
+                    raise _StoppedError
+                self.tokens.enqueue(token)
+            finally:
+                self._putting = False
 
     def _answer(self, key: int | None, text: str, rows: int) -> None:
         """Answers one request; `key` None: there is no batch. Called by `lockstep`, on any thread."""
@@ -303,21 +382,30 @@ class Feed:
             else:
                 self._put_token(key, text, [rows, *self._rows.pop(key)])
                 self._make_room()
-        except tf.errors.CancelledError:  # stopped: nothing waits any more
+        except (_StoppedError, tf.errors.CancelledError):  # nothing waits any more
             pass
 
     def _take_out(self, key: int) -> None:
         """Removes staged batches that nothing has taken."""
         with tf.device(HOST):
             left = [] if key == END else [key]
-            while int(self.tokens.size()):
-                left.append(int(self.tokens.dequeue()[0]))
+            with contextlib.suppress(tf.errors.OutOfRangeError):  # `stop` has taken the last one
+                while int(self.tokens.size()):
+                    left.append(int(self.tokens.dequeue()[0]))
             if self._line is not None:
                 left += self._line.leave()
             self._rows.clear()
             for each in left:
-                if each not in (END, GO):
-                    self._stage.take(tf.constant(each, tf.int64))
+                self._remove(each)
+
+    def _remove(self, key: int) -> None:
+        """Removes the staged batch of a token that nothing else has."""
+        if key not in (END, GO):
+            self._stage.take(tf.constant(key, tf.int64))
+
+
+class _StoppedError(Exception):
+    """The feed has been stopped while its thread was about to give or wait for something."""
 
 
 _feed_numbers = itertools.count()

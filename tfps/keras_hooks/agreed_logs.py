@@ -41,7 +41,12 @@ def agree_on_logs(strategy_class: type[tf.distribute.Strategy]) -> None:
         if strategy is not None:
             end_epoch(strategy, self)
         results = epoch_logs(self, logs)
-        return results if strategy is None else _agreed(strategy, self, logs, results is not logs)
+        if strategy is None:
+            return results
+        agreed = _agreed(strategy, self, logs, results is not logs)
+        if strategy.extended.states is not None:
+            strategy.extended.states.compare("when an epoch or evaluate() ended")
+        return agreed
 
     keras.Model._get_metrics_result_or_logs = get_metrics_result_or_logs
     stop = keras.callbacks.TerminateOnNaN.on_batch_end

@@ -1,7 +1,8 @@
 """Clipping where workers do not step together: by each worker's own gradient (docs/modes.md).
 
-Keras divides a loss by the number of replicas of all workers and clips what that gives. In these modes a gradient is
-multiplied by the number of workers only after it: limits would be so many times too loose.
+In replica functions of `strategy.run`, Keras divides a loss by the number of replicas of all workers and clips what
+that gives. In these modes a gradient is multiplied by the number of workers only after it: limits would be so many
+times too loose.
 
 Tested in tests/integration/test_local.py and tests/integration/test_async.py.
 """
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
+from tfps.graph.shares import in_keras_step
 from tfps.types import Optimizer, Value
 
 
@@ -47,6 +49,8 @@ def _changed(gradients: Sequence[Value], change: Callable[[tf.Tensor], tf.Tensor
 def _workers(strategy_class: type[tf.distribute.Strategy]) -> int:
     """By how many a gradient of this thread's replica is multiplied after clipping."""
     context = tf.distribute.get_replica_context()
-    if context is None or not isinstance(context.strategy, strategy_class) or not context.strategy.extended.free:
+    if context is None or in_keras_step() or not isinstance(context.strategy, strategy_class):
+        return 1
+    if not context.strategy.extended.free:
         return 1
     return int(context.strategy.num_workers)

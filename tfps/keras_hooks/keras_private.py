@@ -15,6 +15,8 @@ from tfps.graph.private_names import needs
 from tfps.graph.tf_private import SUPPORTED
 from tfps.types import Batches, Layer, Model, Optimizer, Value, Variable
 
+_GLOBAL_SEEDS = "global_seed_generator"
+
 
 def _class_that_defines(cls: type, name: str) -> type[Model]:
     """Returns the class among `cls` and its bases that defines `name`."""
@@ -23,22 +25,42 @@ def _class_that_defines(cls: type, name: str) -> type[Model]:
 
 
 try:
+    from keras.src.backend.common import (
+        global_state as global_state,
+    )  # has the generator of keras.random without a seed
     from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope  # its graphs never run
+    from keras.src.backend.tensorflow import nn as nn_module  # has functions that XLA compiles (convolutions.py)
     from keras.src.backend.tensorflow import trainer as trainer_module  # combines the results of replicas' steps
     from keras.src.legacy.saving import legacy_h5_format as legacy_h5_format  # what writes files, see below
     from keras.src.losses import loss as loss_module  # where a loss becomes a mean, divided by the number of replicas
+    from keras.src.random import seed_generator
     from keras.src.saving import saving_lib as saving_lib
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter as ArrayDataAdapter
 
     # Wrapped where batches do not divide evenly (weighing.py).
     needs(loss_module, "scale_loss_for_distribution", "unscale_loss_for_distribution")
     needs(loss_module, "reduce_weighted_values", "apply_mask")
     needs(trainer_module, "reduce_per_replica")
     needs(keras.optimizers.Optimizer, "_backend_apply_gradients")
-    needs(keras.Model, "compute_loss", "_maybe_symbolic_build")  # the latter takes a batch to infer shapes
+    needs(keras.Model, "compute_loss")
     needs(keras.metrics.Mean, "update_state")
+    needs(tf.nn, "compute_average_loss", "scale_regularization_loss")
+    for _kind in (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle):
+        needs(_kind, "call")
+
+    needs(nn_module, "conv")
+
+    # Wrapped because replicas' first batches differ in size, and not every model can be built (building.py).
+    needs(keras.Model, "_maybe_symbolic_build", "_flatten_layers")  # takes a batch to infer shapes
     needs(trainer_module.TFEpochIterator, "_distributed_dataset")  # has the spec of its batches
 
+    # Where ranks would otherwise shuffle differently (random_states.py).
+    needs(global_state, "get_global_attribute", "set_global_attribute")
+    needs(seed_generator, "global_seed_generator")
+    needs(ArrayDataAdapter, "get_tf_dataset")
+
     # Wrapped where workers do not step together (epochs.py): an epoch then ends with the data, not after so many steps.
+    # And to read no further than an epoch (epoch_ends.py).
     needs(trainer_module.TFEpochIterator, "reset", "catch_stop_iteration", "_enumerate_iterator", "tf_sync")
     needs(trainer_module.TFEpochIterator, "_distribute_strategy")
     needs(trainer_module.TFEpochIterator, "steps_per_epoch", "steps_per_execution", "data_adapter", "_num_batches")
@@ -67,7 +89,7 @@ try:
     needs(keras.callbacks.SwapEMAWeights, "_tf_finalize_ema_values", "_backend_finalize_ema_values")
     needs(keras.Variable, "_initialize_with_initializer", "_direct_assign", "_value", "_shape")
     needs(keras.Variable, "_serialize_to_tensors", "_restore_from_tensors", "_shared_name")
-    needs(keras.Variable, "_export_to_saved_model_graph")
+    needs(keras.Variable, "_export_to_saved_model_graph", "_trackable_children")
 
     # Wrapped where workers train alone (outer_steps.py): what counts a step, evaluates, ends `fit`, saves.
     needs(keras.optimizers.Optimizer, "apply", "use_ema")
@@ -91,11 +113,29 @@ try:
     # defines it, not in `keras.Model`: `compile_from_config` skips a model whose `compile` is not that class's.
     Trainer = _class_that_defines(keras.Model, "compile")
     needs(Trainer, "compile")
+    Stepper = _class_that_defines(keras.Model, "make_train_function")  # makes the steps (weighing.py)
+    needs(Stepper, "make_test_function")
     needs(keras.optimizers.Optimizer, "build", "_distribution_strategy")
     needs(keras.optimizers.LossScaleOptimizer, "build")
     needs(keras.Variable, "_initialize")  # gives a Keras variable a tf.Variable, as when it is created
 except (ImportError, AttributeError) as error:  # a module, or a class in one
     raise ImportError(f"tfps supports {SUPPORTED}; Keras {keras.__version__} does not fit: {error}") from error
+
+
+def global_seeds() -> list[int] | None:
+    """Returns the state of the generator behind `keras.random` without a seed; None if there is none yet."""
+    known = global_state.get_global_attribute(_GLOBAL_SEEDS)
+    return None if known is None else [int(each) for each in known.state.numpy()]
+
+
+def set_global_seeds(state: list[int]) -> None:
+    """Sets the state of that generator."""
+    seed_generator.global_seed_generator().state.assign(state)
+
+
+def forget_global_seeds() -> None:
+    """Makes Keras create that generator anew when it is needed."""
+    global_state.set_global_attribute(_GLOBAL_SEEDS, None)
 
 
 def distributed_dataset(epochs: Batches) -> Batches:
@@ -127,6 +167,11 @@ def losses_of(layer: Layer) -> list[Value]:
 def adopt_optimizer(optimizer: Optimizer, strategy: object) -> None:
     """Makes `optimizer` create its slots under `strategy`, as if it had been created in that scope."""
     optimizer._distribution_strategy = strategy
+
+
+def fully_built(model: Model) -> bool:
+    """Whether `model` and all of its layers have their variables."""
+    return all(layer.built for layer in model._flatten_layers())
 
 
 def decays(optimizer: Optimizer, variable: Variable) -> bool:

@@ -1,9 +1,10 @@
 """`Model.predict` with several ranks: each rank predicts all of its input, as a single process does.
 
 Keras concatenates only the predictions of this worker's replicas: with sharded data no rank would have all of them.
-Predicting needs no other rank, so a single rank may call it.
+Predicting needs no other rank, so a single rank may call it, also within an epoch (in a callback): there it predicts by
+this worker's own moving statistics, as combining them takes all ranks.
 
-Tested in tests/integration/test_semantics.py.
+Tested in tests/integration/test_semantics.py and tests/integration/test_programs.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from tfps.types import Function, Model
+from tfps.keras_hooks.keras_private import strategy_of_epochs, trainer_module
+from tfps.types import Batches, Function, Model
 
 
 class Sharding(threading.local):
@@ -24,6 +26,7 @@ class Sharding(threading.local):
 
     on = True
     evaluates = False  # whether this thread evaluates
+    in_epoch = False  # whether this thread is within an epoch of `fit`, or between steps of `evaluate`
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -42,6 +45,20 @@ class Sharding(threading.local):
             yield
         finally:
             self.evaluates = before
+
+    @contextlib.contextmanager
+    def within_epoch(self) -> Iterator[None]:
+        """In the block a rank that predicts does so alone."""
+        before, self.in_epoch = self.in_epoch, True
+        try:
+            yield
+        finally:
+            self.in_epoch = before
+
+    @property
+    def combines(self) -> bool:
+        """Whether all ranks distribute the dataset that this thread distributes now, as far as is known."""
+        return self.on or not self.in_epoch
 
     def kept_off(self, function: Function) -> Function:
         """Wraps `function` so that it is off in replica threads, too."""
@@ -69,5 +86,18 @@ def predict_everything(strategy_class: type[tf.distribute.Strategy]) -> None:
 
         return predict
 
+    catch = trainer_module.TFEpochIterator.catch_stop_iteration
+
+    @contextlib.contextmanager
+    @functools.wraps(catch)
+    def catch_stop_iteration(self: Batches) -> Iterator[None]:
+        strategy = strategy_of_epochs(self)
+        within: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if isinstance(strategy, strategy_class):
+            within = strategy.extended.sharding.within_epoch()
+        with catch(self), within:
+            yield
+
+    trainer_module.TFEpochIterator.catch_stop_iteration = catch_stop_iteration
     keras.Model.predict = undivided(keras.Model.predict)
     keras.Model.predict_on_batch = undivided(keras.Model.predict_on_batch)  # they share a traced function

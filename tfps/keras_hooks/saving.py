@@ -25,10 +25,11 @@ import tensorflow as tf
 
 from tfps.errors import UnsupportedError
 from tfps.keras_hooks.agreed_logs import agreed_logs
+from tfps.keras_hooks.exchanged_variable import of_tensorflow
 from tfps.keras_hooks.keras_private import legacy_h5_format, saving_lib
 from tfps.keras_hooks.served_optimizers import take_from_first_rank
 from tfps.keras_hooks.shared_files import bring
-from tfps.types import Callback, Function, Logs, Model
+from tfps.types import Callback, Function, Logs, Model, Variable
 
 
 class _Saving(threading.local):
@@ -47,6 +48,25 @@ def _under_way() -> Iterator[None]:
         yield
     finally:
         _saving.under_way = False
+
+
+@functools.cache
+def save_what_functions_use() -> None:
+    """Makes SavedModels track what functions use beside a variable of Keras: what TensorFlow's variable names.
+
+    TensorFlow sees only the one of Keras. Done once per process.
+    """
+    original = keras.Variable._trackable_children
+
+    @functools.wraps(original)
+    def trackable_children(self: Variable, save_type: str = "checkpoint", **options: object) -> dict[str, object]:
+        children: dict[str, object] = original(self, save_type, **options)
+        own = of_tensorflow(self)
+        if save_type == "savedmodel" and isinstance(own, tf.distribute.DistributedValues):
+            children = {**own._trackable_children(save_type, **options), **children}
+        return children
+
+    keras.Variable._trackable_children = trackable_children
 
 
 @functools.cache

@@ -1,8 +1,12 @@
 """Weighs Keras' losses, metrics and gradients by rows when a batch does not divide evenly between replicas.
 
-Keras divides a replica's mean by the number of replicas; their sum is the mean of means. Here each is multiplied by
-the replica's share of the batch instead, the same number if the batch divides evenly. A mean over unmasked positions or
-sample weights is weighed by those, which all replicas sum during training.
+Keras divides a replica's mean by the number of replicas, and gradients are summed. In Keras' own steps (`fit`,
+`train_on_batch`, `evaluate`) nothing is divided here: whatever such a step computes is that of its own rows, as in one
+process, and an optimizer's gradients are weighted by the replica's share of the batch where they are exchanged. Means
+over something else, and sums, get a factor that turns their mean over rows into the right one.
+
+In replica functions of `strategy.run` gradients are summed, as programs for tf.distribute expect, so losses of Keras
+are multiplied by the share there, the same number as Keras' if the batch divides evenly.
 
 Tested in tests/integration/test_rows.py.
 """
@@ -15,10 +19,10 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
-from tfps.graph.shares import Share, current_share, reducing_gradients, say_once
+from tfps.graph.shares import Share, current_share, in_keras_step, keras_step, reducing_gradients, say_once
 from tfps.graph.tf_private import is_differentiated
-from tfps.keras_hooks.keras_private import distributed_dataset, loss_module, trainer_module
-from tfps.types import Batches, Model, Optimizer, Structure, Value, Variable
+from tfps.keras_hooks.keras_private import Stepper, loss_module, trainer_module
+from tfps.types import Model, Optimizer, Structure, Value, Variable
 
 _WHOLE = "_tfps_whole"  # marks a loss that is the replica's mean, while its gradient is weighed by the share
 
@@ -26,20 +30,56 @@ _WHOLE = "_tfps_whole"  # marks a loss that is the replica's mean, while its gra
 @functools.cache
 def weigh_by_rows(strategy_class: type[tf.distribute.Strategy]) -> None:
     """Makes Keras weigh replicas, in replica functions of tfps strategies; done once per process."""
-    _weigh_losses()
+    _mark_steps(strategy_class)
+    _weigh_losses(strategy_class)
+    _weigh_average_losses()
     _track_whole_losses()
     _weigh_tracked_scalars()
-    _leave_out_empty_replicas()
-    _build_by_first_replica(strategy_class)
+    _weigh_gradients()
     _weigh_results(strategy_class)
+    _say_what_is_no_mean()
 
 
-def _weigh_losses() -> None:
+def _mark_steps(strategy_class: type[tf.distribute.Strategy]) -> None:
+    def marked(name: str, made: str, trains: bool) -> None:
+        original = getattr(Stepper, name)
+
+        @functools.wraps(original)
+        def make(self: Model, force: bool = False) -> object:
+            before = getattr(self, made)
+            result = original(self, force=force)
+            function = getattr(self, made)
+            if function in (None, before) or not isinstance(self.distribute_strategy, strategy_class):
+                return result
+
+            @functools.wraps(function)
+            def step(*arguments: object) -> object:
+                with keras_step(trains=trains):
+                    return function(*arguments)
+
+            setattr(self, made, step)
+            return result
+
+        setattr(Stepper, name, make)
+
+    marked("make_train_function", "train_function", True)
+    marked("make_test_function", "test_function", False)
+
+
+def _weigh_losses(strategy_class: type[tf.distribute.Strategy]) -> None:
     scale, unscale = loss_module.scale_loss_for_distribution, loss_module.unscale_loss_for_distribution
     reduce_values = loss_module.reduce_weighted_values
 
+    def is_whole() -> bool:
+        """Whether a loss is that of what it is computed from: in steps of Keras, and outside of replica functions."""
+        if in_keras_step():
+            return True
+        return tf.distribute.in_cross_replica_context() and isinstance(tf.distribute.get_strategy(), strategy_class)
+
     @functools.wraps(scale)
     def scale_loss(value: Value) -> Value:
+        if is_whole():
+            return value
         share = current_share()
         if share is None:
             return scale(value)
@@ -47,7 +87,7 @@ def _weigh_losses() -> None:
 
     @functools.wraps(unscale)
     def unscale_loss(value: Value) -> Value:
-        if hasattr(value, _WHOLE):
+        if is_whole() or hasattr(value, _WHOLE):
             return value
         share = current_share()
         return unscale(value) if share is None else _unscaled(share, value)
@@ -64,31 +104,85 @@ def _weigh_losses() -> None:
 
         def reduced() -> Value:
             loss = reduce_values(values, sample_weight, mask, reduction, dtype)
-            if share is None or loss.shape != (0,) or reduction in (None, "none"):
+            if share is None or in_keras_step() or reduction in (None, "none", "sum") or _rank(values) != 0:
                 return loss
-            # Keras returns a loss known to be empty as it is; but other replicas wait for its weight.
-            loss = tf.reduce_sum(loss)
-            return loss if reduction == "sum" else scale_loss(loss)
+            return scale_loss(loss)  # Keras does not divide what is a number already
 
         weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
         masks = mask is not None and reduction not in (None, "none", "sum")
-        if share is None or not (weighs or masks or reduction == "sum"):
+        sums = reduction == "sum" and _rank(values) != 0
+        if share is None or not (weighs or masks or sums):
             return reduced()
-        if not is_differentiated():
+        trains = share.trains if in_keras_step() else is_differentiated()
+        if not trains:
             say_once(
                 "outside of training, each replica computes masked, sample-weighted or summed losses locally, and "
                 "these count by rows: if batches do not divide evenly, the result is not exactly that of one process"
             )
-            return reduced()
-        if reduction == "sum":  # over replicas the gradients are summed
+        if sums:  # in replica functions of programs, gradients are summed
+            loss = reduced()
+            return loss * share.of_whole_sum(loss.dtype) if in_keras_step() else loss
+        if not trains:
             return reduced()
         amount = _amount(sample_weight if weighs else None, mask, dtype or keras.config.floatx(), reduction)
+        if in_keras_step():
+            loss = reduced()
+            return loss * share.of_amount(amount, loss.dtype)
         with share.counting(amount, _even(share, tf.float64)):
             return reduced()
 
     loss_module.scale_loss_for_distribution = scale_loss
     loss_module.unscale_loss_for_distribution = unscale_loss
     loss_module.reduce_weighted_values = reduce_weighted_values
+
+
+def _rank(values: Structure) -> int | None:
+    rank: int | None = tf.TensorShape(getattr(values, "shape", ())).rank
+    return rank
+
+
+def _weigh_average_losses() -> None:
+    """Makes what programs for tf.distribute divide by the rows of the whole job count whole in steps of Keras."""
+    average, regularization = tf.nn.compute_average_loss, tf.nn.scale_regularization_loss
+
+    @functools.wraps(average)
+    def compute_average_loss(
+        per_example_loss: Value, sample_weight: Value = None, global_batch_size: Value = None
+    ) -> Value:
+        share = current_share()
+        if not in_keras_step() or share is None:
+            return average(per_example_loss, sample_weight, global_batch_size)
+        if global_batch_size is None:
+            return average(per_example_loss, sample_weight, tf.shape(per_example_loss)[0])
+        loss = average(per_example_loss, sample_weight, global_batch_size)
+        return loss * share.of_whole_sum(loss.dtype)
+
+    @functools.wraps(regularization)
+    def scale_regularization_loss(regularization_loss: Value) -> Value:
+        return tf.reduce_sum(regularization_loss) if in_keras_step() else regularization(regularization_loss)
+
+    tf.nn.compute_average_loss, tf.nn.scale_regularization_loss = compute_average_loss, scale_regularization_loss
+
+
+def _say_what_is_no_mean() -> None:
+    """Logs once that a loss couples the rows of a batch: the mean over replicas is then not that over the batch."""
+
+    def watch(kind: type) -> None:
+        original = kind.call  # type: ignore[attr-defined]
+
+        @functools.wraps(original)
+        def call(self: keras.losses.Loss, *arguments: Value, **options: Value) -> Value:
+            if current_share() is not None and getattr(self, "axis", None) is None:
+                say_once(
+                    f"keras.losses.{kind.__name__} is no mean over rows: each replica computes it for its own rows, so "
+                    "the result is not that of one process"
+                )
+            return original(self, *arguments, **options)
+
+        kind.call = call  # type: ignore[attr-defined]
+
+    for kind in (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle):
+        watch(kind)
 
 
 def _even(share: Share, dtype: str) -> Value:
@@ -120,7 +214,7 @@ def _track_whole_losses() -> None:
         loss = original(self, *arguments, **options)
         share = current_share()
         # A program's override may add terms to the result.
-        if share is None or loss is None or type(self).compute_loss is not compute_loss:
+        if share is None or loss is None or in_keras_step() or type(self).compute_loss is not compute_loss:
             return loss
 
         @tf.custom_gradient
@@ -158,40 +252,30 @@ def _is_scalar(values: Structure) -> bool:
     return isinstance(values, (int, float)) or (shape is not None and tf.TensorShape(shape).rank == 0)
 
 
-def _leave_out_empty_replicas() -> None:
+def _weigh_gradients() -> None:
     original = keras.optimizers.Optimizer._backend_apply_gradients
 
     @functools.wraps(original)
     def apply_gradients(self: Optimizer, grads: Structure, trainable_variables: Sequence[Variable]) -> object:
-        share = current_share()
-        if share is not None and self.gradient_accumulation_steps:
-            # Accumulated gradients may come from steps in which this replica had rows.
-            return original(self, [share.only_if_rows(each) for each in grads], trainable_variables)
-        with reducing_gradients():
+        share, accumulates = current_share(), bool(self.gradient_accumulation_steps)
+        if accumulates and share is not None:
+            # Accumulated gradients come from steps in which this replica had other rows.
+            grads = [share.only_if_rows(each) for each in grads]
+            if in_keras_step():
+                grads = [_times(each, share.relative(each.dtype)) for each in grads]
+        if not in_keras_step() and (share is None or accumulates):
+            return original(self, grads, trainable_variables)
+        replicas = tf.distribute.get_strategy().extended._num_replicas_in_sync
+        with reducing_gradients(replicas, weighted=accumulates):
             return original(self, grads, trainable_variables)
 
     keras.optimizers.Optimizer._backend_apply_gradients = apply_gradients
 
 
-def _build_by_first_replica(strategy_class: type[tf.distribute.Strategy]) -> None:
-    """Replaces the mean of the replicas' first batches, with which Keras builds a model: it fails if sizes differ.
-
-    The dataset's spec suffices where complete. Taking a batch would give a shuffled dataset its second order in the
-    first epoch.
-    """
-    original = keras.Model._maybe_symbolic_build
-
-    @functools.wraps(original)
-    def maybe_symbolic_build(self: Model, iterator: Batches = None, data_batch: Structure = None) -> None:
-        if iterator is not None and isinstance(self.distribute_strategy, strategy_class):
-            data_batch = described_batch(iterator)
-            if data_batch is None:
-                _, _, batches = next(iter(iterator))
-                data_batch = keras.tree.map_structure(_example, next(batches))
-            iterator = None
-        original(self, iterator, data_batch)
-
-    keras.Model._maybe_symbolic_build = maybe_symbolic_build
+def _times(gradient: Value, factor: tf.Tensor) -> Value:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
 
 
 def _weigh_results(strategy_class: type[tf.distribute.Strategy]) -> None:
@@ -219,22 +303,3 @@ def mean(rows: tf.Tensor, value: Value) -> Value:
     weighed = tf.where(counts > 0, each * tf.cast(counts, each.dtype), tf.zeros_like(each))
     uneven = tf.reduce_all(rows >= 0) & tf.reduce_any(rows != rows[0])
     return tf.where(uneven, tf.reduce_sum(weighed, 0) / tf.cast(tf.reduce_sum(rows), each.dtype), plain)
-
-
-def described_batch(epochs: Batches) -> Structure:
-    """Returns the specs of one replica's batch in `fit`, None if any size but the first is undefined."""
-    dataset = distributed_dataset(epochs)
-    spec = dataset.sources[0].element_spec if hasattr(dataset, "sources") else dataset.element_spec
-    for each in tf.nest.flatten(spec):
-        if not isinstance(each, tf.TensorSpec) or not each.shape[1:].is_fully_defined():
-            return None
-    return spec
-
-
-def _example(value: Value) -> Value:
-    """Returns the first replica's part of `value`, with at least one row: Keras takes losses of no rows for vectors."""
-    if isinstance(value, tf.distribute.DistributedValues):
-        value = value.values[0]
-    if isinstance(value, tf.Tensor) and value.shape.rank and value.shape[0] == 0:
-        return tf.zeros([1, *value.shape[1:]], value.dtype)
-    return value

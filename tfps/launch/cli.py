@@ -18,6 +18,7 @@ from tfps.errors import ConfigError
 from tfps.launch.hosts import LOOPBACK, Placement
 from tfps.launch.job import READY, START_S, Job
 from tfps.launch.options import Plan, parse
+from tfps.launch.quiet import is_note, wanted
 from tfps.launch.secret import secret_file
 from tfps.launch.where import trace_variables, where_to_look
 
@@ -241,7 +242,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ConfigError, OSError) as error:
             print(f"tfps_launch: {error}", file=sys.stderr)
             return 2
-        supervisor = Supervisor(Console(sys.stdout, sys.stderr, log), plan.grace_s)
+        shown = [] if wanted([*os.environ, *plan.variables]) else [is_note]
+        supervisor = Supervisor(Console(sys.stdout, sys.stderr, log, *shown), plan.grace_s)
         try:
             plan = stack.enter_context(with_token(plan, os.environ))
             with supervisor:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tfps.launch.gpus import share_of_gpus
 from tfps.launch.hosts import LOOPBACK, Placement, has_only_ipv6
+from tfps.launch.quiet import QUIET
 from tfps.launch.remote import Request
 from tfps.launch.supervisor import Command
 
@@ -89,7 +90,7 @@ class Local(Engine):
             if name != "TF_CONFIG" and not name.startswith("TFPS_TLS_")
         }
         # Unbuffered: lines are shown as they are written.
-        variables = {"PYTHONUNBUFFERED": "1", **kept, **self.chosen, **task.variables}
+        variables = {"PYTHONUNBUFFERED": "1", **QUIET, **kept, **self.chosen, **task.variables}
         return Command(task.name, task.argv, {**variables, **share_of_gpus(variables, task.among)}, task.colour)
 
 
@@ -130,7 +131,7 @@ class Remote(Engine):
             for name, value in self.environment.items()
             if name.startswith(_CARRIED) and name not in ("TF_CONFIG", "TFPS_TOKEN_FILE")
         }
-        variables = {**carried, **self.chosen, **task.variables}
+        variables = {**QUIET, **carried, **self.chosen, **task.variables}
         request = Request(
             task.argv, self.directory, variables, self.grace_s, task.among, self.token, silence_s=SILENCE_S
         )

@@ -13,6 +13,7 @@ from typing import TypeVar
 from tfps.errors import ConfigError
 from tfps.launch.hosts import Host, parse_hosts
 from tfps.launch.where import FIRST, LAST, check_logdir
+from tfps.version import __version__
 
 _PORTS = 65536
 _T = TypeVar("_T")
@@ -93,6 +94,7 @@ def parse(argv: Sequence[str]) -> Plan:
         "Output is prefixed with where it comes from. If one process fails, all are ended; its exit code is that of "
         "tfps_launch.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--workers", type=int, metavar="N", help="processes that run the script (default 1)")
     parser.add_argument("--pservers", type=int, metavar="N", help="pserver processes (default 1)")
     place = parser.add_mutually_exclusive_group()

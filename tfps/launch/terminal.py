@@ -13,6 +13,7 @@ import re
 import struct
 import termios
 import unicodedata
+from collections.abc import Callable
 from typing import BinaryIO, TextIO
 
 MAX_LINE = 65536  # characters; longer lines are cut, so that a program without newlines cannot fill the memory
@@ -171,9 +172,13 @@ class Console:
         out: where the programs' standard output goes.
         err: where their standard error goes.
         log: gets a copy of every finished line.
+        hides: whether a line is not shown.
     """
 
-    def __init__(self, out: TextIO, err: TextIO, log: BinaryIO | None = None) -> None:
+    def __init__(
+        self, out: TextIO, err: TextIO, log: BinaryIO | None = None, hides: Callable[[str], bool] = lambda line: False
+    ) -> None:
+        self._hides = hides
         self._streams = (out, err)
         self._redraws = (is_terminal(out), is_terminal(err))
         self._colours = tuple(redraws and not os.environ.get("NO_COLOR") for redraws in self._redraws)
@@ -199,6 +204,7 @@ class Console:
         Raises:
             BrokenPipeError: the reader is gone.
         """
+        lines = [line for line in lines if not self._hides(plain(line))]
         if not lines or self._muted:
             return
         if self._log is not None:

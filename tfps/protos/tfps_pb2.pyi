@@ -190,14 +190,16 @@ class LeaveReply(_message.Message):
     def __init__(self) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ["failure", "incarnation", "rank"]
+    __slots__ = ["failure", "incarnation", "rank", "reason"]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     failure: Failure
     incarnation: str
     rank: int
-    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    reason: str
+    def __init__(self, incarnation: _Optional[str] = ..., rank: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
     __slots__ = ["awaited_slices", "busy_bytes", "busy_s", "host", "in_flight_bytes", "pid", "queued_slices", "rank", "received_bytes", "received_slices", "sent_bytes", "sent_slices", "shared_memory", "state", "step", "wait_s", "window_bytes"]

@@ -18,6 +18,7 @@ from tfps.errors import TfpsError
 from tfps.pserver.listening import LOOPBACK, check_metrics_host, default_host, is_loopback, reachable
 from tfps.pserver.server import ParameterServer
 from tfps.threads import Flag
+from tfps.version import __version__
 from tfps.wire.memory import tune_malloc
 
 logger = logging.getLogger("tfps")
@@ -30,6 +31,7 @@ _JOINING_S = 60.0  # that a worker may take from its joining to its streams
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code. Prints `tfps_pserver ready at HOST:PORT workers=N` to stdout."""
     parser = argparse.ArgumentParser(prog="tfps_pserver", description="Parameter server: sums what workers push.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument(
         "--host",
         help="address to listen on (default: all interfaces with a job token, TLS or --insecure, else this host only)",

@@ -143,8 +143,8 @@ class Job:
         if end is not None:
             end()
 
-    def leave(self, rank: int, failure: TfpsError | None) -> None:
-        """Removes `rank`; the job fails if it leaves because of a failure or if others wait for it."""
+    def leave(self, rank: int, failure: TfpsError | None, reason: str = "") -> None:
+        """Removes `rank`; the job fails if it left because of a failure, or if others wait for it. See LeaveRequest."""
         with self._changed:
             member = self._membership.members.get(rank)
             if member is None or member.state is State.GONE:
@@ -152,6 +152,7 @@ class Job:
         if failure is not None:
             self.fail(failure)  # first, as above
         with self._changed:
+            member.reason = reason
             member.go()
             self._changed.notify_all()
             if ended := self.recording.gone(rank):
@@ -183,12 +184,10 @@ class Job:
             raise self._failure
 
     def _fail_left(self, member: Member, step: int, name: str) -> None:
-        self.fail(
-            WorkerLostError(
-                f"{member} left before step {step} of bucket '{name}', for which others wait: its data ended earlier "
-                "or its script ended; give every worker the same number of batches"
-            )
-        )
+        why = "its data ended earlier or its script ended; give every worker the same number of batches"
+        if member.reason:
+            why = f"it ended with {member.reason}"
+        self.fail(WorkerLostError(f"{member} left before step {step} of bucket '{name}', for which others wait: {why}"))
 
     # Declarations
 
@@ -223,7 +222,9 @@ class Job:
             late = [r for r in range(members.workers) if r not in declaration.lines]
             what = "declared its variables" if number else "joined"
             if lost := [r for r in late if r in gone]:
-                self.fail(WorkerLostError(f"{members.describe(lost[0])} left before it had {what}"))
+                member = members.members[lost[0]]
+                why = f": it ended with {member.reason}" if member.reason else ""
+                self.fail(WorkerLostError(f"{member} left before it had {what}{why}"))
             self._raise_failure()
             declaration.lines.pop(rank, None)
             names = ", ".join(map(members.describe, late or members.not_streaming()))

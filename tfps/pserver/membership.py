@@ -96,6 +96,7 @@ class Member:
     memory: Attached | None = None  # shared with this pserver
     step: int = 0  # the highest pushed
     wait_s: float = 0.0  # sum over slices of its delay after the first rank's push
+    reason: str = ""  # why it has left, if it said so
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.applicant})"

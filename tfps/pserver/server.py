@@ -307,7 +307,7 @@ class ParameterServer:
     def _leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         failure = error_from(request.failure.code, request.failure.text) if request.HasField("failure") else None
         with contextlib.suppress(ClosedError):
-            self._job_of(request.incarnation).leave(request.rank, failure)
+            self._job_of(request.incarnation).leave(request.rank, failure, request.reason)
         return pb.LeaveReply()
 
     # Streams

@@ -27,13 +27,13 @@ def program() -> Iterator[None]:
     """What a training function runs in: at its end this process leaves the job, as at the end of a script."""
     try:
         yield
-    except BaseException:
-        _leave(drain=False)
+    except BaseException as error:
+        _leave(error)
         raise
-    _leave(drain=True)
+    _leave()
 
 
-def _leave(*, drain: bool) -> None:
+def _leave(failure: BaseException | None = None) -> None:
     strategies = sys.modules.get("tfps.strategy.strategy")  # if it has not been imported, there is nothing to leave
     if strategies is not None:
-        strategies.close_all(drain=drain)
+        strategies.close_all(failure)

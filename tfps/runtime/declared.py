@@ -61,6 +61,10 @@ class DeclaredBuckets:
         with self._declaring:
             self._later.append((key, spec))
 
+    def has(self, key: Key) -> bool:
+        """Whether `key` has been declared."""
+        return key in self._ids
+
     def spec(self, bucket: int) -> BucketSpec:
         """Returns the declared spec."""
         return self._declared[bucket][1]

@@ -96,6 +96,7 @@ class Report:
         with_inner_steps_s: estimated step with `Config(mode="diloco")` and 50 inner steps; None unless a link is the
             limit of training in mode "sync".
         inner_steps: of a round, which all other times are of; 1: times are of steps.
+        one_host: whether all pservers are reached through shared memory, or are in this process: there is no network.
         layers: the profile of the model, in forward order.
         slice_bytes, window_bytes: current sizes; 0 without pservers.
     """
@@ -119,13 +120,15 @@ class Report:
     with_codec_s: Mapping[str, float] = field(default_factory=dict)
     with_inner_steps_s: float | None = None
     inner_steps: int = 1
+    one_host: bool = False
 
     def __str__(self) -> str:
         parts = f"{_ms(self.compute_s)} computing, {_ms(self.exposed_wait_s)} waiting for parameters"
         unit = "round" if self.inner_steps > 1 else "step"
+        wire = "exchange under way" if self.one_host else "network in use"
         lines = [
             f"{unit}{f' of {self.inner_steps} steps' * (unit == 'round')} {_ms(self.step_s)}: {parts}",
-            f"network in use {_ms(self.wire_s)} of it, {self.overlap:.0%} of that while computing",
+            f"{wire} {_ms(self.wire_s)} of it, {self.overlap:.0%} of that while computing",
             f"limit: {self.limit}",
         ]
         if self.sent_bytes < self.step_bytes:
@@ -133,9 +136,11 @@ class Report:
             back = "as much" if self.received_bytes == self.sent_bytes else f"{self.received_bytes / 1e6:.3g} MB"
             lines.append(f"compressed: a {unit} sends {sizes}, and gets {back} back")
         if limit_of(self.step_s, self.exposed_wait_s) is Limit.COMPUTATION:
-            lines.append("a faster network, more pservers or other settings would not help")
+            what = "a faster exchange" if self.one_host else "a faster network"
+            lines.append(f"{what}, more pservers or other settings would not help")
         else:
-            lines.append(f"with twice the bandwidth: {_ms(self.with_twice_the_bandwidth_s)} a {unit}")
+            what = "an exchange twice as fast" if self.one_host else "twice the bandwidth"
+            lines.append(f"with {what}: {_ms(self.with_twice_the_bandwidth_s)} a {unit}")
             lines.append(f"with one more pserver: {_ms(self.with_one_more_pserver_s)} a {unit}")
             lines += [f"with compression='{codec}': {_ms(s)} a {unit}" for codec, s in self.with_codec_s.items()]
             if self.with_inner_steps_s is not None:
@@ -228,6 +233,7 @@ def make_report(
         },
         with_inner_steps_s=step_s - exposed_s * (1 - 1 / _INNER_STEPS) if other_ways else None,
         inner_steps=stepping.inner_steps,
+        one_host=all(link.shared_memory for link in links),
     )
 
 

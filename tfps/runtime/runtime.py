@@ -43,6 +43,7 @@ logger = logging.getLogger("tfps")
 _NO_BYTES = np.empty(0, np.uint8)
 _NO_TIMES = np.empty(0, np.float64)
 _DRAINED = -1  # in place of a transfer's id: all messages before it have been started
+_CLOSED = -2  # in place of a transfer's id: the queue of messages is about to be closed
 _HISTORY_STEPS = 16
 _TICK_S = 0.2
 
@@ -73,6 +74,7 @@ class Runtime:
         self.declared = DeclaredBuckets(exchange)
         self._progress = threading.Condition()  # truth: _under_way or _mark has changed
         self._closing = False
+        self._closed = threading.Event()  # no message can be put any more
         self._marks = itertools.count(1)
         self._mark = 0  # the last mark that the pump thread has reached; guarded by _progress
         self._pushed: Counter[int] = Counter()  # rounds of each bucket; guarded by _progress
@@ -200,10 +202,10 @@ class Runtime:
         """Registers `callback` to be called when the runtime begins to close."""
         self._before_close.append(callback)
 
-    def close(self, *, drain: bool = True) -> None:
+    def close(self, *, drain: bool = True, reason: str = "") -> None:
         """Finishes pending exchanges, which other workers need too, ends the threads and leaves the job.
 
-        Without `drain`, pending exchanges fail with ClosedError.
+        Without `drain`, pending exchanges fail with ClosedError. For `reason` see `Exchange.close`.
         """
         with self._progress:
             if self._closing:
@@ -213,9 +215,11 @@ class Runtime:
             callback()
         if drain:
             self._drain()
-        self.exchange.close()
+        self.exchange.close(reason)
         with tf.init_scope():
+            self._tell_pump(_CLOSED)  # TensorFlow would log a warning for the dequeue that the close cancels
             self._messages.close(cancel_pending_enqueues=True)
+        self._closed.set()
         self._pump_thread.join()  # all its pushes are answered now: no reply is still to come
         self._replies.close()
         self.gate_watch.stop()
@@ -233,8 +237,7 @@ class Runtime:
         Nothing may be sent meanwhile.
         """
         mark = next(self._marks)
-        with tf.init_scope(), tf.device(HOST):
-            self._messages.enqueue([np.int64(_DRAINED), np.int64(mark), _NO_BYTES, _NO_BYTES, _NO_TIMES, self.queue])
+        self._tell_pump(_DRAINED, mark)
 
         def done() -> bool:
             return self.exchange.failure is not None or (self._mark >= mark and self._under_way == 0)
@@ -242,13 +245,17 @@ class Runtime:
         with self._progress:
             return self._progress.wait_for(done, timeout_s)
 
+    def _tell_pump(self, what: int, mark: int = 0) -> None:
+        with tf.init_scope(), tf.device(HOST):
+            self._messages.enqueue([np.int64(what), np.int64(mark), _NO_BYTES, _NO_BYTES, _NO_TIMES, self.queue])
+
     def _pump(self) -> None:
         dequeue = tf.raw_ops.QueueDequeueV2
-        while True:
-            try:
-                identity, ticket, data, indices, times, results = dequeue(handle=self.queue, component_types=MESSAGE)
-            except (tf.errors.OutOfRangeError, tf.errors.CancelledError):  # closed
-                return
+        while not (self._closed.is_set() and int(self._messages.size()) == 0):
+            identity, ticket, data, indices, times, results = dequeue(handle=self.queue, component_types=MESSAGE)
+            if int(identity) == _CLOSED:
+                self._closed.wait()
+                continue
             if int(identity) == _DRAINED:
                 with self._progress:
                     self._mark = int(ticket)

@@ -113,21 +113,23 @@ class Combiner:
         if writes is not None:
             writes.seen -= 1
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
         """Combines what has been written since the last call; if anything was, every rank must call it.
+
+        Returns whether anything was.
 
         Raises:
             TfpsError: another rank did not call it, or wrote other variables; the message says what to do.
         """
         if self.single:
-            return
+            return False
         with ops.init_scope(), tf.device(HOST):
             runs = [(writes, int(writes.runs)) for writes in self._graphs]
             written = self._written(runs)
             parts = [_Part(chosen, np.dtype(dtype)) for dtype in _WIDE if (chosen := _of(written, dtype))]
             if not parts:
                 self._prune()
-                return
+                return False
             with self._saying(written[0]):
                 if self._runtime.exchange.workers > 1:
                     for part in parts:
@@ -140,6 +142,7 @@ class Combiner:
                         writes.seen = count
                     self._eager.clear()
                     self._prune()
+        return True
 
     def _prune(self) -> None:
         """Forgets graphs that are gone; what they wrote has been combined."""

@@ -21,7 +21,7 @@ from tfps.keras_hooks.outer_steps import train_alone
 from tfps.keras_hooks.served_optimizers import serve
 from tfps.keras_hooks.served_variable import ServedVariable
 from tfps.strategy.variables import GatedVariable, current_replica
-from tfps.types import Model, Optimizer, Variable
+from tfps.types import Model, Optimizer, Value, Variable
 
 
 @functools.cache
@@ -67,11 +67,33 @@ def compile_in_scope(strategy_class: type[tf.distribute.Strategy]) -> None:
 
     @functools.wraps(build_scaling)
     def build_with_scaling(self: Optimizer, variables: Sequence[Variable]) -> object:
-        built = build_scaling(self, variables)
-        prepare(self, variables)  # with Keras 3.8 it is not built as other optimizers are
+        with _scope_of(variables):
+            built = build_scaling(self, variables)
+            prepare(self, variables)  # with Keras 3.8 it is not built as other optimizers are
         return built
 
+    apply_gradients = keras.optimizers.Optimizer.apply
+
+    @functools.wraps(apply_gradients)
+    def apply(self: Optimizer, grads: Sequence[Value], trainable_variables: Iterable[Variable] | None = None) -> object:
+        if trainable_variables is not None and not self.built:
+            trainable_variables = list(trainable_variables)
+            with _scope_of(trainable_variables), keras.name_scope(self.name, caller=self):
+                self.build(trainable_variables)
+        return apply_gradients(self, grads, trainable_variables)
+
+    keras.optimizers.Optimizer.apply = apply
     keras.optimizers.Optimizer.build, keras.optimizers.LossScaleOptimizer.build = build, build_with_scaling
+
+
+def _scope_of(variables: Sequence[Variable]) -> contextlib.AbstractContextManager[object]:
+    """Returns the scope to create slots in: that of `variables` for a program outside of any, as in an eager loop."""
+    gated = [each for each in map(of_tensorflow, variables) if isinstance(each, GatedVariable)]
+    strategies = {each.distribute_strategy for each in gated}
+    if len(strategies) != 1 or tf.distribute.has_strategy():
+        return contextlib.nullcontext()
+    scope: contextlib.AbstractContextManager[object] = strategies.pop().scope()
+    return scope
 
 
 def _update_elsewhere_if_asked(optimizer: Optimizer, variables: Sequence[Variable]) -> None:

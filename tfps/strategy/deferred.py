@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfps.compression import NONE
 from tfps.exchange.slicing import bucket_limit
 from tfps.graph import ops as graph_ops
+from tfps.graph.shares import Counted
 from tfps.graph.tf_private import outer_graphs
 from tfps.graph.timestamps import PassedGates
 from tfps.runtime.served import ServedRule
@@ -27,13 +28,10 @@ from tfps.types import Argument, Function, Value, Variable
 
 @dataclass(eq=False)
 class Reduction:
-    """One `all_reduce` call of one replica, with a count of its results that became noted updates.
-
-    `has_rows`: bool scalar, whether the replica contributes; None if it always does.
-    """
+    """One `all_reduce` call of one replica, with a count of its results that became noted updates."""
 
     size: int
-    has_rows: tf.Tensor | None = None
+    counted: Counted = field(default_factory=Counted)
     # By graph id: each branch of a tf.cond counts separately.
     noted: Counter[int] = field(default_factory=Counter)
 
@@ -76,10 +74,11 @@ class Noted:
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
-        """What updates that share a bucket have in common: dtype, whether the replica always contributes, codec, and
-        for those by pservers the rule and the step's numbers."""
+        """What updates that share a bucket have in common: dtype, how the replica counts, codec, and for those by
+        pservers the rule and the step's numbers."""
         served = (self.function.number, id(self.arguments[0])) if isinstance(self.function, ServedRule) else ()
-        return self.dtype, self.reduced.reduction.has_rows is None, self.codec, *served
+        counted = self.reduced.reduction.counted
+        return self.dtype, counted.has_rows is None, counted.weight is None, self.codec, *served
 
 
 @dataclass(eq=False)

@@ -5,6 +5,7 @@ Tested in tests/integration/test_semantics.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
@@ -14,7 +15,7 @@ import tensorflow as tf
 from tfps.config import Config
 from tfps.errors import TfpsError, UnsupportedError, from_text
 from tfps.graph.picture import Picture
-from tfps.graph.shares import LastBatch, share_of_gradients, with_share
+from tfps.graph.shares import Counted, LastBatch, counted, with_share
 from tfps.graph.tf_private import (
     METRICS_ARE_MIRRORED,
     control_flow_free,
@@ -47,6 +48,7 @@ from tfps.strategy.on_read_variable import OnReadVariable
 from tfps.strategy.outer import Outer
 from tfps.strategy.reductions import Reductions, check_one_device, divide, identity
 from tfps.strategy.served_bucket import update_eagerly
+from tfps.strategy.states import States
 from tfps.strategy.tape_errors import told
 from tfps.strategy.variables import GatedVariable, container_of, updating
 from tfps.types import Argument, Batches, Function, Options, Structure, Value, Variable
@@ -79,18 +81,26 @@ class Extended(CrossReplica):
         # Workers must agree on where the data ends, or on who takes which batch.
         depth = max(config.staging_depth, int(workers > 1 and not self.trains_alone))
         self.last_batch = LastBatch(len(self._devices)) if self._num_replicas_in_sync > 1 else None
-        self.staging = Staging(runtime, self._devices, depth, self.last_batch, free=self.free) if depth else None
+        self.staging = None
+        if depth:
+            compares = workers > 1 and not self.free and config.check_every > 0
+            given = runtime, self._devices, depth, self.last_batch
+            self.staging = Staging(*given, free=self.free, compares=compares)
         self._reductions = Reductions(runtime, free=self.free or self.trains_alone)
         self._local_gather = LocalGather(self._devices)
         self._initial_values = InitialValues(runtime)
         self.newest = Newest(runtime, self.free and self.mode == "async")
         self.combiner = Combiner(runtime, len(self._devices))
         self._invariants = None if self.free else Invariants.of(runtime, config.check_every)
+        self.states: States | None = None
+        if self._invariants is not None and self.staging is not None:
+            self.states = States(runtime, self.combiner, self._initial_values, self.staging)
         compressing = Compressing(config.compression_rules, runtime, self.serves or self.trains_alone)
         buckets = len(self._devices), config.bucket_bytes
         self._emitter = Emitter(strategy, runtime, *buckets, self._invariants, compressing)
         alone = runtime, self._emitter, self._initial_values, config
         self.outer = Outer(strategy, *alone) if self.trains_alone else None
+        self._in_eager_step = False  # whether replica functions run eagerly
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
         self._lifted: weakref.WeakKeyDictionary[Variable, Variable] = weakref.WeakKeyDictionary()
 
@@ -153,9 +163,11 @@ class Extended(CrossReplica):
         )
 
     def _experimental_distribute_dataset(self, dataset: Batches, options: tf.distribute.InputOptions | None) -> Batches:
-        if self.shards and self._runtime.exchange.workers > 1 and generators.of_whole_job(dataset):
-            return datasets.distribute_rows(self, self.staging, dataset, self._make_input_context(), options)
-        return datasets.distribute_dataset(self, self.staging, dataset, self._make_input_context(), options)
+        context = self._make_input_context()
+        in_python = self.shards and self._runtime.exchange.workers > 1 and generators.of_whole_job(dataset)
+        if in_python or (context.num_replicas_in_sync > 1 and generators.has_scalars(dataset)):
+            return datasets.distribute_rows(self, self.staging, dataset, context, options)
+        return datasets.distribute_dataset(self, self.staging, dataset, context, options)
 
     def _distribute_datasets_from_function(
         self, dataset_fn: Function, options: tf.distribute.InputOptions | None
@@ -184,14 +196,17 @@ class Extended(CrossReplica):
 
         def components(**kwargs: object) -> list[Variable]:
             made: list[Variable] = []
-            for replica, device in enumerate(devices):
-                with tf.device(device):
-                    kwargs["initial_value"] = self._get_variable_creator_initial_value(
-                        replica_id=replica, device=device, primary_var=made[0] if made else None, **kwargs
-                    )
-                    if replica > 0:
-                        kwargs["name"] = f"{made[0].name.split(':')[0]}/replica_{replica}/"
-                    made.append(next_creator(**kwargs))
+            # A traced function would initialize them in its first run, which fails with several devices.
+            lifted = tf.init_scope() if callable(kwargs["initial_value"]) else contextlib.nullcontext()
+            with lifted:
+                for replica, device in enumerate(devices):
+                    with tf.device(device):
+                        kwargs["initial_value"] = self._get_variable_creator_initial_value(
+                            replica_id=replica, device=device, primary_var=made[0] if made else None, **kwargs
+                        )
+                        if replica > 0:
+                            kwargs["name"] = f"{made[0].name.split(':')[0]}/replica_{replica}/"
+                        made.append(next_creator(**kwargs))
             return made
 
         variable = distribute_utils.create_mirrored_variable(
@@ -208,6 +223,8 @@ class Extended(CrossReplica):
                 variable.make_gates()
                 self._runtime.gate_watch.add(variable.gates)
         self._initial_values.created(variable)
+        if self._in_eager_step and isinstance(variable, GatedVariable) and tf.executing_eagerly() and self.shards:
+            self._initial_values.share_now(variable)  # this very step reads it
         return variable
 
     def take_from_first_rank(self, variables: Sequence[Variable]) -> None:
@@ -273,8 +290,12 @@ class Extended(CrossReplica):
             sum_up = functools.partial(self._replica_ctx_all_reduce, SUM)
             fn = with_share(fn, self._num_replicas_in_sync, self.last_batch, sum_up)
         if tf.executing_eagerly():
-            with self._runtime.spans.eager_step(), told(self.exchange):
-                result = super()._call_for_each_replica(fn, args, kwargs)
+            self._in_eager_step = True
+            try:
+                with self._runtime.spans.eager_step(), told(self.exchange):
+                    result = super()._call_for_each_replica(fn, args, kwargs)
+            finally:
+                self._in_eager_step = False
         else:
             graph = ops.get_default_graph()
             if in_xla(graph):
@@ -313,29 +334,28 @@ class Extended(CrossReplica):
     def _replica_ctx_all_reduce(
         self, reduce_op: tf.distribute.ReduceOp, value: Value, options: object = None
     ) -> Structure:
-        flat, share = tf.nest.flatten(value), share_of_gradients()
+        flat, count = tf.nest.flatten(value), counted()
         if len(self._devices) > 1 and tf.executing_eagerly():
             check_one_device(f"mode={self.mode!r}", len(self._devices) if self.free else 1)
             # In eager mode replica functions run one after the other: only merge_call joins them. It would count an
             # object that all of them share once; copies make each replica contribute it, as in graphs.
-            own = [identity(each if share is None else share.only_if_rows(each)) for each in flat]
-            value = tf.nest.pack_sequence_as(value, own)
+            value = tf.nest.pack_sequence_as(value, [identity(count.part(each)) for each in flat])
             reduce = super(mirrored_strategy.MirroredExtended, self)._replica_ctx_all_reduce
             with own_losses():
                 return reduce(reduce_op, value, options)
-        local, own = flat, flat if share is None else [share.only_if_rows(each) for each in flat]
+        local, own = flat, [count.part(each) for each in flat]
         replica = distribute_lib.get_replica_context()._replica_id
         key = () if tf.executing_eagerly() else self._emitter.next_reduction(replica)
         if len(self._devices) > 1:
             local = own = self._sum_locally(own, replica, key, options)
-            share = None
+            count = Counted()
         if self.free:
             local = own = self._reductions.estimated(own)
-            summed = [identity(each) for each in own]
+            summed, count = [identity(each) for each in own], Counted()
         else:
             summed = self._reductions.sum_all(own, key)
         if key and reduce_op == SUM:
-            reduction = Reduction(len(flat), None if share is None else share.has_rows)
+            reduction = Reduction(len(flat), count)
             for gradient, result in zip(local, summed, strict=True):
                 self._emitter.note_reduced(Reduced(gradient, result, reduction))
         if reduce_op == MEAN:
@@ -388,8 +408,7 @@ class Extended(CrossReplica):
     ) -> None:
         """Has pservers update `variables` in eager mode; see `served_bucket.update_eagerly`."""
         check_one_device("update='server'", len(self._devices))
-        share = share_of_gradients()
-        own = [each if share is None else share.only_if_rows(each) for each in gradients]
+        own = [counted().part(each) for each in gradients]
         own = self._reductions.estimated(own) if self.free else own  # as in graphs
         update_eagerly(self._runtime, rule, variables, own, numbers)
 

@@ -6,6 +6,7 @@ model's weights; weights loaded later must be loaded on every rank. Ranks first 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -34,6 +35,9 @@ class InitialValues:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._created: list[Variable] = []
+        self.agreed: list[
+            weakref.ref[Variable]
+        ] = []  # all whose values have been agreed on, in the same order everywhere
 
     def created(self, variable: Variable) -> None:
         """Notes a new distributed variable."""
@@ -51,6 +55,12 @@ class InitialValues:
             return
         with tf.init_scope():
             self.share([variable for variable in self._created if bool(variable.is_initialized())])
+
+    def share_now(self, variable: Variable) -> None:
+        """Gives a new variable its value on rank 0, if it can be before the step that creates it ends."""
+        if self._created and _has_fixed_size(variable) and not _on_read(variable):
+            with tf.init_scope():
+                self.share([variable])
 
     def share(self, variables: list[Variable]) -> None:
         """Gives `variables` their values on rank 0; every rank must call it.
@@ -123,6 +133,7 @@ class InitialValues:
 
     def _forget(self, variables: list[Variable]) -> None:
         agreed = {id(variable) for variable in variables}
+        self.agreed += [weakref.ref(variable) for variable in self._created if id(variable) in agreed]
         self._created = [variable for variable in self._created if id(variable) not in agreed]
 
 

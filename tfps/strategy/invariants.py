@@ -288,11 +288,11 @@ def _difference(subject: _Subject, round_: int, rows: Array) -> str:
         values = rows[:, column]
         if (values != values[0]).any():
             shown = values.view(np.float64) if is_float else values
-            what = f"{label} is {_by_value(shown, _hexadecimal if is_float is None else _decimal)}"
+            what = f"{label} is {by_value(shown, hexadecimal if is_float is None else decimal)}"
             break
     else:
         what = (
-            f"the weights after the update have checksum {_by_value(rows[:, 2], _hexadecimal)} (processors of "
+            f"the weights after the update have checksum {by_value(rows[:, 2], hexadecimal)} (processors of "
             "different kinds may round differently)"
         )
     return (
@@ -302,7 +302,7 @@ def _difference(subject: _Subject, round_: int, rows: Array) -> str:
     )
 
 
-def _by_value(values: Structure, shown: Callable[[Value], str]) -> str:
+def by_value(values: Structure, shown: Callable[[Value], str]) -> str:
     """Returns which ranks have which value: `0.1 on rank 0, 2 and 0.2 on rank 1`."""
     ranks: dict[bytes, list[int]] = {}
     for rank, value in enumerate(values):
@@ -310,12 +310,12 @@ def _by_value(values: Structure, shown: Callable[[Value], str]) -> str:
     return " and ".join(f"{shown(values[who[0]])} on rank {', '.join(map(str, who))}" for who in ranks.values())
 
 
-def _decimal(value: Value) -> str:
+def decimal(value: Value) -> str:
     """Formats `value` at its own precision: a float32 does not get the digits of a float64."""
     return str(np.float32(value) if isinstance(value, np.float64) and np.float32(value) == value else value)
 
 
-def _hexadecimal(value: Value) -> str:
+def hexadecimal(value: Value) -> str:
     return f"{int(value) & (2**64 - 1):016x}"
 
 

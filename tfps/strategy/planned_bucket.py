@@ -227,13 +227,14 @@ class PlannedBucket:
     def _payload(self, gradients: list[Value]) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Returns the bytes of `gradients`, and of the indices if sparse."""
         first, indices = self.noted[0], None
+        counted = first.reduced.reduction.counted
         if first.sparse:
-            data = graph_ops.to_bytes(gradients[0].values)
+            data = graph_ops.to_bytes(counted.weighted(gradients[0].values))
             indices = graph_ops.to_bytes(tf.cast(gradients[0].indices, tf.int64))
         else:
             flat = [tf.reshape(tf.cast(gradient, first.dtype), [-1]) for gradient in gradients]
-            data = graph_ops.to_bytes(flat[0] if len(flat) == 1 else tf.concat(flat, 0))
-        if (has_rows := first.reduced.reduction.has_rows) is not None:
+            data = graph_ops.to_bytes(counted.weighted(flat[0] if len(flat) == 1 else tf.concat(flat, 0)))
+        if (has_rows := counted.has_rows) is not None:
             # Empty data contributes nothing. A slice from the front shares memory: this copies nothing.
             data = data[: tf.where(has_rows, tf.size(data), 0)]
             indices = None if indices is None else indices[: tf.where(has_rows, tf.size(indices), 0)]

@@ -16,19 +16,25 @@ from collections.abc import Callable, Iterator, Sequence
 import tensorflow as tf
 
 from tfps.config import Config, TraceRequest, unknown_variables
-from tfps.errors import ConfigError, in_graph_error
+from tfps.errors import ConfigError, TfpsError, in_a_line, in_graph_error, outlined
 from tfps.exchange.interface import Exchange
 from tfps.graph.effects import check_effects
+from tfps.graph.program_reductions import count_rows
+from tfps.graph.shares import in_keras_step, say_once
 from tfps.graph.tf_private import translate_errors
 from tfps.keras_hooks.added_losses import note_added_losses
 from tfps.keras_hooks.agreed_logs import agree_on_logs
+from tfps.keras_hooks.building import build_if_possible
 from tfps.keras_hooks.clipping import clip_own_gradients
+from tfps.keras_hooks.convolutions import read_kernels_before
+from tfps.keras_hooks.epoch_ends import stop_at_epoch_ends
 from tfps.keras_hooks.epochs import run_epochs_apart
 from tfps.keras_hooks.error_feedback import back_up_held_back
 from tfps.keras_hooks.loss_scaling import agree_on_finite
 from tfps.keras_hooks.outer_steps import exchange_between_steps
 from tfps.keras_hooks.predictions import predict_everything
-from tfps.keras_hooks.saving import share_files
+from tfps.keras_hooks.random_states import share_random_states
+from tfps.keras_hooks.saving import save_what_functions_use, share_files
 from tfps.keras_hooks.seeds import draw_apart
 from tfps.keras_hooks.served_optimizers import serve_updates
 from tfps.keras_hooks.weighing import weigh_by_rows
@@ -94,7 +100,12 @@ class Strategy(tf.distribute.Strategy):
         devices = _devices(devices)
         check_effects()
         self._user = next(_users)
-        self._connection = _connect(cluster, self.config, self._user)
+        try:
+            self._connection = _connect(cluster, self.config, self._user)
+        except TfpsError as error:
+            if not tf.debugging.is_traceback_filtering_enabled():
+                raise
+            raise outlined(error) from None  # its text has what gRPC said
         self._pservers = cluster.pservers
         self._runtime = self._connection.runtime
         ends = self._connection.users[self._user]
@@ -102,6 +113,7 @@ class Strategy(tf.distribute.Strategy):
         self._forget = weakref.finalize(self, _forget, self._connection, self._user)
         self._forget.atexit = False
         super().__init__(Extended(self, devices, self._runtime, self.config))
+        _strategies.add(self)
         if self.extended.staging is not None:
             ends.append(self.extended.staging.close)
         translate_errors(in_graph_error)
@@ -111,13 +123,29 @@ class Strategy(tf.distribute.Strategy):
         agree_on_logs(Strategy)
         predict_everything(Strategy)
         run_epochs_apart(Strategy)
+        stop_at_epoch_ends(Strategy)
         share_files(Strategy)
+        save_what_functions_use()
         back_up_held_back(Strategy)
+        build_if_possible(Strategy)
+        read_kernels_before()
         weigh_by_rows(Strategy)
+        count_rows(Strategy)
         clip_own_gradients(Strategy)
         serve_updates()
         note_added_losses()
         exchange_between_steps(Strategy)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas all workers have. A step of Keras need not divide by it: its gradients are averaged."""
+        if in_keras_step():
+            say_once(
+                "a step of Keras (train_step, test_step) reads num_replicas_in_sync: it must not divide its loss by "
+                "that, or gradients are too small; tfps takes the mean over all rows itself, so compute the loss of "
+                "the step's own rows, as in one process"
+            )
+        return int(self.extended._num_replicas_in_sync)
 
     @property
     def rank(self) -> int:
@@ -150,13 +178,17 @@ class Strategy(tf.distribute.Strategy):
 
         Reading them after training steps combines them, and all ranks must read them alike; `fit` and `evaluate` do
         so at the end of each epoch. To read or save them at another time on one rank only, call this on every rank
-        first. Does nothing if nothing was written or sent since the last time.
+        first. Does nothing if nothing was written or sent since the last time. If it combines variables, the ranks also
+        compare all that they must have alike (`Config.check_every` above 0, mode "sync").
 
         Raises:
+            MismatchError: a variable differs between ranks.
             TfpsError: another rank did not call it in time, or is elsewhere in its program.
         """
-        self.extended.combiner.refresh()
+        combined = self.extended.combiner.refresh()
         self.extended.compressing.collect()
+        if combined and self.extended.states is not None:
+            self.extended.states.compare("at a call of combine()")
 
     def synchronize(self) -> None:
         """Brings all workers to the same parameters where they do not step together (`Config.mode`; docs/modes.md).
@@ -178,7 +210,8 @@ class Strategy(tf.distribute.Strategy):
         self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None
     ) -> Batches:
         """As in `tf.distribute.Strategy`; first combines variables as `combine()`, because evaluation may follow."""
-        self.extended.combiner.refresh()
+        if self.extended.sharding.combines:
+            self.extended.combiner.refresh()
         return super().experimental_distribute_dataset(dataset, options)
 
     def dump_graph(self, path: str | pathlib.Path, function: str | None = None) -> None:
@@ -228,9 +261,23 @@ class Strategy(tf.distribute.Strategy):
         """Leaves the job and stops all threads; later training raises. Called automatically when the process ends.
 
         Strategies of one process with the same pservers share a connection, which closes with the last of them.
+
+        Raises:
+            MismatchError: what was trained since the ranks compared it last differs between them.
         """
         if self._forget.detach():
-            _disconnect(self._connection, self._user)
+            _strategies.discard(self)
+            failure = sys.exc_info()[1]  # in a `finally`: what ends the program
+            try:
+                if failure is None:
+                    self._finish()
+            finally:
+                _disconnect(self._connection, self._user, failure)
+
+    def _finish(self) -> None:
+        """Compares what has been trained since ranks compared it last."""
+        if self.extended.states is not None:
+            self.extended.states.finish()
 
 
 @functools.cache
@@ -260,6 +307,7 @@ class _Connection:
 _connections: dict[Cluster, _Connection] = {}  # by the strategies' cluster; guarded by _connecting
 _open: set[_Connection] = set()  # guarded by _connecting
 _users = itertools.count()
+_strategies: weakref.WeakSet[Strategy] = weakref.WeakSet()  # that have not been closed; main thread only
 _connecting = threading.RLock()  # reentrant: the garbage collector may finalize a strategy anywhere
 
 
@@ -286,6 +334,11 @@ def _connect(cluster: Cluster, config: Config, user: int) -> _Connection:
         config,
     )
     connection.users[user] = []
+    try:
+        share_random_states(connection.runtime)
+    except BaseException:
+        connection.runtime.close(drain=False)
+        raise
     with _connecting:
         _open.add(connection)
         if cluster.pservers:
@@ -293,8 +346,8 @@ def _connect(cluster: Cluster, config: Config, user: int) -> _Connection:
     return connection
 
 
-def _disconnect(connection: _Connection, user: int) -> None:
-    """Removes a user; the last one closes the connection."""
+def _disconnect(connection: _Connection, user: int, failure: BaseException | None = None) -> None:
+    """Removes a user, because of `failure` if there is one; the last one closes the connection."""
     with _connecting:
         ends = connection.users.pop(user, [])
     for end in ends:
@@ -302,15 +355,15 @@ def _disconnect(connection: _Connection, user: int) -> None:
     with _connecting:
         if connection.users:
             return
-    _close(connection, drain=True)
+    _close(connection, failure, drain=True)
 
 
-def _close(connection: _Connection, *, drain: bool) -> None:
+def _close(connection: _Connection, failure: BaseException | None, *, drain: bool) -> None:
     with _connecting:
         _open.discard(connection)
         for cluster in [cluster for cluster, known in _connections.items() if known is connection]:
             del _connections[cluster]
-    connection.runtime.close(drain=drain)
+    connection.runtime.close(drain=drain, reason="" if failure is None else in_a_line(failure))
 
 
 def _forget(connection: _Connection, user: int) -> None:
@@ -337,29 +390,37 @@ def _forget(connection: _Connection, user: int) -> None:
 
 @atexit.register
 def _close_at_end() -> None:
-    close_all(drain=not _ended_by_exception())
+    close_all(_ended_by_exception())
 
 
-def close_all(*, drain: bool) -> None:
+def close_all(failure: BaseException | None = None) -> None:
     """Closes all strategies of this process, as its end does: for whatever runs a program in a process that goes on.
 
     Args:
-        drain: whether to wait until the other workers have what this one has sent; not if the program has failed.
+        failure: what has ended the program. Ranks that wait for this one quote it; without a failure this one waits
+            until they have what it has sent.
     """
+    if failure is None:
+        for strategy in sorted(_strategies, key=lambda each: each._user):
+            with contextlib.suppress(TfpsError):  # which has been logged
+                strategy._finish()
     with _connecting:  # copies: the garbage collector may finalize a strategy meanwhile
         connections = [(each, [end for ends in each.users.values() for end in ends]) for each in _open]
     for connection, ends in connections:
         for end in ends:
             end()
-        _close(connection, drain=drain)
+        _close(connection, failure, drain=failure is None)
 
 
-def _ended_by_exception() -> bool:
-    """Whether an exception ends the interpreter: then nobody should wait for this worker.
+def _ended_by_exception() -> BaseException | None:
+    """The exception that ends the interpreter, if one does: then nobody should wait for this worker.
 
     An interactive session shows exceptions and goes on.
     """
-    return hasattr(sys, "last_type") and not hasattr(sys, "ps1") and not sys.flags.interactive
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return None
+    failure: BaseException | None = getattr(sys, "last_value", None)
+    return failure
 
 
 def _devices(devices: Sequence[str] | None) -> Sequence[str]:

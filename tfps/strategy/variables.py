@@ -194,6 +194,8 @@ class GatedVariable(Converted, values.MirroredVariable):
         for each in passing:
             each._passed[replica].add(graph)
             (each.owner or each)._was_passed = True
+        if current_replica(self._distribute_strategy) is None:
+            self.gates[replica].passed_outside.add(graph)
         passed = pass_gate(self.gates[replica], [each._values[replica].handle for each in passing], after)
         if self.owner is None:
             extended.note_passed(passing, replica, graph, passed)
@@ -274,7 +276,9 @@ class GatedVariable(Converted, values.MirroredVariable):
         """Returns what a replica writes, with its change of `before()` (None: `value` is the change) weighted by rows.
 
         The mean over replicas then equals that of a batch that divides evenly; a replica without rows adds nothing.
-        Sums are not weighted. TensorFlow reduces tensors only: it takes a number for the result.
+        Sums are not weighted, nor is what does not come from this replica's rows: a counter's increment, a statistic of
+        the whole batch. Eagerly nobody can tell, so there a step of Keras takes the mean at once. TensorFlow reduces
+        tensors only: it takes a number for the result.
         """
         summed = self._aggregation == tf.VariableAggregation.SUM
         reduced = (summed or self._aggregation == tf.VariableAggregation.MEAN) and tf.is_tensor(value)
@@ -286,6 +290,11 @@ class GatedVariable(Converted, values.MirroredVariable):
         value = tf.convert_to_tensor(value, self.dtype)
         if summed:
             return share.only_if_rows(value)
+        if self.local and not share.depends_on_rows(value):
+            return value
+        if self.local and tf.executing_eagerly() and share.step is not None and share.step.trains:
+            part = share.only_if_rows(value * share.weight(tf.constant(1 / share.replicas, self.dtype), exchange=True))
+            return self._distribute_strategy.extended._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, [part])[0]
         start = tf.zeros([], self.dtype) if before is None else before()
         relative = share.relative(self.dtype, exchange=not self.local)  # else all replicas reduce together
         counted = tf.where(tf.equal(relative, 1), value, start + relative * (value - start))
@@ -320,6 +329,15 @@ class GatedVariable(Converted, values.MirroredVariable):
     def _export_to_saved_model_graph(self, *args: object, **kwargs: object) -> Structure:
         self._refresh()
         return super()._export_to_saved_model_graph(*args, **kwargs)
+
+    def _trackable_children(self, save_type: str = "checkpoint", **options: object) -> dict[str, object]:
+        """Adds to a SavedModel the gates that its functions may pass."""
+        children: dict[str, object] = super()._trackable_children(save_type, **options)
+        if save_type == "savedmodel":
+            for replica, gate in enumerate(self.gates):
+                if gate.passed_outside:
+                    children[f"tfps_gate_{replica}"] = gate.saved
+        return children
 
     def _kept(self) -> tf.Tensor | None:
         """Returns the value as of the send, inside a deferred update that does not own this variable; else None."""

@@ -12,11 +12,13 @@ from typing import IO, TYPE_CHECKING
 from tfps.errors import TfpsError
 from tfps.trace.capture_file import read
 from tfps.trace.summary import LinkUse, Summary, Totals, summarize
+from tfps.version import __version__
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _SHOWN = 10
+_UNBROKEN = 10_000  # columns
 _CSV = (
     "run", "step", "duration_ns", "compute_ns", "exposed_ns", "input_ns", "under_way_ns", "hidden_ns", "overlap",
     "slowest", "inversions", "messages",
@@ -27,6 +29,7 @@ _LINK_CSV = ("pushed_bytes", "replied_bytes", "push_busy_ns", "reply_busy_ns")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="tfps_trace", description="Shows where the time of captured steps went.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="<log_dir>/plugins/tfps/<run>.trace.json.gz"
     )
@@ -68,6 +71,8 @@ def _show(summaries: Sequence[Summary]) -> None:
     except ImportError as error:
         raise TfpsError("tables need the package rich: pip install 'tfps[console]', or use --csv") from error
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _UNBROKEN  # a file or a pipe has room; rich takes it for 80 columns
     for summary in summaries:
         for part in _parts(summary):
             console.print(part)
@@ -95,7 +100,7 @@ def _parts(summary: Summary) -> Iterator[RenderableType]:
     yield table(heads, [*rows, _row("mean", totals, steps)])
     links = [_link(link, totals.duration_ns, steps) for link in totals.links]
     yield "\n[dim]pservers, per step[/dim]"
-    yield table(("pserver", "pushed", "link in use", "replied", "link in use"), links)
+    yield table(("pserver", "pushed", "in use", "replied", "in use"), links)
     runs = steps * summary.workers
     costs = [(cost.variable, _ms(cost.exposed_ns / runs)) for cost in summary.costs[:_SHOWN]]
     yield "\n[dim]most waited for, per step and worker[/dim]"

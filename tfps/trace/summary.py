@@ -282,9 +282,13 @@ class _Summarizer:
             waiting[rank] = causes[_NETWORK] - before
         cause, ns = causes.most_common(1)[0]
         said = f"{cause}, in {_part(ns, sum(causes.values()))} of the exposed wait"
+        here = cause == _NETWORK and _on_one_host(self._capture)
+        if here:
+            said = said.replace(_NETWORK, _MEMORY)
         if cause == _NETWORK and (busiest := _busiest(links)) is not None:
             said += f", most of it to and from pserver {busiest}"
-        if cause == _NETWORK and (slowest := _busiest(waiting)) is not None:
+        # Only if slices wait for it: else others are later, for reasons of their own, and there is no way on one host.
+        if cause == _NETWORK and not here and (slowest := _busiest(waiting)) is not None and slowest == totals.slowest:
             said += f"; worker {slowest} has the slowest way, and the others wait for it"
         if totals.messages and totals.inversions > _SHOWN_INVERSIONS * totals.messages:
             said += f"; {_part(totals.inversions, totals.messages)} of the messages were sent before more urgent ones"
@@ -314,6 +318,14 @@ class _Summarizer:
 
 
 _NETWORK = "the network: messages of the waiting worker are on the wire"
+_MEMORY = "the exchange on this one host: messages of the waiting worker are under way"
+_LOOPBACK = ("127.", "localhost:", "[::1]:")
+
+
+def _on_one_host(capture: Capture) -> bool:
+    """Whether there is no network: all processes are on one host, and workers reach pservers by a loopback address."""
+    hosts = {process.host for process in capture.processes if process.role == "worker"}
+    return len(hosts) == 1 and "" not in hosts and all(each.host.startswith(_LOOPBACK) for each in capture.pservers)
 
 
 def _busiest(links: Counter[int]) -> int | None:

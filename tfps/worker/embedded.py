@@ -157,6 +157,6 @@ class EmbeddedExchange:
     def fail(self, error: TfpsError) -> None:
         self._state.fail(error)
 
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         self._switch.off()
         self._state.close()

@@ -76,11 +76,18 @@ def join(
         yield Joined(Membership(reply.rank, reply.workers, reply.incarnation), reply.shared_memory, reply.data_port)
 
 
-def leave(pservers: Sequence[Pserver], membership: Membership, failure: TfpsError | None) -> None:
-    """Tells every pserver that this worker leaves, and why if it failed; ignores unreachable pservers."""
+def leave(pservers: Sequence[Pserver], membership: Membership, failure: TfpsError | None, reason: str = "") -> None:
+    """Tells every pserver that this worker leaves; ignores unreachable pservers.
+
+    Args:
+        failure: why the job fails.
+        reason: why this worker leaves, for those that wait for it; if nobody does, the job goes on.
+    """
     farewell = None if failure is None else failure_of(failure)
     for pserver in pservers:
-        request = pb.LeaveRequest(incarnation=membership.incarnation, rank=membership.rank, failure=farewell)
+        request = pb.LeaveRequest(
+            incarnation=membership.incarnation, rank=membership.rank, failure=farewell, reason=reason
+        )
         try:
             pserver.call("Leave", request, _LEAVE_TIMEOUT_S)
         except TfpsError:

@@ -182,7 +182,7 @@ class Worker:
             if shares_memory:
                 self._memory.pservers.add(index)
 
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         if not self._state.close():
             return
         self._end_pushes()
@@ -190,25 +190,25 @@ class Worker:
         if self._watch.is_alive() and threading.current_thread() is not self._watch:
             self._watch.join()  # it may still be reporting a failure to the pservers
         self._tracer.close(failed=self._state.failure is not None)
-        self._hang_up()
+        self._hang_up(reason)
 
-    def _hang_up(self) -> None:
+    def _hang_up(self, reason: str = "") -> None:
         """Leaves the job and releases all resources."""
-        self._leave()
+        self._leave(reason)
         for stream in self._streams:
             stream.close()
         for pserver in self._pservers:
             pserver.close()
         self._memory.close()
 
-    def _leave(self) -> None:
+    def _leave(self, reason: str = "") -> None:
         """Tells every pserver once that this worker leaves, if it has joined any."""
         with self._leaving:
             first, self._left = not self._left, True
         if not first:
             return
         if self._membership.incarnation:
-            leave(self._pservers, self._membership, self._farewell)
+            leave(self._pservers, self._membership, self._farewell, reason)
 
     def fail(self, error: TfpsError) -> None:
         self._fail(error, told=False)

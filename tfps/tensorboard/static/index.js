@@ -125,7 +125,11 @@ class Page {
       });
       this.state = "ready";
     } catch (error) {
+      if (this.run.value !== run || this.other.value !== other) return; // something else is shown, or on its way
       this.fail(String(error.message ?? error));
+      for (const pane of this.panes.filter(({ summary }) => !summary)) {
+        pane.head.replaceChildren(el("p", { class: "message", role: "alert" }, "There is no summary: the request for it failed. Reload the page to try again."));
+      }
     }
   }
 

@@ -65,7 +65,7 @@ function variables(summary, onVariable) {
 function pservers(summary) {
   const { links, duration_ns: whole } = summary.totals;
   const steps = summary.steps.length;
-  return table("pservers, per step", ["", "pushed", "link in use", "replied", "link in use"], links.map((link) => [
+  return table("pservers, per step", ["", "pushed", "in use", "replied", "in use"], links.map((link) => [
     `pserver ${link.pserver}`,
     bytes(Math.round(link.pushed_bytes / steps)), bar(link.push_busy_ns / whole, percent(link.push_busy_ns / whole)),
     bytes(Math.round(link.replied_bytes / steps)), bar(link.reply_busy_ns / whole, percent(link.reply_busy_ns / whole)),

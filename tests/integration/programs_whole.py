@@ -1,0 +1,310 @@
+"""Steps of Keras' `fit` that are written as for one process, where batches do not divide; see program.py.
+
+The last batch has fewer rows than replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+from program import Job, Results, data, history, weights
+
+from tfps.types import Argument, Library, Model, Structure, Value
+
+L: Library = keras.layers
+SGD = keras.optimizers.SGD
+ROWS, BATCH = 29, 7
+OPTIONS: dict[str, Argument] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+
+
+def ended(job: Job, build: Callable[[], Model], x: Structure, y: Structure, **options: Argument) -> Results:
+    """What `fit`, `evaluate` and `predict` give."""
+    options.setdefault("loss", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    options.setdefault("metrics", [])
+    model = job.compiled(lambda: SGD(0.1, momentum=0.5), build=build, **options)
+    fit = model.fit(x, y, epochs=2, validation_data=(x, y), **OPTIONS)
+    evaluated = model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
+    predicted = model.predict(x, batch_size=BATCH, verbose=0)
+    return {**weights(model), **history(fit), **{f"evaluated/{k}": v for k, v in evaluated.items()}, "own": predicted}
+
+
+def pixels() -> tuple[np.ndarray, np.ndarray]:
+    x, y = data(ROWS)
+    return x.reshape(-1, 8, 8, 1), y
+
+
+def convolutional(job: Job) -> Results:
+    """oneDNN's Conv2D returns the shape of its input for batches of no rows; SeparableConv2D raises an error."""
+
+    def build() -> Model:
+        convolutions = [L.Conv2D(4, 3, strides=2, activation="relu"), L.SeparableConv2D(4, 3, padding="same")]
+        return keras.Sequential([L.Input((8, 8, 1)), *convolutions, L.GlobalAveragePooling2D(), L.Dense(10)])
+
+    return ended(job, build, *pixels(), metrics=["accuracy"])
+
+
+class Heads(L.Layer):
+    """Reshapes as many models do: -1 of no rows is not what they mean."""
+
+    def call(self, inputs: Value) -> Value:
+        batch = keras.ops.shape(inputs)[0]
+        return keras.ops.max(keras.ops.reshape(inputs, (batch, -1, 4, 4)), axis=1)
+
+
+def attentive(job: Job) -> Results:
+    def build() -> Model:
+        inputs = L.Input((8, 8))
+        attended = L.MultiHeadAttention(2, 4, use_bias=False)(inputs, inputs)  # a bias of keys has no gradient
+        return keras.Model(inputs, L.Dense(10)(L.Flatten()(Heads()(L.Add()([inputs, attended])))))
+
+    x, y = pixels()
+    return ended(job, build, x[..., 0], y)
+
+
+def recurrent_eagerly(job: Job) -> Results:
+    x, y = pixels()
+    build = lambda: keras.Sequential([L.Input((8, 8)), L.LSTM(4), L.Dense(10)])  # noqa: E731
+    return ended(job, build, x[:15, :, :, 0], y[:15], run_eagerly=True)
+
+
+def synchronized(job: Job, rows: int = ROWS, **options: Argument) -> Results:
+    """Synchronized batch normalization sees all rows of all replicas, as in one process."""
+
+    def build() -> Model:
+        return keras.Sequential(
+            [
+                L.Input((64,)),
+                L.Dense(8, use_bias=False),
+                L.BatchNormalization(synchronized=True, momentum=0.8),
+                L.Dense(10),
+            ]
+        )
+
+    x, y = data(rows)
+    return ended(job, build, x, y, **options)
+
+
+def synchronized_eagerly(job: Job) -> Results:
+    return synchronized(job, 15, run_eagerly=True)
+
+
+def two_outputs() -> Model:
+    inputs = L.Input((64,))
+    hidden = L.Dense(8, activation="tanh")(inputs)
+    return keras.Model(inputs, {"a": L.Dense(10, name="a")(hidden), "b": L.Dense(1, name="b")(hidden)})
+
+
+class Scalar(keras.losses.Loss):
+    """Returns the mean itself."""
+
+    def call(self, y_true: Value, y_pred: Value) -> Value:
+        return keras.ops.mean((keras.ops.cast(keras.ops.reshape(y_true, (-1, 1)), y_pred.dtype) - y_pred) ** 2)
+
+
+class Overridden(keras.losses.Loss):
+    """Does all by itself."""
+
+    def __call__(self, y_true: Value, y_pred: Value, sample_weight: Value = None) -> Value:
+        return keras.losses.MeanAbsoluteError()(y_true, y_pred)
+
+
+def scalar_losses(job: Job) -> Results:
+    """A loss that is a number already, beside one that Keras makes a mean of."""
+    x, y = data(ROWS)
+    losses = {"a": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "b": Scalar()}
+    results = ended(job, two_outputs, x, {"a": y, "b": y}, loss=losses, loss_weights={"a": 1.0, "b": 0.3})
+    results = {key: value for key, value in results.items() if not _unequal("outputs", key)}
+    build = lambda: keras.Sequential([L.Input((64,)), L.Dense(1)])  # noqa: E731
+    whole = lambda y_true, y_pred: tf.reduce_mean(tf.abs(tf.cast(y_true, tf.float32) - y_pred))  # noqa: E731
+    for name, loss in {
+        "function": whole,
+        "overridden": Overridden(),
+        "sum": keras.losses.MeanSquaredError("sum"),
+    }.items():
+        more = ended(job, build, x, y.reshape(-1, 1) / 10, loss=loss)
+        results.update({f"{name}/{key}": value for key, value in more.items() if not _unequal(name, key)})
+    return results
+
+
+def _unequal(name: str, key: str) -> bool:
+    """In evaluation nothing is exchanged, so what sums over rows, or counts batches, is exact only if they divide."""
+    return ("val_" in key or "evaluated" in key) and (name == "sum" or key.endswith(("a_loss", "b_loss")))
+
+
+class Endpoint(L.Layer):
+    """Adds a loss object's value, as the guide to functional models does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def call(self, logits: Value, targets: Value) -> Value:
+        self.add_loss(self.loss_fn(targets, logits))
+        return keras.ops.softmax(logits)
+
+
+def endpoint(job: Job) -> Results:
+    def build() -> Model:
+        inputs, targets = L.Input((64,), name="inputs"), L.Input((), name="targets", dtype="int32")
+        return keras.Model([inputs, targets], Endpoint()(L.Dense(10)(inputs), targets))
+
+    x, y = data(ROWS)
+    model = job.compiled(lambda: SGD(0.1), build=build, loss=None, metrics=[])
+    fit = model.fit([x, y], None, epochs=2, **OPTIONS)
+    return {**weights(model), **history(fit)}
+
+
+class Tracking(keras.Model):
+    """A step of its own, whose losses are those of a loss object and of nothing but TensorFlow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.other = L.Dense(8, activation="tanh"), L.Dense(10)
+        self.loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self.tracker, self.plain = keras.metrics.Mean(name="loss"), keras.metrics.Mean(name="plain")
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return [self.tracker, self.plain]
+
+    def both(self, x: Value, y: Value) -> tuple[Value, Value]:
+        logits = self.other(self.dense(x))
+        return self.loss_fn(y, logits), 0.01 * tf.reduce_mean(logits**2)
+
+    def train_step(self, batch: Structure) -> Structure:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss, plain = self.both(x, y)
+            whole = loss + plain
+        gradients = tape.gradient(whole, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        self.tracker.update_state(loss)
+        self.plain.update_state(plain)
+        return {"loss": self.tracker.result(), "plain": self.plain.result(), "returned": loss}
+
+    def test_step(self, batch: Structure) -> Structure:
+        loss, plain = self.both(*batch)
+        self.tracker.update_state(loss, sample_weight=tf.shape(batch[0])[0])
+        self.plain.update_state(plain, sample_weight=tf.shape(batch[0])[0])
+        return {"loss": self.tracker.result(), "plain": self.plain.result()}
+
+
+class Nested(Tracking):
+    """Its step is a function within the replica's."""
+
+    def train_step(self, batch: Structure) -> Structure:
+        return self.nested(batch)
+
+    @tf.function
+    def nested(self, batch: Structure) -> Structure:
+        return super().train_step(batch)
+
+
+class Averaging(Tracking):
+    """Divides its losses by the rows of all replicas, as programs for tf.distribute do."""
+
+    def both(self, x: Value, y: Value) -> tuple[Value, Value]:
+        logits = self.other(self.dense(x))
+        each = keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+        average = tf.nn.compute_average_loss
+        return average(each, global_batch_size=BATCH), 0.01 * average(tf.reduce_mean(logits**2, -1))
+
+
+def own_steps(job: Job, kinds: Sequence[type[Tracking]] = (Tracking, Averaging)) -> Results:
+    x, y = data(ROWS)
+    results: Results = {}
+    for kind in kinds:
+        model = job.compiled(lambda: SGD(0.1), build=kind, loss=None, metrics=[])
+        fit = model.fit(x, y, epochs=2, validation_data=(x, y), **OPTIONS)
+        results.update({f"{kind.__name__}/{key}": value for key, value in {**weights(model), **history(fit)}.items()})
+    for each in ("loss", "plain"):  # sums over rows: see _unequal
+        results.pop(f"Averaging/history/0/val_{each}", None)
+    return results
+
+
+def nested_step(job: Job) -> Results:
+    return own_steps(job, [Nested])
+
+
+class Contrast(keras.Model):
+    """Compares each row with all rows of all replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = L.Dense(4)
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return [self.tracker]
+
+    def train_step(self, batch: Structure) -> Structure:
+        context = tf.distribute.get_replica_context()
+        with tf.GradientTape() as tape:
+            own = self.dense(batch[0])
+            everything, mean = own, tf.reduce_mean(own, 0)
+            if context is not None and context.num_replicas_in_sync > 1:
+                everything = context.all_gather(own, axis=0)
+                mean = context.all_reduce(tf.distribute.ReduceOp.MEAN, mean)
+            similar = tf.matmul(own, everything, transpose_b=True)
+            loss = tf.reduce_mean(tf.reduce_logsumexp(similar, axis=1)) + tf.reduce_mean((own - mean) ** 2)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+def contrast(job: Job, rows: int = ROWS, **options: Argument) -> Results:
+    """What replicas exchange within the step has gradients: those of the whole batch."""
+    x, y = data(rows)
+    model = job.compiled(lambda: SGD(0.01), build=Contrast, loss=None, metrics=[], **options)
+    fit = model.fit(x, y, epochs=2, **OPTIONS)
+    return {**weights(model), **history(fit)}
+
+
+def contrast_eagerly(job: Job) -> Results:
+    return contrast(job, 15, run_eagerly=True)
+
+
+def clipped(job: Job) -> Results:
+    """Each replica clips the gradient of its own rows: a limit that no gradient reaches changes nothing."""
+    x, y = data(ROWS)
+    model = job.compiled(lambda: SGD(0.1, global_clipnorm=50.0, gradient_accumulation_steps=2))
+    fit = model.fit(x, y, epochs=2, **OPTIONS)
+    return {**weights(model), **history(fit)}
+
+
+def dice(job: Job) -> Results:
+    """No mean over rows: only the ranks are equal."""
+    x, y = data(ROWS)
+    build = lambda: keras.Sequential([L.Input((64,)), L.Dense(10, activation="softmax")])  # noqa: E731
+    model = job.compiled(lambda: SGD(0.1), build=build, loss=keras.losses.Dice())
+    fit = model.fit(x, keras.utils.to_categorical(y, 10), epochs=1, **OPTIONS)
+    return {f"ranks/{key}": value for key, value in {**weights(model), **history(fit)}.items()}
+
+
+class Annealed(L.Layer):
+    """Counts its calls in training by itself, and scales what it gets by that."""
+
+    def build(self, shape: Sequence[int]) -> None:
+        self.k = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.calls = self.add_weight(shape=(), initializer="zeros", dtype="int32", trainable=False)
+
+    def call(self, inputs: Value, training: bool = False) -> Value:
+        if training:
+            self.k.assign_add(1.0)
+            self.calls.assign_add(1)
+        return inputs * (1.0 + 0.1 * self.k)
+
+
+def annealed(job: Job, rows: int = ROWS, **options: Argument) -> Results:
+    """What a layer adds in every step is no statistic of rows: replicas without rows add it, too."""
+    build = lambda: keras.Sequential([L.Input((64,)), Annealed(), L.Dense(10)])  # noqa: E731
+    return ended(job, build, *data(rows), **options)
+
+
+def annealed_eagerly(job: Job) -> Results:
+    return annealed(job, 15, run_eagerly=True)

@@ -1,0 +1,159 @@
+"""Gives a replica without rows a row that counts for nothing, as models fail on batches of no rows.
+
+TensorFlow itself breaks there (oneDNN's Conv2D returns its input's shape; `reshape(x, (batch, -1, heads, d))` takes -1
+for 1), and so do layers of Keras. The row is the first of the last batch that had any, or zeros before that. What the
+replica makes of it is left out by `Share`: it has no rows. What it returns for each row is cut off.
+
+Tested in tests/graph/test_filler.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import tensorflow as tf
+
+from tfps.graph.tf_private import ResourceVariable
+from tfps.types import Structure, Value
+
+
+class Fillers:
+    """Remembers, for each local replica and kind of batch, the first row of the last batch that had rows."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Hashable, list[Value]] = {}  # eagerly
+        self._variables: dict[
+            Hashable, list[ResourceVariable]
+        ] = {}  # in graphs: its components, and whether there is one
+
+    def fill(self, replica: int, rows: tf.Tensor, structure: Structure) -> Structure:
+        """Returns `structure`, with one row in all that has none if `rows` (int64 scalar) is 0."""
+        flat = tf.nest.flatten(structure)
+        where = [index for index, value in enumerate(flat) if _has_rows(value)]
+        if not where:
+            return structure
+        values = [flat[index] for index in where]
+        key = (replica, *(str(tf.type_spec_from_value(value)) for value in values))
+        filled = self._eagerly(key, rows, values) if tf.executing_eagerly() else self._in_graph(key, rows, values)
+        for index, value in zip(where, filled, strict=True):
+            flat[index] = value
+        return tf.nest.pack_sequence_as(structure, flat)
+
+    def _eagerly(self, key: tuple[Hashable, ...], rows: tf.Tensor, values: list[Value]) -> list[Value]:
+        # Sizes differ from batch to batch: only the kinds of the values count.
+        key = (key[0], *((type(value), value.dtype, value.shape.rank) for value in values))
+        if int(rows):
+            self._rows[key] = [_first_row(value) for value in values]
+            return values
+        stored = self._rows.get(key) or [_blank(value) for value in values]
+        return [_one_row(value, row) for value, row in zip(values, stored, strict=True)]
+
+    def _in_graph(self, key: Hashable, rows: tf.Tensor, values: list[Value]) -> list[Value]:
+        if key not in self._variables:
+            specs = _components([_first_row(value) for value in values])
+            with tf.init_scope():
+                self._variables[key] = [
+                    ResourceVariable(
+                        tf.zeros([0] * (each.shape.rank or 0), each.dtype),
+                        shape=tf.TensorShape(None),
+                        trainable=False,
+                        name="tfps_row",
+                    )
+                    for each in specs
+                ] + [ResourceVariable(False, trainable=False, name="tfps_has_row")]
+        *variables, stored = self._variables[key]
+
+        def keep() -> list[Value]:
+            for variable, part in zip(variables, _components([_first_row(each) for each in values]), strict=True):
+                variable.assign(part, read_value=False)
+            stored.assign(True, read_value=False)
+            return [_identity(each) for each in values]
+
+        def fill() -> list[Value]:
+            def of_variables() -> list[Value]:
+                return _packed(values, [variable.read_value() for variable in variables])
+
+            row = tf.cond(stored.read_value(), of_variables, lambda: [_blank(each) for each in values])
+            return [_one_row(value, each) for value, each in zip(values, row, strict=True)]
+
+        filled: list[Value] = tf.cond(tf.equal(rows, 0), fill, keep)
+        return filled
+
+
+def cut(rows: tf.Tensor, result: Structure) -> Structure:
+    """Returns what a replica function returned, without what belongs to the row that counts for nothing."""
+
+    def own(value: Value) -> Value:
+        if not _has_rows(value) or isinstance(value, tf.SparseTensor):
+            return value
+        if not tf.is_symbolic_tensor(value.flat_values if isinstance(value, tf.RaggedTensor) else value):
+            return value[:0] if int(rows) == 0 and value.shape[0] == 1 else value
+        if value.shape[0] is not None:
+            return value
+        size = value.nrows(tf.int64) if isinstance(value, tf.RaggedTensor) else tf.shape(value, tf.int64)[0]
+        fills = tf.equal(rows, 0) & tf.equal(size, 1)
+        return value[: tf.where(fills, tf.zeros_like(size), size)]
+
+    return tf.nest.map_structure(own, result)
+
+
+def _has_rows(value: Value) -> bool:
+    return isinstance(value, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)) and bool(value.shape.rank)
+
+
+def _components(values: list[Value]) -> list[tf.Tensor]:
+    flat: list[tf.Tensor] = tf.nest.flatten(values, expand_composites=True)
+    return flat
+
+
+def _packed(like: list[Value], components: list[tf.Tensor]) -> list[Value]:
+    """Returns rows of the kinds of `like`."""
+    rows: list[Value] = []
+    left = iter(components)
+    for value in like:
+        if isinstance(value, tf.Tensor):
+            row = next(left)
+            row.set_shape([1, *value.shape[1:]])
+        else:
+            parts = [next(left) for _ in tf.nest.flatten(value, expand_composites=True)]
+            for part, known in zip(parts, tf.nest.flatten(value, expand_composites=True), strict=True):
+                part.set_shape([None] * known.shape.rank)
+            row = tf.nest.pack_sequence_as(value, parts, expand_composites=True)
+        rows.append(row)
+    return rows
+
+
+def _first_row(value: Value) -> Value:
+    if not isinstance(value, tf.SparseTensor):
+        return value[:1]
+    shape = value.dense_shape
+    one = tf.minimum(shape[:1], 1)
+    return tf.sparse.slice(value, tf.zeros_like(shape), tf.concat([one, shape[1:]], 0))
+
+
+def _blank(value: Value) -> Value:
+    """Returns one row of zeros (a ragged or sparse one without values) as `value` has."""
+    if isinstance(value, tf.SparseTensor):
+        shape = tf.concat([tf.ones_like(value.dense_shape[:1]), value.dense_shape[1:]], 0)
+        return tf.SparseTensor(value.indices[:0], value.values[:0], shape)
+    if isinstance(value, tf.RaggedTensor):
+        splits = tf.zeros([2], value.row_splits.dtype)
+        return tf.RaggedTensor.from_row_splits(value.values[:0], splits, validate=False)
+    return tf.zeros(tf.concat([[1], tf.shape(value)[1:]], 0), value.dtype)
+
+
+def _one_row(value: Value, row: Value) -> Value:
+    """Returns `row` if `value` has no rows, else `value`."""
+    if isinstance(value, tf.SparseTensor):
+        empty = tf.equal(value.dense_shape[0], 0)
+    elif isinstance(value, tf.RaggedTensor):
+        empty = tf.equal(value.nrows(), 0)
+    else:
+        empty = tf.equal(tf.shape(value)[0], 0)
+    if tf.executing_eagerly():
+        return row if bool(empty) else value
+    return tf.cond(empty, lambda: _identity(row), lambda: _identity(value))
+
+
+def _identity(value: Value) -> Value:
+    return tf.nest.map_structure(tf.identity, value, expand_composites=True)
