@@ -28,6 +28,8 @@ DOCS = ["mkdocs-material>=9.5"]
 KUBERNETES = ["pyyaml>=6.0.1"]
 # With some fifty others: not for every .venv. twine renders Markdown with readme-renderer[md] only.
 RELEASE = ["ipykernel>=6.29", "nbclient>=0.10", "readme-renderer[md]>=44", "twine>=6"]
+# Heavy: for tests/models only, which is skipped without.
+MODELS = ["keras-hub>=0.20", "keras-rs>=0.3"]
 MPI = ["mpi4py>=4"]
 RAY = ["ray[train]>=2.60"]
 TEST = [
@@ -79,6 +81,7 @@ setup(
         "docs": DOCS,
         "kubernetes": KUBERNETES,
         "release": RELEASE,
+        "models": MODELS,
         "mpi": MPI,
         "ray": RAY,
         "test": TEST,

@@ -14,7 +14,9 @@ from preloaded import Process
 from tfps.types import Json
 
 HERE = Path(__file__).resolve().parent
-PYTHONPATH = os.pathsep.join([str(HERE.parent / "helpers"), str(HERE.parent.parent)])  # and this copy of tfps
+PYTHONPATH = os.pathsep.join(  # with this copy of tfps
+    str(HERE.parent / folder) for folder in ("helpers", "programs", "models", "..")
+)
 TIMEOUT_S = 240.0
 _started = itertools.count()
 

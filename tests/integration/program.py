@@ -95,7 +95,7 @@ def main(folder: str, *programs: str) -> None:
     results: dict[str, Value] = {}
     started = time.monotonic()
     for program in programs:
-        module, name = program.split(".")
+        module, _, name = program.rpartition(".")
         keras.backend.clear_session()
         job = Job(Path(folder) / name)
         keras.utils.set_random_seed(1 + job.rank)  # rank 0's initial values must win, or the ranks differ

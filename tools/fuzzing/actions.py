@@ -10,6 +10,7 @@ from tools.fuzzing.cases import (
     Assign,
     Case,
     Evaluate,
+    Export,
     Fit,
     Loop,
     OnBatch,
@@ -18,7 +19,8 @@ from tools.fuzzing.cases import (
     Resume,
     Save,
 )
-from tools.fuzzing.expressions import CALLBACKS, loss_of, optimizer
+from tools.fuzzing.expressions import CALLBACKS, LOSSES, OTHER_LOSSES, loss_of, optimizer
+from tools.fuzzing.layers import CLASSES
 
 
 def action_lines(case: Case, action: Action, number: int) -> Iterator[str]:
@@ -34,6 +36,8 @@ def action_lines(case: Case, action: Action, number: int) -> Iterator[str]:
         yield f'job.note("{name}", model, fit)'
         if any(callback.lower().find("checkpoint") >= 0 for callback in action.callbacks):
             yield f'job.note_files("{name}")'
+        if "CSVLogger" in action.callbacks:
+            yield f'job.note_csv("{name}")'
     elif isinstance(action, Evaluate):
         arrays = "held_x, held_y, held_weights" if action.weighted else "held_x, held_y"
         if action.input == "arrays":
@@ -78,6 +82,13 @@ def action_lines(case: Case, action: Action, number: int) -> Iterator[str]:
         yield from _on_batch(case, action, name)
     elif isinstance(action, Resume):
         yield from _resume(case, action, number)
+    elif isinstance(action, Export):
+        yield f'model.export(job.path("exported{name}"), verbose=False)'
+        dtype = ', dtype="int32"' if case.network.input == "words" and not case.network.second_input else ""
+        inputs = f"tf.nest.map_structure(lambda a: tf.constant(a{dtype}), held_x)"
+        if case.network.input == "words" and case.network.second_input:
+            inputs = '{"first": tf.constant(held_x["first"], "int32"), "second": tf.constant(held_x["second"])}'
+        yield f'job.note_exported("{name}", job.path("exported{name}"), {inputs})'
 
 
 def _input(kind: str, batch: int, arrays: str, seed: int) -> str:
@@ -89,6 +100,7 @@ def _input(kind: str, batch: int, arrays: str, seed: int) -> str:
         "tf.data": f"{dataset}.batch({batch})",
         "tf.data shuffled": f"{dataset}.shuffle(50, seed={seed}, reshuffle_each_iteration=False).batch({batch})",
         "tf.data reshuffled": f"{dataset}.shuffle(50, seed={seed}).batch({batch})",
+        "tf.data without a seed": f"{dataset}.shuffle(50).batch({batch})",
         "tf.data, number of batches unknown": f"without_cardinality({dataset}.batch({batch}))",
         "PyDataset": f"Batches({batch}, {arrays})",
         "generator": f"endless(Batches({batch}, {arrays}))",
@@ -145,7 +157,12 @@ def _on_batch(case: Case, action: OnBatch, name: str) -> Iterator[str]:
 
 def _save(case: Case, action: Save, name: str) -> Iterator[str]:
     if action.what == "model.keras":
-        classes = ["AddLoss"] * ("AddLoss" in case.network.layers) + ["Guided"] * (case.step != "Keras' train_step")
+        classes = [CLASSES[layer] for layer in case.network.layers if layer in CLASSES]
+        classes += ["Guided"] * (case.step != "Keras' train_step")
+        classes += ["Rows"] * ("Rows" in (*case.metrics, *case.weighted_metrics))
+        own = LOSSES[case.network.task, case.loss], OTHER_LOSSES[case.network.other_loss]
+        classes += [loss.partition("(")[0] for loss in own if not loss.startswith(("keras", '"'))]
+        classes = list(dict.fromkeys(classes))
         objects = ", ".join(f"{each!r}: {each}" for each in classes)
         objects = f", custom_objects={{{objects}}}" if objects else ""
         yield f'model.save(job.path("{name}-saved.keras"))'

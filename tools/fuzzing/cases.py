@@ -86,7 +86,12 @@ class Resume:
     epochs: int = 3
 
 
-Action = Fit | Evaluate | Predict | Save | Recompile | Loop | Assign | OnBatch | Resume
+@dataclass(frozen=True)
+class Export:
+    """Exports the model, loads it as TensorFlow does, without Keras, and calls its signature."""
+
+
+Action = Fit | Evaluate | Predict | Save | Recompile | Loop | Assign | OnBatch | Resume | Export
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,7 @@ class Network:
     task: str = "regression"
     second_input: bool = False
     second_output: bool = False
+    other_loss: str = "mse"  # of the second output
     per_step: bool = False  # sequences: outputs have the steps of the input
     style: str = "functional"
 
@@ -126,6 +132,7 @@ class Place:
     compression: str = "no compression"
     own_folders: bool = False
     own_initial_values: bool = False
+    own_orders: bool = False  # ranks begin with different random numbers, which what shuffles without a seed takes
 
 
 @dataclass(frozen=True)
@@ -155,6 +162,19 @@ class Case:
     def training_rows(self) -> int:
         """Rows that `fit` trains on without validation_split."""
         return self.rows
+
+    @property
+    def in_any_order(self) -> bool:
+        """Whether a `fit` goes through its rows in an order of its own."""
+        return any(
+            fit.input == "tf.data without a seed" or (self.place.own_orders and fit.shuffle) for fit in self.fits
+        )
+
+    @property
+    def weighted(self) -> bool:
+        """Whether rows that losses see have weights."""
+        fits = any(fit.weighted != "no" or fit.validation == "weighted validation_data" for fit in self.fits)
+        return fits or any(action.weighted for action in self.actions if isinstance(action, Evaluate))
 
     @property
     def actions_of(self) -> set[str]:

@@ -15,6 +15,7 @@ from tools.fuzzing.cases import (
     Assign,
     Case,
     Evaluate,
+    Export,
     Fit,
     Loop,
     Network,
@@ -27,11 +28,20 @@ from tools.fuzzing.cases import (
     Save,
     features,
 )
-from tools.fuzzing.expressions import CLIPPING, LOSSES, OPTIMIZERS, SCHEDULES
+from tools.fuzzing.expressions import (
+    CLIPPING,
+    LOSSES,
+    NOT_OF_ROWS,
+    OF_VECTORS,
+    OPTIMIZERS,
+    OTHER_LOSSES,
+    SCHEDULES,
+    WITHOUT_REDUCTION,
+)
 from tools.fuzzing.layers import EMBEDDINGS, IMAGES, SEQUENCES, VECTORS
 
 _METRICS = {
-    "regression": ["mae", "RootMeanSquaredError", "R2Score", "CosineSimilarity"],
+    "regression": ["mae", "RootMeanSquaredError", "R2Score", "CosineSimilarity", "Rows"],
     "binary": ["BinaryAccuracy", "AUC", "Precision", "F1Score"],
     "classes": ["accuracy", "TopK", "SparseCategoricalCrossentropy", "MeanIoU"],
 }
@@ -86,15 +96,22 @@ def _drawn(d: Drawing, workers: tuple[int, ...]) -> Case:
     optimizer = _optimizer(d)
     step = "Keras' train_step"
     if network.style == "functional" and not network.second_output and d.rarely("own step", 5):
-        step = d.one(["own metrics", "guide"] if network.task == "regression" else ["Keras' train_step", "guide"])
+        step = d.one(
+            ["own metrics", "own mean", "guide"] if network.task == "regression" else ["Keras' train_step", "guide"]
+        )
+        if step != "Keras' train_step" and "metric in a layer" in network.layers:
+            step = "Keras' train_step"  # those of one's own would give it what it does not take
+    loss = d.one(
+        name for task, name in LOSSES if task == network.task and not (network.per_step and name in OF_VECTORS)
+    )
     batch, rows, validation_rows = _sizes(d, place.workers * place.devices)
     case = Case(
         seed=d.number(1, 99),
         place=place,
         network=network,
         optimizer=optimizer,
-        loss=d.one(loss for task, loss in LOSSES if task == network.task),
-        reduction=d.one(["sum_over_batch_size", "sum"]) if d.rarely("reduction") else "sum_over_batch_size",
+        loss=loss,
+        reduction="sum" if loss not in WITHOUT_REDUCTION and d.rarely("sum", 8) else "sum_over_batch_size",
         metrics=_metrics(d, network, 3),
         weighted_metrics=_metrics(d, network, 1),
         steps_per_execution=d.number(2, 4) if place.devices == 1 and d.rarely("steps_per_execution", 6) else 1,
@@ -130,6 +147,7 @@ def _place(d: Drawing, workers: tuple[int, ...]) -> Place:
         sockets=bool(pservers) and d.rarely("sockets"),
         own_folders=count > 1 and d.rarely("own_folders"),
         own_initial_values=count > 1 and d.rarely("own_initial_values"),
+        own_orders=count > 1 and d.rarely("own_orders", 6),
     )
 
 
@@ -138,6 +156,9 @@ def _sizes(d: Drawing, replicas: int) -> tuple[int, int, int]:
     if d.rarely("rows that do not divide", 2):
         batch = d.number(1 if not d.rarely("small batches") else max(replicas, 1), 9)
         return batch, d.number(batch, 30), d.number(1, 20)
+    if replicas > 1 and d.rarely("replica without rows", 3):
+        batch = d.number(replicas, 9)
+        return batch, batch * d.number(1, 3) + d.number(1, replicas - 1), d.number(1, 20)
     batch = replicas * d.number(1, max(12 // replicas, 1))
     last = replicas * d.number(0, 2) if d.rarely("smaller last batch", 3) else 0
     return batch, batch * d.number(1, 4) + last, batch * d.number(1, 2)
@@ -162,12 +183,14 @@ def _network(d: Drawing) -> Network:
             layers.append("GlobalAveragePooling2D")
     if not per_step:
         layers += d.some(VECTORS, 2)
+    second_output = not per_step and d.rarely("second_output", 6)
     return Network(
         input=kind,
         layers=tuple(layers),
         task=d.one(["regression", "binary", "classes"]),
         second_input=not per_step and d.rarely("second_input", 6),
-        second_output=not per_step and d.rarely("second_output", 6),
+        second_output=second_output,
+        other_loss=d.one(OTHER_LOSSES) if second_output else "mse",
         per_step=per_step,
         style="subclassed" if d.rarely("subclassed", 8) else "functional",
     )
@@ -194,7 +217,7 @@ def _metrics(d: Drawing, network: Network, most: int) -> tuple[str, ...]:
 def _first(d: Drawing, case: Case) -> Action:
     """Something that trains."""
     kinds = ["Fit", "Fit", "Fit"]
-    if not case.network.second_output:
+    if not case.network.second_output and case.loss not in NOT_OF_ROWS:
         kinds.append("Loop")
     whole = case.batch % case.place.workers == 0 and case.batch <= case.rows
     if case.place.devices == 1 and whole:
@@ -211,7 +234,9 @@ def _first(d: Drawing, case: Case) -> Action:
 
 
 def _action(d: Drawing, case: Case) -> Action:
-    kind = d.one(["train", "Evaluate", "Predict", "Save", "Recompile", "Assign"])
+    kind = d.one(["train", "Evaluate", "Predict", "Save", "Recompile", "Assign", "Export"])
+    if kind == "Export" and not case.place.own_folders:  # rank 0 writes; the others read what it has written
+        return Export()
     if kind == "Evaluate":
         return Evaluate(d.one(["arrays", "tf.data", "PyDataset"]), not case.network.per_step and d.rarely("weighted"))
     if kind == "Predict":
@@ -230,6 +255,8 @@ def _fit(d: Drawing, case: Case) -> Fit:
     kind = d.one(["arrays", "tensors", "tf.data", "tf.data shuffled", "tf.data reshuffled", "PyDataset", "generator"])
     if d.rarely("tf.data, number of batches unknown", 10):
         kind = "tf.data, number of batches unknown"
+    if d.rarely("tf.data without a seed", 12):
+        kind = "tf.data without a seed"
     arrays = kind in ("arrays", "tensors")
     batches = -(-case.rows // case.batch)
     weightings = ["no", "no"] if case.network.per_step else ["no", "no", "sample_weight"]
@@ -244,20 +271,25 @@ def _fit(d: Drawing, case: Case) -> Fit:
     validation = d.one(validations)
     steps = d.number(0, batches) if d.rarely("steps") and validation != "validation_split" else 0
     callbacks = ["EarlyStopping", "ModelCheckpoint", "ModelCheckpoint best", "checkpoint every 2 batches"]
-    callbacks += ["BackupAndRestore", "TerminateOnNaN"]
+    callbacks += ["BackupAndRestore", "TerminateOnNaN", "CSVLogger", "LambdaCallback", "TensorBoard"]
+    callbacks += ["EarlyStopping by a baseline", "ModelCheckpoint from a threshold"]
     if case.optimizer.schedule == "constant":
         callbacks += ["ReduceLROnPlateau", "LearningRateScheduler"]
     if case.optimizer.ema:
-        callbacks.append("SwapEMAWeights")
+        callbacks += [d.one(["SwapEMAWeights", "SwapEMAWeights on epochs"])]
     if case.network.style == "subclassed":
         callbacks.remove("ModelCheckpoint")
-    return Fit(
+    shuffle = arrays and d.rarely("shuffle", 2)
+    fit = Fit(
         epochs=d.number(1, 3),
         input=kind,
-        shuffle=arrays and d.rarely("shuffle", 2),
+        shuffle=shuffle,
         weighted=d.one(weightings),
         validation=validation,
         steps=batches if kind == "generator" else steps,
         callbacks=d.some(callbacks, 2),
         interrupted=d.number(1, 3) if d.rarely("interrupted", 10) else 0,
     )
+    if kind == "tf.data without a seed" or (shuffle and case.place.own_orders):  # whose epochs have all rows once
+        return dataclasses.replace(fit, steps=0, callbacks=(), interrupted=0)
+    return fit

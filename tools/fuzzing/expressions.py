@@ -29,15 +29,33 @@ SCHEDULES = {
 }
 CLIPPING = {"clipnorm": "clipnorm=0.2", "clipvalue": "clipvalue=0.05", "global_clipnorm": "global_clipnorm=0.3"}
 LOSSES = {
-    ("regression", "default loss"): "MeanSquaredError",
-    ("regression", "MeanAbsoluteError"): "MeanAbsoluteError",
-    ("regression", "Huber"): "Huber",
-    ("regression", "LogCosh"): "LogCosh",
-    ("binary", "default loss"): "BinaryCrossentropy",
-    ("binary", "BinaryFocalCrossentropy"): "BinaryFocalCrossentropy",
-    ("binary", "Hinge"): "Hinge",
-    ("classes", "default loss"): "SparseCategoricalCrossentropy",
+    ("regression", "default loss"): "keras.losses.MeanSquaredError({options})",
+    ("regression", "MeanAbsoluteError"): "keras.losses.MeanAbsoluteError({options})",
+    ("regression", "Huber"): "keras.losses.Huber({options})",
+    ("regression", "LogCosh"): "keras.losses.LogCosh({options})",
+    ("regression", "scalar function"): "mean_of_squares",
+    ("regression", "scalar subclass"): "ScalarLoss()",
+    ("regression", "subclass of rows"): "RowsLoss({options})",
+    ("regression", "function of rows"): "squares_of_rows",
+    ("binary", "default loss"): "keras.losses.BinaryCrossentropy({options})",
+    ("binary", "BinaryFocalCrossentropy"): "keras.losses.BinaryFocalCrossentropy({options})",
+    ("binary", "Hinge"): "keras.losses.Hinge({options})",
+    ("binary", "scalar function"): "mean_of_squares",
+    ("binary", "Dice of rows"): "keras.losses.Dice(axis=(1,))",
+    ("binary", "Dice of the batch"): "keras.losses.Dice()",
+    ("binary", "Tversky of rows"): "keras.losses.Tversky(axis=(1,))",
+    ("classes", "default loss"): "keras.losses.SparseCategoricalCrossentropy({options})",
+    ("classes", "scalar function"): "mean_of_classes",
 }
+OTHER_LOSSES = {
+    "mse": '"mse"',
+    "scalar function of the other": "mean_of_squares",
+    "subclass of the other": "ScalarLoss()",
+}
+SCALAR = {"scalar function", "scalar subclass"}  # one number for all rows, which is their mean
+NOT_OF_ROWS = {*SCALAR, "Dice of the batch"}
+OF_VECTORS = {*NOT_OF_ROWS, "Dice of rows", "Tversky of rows"}  # not of sequences
+WITHOUT_REDUCTION = {*SCALAR, "function of rows", "Dice of rows", "Dice of the batch", "Tversky of rows"}
 METRICS = {
     "mae": '"mae"',
     "RootMeanSquaredError": "keras.metrics.RootMeanSquaredError()",
@@ -50,6 +68,7 @@ METRICS = {
     "accuracy": '"accuracy"',
     "TopK": "keras.metrics.SparseTopKCategoricalAccuracy(2)",
     "SparseCategoricalCrossentropy": "keras.metrics.SparseCategoricalCrossentropy(from_logits=True)",
+    "Rows": 'Rows("z_rows")',
     "MeanIoU": "keras.metrics.MeanIoU(num_classes=4, sparse_y_pred=False)",
 }
 CALLBACKS = {
@@ -71,6 +90,21 @@ CALLBACKS = {
     ),
     "BackupAndRestore": 'keras.callbacks.BackupAndRestore(job.path("backup{number}"))',
     "SwapEMAWeights": "keras.callbacks.SwapEMAWeights()",
+    "SwapEMAWeights on epochs": "keras.callbacks.SwapEMAWeights(swap_on_epoch=True)",
+    "EarlyStopping by a baseline": (
+        'keras.callbacks.EarlyStopping("{monitor}", baseline=0.5, patience=2, start_from_epoch=1)'
+    ),
+    "ModelCheckpoint from a threshold": (
+        'keras.callbacks.ModelCheckpoint(job.path("{number}-threshold.weights.h5"), monitor="{monitor}", '
+        "save_best_only=True, save_weights_only=True, initial_value_threshold=0.6)"
+    ),
+    "CSVLogger": 'keras.callbacks.CSVLogger(job.path(f"log{number}.{{job.rank}}.csv"))',
+    "LambdaCallback": (
+        "keras.callbacks.LambdaCallback("
+        'on_epoch_end=lambda epoch, logs: job.found.update({{f"seen/{number}/lambda {{epoch}}/{{key}}": '
+        "np.asarray(value) for key, value in logs.items()}}))"
+    ),
+    "TensorBoard": 'keras.callbacks.TensorBoard(job.path(f"board{number}.{{job.rank}}"), histogram_freq=1)',
     "TerminateOnNaN": "keras.callbacks.TerminateOnNaN()",
 }
 
@@ -81,7 +115,7 @@ def loss_of(case: Case, reduction: str = "") -> str:
     reduction = reduction or case.reduction
     if reduction != "sum_over_batch_size":
         options.append(f'reduction="{reduction}"')
-    return f"keras.losses.{LOSSES[case.network.task, case.loss]}({', '.join(options)})"
+    return LOSSES[case.network.task, case.loss].format(options=", ".join(options))
 
 
 def optimizer(chosen: Optimizer) -> str:

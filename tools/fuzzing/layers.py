@@ -7,6 +7,14 @@ from __future__ import annotations
 
 Table = dict[str, tuple[str, int]]
 
+# Layers of the programs' own.
+CLASSES = {
+    "AddLoss": "AddLoss",
+    "counter": "Counting",
+    "moving mean": "Following",
+    "metric in a layer": "Measuring",
+    "function in a layer": "Nested",
+}
 VECTORS: Table = {
     "Dense": ('h = keras.layers.Dense(5, activation="tanh")(h)', 1),
     "Dense relu": ('h = keras.layers.Dense(6, activation="relu")(h)', 1),
@@ -33,6 +41,10 @@ VECTORS: Table = {
     "BatchNormalization": ("h = keras.layers.BatchNormalization(momentum=0.8, epsilon=0.1)(h)", 1),
     "Dropout": ("h = keras.layers.Dropout(0.3, seed=NUMBER)(h)", 1),
     "GaussianNoise": ("h = keras.layers.GaussianNoise(0.1, seed=NUMBER)(h)", 1),
+    "counter": ("h = Counting()(h)", 1),
+    "moving mean": ("h = Following()(h)", 1),
+    "metric in a layer": ("h = Measuring()(h)", 1),
+    "function in a layer": ("h = Nested(5)(h)", 1),
     "inner model": (
         'inner = keras.Input((h.shape[-1],))\nh = keras.Model(inner, keras.layers.Dense(4, "tanh")(inner))(h)',
         1,
@@ -45,6 +57,8 @@ IMAGES: Table = {
     "MaxPooling2D": ('h = keras.layers.MaxPooling2D(2, padding="same")(h)', 3),
     "BatchNormalization": ("h = keras.layers.BatchNormalization(momentum=0.8, epsilon=0.1)(h)", 3),
     "GroupNormalization": ("h = keras.layers.GroupNormalization(1, epsilon=0.1)(h)", 3),
+    "Conv2DTranspose": ('h = keras.layers.Conv2DTranspose(3, 2, strides=2, activation="tanh")(h)', 3),
+    "counter": ("h = Counting()(h)", 3),
     "GlobalAveragePooling2D": ("h = keras.layers.GlobalAveragePooling2D()(h)", 1),
 }
 EMBEDDINGS: Table = {
@@ -60,6 +74,22 @@ SEQUENCES: Table = {
         "h = keras.layers.Add()([h, keras.layers.MultiHeadAttention(2, 3)(h, h)])",
         2,
     ),
+    "causal attention": (
+        (
+            "h = keras.layers.LayerNormalization(epsilon=0.1)(\n"
+            "    h + keras.layers.MultiHeadAttention(1, 4)(h, h, use_causal_mask=True)\n)"
+        ),
+        2,
+    ),
+    "ConvLSTM1D": (
+        (
+            "h = keras.layers.Reshape((h.shape[1], h.shape[2], 1))(h)\n"
+            'h = keras.layers.ConvLSTM1D(2, 2, padding="same", return_sequences=True)(h)\n'
+            "h = keras.layers.TimeDistributed(keras.layers.Flatten())(h)"
+        ),
+        2,
+    ),
+    "counter": ("h = Counting()(h)", 2),
     "Conv1D": ('h = keras.layers.Conv1D(4, 2, padding="same", activation="tanh")(h)', 2),
     "LayerNormalization": ("h = keras.layers.LayerNormalization(epsilon=0.1)(h)", 2),
     "TimeDistributed": ('h = keras.layers.TimeDistributed(keras.layers.Dense(4, activation="tanh"))(h)', 2),

@@ -15,6 +15,7 @@ import numpy as np
 
 from tfps.types import Value
 from tools.fuzzing.cases import Case, Evaluate, Fit, OnBatch, Recompile, Resume, Save, features
+from tools.fuzzing.expressions import SCALAR
 
 Found = Mapping[str, Value]
 PLAIN, MIRRORED, NOTHING = "plain", "mirrored", "nothing"
@@ -65,7 +66,7 @@ def _uneven(case: Case) -> bool:
 
 
 def _differs_in_evaluation(case: Case) -> bool:
-    counts_alike = case.reduction == "sum" or case.network.second_output or case.step == "guide"
+    counts_alike = case.reduction == "sum" or case.network.second_output or case.step != "Keras' train_step"
     return "masked loss" in features(case) or (counts_alike and _uneven(case))
 
 
@@ -81,8 +82,14 @@ def _saves_what_was_only_evaluated(case: Case) -> bool:
     return False
 
 
+_DECIDE = {
+    *("EarlyStopping", "EarlyStopping by a baseline", "ReduceLROnPlateau"),
+    *("ModelCheckpoint best", "ModelCheckpoint from a threshold"),
+}
+
+
 def _decisive(callbacks: tuple[str, ...]) -> bool:
-    return bool({"EarlyStopping", "ReduceLROnPlateau", "ModelCheckpoint best"} & set(callbacks))
+    return bool(_DECIDE & set(callbacks))
 
 
 def _decides_by_validation(case: Case) -> bool:
@@ -90,7 +97,19 @@ def _decides_by_validation(case: Case) -> bool:
 
 
 _SIGNS = ("Lion", "Muon", "Adafactor")
-_OF_THE_MODEL = ("evaluated", "predictions", "files", "seen", "history", "epochs")
+_OF_THE_MODEL = ("evaluated", "predictions", "exported", "files", "seen", "history", "epochs")
+_OF_ONE_NUMBER = {"scalar function of the other", "subclass of the other"}
+
+
+def _like_mirrored(case: Case) -> bool:
+    """Whether what it is compared with is MirroredStrategy."""
+    return _clips(case) or _uses(case, "BatchNormalization")
+
+
+def _adds_scalars(case: Case) -> bool:
+    """Whether MirroredStrategy adds up what is a mean over rows."""
+    return case.loss in SCALAR or case.step == "own mean" or case.network.other_loss in _OF_ONE_NUMBER
+
 
 RULES = (
     Rule(
@@ -185,18 +204,62 @@ RULES = (
         NOTHING,
     ),
     Rule(
-        "loss of one's own step",
-        lambda case: _several(case) and case.step == "own metrics",
-        "a loss that is called in a step has been divided by the number of replicas, which is what is noted of it",
-        without=("history/*/loss", "history/*/val_loss", "seen/*/loss", "seen/*/val_loss", "evaluated/*/loss"),
+        "losses of one's own step under MirroredStrategy",
+        lambda case: _several(case) and case.step != "Keras' train_step" and _like_mirrored(case),
+        "MirroredStrategy's are divided by the number of replicas",
+        without=("history/*/*loss", "seen", "evaluated"),
     ),
     Rule(
-        "decisions by the loss of one's own step",
+        "decisions by losses of one's own step under MirroredStrategy",
         lambda case: (
-            _several(case) and case.step == "own metrics" and any(_decisive(fit.callbacks) for fit in case.fits)
+            _several(case)
+            and case.step != "Keras' train_step"
+            and _like_mirrored(case)
+            and any(_decisive(fit.callbacks) for fit in case.fits)
         ),
         "callbacks decide by that",
         NOTHING,
+    ),
+    Rule(
+        "scalar losses under MirroredStrategy",
+        lambda case: _several(case) and _adds_scalars(case) and _like_mirrored(case),
+        "MirroredStrategy adds up what each replica's loss is as a whole",
+        NOTHING,
+    ),
+    Rule(
+        "scalar losses with weights",
+        lambda case: (
+            _several(case)
+            and case.weighted
+            and (case.loss in {*SCALAR, "Dice of the batch"} or case.network.other_loss in _OF_ONE_NUMBER)
+        ),
+        "a mean times a mean of weights is no mean over rows",
+        NOTHING,
+    ),
+    Rule(
+        "quotients of sums over a batch",
+        lambda case: _several(case) and case.loss == "Dice of the batch",
+        "each replica divides its own sums",
+        NOTHING,
+    ),
+    Rule(
+        "any order",
+        lambda case: _several(case) and case.in_any_order,
+        "what one process would draw is not known, but that each epoch has all rows once",
+        without=(
+            *(
+                "weights",
+                "statistics",
+                "optimizer *",
+                "predictions",
+                "exported",
+                "evaluated",
+                "losses",
+                "files",
+                "seen",
+            ),
+            "history/*/[!z]*",
+        ),
     ),
     Rule(
         "train_on_batch under MirroredStrategy",

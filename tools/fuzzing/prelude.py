@@ -49,6 +49,21 @@ class Job:
         if fit:
             self.found[f"epochs/{name}"] = np.asarray(fit.epoch)
 
+    def note_csv(self, name):
+        """What CSVLogger has written: its numbers."""
+        lines = (self.folder / f"log{name}.{self.rank}.csv").read_text().splitlines()
+        names, *rows = (line.split(",") for line in lines)
+        for key, column in zip(names, zip(*rows)):
+            self.found[f"seen/{name}/csv/{key}"] = np.array([float(cell) for cell in column if cell != "NA"])
+
+    def note_exported(self, name, folder, inputs):
+        """What the signature of an exported model makes of `inputs`, once rank 0 has written it."""
+        if self.workers > 1:
+            self.strategy.reduce("MEAN", tf.constant(1.0), axis=None)  # waits for all
+        loaded = tf.saved_model.load(folder)
+        for index, value in enumerate(tf.nest.flatten(loaded.serve(inputs))):
+            self.found[f"exported/{name}/{index}"] = value.numpy()
+
     def note_files(self, name):
         """Weights and configurations in the files that action `name` has saved: other ranks may be ahead."""
         for path in sorted(self.folder.glob(f"{name}-*")):
@@ -130,6 +145,120 @@ class AddLoss(keras.layers.Layer):
         return inputs
 '''
 
+COUNTING = '''
+
+class Counting(keras.layers.Layer):
+    """Counts its steps of training."""
+
+    def build(self, shape):
+        self.steps = self.add_weight(shape=(), initializer="zeros", dtype="int32", trainable=False, name="steps")
+
+    def call(self, inputs, training=None):
+        if training:
+            self.steps.assign_add(1)
+        return inputs
+'''
+
+FOLLOWING = '''
+
+class Following(keras.layers.Layer):
+    """Follows the mean of its inputs, which does not change them."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="moving_level")
+
+    def call(self, inputs, training=None):
+        if training:
+            self.mean.assign(0.8 * self.mean + 0.2 * keras.ops.mean(inputs, 0))
+        return inputs
+'''
+
+MEASURING = '''
+
+class Measuring(keras.layers.Layer):
+    """Has a metric of its own."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.level = keras.metrics.Mean(name="level")
+
+    def call(self, inputs):
+        self.level.update_state(keras.ops.mean(keras.ops.abs(inputs), -1))
+        return inputs
+'''
+
+NESTED = '''
+
+class Nested(keras.layers.Layer):
+    """A part of the step is a function of TensorFlow's."""
+
+    def __init__(self, units, **options):
+        super().__init__(**options)
+        self.units = units
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], self.units), name="kernel")
+
+    def get_config(self):
+        return {**super().get_config(), "units": self.units}
+
+    @tf.function
+    def multiplied(self, inputs):
+        return tf.tanh(tf.matmul(inputs, self.kernel))
+
+    def call(self, inputs):
+        return self.multiplied(inputs)
+
+    def compute_output_spec(self, inputs):
+        return keras.KerasTensor((*inputs.shape[:-1], self.units), inputs.dtype)
+'''
+
+ROWS = '''
+
+class Rows(keras.metrics.Metric):
+    """The sum of targets: that of all rows, in whatever order they come."""
+
+    def __init__(self, name="z_rows", **options):
+        super().__init__(name=name, **options)
+        self.total = self.add_variable(shape=(), initializer="zeros", name="total")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(keras.ops.sum(keras.ops.cast(y_true, "float32")))
+
+    def result(self):
+        return keras.ops.convert_to_tensor(self.total)
+'''
+
+LOSSES = '''
+
+def mean_of_squares(y_true, y_pred):
+    """One number for all rows."""
+    return tf.reduce_mean(tf.square(tf.cast(y_true, y_pred.dtype) - y_pred))
+
+
+def mean_of_classes(y_true, y_pred):
+    return tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True))
+
+
+def squares_of_rows(y_true, y_pred):
+    """A number for each row."""
+    return tf.reduce_mean(tf.square(y_true - y_pred), -1)
+
+
+class ScalarLoss(keras.losses.Loss):
+    """Returns one number for all rows."""
+
+    def call(self, y_true, y_pred):
+        return keras.ops.mean(keras.ops.abs(y_true - y_pred)) + keras.ops.mean(keras.ops.square(y_pred))
+
+
+class RowsLoss(keras.losses.Loss):
+    """Returns a number for each row."""
+
+    def call(self, y_true, y_pred):
+        return keras.ops.mean(keras.ops.square(y_true - y_pred) + 0.1 * keras.ops.abs(y_pred), -1)
+'''
+
 SUBCLASSED = '''
 
 class Subclassed(keras.Model):
@@ -206,6 +335,43 @@ class Guided(keras.Model):
         self.mean_loss.update_state(self.own_loss(y, predictions, sample_weight=weights))
         self.error.update_state(y, predictions)
         return {"loss": self.mean_loss.result(), "error": self.error.result()}
+'''
+
+OWN_MEAN = '''
+
+class Guided(keras.Model):
+    """`train_step` and `test_step` with a mean over rows that no loss of Keras makes."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.mean_loss = keras.metrics.Mean(name="loss")
+        self.error = keras.metrics.MeanAbsoluteError(name="error")
+
+    @property
+    def metrics(self):
+        return [self.mean_loss, self.error]
+
+    def loss_of(self, y, predictions):
+        return tf.reduce_mean(tf.square(y - predictions)) + 0.1 * tf.reduce_mean(tf.abs(predictions))
+
+    def updated(self, loss, y, predictions):
+        self.mean_loss.update_state(loss)
+        self.error.update_state(y, predictions)
+        return {"loss": self.mean_loss.result(), "error": self.error.result()}
+
+    def train_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            predictions = self(x, training=True)
+            loss = self.loss_of(y, predictions)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        return self.updated(loss, y, predictions)
+
+    def test_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        predictions = self(x, training=False)
+        return self.updated(self.loss_of(y, predictions), y, predictions)
 '''
 
 SHAKE = '''

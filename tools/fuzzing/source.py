@@ -7,9 +7,17 @@ from collections.abc import Iterator
 from tools.fuzzing import prelude
 from tools.fuzzing.actions import action_lines
 from tools.fuzzing.cases import Case
-from tools.fuzzing.expressions import METRICS, loss_of, optimizer
+from tools.fuzzing.expressions import LOSSES, METRICS, OTHER_LOSSES, loss_of, optimizer
 from tools.fuzzing.layers import EMBEDDINGS, IMAGES, SEQUENCES, VECTORS
 
+LAYERS = {
+    "AddLoss": prelude.ADD_LOSS,
+    "counter": prelude.COUNTING,
+    "moving mean": prelude.FOLLOWING,
+    "metric in a layer": prelude.MEASURING,
+    "function in a layer": prelude.NESTED,
+}
+STEPS = {"guide": prelude.GUIDE, "own metrics": prelude.OWN_METRICS, "own mean": prelude.OWN_MEAN}
 SHAPES = {"features": (3,), "image": (6, 6, 2), "words": (5,), "sequence": (5, 4)}
 
 
@@ -39,12 +47,17 @@ def _classes(case: Case) -> Iterator[str]:
     inputs = {getattr(action, "input", "") for action in case.actions}
     if inputs - {"arrays", "tf.data", "tf.data shuffled", "tf.data reshuffled", "tensors", ""}:
         yield prelude.BATCHES
-    if "AddLoss" in case.network.layers:
-        yield prelude.ADD_LOSS
+    for layer, text in LAYERS.items():
+        if layer in case.network.layers:
+            yield text
+    if "Rows" in (*case.metrics, *case.weighted_metrics):
+        yield prelude.ROWS
+    if not LOSSES[case.network.task, case.loss].startswith("keras") or case.network.other_loss != "mse":
+        yield prelude.LOSSES
     if case.network.style == "subclassed":
         yield prelude.SUBCLASSED
     if case.step != "Keras' train_step":
-        yield prelude.GUIDE if case.step == "guide" else prelude.OWN_METRICS
+        yield STEPS[case.step]
     if "Loop" in case.actions_of:
         yield prelude.LOOP
     if any(fit.interrupted for fit in case.fits):
@@ -117,7 +130,8 @@ def _model(case: Case) -> str:
     weighted = ", ".join(METRICS[name] for name in case.weighted_metrics)
     loss = loss_of(case)
     if network.second_output:
-        loss = f'{{"main": {loss}, "other": "mse"}}, loss_weights={{"main": 1.0, "other": 0.3}}'
+        other = OTHER_LOSSES[network.other_loss]
+        loss = f'{{"main": {loss}, "other": {other}}}, loss_weights={{"main": 1.0, "other": 0.3}}'
         metrics, weighted = (f'{{"main": [{each}]}}' if each else "" for each in (metrics, weighted))
     else:
         metrics, weighted = (f"[{each}]" if each else "" for each in (metrics, weighted))
@@ -152,7 +166,7 @@ def _main(case: Case, shaken: bool) -> str:
         f"    keras.utils.set_random_seed({case.seed}{' + job.rank' if case.place.own_initial_values else ''})",
         "    with job.scope():",
         f"        model = {'shaken(compiled(job, build()))' if shaken else 'compiled(job, build())'}",
-        f"    keras.utils.set_random_seed({case.seed})",
+        f"    keras.utils.set_random_seed({case.seed}{' + job.rank' if case.place.own_orders else ''})",
         f"    x, y, weights = data({case.rows}, 1)",
         f"    held_x, held_y, held_weights = data({case.validation_rows}, 2)",
     ]
