@@ -94,8 +94,9 @@ def test_two_workers_with_different_numbers_of_batches_do_bitwise_what_is_done_b
 
 
 def test_workers_exchange_nothing_between_two_outer_steps(two: list[list[dict[str, Value]]]) -> None:
-    for steps, result in zip(UNEVEN, two[0], strict=True):  # rank 0's initial values, then one bucket every 4 steps
-        assert result["pushed"] == [1 + step // 4 for step in range(1, steps + 1)]
+    # Rank 0's random states and initial values, then one bucket every 4 steps.
+    for steps, result in zip(UNEVEN, two[0], strict=True):
+        assert result["pushed"] == [2 + step // 4 for step in range(1, steps + 1)]
 
 
 @pytest.mark.long

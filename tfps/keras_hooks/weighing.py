@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
+from tfps.errors import TfpsError, outlined
 from tfps.graph.shares import Share, current_share, in_keras_step, keras_step, reducing_gradients, say_once
 from tfps.graph.tf_private import is_differentiated
 from tfps.keras_hooks.keras_private import Stepper, loss_module, trainer_module
@@ -52,8 +53,13 @@ def _mark_steps(strategy_class: type[tf.distribute.Strategy]) -> None:
 
             @functools.wraps(function)
             def step(*arguments: object) -> object:
-                with keras_step(trains=trains):
-                    return function(*arguments)
+                try:
+                    with keras_step(trains=trains):
+                        return function(*arguments)
+                except TfpsError as error:
+                    if not tf.debugging.is_traceback_filtering_enabled():
+                        raise
+                    raise outlined(error)  # noqa: B904  # the same error
 
             setattr(self, made, step)
             return result

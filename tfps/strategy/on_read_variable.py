@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from tfps.errors import UnsupportedError
 from tfps.graph.shares import current_share
 from tfps.graph.tf_private import distribute_lib, values, values_util
 from tfps.keras_hooks.keras_private import in_symbolic_scope
+from tfps.strategy.additive import adds_up
 from tfps.strategy.conversions import Converted
 from tfps.types import Function, Value
 
@@ -62,6 +64,7 @@ class OnReadVariable(Converted, values.SyncOnReadVariable):
         self, value: Value, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> Value:
         if not self._outside():
+            self._check_adds(value)
             value = self._counted(value, lambda: self._get_on_device_or_primary().read_value())
             return super().assign(value, use_locking, name, read_value)
         if not tf.executing_eagerly():
@@ -93,6 +96,22 @@ class OnReadVariable(Converted, values.SyncOnReadVariable):
         if share is None or not share.may_be_empty:
             return value
         return share.only_if_rows(tf.convert_to_tensor(value, self.dtype), before() if before else None)
+
+    def _check_adds(self, value: Value) -> None:
+        """Checks that a replica adds to this variable if it is a sum; eagerly nobody can tell.
+
+        Raises:
+            UnsupportedError: it does something else, which does not add up over replicas.
+        """
+        if self._aggregation != tf.VariableAggregation.SUM or tf.executing_eagerly() or current_share() is None:
+            return
+        if not adds_up(self._get_on_device_or_primary(), tf.convert_to_tensor(value, self.dtype)):
+            raise UnsupportedError(
+                f"variable {self.name!r} is a sum over replicas, as a metric's is by default, but a step assigns what "
+                "does not add up (a maximum, a moving average, the last batch's value); create it by "
+                "add_variable(..., aggregation='mean') if the mean over replicas is meant ('only_first_replica': the "
+                "value of rank 0), or keep sums and compute the rest of them in result()"
+            )
 
     def _outside(self) -> bool:
         """Whether this is neither in a replica function nor in an update."""
