@@ -158,10 +158,25 @@ def test_contradictions_of_the_launchers_variables_are_refused(environment: dict
         Launch.from_environment(environment)
 
 
-@pytest.mark.parametrize("address", ["host", "host:", ":7070", "host:port", "host:0", "host:65536", "", None, 7070])
+@pytest.mark.parametrize(
+    "address", ["host", "host:", ":7070", "host:port", "host:0", "host:65536", "host:²", "", None, 7070]
+)
 def test_an_address_must_be_host_and_port(address: Argument) -> None:
     with pytest.raises(tfps.ConfigError, match="'host:port'"):
         check_address(address)
+
+
+@pytest.mark.parametrize("host", ["a..b", ".", "x" * 64 + ".example", "a b", "a\0b"])
+def test_an_address_whose_host_no_resolver_takes_is_refused_by_name(host: str) -> None:
+    with pytest.raises(tfps.ConfigError, match="a host must be a name or an IP address") as caught:
+        check_address(f"{host}:7070")
+    assert repr(host) in str(caught.value)
+    assert repr(f"{host}:7070") in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["a.b.", "münchen.example", "[fe80::1%eth0]", "10.0.0.1", "with_underscore"])
+def test_other_hosts_are_left_to_the_resolver(host: str) -> None:
+    assert check_address(f"{host}:7070") == f"{host}:7070"
 
 
 def test_a_trace_is_asked_for_with_a_directory_and_two_steps() -> None:

@@ -379,6 +379,22 @@ def check_address(address: str) -> str:
         ConfigError: it is not; the message says what is wrong.
     """
     host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not colon or not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
         raise ConfigError(f"a pserver address must be 'host:port' with a port from 1 to 65535, got {address!r}")
+    check_host_name(host, f" in {address!r}")
     return address
+
+
+def check_host_name(host: str, where: str = "") -> str:
+    """Returns `host` if it could be one: what could not raises another error in each place that looks it up.
+
+    Raises:
+        ConfigError: it could not; the message ends with `where` and the reason.
+    """
+    try:
+        host.strip("[]").encode("idna")
+    except UnicodeError as error:
+        raise ConfigError(f"a host must be a name or an IP address, got {host!r}{where}: {error}") from None
+    if not host.isprintable() or " " in host:
+        raise ConfigError(f"a host must be a name or an IP address without spaces, got {host!r}{where}")
+    return host

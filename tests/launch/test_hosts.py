@@ -22,6 +22,11 @@ def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
         parse_hosts(text)
 
 
+def test_a_host_that_no_resolver_takes_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a host must be a name or an IP address, got 'a\.\.b' in --hosts: "):
+        parse_hosts("a..b:2,c")
+
+
 def test_a_host_is_named_once() -> None:
     with pytest.raises(ConfigError, match=r"each host must be named once, got a 2 times; write a:N"):
         parse_hosts("a,b,a")

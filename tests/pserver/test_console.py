@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -75,6 +76,17 @@ def test_a_failed_job_shows_its_reason() -> None:
     with console.capture() as captured:
         console.print(table(look(state="failed", reason="rank 1 died")))
     assert "failed: rank 1 died" in captured.get()
+
+
+def test_what_others_have_named_is_no_markup() -> None:
+    from rich.console import Console
+
+    console = Console(width=200)
+    foreign = "x[/x][red]:smile:\\"
+    with console.capture() as captured:
+        console.print(table(look(dataclasses.replace(NOW, host=foreign), state="failed", reason=foreign)))
+    assert f"{foreign}:7" in captured.get()
+    assert f"failed: {foreign}" in captured.get()
 
 
 def test_without_rich_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

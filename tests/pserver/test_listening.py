@@ -47,6 +47,12 @@ def test_loopback_needs_nothing(host: str) -> None:
     check_metrics_host(host, Security())
 
 
+def test_a_host_that_no_resolver_takes_is_refused() -> None:
+    for check in (check_host, check_metrics_host):
+        with pytest.raises(ConfigError, match=r"a host must be a name or an IP address, got 'a\.\.b': "):
+            check("a..b", TOKEN)
+
+
 def test_a_pserver_that_others_reach_is_refused_before_it_listens() -> None:
     with pytest.raises(ConfigError, match="--insecure"):
         ParameterServer("0.0.0.0", 0, workers=1)

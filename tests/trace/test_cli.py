@@ -22,7 +22,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = chrome_path(tmp_path_factory.getbasetemp() / "cli", "one")
     settings = simulation.Settings(steps=2, jitter=0.05)
     write_chrome(
-        synthetic_capture(model_profiles.load("resnet50"), simulation.Cluster(2, 2, 2.0), settings, "[one]"), path
+        synthetic_capture(model_profiles.load("resnet50"), simulation.Cluster(2, 2, 2.0), settings, "[/one]\\"), path
     )
     return path
 
@@ -31,7 +31,7 @@ def test_it_prints_the_summary(file: Path, capsys: pytest.CaptureFixture[str]) -
     assert main([str(file)]) == 0
     out = capsys.readouterr().out
     summary = summarize(read(file))
-    assert out.startswith("[one] policy priority, ")
+    assert out.startswith("[/one]\\ policy priority, ")
     assert f"limited by {summary.limit}" in out
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
     step = summary.steps[0]

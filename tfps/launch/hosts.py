@@ -7,6 +7,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tfps.config import check_host_name
 from tfps.errors import ConfigError
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -53,7 +54,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
                 f"--hosts must be HOST:WORKERS, separated by commas, as in a:4,b:4 (an IPv6 address in brackets), got "
                 f"{part.strip()!r} in {text!r}"
             )
-        hosts.append(Host(found["name"], int(found["workers"] or 1)))
+        hosts.append(Host(check_host_name(found["name"], " in --hosts"), int(found["workers"] or 1)))
     return checked_hosts(hosts)
 
 

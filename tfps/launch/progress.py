@@ -69,7 +69,7 @@ def _bar(what: str, total: int) -> rich.progress.Progress | None:
         from rich.progress import Progress as Bar
     except ImportError:
         return None
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True, auto_refresh=False)
     bar.add_task(what, total=total)
     bar.start()

@@ -165,7 +165,7 @@ def table(look: Look) -> RenderableType:
         found.add_column(name, justify="left" if name in ("process", "state") else "right", no_wrap=True)
     for member, rate, behind in look.members():
         slow = bool(behind or member.awaited_slices)
-        found.add_row(
+        cells = (
             str(member.rank),
             f"{member.host}:{member.pid}",
             f"{member.state}{', shared memory' if member.shared_memory else ''}",
@@ -178,8 +178,9 @@ def table(look: Look) -> RenderableType:
             _size(member.in_flight_bytes),
             f"{rate.late_s * 1e3:.1f} ms",
             str(member.awaited_slices),
-            style="yellow" if slow and job.state == "running" else "",
         )
+        # As Text: in plain strings rich reads markup, and a host may be called "x[/x]".
+        found.add_row(*map(Text, cells), style="yellow" if slow and job.state == "running" else "")
     lines: list[RenderableType] = [Text(line, no_wrap=True) for line in _head(look)]
     if job.reason:
         lines.append(Text(f"failed: {job.reason}", style="red"))

@@ -7,7 +7,7 @@ import errno
 import ipaddress
 import socket
 
-from tfps.config import Security
+from tfps.config import Security, check_host_name
 from tfps.errors import ConfigError
 
 LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
@@ -25,8 +25,9 @@ def check_host(host: str, security: Security) -> None:
     """Checks that other hosts can reach a pserver at `host` only with a job token, TLS, or `insecure`.
 
     Raises:
-        ConfigError: they could without; or the files do not fit together.
+        ConfigError: they could without; the files do not fit together; or this cannot be a host.
     """
+    check_host_name(host)
     if security.tls_ca and not security.tls_cert:
         raise ConfigError("tls_ca of a pserver must come with tls_cert and tls_key (--tls-cert, --tls-key), got none")
     if not _open_to_others(security) and not is_loopback(host):
@@ -41,8 +42,10 @@ def check_metrics_host(host: str, security: Security) -> None:
     """As `check_host`, for the metrics port.
 
     Raises:
-        ConfigError: other hosts could read the metrics of a pserver that says nowhere whom it serves.
+        ConfigError: other hosts could read the metrics of a pserver that says nowhere whom it serves; or this cannot be
+            a host.
     """
+    check_host_name(host)
     if not _open_to_others(security) and not is_loopback(host):
         raise ConfigError(
             f"--metrics-host of a pserver without a job token and without TLS must be a loopback address such as "

@@ -79,21 +79,21 @@ def _show(summaries: Sequence[Summary]) -> None:
 
 
 def _parts(summary: Summary) -> Iterator[RenderableType]:
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
         made = Table(box=None, header_style="dim", pad_edge=False)
         for number, head in enumerate(heads):
             made.add_column(head, justify="right" if number else "left", overflow="fold")
         for row in rows:
-            made.add_row(*map(escape, row))
+            made.add_row(*map(Text, row))  # in plain strings rich would read markup, and names are foreign
         return made
 
     totals, steps = summary.totals, len(summary.steps)
     settings = ", ".join(f"{name} {value}" for name, value in summary.settings.items())
-    yield f"[bold]{escape(summary.name)}[/bold] {escape(settings)}"
-    yield f"limited by [bold]{escape(summary.limit)}[/bold]\n"
+    yield Text.assemble((summary.name, "bold"), " ", settings)
+    yield Text.assemble("limited by ", (summary.limit, "bold"), "\n")
     rows = [_row(str(step.step), step.totals, 1) for step in summary.steps]
     heads = ("step", "took", "computing", "exposed wait", "input", "overlap", "slowest", "out of order")
     yield "[dim]steps, means of workers[/dim]"
@@ -107,7 +107,7 @@ def _parts(summary: Summary) -> Iterator[RenderableType]:
     yield table(("variable", "exposed wait"), costs)
     if summary.inversion is not None:
         pair = summary.inversion
-        yield escape(f"\nmost often out of order: {pair.sent} sent while {pair.waiting} waited ({pair.times} times)")
+        yield Text(f"\nmost often out of order: {pair.sent} sent while {pair.waiting} waited ({pair.times} times)")
 
 
 def _row(name: str, totals: Totals, steps: int) -> tuple[str, ...]:
