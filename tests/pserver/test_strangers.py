@@ -53,6 +53,18 @@ def test_a_status_of_256_mib_without_the_token_is_not_even_read(files: dict[str,
         assert peak_bytes(process) - before < 40 * MIB
 
 
+def test_many_large_calls_without_the_token_are_not_taken_in_while_they_wait(files: dict[str, str]) -> None:
+    with contextlib.ExitStack() as stack, serving("--workers=1", "--token-file", files[SECRET]) as (address, process):
+        assert ask(address, "Status", b"") is grpc.StatusCode.UNAUTHENTICATED
+        before = peak_bytes(process)
+        channels = [stack.enter_context(grpc.insecure_channel(address, CHANNEL_OPTIONS)) for _ in range(5)]
+        large = bytes(39 * MIB // 10)
+        calls = [channel.unary_unary(method("Status")).future(large) for channel in channels for _ in range(32)]
+        for call in calls:
+            assert call.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert peak_bytes(process) - before < 100 * MIB  # all of them are 624 MiB
+
+
 @pytest.mark.skipif(tuple(map(int, grpc.__version__.split(".")[:2])) < (1, 84), reason="needs gRPC 1.84")
 def test_a_status_of_256_mib_without_tokens_is_refused_before_it_is_copied() -> None:
     with serving("--workers=1") as (address, process):

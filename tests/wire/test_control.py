@@ -10,10 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfps.config import Config
+from tfps.config import Config, Security
 from tfps.errors import ConfigError, MismatchError
 from tfps.protos import tfps_pb2 as pb
-from tfps.wire.control import PROTOCOL_VERSION, SERVICE, config_of, failure_of, raise_failure, settings_of
+from tfps.wire.control import (
+    PROTOCOL_VERSION,
+    SERVICE,
+    config_of,
+    failure_of,
+    raise_failure,
+    server_options,
+    settings_of,
+)
 
 PROTO = Path(__file__).resolve().parent.parent.parent / "protos" / "tfps.proto"
 
@@ -38,6 +46,11 @@ def test_settings_cross_the_wire(config: Config) -> None:
 def test_settings_out_of_range_are_refused() -> None:
     with pytest.raises(ConfigError, match="window_bytes must be positive, got 0"):
         config_of(pb.Settings(slice_bytes=1, policy="fifo", placement="hash"))
+
+
+def test_a_pserver_never_ends_a_connection_by_itself_as_calls_that_begin_just_then_would_fail() -> None:
+    for security in (Security(), Security(token_file="file")):
+        assert not [name for name, _ in server_options(security) if "max_connection_" in name]
 
 
 def test_a_failure_in_a_reply_is_raised_as_its_class() -> None:

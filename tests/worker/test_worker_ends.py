@@ -13,9 +13,12 @@ from pathlib import Path
 import jobs
 import numpy as np
 import pytest
+from forwarding import Forwarder
 from jobs import Cluster, bucket, declare, job, push, summed, together
 
-from tfps.errors import ClosedError, PserverLostError, TfpsError, WaitTimeoutError, WorkerLostError
+from tfps.errors import ClosedError, MismatchError, PserverLostError, TfpsError, WaitTimeoutError, WorkerLostError
+from tfps.protos import tfps_pb2 as pb
+from tfps.wire.control import failure_of
 from tfps.worker.worker import Worker
 
 # Steps that do not end
@@ -55,6 +58,33 @@ def test_a_push_after_another_rank_has_left_fails_at_once(cluster: Cluster) -> N
     error = push(first, 0, bytes(5000)).error()
     assert isinstance(error, WorkerLostError)
     assert "left before step 0" in str(error)
+
+
+@pytest.mark.parametrize("cluster", ["tcp"], indirect=True)
+def test_a_declaration_whose_call_breaks_says_why_the_job_failed(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tfps.worker.worker._REASON_S", jobs.DEADLINE_S)
+    server = cluster.pserver(2)
+    between = Forwarder(server.port)
+    cluster.callback(between.close)
+    config = replace(jobs.CONFIG, transport="tcp")  # its slices do not go through the forwarder
+    other = cluster.raw(server.address, 1, config=config).open()
+    declared = functools.partial(other.declare, timeout_s=jobs.DEADLINE_S)
+    joined = functools.partial(cluster.worker, [f"127.0.0.1:{between.port}"], 0, config=config)
+    worker = next(each for each in jobs.attempt(declared, joined) if isinstance(each, Worker))
+
+    def cut_and_fail() -> None:
+        jobs.poll(lambda: len(server._job._declarations) == 2)  # it waits for the other
+        between.close()
+        request = pb.LeaveRequest(
+            incarnation=other.incarnation, rank=1, failure=failure_of(MismatchError("the workers differ"))
+        )
+        other.pserver.call("Leave", request, jobs.DEADLINE_S)
+
+    error, _ = jobs.attempt(functools.partial(worker.declare, [bucket(5000)]), cut_and_fail)
+    assert isinstance(error, MismatchError)
+    assert str(error) == "the workers differ"
 
 
 def test_why_a_rank_left_is_quoted_to_those_that_wait_for_it_and_to_nobody_else(cluster: Cluster) -> None:

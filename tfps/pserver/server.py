@@ -38,12 +38,12 @@ from tfps.wire.control import (
     PROTOCOL_VERSION,
     PULL,
     PUSH,
-    SERVER_OPTIONS,
     SERVICE,
     Fallible,
     config_of,
     failure_of,
     layout_of,
+    server_options,
     version_text,
 )
 from tfps.wire.frames import Kind, error_from
@@ -119,7 +119,7 @@ class ParameterServer:
         # A worker holds two threads for its streams and maybe one for a call; twice that, as a new job's workers may
         # come before the last job's stream threads have ended.
         self._pool = DaemonPool(6 * workers + 8, "tfps-server")
-        self._server = grpc.server(self._pool, interceptors=(self._guard,), options=SERVER_OPTIONS)
+        self._server = grpc.server(self._pool, interceptors=(self._guard,), options=server_options(security))
         self._server.add_generic_rpc_handlers((self._handlers(),))
         where = f"[{host}]" if ":" in host else host
         try:

@@ -39,12 +39,10 @@ _OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
-SERVER_OPTIONS = [
+_SERVER_OPTIONS = [
     *_OPTIONS,
     # A little more than the largest frame: frames.decode names what is wrong, gRPC only breaks the stream.
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES + 1024),
-    # What gRPC takes from a connection before anybody has looked at the call. A message that is waited for gets more.
-    ("grpc.http2.lookahead_bytes", 4 * 2**20),
     ("grpc.max_concurrent_streams", 32),  # of one connection; a worker has two streams and a few calls
     ("grpc.max_metadata_size", 8 * 1024),
     ("grpc.absolute_max_metadata_size", 16 * 1024),
@@ -67,6 +65,10 @@ CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
+# What gRPC takes of each call before anybody has read it. A message that is waited for gets more: over a long link, the
+# small one lets only a single slice be on its way.
+_LOOKAHEAD_BYTES, _LOOKAHEAD_OF_STRANGERS = 4 * 2**20, 64 * 1024
+
 _TYPES: dict[str, tuple[type[Message], type[Message]]] = {
     "Join": (pb.JoinRequest, pb.JoinReply),
     "Declare": (pb.DeclareRequest, pb.DeclareReply),
@@ -85,6 +87,16 @@ _TYPES: dict[str, tuple[type[Message], type[Message]]] = {
     "Leave": (pb.LeaveRequest, pb.LeaveReply),
 }
 CALLS = frozenset([*_TYPES, PUSH, PULL, MEASURE])  # the names of all that a pserver answers
+
+
+def server_options(security: Security) -> list[tuple[str, int]]:
+    """gRPC's options for a pserver. Where strangers can call, all of them together must not take its memory.
+
+    With certificates of workers they cannot; without a job token there are none: whoever calls may join.
+    """
+    strangers = bool(security.token_file) and not security.tls_ca
+    lookahead = _LOOKAHEAD_OF_STRANGERS if strangers else _LOOKAHEAD_BYTES
+    return [*_SERVER_OPTIONS, ("grpc.http2.lookahead_bytes", lookahead)]
 
 
 def method(name: str) -> str:

@@ -51,6 +51,7 @@ from tfps.worker.tuner import Tuner
 from tfps.worker.wanted import Wanted
 
 _TUNE_TIMEOUT_S = 30.0
+_REASON_S = 1.0  # in which streams say why a call broke, if the job has failed
 
 
 class Worker:
@@ -246,6 +247,8 @@ class Worker:
                 self._check_open()  # another rank may have failed the job
                 raise
             except TfpsError as error:
+                if isinstance(error, PserverLostError) and self._wake.wait(_REASON_S):
+                    self._check_open()  # with the job's own error
                 self._fail(error, told=not isinstance(error, (PserverLostError, WaitTimeoutError)))
                 raise
             if self.rank == 0 and any(map(tunable, specs)):

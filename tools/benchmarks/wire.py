@@ -248,11 +248,12 @@ def _with_sums(messages: Iterator[bytes], _: object) -> Iterator[bytes]:
 def _grpc_echo(sums: bool) -> None:
     import grpc
 
-    from tfps.wire.control import SERVER_OPTIONS
+    from tfps.config import Security
+    from tfps.wire.control import server_options
     from tfps.wire.memory import tune_malloc
 
     tune_malloc()
-    server = grpc.server(ThreadPoolExecutor(8), options=SERVER_OPTIONS)
+    server = grpc.server(ThreadPoolExecutor(8), options=server_options(Security()))
     echo = grpc.stream_stream_rpc_method_handler(_with_sums if sums else lambda messages, _: messages)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("echo", {"Echo": echo}),))
     port = server.add_insecure_port("127.0.0.1:0")
