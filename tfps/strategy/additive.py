@@ -13,10 +13,10 @@ import tensorflow as tf
 from tfps.types import Value, Variable
 
 # What changes a value so that parts of a sum no longer add up.
-_OTHER = frozenset(
-    ("Maximum", "Minimum", "Mul", "RealDiv", "Div", "DivNoNan", "FloorDiv", "Pow", "Square", "Sqrt", "Rsqrt", "Exp")
-    + ("Log", "Log1p", "Abs", "Neg", "Max", "Min", "Mean", "Prod", "ClipByValue", "Mod", "FloorMod", "Reciprocal")
-)
+_OTHER = {
+    *("Maximum", "Minimum", "Mul", "RealDiv", "Div", "DivNoNan", "FloorDiv", "Pow", "Square", "Sqrt", "Rsqrt", "Exp"),
+    *("Log", "Log1p", "Abs", "Neg", "Max", "Min", "Mean", "Prod", "ClipByValue", "Mod", "FloorMod", "Reciprocal"),
+}
 
 
 def adds_up(component: Variable, value: Value) -> bool:
