@@ -43,9 +43,10 @@ SERVER_OPTIONS = [
     *_OPTIONS,
     # A little more than the largest frame: frames.decode names what is wrong, gRPC only breaks the stream.
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES + 1024),
-    # What gRPC takes from a connection before anybody has looked at the call. A message that is waited for gets more.
-    ("grpc.http2.lookahead_bytes", 4 * 2**20),
-    ("grpc.max_concurrent_streams", 32),  # of one connection; a worker has two streams and a few calls
+    # What gRPC takes of each call before anybody has looked at it, so a stranger's connection costs 4 MiB at most. A
+    # message that is waited for gets all it needs, one round trip later.
+    ("grpc.http2.lookahead_bytes", 256 * 2**10),
+    ("grpc.max_concurrent_streams", 16),  # of one connection; a worker has two streams and a few calls
     ("grpc.max_metadata_size", 8 * 1024),
     ("grpc.absolute_max_metadata_size", 16 * 1024),
     ("grpc.server_handshake_timeout_ms", 5_000),
