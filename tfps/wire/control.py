@@ -65,8 +65,8 @@ CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
-# What gRPC takes of each call before anybody has looked at it, so a stranger's connection costs 4 MiB at most. A message
-# that is waited for gets all it needs, one round trip later.
+# What gRPC takes of each call before anybody has looked at it, so a stranger's connection costs 4 MiB at most. What is
+# waited for gets all it needs, one round trip later.
 _LOOKAHEAD_BYTES, _LOOKAHEAD_OF_STRANGERS = 4 * 2**20, 256 * 1024
 
 _TYPES: dict[str, tuple[type[Message], type[Message]]] = {
