@@ -15,13 +15,13 @@ from guarded import OTHER, SECRET, SUM, data, settings, still_sums
 from jobs import Cluster
 
 from tfps.config import Config, Security
-from tfps.doctor import reach
 from tfps.doctor.pserver import Client, Visit
 from tfps.doctor.report import Check
 from tfps.launch.places import Cluster as Places
 from tfps.protos import tfps_pb2 as pb
 from tfps.threads import DaemonPool
 from tfps.version import __version__
+from tfps.wire import reach
 from tfps.wire.control import PROTOCOL_VERSION, SERVICE
 from tfps.wire.shared_memory import Arena
 from tools.certificates import Authority, Certificate

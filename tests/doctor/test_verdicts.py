@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tfps.doctor.reach import Answers, Unreached
 from tfps.doctor.verdicts import clock, distance, of_version, stranger, unreached
 from tfps.wire.clocks import Compared
 from tfps.wire.control import PROTOCOL_VERSION
+from tfps.wire.reach import Answers, Unreached
 
 
 def test_another_protocol_version_fails_and_names_both() -> None:

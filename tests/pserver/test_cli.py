@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import re
 import resource
 import signal
@@ -43,7 +45,36 @@ def test_it_prints_one_line_serves_and_ends_cleanly_on_sigterm() -> None:
         rest, log = process.communicate(timeout=jobs.DEADLINE_S)
     assert isinstance(error, PserverLostError)
     assert re.match(rf"pserver {address}(:| was stopped)", str(error))  # stopped, or a connection that ended first
-    assert (process.returncode, rest, log) == (0, "", "")
+    assert (process.returncode, rest) == (0, "")
+    lines = [line.removeprefix("tfps_pserver: ") for line in log.splitlines()]
+    who = f"rank 0 ({socket.gethostname()}:{os.getpid()})"
+    assert lines == [
+        "no job token: every user of this host may join, read and end its jobs; see --token-file",
+        f"job begins: {who} is the first of 1 workers",
+        f"job has failed: PserverLostError: pserver {address} was stopped",
+    ]
+
+
+def test_it_logs_which_jobs_begin_end_and_fail_and_whom_they_have_lost(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("the-token-of-this-job-0123456789")
+    token.chmod(0o600)
+    config = dataclasses.replace(jobs.CONFIG, token_file=str(token))
+    with jobs.python(*SERVE, "--workers=1", "--token-file", str(token)) as process:
+        address = ready(process)
+        Worker([address], job="first", config=config).close()
+        lost = jobs.RawWorker(address, 0, config, job="second").open().declare()
+        lost.close()
+        assert process.stderr is not None
+        lines = [process.stderr.readline().rstrip("\n").removeprefix("tfps_pserver: ") for _ in range(4)]
+    who = f"rank 0 ({socket.gethostname()}:{os.getpid()})"
+    raw = f"rank 0 (rawhost:{os.getpid()})"
+    assert lines == [
+        f"job 'first' begins: {who} is the first of 1 workers",
+        "job 'first' has ended: all its workers have left",
+        f"job 'second' begins: {raw} is the first of 1 workers",
+        f"job 'second' has failed: WorkerLostError: {raw} died at step 0: its connection ended without a leave",
+    ]
 
 
 def test_ctrl_c_ends_it_cleanly() -> None:

@@ -59,7 +59,9 @@ def test_a_pserver_that_does_not_answer_is_named(cluster: Cluster, said: list[st
         cluster.callback(server.stop, 0.2)
 
     jobs.together(lambda: cluster.worker([f"127.0.0.1:{port}"]), serve)
-    assert said == [f"tfps: waits for pserver 127.0.0.1:{port}, which does not answer; is tfps_pserver running there?"]
+    why = "127.0.0.1: refused: nothing listens there"
+    line = f"tfps: waits for pserver 127.0.0.1:{port}, which does not answer ({why}); is tfps_pserver running there?"
+    assert said == [line]
 
 
 def test_ranks_that_have_not_joined_declared_or_pushed_are_named_once_each(cluster: Cluster, said: list[str]) -> None:

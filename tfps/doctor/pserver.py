@@ -9,17 +9,18 @@ from dataclasses import dataclass
 import grpc
 
 from tfps.config import Config, Security
-from tfps.doctor import bandwidth, reach
+from tfps.doctor import bandwidth
 from tfps.doctor.bandwidth import Bandwidth
-from tfps.doctor.reach import Unreached, split
 from tfps.doctor.report import Check
 from tfps.doctor.verdicts import clock, distance, of_version, stranger, unreached
 from tfps.errors import ConfigError, ConnectError, PserverLostError, TfpsError
 from tfps.launch.places import Cluster
 from tfps.protos import tfps_pb2 as pb
+from tfps.wire import reach
 from tfps.wire.clocks import compare
 from tfps.wire.control import PROTOCOL_VERSION, Pserver, memory_message
 from tfps.wire.measuring import SECONDS
+from tfps.wire.reach import Unreached, split
 from tfps.wire.shared_memory import Arena
 from tfps.wire.status import JobStatus, status_of
 from tfps.wire.tls import diagnose

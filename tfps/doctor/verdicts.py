@@ -5,10 +5,10 @@ Tested in tests/doctor/test_pserver.py and tests/doctor/test_verdicts.py.
 
 from __future__ import annotations
 
-from tfps.doctor.reach import Answers, Unreached
 from tfps.doctor.report import Check
 from tfps.wire.clocks import Compared
 from tfps.wire.control import PROTOCOL_VERSION, version_text
+from tfps.wire.reach import Answers, Unreached
 
 _FAR_S = 0.02  # beyond this hosts are hardly in one data centre
 _CLOCKS_S = 1.0  # by which times of day may differ

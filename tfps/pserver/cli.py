@@ -180,6 +180,8 @@ def _say_who_may_come(asked: str | None, host: str, security: Security) -> None:
                 "listens on this host only: other hosts need --token-file FILE (or --tls-cert and --tls-key, or "
                 "--insecure); see docs/security.md"
             )
+        if not (security.token_file or security.tls_ca):
+            logger.warning("no job token: every user of this host may join, read and end its jobs; see --token-file")
     elif security.token_file or security.tls_ca:
         return
     else:

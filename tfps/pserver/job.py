@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,9 @@ from tfps.wire.frames import EMPTY, Header, Kind
 from tfps.wire.send_queue import SendQueue
 from tfps.wire.shared_memory import Attached, Place, Target
 from tfps.wire.status import JobStatus
+
+logger = logging.getLogger("tfps")
+_SHOWN = 1000  # characters of an error in the log
 
 
 class Job:
@@ -98,6 +102,7 @@ class Job:
             if first:
                 of = self._membership.workers, applicant.pservers, applicant.pserver_index
                 self._shard = Shard(config, *of, self._recorder, self._max_memory)
+                self._log(f"begins: {member} is the first of {self._membership.workers} workers")
             if member.state is State.JOINED:
                 member.memory = memory
                 window, policy, recorder = config.first_window_bytes, config.policy, self._recorder
@@ -154,6 +159,8 @@ class Job:
         with self._changed:
             member.reason = reason
             member.go()
+            if self._failure is None and self._membership.over:
+                self._log("has ended: all its workers have left")
             self._changed.notify_all()
             if ended := self.recording.gone(rank):
                 self._announce(Header(Kind.TRACE, step=ended))
@@ -173,11 +180,17 @@ class Job:
                 return
             self._failure = error
             self._errors.add("job", error)
+            if self._membership.members and not self._membership.over:
+                self._log(f"has failed: {type(error).__name__}: {error}")
             self._shard.clear()
             self._changed.notify_all()
         self.recording.fail(error)
         for queue in list(self._queues.values()):
             queue.fail(error)
+
+    def _log(self, what: str) -> None:
+        line = f"{self._membership.name} {what}"
+        logger.info("%s", "".join(each if each.isprintable() else " " for each in line[:_SHOWN]))
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -150,6 +150,12 @@ class Membership:
         self.members[rank] = Member(rank, applicant, now_s)
         return self.members[rank]
 
+    @property
+    def name(self) -> str:
+        """`job 'digits'`, for messages."""
+        first = next(iter(self.members.values()), None)
+        return f"job {first.applicant.job!r}" if first is not None and first.applicant.job else "job"
+
     def describe(self, rank: int) -> str:
         """`rank 1 (host:pid)`, for messages."""
         return str(self.members.get(rank, f"rank {rank} (not joined)"))

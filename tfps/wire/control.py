@@ -15,6 +15,7 @@ from tfps.protos import tfps_pb2 as pb
 from tfps.types import Function
 from tfps.wire.frames import MAX_FRAME_BYTES, error_code, error_from
 from tfps.wire.job_token import JobToken
+from tfps.wire.reach import trouble
 from tfps.wire.shared_memory import Offer
 from tfps.wire.tls import channel_credentials, diagnose
 
@@ -246,9 +247,10 @@ class Pserver:
             self._raise_stranger(error)
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise ConnectError(f"pserver {self.address}: what answers there is not a tfps pserver") from error
+            why = trouble(self.address) or f"{error.code().name}: {error.details()}"
             raise ConnectError(
-                f"pserver {self.address}: no answer within {limit_s:.3g} s ({error.code().name}: {error.details()}); "
-                "is tfps_pserver running there, and is the address right?"
+                f"pserver {self.address}: no answer within {limit_s:.3g} s ({why}); is tfps_pserver running there, and "
+                "is the address right? TFPS_CONNECT_TIMEOUT_S (connect_timeout_s) sets how long workers wait"
             ) from error
         if reply.protocol_version != PROTOCOL_VERSION:
             raise ConnectError(f"pserver {self.address}: {version_text(reply.protocol_version, PROTOCOL_VERSION)}")

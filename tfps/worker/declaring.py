@@ -86,4 +86,8 @@ class Declarations:
                         f"rank {self._membership.rank}: interrupted while it waited for other ranks"
                     ) from None
                 if time.monotonic() >= deadline_s:
-                    raise WaitTimeoutError(f"pserver {pserver.address}: after {timeout_s:.3g} s {error}") from None
+                    name = "step_timeout_s" if request.number else "connect_timeout_s"
+                    raise WaitTimeoutError(
+                        f"pserver {pserver.address}: after {timeout_s:.3g} s {error}; TFPS_{name.upper()} ({name}) "
+                        "sets how long ranks wait for each other"
+                    ) from None

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from tfps.errors import PserverLostError, TfpsError, WaitTimeoutError
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire.control import Pserver
+from tfps.wire.reach import trouble
 from tfps.wire.status import status_of
 from tfps.worker.bucket import Push, PushedBucket
 from tfps.worker.membership import Membership
@@ -51,7 +52,8 @@ def join_blocked_by(pserver: Pserver) -> str:
     try:
         status = status_of(pserver.call("Status", pb.StatusRequest(details=True), _ASK_TIMEOUT_S))
     except TfpsError:
-        return f"pserver {pserver.address}, which does not answer; is tfps_pserver running there?"
+        why = trouble(pserver.address)
+        return f"pserver {pserver.address}, which does not answer{why and f' ({why})'}; is tfps_pserver running there?"
     members = ", ".join(f"rank {m.rank} ({m.host}:{m.pid})" for m in status.job.members if m.state != "gone")
     return f"pserver {pserver.address}, where an earlier job has not ended: {members} is there" if members else ""
 

@@ -13,8 +13,8 @@ import pytest
 from guarded import data
 from jobs import Cluster
 
-from tfps.doctor import reach
-from tfps.doctor.reach import Reached, Unreached, connect, kind_of, resolve, round_trip_s, split, who_answers
+from tfps.wire import reach
+from tfps.wire.reach import Reached, Unreached, connect, kind_of, resolve, round_trip_s, split, trouble, who_answers
 
 
 @contextlib.contextmanager
@@ -156,3 +156,16 @@ def test_where_nobody_listens_the_connection_is_closed() -> None:
 
 def test_few_bytes_are_no_frame() -> None:
     assert kind_of(b"\x04") == "other"
+
+
+def test_trouble_names_the_addresses_of_a_name_that_take_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.2", 0)) as listening:
+        port = listening.getsockname()[1]
+        assert trouble(f"127.0.0.2:{port}") == ""
+        known = {"ps0": ("127.0.0.3", "127.0.0.2")}
+
+        def look_up(host: str, *_: object, **__: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in known.get(host, (host,))]
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        assert trouble(f"ps0:{port}") == "127.0.0.3: refused: nothing listens there"

@@ -21,6 +21,7 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  
 _HTTP = (b"http/", b"<!doctype html", b"<html")  # in the last two cases without a status line
 _FRAME_BYTES, _SETTINGS = 9, 4  # of HTTP/2
 _SHOWN = 40
+_MOST_ADDRESSES = 4  # of a name, that `trouble` looks at
 
 
 class Unreached(NamedTuple):
@@ -74,6 +75,20 @@ def connect(addresses: list[str], port: int, timeout_s: float) -> Reached | Unre
         except OSError as error:
             failure = _failure(error, timeout_s)
     return failure
+
+
+def trouble(address: str, timeout_s: float = 1.0) -> str:
+    """Which addresses of `host:port` take no connection, or that its name does not resolve; "" if nothing is wrong.
+
+    Args:
+        timeout_s: for the name, and for each of its addresses.
+    """
+    host, port = split(address)
+    found = resolve(host, port, timeout_s)
+    if isinstance(found, Unreached):
+        return found.text
+    tried = [(each, connect([each], port, timeout_s)) for each in found[:_MOST_ADDRESSES]]
+    return "; ".join(f"{each}: {outcome.text}" for each, outcome in tried if isinstance(outcome, Unreached))
 
 
 def round_trip_s(address: str, port: int, timeout_s: float, times: int = 3) -> float | None:
