@@ -211,3 +211,17 @@ def weights_set_on_one_rank(job: Job) -> Results:
     x, y = data()
     fit = model.fit(x, y, **OPTIONS)
     return {**weights(model), **history(fit)}
+
+
+def csv_appended(job: Job) -> Results:
+    """Two calls of `fit` append to one file: each line is there once."""
+    model = job.compiled("sgd")
+    path = job.shared / "log.csv"
+    for _ in range(2):
+        logger = keras.callbacks.CSVLogger(str(path), append=True)
+        model.fit(*data(), batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[logger])
+    lines = path.read_text().splitlines()
+    return {
+        "first": [ord(letter) for letter in lines[0][:5]],
+        "epochs": [int(line.split(",")[0]) for line in lines[1:]],
+    }

@@ -226,6 +226,36 @@ def logs_that_differ(job: Job) -> Results:
     return {"ranks refused": refused}
 
 
+class OneName(keras.Model):
+    """Three metrics with one name, of which the test step returns the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = keras.layers.Dense(1)
+        self.means = [keras.metrics.Mean(name="mean") for _ in range(3)]
+
+    def call(self, inputs: Structure) -> Value:
+        return self.out(inputs)
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return self.means
+
+    def test_step(self, batch: Structure) -> Logs:
+        for power, metric in enumerate(self.means, 1):
+            metric.update_state(batch[0] ** power)
+        return {"first": self.means[0].result()}
+
+
+def metrics_of_one_name(job: Job) -> Results:
+    with job.scope():
+        model = OneName()
+        model.compile("sgd")
+    x, y = data()
+    evaluated = model.evaluate(x[:97], y[:97], batch_size=BATCH, verbose=0, return_dict=True)
+    return {"evaluated": float(evaluated["first"])}
+
+
 class Gan(keras.Model):
     """Two models, two optimizers; each step trains the discriminator, then the generator."""
 

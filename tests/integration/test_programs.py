@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(600)
 PROGRAMS = {
     "programs_steps": (
         ["loop_function", "guide_steps", "logs_that_differ"],
-        ["own_logs", "gan", "own_train_step", "loop_eager", "loop_epoch_function"],
+        ["own_logs", "metrics_of_one_name", "gan", "own_train_step", "loop_eager", "loop_epoch_function"],
     ),
     "programs_training": (
         ["helper_models", "strings"],
@@ -47,7 +47,7 @@ PROGRAMS = {
         ["saved_in_epochs", "backup_shared"],
         [
             *("checkpoints_shared", "checkpoints_own", "backup_own", "saved", "saved_in_one_place", "tensorboard"),
-            *("tf_checkpoint", "weights_set", "weights_set_on_one_rank"),
+            *("csv_appended", "tf_checkpoint", "weights_set", "weights_set_on_one_rank"),
         ],
     ),
 }

@@ -191,7 +191,7 @@ def _agreed(strategy: tf.distribute.Strategy, model: Model, logs: Logs, are_metr
                 "logs of a train_step or test_step must have the same keys on all ranks; rank 0 has "
                 f"{ranks[0].names}, rank {rank} {each.names}"
             )
-    over_all = [result for _, result in keras.tree.flatten_with_path(model.get_metrics_result())]
+    over_all = [result for _, result in keras.tree.flatten_with_path(_results(model))]
     agreed = []
     for (_, leaf), found in zip(leaves, conclude(ranks, [name for name, _ in own]), strict=True):
         if isinstance(found, int):
@@ -214,8 +214,16 @@ def _exchanged(strategy: tf.distribute.Strategy, said: Said) -> list[Said]:
 
 def _own_results(strategy: tf.distribute.Strategy, model: Model, rows: tf.Tensor) -> list[tuple[str, object]]:
     """Returns name and local result of each of the model's metrics, as a step returns them."""
-    results = keras.tree.flatten_with_path(strategy.run(model.get_metrics_result))
+    results = keras.tree.flatten_with_path(strategy.run(_results, args=(model,)))
     return [(str(path[-1]), mean(rows, result)) for path, result in results]
+
+
+def _results(model: Model) -> list[Logs]:
+    """Returns the results of the model's metrics by name, one dict for each: several may have one name."""
+    if type(model).get_metrics_result is not keras.Model.get_metrics_result:
+        return [model.get_metrics_result()]  # the program's own
+    results = [(metric.name, metric.result()) for metric in model.metrics]
+    return [result if isinstance(result, dict) else {name: result} for name, result in results]
 
 
 def _equal(leaf: object, result: object) -> bool:

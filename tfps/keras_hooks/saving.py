@@ -99,6 +99,7 @@ def share_files(strategy_class: type[tf.distribute.Strategy]) -> None:
     legacy_h5_format.save_model_to_hdf5 = writes_one_file(legacy_h5_format.save_model_to_hdf5, _is_local)
     _share_checkpoint(strategy_of)
     _share_backup(strategy_of)
+    _share_csv(strategy_of)
 
 
 def _replace(part: Path, path: Path, strategy: tf.distribute.Strategy) -> None:
@@ -195,6 +196,26 @@ def _share_backup(strategy_of: Callable[[Model], tf.distribute.Strategy | None])
             original_end(self, logs)
 
     callback.on_train_begin, callback._save_model, callback.on_train_end = on_train_begin, save_model, on_train_end
+
+
+def _share_csv(strategy_of: Callable[[Model], tf.distribute.Strategy | None]) -> None:
+    """Makes ranks that append to one file write each line at the same place, so that it is there once.
+
+    Logs are the same on all ranks, and no rank ends an epoch before all have begun to train.
+    """
+    callback = keras.callbacks.CSVLogger
+    original = callback.on_train_begin
+
+    @functools.wraps(original)
+    def on_train_begin(self: Callback, logs: Logs | None = None) -> None:
+        original(self, logs)
+        if strategy_of(self.model) is None or not self.append or not _is_local(str(self.filename)):
+            return
+        self.csv_file.close()
+        self.csv_file = open(self.filename, "r+")  # noqa: SIM115, PTH123  # closed by Keras
+        self.csv_file.seek(0, os.SEEK_END)
+
+    callback.on_train_begin = on_train_begin
 
 
 def _check_together(strategy: tf.distribute.Strategy, name: str) -> None:
