@@ -252,7 +252,7 @@ def metrics_of_one_name(job: Job) -> Results:
         model = OneName()
         model.compile("sgd")
     x, y = data()
-    evaluated = model.evaluate(x[:100], y[:100], batch_size=BATCH, verbose=0, return_dict=True)
+    evaluated = model.evaluate(x[:97], y[:97], batch_size=BATCH, verbose=0, return_dict=True)
     return {"evaluated": float(evaluated["first"])}
 
 
