@@ -27,6 +27,7 @@ def dataset(*arrays: np.ndarray) -> tf.data.Dataset:
 
 def _from_scratch(job: Job, *, in_functions: bool) -> Results:
     """All in the scope, but without `strategy.run`: every rank goes through all batches by itself."""
+    keras.utils.set_random_seed(1)  # every rank begins by itself, too
     with job.scope():
         model, optimizer = mlp(), keras.optimizers.Adam(0.01)
         seen, held = keras.metrics.SparseCategoricalAccuracy(), keras.metrics.SparseCategoricalAccuracy()
@@ -138,6 +139,7 @@ def reptile(job: Job) -> Results:
 
 def _reptile(job: Job) -> Results:
     """Meta-learning: weights are read, trained on few rows, and set between the old and the new ones."""
+    keras.utils.set_random_seed(1)
     with job.scope():
         model, optimizer = mlp(), keras.optimizers.SGD(0.05)
 

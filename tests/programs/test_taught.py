@@ -39,17 +39,13 @@ PROGRAMS = {
     ],
 }
 QUICK = [("taught_generative", "gan"), ("taught_losses", "mixed_outputs"), ("taught_losses", "tracked")]
-# Training without `strategy.run`, which TensorFlow refuses under every strategy: as plain Keras, or an error.
-MAY_BE_REFUSED = {"loop_from_scratch", "loop_from_scratch_eager", "reptile"}
 TOLERANCE = 1e-5  # of the largest number of all weights of a model, or of a History
 NEAR = 0.75  # of the same, for losses that are not to be those of plain Keras: pairs are fewer in smaller batches
 pytestmark = pytest.mark.timeout(900)
 
 
 def check(name: str, results: Results) -> None:
-    """Ranks bitwise equal, and plain Keras within rounding, or near it; or all ranks refuse the program."""
-    if name in MAY_BE_REFUSED and all("own refusal" in result[name] for result in results[1:]):
-        return
+    """Ranks bitwise equal, and plain Keras within rounding, or near it."""
     test_programs.check_ranks(name, results)
     plain, rank, *_ = (result[name] for result in results)
     for key in (key for key in plain if not key.startswith(("own", "ranks")) or key.startswith("ranks history/")):

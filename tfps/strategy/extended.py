@@ -231,6 +231,14 @@ class Extended(CrossReplica):
         """Copies rank 0's values of `variables` of this strategy to all ranks; every rank must call it."""
         self._initial_values.share(list(variables))
 
+    def agree_outside_run(self) -> None:
+        """Gives new variables rank 0's values where a loop without `run` applies gradients.
+
+        Raises:
+            MismatchError: eagerly, gradients have been computed with other values on some rank.
+        """
+        self._initial_values.agree(used=tf.executing_eagerly())
+
     def note_local_write(self, variable: Variable) -> None:
         """Notes that a replica writes its component of `variable` without an exchange."""
         graph = ops.get_default_graph()

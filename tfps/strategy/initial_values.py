@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
+from tfps.errors import MismatchError
 from tfps.exchange.interface import BucketSpec
 from tfps.launch.progress import Progress
 from tfps.runtime.interrupts import indivisible
@@ -35,6 +36,8 @@ class InitialValues:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._created: list[Variable] = []
+        self._used = False  # whether values have been used before they are agreed
+        self._other: str | None = None  # the name of one that differs then
         self.agreed: list[
             weakref.ref[Variable]
         ] = []  # all whose values have been agreed on, in the same order everywhere
@@ -44,17 +47,29 @@ class InitialValues:
         if self._runtime.exchange.workers > 1:
             self._created.append(variable)
 
-    def agree(self) -> None:
+    def agree(self, *, used: bool = False) -> None:
         """Gives all new variables their values on rank 0.
 
+        Args:
+            used: gradients have been computed with their values on this rank already.
+
         Raises:
-            MismatchError: the ranks created different variables.
+            MismatchError: the ranks created different variables, or used other values.
             WaitTimeoutError: a rank did not get here in time.
         """
         if not self._created:
             return
+        self._used, self._other = used, None
         with tf.init_scope():
             self.share([variable for variable in self._created if bool(variable.is_initialized())])
+        if self._other is not None:
+            error = MismatchError(
+                f"variable {self._other!r} has another initial value on rank {self._runtime.exchange.rank} than on "
+                "rank 0, and gradients have been computed with it; set one seed on all ranks before the model is built "
+                "(keras.utils.set_random_seed), load weights on all ranks, or compute gradients within strategy.run"
+            )
+            self._runtime.exchange.fail(error)
+            raise error
 
     def share_now(self, variable: Variable) -> None:
         """Gives a new variable its value on rank 0, if it can be before the step that creates it ends."""
@@ -128,6 +143,8 @@ class InitialValues:
         if _on_read(variable):
             variable.assign(value)  # on rank 0 too: which replica holds a sum depends on the rank
         elif self._runtime.exchange.rank > 0:
+            if self._used and variable.trainable and _bytes(variable).tobytes() != np.asarray(value).tobytes():
+                self._other = self._other or common_name(variable)
             for component in variable.values:  # waits for pending updates
                 component.assign(value)
 

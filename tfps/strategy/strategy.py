@@ -45,6 +45,7 @@ from tfps.runtime.trace_run import TraceRun, record_unattended
 from tfps.strategy.cluster import Cluster, find
 from tfps.strategy.compiling import compile_in_scope
 from tfps.strategy.extended import Extended
+from tfps.strategy.outside_run import exchange_outside_run
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument, Batches
 from tfps.worker.embedded import EmbeddedExchange
@@ -135,6 +136,7 @@ class Strategy(tf.distribute.Strategy):
         serve_updates()
         note_added_losses()
         exchange_between_steps(Strategy)
+        exchange_outside_run(Strategy)
 
     @property
     def num_replicas_in_sync(self) -> int:

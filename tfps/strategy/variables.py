@@ -356,6 +356,10 @@ class GatedVariable(Converted, values.MirroredVariable):
         if replica is not None:  # outside all scopes the first replica's, as in TensorFlow
             self._refresh()
             self._access(replica)
+        elif distribute_lib.get_replica_context() is None and not values_util.is_saving_non_distributed():
+            # A loop in the scope without `run`: TensorFlow has none here, and its tape then knows no variable.
+            self._access(0)
+            return self._primary.handle
         return super().handle
 
     @property

@@ -1,0 +1,85 @@
+"""Custom training loops without `strategy.run`, as Keras' guides have them: gradients are averaged over the workers.
+
+Such a loop runs on every worker by itself, each with a loss that is the whole of what that worker has read. Where it
+applies gradients, outside of replica functions, they are exchanged: each counts 1 / workers. If all workers read the
+same, as programs do that know nothing of workers, the result is that of one process.
+
+Tested in tests/integration/test_programs.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+
+import keras
+import tensorflow as tf
+
+from tfps.errors import UnsupportedError
+from tfps.graph.shares import keras_step
+from tfps.keras_hooks.exchanged_variable import of_tensorflow
+from tfps.keras_hooks.keras_private import in_symbolic_scope
+from tfps.strategy.variables import GatedVariable
+from tfps.types import Function, Optimizer, Value, Variable
+
+
+@functools.cache
+def exchange_outside_run(strategy_class: type[tf.distribute.Strategy]) -> None:
+    """Makes Keras' optimizers exchange what they apply outside of replica functions; done once per process."""
+
+    def exchanging(original: Function) -> Function:
+        @functools.wraps(original)
+        def apply(
+            self: Optimizer, grads: Sequence[Value], trainable_variables: Iterable[Variable] | None = None
+        ) -> object:
+            variables = None if trainable_variables is None else list(trainable_variables)
+            strategy = _alone(self, strategy_class, variables)
+            if strategy is None:
+                return original(self, grads, variables)
+            _check(strategy)
+            if not self.built and variables is not None:
+                with strategy.scope():
+                    self.build(variables)
+            strategy.extended.agree_outside_run()
+            with keras_step(trains=True):
+                return strategy.run(lambda: original(self, grads, variables))
+
+        return apply
+
+    keras.optimizers.Optimizer.apply = exchanging(keras.optimizers.Optimizer.apply)
+    keras.optimizers.LossScaleOptimizer.apply = exchanging(keras.optimizers.LossScaleOptimizer.apply)
+
+
+def _alone(
+    optimizer: Optimizer, strategy_class: type[tf.distribute.Strategy], variables: list[Variable] | None
+) -> tf.distribute.Strategy | None:
+    """Returns the strategy of what is updated, if it has several replicas and none of them runs this thread."""
+    trained = map(of_tensorflow, optimizer._trainable_variables if variables is None else variables)
+    first = next((each for each in trained if isinstance(each, GatedVariable)), None)
+    strategy = None if first is None else first.distribute_strategy
+    if not isinstance(strategy, strategy_class) or strategy.num_replicas_in_sync == 1 or in_symbolic_scope():
+        return None
+    if strategy.extended.outer is not None:  # refuses by itself
+        return None
+    context = tf.distribute.get_replica_context()
+    return strategy if context is None or context.strategy is not strategy else None
+
+
+def _check(strategy: tf.distribute.Strategy) -> None:
+    """Checks that gradients can be applied outside of replica functions.
+
+    Raises:
+        UnsupportedError: they cannot.
+    """
+    extended = strategy.extended
+    devices = len(extended.worker_devices)
+    if devices == 1 and not extended.free and not extended.serves:
+        return
+    reason = f"this worker has {devices} devices" if devices > 1 else f"mode={extended.mode!r}"
+    if extended.serves and not extended.free and devices == 1:
+        reason = "update='server'"
+    raise UnsupportedError(
+        "with several workers a loop may apply gradients outside of replica functions only with one device per worker, "
+        f"mode='sync' and update='worker', got {reason}; call the optimizer's `apply` in a function that strategy.run "
+        "runs"
+    )
