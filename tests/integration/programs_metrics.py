@@ -8,9 +8,9 @@ import tensorflow as tf
 from program import Job, Results
 
 from tfps.errors import UnsupportedError
-from tfps.types import Argument, Structure, Value
+from tfps.types import Argument, Library, Structure, Value
 
-M = keras.metrics
+M: Library = keras.metrics
 ROWS, BATCH = 29, 7
 
 
