@@ -308,3 +308,21 @@ def annealed(job: Job, rows: int = ROWS, **options: Argument) -> Results:
 
 def annealed_eagerly(job: Job) -> Results:
     return annealed(job, 15, run_eagerly=True)
+
+
+class EachRow(Tracking):
+    """Returns a value for each row, one for each class, and one for each of as many things as a rank may have rows."""
+
+    def train_step(self, batch: Structure) -> Structure:
+        logs = super().train_step(batch)
+        logits = self.other(self.dense(batch[0]))
+        hits = tf.cast(tf.argmax(logits, 1) == tf.cast(batch[1], tf.int64), tf.int32)
+        return {**logs, "hits": hits, "each": tf.reduce_max(logits, 1), "classes": tf.reduce_mean(logits, 0)[:2]}
+
+
+def each_row(job: Job, **options: Argument) -> Results:
+    """Values for each row are those of the whole last batch."""
+    x, y = data(25)  # the last batch has 4 rows
+    model = job.compiled(lambda: SGD(0.1), build=EachRow, loss=None, metrics=[], **options)
+    fit = model.fit(x, y, epochs=2, **OPTIONS)
+    return {**weights(model), **history(fit)}

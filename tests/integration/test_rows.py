@@ -19,7 +19,7 @@ PROGRAMS = [
 WHOLE = [  # of programs_whole.py
     *("convolutional", "attentive", "recurrent_eagerly", "synchronized", "synchronized_eagerly", "scalar_losses"),
     *("endpoint", "own_steps", "nested_step", "contrast", "contrast_eagerly", "clipped", "annealed"),
-    *("annealed_eagerly", "dice"),
+    *("annealed_eagerly", "dice", "each_row"),
 ]
 # By workers and devices; the differential tester draws more of the kind (tests/tools/test_fuzz_programs.py).
 QUICK = {
@@ -31,11 +31,11 @@ QUICK = {
             "convolutional",
             "synchronized",
         ),
-        *("synchronized_eagerly", "scalar_losses", "own_steps", "nested_step", "contrast", "annealed"),
+        *("synchronized_eagerly", "scalar_losses", "own_steps", "nested_step", "contrast", "annealed", "each_row"),
     ],
     (2, 2): ["one_row_in_all", "worker_without_rows", "loop_of_sparse_gradients", "loss_scale", "endpoint"],
 }
-ONE_DEVICE = {"several_steps", "nested_step"}  # as under every strategy; see docs/semantics.md
+ONE_DEVICE = {"several_steps", "nested_step", "each_row"}  # as under every strategy; see docs/semantics.md
 pytestmark = pytest.mark.timeout(600)
 Jobs = Callable[[int, int, bool], Results]
 

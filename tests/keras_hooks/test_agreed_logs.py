@@ -20,7 +20,8 @@ from tfps.keras_hooks.agreed_logs import Said, Value, _equal, conclude
 def said(values: Mapping[str, object], same: dict[str, list[int]] | None = None, weight: int = 1) -> Said:
     """What a rank says of logs with `values`, of which some are the `same` as results of metrics."""
     matches = [(same or {}).get(name, []) for name in values]
-    return Said(weight, False, list(values), [Value.of(value) for value in values.values()], matches)
+    of_rows = [name == "rows" for name in values]
+    return Said(weight, False, list(values), [Value.of(value) for value in values.values()], matches, of_rows)
 
 
 def test_what_a_rank_says_arrives_as_it_was_said() -> None:
@@ -76,3 +77,11 @@ def test_a_result_of_a_metric_on_every_rank_is_that_metric_of_its_name_first() -
 def test_what_cannot_be_made_the_same_is_refused_by_name(first: object, second: object, shown: str) -> None:
     with pytest.raises(tfps.MismatchError, match=shown):
         conclude([said({"a/b": first}), said({"a/b": second})], [])
+
+
+def test_values_for_each_row_are_joined_in_rank_order_also_where_they_are_equal_by_chance() -> None:
+    none = np.zeros([0], np.int64)
+    (joined,) = conclude([said({"rows": [1, 0]}), said({"rows": [1]}), said({"rows": none})], [])
+    np.testing.assert_array_equal(joined, [1, 0, 1])
+    (joined,) = conclude([said({"rows": [1]}), said({"rows": [1]})], [])
+    np.testing.assert_array_equal(joined, [1, 1])

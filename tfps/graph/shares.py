@@ -82,6 +82,7 @@ class LastBatch:
     def __init__(self, replicas: int) -> None:
         """`replicas`: number on this worker."""
         self.replicas, self.fillers = replicas, Fillers()
+        self.fixed: set[str] = set()  # names of what steps of Keras return and that is not for each row
         self._name = f"_tfps_taken_{id(self)}"
         with tf.init_scope(), tf.device(HOST):
             # Of the whole job, then of each local replica.

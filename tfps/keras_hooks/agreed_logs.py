@@ -2,7 +2,8 @@
 
 Metrics are combined over ranks when read. The logs that a `train_step` or `test_step` returns are local and may be
 nested: at the end of an epoch all ranks exchange them once and draw the same conclusions. A value that equals a
-metric's result on every rank becomes that metric's global result; other numbers become their mean.
+metric's result on every rank becomes that metric's global result; values for each row are joined; other numbers become
+their mean.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ class Said:
         names: of the leaves.
         values: of the leaves; empty if `are_metrics`.
         same: for each leaf, indices of the model's metrics whose local result is equal.
+        of_rows: for each leaf, whether it has one value for each row of this rank's last batch.
     """
 
     weight: int
@@ -126,6 +128,7 @@ class Said:
     names: list[str]
     values: list[Value]
     same: list[list[int]]
+    of_rows: list[bool]
 
     @classmethod
     def parse(cls, line: str) -> Said:
@@ -136,6 +139,8 @@ class Said:
 
 def conclude(ranks: Sequence[Said], metrics: Sequence[str]) -> list[int | Array | None]:
     """Decides for each leaf: a metric's result (its index), a mean over ranks, or None if all ranks have the same.
+
+    What has a value for each row is joined, in rank order.
 
     Args:
         ranks: their logs, which have the same names.
@@ -150,6 +155,8 @@ def conclude(ranks: Sequence[Said], metrics: Sequence[str]) -> list[int | Array 
         values = [said.values[leaf] for said in ranks]
         if common:
             found.append(min(common, key=lambda metric: (metrics[metric] != name.rpartition("/")[2], metric)))
+        elif all(said.of_rows[leaf] for said in ranks):
+            found.append(np.concatenate([value.number() for value in values]))
         elif len(set(map(str, map(dataclasses.astuple, values)))) == 1:
             found.append(None)
         elif all(value.dtype for value in values) and len({str(value.shape) for value in values}) == 1:
@@ -186,6 +193,10 @@ def _agreed(strategy: tf.distribute.Strategy, model: Model, logs: Logs, are_metr
         names=names,
         values=[] if are_metrics else [Value.of(leaf) for _, leaf in leaves],
         same=[[number for number, (_, result) in enumerate(own) if _equal(leaf, result)] for _, leaf in leaves],
+        of_rows=[
+            name not in strategy.extended.last_batch.fixed and np.shape(leaf)[:1] == (weight(rows),)
+            for name, (_, leaf) in zip(names, leaves, strict=True)
+        ],
     )
     ranks = _exchanged(strategy, said)
     if any(each.are_metrics for each in ranks) and all(each.are_metrics or not each.names for each in ranks):
@@ -206,7 +217,8 @@ def _agreed(strategy: tf.distribute.Strategy, model: Model, logs: Logs, are_metr
             agreed.append(leaf)
         else:
             dtype = tf.convert_to_tensor(leaf).dtype
-            agreed.append(tf.constant(found, dtype if dtype.is_floating else tf.float32))
+            keeps = dtype.is_floating or ranks[0].of_rows[len(agreed)]
+            agreed.append(tf.constant(found, dtype if keeps else tf.float32))
     return keras.tree.pack_sequence_as(logs, agreed)
 
 

@@ -290,9 +290,33 @@ def _weigh_results(strategy_class: type[tf.distribute.Strategy]) -> None:
     def reduce_per_replica(values: Structure, strategy: tf.distribute.Strategy, reduction: str) -> Structure:
         if not isinstance(strategy, strategy_class) or reduction != "auto" or strategy.extended.last_batch is None:
             return original(values, strategy, reduction)
-        return keras.tree.map_structure(functools.partial(mean, strategy.extended.last_batch.given()), values)
+        last = strategy.extended.last_batch
+        _note_fixed(last.fixed, values)
+        return keras.tree.map_structure(functools.partial(_joined, last.given()), values)
 
     trainer_module.reduce_per_replica = reduce_per_replica
+
+
+def _note_fixed(fixed: set[str], values: Structure) -> None:
+    """Notes in a graph which of what a step returns has no size that it may share with the rows, by name."""
+    if tf.executing_eagerly():
+        return
+    for path, value in keras.tree.flatten_with_path(values):
+        (fixed.discard if _may_be_of_rows(value) else fixed.add)("/".join(map(str, path)))
+
+
+def _may_be_of_rows(value: Value) -> bool:
+    first = value.values[0] if isinstance(value, tf.distribute.DistributedValues) else value
+    return bool(isinstance(first, tf.Tensor) and first.shape.rank and first.shape[0] is None)
+
+
+def _joined(rows: tf.Tensor, value: Value) -> Value:
+    """Returns the mean of the local replicas' `value`; if it has one for each row, all of them."""
+    if not isinstance(value, tf.distribute.DistributedValues):
+        return value
+    sizes = [each.shape[0] if each.shape.rank else None for each in map(tf.convert_to_tensor, value.values)]
+    eagerly = tf.executing_eagerly() and sizes == rows.numpy().tolist()
+    return tf.concat(value.values, 0) if eagerly or _may_be_of_rows(value) else mean(rows, value)
 
 
 def mean(rows: tf.Tensor, value: Value) -> Value:
