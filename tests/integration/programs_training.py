@@ -12,7 +12,7 @@ import tensorflow as tf
 from program import BATCH, SAMPLES, Job, Results, data, history, mlp, weights
 
 import tfps
-from tfps.types import Logs, Model, Options, Structure, Value
+from tfps.types import Layer, Logs, Model, Options, Structure, Value
 
 
 def shared_variables(job: Job) -> Results:
@@ -183,3 +183,38 @@ def predicted_on_one_rank(job: Job) -> Results:
     callback = keras.callbacks.LambdaCallback(on_train_batch_end=predict)
     fit = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[callback])
     return {**weights(model), **history(fit), "own predictions": np.array(seen)}
+
+
+def adapted(job: Job) -> Results:
+    """Layers that ranks have adapted to different data are told apart by name; adapted to the same they train."""
+    words = np.array([["a b"], ["b c"], ["c d"], ["d e"]] * 12, dtype=object)
+    numbers = np.linspace(0.0, 1.0, 48, dtype=np.float32)
+    text = tf.constant(words)
+    y = np.arange(48) % 2
+
+    def layers(part: slice) -> list[Layer]:
+        vectors = keras.layers.TextVectorization(output_mode="tf_idf", max_tokens=8, name="words")
+        vectors.adapt(text[part])
+        scaled = keras.layers.Normalization(axis=None, name="scaled")
+        scaled.adapt(numbers[part])
+        return [vectors, scaled]
+
+    def fitted(part: slice, which: int) -> Model:
+        layer = layers(part)[which]
+        kind = {"shape": (1,), "dtype": "string"} if which == 0 else {"shape": (1,)}
+        build = lambda: keras.Sequential([keras.Input(**kind), layer, keras.layers.Dense(2)])  # noqa: E731
+        model = job.compiled(lambda: keras.optimizers.SGD(0.1), build=build, metrics=[])
+        model.fit(text if which == 0 else numbers[:, None], y, batch_size=12, shuffle=False, verbose=0)
+        return model
+
+    told = []
+    for which, name in enumerate(("words", "scaled")):
+        if job.strategy is None:
+            continue
+        try:
+            fitted(slice(2 * job.rank, 2 * job.rank + (24 if which else 2)), which)
+        except tfps.errors.MismatchError as error:
+            told.append(name in str(error) and "adapted to different data" in str(error))
+    assert told == ([True] * 2 if job.strategy else [])
+    keras.utils.set_random_seed(1)
+    return weights(*(fitted(slice(0, 48), which) for which in range(2)))

@@ -30,7 +30,7 @@ PROGRAMS = {
     ),
     "programs_metrics": (["built_in_metrics", "metrics_that_do_not_add_up"], []),
     "programs_training": (
-        ["helper_models", "strings", "predicted_on_one_rank"],
+        ["helper_models", "strings", "predicted_on_one_rank", "adapted"],
         ["gradients_none", "compile_again", "fine_tuning", "train_on_batch", "two_strategies", "shared_variables"],
     ),
     "programs_precision": (

@@ -170,6 +170,11 @@ def adopt_optimizer(optimizer: Optimizer, strategy: object) -> None:
     optimizer._distribution_strategy = strategy
 
 
+def layers_of(model: Model) -> list[Layer]:
+    """Returns all layers of `model`, however deep."""
+    return [each for each in model._flatten_layers() if each is not model]
+
+
 def fully_built(model: Model) -> bool:
     """Whether `model` and all of its layers have their variables."""
     return all(layer.built for layer in model._flatten_layers())

@@ -30,6 +30,7 @@ from tfps.keras_hooks.convolutions import read_kernels_before
 from tfps.keras_hooks.epoch_ends import stop_at_epoch_ends
 from tfps.keras_hooks.epochs import run_epochs_apart
 from tfps.keras_hooks.error_feedback import back_up_held_back
+from tfps.keras_hooks.lookup_tables import compare_tables
 from tfps.keras_hooks.loss_scaling import agree_on_finite
 from tfps.keras_hooks.outer_steps import exchange_between_steps
 from tfps.keras_hooks.predictions import predict_everything
@@ -125,6 +126,7 @@ class Strategy(tf.distribute.Strategy):
         predict_everything(Strategy)
         run_epochs_apart(Strategy)
         stop_at_epoch_ends(Strategy)
+        compare_tables(Strategy)
         share_files(Strategy)
         save_what_functions_use()
         back_up_held_back(Strategy)
