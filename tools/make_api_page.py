@@ -1,3 +1,4 @@
+#!/usr/bin/env -S bash -c '"${0%/*}/python" "$0" "$@"'
 """Writes the docstrings of all public names, with their signatures, to the end of docs/api.md.
 
 tools/make_api_page.py [--check]    --check only says whether the page is up to date

@@ -19,21 +19,25 @@ _OTHER = {
 }
 
 
-def adds_up(component: Variable, value: Value) -> bool:
-    """Whether `value`, a tensor of a graph, may be the value of `component` plus something, or is zero everywhere."""
+def adds_up(component: Variable, value: Value, replica: tf.Graph | None) -> bool:
+    """Whether `value`, a tensor of a graph, may be the value of `component` plus something, or is zero everywhere.
+
+    `replica`: the graph of the replica function, whose arguments are the batch.
+    """
     constant = tf.get_static_value(value)
     if constant is not None:
         return not constant.any()
-    reads = _reads(component, value)
+    reads = _reads(component, value, replica)
     return reads is None or (bool(reads) and not any(reads))
 
 
-def _reads(component: Variable, value: tf.Tensor) -> list[bool] | None:
+def _reads(component: Variable, value: tf.Tensor, replica: tf.Graph | None) -> list[bool] | None:
     """Returns, for each way from a read of `component` to `value`, whether it changes more than it adds.
 
     None if a function hides what happens.
     """
     found: list[bool] = []
+    hidden = False
     seen: set[tuple[int, bool]] = set()
     left = [(value, False)]
     while left:
@@ -48,15 +52,15 @@ def _reads(component: Variable, value: tf.Tensor) -> list[bool] | None:
             continue
         if op.type == "Placeholder":
             outside = _outside(tensor)
-            if outside is None:
-                return None
+            hidden = hidden or (outside is None and tensor.graph is not replica)
             if tf.is_symbolic_tensor(outside):
                 left.append((outside, changed))
             continue
         if any(each.dtype == tf.resource and _outside(each) is component.handle for each in op.inputs):
-            return None
+            hidden = True
+            continue
         left += [(each, changed or op.type in _OTHER) for each in op.inputs]
-    return found
+    return None if hidden and not found else found
 
 
 def _outside(tensor: tf.Tensor) -> Value:

@@ -103,9 +103,12 @@ class OnReadVariable(Converted, values.SyncOnReadVariable):
         Raises:
             UnsupportedError: it does something else, which does not add up over replicas.
         """
-        if self._aggregation != tf.VariableAggregation.SUM or tf.executing_eagerly() or current_share() is None:
+        if self._aggregation != tf.VariableAggregation.SUM or tf.executing_eagerly():
             return
-        if not adds_up(self._get_on_device_or_primary(), tf.convert_to_tensor(value, self.dtype)):
+        share = current_share()
+        if share is None:
+            return
+        if not adds_up(self._get_on_device_or_primary(), tf.convert_to_tensor(value, self.dtype), share.graph):
             raise UnsupportedError(
                 f"variable {self.name!r} is a sum over replicas, as a metric's is by default, but a step assigns what "
                 "does not add up (a maximum, a moving average, the last batch's value); create it by "

@@ -57,7 +57,9 @@ def _alone(
     trained = map(of_tensorflow, optimizer._trainable_variables if variables is None else variables)
     first = next((each for each in trained if isinstance(each, GatedVariable)), None)
     strategy = None if first is None else first.distribute_strategy
-    if not isinstance(strategy, strategy_class) or strategy.num_replicas_in_sync == 1 or in_symbolic_scope():
+    if not isinstance(strategy, strategy_class) or in_symbolic_scope():
+        return None
+    if strategy.extended._num_replicas_in_sync == 1:
         return None
     if strategy.extended.outer is not None:  # refuses by itself
         return None

@@ -44,7 +44,7 @@ _SERVER_OPTIONS = [
     *_OPTIONS,
     # A little more than the largest frame: frames.decode names what is wrong, gRPC only breaks the stream.
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES + 1024),
-    ("grpc.max_concurrent_streams", 16),  # of one connection; a worker has two streams and a few calls
+    ("grpc.max_concurrent_streams", 32),  # of one connection; a worker has two streams and a few calls
     ("grpc.max_metadata_size", 8 * 1024),
     ("grpc.absolute_max_metadata_size", 16 * 1024),
     ("grpc.server_handshake_timeout_ms", 5_000),
@@ -68,7 +68,7 @@ CHANNEL_OPTIONS = [
 
 # What gRPC takes of each call before anybody has looked at it, so a stranger's connection costs 4 MiB at most. What is
 # waited for gets all it needs, one round trip later.
-_LOOKAHEAD_BYTES, _LOOKAHEAD_OF_STRANGERS = 4 * 2**20, 256 * 1024
+_LOOKAHEAD_BYTES, _LOOKAHEAD_OF_STRANGERS = 4 * 2**20, 128 * 1024
 
 _TYPES: dict[str, tuple[type[Message], type[Message]]] = {
     "Join": (pb.JoinRequest, pb.JoinReply),
