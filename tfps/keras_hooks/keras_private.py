@@ -108,6 +108,7 @@ try:
     needs(keras.callbacks.ModelCheckpoint, "_save_model", "_get_file_path")
     needs(keras.callbacks.BackupAndRestore, "_save_model", "_weights_path", "on_train_begin", "on_train_end")
     needs(keras.callbacks.CSVLogger, "on_train_begin")
+    needs(keras.Model, "fit")  # compares before it begins (lookup_tables.py)
     needs(keras.Model, "_initial_epoch")  # set by BackupAndRestore: the first epoch of `fit`
 
     # For models and optimizers created outside of the scope (compiling.py). `compile` is replaced in the class that

@@ -23,7 +23,6 @@ from tfps.keras_hooks.keras_private import layers_of
 from tfps.types import Function, Layer, Model
 
 Digest = tuple[str, int, str]  # name of the layer, how many terms or numbers, a hash of them
-_known: weakref.WeakKeyDictionary[Layer, tuple[object, Digest]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -62,23 +61,15 @@ def _adapted(model: Model) -> Iterable[Layer]:
 
 
 def _digest(layer: Layer) -> Digest:
-    """Returns the digest of what `layer` has adapted to; of a large vocabulary only once."""
+    """Returns the digest of what `layer` has adapted to."""
     if isinstance(layer, keras.layers.Normalization):
         numbers = [np.asarray(each, np.float64) for each in (layer.mean, layer.variance) if each is not None]
         return layer.name, sum(each.size for each in numbers), _hash(each.tobytes() for each in numbers)
     if isinstance(layer, keras.layers.Discretization):
         boundaries = np.asarray(layer.bin_boundaries or [], np.float64)
         return layer.name, boundaries.size, _hash([boundaries.tobytes()])
-    size = int(layer.vocabulary_size())
-    table = getattr(getattr(layer, "_lookup_layer", layer), "lookup_table", None)
-    known, digest = _known.get(layer, (None, None))
-    if digest is None or known != (id(table), size):
-        terms = layer.get_vocabulary(include_special_tokens=True)
-        weights = getattr(getattr(layer, "_lookup_layer", layer), "idf_weights", None)
-        parts = [str(term).encode() + b"\n" for term in terms]
-        digest = layer.name, size, _hash([*parts, b"" if weights is None else np.asarray(weights).tobytes()])
-        _known[layer] = (id(table), size), digest
-    return digest
+    terms = layer.get_vocabulary(include_special_tokens=True)
+    return layer.name, len(terms), _hash(str(term).encode() + b"\n" for term in terms)
 
 
 def _hash(parts: Iterable[bytes]) -> str:
