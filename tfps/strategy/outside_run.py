@@ -4,7 +4,7 @@ Such a loop runs on every worker by itself, each with a loss that is the whole o
 applies gradients, outside of replica functions, they are exchanged: each counts 1 / workers. If all workers read the
 same, as programs do that know nothing of workers, the result is that of one process.
 
-Tested in tests/integration/test_programs.py.
+Tested in tests/programs/test_taught.py.
 """
 
 from __future__ import annotations
