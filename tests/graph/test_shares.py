@@ -138,7 +138,7 @@ def test_a_nested_function_knows_only_whether_there_are_rows() -> None:
     last = LastBatch(1)
     for rows, value in ((0, 0.0), (2, np.inf)):
         with last.giving(0, tf.constant(rows, tf.int64), None), tf.GradientTape():
-            nested = NestedShare(last, 0, replicas=3, step=None)
+            nested = NestedShare(last, 0, replicas=3, step=None, around=None)
             assert float(nested.only_if_rows(tf.constant(np.inf))) == value
             with nested.counting(tf.constant(5.0), tf.constant(EVEN)):
                 assert nested.weight(tf.constant(EVEN)).numpy().tobytes() == EVEN.tobytes()

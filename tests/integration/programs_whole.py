@@ -15,6 +15,7 @@ from program import Job, Results, data, history, weights
 from tfps.types import Argument, Library, Model, Structure, Value
 
 L: Library = keras.layers
+K: Library = keras.ops
 SGD = keras.optimizers.SGD
 ROWS, BATCH = 29, 7
 OPTIONS: dict[str, Argument] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
@@ -326,3 +327,68 @@ def each_row(job: Job, **options: Argument) -> Results:
     model = job.compiled(lambda: SGD(0.1), build=EachRow, loss=None, metrics=[], **options)
     fit = model.fit(x, y, epochs=2, **OPTIONS)
     return {**weights(model), **history(fit)}
+
+
+class Lookups(L.Layer):
+    """Looks up words of the batch and what does not come from it; the table of words is that of the logits, too."""
+
+    def __init__(self, length: int | None) -> None:
+        super().__init__()
+        self.length, self.words, self.places, self.kind = (
+            length,
+            L.Embedding(16, 4),
+            L.Embedding(8, 4),
+            L.Embedding(3, 4),
+        )
+        self.dense = L.Dense(4)
+
+    def build(self, shape: Sequence[int]) -> None:
+        for each in (self.words, self.places, self.kind):
+            each.build()
+        self.dense.build((None, None, 4))
+
+    def call(self, inputs: Value) -> Value:
+        places = K.arange(self.length or K.shape(inputs)[1])
+        kind = self.kind(K.zeros((1,), "int32")) * self.kind(inputs[:, :1] % 3)
+        h = self.dense(self.words(inputs) + self.places(places) + kind)
+        return K.matmul(K.mean(h, 1), K.transpose(self.words.embeddings))
+
+
+class NestedGradients(keras.Model):
+    """Computes and applies gradients in a function of its own."""
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return []
+
+    def train_step(self, batch: Structure) -> Structure:
+        return {"loss": self.nested(*batch)}
+
+    @tf.function
+    def nested(self, x: Value, y: Value) -> Value:
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, self.trainable_weights), self.trainable_weights))
+        return loss
+
+
+def lookups(job: Job, kind: type[Model] = keras.Model) -> Results:
+    """An optimizer that squares slices sees in each lookup the one of one process: Adam."""
+    x, _ = data(ROWS)
+    words = (x[:, :6] * 100).astype("int32") % 16
+    results: Results = {}
+    for length in (6, None):
+        keras.utils.set_random_seed(1)
+
+        def build(length: int | None = length) -> Model:
+            inputs = L.Input((length,), dtype="int32")
+            return kind(inputs, Lookups(length)(inputs))
+
+        model = job.compiled(lambda: keras.optimizers.Adam(0.01, epsilon=1e-3), build=build, metrics=[])
+        model.fit(words, words[:, 0], epochs=2, **OPTIONS)
+        results |= {f"{length} {key}": value for key, value in weights(model).items()}
+    return results
+
+
+def nested_lookups(job: Job) -> Results:
+    return lookups(job, NestedGradients)

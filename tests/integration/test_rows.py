@@ -19,7 +19,7 @@ PROGRAMS = [
 WHOLE = [  # of programs_whole.py
     *("convolutional", "attentive", "recurrent_eagerly", "synchronized", "synchronized_eagerly", "scalar_losses"),
     *("endpoint", "own_steps", "nested_step", "contrast", "contrast_eagerly", "clipped", "annealed"),
-    *("annealed_eagerly", "dice", "each_row"),
+    *("annealed_eagerly", "dice", "each_row", "lookups", "nested_lookups"),
 ]
 # By workers and devices; the differential tester draws more of the kind (tests/tools/test_fuzz_programs.py).
 QUICK = {
@@ -33,9 +33,14 @@ QUICK = {
         ),
         *("synchronized_eagerly", "scalar_losses", "own_steps", "nested_step", "contrast", "annealed", "each_row"),
     ],
-    (2, 2): ["one_row_in_all", "worker_without_rows", "loop_of_sparse_gradients", "loss_scale", "endpoint"],
+    (2, 2): ["one_row_in_all", "worker_without_rows", "loop_of_sparse_gradients", "loss_scale", "endpoint", "lookups"],
 }
-ONE_DEVICE = {"several_steps", "nested_step", "each_row"}  # as under every strategy; see docs/semantics.md
+ONE_DEVICE = {
+    "several_steps",
+    "nested_step",
+    "each_row",
+    "nested_lookups",
+}  # as under every strategy; see docs/semantics.md
 pytestmark = pytest.mark.timeout(600)
 Jobs = Callable[[int, int, bool], Results]
 

@@ -200,6 +200,12 @@ class Share:
             self._noted = tf.where(tf.equal(last[1], rows), last[0], tf.constant(UNKNOWN, tf.int64))
 
     @property
+    def fixed_rows(self) -> int | None:
+        """How many rows this replica has in every step of its graph, as after `batch(drop_remainder=True)`."""
+        known = (each.shape[0] for each in self._inputs if isinstance(each, tf.Tensor) and each.shape.rank)
+        return next(known, None)
+
+    @property
     def may_be_empty(self) -> bool:
         """Whether this replica may have no rows."""
         known = tf.get_static_value(self.rows)
@@ -343,12 +349,18 @@ class NestedShare(Share):
 
     Such a function is traced once, for training and evaluation alike: it reads a variable. A program's own means, and
     those over something else than rows, are not weighted in it.
+
+    `around`: of the replica function.
     """
 
-    def __init__(self, last_batch: LastBatch, replica: int, replicas: int, step: KerasStep | None) -> None:
+    def __init__(
+        self, last_batch: LastBatch, replica: int, replicas: int, step: KerasStep | None, around: Share | None
+    ) -> None:
         rows, total = last_batch.running(replica)
         super().__init__(rows, replicas, None, tf.identity, step)
         self._total = total if step is not None else None
+        if around is not None:
+            self._inputs, self._alike = around._inputs, around._alike
 
     @property
     def trains(self) -> bool:
@@ -359,9 +371,6 @@ class NestedShare(Share):
 
     def of_amount(self, amount: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
         return tf.ones([], dtype)
-
-    def depends_on_rows(self, value: Value) -> bool:
-        return True
 
     @contextlib.contextmanager
     def counting(self, amount: tf.Tensor, even: tf.Tensor) -> Iterator[None]:
@@ -419,7 +428,7 @@ def with_share(
                 given = last_batch.fillers.fill(replica, rows, given)
             share = Share(rows, replicas, last, sum_rows, step, given)
             known = share.total(exchange=False) if step is not None and step.trains else None
-        nested = functools.partial(NestedShare, last_batch, replica, replicas, step)
+        nested = functools.partial(NestedShare, last_batch, replica, replicas, step, share)
         with last_batch.giving(replica, rows, known):
             before, _current.function = _current.function, _Function(share, nested, step)
             try:
@@ -548,6 +557,7 @@ def depends_on(values: Iterable[tf.Tensor], sources: Iterable[tf.Tensor], ends: 
     """Whether some of `values`, tensors in graphs, may be computed from `sources`; what `ends` are from does not count.
 
     What a function within gets as an argument may be; what a graph within captures is followed to the graph outside.
+    Only the first dimension of what comes from rows is itself from rows.
     """
     wanted, seen, left = {id(each) for each in sources}, {id(each) for each in ends}, list(values)
     while left:
@@ -562,8 +572,17 @@ def depends_on(values: Iterable[tf.Tensor], sources: Iterable[tf.Tensor], ends: 
             if not outside:
                 return True
             left += outside
-        left += tensor.op.inputs
+        if not _is_size_within_row(tensor.op):
+            left += tensor.op.inputs
     return False
+
+
+def _is_size_within_row(op: tf.Operation) -> bool:
+    """Whether `op` takes sizes of a tensor, not of its first dimension."""
+    if op.type != "StridedSlice" or op.inputs[0].op.type != "Shape":
+        return False
+    begin = tf.get_static_value(op.inputs[1])
+    return begin is not None and begin.tolist() != [] and begin[0] > 0
 
 
 @functools.cache

@@ -38,11 +38,15 @@ class Reduction:
 
 @dataclass(eq=False)
 class Reduced:
-    """One result of an `all_reduce`: the gradient that went in and the tensor (or IndexedSlices) that came out."""
+    """One result of an `all_reduce`: the gradient that went in and the tensor (or IndexedSlices) that came out.
+
+    `common`: some slices of the gradient are marked as those of all replicas (common_rows.py).
+    """
 
     gradient: Value
     result: Value
     reduction: Reduction
+    common: bool = False
 
 
 @dataclass(eq=False)

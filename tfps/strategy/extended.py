@@ -14,8 +14,9 @@ import tensorflow as tf
 
 from tfps.config import Config
 from tfps.errors import TfpsError, UnsupportedError, from_text
+from tfps.graph import common_rows
 from tfps.graph.picture import Picture
-from tfps.graph.shares import Counted, LastBatch, counted, with_share
+from tfps.graph.shares import Counted, LastBatch, counted, current_share, is_reducing_gradients, with_share
 from tfps.graph.tf_private import (
     METRICS_ARE_MIRRORED,
     control_flow_free,
@@ -351,6 +352,7 @@ class Extended(CrossReplica):
             reduce = super(mirrored_strategy.MirroredExtended, self)._replica_ctx_all_reduce
             with own_losses():
                 return reduce(reduce_op, value, options)
+        flat, common = self._with_common_rows(flat)
         local, own = flat, [count.part(each) for each in flat]
         replica = distribute_lib.get_replica_context()._replica_id
         key = () if tf.executing_eagerly() else self._emitter.next_reduction(replica)
@@ -362,13 +364,30 @@ class Extended(CrossReplica):
             summed, count = [identity(each) for each in own], Counted()
         else:
             summed = self._reductions.sum_all(own, key)
+            for number, each in enumerate(summed):
+                if number in common:
+                    summed[number] = common_rows.merge(each, self._num_replicas_in_sync)
+                elif is_reducing_gradients() and tf.executing_eagerly() and isinstance(each, tf.IndexedSlices):
+                    common_rows.say_if_common(each, self._num_replicas_in_sync)
         if key and reduce_op == SUM:
             reduction = Reduction(len(flat), count)
-            for gradient, result in zip(local, summed, strict=True):
-                self._emitter.note_reduced(Reduced(gradient, result, reduction))
+            for number, (gradient, result) in enumerate(zip(local, summed, strict=True)):
+                self._emitter.note_reduced(Reduced(gradient, result, reduction, number in common))
         if reduce_op == MEAN:
             summed = [divide(each, self._num_replicas_in_sync) for each in summed]
         return tf.nest.pack_sequence_as(value, summed)
+
+    def _with_common_rows(self, gradients: list[Value]) -> tuple[list[Value], set[int]]:
+        """Returns `gradients`, and which of them have slices that are marked: those of all replicas."""
+        if self.free or self._num_replicas_in_sync == 1 or not is_reducing_gradients():
+            return gradients, set()
+        share = current_share()
+        marked = {
+            number: found
+            for number, each in enumerate(gradients)
+            if isinstance(each, tf.IndexedSlices) and (found := common_rows.mark(each, share)) is not None
+        }
+        return [marked.get(number, each) for number, each in enumerate(gradients)], set(marked)
 
     def _sum_locally(self, own: list[Value], replica: int, key: tuple[Hashable, ...], options: object) -> list[Value]:
         """Sums `own` over the local replicas, in a graph; IndexedSlices are concatenated."""

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfps import compression
 from tfps.exchange.interface import BucketKind, BucketSpec
+from tfps.graph import common_rows
 from tfps.graph import ops as graph_ops
 from tfps.graph.ops import Gate
 from tfps.graph.tf_private import ConcreteFunction, distribute_lib, flat_call, ops
@@ -135,6 +136,8 @@ class PlannedBucket:
             before = len(ops.get_default_graph().get_operations())
             with tf.device(component.device), context:
                 gradient = _gradient(item, piece, indices)
+                if item.reduced.common:
+                    gradient = common_rows.merge(gradient, strategy.num_replicas_in_sync)
                 first = len(ops.get_default_graph().get_operations())
                 arguments = [self.deferral.keep_tensor(a) if tf.is_tensor(a) else a for a in item.arguments]
                 item.function(component, gradient, *arguments)
@@ -229,12 +232,14 @@ class PlannedBucket:
         first, indices = self.noted[0], None
         counted = first.reduced.reduction.counted
         if first.sparse:
-            data = graph_ops.to_bytes(counted.weighted(gradients[0].values))
-            indices = graph_ops.to_bytes(tf.cast(gradients[0].indices, tf.int64))
+            gradient = counted.part(gradients[0])
+            data = graph_ops.to_bytes(gradient.values)
+            indices = graph_ops.to_bytes(tf.cast(gradient.indices, tf.int64))
         else:
             flat = [tf.reshape(tf.cast(gradient, first.dtype), [-1]) for gradient in gradients]
             data = graph_ops.to_bytes(counted.weighted(flat[0] if len(flat) == 1 else tf.concat(flat, 0)))
-        if (has_rows := counted.has_rows) is not None:
+        # Of slices that are summed, all replicas must send as many.
+        if (has_rows := counted.has_rows) is not None and not first.reduced.common:
             # Empty data contributes nothing. A slice from the front shares memory: this copies nothing.
             data = data[: tf.where(has_rows, tf.size(data), 0)]
             indices = None if indices is None else indices[: tf.where(has_rows, tf.size(indices), 0)]

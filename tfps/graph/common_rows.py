@@ -1,0 +1,87 @@
+"""Sparse gradients of lookups that all replicas make alike, as those of positions: summed, not gathered.
+
+An optimizer that squares a sparse gradient (Adam) squares it slice by slice, one for each lookup. Lookups of ids in the
+batch are spread over the replicas, so their slices are gathered: one process has the same ones. A lookup of something
+else (positions of a sequence, a constant id, a tied embedding's whole table) is one lookup in one process, but every
+replica makes it: its slices are summed. Until then their indices travel as -1 - index.
+
+Tested in tests/graph/test_common_rows.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+from tfps.graph.shares import Share, say_once
+
+
+def mark(gradient: tf.IndexedSlices, share: Share | None) -> tf.IndexedSlices | None:
+    """Returns `gradient` with the slices marked that do not come from the rows of `share`; None if there are none.
+
+    Without a share, as where a loop without `strategy.run` applies gradients, all may be common.
+    """
+    if share is None:
+        return tf.IndexedSlices(gradient.values, -1 - gradient.indices, gradient.dense_shape)
+    parts = _parts(gradient.indices)
+    common = [not share.depends_on_rows(part) for part in parts]
+    if not any(common):
+        return None
+    marked = [_marked(part, share.fixed_rows) if each else part for part, each in zip(parts, common, strict=True)]
+    return tf.IndexedSlices(gradient.values, tf.concat(marked, 0), gradient.dense_shape)
+
+
+def merge(gradient: tf.IndexedSlices, replicas: int) -> tf.IndexedSlices:
+    """Returns the gathered `gradient` of all `replicas` with the sums of the slices that they marked.
+
+    If they marked different indices, these slices stay as they are.
+    """
+    marked = gradient.indices < 0
+    indices = -1 - tf.boolean_mask(gradient.indices, marked)
+    values = tf.boolean_mask(gradient.values, marked)
+    size = tf.size(indices)
+    each = tf.reshape(indices[: size - size % replicas], [replicas, -1])
+    same = tf.equal(size % replicas, 0) & tf.reduce_all(tf.equal(each, each[:1]))
+    parts = tf.where(same, replicas, 1)
+    indices = tf.reshape(indices, [parts, size // parts])[0]
+    values = tf.reduce_sum(tf.reshape(values, tf.concat([[parts, size // parts], tf.shape(values)[1:]], 0)), 0)
+    return tf.IndexedSlices(
+        tf.concat([tf.boolean_mask(gradient.values, ~marked), values], 0),
+        tf.concat([tf.boolean_mask(gradient.indices, ~marked), indices], 0),
+        gradient.dense_shape,
+    )
+
+
+def say_if_common(gradient: tf.IndexedSlices, replicas: int) -> None:
+    """Logs once if all replicas have looked up the same in an eager step, where nobody knows what comes from rows."""
+    each = np.reshape(gradient.indices, [replicas, -1]) if len(gradient.indices) % replicas == 0 else np.empty([0, 0])
+    if replicas > 1 and each.size and (each == each[0]).all():
+        say_once(
+            "in an eager step all replicas looked up the same rows of an embedding: if they do not come from the batch "
+            "(positions, a constant id), an optimizer that squares gradients (Adam) gives another result than in one "
+            "process; trace the step (run_eagerly=False)"
+        )
+
+
+def _parts(indices: tf.Tensor) -> list[tf.Tensor]:
+    """Returns the tensors that `indices` was concatenated from: a table with several uses has several."""
+    if not tf.is_symbolic_tensor(indices):
+        return [indices]
+    while indices.op.type == "Identity":
+        indices = indices.op.inputs[0]
+    if indices.op.type != "ConcatV2":
+        return [indices]
+    return [part for each in list(indices.op.inputs)[:-1] for part in _parts(each)]
+
+
+def _marked(indices: tf.Tensor, rows: int | None) -> tf.Tensor:
+    """Returns the marks of `indices`; unless they repeat for each of the `rows`, if the graph has a fixed number.
+
+    Those, one process has more of, if it has more rows.
+    """
+    marked, size = -1 - indices, tf.size(indices)
+    if rows is None or rows < 2:
+        return marked
+    blocks = tf.reshape(indices[: size - size % rows], [rows, -1])
+    repeats = tf.equal(size % rows, 0) & tf.reduce_all(tf.equal(blocks, blocks[:1]))
+    return tf.where(repeats, indices, marked)
