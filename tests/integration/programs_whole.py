@@ -368,7 +368,7 @@ class NestedGradients(keras.Model):
     def nested(self, x: Value, y: Value) -> Value:
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self(x, training=True))
-        self.optimizer.apply_gradients(zip(tape.gradient(loss, self.trainable_weights), self.trainable_weights))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
         return loss
 
 
