@@ -118,8 +118,8 @@ def loss_of(case: Case, reduction: str = "") -> str:
     return LOSSES[case.network.task, case.loss].format(options=", ".join(options))
 
 
-def optimizer(chosen: Optimizer) -> str:
-    """The expression that makes it."""
+def optimizer(chosen: Optimizer, *, parts: str = "") -> str:
+    """The expression that makes it; `parts` divides what it clips by."""
     rate = str(RATES.get(chosen.name, 0.01))
     if chosen.schedule != "constant":
         rate = SCHEDULES[chosen.schedule].format(rate=rate)
@@ -127,7 +127,7 @@ def optimizer(chosen: Optimizer) -> str:
     if chosen.momentum:
         options.append("momentum=0.8")
     if chosen.clipping != "no clipping":
-        options.append(CLIPPING[chosen.clipping])
+        options.append(CLIPPING[chosen.clipping] + parts)
     if chosen.ema:
         options.append(f"use_ema=True, ema_momentum=0.8, ema_overwrite_frequency={chosen.ema}")
     if chosen.weight_decay:

@@ -14,6 +14,7 @@ CLASSES = {
     "moving mean": "Following",
     "metric in a layer": "Measuring",
     "function in a layer": "Nested",
+    "positions": "Placed",
 }
 VECTORS: Table = {
     "Dense": ('h = keras.layers.Dense(5, activation="tanh")(h)', 1),
@@ -90,6 +91,7 @@ SEQUENCES: Table = {
         2,
     ),
     "counter": ("h = Counting()(h)", 2),
+    "positions": ("h = Placed()(h)", 2),
     "Conv1D": ('h = keras.layers.Conv1D(4, 2, padding="same", activation="tanh")(h)', 2),
     "LayerNormalization": ("h = keras.layers.LayerNormalization(epsilon=0.1)(h)", 2),
     "TimeDistributed": ('h = keras.layers.TimeDistributed(keras.layers.Dense(4, activation="tanh"))(h)', 2),

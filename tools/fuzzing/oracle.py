@@ -153,8 +153,14 @@ RULES = (
     Rule(
         "clipping",
         lambda case: _several(case) and _clips(case),
-        "each replica's gradient is clipped before the sum",
+        "each replica's gradient is clipped before the sum; whole, where MirroredStrategy clips a part",
         MIRRORED,
+    ),
+    Rule(
+        "positions eagerly",
+        lambda case: _several(case) and case.eager and _uses(case, "positions") and case.optimizer.name != "SGD",
+        "in eager steps nobody knows which lookups do not come from the batch",
+        NOTHING,
     ),
     Rule(
         "generators",

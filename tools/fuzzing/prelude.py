@@ -29,6 +29,9 @@ class Job:
     def __init__(self, strategy, folder):
         self.strategy, self.folder = strategy, pathlib.Path(folder)
         self.rank, self.workers = getattr(strategy, "rank", 0), getattr(strategy, "num_workers", 1)
+        # A gradient of `fit` is clipped whole under tfps, and the replica's part of it under MirroredStrategy.
+        mirrored = type(strategy) is tf.distribute.MirroredStrategy
+        self.parts = strategy.num_replicas_in_sync if mirrored else 1
         self.found = {}
 
     def scope(self):
@@ -171,6 +174,19 @@ class Following(keras.layers.Layer):
         if training:
             self.mean.assign(0.8 * self.mean + 0.2 * keras.ops.mean(inputs, 0))
         return inputs
+'''
+
+PLACED = '''
+
+class Placed(keras.layers.Layer):
+    """Adds what it has learned of each position."""
+
+    def build(self, shape):
+        self.places = keras.layers.Embedding(shape[1], shape[2])
+        self.places.build()
+
+    def call(self, inputs):
+        return inputs + self.places(keras.ops.arange(inputs.shape[1]))
 '''
 
 MEASURING = '''

@@ -14,6 +14,7 @@ LAYERS = {
     "AddLoss": prelude.ADD_LOSS,
     "counter": prelude.COUNTING,
     "moving mean": prelude.FOLLOWING,
+    "positions": prelude.PLACED,
     "metric in a layer": prelude.MEASURING,
     "function in a layer": prelude.NESTED,
 }
@@ -135,7 +136,8 @@ def _model(case: Case) -> str:
         metrics, weighted = (f'{{"main": [{each}]}}' if each else "" for each in (metrics, weighted))
     else:
         metrics, weighted = (f"[{each}]" if each else "" for each in (metrics, weighted))
-    options = [f"optimizer={optimizer(case.optimizer)}", f"loss={loss}"]
+    chosen = optimizer(case.optimizer, parts=" / job.parts")
+    options = [f"optimizer={chosen}", f"loss={loss}"]
     if metrics:
         options.append(f"metrics={metrics}")
     if weighted:
