@@ -63,6 +63,53 @@ def _reads(component: Variable, value: tf.Tensor, replica: tf.Graph | None) -> l
     return None if hidden and not found else found
 
 
+def kept_part(component: Variable, value: tf.Tensor) -> tf.Tensor | None:
+    """Returns the part of `value`, a tensor of a graph, that is what `component` had, times something.
+
+    As `0.9 * v` of `0.9 * v + 0.1 * x`. Zeros if `value` is not computed from it; None if it is, but not like that.
+    """
+    try:
+        found = _kept_part(component, value)
+    except _NotLinearError:
+        return None
+    return tf.zeros_like(value) if found is None else tf.broadcast_to(found, tf.shape(value))
+
+
+class _NotLinearError(Exception):
+    """A value is not a multiple of what a variable had, plus something."""
+
+
+def _kept_part(component: Variable, tensor: tf.Tensor) -> tf.Tensor | None:
+    if not tf.is_symbolic_tensor(tensor):
+        return None
+    op = tensor.op
+    if op.type == "ReadVariableOp" and _outside(op.inputs[0]) is component.handle:
+        return tensor
+    if any(each.dtype == tf.resource and _outside(each) is component.handle for each in op.inputs):
+        raise _NotLinearError
+    if op.type == "Placeholder":
+        if tf.is_symbolic_tensor(outside := _outside(tensor)) and _kept_part(component, outside) is not None:
+            raise _NotLinearError
+        return None
+    parts = [_kept_part(component, each) for each in op.inputs]
+    if all(part is None for part in parts):
+        return None
+    if op.type in ("Identity", "Cast"):
+        return tf.cast(parts[0], tensor.dtype)
+    if op.type == "Neg":
+        return -parts[0]
+    if op.type in ("AddV2", "Add", "Sub"):
+        first, second = (
+            tf.zeros_like(each) if part is None else part for each, part in zip(op.inputs, parts, strict=True)
+        )
+        return first - second if op.type == "Sub" else first + second
+    if op.type == "Mul" and None in parts:
+        return op.inputs[0] * parts[1] if parts[0] is None else parts[0] * op.inputs[1]
+    if op.type == "RealDiv" and parts[1] is None:
+        return parts[0] / op.inputs[1]
+    raise _NotLinearError
+
+
 def _outside(tensor: tf.Tensor) -> Value:
     """Returns what `tensor` stands for outside of the graphs that capture it; None if it is an argument."""
     while tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder":

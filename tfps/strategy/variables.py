@@ -24,6 +24,7 @@ from tfps.graph.shares import current_share
 from tfps.graph.tf_private import ResourceVariable, distribute_lib, in_xla, ops, outer_graphs, values, values_util
 from tfps.keras_hooks.keras_private import in_symbolic_scope
 from tfps.runtime.served import ServedParameter
+from tfps.strategy.additive import kept_part
 from tfps.strategy.conversions import Converted
 from tfps.types import Function, Structure, Value, Variable
 
@@ -295,10 +296,12 @@ class GatedVariable(Converted, values.MirroredVariable):
         if self.local and tf.executing_eagerly() and share.step is not None and share.step.trains:
             part = share.only_if_rows(value * share.weight(tf.constant(1 / share.replicas, self.dtype), exchange=True))
             return self._distribute_strategy.extended._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, [part])[0]
-        start = tf.zeros([], self.dtype) if before is None else before()
+        # Of a moving mean, only the batch's part is weighted: what replicas had before may differ between them.
+        kept = kept_part(self._get_on_device_or_primary(), value) if tf.is_symbolic_tensor(value) else None
+        if kept is None:
+            kept = tf.zeros_like(value) if before is None else tf.broadcast_to(before(), tf.shape(value))
         relative = share.relative(self.dtype, exchange=not self.local)  # else all replicas reduce together
-        counted = tf.where(tf.equal(relative, 1), value, start + relative * (value - start))
-        return share.only_if_rows(counted, tf.broadcast_to(start, tf.shape(counted)))
+        return share.only_if_rows(tf.where(tf.equal(relative, 1), value, kept + relative * (value - kept)), kept)
 
     def _own(self) -> tf.Tensor:
         return self._get().read_value()
