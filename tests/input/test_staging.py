@@ -205,6 +205,28 @@ def test_an_iterator_that_is_dropped_takes_out_its_own_batches_only(strategy: tf
     assert [int(number) for number in kept] == list(range(1, 9))
 
 
+def test_who_drops_an_iterator_finds_the_batch_that_it_takes_out_also_after_the_thread_has_ended(
+    strategy: tfps.Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    iterator = iter(strategy.experimental_distribute_dataset(Source(100).dataset))
+    next(iterator)
+    feed = iterator._feed
+    jobs.poll(lambda: strategy.extended.staging.staged() == 2 and feed._putting)
+    filler = feed._thread
+    dequeue = feed.tokens.dequeue
+
+    def stalled() -> list[Value]:
+        taken: list[Value] = dequeue()
+        if threading.current_thread() is not filler:
+            filler.join(jobs.DEADLINE_S)
+        return taken
+
+    monkeypatch.setattr(feed.tokens, "dequeue", stalled)
+    assert jobs.attempt(feed.stop) == [None]
+    assert nothing_left(strategy)
+    assert not strategy.extended.staging._running
+
+
 def test_close_ends_iterators_that_are_still_in_use() -> None:
     strategy = tfps.Strategy()
     iterator = iter(strategy.experimental_distribute_dataset(Source(100).dataset))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import threading
+import urllib.parse
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import keras
@@ -225,3 +229,58 @@ def csv_appended(job: Job) -> Results:
         "first": [ord(letter) for letter in lines[0][:5]],
         "epochs": [int(line.split(",")[0]) for line in lines[1:]],
     }
+
+
+def monitored(job: Job) -> Results:
+    """A server hears of each epoch once, with what all ranks have seen."""
+    heard = []
+
+    class Server(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            content = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            heard.append(json.loads(urllib.parse.parse_qs(content)["data"][0]))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monitor = keras.callbacks.RemoteMonitor(f"http://127.0.0.1:{server.server_port}")
+        fit = job.compiled("sgd").fit(*data(), epochs=2, callbacks=[monitor], **OPTIONS)
+        server.shutdown()
+    counted = job.strategy.reduce("SUM", len(heard), axis=None).numpy() if job.strategy else len(heard)
+    losses = [each["loss"] for each in heard]
+    assert losses == (fit.history["loss"] if job.rank == 0 else [])
+    return {**history(fit), "heard by servers of all ranks": counted}
+
+
+def orbax(job: Job) -> Results:
+    """OrbaxCheckpoint in one directory for all ranks, also within epochs: what it leaves is what one process has."""
+
+    def build() -> Model:
+        hidden, out = keras.layers.Dense(16, activation="tanh", name="hidden"), keras.layers.Dense(10, name="out")
+        return keras.Sequential([keras.Input((64,)), hidden, MovingMean(name="moving"), out], name="named")
+
+    model = job.compiled(lambda: keras.optimizers.Adam(0.01), build=build)
+    checkpoint = keras.callbacks.OrbaxCheckpoint
+    in_epochs = {"save_freq": 2, "save_best_only": True, "monitor": "loss", "mode": "min", "max_to_keep": None}
+    callbacks = [
+        checkpoint(str(job.shared / "last")),
+        checkpoint(str(job.shared / "best"), save_on_background=False, **in_epochs),
+    ]
+    callbacks[1].monitor_op = np.less  # which Keras leaves open until the first epoch ends
+    x, y = data()
+    x[::2] += 0.5  # ranks have different data
+    fit = model.fit(x, y, epochs=2, callbacks=callbacks, **OPTIONS)
+    if job.strategy:
+        job.strategy.reduce("SUM", 1.0, axis=None)  # rank 0 has written
+    ends = {**weights(model), **history(fit), "best": callbacks[1].best}
+    steps = sorted(int(each.name) for each in (job.shared / "best").iterdir() if each.name.isdigit())
+    for name in ("last", "best"):  # of which Keras reads the latest
+        restored = build()
+        restored.compile(keras.optimizers.Adam(0.01))
+        restored.load_weights(job.shared / name)
+        ends |= {f"{name}/{each}": weight for each, weight in enumerate(restored.get_weights())}
+    return {**ends, "steps": steps}

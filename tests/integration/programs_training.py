@@ -207,6 +207,14 @@ def adapted(job: Job) -> Results:
         model.fit(text if which == 0 else numbers[:, None], y, batch_size=12, shuffle=False, verbose=0)
         return model
 
+    def counted(kind: type[Layer]) -> None:
+        """Adapts to as many of each term on all ranks, but in more texts on one of them."""
+        texts = ["a b", "a b", "a c"] if job.rank == 0 else ["a a", "b b", "a c"]
+        layer = kind(output_mode="tf_idf", name="counted")
+        layer.adapt(tf.constant(texts if kind is keras.layers.TextVectorization else [each.split() for each in texts]))
+        build = lambda: keras.Sequential([keras.Input((1,), dtype="string"), layer, keras.layers.Dense(2)])  # noqa: E731
+        job.compiled("sgd", build=build, metrics=[]).evaluate(text, y, verbose=0)
+
     told = []
     for which, name in enumerate(("words", "scaled")):
         if job.strategy is None:
@@ -215,6 +223,11 @@ def adapted(job: Job) -> Results:
             fitted(slice(2 * job.rank, 2 * job.rank + (24 if which else 2)), which)
         except tfps.errors.MismatchError as error:
             told.append(name in str(error) and "adapted to different data" in str(error))
-    assert told == ([True] * 2 if job.strategy else [])
+    for kind in (keras.layers.TextVectorization, keras.layers.StringLookup):
+        try:
+            counted(kind)
+        except tfps.errors.MismatchError as error:
+            told.append("'counted' has adapted to different data" in str(error))
+    assert told == ([True] * 4 if job.strategy else [])
     keras.utils.set_random_seed(1)
     return weights(*(fitted(slice(0, 48), which) for which in range(2)))

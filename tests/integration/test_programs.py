@@ -14,7 +14,7 @@ from types import MappingProxyType
 import numpy as np
 import processes
 import pytest
-from keras_versions import NOT_IN_KERAS_3_8
+from keras_versions import NEEDS_ORBAX, NOT_IN_KERAS_3_8
 
 from tfps.pserver.server import ParameterServer
 from tfps.types import Value
@@ -48,12 +48,16 @@ PROGRAMS = {
         ["saved_in_epochs", "backup_shared"],
         [
             *("checkpoints_shared", "checkpoints_own", "backup_own", "saved", "saved_in_one_place", "tensorboard"),
-            *("csv_appended", "tf_checkpoint", "weights_set", "weights_set_on_one_rank"),
+            *("csv_appended", "monitored", "tf_checkpoint", "weights_set", "weights_set_on_one_rank"),
         ],
     ),
 }
 # Each in a job of its own: where one does not work it may take the others with it.
-BY_THEMSELVES = ["programs_input.files_uneven", "programs_training.batch_normalization"]
+BY_THEMSELVES = [
+    "programs_input.files_uneven",
+    "programs_training.batch_normalization",
+    pytest.param("programs_saving.orbax", marks=NEEDS_ORBAX),
+]
 # Half types round each rank's gradients by themselves.
 TOLERANCE = {"loss_scaling": 5e-3, "mixed_bfloat16": 3e-2}
 Results = list[dict[str, Value]]  # of plain Keras and of each rank

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 
@@ -28,9 +27,9 @@ def said(*command: str, **variables: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_job_shows_nothing_but_where_its_pservers_are_and_its_begin_and_end() -> None:
+def test_a_job_shows_nothing_but_where_its_pservers_are() -> None:
     lines = said("-m", "tfps.launch", "--workers", "2", SCRIPT)
-    assert [line for line in lines if not re.match(r"\[pserver 0\] tfps_pserver( ready|: job '.*' )", line)] == []
+    assert [line for line in lines if not line.startswith("[pserver 0] tfps_pserver ready at ")] == []
 
 
 def test_tensorflow_warns_of_nothing_that_one_process_does() -> None:

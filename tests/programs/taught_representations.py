@@ -293,7 +293,7 @@ def triplets(job: Job) -> Results:
     x = digits(3 * ROWS)[0]
     with job.scope():
         model = Triplets()
-        model.compile(optimizer=keras.optimizers.Adam(0.003), weighted_metrics=[])
+        model.compile(optimizer=keras.optimizers.Adam(0.003, epsilon=0.01), weighted_metrics=[])
     parts = tuple(x[part::3] for part in range(3))
     data = tf.data.Dataset.from_tensor_slices(parts).batch(BATCH)
     fit = model.fit(

@@ -7,6 +7,7 @@ import functools
 import re
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,9 +61,22 @@ def test_a_push_after_another_rank_has_left_fails_at_once(cluster: Cluster) -> N
     assert "left before step 0" in str(error)
 
 
+CALLS: dict[str, Callable[[Worker], object]] = {
+    "Declare": lambda worker: worker.declare([bucket(5000)]),
+    "Put": lambda worker: worker.put(0, 0, 0, bytes(8)),
+    "Get": lambda worker: worker.get(0, 0, 0, 8),
+    "Tune": lambda worker: worker.tune(4096, 8192),
+    "Rest": lambda worker: worker.rest(),
+    "Take": lambda worker: worker.ticket("counter"),
+    "Waiting": lambda worker: worker.wanted(0),
+    "Trace": lambda worker: worker.start_trace(),
+}
+
+
 @pytest.mark.parametrize("cluster", ["tcp"], indirect=True)
-def test_a_declaration_whose_call_breaks_says_why_the_job_failed(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_breaks_says_why_the_job_failed(
+    call: str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tfps.worker.worker._REASON_S", jobs.DEADLINE_S)
     server = cluster.pserver(2)
@@ -73,16 +87,21 @@ def test_a_declaration_whose_call_breaks_says_why_the_job_failed(
     declared = functools.partial(other.declare, timeout_s=jobs.DEADLINE_S)
     joined = functools.partial(cluster.worker, [f"127.0.0.1:{between.port}"], 0, config=config)
     worker = next(each for each in jobs.attempt(declared, joined) if isinstance(each, Worker))
+    sums = pb.Bucket(names=["b"], kind="sum", nbytes=5000, dtype="float32")
+    together(lambda: worker.declare([bucket(5000)]), lambda: other.declare(sums, number=1))
+    if call != "Declare":
+        between.close()
 
     def cut_and_fail() -> None:
-        jobs.poll(lambda: len(server._job._declarations) == 2)  # it waits for the other
-        between.close()
+        if call == "Declare":
+            jobs.poll(lambda: len(server._job._declarations) == 3)  # it waits for the other
+            between.close()
         request = pb.LeaveRequest(
             incarnation=other.incarnation, rank=1, failure=failure_of(MismatchError("the workers differ"))
         )
         other.pserver.call("Leave", request, jobs.DEADLINE_S)
 
-    error, _ = jobs.attempt(functools.partial(worker.declare, [bucket(5000)]), cut_and_fail)
+    error, _ = jobs.attempt(functools.partial(CALLS[call], worker), cut_and_fail)
     assert isinstance(error, MismatchError)
     assert str(error) == "the workers differ"
 

@@ -208,8 +208,7 @@ class Share:
     @property
     def may_be_empty(self) -> bool:
         """Whether this replica may have no rows."""
-        known = tf.get_static_value(self.rows)
-        return known is None or int(known) == 0
+        return _may_be_zero(self.rows)
 
     @property
     def has_rows(self) -> tf.Tensor:
@@ -518,16 +517,17 @@ class Counted:
         """Returns `value`, or zeros if it does not count."""
         if self.has_rows is None:
             return value
-        return _with_values(value, lambda each: tf.where(self.has_rows, each, tf.zeros_like(each)))
+        return with_values(value, lambda each: tf.where(self.has_rows, each, tf.zeros_like(each)))
 
     def weighted(self, value: Value) -> Value:
         """Returns `value` multiplied by its weight."""
         if self.weight is None:
             return value
-        return _with_values(value, lambda each: each * tf.cast(self.weight, each.dtype))
+        return with_values(value, lambda each: each * tf.cast(self.weight, each.dtype))
 
 
-def _with_values(value: Value, change: Callable[[tf.Tensor], tf.Tensor]) -> Value:
+def with_values(value: Value, change: Callable[[tf.Tensor], tf.Tensor]) -> Value:
+    """Returns `value`, a tensor or IndexedSlices, with changed values."""
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(change(value.values), value.indices, value.dense_shape)
     return change(value)

@@ -184,6 +184,7 @@ class Feed:
         self._rows: dict[int, list[int]] = {}  # of each local replica, by key of the staged batch
         self._unknown = [UNKNOWN] * (1 + stage.replicas)
         self._putting = False  # whether a token is being put, which may wait for room unless it is `_room` that does
+        self._removers: set[object] = {"thread"}  # and calls of `stop`: nobody clears what they are about to remove
         self._lock = threading.Lock()  # guards _thread
         self._thread: threading.Thread | None = None
         self.number = next(_feed_numbers)
@@ -223,9 +224,10 @@ class Feed:
             self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread, which removes what it has staged. Takes no lock, so any thread or finalizer may call it.
+        """Ends the thread, which removes what it has staged. Any thread or finalizer may call it.
 
-        The thread gets the room that it waits for: TensorFlow logs a warning for whatever is cancelled.
+        So it takes no lock but, briefly, that of `Staging`, which is reentrant. The thread gets the room that it waits
+        for: TensorFlow logs a warning for whatever is cancelled.
         """
         self.stopped = True
         if self._line is not None:
@@ -233,9 +235,16 @@ class Feed:
         with tf.init_scope(), tf.device(HOST):
             if self._room is not None:
                 self._room.enqueue(True)
-            elif self._putting and threading.current_thread() is not self._thread:
-                with contextlib.suppress(tf.errors.OutOfRangeError):  # steps have taken all, and the thread has ended
-                    self._remove(int(self.tokens.dequeue()[0]))
+            elif threading.current_thread() is not self._thread:
+                this = object()
+                self._removers.add(this)  # before it looks: a thread that still puts has not ended
+                try:
+                    if self._putting:
+                        self._remove(int(self.tokens.dequeue()[0]))
+                except tf.errors.OutOfRangeError:  # steps have taken all, and the thread has ended
+                    pass
+                finally:
+                    self._has_removed(this)
             if self._allowed is not None:
                 self._allowed.enqueue(tf.constant(1, tf.int64))
             self.tokens.close(cancel_pending_enqueues=True)
@@ -286,7 +295,7 @@ class Feed:
         finally:
             self.tokens.close(cancel_pending_enqueues=True)  # `stop` may wait for a token
             self._take_out(key)
-            self._staging.finished(self)
+            self._has_removed("thread")
 
     def _read(self) -> Iterator[Group]:
         """Yields groups of batches, one per replica."""
@@ -397,6 +406,12 @@ class Feed:
             self._rows.clear()
             for each in left:
                 self._remove(each)
+
+    def _has_removed(self, remover: object) -> None:
+        """Notes that `remover` removes nothing more; the last one says that this has ended, possibly twice."""
+        self._removers.discard(remover)
+        if not self._removers:
+            self._staging.finished(self)
 
     def _remove(self, key: int) -> None:
         """Removes the staged batch of a token that nothing else has."""

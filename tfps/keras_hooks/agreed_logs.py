@@ -23,7 +23,7 @@ from tfps.errors import MismatchError
 from tfps.graph.shares import UNKNOWN
 from tfps.keras_hooks.epochs import end_epoch
 from tfps.keras_hooks.weighing import mean
-from tfps.types import Array, Callback, Logs, Model
+from tfps.types import Array, Callback, Json, Logs, Model
 
 
 @functools.cache
@@ -131,9 +131,8 @@ class Said:
     of_rows: list[bool]
 
     @classmethod
-    def parse(cls, line: str) -> Said:
-        """Parses a rank's line."""
-        said = json.loads(line)
+    def parse(cls, said: Json) -> Said:
+        """Reverses `dataclasses.asdict`."""
         return cls(**{**said, "values": [Value(**each) for each in said["values"]]})
 
 
@@ -198,7 +197,7 @@ def _agreed(strategy: tf.distribute.Strategy, model: Model, logs: Logs, are_metr
             for name, (_, leaf) in zip(names, leaves, strict=True)
         ],
     )
-    ranks = _exchanged(strategy, said)
+    ranks = list(map(Said.parse, said_by_all(strategy, dataclasses.asdict(said))))
     if any(each.are_metrics for each in ranks) and all(each.are_metrics or not each.names for each in ranks):
         return model.get_metrics_result()  # also if a rank has had no batch
     for rank, each in enumerate(ranks):
@@ -222,11 +221,11 @@ def _agreed(strategy: tf.distribute.Strategy, model: Model, logs: Logs, are_metr
     return keras.tree.pack_sequence_as(logs, agreed)
 
 
-def _exchanged(strategy: tf.distribute.Strategy, said: Said) -> list[Said]:
-    """Returns the logs of all ranks, in rank order."""
-    line = json.dumps(dataclasses.asdict(said)) + "\n"
+def said_by_all(strategy: tf.distribute.Strategy, own: Json) -> list[Json]:
+    """Returns what all ranks say, in rank order; all must call this."""
+    line = json.dumps(own) + "\n"
     lines = strategy.gather(tf.constant(np.frombuffer(line.encode(), np.uint8)), axis=0)
-    return [Said.parse(each) for each in lines.numpy().tobytes().decode().splitlines()]
+    return [json.loads(each) for each in lines.numpy().tobytes().decode().splitlines()]
 
 
 def _own_results(strategy: tf.distribute.Strategy, model: Model, rows: tf.Tensor) -> list[tuple[str, object]]:

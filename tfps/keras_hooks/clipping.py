@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
-from tfps.graph.shares import in_keras_step
+from tfps.graph.shares import in_keras_step, with_values
 from tfps.types import Optimizer, Value
 
 
@@ -37,13 +37,7 @@ def clip_own_gradients(strategy_class: type[tf.distribute.Strategy]) -> None:
 
 def _changed(gradients: Sequence[Value], change: Callable[[tf.Tensor], tf.Tensor]) -> list[Value]:
     """`gradients`, some of which may be None or IndexedSlices, with changed values."""
-    changed: list[Value] = []
-    for each in gradients:
-        if isinstance(each, tf.IndexedSlices):
-            changed.append(tf.IndexedSlices(change(each.values), each.indices, each.dense_shape))
-        else:
-            changed.append(None if each is None else change(each))
-    return changed
+    return [None if each is None else with_values(each, change) for each in gradients]
 
 
 def _workers(strategy_class: type[tf.distribute.Strategy]) -> int:

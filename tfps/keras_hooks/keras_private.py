@@ -108,6 +108,9 @@ try:
     needs(keras.callbacks.ModelCheckpoint, "_save_model", "_get_file_path")
     needs(keras.callbacks.BackupAndRestore, "_save_model", "_weights_path", "on_train_begin", "on_train_end")
     needs(keras.callbacks.CSVLogger, "on_train_begin")
+    needs(keras.callbacks.RemoteMonitor, "on_epoch_end")
+    if hasattr(keras.callbacks, "OrbaxCheckpoint"):  # since Keras 3.14
+        needs(keras.callbacks.OrbaxCheckpoint, "set_model", "on_train_batch_end", "checkpointer")
     needs(keras.Model, "fit")  # compares before it begins (lookup_tables.py)
     needs(keras.Model, "_initial_epoch")  # set by BackupAndRestore: the first epoch of `fit`
 

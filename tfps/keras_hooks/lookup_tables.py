@@ -1,7 +1,8 @@
-"""Compares what layers have adapted to (vocabularies, boundaries, means), which is no variable, between ranks.
+"""Compares what layers have adapted to (vocabularies, terms' weights, boundaries, means) between ranks.
 
-Rank 0's initial values go to all ranks, but a lookup table or the constants of Normalization stay each rank's own. If
-ranks have adapted them to different data, the same row means something else on each.
+None of it is a variable that ranks share. Rank 0's initial values go to all ranks, but a lookup table or the constants
+of Normalization stay each rank's own. If ranks have adapted them to different data, the same row means something else
+on each.
 
 Tested in tests/integration/test_programs.py.
 """
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import weakref
 from collections.abc import Iterable
 
@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfps.errors import MismatchError
+from tfps.keras_hooks.agreed_logs import said_by_all
 from tfps.keras_hooks.keras_private import layers_of
 from tfps.types import Function, Layer, Model
 
@@ -69,7 +70,9 @@ def _digest(layer: Layer) -> Digest:
         boundaries = np.asarray(layer.bin_boundaries or [], np.float64)
         return layer.name, boundaries.size, _hash([boundaries.tobytes()])
     terms = layer.get_vocabulary(include_special_tokens=True)
-    return layer.name, len(terms), _hash(str(term).encode() + b"\n" for term in terms)
+    weights = [each.idf_weights_const for each in (layer, *layers_of(layer)) if hasattr(each, "idf_weights_const")]
+    parts = [*(str(term).encode() + b"\n" for term in terms), *(np.asarray(each).tobytes() for each in weights)]
+    return layer.name, len(terms), _hash(parts)
 
 
 def _hash(parts: Iterable[bytes]) -> str:
@@ -87,9 +90,7 @@ def _compare(strategy: tf.distribute.Strategy, own: list[Digest]) -> None:
     """
     if not own:
         return
-    line = json.dumps(own) + "\n"
-    lines = strategy.gather(tf.constant(np.frombuffer(line.encode(), np.uint8)), axis=0)
-    first, *others = map(json.loads, lines.numpy().tobytes().decode().splitlines())
+    first, *others = said_by_all(strategy, own)
     for rank, theirs in enumerate(others, 1):
         for (name, size, content), (_, their_size, their_content) in zip(first, theirs, strict=False):
             if (size, content) == (their_size, their_content):
@@ -98,5 +99,6 @@ def _compare(strategy: tf.distribute.Strategy, own: list[Digest]) -> None:
             raise MismatchError(
                 f"layer {name!r} has adapted to different data on the ranks: "
                 f"{what if size != their_size else f'others on rank 0 than on rank {rank}'}; adapt it to the same data "
-                "on all ranks, or pass what one rank has found (vocabulary, bin_boundaries, mean and variance)"
+                "on all ranks, or pass what one rank has found (vocabulary, idf_weights, bin_boundaries, mean and "
+                "variance)"
             )

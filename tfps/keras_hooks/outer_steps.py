@@ -212,7 +212,8 @@ def _keep_global_weights(strategy_of: Function) -> None:
 
 def _save_at_epochs(strategy_of: Function) -> None:
     """Refuses callbacks that save within an epoch, where other ranks may be at another step."""
-    for callback in (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore):
+    names = ("ModelCheckpoint", "BackupAndRestore", "OrbaxCheckpoint")  # the last one is new in Keras 3.14
+    for callback in (getattr(keras.callbacks, name) for name in names if hasattr(keras.callbacks, name)):
         callback.set_model = _at_epochs(callback.set_model, strategy_of)
 
 

@@ -5,7 +5,7 @@ the directory overwrite each other with equal content, other ranks each get a fi
 that do not step together) a shared file is rank 0's in the end, see `shared_files`. Anything but a single local file
 (`export`, shards, an object store) is written by rank 0 only. The same holds for `keras.saving.save_model` and
 `save_weights`. `BackupAndRestore` writes and restores on rank 0, which passes what it has restored to all ranks. A save
-never waits for other ranks.
+never waits for other ranks. `OrbaxCheckpoint` writes on rank 0, and `RemoteMonitor` sends from there.
 
 Tested in tests/integration/test_programs.py, test_shared_files.py and test_local_programs.py there.
 """
@@ -120,6 +120,9 @@ def share_files(strategy_class: type[tf.distribute.Strategy]) -> None:
     _share_checkpoint(strategy_of)
     _share_backup(strategy_of)
     _share_csv(strategy_of)
+    _send_once(strategy_of)
+    if hasattr(keras.callbacks, "OrbaxCheckpoint"):  # since Keras 3.14
+        _share_orbax(strategy_of)
 
 
 def _replace(part: Path, path: Path, strategy: tf.distribute.Strategy) -> None:
@@ -236,6 +239,51 @@ def _share_csv(strategy_of: Callable[[Model], tf.distribute.Strategy | None]) ->
         self.csv_file.seek(0, os.SEEK_END)
 
     callback.on_train_begin = on_train_begin
+
+
+def _send_once(strategy_of: Callable[[Model], tf.distribute.Strategy | None]) -> None:
+    """Makes RemoteMonitor tell its server of each epoch once: logs are the same on all ranks."""
+    original = keras.callbacks.RemoteMonitor.on_epoch_end
+
+    @functools.wraps(original)
+    def on_epoch_end(self: Callback, epoch: int, logs: Logs | None = None) -> None:
+        strategy = strategy_of(self.model)
+        if strategy is None or strategy.rank == 0:
+            original(self, epoch, logs)
+
+    keras.callbacks.RemoteMonitor.on_epoch_end = on_epoch_end
+
+
+class _Discarding:
+    """Stands for Orbax' checkpointer where nothing is to be written: whatever it is asked to do is done."""
+
+    def __getattr__(self, name: str) -> Callable[..., _Discarding]:
+        return lambda *_, **__: self
+
+
+def _share_orbax(strategy_of: Callable[[Model], tf.distribute.Strategy | None]) -> None:
+    """Makes OrbaxCheckpoint write on rank 0 only; all ranks read what it saves, which may take all of them."""
+    callback = keras.callbacks.OrbaxCheckpoint
+    original_set, original_end = callback.set_model, callback.on_train_batch_end
+
+    @functools.wraps(original_set)
+    def set_model(self: Callback, model: Model) -> None:
+        strategy = strategy_of(model)
+        if strategy is not None and strategy.rank > 0:
+            self.checkpointer.close()
+            self.checkpointer = _Discarding()
+        original_set(self, model)
+
+    @functools.wraps(original_end)
+    def on_train_batch_end(self: Callback, batch: int, logs: Logs | None = None) -> None:
+        strategy = strategy_of(self.model)
+        if strategy is not None and self.save_freq != "epoch":
+            _check_together(strategy, "OrbaxCheckpoint")
+            if self.save_best_only:  # within an epoch logs are local; ranks would decide differently
+                logs = agreed_logs(self.model, logs or {})
+        original_end(self, batch, logs)
+
+    callback.set_model, callback.on_train_batch_end = set_model, on_train_batch_end
 
 
 def _check_together(strategy: tf.distribute.Strategy, name: str) -> None:

@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfps.errors import TfpsError, outlined
-from tfps.graph.shares import Share, current_share, in_keras_step, keras_step, reducing_gradients, say_once
+from tfps.graph.shares import Share, current_share, in_keras_step, keras_step, reducing_gradients, say_once, with_values
 from tfps.graph.tf_private import is_differentiated
 from tfps.keras_hooks.keras_private import Stepper, loss_module, trainer_module
 from tfps.types import Function, Model, Optimizer, Structure, Value, Variable
@@ -266,7 +266,7 @@ def _weigh_gradients() -> None:
             # Accumulated gradients come from steps in which this replica had other rows.
             grads = [share.only_if_rows(each) for each in grads]
             if in_keras_step():
-                grads = [_times(each, share.relative(each.dtype)) for each in grads]
+                grads = [with_values(each, lambda values: values * share.relative(values.dtype)) for each in grads]
         if not in_keras_step() and (share is None or accumulates):
             return original(self, grads, trainable_variables)
         replicas = tf.distribute.get_strategy().extended._num_replicas_in_sync
@@ -274,12 +274,6 @@ def _weigh_gradients() -> None:
             return original(self, grads, trainable_variables)
 
     keras.optimizers.Optimizer._backend_apply_gradients = apply_gradients
-
-
-def _times(gradient: Value, factor: tf.Tensor) -> Value:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
-    return gradient * factor
 
 
 def _weigh_results(strategy_class: type[tf.distribute.Strategy]) -> None:

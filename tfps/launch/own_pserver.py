@@ -67,7 +67,7 @@ def start_pserver(found: Found, workers: int, token_file: str, *, on_one_host: b
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TFPS_TLS_")}
     with _on_all_cpus():
         pserver = subprocess.Popen(
-            [sys.executable, "-m", "tfps.cli", *arguments, "--while-needed"],
+            [sys.executable, "-m", "tfps.cli", *arguments, "--while-needed", "--quiet"],
             env={**environment, **job.pserver_variables()},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -83,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="end when standard input has ended and no worker is left: for a program that starts a pserver",
     )
+    parser.add_argument("--quiet", action="store_true", help="log warnings only, not which jobs begin, end and fail")
     parser.add_argument("--status", metavar="HOST:PORT", help="show the status of this pserver, do not run one")
     parser.add_argument("--json", action="store_true", help="with --status: print the status once, as JSON")
     options = parser.parse_args(arguments)
@@ -119,7 +120,8 @@ def _allow_many_files() -> None:
 def _serve(options: argparse.Namespace) -> int:
     tune_malloc(one_arena=True)
     _allow_many_files()
-    logging.basicConfig(level=logging.INFO, format="tfps_pserver: %(message)s", stream=sys.stderr)
+    level = logging.WARNING if options.quiet else logging.INFO
+    logging.basicConfig(level=level, format="tfps_pserver: %(message)s", stream=sys.stderr)
     stop = Flag()
     _at_signals(stop.set)
     security = _security(options)

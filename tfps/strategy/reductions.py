@@ -18,6 +18,7 @@ from tfps.errors import UnsupportedError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.sparse import pack_sparse, unpack_sparse
 from tfps.graph import ops as graph_ops
+from tfps.graph.shares import with_values
 from tfps.runtime.runtime import Runtime
 from tfps.strategy.pulls import pull
 from tfps.types import Value
@@ -34,7 +35,8 @@ class Reductions:
 
     def estimated(self, values: list[Value]) -> list[Value]:
         """Returns the sums of `values` over the workers if all workers had the same."""
-        return [_times(value, self._runtime.exchange.workers) for value in values]
+        workers = self._runtime.exchange.workers
+        return [with_values(value, lambda each: each * tf.cast(workers, each.dtype)) for value in values]
 
     def sum_all(self, values: list[Value], key: tuple[Hashable, ...]) -> list[Value]:
         """Returns the sums of `values`, each in its own shape and dtype.
@@ -211,13 +213,6 @@ def _decode(value: Value, spec: BucketSpec, data: tf.Tensor, indices: tf.Tensor,
     summed = tf.cast(tf.reshape(flat, tf.shape(value)), value.dtype)
     summed.set_shape(value.shape)
     return summed
-
-
-def _times(value: Value, count: int) -> Value:
-    """Returns `value * count` in the dtype of `value`."""
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(_times(value.values, count), value.indices, value.dense_shape)
-    return value * tf.cast(count, value.dtype)
 
 
 def divide(value: Value, count: int) -> Value:

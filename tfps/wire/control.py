@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol, overload
 
 import grpc
@@ -202,6 +203,7 @@ class Pserver:
 
     Attributes:
         metadata: of every call and stream: the job token, if there is one.
+        explain: called when a connection has broken in a call; may raise a better error than that.
 
     Raises:
         ConfigError: a file of `security` cannot be read or is malformed.
@@ -209,6 +211,7 @@ class Pserver:
 
     def __init__(self, address: str, security: Security = Security()) -> None:  # noqa: B008 (it is immutable)
         self.address = address
+        self.explain: Callable[[], object] = lambda: None
         self.token = JobToken.read(security.token_file)
         self._security = security
         if security.tls_ca:
@@ -326,12 +329,13 @@ class Pserver:
         Raises:
             ConnectError: the pserver wants another job token.
             PserverLostError: the call failed.
-            TfpsError: the error that the pserver answered.
+            TfpsError: the error that the pserver answered, or that `explain` raises.
         """
         try:
             reply = self._calls[name](request, timeout=timeout_s, metadata=self.metadata)
         except grpc.RpcError as error:
             self._raise_stranger(error)
+            self.explain()
             raise lost(self.address, error, f"in {name}") from error
         if name != "Leave":
             raise_failure(reply)

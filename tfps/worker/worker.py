@@ -118,6 +118,8 @@ class Worker:
         try:
             deadline_s = time.monotonic() + config.connect_timeout_s
             self._join(job, deadline_s)
+            for pserver in self._pservers:
+                pserver.explain = self._explain
             self.run = self._membership.run
             self._blame = Blame(self._pservers, self._membership)
             self._declarations = Declarations(self._pservers, self._blame, self._membership)
@@ -234,6 +236,11 @@ class Worker:
         if (end := self._state.end) is not None:
             raise end
 
+    def _explain(self) -> None:
+        """Raises the job's own error, if it has failed: streams may say it a moment after a call has broken."""
+        if self._wake.wait(_REASON_S):
+            self._check_open()
+
     # Declaring
 
     def declare(
@@ -247,9 +254,8 @@ class Worker:
                 self._check_open()  # another rank may have failed the job
                 raise
             except TfpsError as error:
-                if isinstance(error, PserverLostError) and self._wake.wait(_REASON_S):
-                    self._check_open()  # with the job's own error
-                self._fail(error, told=not isinstance(error, (PserverLostError, WaitTimeoutError)))
+                if self._state.end is None:
+                    self._fail(error, told=not isinstance(error, (PserverLostError, WaitTimeoutError)))
                 raise
             if self.rank == 0 and any(map(tunable, specs)):
                 self._tuner.probe()
