@@ -107,6 +107,10 @@ class Combiner:
                 runs.assign_add(1, read_value=False)
         writes.variables.setdefault(variable._unique_id, variable)
 
+    def written_eagerly(self) -> set[str]:
+        """Returns the unique ids of variables that have been written eagerly since the last combination."""
+        return set(self._eager)
+
     def run_elsewhere(self, graph: tf.Graph) -> None:
         """Notes that `graph` has run on other ranks: this one takes part in combining what they have written."""
         writes: _Writes | None = getattr(graph, self._name, None)
