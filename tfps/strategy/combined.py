@@ -117,10 +117,10 @@ class Combiner:
         if writes is not None:
             writes.seen -= 1
 
-    def refresh(self) -> bool:
+    def refresh(self, variable: Local | None = None) -> bool:
         """Combines what has been written since the last call; if anything was, every rank must call it.
 
-        Returns whether anything was.
+        Returns whether anything was. With `variable` it does nothing unless that one was.
 
         Raises:
             TfpsError: another rank did not call it, or wrote other variables; the message says what to do.
@@ -133,6 +133,7 @@ class Combiner:
             parts = [_Part(chosen, np.dtype(dtype)) for dtype in _WIDE if (chosen := _of(written, dtype))]
             if not parts:
                 self._prune()
+            if not parts or (variable is not None and all(each is not variable for each in written)):
                 return False
             with self._saying(written[0]):
                 if self._runtime.exchange.workers > 1:

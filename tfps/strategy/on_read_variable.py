@@ -47,7 +47,7 @@ class OnReadVariable(Converted, values.SyncOnReadVariable):
             or values_util.is_saving_non_distributed()
         ):
             return super()._get_cross_replica()
-        extended.combiner.refresh()
+        extended.combiner.refresh(self)
         return tf.identity(self.current())
 
     def current(self) -> tf.Tensor:

@@ -334,7 +334,7 @@ class GatedVariable(Converted, values.MirroredVariable):
         if self.local and current_replica(self._distribute_strategy) is None and not is_differentiated():
             with tf.init_scope():
                 if tf.executing_eagerly():
-                    self._distribute_strategy.extended.combiner.refresh()
+                    self._distribute_strategy.extended.combiner.refresh(self)
 
     def _get(self) -> Value:
         if values_util.is_saving_non_distributed():
