@@ -39,6 +39,17 @@ def test_an_error_comes_out_of_a_graph_as_it_went_in(kind: type[errors.TfpsError
         assert str(found) == words
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_traced_function_raises_the_error_itself(kind: type[errors.TfpsError]) -> None:
+    @tf.function  # with AutoGraph, which raises it anew
+    def function() -> None:
+        raise kind("what is wrong")
+
+    with pytest.raises(kind, match="what is wrong") as caught:
+        function()
+    assert type(caught.value) is kind
+
+
 @given(words=WORDS)
 def test_errors_of_others_are_left_alone(words: str) -> None:
     assert errors.from_text(words) is None

@@ -16,6 +16,9 @@ _IN_GRAPH = re.compile(r"\[(tfps\.errors\.\w+: .*)\]$", re.MULTILINE)  # as Tens
 class TfpsError(Exception):
     """Base class of all tfps errors."""
 
+    # AutoGraph raises an error of a traced function anew, in its own class only if that has this constructor.
+    __init__ = Exception.__init__
+
 
 class ConfigError(TfpsError, ValueError):
     """A setting is malformed or out of range; the message names the field, the rule and the value received."""

@@ -164,6 +164,18 @@ def _loop(strategy: tfps.Strategy, eager: bool) -> None:
         run()
 
 
+def _without_run(strategy: tfps.Strategy, seed: int, batches: int) -> None:
+    """A loop of one's own without `strategy.run`."""
+    keras.utils.set_random_seed(seed)
+    with strategy.scope():
+        model, inputs, targets = training.mlp()
+        optimizer = keras.optimizers.SGD(0.01)
+    for _ in range(batches):
+        with tf.GradientTape() as tape:
+            losses = LOSS(targets, model(inputs, training=True))
+        optimizer.apply(tape.gradient(losses, model.trainable_variables), model.trainable_variables)
+
+
 def unnoticed(strategy: tfps.Strategy) -> None:
     """What may differ between ranks: moving statistics, metrics, dropout, a frozen layer's call, own accumulators."""
     with strategy.scope():
@@ -201,6 +213,8 @@ CASES: dict[str, Callable[[tfps.Strategy], None]] = {
     "eager_weights": fitted(set_weights, run_eagerly=True),
     "loop": lambda strategy: _loop(strategy, eager=False),
     "loop_eager": lambda strategy: _loop(strategy, eager=True),
+    "other seed": lambda strategy: _without_run(strategy, seed=strategy.rank, batches=9),
+    "fewer batches": lambda strategy: _without_run(strategy, seed=1, batches=3 + strategy.rank),
     "unnoticed": unnoticed,
     # Too late for what is compared every 100 steps.
     "late set_weights": fitted(set_weights),

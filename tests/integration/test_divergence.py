@@ -61,6 +61,11 @@ def run(workers: int, devices: int, names: Sequence[str]) -> list[str]:
         return [str(output) for output in processes.outputs(running, 350)]
 
 
+def line_of(name: str, output: str) -> str:
+    (line,) = (each for each in output.splitlines() if each.startswith(f"{name}, "))
+    return line
+
+
 @pytest.mark.parametrize(
     ("workers", "devices", "names"),
     [
@@ -83,6 +88,19 @@ def test_ranks_that_diverge_all_fail_with_what_differs_and_those_that_do_not_tra
     for rank, output in enumerate(run(workers, devices, names)):
         for name in names:
             failure = "NoneType" if name in UNNOTICED else "MismatchError"
-            (line,) = (each for each in output.splitlines() if each.startswith(f"{name}, "))
+            line = line_of(name, output)
             assert line.startswith(f"{name}, {failure}: "), f"rank {rank}: {line}"
             assert re.search(EXPECTED[name], line), f"rank {rank}: {line}"
+
+
+def test_loops_without_run_that_begin_or_end_differently_fail_by_name() -> None:
+    outputs = run(2, 1, ["other seed", "fewer batches"])
+    for output in outputs:
+        assert re.search(
+            r"seed, MismatchError: .*variable 'sequential/dense/kernel' has another initial value on rank 1 than on "
+            r"rank 0.* set one seed on all ranks",
+            line_of("other seed", output),
+        )
+    first, second = (line_of("fewer batches", output) for output in outputs)
+    assert first == "fewer batches, NoneType: trained"
+    assert re.search(r"batches, WorkerLostError: .*rank 0 .*left before step 3 .*same number of batches", second)

@@ -28,6 +28,7 @@ PROGRAMS = {
         ["loop_function", "guide_steps", "logs_that_differ", "without_call"],
         ["own_logs", "metrics_of_one_name", "gan", "own_train_step", "loop_eager", "loop_epoch_function"],
     ),
+    "programs_loops": (["loop_alike", "loop_divided"], []),
     "programs_metrics": (["built_in_metrics", "metrics_that_do_not_add_up"], []),
     "programs_training": (
         ["helper_models", "strings", "predicted_on_one_rank", "adapted"],

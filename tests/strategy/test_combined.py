@@ -169,6 +169,17 @@ def test_what_is_assigned_outside_a_step_is_the_value_and_needs_no_exchange(
     assert pushes == []
 
 
+def test_a_read_of_what_no_replica_has_written_combines_nothing(strategy: tfps.Strategy, pushes: list[int]) -> None:
+    moving, total = made(strategy)
+    pushes.clear()
+    tf.function(lambda: strategy.run(lambda: moving.assign([4.0])), autograph=False)()
+    total.assign(5.0)
+    assert total.numpy() == 5.0
+    assert pushes == []
+    assert moving.numpy() == [2.0]
+    assert len(pushes) == 1
+
+
 def test_a_variable_that_an_update_writes_alike_everywhere_is_not_combined(
     strategy: tfps.Strategy, pushes: list[int]
 ) -> None:

@@ -144,13 +144,15 @@ try:
     needs(distribute_lib, "get_replica_context", "in_cross_replica_context", "get_update_replica_id")
     needs(distribute_lib, "enter_or_assert_strategy")
     needs(values_util, "get_current_replica_id_as_int", "in_replica_update_context", "is_saving_non_distributed")
+    needs(values_util, "mark_as_unsaveable")  # functions that assign to replicas
     needs(mirrored_run, "_MirroredReplicaThread")
     needs(mirrored_run._MirroredReplicaThread, "coord")  # see stopped; else Ctrl-C would not reach replica functions
 
     # Variables: what is overridden, then what is used.
     needs(distribute_utils, "create_mirrored_variable", "VARIABLE_CLASS_MAPPING", "VARIABLE_POLICY_MAPPING", "regroup")
     needs(distribute_utils, "is_mirrored")
-    needs(values.MirroredVariable, "_get", "_get_cross_replica", "_get_replica", "_update_replica")
+    needs(values.MirroredVariable, "_get", "_get_cross_replica", "_get_replica")
+    needs(values.MirroredVariable, "_update_replica", "_update_cross_replica")
     needs(values.MirroredVariable, "handle", "value", "read_value", "values", "_dense_var_to_tensor")
     needs(values.MirroredVariable, "_export_to_saved_model_graph", "_gather_saveables_for_checkpoint")
     needs(values.MirroredVariable, "_trackable_children")

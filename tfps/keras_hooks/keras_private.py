@@ -174,6 +174,11 @@ def adopt_optimizer(optimizer: Optimizer, strategy: object) -> None:
     optimizer._distribution_strategy = strategy
 
 
+def strategy_of_optimizer(optimizer: Optimizer) -> tf.distribute.Strategy:
+    """Returns the strategy in whose scope `optimizer` was created, or which it has joined."""
+    return optimizer._distribution_strategy
+
+
 def layers_of(model: Model) -> list[Layer]:
     """Returns all layers of `model`, however deep."""
     return [each for each in model._flatten_layers() if each is not model]

@@ -107,16 +107,20 @@ class Combiner:
                 runs.assign_add(1, read_value=False)
         writes.variables.setdefault(variable._unique_id, variable)
 
+    def written_eagerly(self) -> set[str]:
+        """Returns the unique ids of variables that have been written eagerly since the last combination."""
+        return set(self._eager)
+
     def run_elsewhere(self, graph: tf.Graph) -> None:
         """Notes that `graph` has run on other ranks: this one takes part in combining what they have written."""
         writes: _Writes | None = getattr(graph, self._name, None)
         if writes is not None:
             writes.seen -= 1
 
-    def refresh(self) -> bool:
+    def refresh(self, variable: Local | None = None) -> bool:
         """Combines what has been written since the last call; if anything was, every rank must call it.
 
-        Returns whether anything was.
+        Returns whether anything was. With `variable` it does nothing unless that one was.
 
         Raises:
             TfpsError: another rank did not call it, or wrote other variables; the message says what to do.
@@ -129,6 +133,7 @@ class Combiner:
             parts = [_Part(chosen, np.dtype(dtype)) for dtype in _WIDE if (chosen := _of(written, dtype))]
             if not parts:
                 self._prune()
+            if not parts or (variable is not None and all(each is not variable for each in written)):
                 return False
             with self._saying(written[0]):
                 if self._runtime.exchange.workers > 1:

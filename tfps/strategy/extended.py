@@ -238,7 +238,7 @@ class Extended(CrossReplica):
         Raises:
             MismatchError: eagerly, gradients have been computed with other values on some rank.
         """
-        self._initial_values.agree(used=tf.executing_eagerly())
+        self._initial_values.agree(used=tf.executing_eagerly(), written=self.combiner.written_eagerly())
 
     def note_local_write(self, variable: Variable) -> None:
         """Notes that a replica writes its component of `variable` without an exchange."""

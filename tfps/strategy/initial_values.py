@@ -7,7 +7,7 @@ model's weights; weights loaded later must be loaded on every rank. Ranks first 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -37,6 +37,7 @@ class InitialValues:
         self._runtime = runtime
         self._created: list[Variable] = []
         self._used = False  # whether values have been used before they are agreed
+        self._written: Collection[str] = ()
         self._other: str | None = None  # the name of one that differs then
         self.agreed: list[
             weakref.ref[Variable]
@@ -47,11 +48,12 @@ class InitialValues:
         if self._runtime.exchange.workers > 1:
             self._created.append(variable)
 
-    def agree(self, *, used: bool = False) -> None:
+    def agree(self, *, used: bool = False, written: Collection[str] = ()) -> None:
         """Gives all new variables their values on rank 0.
 
         Args:
             used: gradients have been computed with their values on this rank already.
+            written: unique ids of those that each rank has written for itself since then; they stay as they are.
 
         Raises:
             MismatchError: the ranks created different variables, or used other values.
@@ -59,9 +61,12 @@ class InitialValues:
         """
         if not self._created:
             return
-        self._used, self._other = used, None
-        with tf.init_scope():
-            self.share([variable for variable in self._created if bool(variable.is_initialized())])
+        self._used, self._written, self._other = used, written, None
+        try:
+            with tf.init_scope():
+                self.share([variable for variable in self._created if bool(variable.is_initialized())])
+        finally:
+            self._used, self._written = False, ()
         if self._other is not None:
             error = MismatchError(
                 f"variable {self._other!r} has another initial value on rank {self._runtime.exchange.rank} than on "
@@ -140,6 +145,8 @@ class InitialValues:
             self._forget(variables)
 
     def _take(self, variable: Variable, value: Value) -> None:
+        if variable._unique_id in self._written or (self._used and _on_read(variable)):
+            return  # each rank's own
         if _on_read(variable):
             variable.assign(value)  # on rank 0 too: which replica holds a sum depends on the rank
         elif self._runtime.exchange.rank > 0:

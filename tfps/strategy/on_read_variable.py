@@ -47,7 +47,7 @@ class OnReadVariable(Converted, values.SyncOnReadVariable):
             or values_util.is_saving_non_distributed()
         ):
             return super()._get_cross_replica()
-        extended.combiner.refresh()
+        extended.combiner.refresh(self)
         return tf.identity(self.current())
 
     def current(self) -> tf.Tensor:
@@ -69,6 +69,8 @@ class OnReadVariable(Converted, values.SyncOnReadVariable):
             return super().assign(value, use_locking, name, read_value)
         if not tf.executing_eagerly():
             self._distribute_strategy.extended.note_local_write(self)
+            if self._aggregation == tf.VariableAggregation.SUM and self.dtype.is_integer:
+                return self._assign_parts(tf.convert_to_tensor(value, self.dtype), read_value)
             return super().assign(value, use_locking, name, read_value)
         value = tf.convert_to_tensor(value, self.dtype)
         nothing = tf.zeros_like(value)
@@ -79,6 +81,18 @@ class OnReadVariable(Converted, values.SyncOnReadVariable):
                 component.assign(value if mine else nothing)
         self._combined = tf.identity(value)
         return self._combined if read_value else None
+
+    def _assign_parts(self, value: tf.Tensor, read_value: bool) -> Value:
+        """Assigns to each replica its part of an integer sum. TensorFlow's parts are equal: they lose the remainder."""
+        extended, written = self._distribute_strategy.extended, []
+        replicas = extended._num_replicas_in_sync
+        values_util.mark_as_unsaveable()
+        for replica, component in enumerate(self._values):
+            one_more = value % replicas >= replicas - extended._get_replica_id_in_sync_group(replica)
+            with tf.device(component.device):
+                written.append(component.assign(value // replicas + tf.cast(one_more, self.dtype)))
+        with tf.control_dependencies(written):
+            return self.read_value() if read_value else tf.no_op()
 
     def assign_add(self, value: Value, *args: object, **kwargs: object) -> Value:
         if not self._changed_outside():

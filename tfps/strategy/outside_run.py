@@ -4,7 +4,7 @@ Such a loop runs on every worker by itself, each with a loss that is the whole o
 applies gradients, outside of replica functions, they are exchanged: each counts 1 / workers. If all workers read the
 same, as programs do that know nothing of workers, the result is that of one process.
 
-Tested in tests/programs/test_taught.py.
+Tested in tests/strategy/test_outside_run.py, tests/integration/programs_loops.py and tests/programs/test_taught.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfps.errors import UnsupportedError
 from tfps.graph.shares import keras_step
 from tfps.keras_hooks.exchanged_variable import of_tensorflow
-from tfps.keras_hooks.keras_private import in_symbolic_scope
+from tfps.keras_hooks.keras_private import in_symbolic_scope, strategy_of_optimizer, trained_variables
 from tfps.strategy.variables import GatedVariable
 from tfps.types import Function, Optimizer, Value, Variable
 
@@ -53,18 +53,31 @@ def exchange_outside_run(strategy_class: type[tf.distribute.Strategy]) -> None:
 def _alone(
     optimizer: Optimizer, strategy_class: type[tf.distribute.Strategy], variables: list[Variable] | None
 ) -> tf.distribute.Strategy | None:
-    """Returns the strategy of what is updated, if it has several replicas and none of them runs this thread."""
-    trained = map(of_tensorflow, optimizer._trainable_variables if variables is None else variables)
-    first = next((each for each in trained if isinstance(each, GatedVariable)), None)
-    strategy = None if first is None else first.distribute_strategy
+    """Returns the strategy of what is updated, if it has several replicas and none of them runs this thread.
+
+    Raises:
+        UnsupportedError: a variable is outside of the strategy.
+    """
+    trained = trained_variables(optimizer) if variables is None else variables
+    gated = (each for each in map(of_tensorflow, trained) if isinstance(each, GatedVariable))
+    first = next(gated, None)
+    strategy = strategy_of_optimizer(optimizer) if first is None else first.distribute_strategy
     if not isinstance(strategy, strategy_class) or in_symbolic_scope():
         return None
-    if strategy.extended._num_replicas_in_sync == 1:
-        return None
-    if strategy.extended.outer is not None:  # refuses by itself
-        return None
     context = tf.distribute.get_replica_context()
-    return strategy if context is None or context.strategy is not strategy else None
+    if context is not None and context.strategy is strategy:
+        return None
+    for variable in trained:
+        if not isinstance(of_tensorflow(variable), tf.distribute.DistributedValues):
+            raise UnsupportedError(
+                f"optimizer {optimizer.name!r} trains variable {getattr(variable, 'path', variable.name)!r}, which was "
+                "created outside of the scope of the strategy of this optimizer or of other variables; create models "
+                "within `with strategy.scope():`, and those whose layers get their variables in the first call also "
+                "build or call there (model.build(shape), or keras.Input as the first layer) before the loop"
+            )
+    if first is None or strategy.extended._num_replicas_in_sync == 1:
+        return None
+    return strategy if strategy.extended.outer is None else None  # the outer step refuses by itself
 
 
 def _check(strategy: tf.distribute.Strategy) -> None:

@@ -21,7 +21,16 @@ import tensorflow as tf
 from tfps.errors import UnsupportedError
 from tfps.graph.ops import HOST, Gate, pass_gate, write_after
 from tfps.graph.shares import current_share
-from tfps.graph.tf_private import ResourceVariable, distribute_lib, in_xla, ops, outer_graphs, values, values_util
+from tfps.graph.tf_private import (
+    ResourceVariable,
+    distribute_lib,
+    in_xla,
+    is_differentiated,
+    ops,
+    outer_graphs,
+    values,
+    values_util,
+)
 from tfps.keras_hooks.keras_private import in_symbolic_scope
 from tfps.runtime.served import ServedParameter
 from tfps.strategy.additive import kept_part
@@ -264,6 +273,14 @@ class GatedVariable(Converted, values.MirroredVariable):
             return context._update(self, update_fn, args=(value,), kwargs=kwargs, group=True)
         return super()._update_replica(update_fn, value, **kwargs)
 
+    def _update_cross_replica(self, update_fn: Function, value: Value, **kwargs: object) -> Value:
+        """Updates all local replicas. In a step of a loop without `run` each worker does so for itself."""
+        in_step = is_differentiated() or not tf.executing_eagerly()  # else it is assigned between steps
+        alike = _tracing.deferral is not None or _tracing.updating
+        if self.local and in_step and not alike and not in_symbolic_scope():
+            self._distribute_strategy.extended.note_local_write(self)
+        return super()._update_cross_replica(update_fn, value, **kwargs)
+
     def assign(self, value: Value, *arguments: object, **options: object) -> Value:
         return super().assign(self._counted(value, self._own), *arguments, **options)
 
@@ -313,11 +330,14 @@ class GatedVariable(Converted, values.MirroredVariable):
                 component.assign(value)
 
     def _refresh(self) -> None:
-        """Combines what replicas have written, on all ranks, before a read outside a step."""
-        if self.local and current_replica(self._distribute_strategy) is None:
+        """Combines what replicas have written, on all ranks, before a read outside a step.
+
+        Under a tape, a loop without `run` is in a step; others may be elsewhere.
+        """
+        if self.local and current_replica(self._distribute_strategy) is None and not is_differentiated():
             with tf.init_scope():
                 if tf.executing_eagerly():
-                    self._distribute_strategy.extended.combiner.refresh()
+                    self._distribute_strategy.extended.combiner.refresh(self)
 
     def _get(self) -> Value:
         if values_util.is_saving_non_distributed():
