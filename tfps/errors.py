@@ -8,6 +8,7 @@ import contextlib
 import re
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 _TEXT = re.compile(r"tfps\.errors\.(\w+): (.*)", re.DOTALL)
 _IN_GRAPH = re.compile(r"\[(tfps\.errors\.\w+: .*)\]$", re.MULTILINE)  # as TensorFlow's Assert prints it, escaped
@@ -16,8 +17,9 @@ _IN_GRAPH = re.compile(r"\[(tfps\.errors\.\w+: .*)\]$", re.MULTILINE)  # as Tens
 class TfpsError(Exception):
     """Base class of all tfps errors."""
 
-    # AutoGraph raises an error of a traced function anew, in its own class only if that has this constructor.
-    __init__ = Exception.__init__
+    if not TYPE_CHECKING:
+        # AutoGraph raises an error of a traced function anew, in its own class only if that has this constructor.
+        __init__ = Exception.__init__
 
 
 class ConfigError(TfpsError, ValueError):

@@ -97,7 +97,7 @@ def _kept_part(component: Variable, tensor: tf.Tensor) -> tf.Tensor | None:
     if op.type in ("Identity", "Cast"):
         return tf.cast(parts[0], tensor.dtype)
     if op.type == "Neg":
-        return -parts[0]
+        return tf.negative(parts[0])
     if op.type in ("AddV2", "Add", "Sub"):
         first, second = (
             tf.zeros_like(each) if part is None else part for each, part in zip(op.inputs, parts, strict=True)

@@ -215,7 +215,10 @@ class PlannedBucket:
         transfer.gates += gates
         gradients = [item.reduced.gradient for item in self.noted]
         data, indices = self._payload(gradients) if carries else (tf.constant([], tf.uint8), None)
-        after = tf.nest.flatten(gradients, expand_composites=True)
+        # After what is sent: of a gradient that is multiplied by a constant TensorFlow makes another constant, and a
+        # gate would be closed before what the gradient still reads behind it (an accumulator).
+        sent = [each for each in (data, indices) if each is not None]
+        after = sent if carries else tf.nest.flatten(gradients, expand_composites=True)
         after = [graph_ops.check_open(queue, after)]
         closed = graph_ops.close_gates(list(gates), self._handles, after)
         with tf.control_dependencies([closed]):
