@@ -69,7 +69,7 @@ def kept_part(component: Variable, value: tf.Tensor) -> tf.Tensor | None:
     As `0.9 * v` of `0.9 * v + 0.1 * x`. Zeros if `value` is not computed from it; None if it is, but not like that.
     """
     try:
-        found = _kept_part(component, value)
+        found = _kept_part(value, *_computed_from(component, value.graph))
     except _NotLinearError:
         return None
     return tf.zeros_like(value) if found is None else tf.broadcast_to(found, tf.shape(value))
@@ -79,21 +79,30 @@ class _NotLinearError(Exception):
     """A value is not a multiple of what a variable had, plus something."""
 
 
-def _kept_part(component: Variable, tensor: tf.Tensor) -> tf.Tensor | None:
-    if not tf.is_symbolic_tensor(tensor):
+def _computed_from(component: Variable, graph: tf.Graph) -> tuple[set[int], set[int]]:
+    """Returns ids of reads of `component` in `graph`, and of all tensors there that are computed from it."""
+    handles = [inside for _, inside in getattr(graph, "captures", ()) if _outside(inside) is component.handle]
+    uses = [op for handle in handles for op in handle.consumers()]
+    reads = {id(op.outputs[0]) for op in uses if op.type == "ReadVariableOp"}
+    seen: set[int] = set()
+    left = [output for op in uses for output in op.outputs]
+    while left:
+        tensor = left.pop()
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            left += [output for op in tensor.consumers() for output in op.outputs]
+    return reads, seen
+
+
+def _kept_part(tensor: tf.Tensor, reads: set[int], computed: set[int]) -> tf.Tensor | None:
+    if id(tensor) in reads:
+        return tensor
+    if id(tensor) not in computed:
         return None
     op = tensor.op
-    if op.type == "ReadVariableOp" and _outside(op.inputs[0]) is component.handle:
-        return tensor
-    if any(each.dtype == tf.resource and _outside(each) is component.handle for each in op.inputs):
+    if op.type not in ("Identity", "Cast", "Neg", "AddV2", "Add", "Sub", "Mul", "RealDiv"):
         raise _NotLinearError
-    if op.type == "Placeholder":
-        if tf.is_symbolic_tensor(outside := _outside(tensor)) and _kept_part(component, outside) is not None:
-            raise _NotLinearError
-        return None
-    parts = [_kept_part(component, each) for each in op.inputs]
-    if all(part is None for part in parts):
-        return None
+    parts = [_kept_part(each, reads, computed) for each in op.inputs]
     if op.type in ("Identity", "Cast"):
         return tf.cast(parts[0], tensor.dtype)
     if op.type == "Neg":
@@ -103,7 +112,7 @@ def _kept_part(component: Variable, tensor: tf.Tensor) -> tf.Tensor | None:
             tf.zeros_like(each) if part is None else part for each, part in zip(op.inputs, parts, strict=True)
         )
         return first - second if op.type == "Sub" else first + second
-    if op.type == "Mul" and None in parts:
+    if op.type == "Mul" and (parts[0] is None or parts[1] is None):
         return op.inputs[0] * parts[1] if parts[0] is None else parts[0] * op.inputs[1]
     if op.type == "RealDiv" and parts[1] is None:
         return parts[0] / op.inputs[1]
