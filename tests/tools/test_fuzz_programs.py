@@ -195,7 +195,7 @@ def keep_own_logs(text: str, rank: int) -> str:
     """Metrics are not combined over ranks, in this program alone: its process runs others, too."""
     begin = "def main(strategy, folder):\n"
     assert begin in text
-    return text.replace(begin, f"{begin}    strategy.extended.combiner.refresh = lambda: None\n")
+    return text.replace(begin, f"{begin}    strategy.extended.combiner.refresh = lambda *_: None\n")
 
 
 def train_slowly(text: str, rank: int) -> str:

@@ -132,7 +132,7 @@ class Place:
     compression: str = "no compression"
     own_folders: bool = False
     own_initial_values: bool = False
-    own_orders: bool = False  # ranks begin with different random numbers, which what shuffles without a seed takes
+    own_orders: bool = False  # the program sets no seed for what shuffles
 
 
 @dataclass(frozen=True)

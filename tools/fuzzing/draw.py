@@ -253,8 +253,6 @@ def _action(d: Drawing, case: Case) -> Action:
 
 def _fit(d: Drawing, case: Case) -> Fit:
     kind = d.one(["arrays", "tensors", "tf.data", "tf.data shuffled", "tf.data reshuffled", "PyDataset", "generator"])
-    if case.place.own_orders and kind in ("tf.data shuffled", "tf.data reshuffled"):
-        kind = "tf.data"  # with a seed of each rank's own that is an error, which says so
     if d.rarely("tf.data, number of batches unknown", 10):
         kind = "tf.data, number of batches unknown"
     if d.rarely("tf.data without a seed", 12):

@@ -168,7 +168,8 @@ def _main(case: Case, shaken: bool) -> str:
         f"    keras.utils.set_random_seed({case.seed}{' + job.rank' if case.place.own_initial_values else ''})",
         "    with job.scope():",
         f"        model = {'shaken(compiled(job, build()))' if shaken else 'compiled(job, build())'}",
-        f"    keras.utils.set_random_seed({case.seed}{' + job.rank' if case.place.own_orders else ''})",
+        f"    keras.utils.set_random_seed({case.seed})",
+        *(["    tf.random.set_seed(None)  # what shuffles takes no seed"] if case.place.own_orders else []),
         f"    x, y, weights = data({case.rows}, 1)",
         f"    held_x, held_y, held_weights = data({case.validation_rows}, 2)",
     ]
