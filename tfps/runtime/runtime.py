@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 
 from tfps.errors import ClosedError, TfpsError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec, Exchange, Payload, Reply, as_bytes
@@ -34,7 +33,7 @@ from tfps.runtime.interrupts import indivisible, wait
 from tfps.runtime.report import History, Report, Round, make_report
 from tfps.runtime.step_spans import StepSpans
 from tfps.runtime.stepping import Stepping
-from tfps.runtime.transfers import DeferredUpdate, Pull, Rounds, Transfer, UpdatedRows
+from tfps.runtime.transfers import DeferredUpdate, Pull, Rounds, Transfer
 from tfps.trace.recorder import Recorder
 from tfps.worker.embedded import EmbeddedExchange
 from tfps.worker.patience import PATIENCE_S
@@ -54,7 +53,6 @@ class _Sent(NamedTuple):
     payload: Payload | None
     ticket: int | tf.Tensor
     data: tf.Tensor | None
-    updated: UpdatedRows
     round: int
     ready_s: float
 
@@ -315,21 +313,16 @@ class Runtime:
         """
 
         def on_reply(reply: Reply) -> None:
-            sent = _Sent(payload, ticket, data, updated, step, ready_s)
+            sent = _Sent(payload, ticket, data, step, ready_s)
             self._replies.add(transfer.spec.priority, functools.partial(self._apply, transfer, sent, reply))
 
-        def on_part(buffer: NDArray[np.uint8], nbytes: int) -> None:
-            call = functools.partial(self._take_part, transfer, updated, step, buffer, nbytes)
-            self._replies.add(transfer.spec.priority, call)
-
-        updated, ready_s = UpdatedRows(), time.monotonic()
+        ready_s = time.monotonic()
         with self._progress:
             self._under_way += 1
             step = self._pushed[transfer.bucket]
             self._pushed[transfer.bucket] += 1
         try:
-            part = on_part if transfer.takes_parts else None
-            self.exchange.push(transfer.bucket, payload, on_reply, part, transfer.numbers)
+            self.exchange.push(transfer.bucket, payload, on_reply, numbers=transfer.numbers)
         except TfpsError:
             with self._progress:
                 self._under_way -= 1
@@ -342,25 +335,12 @@ class Runtime:
             self._under_way -= 1
             self._progress.notify_all()
 
-    def _take_part(
-        self, transfer: Transfer, updated: UpdatedRows, step: int, buffer: NDArray[np.uint8], nbytes: int
-    ) -> None:
-        """Updates the part of a variable whose gradient has come back already."""
-        begin = self.spans.now()
-        try:
-            took = transfer.take_part(updated, buffer, nbytes)
-        except Exception as error:
-            self._break(transfer, error)
-            return
-        if took and self.recorder.enabled:
-            self.spans.updated(begin, self.spans.now(), transfer, step)
-
     def _finish(self, transfer: Transfer, sent: _Sent, reply: Reply) -> None:
         if reply.error is not None:
             transfer.fail(reply.error)
             return
         begin = self.spans.now()
-        transfer.round, transfer.updated = sent.round, sent.updated
+        transfer.round = sent.round
         try:
             transfer.finish(*self._tensors(transfer.spec, sent, reply))
         except Exception as error:  # neither its readers nor other workers may wait forever

@@ -17,11 +17,9 @@ from tfps.errors import UnsupportedError
 from tfps.graph import ops as graph_ops
 from tfps.graph.tf_private import distribute_lib, ops, outer_graphs
 from tfps.graph.timestamps import NotedTimes, PassedGate, Timestamps
-from tfps.runtime import transfers
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.strategy.compressing import Compressing
-from tfps.strategy.cut_update import rows_at_once
 from tfps.strategy.deferred import GraphState, Noted, Reduced, deferrable, find_reduced, fuse
 from tfps.strategy.gate_groups import group_gates
 from tfps.strategy.invariants import Invariants
@@ -32,7 +30,6 @@ from tfps.types import Argument, Function, Value
 
 logger = logging.getLogger("tfps")
 _FIRST_BUCKET_BYTES = 64 * 1024
-_CUT_SLICES = 2  # an update of at least so many slices is cut
 _numbers = itertools.count()
 
 
@@ -232,7 +229,7 @@ class Emitter:
     def _trace(self, bucket: PlannedBucket) -> None:
         """Traces the update of `bucket`; leaves it without a function if it cannot be deferred."""
         try:
-            bucket.trace(self._strategy, compared=self._compared is not None, cut=self._may_be_cut(bucket))
+            bucket.trace(self._strategy, compared=self._compared is not None)
         except Exception as error:  # whatever it is: in the graph the update either works or raises again
             if isinstance(bucket, ServedBucket):
                 raise
@@ -245,14 +242,6 @@ class Emitter:
                     bucket.variables[0].name,
                     error,
                 )
-
-    def _may_be_cut(self, bucket: PlannedBucket) -> bool:
-        """Whether to update the variable of `bucket` in parts as its slices come back."""
-        least = max(_CUT_SLICES * self._slice_bytes, 2 * transfers.PART_BYTES)
-        if self._runtime.alone or len(bucket.variables) > 1 or bucket.spec.nbytes < least:
-            return False
-        (variable,) = bucket.variables
-        return rows_at_once(variable.shape, variable.dtype.size) > 0
 
     def _declare(self, buckets: list[PlannedBucket], graph: tf.Graph) -> dict[PlannedBucket, int]:
         """Declares `buckets`, which `graph` sends, and returns their numbers."""

@@ -8,7 +8,6 @@ Tested in tests/strategy/test_strategy.py and tests/strategy/test_exactness.py.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
 from collections.abc import Sequence
@@ -22,9 +21,8 @@ from tfps.graph import ops as graph_ops
 from tfps.graph.ops import Gate
 from tfps.graph.tf_private import ConcreteFunction, distribute_lib, flat_call, ops
 from tfps.runtime.runtime import Runtime
-from tfps.runtime.transfers import DeferredUpdate, Group, Parts
+from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.strategy import invariants
-from tfps.strategy.cut_update import CutUpdate, NotElementwiseError
 from tfps.strategy.deferred import Noted
 from tfps.strategy.names import common_name, own_name
 from tfps.strategy.variables import Deferral, deferring, updating
@@ -61,21 +59,17 @@ class PlannedBucket:
         self.deferral = Deferral(self.variables, graph)
         self.compared = False  # whether its update returns a digest
         self.function: ConcreteFunction | None = None  # the update of the reduced bytes, once it has been traced
-        self.parts: CutUpdate | None = None  # the update of some rows of a large variable, if it can be cut
-        self.ending: ConcreteFunction | None = None  # what follows the last part
         self._handles: list[tf.Tensor] = []  # of all variables that it may write
-        self._optimizer_ops: tuple[tf.Tensor, list[tf.Operation]] | None = None  # while it is traced
 
     def transfer(self, number: int, messages: int, group: Group, runtime: Runtime) -> DeferredUpdate:
         """Returns what handles its messages; `number` is the bucket's."""
         return DeferredUpdate(number, self.spec, messages, group)
 
-    def trace(self, strategy: tf.distribute.Strategy, compared: bool, cut: bool) -> None:
+    def trace(self, strategy: tf.distribute.Strategy, compared: bool) -> None:
         """Traces the update.
 
         Args:
             compared: whether it returns a digest.
-            cut: whether it is worth cutting.
 
         Raises:
             Exception: whatever the optimizer raises, or ValueError if it must see a variable as of the step.
@@ -97,31 +91,6 @@ class PlannedBucket:
             function = tfps_update.get_concrete_function()
         self._handles = self._own_handles(function)
         self.function = function
-        if cut:
-            self._cut(function, compared)
-        self._optimizer_ops = None
-
-    def _cut(self, function: ConcreteFunction, compared: bool) -> None:
-        """Also makes the update in parts, if the optimizer's rule is elementwise."""
-        if self._optimizer_ops is None:
-            return
-        captured = {id(inside): outside for outside, inside in function.graph.captures}
-        component = self.variables[0]._values[self.replica]
-        gradient, operations = self._optimizer_ops
-        with contextlib.suppress(NotElementwiseError):
-            parts = CutUpdate(component, self._handles, gradient, operations, captured)
-            planned = weakref.ref(self)
-
-            @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.bool)] * compared)
-            def tfps_update_end(*weigh: tf.Tensor) -> tf.Tensor:
-                bucket = planned()
-                if bucket is None:
-                    raise RuntimeError("a deferred update is traced once only")
-                return bucket._end([[]], *weigh)
-
-            with deferring(self.deferral), ops.init_scope():
-                self.ending = tfps_update_end.get_concrete_function()
-            self.parts = parts
 
     def _update(
         self, strategy: tf.distribute.Strategy, data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor
@@ -138,12 +107,9 @@ class PlannedBucket:
                 gradient = _gradient(item, piece, indices)
                 if item.reduced.common:
                     gradient = common_rows.merge(gradient, strategy.num_replicas_in_sync)
-                first = len(ops.get_default_graph().get_operations())
                 arguments = [self.deferral.keep_tensor(a) if tf.is_tensor(a) else a for a in item.arguments]
                 item.function(component, gradient, *arguments)
             written.append(ops.get_default_graph().get_operations()[before:])
-            if tf.is_tensor(gradient):
-                self._optimizer_ops = gradient, ops.get_default_graph().get_operations()[first:]
         return self._end(written, *weigh)
 
     def _end(self, written: list[list[tf.Operation]], *weigh: tf.Tensor) -> tf.Tensor:
@@ -204,11 +170,6 @@ class PlannedBucket:
             times: timestamps (see timestamps.py).
         """
         transfer.functions.append(flat_call(self.function))
-        if self.parts is not None:
-            if transfer.parts is None:
-                transfer.parts = Parts(*self.parts.rows)
-            transfer.parts.functions.append(flat_call(self.parts.function))
-            transfer.parts.endings.append(flat_call(self.ending))
         transfer.kept = self.deferral.kept_names()
         transfer.labels = self._labels()
         gates = {variable.gates[self.replica]: variable for variable in self.variables}  # with one that waits at it

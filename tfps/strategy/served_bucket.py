@@ -51,8 +51,8 @@ class ServedBucket(PlannedBucket):
         of = number, self.spec, messages, group, runtime.exchange, pieces
         return ServedUpdate(*of, ahead=self._changes, apart=_apart(self.variables))
 
-    def trace(self, strategy: tf.distribute.Strategy, compared: bool, cut: bool) -> None:
-        super().trace(strategy, compared=compared and self._changes, cut=False)
+    def trace(self, strategy: tf.distribute.Strategy, compared: bool) -> None:
+        super().trace(strategy, compared=compared and self._changes)
 
     @property
     def _changes(self) -> bool:
