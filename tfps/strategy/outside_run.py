@@ -15,12 +15,11 @@ from collections.abc import Iterable, Sequence
 import keras
 import tensorflow as tf
 
-from tfps.errors import UnsupportedError
 from tfps.graph.shares import keras_step
 from tfps.keras_hooks.exchanged_variable import of_tensorflow
 from tfps.keras_hooks.keras_private import in_symbolic_scope
-from tfps.strategy.variables import GatedVariable
 from tfps.types import Function, Optimizer, Value, Variable
+from tfps.updates.variables import GatedVariable
 
 
 @functools.cache
@@ -36,7 +35,7 @@ def exchange_outside_run(strategy_class: type[tf.distribute.Strategy]) -> None:
             strategy = _alone(self, strategy_class, variables)
             if strategy is None:
                 return original(self, grads, variables)
-            _check(strategy)
+            strategy.extended.policy.check_outside_run(len(strategy.extended.worker_devices))
             if not self.built and variables is not None:
                 with strategy.scope():
                     self.build(variables)
@@ -61,27 +60,7 @@ def _alone(
         return None
     if strategy.extended._num_replicas_in_sync == 1:
         return None
-    if strategy.extended.outer is not None:  # refuses by itself
+    if not strategy.extended.policy.exchanges_gradients:  # refuses by itself
         return None
     context = tf.distribute.get_replica_context()
     return strategy if context is None or context.strategy is not strategy else None
-
-
-def _check(strategy: tf.distribute.Strategy) -> None:
-    """Checks that gradients can be applied outside of replica functions.
-
-    Raises:
-        UnsupportedError: they cannot.
-    """
-    extended = strategy.extended
-    devices = len(extended.worker_devices)
-    if devices == 1 and not extended.free and not extended.serves:
-        return
-    reason = f"this worker has {devices} devices" if devices > 1 else f"mode={extended.mode!r}"
-    if extended.serves and not extended.free and devices == 1:
-        reason = "update='server'"
-    raise UnsupportedError(
-        "with several workers a loop may apply gradients outside of replica functions only with one device per worker, "
-        f"mode='sync' and update='worker', got {reason}; call the optimizer's `apply` in a function that strategy.run "
-        "runs"
-    )
