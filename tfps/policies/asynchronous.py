@@ -10,6 +10,7 @@ import weakref
 import numpy as np
 import tensorflow as tf
 
+from tfps.collectives.collectives import AllReduce
 from tfps.config import Config
 from tfps.errors import UnsupportedError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec
@@ -22,8 +23,6 @@ from tfps.types import Model
 from tfps.updates.initial_values import INITIAL_VALUES
 from tfps.updates.reductions import Reductions
 from tfps.updates.variables import GatedVariable
-
-_MEETING = BucketSpec(("meeting",), "sum", 8, "int64", 0, occasional=True)
 
 
 class Asynchronous(Policy):
@@ -110,10 +109,9 @@ class Asynchronous(Policy):
         """
         if self.together:
             return number
-        (bucket,) = self._runtime.buckets([("meeting", _MEETING)])
-        reply = self._runtime.exchange_now(bucket, np.array([number], np.int64))
+        total = AllReduce(self._runtime, "meeting", [], np.int64)(np.array(number))
         self._meetings += 1
-        return int(np.frombuffer(memoryview(reply.sum), np.int64)[0])
+        return int(total)
 
     def synchronize(self) -> None:
         """Gives all ranks the parameters as all gradients so far have left them; every rank must call it."""

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
+from tfps.collectives.collectives import AllGather
 from tfps.config import Config
 from tfps.errors import MismatchError, UnsupportedError, WaitTimeoutError, WorkerLostError
-from tfps.exchange.interface import BucketSpec
 from tfps.policies.diloco_keras import train_alone
 from tfps.policies.outer_optimizer import OuterOptimizer, OuterRule, copy_of, make_copy
 from tfps.policies.policy import DEFAULT, Policy
@@ -30,9 +30,6 @@ from tfps.updates.initial_values import InitialValues
 from tfps.updates.names import own_name
 from tfps.updates.reductions import Reductions
 from tfps.updates.variables import GatedVariable
-
-_MEETING = "steps of each worker"
-_SPEC = BucketSpec((_MEETING,), "gather", 0, "uint8", 0, occasional=True)
 
 
 class DiLoCo(Policy):
@@ -51,8 +48,9 @@ class DiLoCo(Policy):
         # By unique id, those that have a global copy.
         self._variables: weakref.WeakValueDictionary[str, GatedVariable] = weakref.WeakValueDictionary()
         self._own: dict[str, list[tf.Tensor]] | None = None  # values by unique id while global ones take their place
+        self._said = AllGather(runtime, "steps of each worker")
         if runtime.exchange.workers > 1:
-            runtime.declare_later(_MEETING, _SPEC)  # with the first exchange: nothing new is declared within an epoch
+            self._said.later()  # with the first exchange: nothing new is declared within an epoch
 
     def attach(self, strategy: tf.distribute.Strategy, emitter: Emitter, initial_values: InitialValues) -> None:
         super().attach(strategy, emitter, initial_values)
@@ -137,13 +135,10 @@ class DiLoCo(Policy):
         if self._runtime.exchange.workers == 1:
             return known
         with tf.init_scope(), _explained():
-            (bucket,) = self._runtime.buckets([(_MEETING, _SPEC)])
+            bucket = self._said.declare()
             own = {str(each.number): each.steps for each in known}
-            parts = self._runtime.exchange_now(
-                bucket, json.dumps(own).encode(), lambda _: self._make_up(known, bucket)
-            ).parts
+            said = list(map(json.loads, self._said(json.dumps(own).encode(), lambda _: self._make_up(known, bucket))))
             self._meetings += 1
-            said = [json.loads(bytes(part)) for part in parts or []]
             common = [each for each in known if all(str(each.number) in steps for steps in said)]
             for each in common:
                 number = str(each.number)

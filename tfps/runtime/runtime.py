@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
@@ -45,6 +45,7 @@ _DRAINED = -1  # in place of a transfer's id: all messages before it have been s
 _CLOSED = -2  # in place of a transfer's id: the queue of messages is about to be closed
 _HISTORY_STEPS = 16
 _TICK_S = 0.2
+_T = TypeVar("_T")
 
 
 class _Sent(NamedTuple):
@@ -55,6 +56,15 @@ class _Sent(NamedTuple):
     data: tf.Tensor | None
     round: int
     ready_s: float
+
+
+class Capturing(Protocol):
+    """A capture that is being recorded; see trace_run.py."""
+
+    of_fit: bool
+
+    def abandon(self) -> None:
+        """Stops recording without writing anything."""
 
 
 class Runtime:
@@ -79,9 +89,8 @@ class Runtime:
         self.compresses = False  # whether any gradients may be compressed; see compressing.py
         self._rounds = Rounds()
         self._history: dict[int, deque[Round]] = {}  # last steps of updates, by bucket; apply threads write
-        self.lockstep: object | None = None  # see lockstep.py
-        self.invariants: object | None = None  # see invariants.py
-        self.trace_run: object | None = None  # the capture being recorded; see trace_run.py
+        self._shared: dict[type, object] = {}
+        self.capturing: Capturing | None = None  # the capture being recorded
         self._messages_seen = 0  # pump thread writes
         self._exchanged = self._exchanged_now = 0  # exchanges by messages (pump thread), and by `exchange_now`
         self.before_exchange: Callable[[BucketSpec], None] | None = None  # called by `exchange_now`, but for updates
@@ -93,6 +102,12 @@ class Runtime:
         self._replies = ApplyThreads(_on_host)
         self._pump_thread = threading.Thread(target=_on_host, args=(self._pump,), name="tfps-pump", daemon=True)
         self._pump_thread.start()
+
+    def shared(self, kind: type[_T], make: Callable[[], _T]) -> _T:
+        """Returns what all strategies of this runtime share of this kind; `make` makes it once."""
+        if kind not in self._shared:
+            self._shared[kind] = make()
+        return cast(_T, self._shared[kind])
 
     @property
     def alone(self) -> bool:

@@ -21,8 +21,8 @@ from typing import Protocol
 import numpy as np
 import tensorflow as tf
 
+from tfps.collectives.collectives import AllReduce
 from tfps.errors import MismatchError, WaitTimeoutError
-from tfps.exchange.interface import BucketSpec
 from tfps.graph.ops import HOST
 from tfps.graph.tf_private import ResourceVariable, ops, outer_graphs
 from tfps.runtime.interrupts import indivisible
@@ -64,11 +64,11 @@ class _Writes:
 
 @dataclass(eq=False)
 class _Part:
-    """What one exchange combines; `bucket` is None with a single worker."""
+    """What one exchange combines; `sum` is None with a single worker."""
 
     variables: list[Variable]
     dtype: DType
-    bucket: int | None = None
+    sum: AllReduce | None = None
 
 
 class Combiner:
@@ -133,7 +133,8 @@ class Combiner:
             with self._saying(written[0]):
                 if self._runtime.exchange.workers > 1:
                     for part in parts:
-                        part.bucket = self._declared(part)
+                        part.sum = self._sum_of(part)
+                        part.sum.declare()
                 # If this could be interrupted, only some ranks would have to combine again, and would wait in vain.
                 with indivisible(self._runtime.exchange, f"values of {own_name(written[0])} and others"):
                     for part in parts:
@@ -159,8 +160,8 @@ class Combiner:
         """Combines in 64 bits: the mean of equal values is exact, and the order of summing does not matter."""
         rank = self._runtime.exchange.rank
         sums = np.concatenate([_contribution(variable, part.dtype, rank).reshape(-1) for variable in part.variables])
-        if part.bucket is not None:
-            sums = np.asarray(self._runtime.exchange_now(part.bucket, sums).sum).view(part.dtype)
+        if part.sum is not None:
+            sums = part.sum(sums)
         start = 0
         for variable in part.variables:
             end = start + _elements(variable)
@@ -170,22 +171,19 @@ class Combiner:
             variable.take_combined(value.astype(variable.dtype.as_numpy_dtype))
             start = end
 
-    def _declared(self, part: _Part) -> int:
+    def _sum_of(self, part: _Part) -> AllReduce:
         first, *more = part.variables
-        spec = BucketSpec(
-            names=(f"values of {own_name(first)} and {len(more)} more variables",),
-            alike=(f"values of {common_name(first)} and {len(more)} more variables",),
-            kind="sum",
-            nbytes=sum(map(_elements, part.variables)) * part.dtype.itemsize,
-            dtype=part.dtype.name,
-            priority=0,
-            occasional=True,
+        return AllReduce(
+            self._runtime,
+            f"values of {own_name(first)} and {len(more)} more variables",
+            [sum(map(_elements, part.variables))],
+            part.dtype,
+            key=("combined", part.dtype.name, tuple(variable._unique_id for variable in part.variables)),
+            alike=f"values of {common_name(first)} and {len(more)} more variables",
+            details=[
+                f"variable '{common_name(v)}' {tuple(v.shape)} {v.dtype.name} to be combined" for v in part.variables
+            ],
         )
-        details = [
-            f"variable '{common_name(v)}' {tuple(v.shape)} {v.dtype.name} to be combined" for v in part.variables
-        ]
-        key = ("combined", spec, tuple(variable._unique_id for variable in part.variables))
-        return self._runtime.buckets([(key, spec)], details)[0]
 
     @contextlib.contextmanager
     def _saying(self, first: Variable) -> Iterator[None]:

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
+from tfps.collectives.collectives import Broadcast, FixedBroadcast
 from tfps.errors import MismatchError
-from tfps.exchange.interface import BucketSpec
 from tfps.launch.progress import Progress
 from tfps.runtime.interrupts import indivisible
 from tfps.runtime.runtime import Runtime
-from tfps.types import Value, Variable
+from tfps.types import Options, Value, Variable
 from tfps.updates.names import common_name
 from tfps.updates.on_read_variable import OnReadVariable
 from tfps.updates.variables import GatedVariable
@@ -101,19 +101,22 @@ class InitialValues:
         """Forgets new `variables`: they get their values otherwise."""
         self._forget(variables)
 
-    def _declared(self, variables: list[Variable], spec: BucketSpec) -> int:
-        details = [f"variable '{common_name(v)}' {v.shape} {v.dtype.name}" for v in variables]
-        key = (INITIAL_VALUES, tuple(variable._unique_id for variable in variables))
-        return self._runtime.buckets([(key, spec)], details)[0]
+    @staticmethod
+    def _named(variables: list[Variable]) -> Options:
+        """What names the broadcast of `variables`."""
+        return {
+            "key": (INITIAL_VALUES, tuple(variable._unique_id for variable in variables)),
+            "details": [f"variable '{common_name(v)}' {v.shape} {v.dtype.name}" for v in variables],
+        }
 
     def _sum(self, variables: list[Variable], progress: Progress) -> None:
         total = sum(map(_nbytes, variables))
-        spec = BucketSpec(names=(INITIAL_VALUES,), kind="sum", nbytes=total, dtype="uint8", priority=0, occasional=True)
-        bucket, payload = self._declared(variables, spec), None
+        broadcast, payload = FixedBroadcast(self._runtime, INITIAL_VALUES, total, **self._named(variables)), None
+        broadcast.declare()
         if self._runtime.exchange.rank == 0:
             payload = np.concatenate([_bytes(variable) for variable in variables])
         with indivisible(self._runtime.exchange, INITIAL_VALUES):
-            received = self._runtime.exchange_now(bucket, payload, lambda part: progress.show(part * total)).sum
+            received = broadcast(payload, lambda part: progress.show(part * total))
             start = 0
             for variable in variables:
                 end = start + _nbytes(variable)
@@ -125,16 +128,16 @@ class InitialValues:
 
     def _gather(self, variables: list[Variable]) -> None:
         """Exchanges variables whose size in bytes only rank 0 knows."""
-        spec = BucketSpec(names=(INITIAL_VALUES,), kind="gather", nbytes=0, dtype="uint8", priority=0, occasional=True)
-        bucket, payload = self._declared(variables, spec), None
+        broadcast, payload = Broadcast(self._runtime, INITIAL_VALUES, **self._named(variables)), b""
+        broadcast.declare()
         if self._runtime.exchange.rank == 0:
             values = [tf.io.serialize_tensor(variable.values[0]).numpy() for variable in variables]
             payload = b"".join([np.array([len(value) for value in values], np.int64).tobytes(), *values])
         with indivisible(self._runtime.exchange, INITIAL_VALUES):
-            parts = self._runtime.exchange_now(bucket, payload).parts or []
+            (first,) = broadcast(payload)
             start = 8 * len(variables)
-            for variable, size in zip(variables, np.frombuffer(parts[0][:start], np.int64).tolist(), strict=True):
-                value = tf.io.parse_tensor(bytes(parts[0][start : start + size]), variable.dtype)
+            for variable, size in zip(variables, np.frombuffer(first[:start], np.int64).tolist(), strict=True):
+                value = tf.io.parse_tensor(first[start : start + size], variable.dtype)
                 self._take(variable, value)
                 start += size
             self._forget(variables)

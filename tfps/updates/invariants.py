@@ -14,7 +14,6 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import tensorflow as tf
@@ -83,9 +82,7 @@ class Invariants:
         """Returns the instance that all strategies of `runtime` share; None if there is nothing to compare."""
         if not every or runtime.exchange.workers == 1:
             return None
-        if runtime.invariants is None:
-            runtime.invariants = Invariants(runtime, every)
-        return cast(Invariants, runtime.invariants)
+        return runtime.shared(Invariants, lambda: Invariants(runtime, every))
 
     def weigh(self, transfer: DeferredUpdate) -> tf.Tensor:
         """Whether the current round of `transfer` takes the checksum: buckets take turns to spread the cost."""

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import tensorflow as tf
 
+from tfps.collectives.collectives import AllGather, AllReduce
 from tfps.errors import UnsupportedError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.sparse import pack_sparse, unpack_sparse
@@ -81,9 +82,8 @@ class Reductions:
         data, shape = graph_ops.to_raw(turned), graph_ops.to_raw(tf.shape(turned, tf.int64))
         spec = _gather_spec(f"gather {local.dtype.name} with {rank} dimensions along {axis}")
         if tf.executing_eagerly():
-            (bucket,) = self._runtime.buckets([(("eager", spec), spec)])
-            reply = self._runtime.exchange_now(bucket, pack_sparse(shape.numpy(), data.numpy()))
-            shape, data = map(tf.constant, unpack_sparse(reply.parts or []))
+            parts = AllGather(self._runtime, spec.name)(pack_sparse(shape.numpy(), data.numpy()))
+            shape, data = map(tf.constant, unpack_sparse(parts))
         else:
             data, shape = pull(self._runtime, key, spec, data, shape)
         shapes = tf.reshape(graph_ops.from_raw(shape, tf.int64), [-1, rank])
@@ -103,13 +103,12 @@ class Reductions:
 
     def _now(self, value: Value) -> Value:
         spec = _spec(value)
-        (bucket,) = self._runtime.buckets([(("eager", spec), spec)])
         data, indices = (part.numpy() for part in _encode(value))
-        reply = self._runtime.exchange_now(bucket, pack_sparse(indices, data) if spec.kind == "gather" else data)
         if spec.kind == "gather":
-            indices, data = unpack_sparse(reply.parts or [])
+            indices, data = unpack_sparse(AllGather(self._runtime, spec.name)(pack_sparse(indices, data)))
         else:
-            data, indices = reply.sum, np.empty(0, np.uint8)
+            total = AllReduce(self._runtime, spec.name, [spec.nbytes // np.dtype(spec.dtype).itemsize], spec.dtype)
+            data, indices = total(data.view(total.dtype)).view(np.uint8), np.empty(0, np.uint8)
         return _decode(value, spec, tf.constant(data), tf.constant(indices), self._runtime.exchange.workers)
 
 

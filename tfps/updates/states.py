@@ -16,8 +16,9 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
+from tfps.collectives.collectives import AllGather
 from tfps.errors import MismatchError
-from tfps.exchange.interface import BucketSpec, Reply
+from tfps.exchange.interface import Reply
 from tfps.input import first_batches
 from tfps.input.staging import Staging
 from tfps.runtime.runtime import Runtime
@@ -30,7 +31,6 @@ from tfps.updates.variables import GatedVariable
 
 _PATIENCE_S = 5.0  # at the end: others may still do something alone
 _ACCUMULATOR = "gradient_accumulator"  # in the name of what belongs to a replica until the next update
-_SPEC = BucketSpec(("states of the ranks",), "gather", 0, "uint8", priority=0, occasional=True)
 
 
 class States:
@@ -40,7 +40,8 @@ class States:
         self._runtime, self._combiner, self._initial_values = runtime, combiner, initial_values
         self._staging = staging
         self._compared = 0  # exchanges of the program until then
-        runtime.declare_later("states", _SPEC)
+        self._said = AllGather(runtime, "states of the ranks")
+        self._said.later()
 
     def compare(self, when: str) -> None:
         """Compares with all other ranks, which must call it too.
@@ -53,9 +54,9 @@ class States:
             TfpsError: another rank did not call it in time.
         """
         self._combiner.refresh()  # then moving statistics are the same, too
-        (bucket,) = self._runtime.buckets([("states", _SPEC)])
+        self._said.declare()
         own, firsts = self._own(statistics=True), self._staging.take_firsts()
-        parts = self._runtime.exchange_now(bucket, _encoded(own, firsts)).parts or []
+        parts = self._said(_encoded(own, firsts))
         self._compared = self._runtime.exchanges
         self._check(parts, own, when)
 
@@ -68,7 +69,7 @@ class States:
             MismatchError: a variable differs.
         """
         runtime = self._runtime
-        if runtime.exchange.failure is not None or not runtime.declared.has("states"):
+        if runtime.exchange.failure is not None or not self._said.declared:
             return
         if not runtime.settle(_PATIENCE_S) or runtime.exchange.failure is not None:
             return
@@ -80,8 +81,7 @@ class States:
             replies.append(reply)
             came.set()
 
-        (bucket,) = runtime.buckets([("states", _SPEC)])
-        runtime.exchange.push(bucket, _encoded(own), on_reply)
+        runtime.exchange.push(self._said.declare(), _encoded(own), on_reply)
         if came.wait(_PATIENCE_S):
             self._check(replies[0].parts or [], own, "when the strategy was closed")
 
