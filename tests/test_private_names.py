@@ -207,7 +207,7 @@ def test_a_private_attribute_of_self_that_nobody_defines_is_found() -> None:
 
 
 def test_an_unchecked_name_of_a_private_module_is_found() -> None:
-    module = importlib.import_module("tfps.strategy.variables")
+    module = importlib.import_module("tfps.updates.variables")
     found = unchecked_of_modules(ast.parse("values.MirroredVariable, values.OnReadPolicy, values.Mirrored"), module)
     assert found == ["line 1: tensorflow.python.distribute.values.OnReadPolicy"]
 

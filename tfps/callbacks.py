@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Literal, cast
+from typing import Literal
 
 import keras
 import tensorflow as tf
@@ -144,7 +144,7 @@ class Trace(keras.callbacks.Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         strategy = _strategy_of(self)
         self._active = strategy.rank == 0
-        left = cast("TraceRun | None", strategy._runtime.trace_run)
+        left = strategy._runtime.capturing
         if left is not None and left.of_fit:  # left by a `fit` that raised
             left.abandon()
         self._batch = self._before = self._ended = 0

@@ -160,6 +160,11 @@ class Config:
         return self.update == "server" or self.mode in LOCAL_MODES
 
     @property
+    def applies_each_push(self) -> bool:
+        """Whether pservers apply each gradient by itself, as it comes, instead of the sum of all."""
+        return self.mode == "async"
+
+    @property
     def compression_rules(self) -> Rules:
         """`compression`, read."""
         return parse(self.compression)

@@ -1,4 +1,4 @@
-"""The rules in NumPy. That they are Keras' is in tests/strategy/test_served_bucket.py, which has TensorFlow."""
+"""The rules in NumPy. That they are Keras' is in tests/policies/test_remote_bucket.py, which has TensorFlow."""
 
 from __future__ import annotations
 

@@ -19,10 +19,12 @@ from jobs import DEADLINE_S
 
 import tfps
 from tfps.exchange.interface import BucketSpec, Exchange, OnPart, OnReply, Reply
-from tfps.keras_hooks.random_states import SPEC
 from tfps.pserver.server import ParameterServer
 from tfps.types import Array, Value
 from tfps.worker.worker import Worker
+
+# What a strategy's constructor exchanges.
+SPEC = BucketSpec(("random states",), "gather", 0, "uint8", 0, occasional=True, alike=("random states",))
 
 
 class Companion:

@@ -13,8 +13,8 @@ import training
 
 import tfps
 from tfps.runtime.transfers import DeferredUpdate
-from tfps.strategy.planned_bucket import PlannedBucket
 from tfps.types import Argument, Structure, Value
+from tfps.updates.planned_bucket import PlannedBucket
 
 Adam, SGD = keras.optimizers.Adam, keras.optimizers.SGD
 

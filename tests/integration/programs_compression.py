@@ -14,8 +14,8 @@ from programs_saving import OPTIONS, Interrupt
 
 import tfps
 from tfps.errors import MismatchError
-from tfps.strategy.compressing import Compressing
 from tfps.types import Model, Value
+from tfps.updates.compressing import Compressing
 
 
 def wide() -> Model:

@@ -16,7 +16,7 @@ import tensorflow as tf
 import training
 
 import tfps
-from tfps.keras_hooks.served_variable import ServedVariable
+from tfps.keras_hooks.remote_variable import RemoteVariable
 
 STEPS, GLOBAL_BATCH = 50, 48
 
@@ -70,7 +70,7 @@ def main(out: str, *names: str) -> None:
         for key, value in history.items():
             results[f"{name}/history/{key}"] = np.asarray(value)
         if strategy:
-            here = [each for each in model.optimizer.variables if not isinstance(each, ServedVariable)]
+            here = [each for each in model.optimizer.variables if not isinstance(each, RemoteVariable)]
             for variable in [*model.weights, *here]:
                 replicas = [np.asarray(each).tobytes() for each in strategy.experimental_local_results(variable.value)]
                 assert len(replicas) == len(devices)

@@ -163,7 +163,7 @@ def rounds_of(stepping: Stepping, step_s: float, exchange_s: float, nbytes: int)
     return [History(f"bucket {n}", n, nbytes // count, tuple(rounds[n][:8])) for n in range(count)]
 
 
-STREAMING = Stepping("diloco", inner_steps=50, overlap_steps=20)
+STREAMING = Stepping(inner_steps=50, overlap_steps=20, every_step=False)
 
 
 def test_an_exchange_behind_further_steps_costs_nothing_if_it_comes_back_in_time() -> None:
@@ -180,7 +180,7 @@ def test_an_exchange_behind_further_steps_costs_nothing_if_it_comes_back_in_time
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("overlap_steps", [0, 4])
 def test_what_comes_back_later_than_it_is_taken_is_waited_for(fragments: int, overlap_steps: int) -> None:
-    stepping = Stepping("diloco", 50, fragments, overlap_steps)
+    stepping = Stepping(50, fragments, overlap_steps, every_step=False)
     found = make_report(rounds_of(stepping, 0.01, 0.1, fragments * 10**6), [Link("a:1", 1e7)], stepping=stepping)
     exposed_s = fragments * (0.1 - overlap_steps * 0.01)
     assert found.step_s == pytest.approx(0.5 + exposed_s)
@@ -199,7 +199,7 @@ def test_what_comes_back_later_than_it_is_taken_is_waited_for(fragments: int, ov
     step_s=st.floats(1e-3, 0.1),
 )
 def test_no_times_of_rounds_are_negative(fragments: int, overlap_steps: int, exchange_s: float, step_s: float) -> None:
-    stepping = Stepping("diloco", 6, fragments, overlap_steps)
+    stepping = Stepping(6, fragments, overlap_steps, every_step=False)
     found = make_report(rounds_of(stepping, step_s, exchange_s, 10**6), [Link("a:1", 1e7)], stepping=stepping)
     assert found.compute_s + found.exposed_wait_s == pytest.approx(found.step_s)
     assert 0 <= found.exposed_wait_s <= found.step_s
@@ -209,7 +209,7 @@ def test_no_times_of_rounds_are_negative(fragments: int, overlap_steps: int, exc
 
 
 def test_in_mode_async_what_comes_back_is_not_compressed() -> None:
-    stepping, links = Stepping("async", waits=False), [Link("a:1", 20e6)]
+    stepping, links = Stepping(waits=False, whole_replies=True, every_step=False), [Link("a:1", 20e6)]
     plain = make_report(history(LAYERS, 20e6), links, stepping=stepping)
     assert plain.limit.startswith("this worker's link")
     assert not plain.with_codec_s  # what comes back takes as long
@@ -224,23 +224,10 @@ def test_in_mode_async_what_comes_back_is_not_compressed() -> None:
     assert "and gets as much back" in str(alike)
 
 
-def test_other_workers_are_the_limit_only_where_one_waits_for_them() -> None:
-    free = tfps.Config(mode="async", update="server")
-    for config, workers, waits in (
-        (tfps.Config(), 2, True),
-        (tfps.Config(), 1, False),
-        (free, 2, False),
-        (dataclasses.replace(free, staleness=4), 2, True),
-        (tfps.Config(mode="diloco"), 2, True),
-    ):
-        found = make_report(history(LAYERS, 20e6), [Link("a:1", 1e9)], stepping=Stepping.of(config, workers))
-        assert found.limit.startswith("other workers" if waits else "round trips"), config
-
-
-def test_stepping_is_that_of_the_settings() -> None:
-    config = tfps.Config(mode="diloco", inner_steps=8, fragments=2, overlap_steps=3)
-    assert Stepping.of(config, 2) == Stepping("diloco", 8, 2, 3)
-    assert Stepping.of(tfps.Config(), 2) == Stepping()  # not the 50 inner steps of its default
+@pytest.mark.parametrize("waits", [True, False])
+def test_other_workers_are_the_limit_only_where_one_waits_for_them(waits: bool) -> None:
+    found = make_report(history(LAYERS, 20e6), [Link("a:1", 1e9)], stepping=Stepping(waits=waits))
+    assert found.limit.startswith("other workers" if waits else "round trips")
 
 
 def test_too_few_steps_are_refused() -> None:

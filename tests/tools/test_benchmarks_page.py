@@ -88,10 +88,6 @@ RUNS: dict[str, list[dict[str, Json]]] = {
             for transport in ("tcp", "grpc")
         ),
     ],
-    "updates": [
-        {"place": "one host", "what": what, "first_ms": wait, "exposed_ms": 2 * wait, "step_ms": 300.0}
-        for what, wait in (("in order", 100.0), ("urgent first", 10.0))
-    ],
     "compress": [
         {"what": "codec", "codec": "int8", "encode_s": 0.4, "decode_s": 0.1},
         *(

@@ -1,6 +1,6 @@
 """Draws a step in Graphviz DOT: reads behind gates, sends by priority, updates.
 
-Tested in tests/strategy/test_graph_view.py.
+Tested in tests/updates/test_graph_view.py.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import tensorflow as tf
@@ -150,10 +149,13 @@ class Lockstep:
     @staticmethod
     def of(runtime: Runtime) -> Lockstep:
         """Returns the Lockstep of `runtime`: strategies that share it announce batches in one order."""
-        if runtime.lockstep is None:
-            runtime.lockstep = Lockstep(runtime)
-            runtime.before_close(runtime.lockstep.close)
-        return cast(Lockstep, runtime.lockstep)
+
+        def make() -> Lockstep:
+            made = Lockstep(runtime)
+            runtime.before_close(made.close)
+            return made
+
+        return runtime.shared(Lockstep, make)
 
     def line(
         self,

@@ -43,7 +43,7 @@ class Staging:
         depth: batches staged ahead per iterator and device.
         last_batch: where graphs note the rows of the batches they take; None if the job has one replica.
         compares: the ranks compare the first batch of each iterator.
-        free: the workers do not take batches together; the others' rows are estimated by this one's.
+        together: the workers take batches together; else the others' rows are estimated by this one's.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class Staging:
         depth: int,
         last_batch: LastBatch | None,
         *,
-        free: bool = False,
+        together: bool = True,
         compares: bool = False,
     ) -> None:
         self.devices, self.depth, self.last_batch = tuple(devices), depth, last_batch
         self.spans, self._runtime = runtime.spans, runtime
         self.closed, self.compares = False, compares
-        self.lockstep = Lockstep.of(runtime) if runtime.exchange.workers > 1 and not free else None
+        self.lockstep = Lockstep.of(runtime) if runtime.exchange.workers > 1 and together else None
         self.workers = runtime.exchange.workers
         self.ticket = runtime.exchange.ticket
         self.keys = itertools.count()

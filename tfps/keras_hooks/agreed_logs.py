@@ -21,7 +21,6 @@ import tensorflow as tf
 
 from tfps.errors import MismatchError
 from tfps.graph.shares import UNKNOWN
-from tfps.keras_hooks.epochs import end_epoch
 from tfps.keras_hooks.weighing import mean
 from tfps.types import Array, Callback, Json, Logs, Model
 
@@ -40,7 +39,7 @@ def agree_on_logs(strategy_class: type[tf.distribute.Strategy]) -> None:
     def get_metrics_result_or_logs(self: Model, logs: Logs) -> Logs:
         strategy = strategy_of(self)
         if strategy is not None:
-            end_epoch(strategy, self)
+            strategy.extended.policy.end_epoch(self)
         results = epoch_logs(self, logs)
         if strategy is None:
             return results
@@ -55,7 +54,7 @@ def agree_on_logs(strategy_class: type[tf.distribute.Strategy]) -> None:
     @functools.wraps(stop)
     def on_batch_end(self: Callback, batch: int, logs: Logs | None = None) -> None:
         strategy = strategy_of(self.model)
-        if strategy is not None and strategy.extended.free:
+        if strategy is not None and not strategy.extended.policy.together:
             return  # the others do not take their batches together with this one: see on_epoch_end
         if strategy is not None and logs and logs.get("loss") is not None:
             # If one rank's loss is not finite, all stop at this batch; else the others would wait for that rank.
@@ -65,7 +64,7 @@ def agree_on_logs(strategy_class: type[tf.distribute.Strategy]) -> None:
 
     def on_epoch_end(self: Callback, epoch: int, logs: Logs | None = None) -> None:
         strategy = strategy_of(self.model)
-        if strategy is not None and strategy.extended.free:
+        if strategy is not None and not strategy.extended.policy.together:
             stop(self, epoch, logs)  # which all ranks have alike
 
     keras.callbacks.TerminateOnNaN.on_batch_end = on_batch_end

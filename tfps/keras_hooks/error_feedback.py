@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfps.keras_hooks.beside_backup import packed, read, unpacked, write
-from tfps.runtime.served import Ahead
+from tfps.runtime.remote import Ahead
 from tfps.types import Array, Callback, Logs, Model, Optimizer, Variable
 
 _FILE = "tfps_error_feedback.npz"

@@ -1,6 +1,6 @@
 """Which variables may be updated or averaged elsewhere than where Keras trains them.
 
-Tested in tests/integration/test_combinations.py and tests/strategy/test_outer.py.
+Tested in tests/integration/test_combinations.py and tests/policies/test_outer.py.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ try:
     needs(keras.random.SeedGenerator, "next")  # source of all seeds of layers and keras.random (seeds.py)
     needs(keras.Layer, "add_loss", "_losses")  # added_losses.py
 
-    # Wrapped where pservers update (served_optimizers.py): what would update here, and what creates slots; then what a
+    # Wrapped where pservers update (remote_optimizers.py): what would update here, and what creates slots; then what a
     # slot without memory overrides.
     needs(keras.optimizers.Optimizer, "_backend_update_step", "_apply_weight_decay")
     needs(keras.optimizers.Optimizer, "_update_model_variables_moving_average")

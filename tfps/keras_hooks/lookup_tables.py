@@ -51,7 +51,7 @@ def compare_tables(strategy_class: type[tf.distribute.Strategy]) -> None:
 
 
 def _compares(strategy: tf.distribute.Strategy) -> bool:
-    return bool(strategy.num_workers > 1 and strategy.config.check_every and not strategy.extended.free)
+    return bool(strategy.num_workers > 1 and strategy.config.check_every and strategy.extended.policy.together)
 
 
 def _adapted(model: Model) -> Iterable[Layer]:

@@ -22,14 +22,12 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
-from tfps.exchange.interface import BucketSpec
+from tfps.collectives.collectives import Broadcast
 from tfps.graph.ops import HOST
 from tfps.graph.tf_private import ResourceVariable, data_seeds, is_seeded
 from tfps.keras_hooks.keras_private import ArrayDataAdapter, forget_global_seeds, global_seeds, set_global_seeds
 from tfps.runtime.runtime import Runtime
 from tfps.types import Batches, Value
-
-SPEC = BucketSpec(("random states",), "gather", 0, "uint8", priority=0, occasional=True)
 
 
 class _Shared:
@@ -48,10 +46,8 @@ def share_random_states(runtime: Runtime) -> None:
     if exchange.workers == 1:
         return
     _seed_datasets()
-    (bucket,) = runtime.buckets([("random states", SPEC)])
-    said = json.dumps(_states()).encode() if exchange.rank == 0 else b""
-    parts = runtime.exchange_now(bucket, said).parts or []
-    first = json.loads(bytes(parts[0]))
+    (said,) = Broadcast(runtime, "random states")(json.dumps(_states()).encode())
+    first = json.loads(said)
     if exchange.rank:
         _take(first)
     _Shared.seeds = random.Random(first["datasets"])

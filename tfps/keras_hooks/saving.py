@@ -23,11 +23,10 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from tfps.errors import UnsupportedError
 from tfps.keras_hooks.agreed_logs import agreed_logs
 from tfps.keras_hooks.exchanged_variable import of_tensorflow
 from tfps.keras_hooks.keras_private import legacy_h5_format, saving_lib
-from tfps.keras_hooks.served_optimizers import take_from_first_rank
+from tfps.keras_hooks.remote_variable import take_from_first_rank
 from tfps.keras_hooks.shared_files import bring
 from tfps.types import Callback, Function, Logs, Model, Variable
 
@@ -127,12 +126,11 @@ def share_files(strategy_class: type[tf.distribute.Strategy]) -> None:
 
 def _replace(part: Path, path: Path, strategy: tf.distribute.Strategy) -> None:
     """Moves the whole file `part` to `path`."""
-    extended = strategy.extended
-    if extended.mode == "sync":  # all have the same
+    state = strategy.extended.policy.state
+    if state is None:
         part.replace(path)
         return
-    meetings = extended.newest.meetings if extended.outer is None else extended.outer.meetings
-    bring(part, path, strategy.rank, strategy.num_workers, f"{extended.exchange.run}/{meetings}")
+    bring(part, path, strategy.rank, strategy.num_workers, f"{strategy.extended.exchange.run}/{state}")
 
 
 def _first_rank_only(
@@ -179,7 +177,7 @@ def _share_checkpoint(strategy_of: Callable[[Model], tf.distribute.Strategy | No
     def save_model(self: Callback, epoch: int, batch: int | None, logs: Logs) -> None:
         if (strategy := strategy_of(self.model)) is not None:
             if batch is not None:  # within an epoch logs are local; ranks would decide and name files differently
-                _check_together(strategy, "ModelCheckpoint")
+                strategy.extended.policy.check_saves_now("ModelCheckpoint")
                 logs = agreed_logs(self.model, logs or {})
             if "://" not in str(self.filepath):
                 # Several ranks may create it at once, which Keras does not expect.
@@ -206,7 +204,7 @@ def _share_backup(strategy_of: Callable[[Model], tf.distribute.Strategy | None])
     def save_model(self: Callback) -> None:
         strategy = strategy_of(self.model)
         if strategy is not None:
-            _check_together(strategy, "BackupAndRestore")
+            strategy.extended.policy.check_saves_now("BackupAndRestore")
         if strategy is None or strategy.rank == 0:
             original_save(self)
         else:
@@ -278,25 +276,12 @@ def _share_orbax(strategy_of: Callable[[Model], tf.distribute.Strategy | None]) 
     def on_train_batch_end(self: Callback, batch: int, logs: Logs | None = None) -> None:
         strategy = strategy_of(self.model)
         if strategy is not None and self.save_freq != "epoch":
-            _check_together(strategy, "OrbaxCheckpoint")
+            strategy.extended.policy.check_saves_now("OrbaxCheckpoint")
             if self.save_best_only:  # within an epoch logs are local; ranks would decide differently
                 logs = agreed_logs(self.model, logs or {})
         original_end(self, batch, logs)
 
     callback.set_model, callback.on_train_batch_end = set_model, on_train_batch_end
-
-
-def _check_together(strategy: tf.distribute.Strategy, name: str) -> None:
-    """Checks that all ranks are at the same batch, so that `name` may save.
-
-    Raises:
-        UnsupportedError: they need not be.
-    """
-    if strategy.extended.newest.in_epoch:
-        raise UnsupportedError(
-            f"with mode='async' {name} saves at the end of epochs, where all workers meet: use save_freq='epoch', its "
-            "default (and steps_per_epoch for shorter epochs)"
-        )
 
 
 def _take_from_first_rank(strategy: tf.distribute.Strategy, model: Model, restored: bool) -> None:

@@ -76,7 +76,7 @@ class Shard:
 
     def _check(self, specs: Sequence[BucketSpec], slice_bytes: int) -> None:
         # Of a slice, that are kept. In mode "async" pushes may wait for each other, and each reply is a copy.
-        parts = self._workers if self.config.deterministic or self.config.mode == "async" else 1
+        parts = self._workers if self.config.deterministic or self.config.applies_each_push else 1
         copies = self._workers if self.config.delay_compensation else 0  # of parameters, as each rank has them
         kept = sum(spec.nbytes * (kept_arrays(spec) + copies * bool(spec.update)) for spec in specs)
         payload = (sum(spec.nbytes * parts for spec in specs) + kept) // self._pservers
@@ -121,7 +121,7 @@ class Shard:
 
     def _numbers(self, spec: BucketSpec) -> UpdateNumbers | RankNumbers | None:
         numbers = UpdateNumbers.of(spec)
-        if numbers is None or self.config.mode != "async":
+        if numbers is None or not self.config.applies_each_push:
             return numbers
         return RankNumbers(spec.name, numbers.spec, self._workers)
 

@@ -194,7 +194,7 @@ def make_report(
     )
     bytes_per_s = _rate(links)
     step_bytes, sent_bytes = sum(h.nbytes for h in buckets), sum(h.on_wire for h in buckets)
-    received_bytes = step_bytes if stepping.mode == "async" else sent_bytes
+    received_bytes = step_bytes if stepping.whole_replies else sent_bytes
     wire_bytes = max(sent_bytes, received_bytes)  # both ways are used at the same time
     # A round of many steps may be limited by an exchange that takes a small part of it.
     limit = _limit(step_s, exposed_s, wire_s if stepping.inner_steps > 1 else step_s, wire_bytes, links, stepping.waits)
@@ -207,7 +207,7 @@ def make_report(
         # Nothing is known of a step that only waited, and for no network.
         return estimate_s * (step_s / modelled_s) if modelled_s else step_s
 
-    other_ways = _LINK in limit and stepping.mode == "sync"  # to train are worth naming
+    other_ways = _LINK in limit and stepping.every_step  # to train are worth naming
     may_compress = other_ways and sent_bytes == step_bytes and any(history.compressible for history in buckets)
     more = (len(links) + 1) / len(links) if limit.startswith("pserver") else 1.0
     return Report(

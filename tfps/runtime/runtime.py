@@ -16,11 +16,10 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 
 from tfps.errors import ClosedError, TfpsError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec, Exchange, Payload, Reply, as_bytes
@@ -34,7 +33,7 @@ from tfps.runtime.interrupts import indivisible, wait
 from tfps.runtime.report import History, Report, Round, make_report
 from tfps.runtime.step_spans import StepSpans
 from tfps.runtime.stepping import Stepping
-from tfps.runtime.transfers import DeferredUpdate, Pull, Rounds, Transfer, UpdatedRows
+from tfps.runtime.transfers import DeferredUpdate, Pull, Rounds, Transfer
 from tfps.trace.recorder import Recorder
 from tfps.worker.embedded import EmbeddedExchange
 from tfps.worker.patience import PATIENCE_S
@@ -46,6 +45,7 @@ _DRAINED = -1  # in place of a transfer's id: all messages before it have been s
 _CLOSED = -2  # in place of a transfer's id: the queue of messages is about to be closed
 _HISTORY_STEPS = 16
 _TICK_S = 0.2
+_T = TypeVar("_T")
 
 
 class _Sent(NamedTuple):
@@ -54,9 +54,17 @@ class _Sent(NamedTuple):
     payload: Payload | None
     ticket: int | tf.Tensor
     data: tf.Tensor | None
-    updated: UpdatedRows
     round: int
     ready_s: float
+
+
+class Capturing(Protocol):
+    """A capture that is being recorded; see trace_run.py."""
+
+    of_fit: bool
+
+    def abandon(self) -> None:
+        """Stops recording without writing anything."""
 
 
 class Runtime:
@@ -81,9 +89,8 @@ class Runtime:
         self.compresses = False  # whether any gradients may be compressed; see compressing.py
         self._rounds = Rounds()
         self._history: dict[int, deque[Round]] = {}  # last steps of updates, by bucket; apply threads write
-        self.lockstep: object | None = None  # see lockstep.py
-        self.invariants: object | None = None  # see invariants.py
-        self.trace_run: object | None = None  # the capture being recorded; see trace_run.py
+        self._shared: dict[type, object] = {}
+        self.capturing: Capturing | None = None  # the capture being recorded
         self._messages_seen = 0  # pump thread writes
         self._exchanged = self._exchanged_now = 0  # exchanges by messages (pump thread), and by `exchange_now`
         self.before_exchange: Callable[[BucketSpec], None] | None = None  # called by `exchange_now`, but for updates
@@ -95,6 +102,12 @@ class Runtime:
         self._replies = ApplyThreads(_on_host)
         self._pump_thread = threading.Thread(target=_on_host, args=(self._pump,), name="tfps-pump", daemon=True)
         self._pump_thread.start()
+
+    def shared(self, kind: type[_T], make: Callable[[], _T]) -> _T:
+        """Returns what all strategies of this runtime share of this kind; `make` makes it once."""
+        if kind not in self._shared:
+            self._shared[kind] = make()
+        return cast(_T, self._shared[kind])
 
     @property
     def alone(self) -> bool:
@@ -315,21 +328,16 @@ class Runtime:
         """
 
         def on_reply(reply: Reply) -> None:
-            sent = _Sent(payload, ticket, data, updated, step, ready_s)
+            sent = _Sent(payload, ticket, data, step, ready_s)
             self._replies.add(transfer.spec.priority, functools.partial(self._apply, transfer, sent, reply))
 
-        def on_part(buffer: NDArray[np.uint8], nbytes: int) -> None:
-            call = functools.partial(self._take_part, transfer, updated, step, buffer, nbytes)
-            self._replies.add(transfer.spec.priority, call)
-
-        updated, ready_s = UpdatedRows(), time.monotonic()
+        ready_s = time.monotonic()
         with self._progress:
             self._under_way += 1
             step = self._pushed[transfer.bucket]
             self._pushed[transfer.bucket] += 1
         try:
-            part = on_part if transfer.takes_parts else None
-            self.exchange.push(transfer.bucket, payload, on_reply, part, transfer.numbers)
+            self.exchange.push(transfer.bucket, payload, on_reply, numbers=transfer.numbers)
         except TfpsError:
             with self._progress:
                 self._under_way -= 1
@@ -342,25 +350,12 @@ class Runtime:
             self._under_way -= 1
             self._progress.notify_all()
 
-    def _take_part(
-        self, transfer: Transfer, updated: UpdatedRows, step: int, buffer: NDArray[np.uint8], nbytes: int
-    ) -> None:
-        """Updates the part of a variable whose gradient has come back already."""
-        begin = self.spans.now()
-        try:
-            took = transfer.take_part(updated, buffer, nbytes)
-        except Exception as error:
-            self._break(transfer, error)
-            return
-        if took and self.recorder.enabled:
-            self.spans.updated(begin, self.spans.now(), transfer, step)
-
     def _finish(self, transfer: Transfer, sent: _Sent, reply: Reply) -> None:
         if reply.error is not None:
             transfer.fail(reply.error)
             return
         begin = self.spans.now()
-        transfer.round, transfer.updated = sent.round, sent.updated
+        transfer.round = sent.round
         try:
             transfer.finish(*self._tensors(transfer.spec, sent, reply))
         except Exception as error:  # neither its readers nor other workers may wait forever

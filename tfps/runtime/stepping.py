@@ -1,4 +1,4 @@
-"""How the steps of a job follow each other, as far as reports need it: which mode, and rounds of several steps.
+"""How the steps of a job follow each other, as far as reports need it: one by one, or in rounds.
 
 A round ends where a part of the model, a fragment, is exchanged; the worker takes what comes back some steps later, all
 of it at once. Steps are not timed: a round has equal ones.
@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tfps.config import Config
-from tfps.modes import LOCAL_MODES, Mode
 from tfps.trace.intervals import Interval, Intervals, clip, total, union
 
 _HALVINGS = 50
@@ -26,21 +24,16 @@ class Stepping:
         inner_steps: from one exchange of a bucket to the next; 1: every step exchanges all.
         fragments, overlap_steps: of `Config`.
         waits: whether workers wait for each other's steps.
+        whole_replies: whether replies are parameters, not compressed as gradients are.
+        every_step: whether each step exchanges gradients that all wait for, so that other ways to train are faster.
     """
 
-    mode: Mode = "sync"
     inner_steps: int = 1
     fragments: int = 1
     overlap_steps: int = 0
     waits: bool = True
-
-    @classmethod
-    def of(cls, config: Config, workers: int) -> Stepping:
-        """That of a job."""
-        waits = workers > 1 and (config.mode != "async" or config.staleness is not None)
-        if config.mode not in LOCAL_MODES:
-            return cls(config.mode, waits=waits)
-        return cls(config.mode, config.inner_steps, config.fragments, config.overlap_steps, waits)
+    whole_replies: bool = False
+    every_step: bool = True
 
     @property
     def in_parts(self) -> bool:

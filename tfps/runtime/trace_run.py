@@ -45,7 +45,7 @@ class TraceRun:
         self._log_dir = Path(log_dir)
         self._name = name or time.strftime("%Y-%m-%d_%H-%M-%S")
         runtime.exchange.start_trace()
-        runtime.trace_run = self
+        runtime.capturing = self
         self._begin_ns = runtime.spans.now()
         self._begin_s = time.time()
         self._capture: Capture | None = None
@@ -61,7 +61,7 @@ class TraceRun:
             TfpsError: nothing could be collected.
             OSError: the file cannot be written.
         """
-        self._runtime.trace_run = None
+        self._runtime.capturing = None
         if settle:
             self._runtime.settle(_SETTLE_S)
         spans, exchange = self._runtime.spans, self._runtime.exchange
@@ -80,7 +80,7 @@ class TraceRun:
 
     def abandon(self) -> None:
         """Stops recording without writing anything."""
-        self._runtime.trace_run = None
+        self._runtime.capturing = None
         with contextlib.suppress(TfpsError):
             self._runtime.exchange.stop_trace([], self._name, [], {})
 

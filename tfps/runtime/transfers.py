@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import sys
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 
 from tfps.errors import TfpsError, to_text
 from tfps.exchange.interface import BucketSpec
-from tfps.graph.ops import Gate, answer, tensor_of
+from tfps.graph.ops import Gate, answer
 from tfps.types import Function
 
 UNDECLARED = -1  # in place of a bucket's id
 _NO_BYTES = np.empty(0, np.uint8)
-
-#: The least gradient for a part of an update: a part is a call, and writes row by row.
-PART_BYTES = 8 * 2**20
-_WORTH = 3.0  # parts take up to so many times as long as the whole update, which must pass while slices come back
-
-
-@dataclass(eq=False)
-class UpdatedRows:
-    """How many rows of a variable one round has updated so far. Apply threads only, one at a time."""
-
-    count: int = 0
-    began_s: float = 0.0  # when the first slices had come back
 
 
 class Transfer:
@@ -56,7 +40,6 @@ class Transfer:
         self._arrived = 0  # this and the next two: pump thread only
         self._ticket = 0
         self._carried: tuple[tf.Tensor, tf.Tensor] | None = None
-        self.updated = UpdatedRows()  # in the round that has come back; apply threads only
         self.times: list[tf.Tensor] = []  # of the round's messages, the first replica's first
 
     def collect(
@@ -79,19 +62,6 @@ class Transfer:
             return None
         carried, self._carried, self._arrived = self._carried, None, 0
         return self._ticket, *carried
-
-    @property
-    def takes_parts(self) -> bool:
-        """Whether it can use the first reduced bytes before the others have come."""
-        return False
-
-    def take_part(self, updated: UpdatedRows, buffer: NDArray[np.uint8], nbytes: int) -> bool:
-        """Uses the first `nbytes` of the reduced bytes in `buffer`, or not; returns whether it did.
-
-        Called by an apply thread, before `finish`. A call may be late: then the round's `updated` says that nothing is
-        left to do.
-        """
-        return False
 
     def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
         """Uses the reduced bytes (flat uint8). Called by an apply thread."""
@@ -145,35 +115,6 @@ class Rounds:
         return False
 
 
-@dataclass(eq=False)
-class Parts:
-    """How to update one variable in parts; with functions of gradient bytes and their rows.
-
-    Args:
-        rows: of the variable.
-        row_bytes: of a row of the gradient.
-        at_once: a part begins at a multiple of this many rows.
-        functions: one per local replica.
-        endings: what follows the last part, one per local replica; each returns what the whole update returns.
-    """
-
-    rows: int
-    row_bytes: int
-    at_once: int
-    functions: list[Function] = field(default_factory=list)
-    endings: list[Function] = field(default_factory=list)
-
-    def update(self, done: UpdatedRows, data: Callable[[int, int], tf.Tensor], until: int) -> None:
-        """Updates the rows from `done` to `until`; `data` returns a range of the gradient's bytes."""
-        if until <= done.count:  # a late call: the rest came first
-            return
-        gradient = data(done.count * self.row_bytes, until * self.row_bytes)
-        begin, end = tf.constant(done.count), tf.constant(until)
-        for function in self.functions:
-            function(gradient, begin, end)
-        done.count = until
-
-
 class DeferredUpdate(Transfer):
     """Applies the update of a bucket's variables, which opens their gates."""
 
@@ -185,51 +126,18 @@ class DeferredUpdate(Transfer):
         self.read = -1  # the variable whose read has a timestamp (see timestamps.py)
         self.whole = False  # whether its messages include the times of the forward pass
         self.functions: list[Function] = []  # one per local replica
-        self.parts: Parts | None = None  # if the update can be cut
-        self.spread_s = 0.0  # from the first slice of the last round to its last,
-        self.whole_s = sys.float_info.max  # and how long the whole update took when it was last done
         self.invariants: Comparison | None = None
         self.leads = False  # whether each digest is compared
         self.labels: tuple[tuple[str, ...], tuple[bool | None, ...]] = (), ()  # of the values in a digest
         self.gates: list[Gate] = []
 
-    @property
-    def takes_parts(self) -> bool:
-        return self.parts is not None and len(self.parts.functions) == len(self.functions)
-
-    def take_part(self, updated: UpdatedRows, buffer: NDArray[np.uint8], nbytes: int) -> bool:
-        updated.began_s = updated.began_s or time.monotonic()
-        # Where all slices come back at about the same time the whole update is faster.
-        if self.parts is None or self.spread_s < _WORTH * self.whole_s:
-            return False
-        until = nbytes // self.parts.row_bytes // self.parts.at_once * self.parts.at_once
-        if (until - updated.count) * self.parts.row_bytes < PART_BYTES:
-            return False
-        self.parts.update(updated, lambda begin, end: tensor_of(buffer[begin:end]), until)
-        return True
-
     def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
-        began_s = time.monotonic()
-        if self.takes_parts and self.updated.began_s:
-            self.spread_s = began_s - self.updated.began_s
-        in_parts = self.updated.count > 0
-        self._update(data, indices)
-        if self.takes_parts and not in_parts:
-            self.whole_s = time.monotonic() - began_s
-
-    def _update(self, data: tf.Tensor, indices: tf.Tensor) -> None:
-        functions, arguments = self.functions, [data, indices]
-        if self.parts is not None and self.updated.count:
-            self.parts.update(self.updated, lambda begin, end: data[begin:end], self.parts.rows)
-            functions, arguments = self.parts.endings, []
-        elif self.parts is not None:
-            self.updated.count = self.parts.rows  # a late call of `take_part` has nothing to do
         if self.invariants is None:
-            for function in functions:
-                function(*arguments)
+            for function in self.functions:
+                function(data, indices)
             return
         weigh = self.invariants.weigh(self)
-        self.invariants.note(self, [function(*arguments, weigh) for function in functions])
+        self.invariants.note(self, [function(data, indices, weigh) for function in self.functions])
 
     def fail(self, error: TfpsError) -> None:
         for gate in self.gates:

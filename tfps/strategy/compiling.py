@@ -13,15 +13,12 @@ from collections.abc import Iterable, Sequence
 import keras
 import tensorflow as tf
 
-from tfps.errors import UnsupportedError
 from tfps.keras_hooks.error_feedback import carry_held_back
 from tfps.keras_hooks.exchanged_variable import of_tensorflow
 from tfps.keras_hooks.keras_private import Trainer, adopt_optimizer
-from tfps.keras_hooks.outer_steps import train_alone
-from tfps.keras_hooks.served_optimizers import serve
-from tfps.keras_hooks.served_variable import ServedVariable
-from tfps.strategy.variables import GatedVariable, current_replica
+from tfps.keras_hooks.remote_variable import RemoteVariable
 from tfps.types import Model, Optimizer, Value, Variable
+from tfps.updates.variables import GatedVariable, current_replica
 
 
 @functools.cache
@@ -51,8 +48,7 @@ def compile_in_scope(strategy_class: type[tf.distribute.Strategy]) -> None:
             if not all(map(_distributed, self.variables)):
                 _adopt(self.variables, strategy)
                 adopt_optimizer(self, strategy)
-            if strategy.extended.outer is None:
-                strategy.extended.group_gates(gated)
+            strategy.extended.group_gates(gated)
             if isinstance(self, keras.optimizers.LossScaleOptimizer):
                 for variable in (self.dynamic_scale, self.step_counter):  # no statistics of rows
                     variable.value.never_combined = True
@@ -104,25 +100,12 @@ def _update_elsewhere_if_asked(optimizer: Optimizer, variables: Sequence[Variabl
     """
     updated = list(map(of_tensorflow, variables))
     strategies = {each.distribute_strategy if isinstance(each, GatedVariable) else None for each in updated}
-    for strategy in strategies:
-        if strategy is None:
-            continue
-        if strategy.extended.serves:
-            setting, instead, begin = "update='server'", "update='worker'", serve
-        elif strategy.extended.outer is not None:
-            setting, instead, begin = f"mode={strategy.extended.mode!r}", "mode='sync'", train_alone
-        else:
-            continue
-        if len(strategies) > 1:
-            raise UnsupportedError(
-                f"with {setting} all variables of an optimizer must be trainable ones of one strategy; build the model "
-                f"within its scope, or use {instead} (tfps.Config)"
-            )
-        begin(optimizer, variables, strategy)
+    for strategy in filter(None, strategies):
+        strategy.extended.policy.prepare(optimizer, variables, alone=len(strategies) == 1)
 
 
 def _distributed(variable: Variable) -> bool:
-    return isinstance(variable, ServedVariable) or isinstance(variable.value, tf.distribute.DistributedValues)
+    return isinstance(variable, RemoteVariable) or isinstance(variable.value, tf.distribute.DistributedValues)
 
 
 def _adopt(variables: Iterable[Variable], strategy: tf.distribute.Strategy) -> None:

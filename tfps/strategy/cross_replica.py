@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from tfps.graph.tf_private import distribute_utils, mirrored_strategy, values
 from tfps.runtime.runtime import Runtime
-from tfps.strategy.reductions import Reductions, as_tensor, divide, identity, sum_locally
 from tfps.types import Value
+from tfps.updates.reductions import Reductions, as_tensor, divide, identity, sum_locally
 
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 

@@ -32,27 +32,25 @@ from tfps.input.staging import Staging
 from tfps.keras_hooks.added_losses import own_losses
 from tfps.keras_hooks.predictions import Sharding
 from tfps.keras_hooks.seeds import stateful_apart
-from tfps.modes import FREE_MODES, LOCAL_MODES
+from tfps.policies.choice import policy_of
+from tfps.policies.remote_bucket import plan, update_eagerly
+from tfps.runtime.remote import RemoteRule
 from tfps.runtime.runtime import Runtime
-from tfps.runtime.served import ServedRule
-from tfps.strategy.combined import Combiner
-from tfps.strategy.compressing import Compressing
 from tfps.strategy.cross_replica import MEAN, SUM, CrossReplica
-from tfps.strategy.deferred import Reduced, Reduction
-from tfps.strategy.emitter import Emitter
-from tfps.strategy.graph_view import picture, traced_function
-from tfps.strategy.initial_values import InitialValues
-from tfps.strategy.invariants import Invariants
-from tfps.strategy.local_gather import LocalGather
-from tfps.strategy.newest import Newest
-from tfps.strategy.on_read_variable import OnReadVariable
-from tfps.strategy.outer import Outer
-from tfps.strategy.reductions import Reductions, check_one_device, divide, identity
-from tfps.strategy.served_bucket import update_eagerly
-from tfps.strategy.states import States
-from tfps.strategy.tape_errors import told
-from tfps.strategy.variables import GatedVariable, container_of, updating
 from tfps.types import Argument, Batches, Function, Options, Structure, Value, Variable
+from tfps.updates.combined import Combiner
+from tfps.updates.compressing import Compressing
+from tfps.updates.deferred import Reduced, Reduction
+from tfps.updates.emitter import Emitter
+from tfps.updates.graph_view import picture, traced_function
+from tfps.updates.initial_values import InitialValues
+from tfps.updates.invariants import Invariants
+from tfps.updates.local_gather import LocalGather
+from tfps.updates.on_read_variable import OnReadVariable
+from tfps.updates.reductions import check_one_device, divide, identity
+from tfps.updates.states import States
+from tfps.updates.tape_errors import told
+from tfps.updates.variables import GatedVariable, container_of, updating
 
 _FLOATING = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _VARIABLE_CLASSES = {
@@ -72,35 +70,31 @@ class Extended(CrossReplica):
     def __init__(
         self, strategy: tf.distribute.Strategy, devices: Sequence[str], runtime: Runtime, config: Config
     ) -> None:
-        self.exchange, self.serves = runtime.exchange, config.update == "server"  # serves: pservers update variables
-        workers = runtime.exchange.workers
-        self.mode, self.trains_alone = config.mode, config.mode in LOCAL_MODES
-        self.free = config.mode in FREE_MODES and workers > 1  # whether workers do not step together
+        self.exchange, workers = runtime.exchange, runtime.exchange.workers
+        self.policy = policy_of(config, runtime)
         self._runtime = runtime  # before the base class, which reads the number of replicas
         super().__init__(strategy, devices=list(devices))
         self.sharding = Sharding()
-        # Workers must agree on where the data ends, or on who takes which batch.
-        depth = max(config.staging_depth, int(workers > 1 and not self.trains_alone))
+        depth = self.policy.staging_depth(config.staging_depth)
         self.last_batch = LastBatch(len(self._devices)) if self._num_replicas_in_sync > 1 else None
         self.staging = None
         if depth:
-            compares = workers > 1 and not self.free and config.check_every > 0
+            together = self.policy.together
+            compares = workers > 1 and together and config.check_every > 0
             given = runtime, self._devices, depth, self.last_batch
-            self.staging = Staging(*given, free=self.free, compares=compares)
-        self._reductions = Reductions(runtime, free=self.free or self.trains_alone)
+            self.staging = Staging(*given, together=together, compares=compares)
+        self._reductions = self.policy.reductions()
         self._local_gather = LocalGather(self._devices)
         self._initial_values = InitialValues(runtime)
-        self.newest = Newest(runtime, self.free and self.mode == "async")
         self.combiner = Combiner(runtime, len(self._devices))
-        self._invariants = None if self.free else Invariants.of(runtime, config.check_every)
+        self._invariants = Invariants.of(runtime, config.check_every) if self.policy.together else None
         self.states: States | None = None
         if self._invariants is not None and self.staging is not None:
             self.states = States(runtime, self.combiner, self._initial_values, self.staging)
-        compressing = Compressing(config.compression_rules, runtime, self.serves or self.trains_alone)
+        compressing = Compressing(config.compression_rules, runtime, self.policy.remote_parameters)
         buckets = len(self._devices), config.bucket_bytes
-        self._emitter = Emitter(strategy, runtime, *buckets, self._invariants, compressing)
-        alone = runtime, self._emitter, self._initial_values, config
-        self.outer = Outer(strategy, *alone) if self.trains_alone else None
+        self._emitter = Emitter(strategy, runtime, *buckets, self._invariants, compressing, plan)
+        self.policy.attach(strategy, self._emitter, self._initial_values)
         self._in_eager_step = False  # whether replica functions run eagerly
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
         self._lifted: weakref.WeakKeyDictionary[Variable, Variable] = weakref.WeakKeyDictionary()
@@ -147,7 +141,7 @@ class Extended(CrossReplica):
     @property
     def hands_out(self) -> bool:
         """Whether batches that this thread asks for now are handed out between workers, not divided beforehand."""
-        return self.newest.on and self.shards and not self.sharding.evaluates
+        return self.policy.hands_out and self.shards and not self.sharding.evaluates
 
     @property
     def shards(self) -> bool:
@@ -244,7 +238,7 @@ class Extended(CrossReplica):
         """Notes that a replica writes its component of `variable` without an exchange."""
         graph = ops.get_default_graph()
         # Free: a branch may run on some workers only; what they combine must be the same.
-        graph = control_flow_free(graph) if self.free else graph
+        graph = graph if self.policy.together else control_flow_free(graph)
         inputs = [] if tf.executing_eagerly() else self._emitter.inputs(graph)
         self.combiner.note_write(variable, graph, inputs)
 
@@ -336,7 +330,7 @@ class Extended(CrossReplica):
 
     def group_gates(self, variables: Iterable[GatedVariable]) -> None:
         """See `Emitter.group_gates`."""
-        self._emitter.group_gates(variables)
+        self.policy.group_gates(self._emitter, list(variables))
 
     # Reductions and updates in replica context.
 
@@ -345,7 +339,7 @@ class Extended(CrossReplica):
     ) -> Structure:
         flat, count = tf.nest.flatten(value), counted()
         if len(self._devices) > 1 and tf.executing_eagerly():
-            check_one_device(f"mode={self.mode!r}", len(self._devices) if self.free else 1)
+            check_one_device(self.policy.setting, 1 if self.policy.together else len(self._devices))
             # In eager mode replica functions run one after the other: only merge_call joins them. It would count an
             # object that all of them share once; copies make each replica contribute it, as in graphs.
             value = tf.nest.pack_sequence_as(value, [identity(count.part(each)) for each in flat])
@@ -359,7 +353,7 @@ class Extended(CrossReplica):
         if len(self._devices) > 1:
             local = own = self._sum_locally(own, replica, key, options)
             count = Counted()
-        if self.free:
+        if self._reductions.estimates:
             local = own = self._reductions.estimated(own)
             summed, count = [identity(each) for each in own], Counted()
         else:
@@ -379,7 +373,7 @@ class Extended(CrossReplica):
 
     def _with_common_rows(self, gradients: list[Value]) -> tuple[list[Value], set[int]]:
         """Returns `gradients`, and which of them have slices that are marked: those of all replicas."""
-        if self.free or self._num_replicas_in_sync == 1 or not is_reducing_gradients():
+        if self._reductions.estimates or self._num_replicas_in_sync == 1 or not is_reducing_gradients():
             return gradients, set()
         share = current_share()
         marked = {
@@ -408,13 +402,14 @@ class Extended(CrossReplica):
                 f"variable {getattr(var, 'name', var)!r} was not created under this strategy; build and compile the "
                 "model inside `with strategy.scope():`"
             )
-        if isinstance(fn, ServedRule):
+        if isinstance(fn, RemoteRule):
             if tf.executing_eagerly() or not self._emitter.defers(variable, fn, args[0], args[1:]):
                 raise UnsupportedError(f"variable {variable.name!r} is updated by pservers: only in a traced step")
             return tf.no_op() if group else None
         if isinstance(variable, GatedVariable):
             variable.note_write()
-        if args and not (kwargs or self.trains_alone) and self._emitter.defers(variable, fn, args[0], args[1:]):
+        may_defer = bool(args) and not kwargs and self.policy.exchanges_gradients
+        if may_defer and self._emitter.defers(variable, fn, args[0], args[1:]):
             return tf.no_op() if group else None
         with updating():
             result = super()._replica_ctx_update(variable, fn, args, kwargs or {}, group)
@@ -431,12 +426,12 @@ class Extended(CrossReplica):
         return result
 
     def update_eagerly(
-        self, rule: ServedRule, variables: Sequence[GatedVariable], gradients: Sequence[Value], numbers: tf.Tensor
+        self, rule: RemoteRule, variables: Sequence[GatedVariable], gradients: Sequence[Value], numbers: tf.Tensor
     ) -> None:
-        """Has pservers update `variables` in eager mode; see `served_bucket.update_eagerly`."""
+        """Has pservers update `variables` in eager mode; see `remote_bucket.update_eagerly`."""
         check_one_device("update='server'", len(self._devices))
         own = [counted().part(each) for each in gradients]
-        own = self._reductions.estimated(own) if self.free else own  # as in graphs
+        own = self._reductions.estimated(own) if self._reductions.estimates else own  # as in graphs
         update_eagerly(self._runtime, rule, variables, own, numbers)
 
     def _cross_replica_key(self) -> tuple[Hashable, ...]:

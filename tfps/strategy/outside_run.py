@@ -19,8 +19,8 @@ from tfps.errors import UnsupportedError
 from tfps.graph.shares import keras_step
 from tfps.keras_hooks.exchanged_variable import of_tensorflow
 from tfps.keras_hooks.keras_private import in_symbolic_scope, strategy_of_optimizer, trained_variables
-from tfps.strategy.variables import GatedVariable
 from tfps.types import Function, Optimizer, Value, Variable
+from tfps.updates.variables import GatedVariable
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def exchange_outside_run(strategy_class: type[tf.distribute.Strategy]) -> None:
             strategy = _alone(self, strategy_class, variables)
             if strategy is None:
                 return original(self, grads, variables)
-            _check(strategy)
+            strategy.extended.policy.check_outside_run(len(strategy.extended.worker_devices))
             if not self.built and variables is not None:
                 with strategy.scope():
                     self.build(variables)
@@ -77,24 +77,4 @@ def _alone(
             )
     if first is None or strategy.extended._num_replicas_in_sync == 1:
         return None
-    return strategy if strategy.extended.outer is None else None  # the outer step refuses by itself
-
-
-def _check(strategy: tf.distribute.Strategy) -> None:
-    """Checks that gradients can be applied outside of replica functions.
-
-    Raises:
-        UnsupportedError: they cannot.
-    """
-    extended = strategy.extended
-    devices = len(extended.worker_devices)
-    if devices == 1 and not extended.free and not extended.serves:
-        return
-    reason = f"this worker has {devices} devices" if devices > 1 else f"mode={extended.mode!r}"
-    if extended.serves and not extended.free and devices == 1:
-        reason = "update='server'"
-    raise UnsupportedError(
-        "with several workers a loop may apply gradients outside of replica functions only with one device per worker, "
-        f"mode='sync' and update='worker', got {reason}; call the optimizer's `apply` in a function that strategy.run "
-        "runs"
-    )
+    return strategy if strategy.extended.policy.exchanges_gradients else None  # others refuse by themselves

@@ -25,23 +25,22 @@ from tfps.graph.tf_private import translate_errors
 from tfps.keras_hooks.added_losses import note_added_losses
 from tfps.keras_hooks.agreed_logs import agree_on_logs
 from tfps.keras_hooks.building import build_if_possible
-from tfps.keras_hooks.clipping import clip_own_gradients
 from tfps.keras_hooks.convolutions import read_kernels_before
 from tfps.keras_hooks.epoch_ends import stop_at_epoch_ends
-from tfps.keras_hooks.epochs import run_epochs_apart
 from tfps.keras_hooks.error_feedback import back_up_held_back
 from tfps.keras_hooks.lookup_tables import compare_tables
 from tfps.keras_hooks.loss_scaling import agree_on_finite
-from tfps.keras_hooks.outer_steps import exchange_between_steps
 from tfps.keras_hooks.predictions import predict_everything
 from tfps.keras_hooks.random_states import share_random_states
 from tfps.keras_hooks.saving import save_what_functions_use, share_files
 from tfps.keras_hooks.seeds import draw_apart
-from tfps.keras_hooks.served_optimizers import serve_updates
 from tfps.keras_hooks.weighing import weigh_by_rows
+from tfps.policies.asynchronous_epochs import run_epochs_apart
+from tfps.policies.clipping import clip_own_gradients
+from tfps.policies.diloco_keras import exchange_between_steps
+from tfps.policies.remote_optimizers import serve_updates
 from tfps.runtime.report import Report
 from tfps.runtime.runtime import Runtime
-from tfps.runtime.stepping import Stepping
 from tfps.runtime.trace_run import TraceRun, record_unattended
 from tfps.strategy.cluster import Cluster, find
 from tfps.strategy.compiling import compile_in_scope
@@ -174,7 +173,7 @@ class Strategy(tf.distribute.Strategy):
         Raises:
             TfpsError: there were fewer than 4 steps, or a pserver does not answer.
         """
-        return self._runtime.report(Stepping.of(self.config, self.num_workers))
+        return self._runtime.report(self.extended.policy.stepping())
 
     def combine(self) -> None:
         """Combines what each worker has for itself: variables that replicas write (moving statistics, metrics), and
@@ -206,9 +205,7 @@ class Strategy(tf.distribute.Strategy):
         Raises:
             TfpsError: another rank did not call it in time, or the exchange failed.
         """
-        self.extended.newest.synchronize()
-        if self.extended.outer is not None:
-            self.extended.outer.synchronize()
+        self.extended.policy.synchronize()
 
     def experimental_distribute_dataset(
         self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None

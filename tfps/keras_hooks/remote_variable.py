@@ -1,0 +1,105 @@
+"""Keras variables of an optimizer whose values live on pservers: they take no memory here.
+
+Tested in tests/integration/test_served.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfps.errors import UnsupportedError
+from tfps.runtime.remote import RemoteSlot
+from tfps.types import Argument, Array, Function, Value, Variable
+
+MakeSlot = Callable[[str, "tuple[int, ...]", float], RemoteSlot]  # of name, shape and initial value
+
+
+class RemoteVariable(keras.Variable):
+    """A slot. Reading collects it from the pservers; what is assigned goes there with the next push.
+
+    Reading needs no other rank. Every rank must assign the same, as with any variable.
+    """
+
+    def __init__(self, make: MakeSlot, **options: Argument) -> None:
+        self._make = make
+        super().__init__(**options)
+
+    def _initialize_with_initializer(self, initializer: Function) -> None:
+        with tf.init_scope():
+            initial = float(np.asarray(initializer((), dtype="float32")))
+        self._value = None
+        self.slot = self._make(self.path, tuple(map(int, self._shape)), initial)
+
+    def _initialize(self, value: Value) -> None:
+        raise UnsupportedError(f"slot {self.path} lives on pservers and begins with an initializer's value")
+
+    @property
+    def value(self) -> tf.Tensor:
+        """The current value, float32 of the variable's shape.
+
+        Raises:
+            UnsupportedError: in a function; a slot is no tensor of its graph.
+            TfpsError: a pserver does not answer, or the strategy was closed.
+        """
+        if not tf.executing_eagerly():
+            raise UnsupportedError(_in_function(self.path, "read"))
+        return tf.constant(self.slot.read())
+
+    def numpy(self) -> Array:
+        """The current value; see `value`."""
+        return self.slot.read()
+
+    def _direct_assign(self, value: Value) -> None:
+        if not tf.executing_eagerly():
+            raise UnsupportedError(_in_function(self.path, "assigned"))
+        self.slot.assign(np.asarray(value))
+
+    @property
+    def _shared_name(self) -> str:
+        return str(self.path)  # which a checkpoint only notes
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        return {"VARIABLE_VALUE": self.value}
+
+    def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> None:
+        self.assign(restored_tensors["VARIABLE_VALUE"])
+
+    def _export_to_saved_model_graph(self, *_: object, **__: object) -> list[tf.Tensor]:
+        raise UnsupportedError(
+            f"slot {self.path} lives on pservers and cannot be in a SavedModel; export the model without its optimizer "
+            "(model.export), or save it with model.save or tf.train.Checkpoint"
+        )
+
+
+def _in_function(path: str, what: str) -> str:
+    return (
+        f"slot {path} is {what} within a function, but with update='server' it lives on pservers: do that eagerly, "
+        "between steps, or use update='worker' (tfps.Config)"
+    )
+
+
+def take_from_first_rank(variables: Sequence[Variable], strategy: tf.distribute.Strategy) -> list[Variable]:
+    """Returns those of `variables` (of Keras) that have a value on this worker; the others take rank 0's here.
+
+    Every rank must call it.
+    """
+    slots_from_first_rank([each.slot for each in variables if isinstance(each, RemoteVariable)], strategy)
+    return [variable for variable in variables if not isinstance(variable, RemoteVariable)]
+
+
+def slots_from_first_rank(slots: Sequence[RemoteSlot], strategy: tf.distribute.Strategy) -> None:
+    """Gives `slots` what rank 0 has assigned to them and not put yet; every rank must call it."""
+    if slots:
+        with strategy.scope():
+            carrier = tf.Variable(np.zeros(0, np.float32), shape=[None], trainable=False, name="slot")
+    for slot in slots:  # one after the other: all together take as much memory as they do on pservers
+        slot.from_first_rank()
+        if strategy.rank == 0:
+            carrier.assign(slot.offered())
+        strategy.extended.take_from_first_rank([carrier])
+        if strategy.rank:
+            slot.take(carrier.numpy())

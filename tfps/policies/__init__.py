@@ -1,0 +1,1 @@
+"""Modes and places of updates, one object each; see policy.py."""

@@ -1,0 +1,256 @@
+"""Modes "diloco" and "local": workers train alone, and meet between steps to bring global parameters on.
+
+Ranks may have different numbers of batches. Where they meet, at the end of an epoch or in `Strategy.synchronize`, one
+that has made fewer steps takes part in the exchanges that others wait for, and goes on from where the last of them is.
+
+Tested in tests/policies/test_outer.py and tests/integration/test_local.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import weakref
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from tfps.collectives.collectives import AllGather
+from tfps.config import Config
+from tfps.errors import MismatchError, UnsupportedError, WaitTimeoutError, WorkerLostError
+from tfps.policies.diloco_keras import train_alone
+from tfps.policies.outer_optimizer import OuterOptimizer, OuterRule, copy_of, make_copy
+from tfps.policies.policy import DEFAULT, Policy
+from tfps.runtime.runtime import Runtime
+from tfps.runtime.stepping import Stepping
+from tfps.types import Optimizer, Variable
+from tfps.updates.emitter import Emitter
+from tfps.updates.initial_values import InitialValues
+from tfps.updates.names import own_name
+from tfps.updates.reductions import Reductions
+from tfps.updates.variables import GatedVariable
+
+
+class DiLoCo(Policy):
+    """Workers train alone for some steps; then an outer optimizer updates global parameters by what has changed."""
+
+    setting = "mode='diloco'"
+    exchanges_gradients = False
+    keeps_global = True
+
+    def __init__(self, runtime: Runtime, config: Config) -> None:
+        super().__init__(runtime, config)
+        self.together = runtime.exchange.workers == 1
+        self._numbers, self._meetings = itertools.count(), 0
+        self._emitter: Emitter  # see attach
+        self._known: weakref.WeakSet[OuterOptimizer] = weakref.WeakSet()
+        # By unique id, those that have a global copy.
+        self._variables: weakref.WeakValueDictionary[str, GatedVariable] = weakref.WeakValueDictionary()
+        self._own: dict[str, list[tf.Tensor]] | None = None  # values by unique id while global ones take their place
+        self._said = AllGather(runtime, "steps of each worker")
+        if runtime.exchange.workers > 1:
+            self._said.later()  # with the first exchange: nothing new is declared within an epoch
+
+    def attach(self, strategy: tf.distribute.Strategy, emitter: Emitter, initial_values: InitialValues) -> None:
+        super().attach(strategy, emitter, initial_values)
+        self._emitter, self._initial_values = emitter, initial_values
+
+    def reductions(self) -> Reductions:
+        return Reductions(self._runtime, estimates=True)
+
+    def staging_depth(self, wanted: int) -> int:
+        return wanted
+
+    @property
+    def remote_parameters(self) -> bool:
+        return True
+
+    @property
+    def gradient_factor(self) -> int:
+        return int(self._runtime.exchange.workers)
+
+    def stepping(self) -> Stepping:
+        config = self._config
+        return Stepping(
+            config.inner_steps, config.fragments, config.overlap_steps, waits=not self.together, every_step=False
+        )
+
+    @property
+    def state(self) -> str | None:
+        return str(self._meetings)
+
+    def rule(self, copies: Sequence[GatedVariable]) -> OuterRule:
+        """Returns how pservers update the global parameters `copies`: SGD with Nesterov momentum."""
+        return OuterRule(self._runtime.exchange, copies, self._config.outer_learning_rate, self._config.outer_momentum)
+
+    def group_gates(self, emitter: Emitter, variables: Sequence[GatedVariable]) -> None:
+        """The outer optimizer groups those of each fragment."""
+
+    def prepare(self, optimizer: Optimizer, variables: Sequence[Variable], *, alone: bool) -> None:
+        self._check_alone(alone, self.setting, DEFAULT)
+        train_alone(optimizer, variables, self)
+
+    def build(self, variables: Sequence[GatedVariable], optimizer: str) -> OuterOptimizer:
+        """Returns the outer optimizer of an optimizer of `variables`, with this name; their global copies are made.
+
+        Raises:
+            ConfigError: there are fewer variables than fragments.
+        """
+        overlaps = self._config.overlap_steps > 0
+        apart = {each._unique_id for each in variables if each.global_copy is not None and not _alike(each)}
+        for variable in variables:
+            copy = make_copy(variable, own_gates=overlaps)
+            self._variables[variable._unique_id] = variable
+            self._runtime.gate_watch.add(copy.gates)
+            self._initial_values.leave_out([copy])
+        steps = OuterOptimizer(
+            self._strategy,
+            self._runtime,
+            self._emitter,
+            self._config,
+            self.setting,
+            self.rule,
+            variables,
+            optimizer,
+            lambda: next(self._numbers),
+        )
+        steps.apart = apart
+        self._known.add(steps)
+        return steps
+
+    # Where ranks meet.
+
+    def meet(self) -> list[OuterOptimizer]:
+        """Brings all ranks to the same step of each optimizer; every rank must call it.
+
+        Returns the outer steps that all ranks still have: when an optimizer is collected depends on the rank.
+
+        Raises:
+            TfpsError: another rank does not in time, or the exchange failed.
+            UnsupportedError: a variable has been trained in steps that were not counted; the job has failed.
+        """
+        known = self._exchanged()
+        self._check_counted(known)
+        if self._runtime.exchange.workers == 1:
+            return known
+        with tf.init_scope(), _explained():
+            bucket = self._said.declare()
+            own = {str(each.number): each.steps for each in known}
+            said = list(map(json.loads, self._said(json.dumps(own).encode(), lambda _: self._make_up(known, bucket))))
+            self._meetings += 1
+            common = [each for each in known if all(str(each.number) in steps for steps in said)]
+            for each in common:
+                number = str(each.number)
+                each.meet_at(max(steps[number] for steps in said), trained=own[number] > each.met)
+        return common
+
+    def _check_counted(self, known: Sequence[OuterOptimizer]) -> None:
+        counted = {variable._unique_id for each in known for variable in each.variables}
+        for each in [each for each in self._known if each.number is None]:
+            for variable in each.variables:
+                if variable._unique_id in counted | each.apart or _alike(variable):
+                    continue
+                error = UnsupportedError(
+                    f"{self.setting}: variable {own_name(variable)!r} has been trained, but no call of "
+                    f"Keras' `apply` of its optimizer, {each.optimizer}, was counted, so nothing is exchanged; if that "
+                    "class overrides `apply`, let it call super().apply, or override `update_step` instead; or use "
+                    "mode='sync' (tfps.Config, the default)"
+                )
+                self._runtime.exchange.fail(error)
+                raise error
+
+    def synchronize(self) -> None:
+        for each in self.meet():
+            each.end_round()
+
+    def _exchanged(self) -> list[OuterOptimizer]:
+        """Those that may have exchanged anything, in an order that all ranks share."""
+        return sorted((each for each in self._known if each.number is not None), key=lambda each: each.number or 0)
+
+    def _make_up(self, known: Sequence[OuterOptimizer], bucket: int) -> bool:
+        """Takes part in exchanges that other ranks wait for; the wait for `bucket` then begins anew."""
+        made = [each.make_up() for each in known]
+        if any(made):
+            self._runtime.exchange.renew(bucket)
+        return any(made)
+
+    # Global parameters in place of own ones.
+
+    @contextlib.contextmanager
+    def shown_parameters(self) -> Iterator[None]:
+        """In the block variables have their global values."""
+        if self._own is not None:
+            yield
+            return
+        with tf.init_scope():
+            variables = list(self._variables.values())
+            for variable in variables:
+                variable.wait()
+                copy_of(variable).wait()
+            own = {each._unique_id: [component.read_value() for component in each._values] for each in variables}
+        try:
+            self._own = own
+            for variable in variables:
+                _assign(variable, [component.read_value() for component in copy_of(variable)._values])
+            yield
+        finally:
+            try:
+                self._take_back(own)
+            except KeyboardInterrupt:  # else some would train on from global parameters, on this rank only
+                self._take_back(own)
+                raise
+
+    def _take_back(self, own: dict[str, list[tf.Tensor]]) -> None:
+        """Gives variables their own values again, but for those that the program has assigned meanwhile."""
+        for variable in list(self._variables.values()):
+            if variable._unique_id in own:
+                _assign(variable, own[variable._unique_id])
+        self._own = None
+
+    @property
+    def shows_global(self) -> bool:
+        """Whether this is within a block of `shown_parameters`."""
+        return self._own is not None
+
+    def note_assigned(self, variable: GatedVariable) -> None:
+        """Notes that the program has assigned `variable`: it keeps that value after `shown_parameters`."""
+        if self._own is not None:
+            self._own.pop(variable._unique_id, None)
+
+
+class LocalSGD(DiLoCo):
+    """Workers train alone for some steps, and then take the mean of their parameters."""
+
+    setting = "mode='local'"
+
+    def rule(self, copies: Sequence[GatedVariable]) -> OuterRule:
+        return OuterRule(self._runtime.exchange, copies, learning_rate=1.0, momentum=0.0)
+
+
+def _alike(variable: GatedVariable) -> bool:
+    """Whether the worker's own value of `variable` is the global one."""
+    with tf.init_scope():
+        both = [variable, copy_of(variable)]
+        for each in both:
+            each.wait()
+        own, shared = (each._values[0].numpy() for each in both)
+    return bool(own.tobytes() == shared.tobytes())
+
+
+def _assign(variable: GatedVariable, values: Sequence[tf.Tensor]) -> None:
+    with tf.init_scope():
+        for component, value in zip(variable._values, values, strict=True):
+            component.assign(value)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Says in the block's errors where ranks have to meet."""
+    try:
+        yield
+    except (WaitTimeoutError, WorkerLostError, MismatchError) as error:
+        raise type(error)(
+            "workers meet at the end of each epoch of fit, at its end, and in strategy.synchronize(), which every rank "
+            f"must call. {error}"
+        ) from error

@@ -1,0 +1,338 @@
+"""Variables that pservers update: where their values and slots are, and what goes there with a push.
+
+A variable's current value is with one bucket, whose pservers have updated it last, or only on the workers, after the
+program has assigned it. The same holds for each slot, but for its initial value and what the program has assigned, no
+worker has it. What is not where the next push goes is put there right before: gates order this between two updates.
+
+Rank 0 puts. The others tell with their numbers whether their program has assigned the same.
+
+Of buckets with a codec workers get encoded changes, so pservers' own parameters are ahead of what workers have (see
+exchange/shown.py). That goes along when a variable moves to another bucket, and into checkpoints; what the program
+assigns replaces it.
+
+Tested in tests/policies/test_remote_bucket.py.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from tfps.errors import UnsupportedError
+from tfps.exchange.interface import BucketSpec, Exchange
+from tfps.exchange.update_spec import StepNumbers
+from tfps.runtime.transfers import DeferredUpdate, Group
+from tfps.types import Array, Value, Variable
+
+_NO_BYTES = np.empty(0, np.uint8)
+_WHICH = struct.Struct("<II")
+RULES = itertools.count(1)  # numbers of rules
+_ASSIGNED = 2**32  # in a mark: it is not 0, whatever the checksum
+
+
+class Ahead(NamedTuple):
+    """The pservers' own value of a variable where workers have another.
+
+    Attributes:
+        exact: flat.
+        shown: checksum of the workers' value that belongs to it.
+    """
+
+    exact: NDArray[np.float32]
+    shown: int
+
+
+class RemoteParameter:
+    """Where the current value of a variable is.
+
+    Attributes:
+        holder: the bucket whose pservers have it; None: only the workers do, as after an assignment.
+        begin: its first byte there.
+        newest: whether all ranks have had its newest value since the last push; for mode "async".
+        ahead: whether the pservers there may have another value than the workers.
+        restored: from a checkpoint, for the next push.
+    """
+
+    __slots__ = ("ahead", "begin", "holder", "newest", "restored")
+
+    def __init__(self) -> None:
+        self.holder: int | None = None
+        self.begin, self.ahead, self.newest = 0, False, False
+        self.restored: Ahead | None = None
+
+    def exact(self, exchange: Exchange, shown: Array) -> Array | None:
+        """The pservers' own value, flat uint8, if workers may have another one: `shown`, the same way.
+
+        Raises:
+            TfpsError: a pserver does not answer, or the exchange has failed or was closed.
+        """
+        if self.restored is not None and self.restored.shown == zlib.crc32(shown.data):
+            return self.restored.exact.view(np.uint8)
+        if self.holder is None or not self.ahead:
+            return None
+        return exchange.get(self.holder, 0, self.begin, len(shown))
+
+    def read_ahead(self, exchange: Exchange, component: Variable) -> Ahead | None:
+        """The pservers' own value for a checkpoint; None if they have that of the `component`, which is current.
+
+        Raises:
+            TfpsError: see `exact`.
+        """
+        shown = value_of(component)
+        exact = self.exact(exchange, shown)
+        return None if exact is None else Ahead(exact.view(np.float32), zlib.crc32(shown.data))
+
+
+class _Home(NamedTuple):
+    """Where a slot is: a bucket, the number of the slot there, and its first byte."""
+
+    bucket: int
+    number: int
+    begin: int
+
+
+class RemoteSlot:
+    """A slot of one variable that lives on pservers. Reading and assigning wait for updates under way.
+
+    Attributes:
+        home: where it is; None: nowhere yet.
+        pending: what was assigned and has not been put yet.
+        compared: whether ranks compare what is put; not at first, nor what all of them take from rank 0.
+
+    Args:
+        name: for messages.
+        wait: returns when the variable is current.
+        initial: of all its items.
+    """
+
+    def __init__(
+        self, name: str, exchange: Exchange, wait: Callable[[], object], shape: Sequence[int], initial: float
+    ) -> None:
+        self.name, self.shape, self.initial = name, tuple(shape), initial
+        self.home: _Home | None = None
+        self.pending: NDArray[np.float32] | None = None
+        self.compared = False
+        self._exchange, self._wait = exchange, wait
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * int(np.prod(self.shape, dtype=np.int64))
+
+    def read(self) -> NDArray[np.float32]:
+        """The current value, collected from the pservers; other ranks need not take part.
+
+        Raises:
+            TfpsError: a pserver does not answer, or the exchange has failed or was closed.
+        """
+        self._wait()
+        if self.pending is not None:
+            return self.pending.copy()
+        if self.home is None:
+            return np.full(self.shape, self.initial, np.float32)
+        return self.collect().view(np.float32).reshape(self.shape)
+
+    def assign(self, value: Array) -> None:
+        """Takes a value, which goes to the pservers with the next push; every rank must assign the same."""
+        self._wait()
+        self.pending = np.array(value, np.float32).reshape(self.shape)
+
+    def from_first_rank(self) -> None:
+        """Rank 0's value counts for all ranks, whatever others have assigned."""
+        self.compared = False
+        if self._exchange.rank:
+            self.pending = None
+
+    def offered(self) -> NDArray[np.float32]:
+        """What was assigned and not put yet, flat; empty if nothing was."""
+        return np.zeros(0, np.float32) if self.pending is None else self.pending.reshape(-1)
+
+    def take(self, value: NDArray[np.float32]) -> None:
+        """Takes what rank 0 has `offered`."""
+        self.pending = value.reshape(self.shape).copy() if value.size else None
+
+    def collect(self) -> Array:
+        """What the pservers have, flat uint8."""
+        if self.home is None:
+            return np.full(self.nbytes // 4, self.initial, np.float32).view(np.uint8)
+        return self._exchange.get(self.home.bucket, self.home.number, self.home.begin, self.nbytes)
+
+
+class RemoteRule(abc.ABC):
+    """How pservers update the variables of one optimizer. An `update` of a variable with it must be deferred.
+
+    Attributes:
+        number: differs from those of all other rules of this process.
+    """
+
+    number: int
+
+    @abc.abstractmethod
+    def spec(self, variables: Sequence[Variable]) -> str:
+        """`UpdateSpec.text` for a bucket of these variables, with the optimizer's settings of now."""
+
+    @abc.abstractmethod
+    def slots(self, variable: Variable) -> Sequence[RemoteSlot]:
+        """The slots of `variable`, in the order of the spec."""
+
+    def __call__(self, variable: Variable, *_: Value) -> None:
+        raise UnsupportedError(f"variable {variable.name!r} is updated by pservers, not by this worker")
+
+
+@dataclass(eq=False)
+class RemotePiece:
+    """One variable in a bucket.
+
+    Args:
+        component: the first local replica's.
+        begin: its first byte in the bucket.
+    """
+
+    parameter: RemoteParameter
+    component: Variable
+    slots: Sequence[RemoteSlot]
+    begin: int
+
+
+def pieces_of(variables: Sequence[Variable], rule: RemoteRule) -> list[RemotePiece]:
+    """The pieces of a bucket with these variables."""
+    pieces, begin = [], 0
+    for variable in variables:
+        pieces.append(RemotePiece(variable.remote, variable._values[0], rule.slots(variable), begin))
+        begin += 4 * int(variable.shape.num_elements())
+    return pieces
+
+
+def value_of(component: Variable) -> Array:
+    """The current value of a component, flat uint8, maybe without a copy."""
+    return np.ascontiguousarray(component.numpy()).reshape(-1).view(np.uint8)
+
+
+def check_moves(bucket: int, pieces: Sequence[RemotePiece]) -> None:
+    """Checks that what comes to `bucket` from another one has the newest value: in mode "async".
+
+    Raises:
+        UnsupportedError: it has not; what slower ranks still push there would be lost.
+    """
+    for piece in pieces:
+        parameter = piece.parameter
+        if parameter.holder not in (None, bucket) and not parameter.newest:
+            raise UnsupportedError(
+                f"variable {piece.component.name!r} comes in another bucket than in the last step, as in a function "
+                "that trains other variables; with mode='async' call strategy.synchronize() on every rank in between, "
+                "or use mode='sync'"
+            )
+
+
+def bring(
+    exchange: Exchange, bucket: int, pieces: Sequence[RemotePiece], numbers: Sequence[float], ahead: bool = False
+) -> bytes:
+    """Puts what is not with `bucket` yet, right before a push of it; returns the push's numbers.
+
+    Args:
+        ahead: whether the bucket has a codec, so that its pservers may be ahead of the workers.
+
+    Raises:
+        TfpsError: a pserver does not answer, or the exchange has failed.
+    """
+    first, mark = exchange.rank == 0, 0
+    puts: list[tuple[int, int, Array]] = []
+    homes: list[tuple[RemoteSlot, _Home]] = []
+    for index, piece in enumerate(pieces):
+        parameter = piece.parameter
+        if parameter.holder != bucket or parameter.restored is not None:
+            values = value_of(piece.component)
+            exact = parameter.exact(exchange, values) if first else None
+            puts.append((0, piece.begin, values if exact is None else exact))
+            if exact is not None and ahead:
+                puts.append((len(piece.slots) + 1, piece.begin, values))
+            if parameter.holder is None:
+                mark = _marked(mark, index, 0, values)
+            elif parameter.holder != bucket:
+                # Mode "async": a bucket that had others, or none, takes no gradient before all ranks bring these.
+                mark |= _ASSIGNED
+        for number, slot in enumerate(piece.slots, 1):
+            home = _Home(bucket, number, piece.begin)
+            if slot.pending is not None:
+                values = slot.pending.reshape(-1).view(np.uint8)
+                puts.append((number, piece.begin, values))
+                if slot.compared:
+                    mark = _marked(mark, index, number, values)
+            elif first and slot.home not in (None, home):
+                puts.append((number, piece.begin, slot.collect()))
+            homes.append((slot, home))
+    if first:
+        _put(exchange, bucket, puts)
+    for piece in pieces:  # not earlier: after an interruption the next step brings all of it again
+        parameter = piece.parameter
+        parameter.holder, parameter.begin, parameter.ahead, parameter.restored = bucket, piece.begin, ahead, None
+        parameter.newest = False
+    for slot, home in homes:
+        slot.home, slot.pending, slot.compared = home, None, True
+    return StepNumbers(mark, tuple(numbers)).pack()
+
+
+def _marked(mark: int, index: int, number: int, values: Array) -> int:
+    return _ASSIGNED | zlib.crc32(values.data, zlib.crc32(_WHICH.pack(index, number), mark & (_ASSIGNED - 1)))
+
+
+def _put(exchange: Exchange, bucket: int, puts: list[tuple[int, int, Array]]) -> None:
+    """Puts parts of arrays, (number, begin, values); neighbors together."""
+    together: list[Array] = []
+    number = begin = end = 0
+    for each, start, values in sorted(puts, key=lambda put: put[:2]):
+        if together and (each, start) != (number, end):
+            exchange.put(bucket, number, begin, np.concatenate(together))
+            together = []
+        if not together:
+            number, begin = each, start
+        together.append(values)
+        end = start + len(values)
+    if together:
+        exchange.put(bucket, number, begin, together[0] if len(together) == 1 else np.concatenate(together))
+
+
+class RemoteUpdate(DeferredUpdate):
+    """Takes the new parameters of a bucket from its pservers, or their change. The messages' indices are the step's
+    numbers, float64.
+
+    Args:
+        ahead: whether changes come back, so that pservers' own parameters may be ahead of the workers'.
+        apart: whether ranks step by themselves (mode "async").
+    """
+
+    def __init__(
+        self,
+        bucket: int,
+        spec: BucketSpec,
+        messages: int,
+        group: Group,
+        exchange: Exchange,
+        pieces: list[RemotePiece],
+        *,
+        ahead: bool,
+        apart: bool,
+    ) -> None:
+        super().__init__(bucket, spec, messages, group)
+        self._exchange, self._pieces, self._ahead, self._apart = exchange, pieces, ahead, apart
+
+    def collect(
+        self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
+    ) -> tuple[int, tf.Tensor, tf.Tensor] | None:
+        collected = super().collect(ticket, data, indices, times)
+        if collected is None:
+            return None
+        number, data, indices = collected
+        values = np.frombuffer(memoryview(indices), np.float64).tolist()
+        if self._apart:
+            check_moves(self.bucket, self._pieces)
+        self.numbers = bring(self._exchange, self.bucket, self._pieces, values, ahead=self._ahead)
+        return number, data, _NO_BYTES

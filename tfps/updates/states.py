@@ -1,0 +1,158 @@
+"""Compares what must be the same on all ranks between steps: weights, slots, learning rates, counters, random seeds.
+
+Updates compare what they read and write as training goes on (invariants.py), but not what no update touches, nor what
+has been changed in the last steps. So all ranks compare everything when they meet anyway: when an epoch or `evaluate`
+ends, in `combine()`, and when the strategy closes.
+
+Tested in tests/integration/test_divergence.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfps.collectives.collectives import AllGather
+from tfps.errors import MismatchError
+from tfps.exchange.interface import Reply
+from tfps.input import first_batches
+from tfps.input.staging import Staging
+from tfps.runtime.runtime import Runtime
+from tfps.types import Array, Variable
+from tfps.updates.combined import Combiner
+from tfps.updates.initial_values import InitialValues
+from tfps.updates.invariants import by_value, decimal, hexadecimal
+from tfps.updates.names import own_name
+from tfps.updates.variables import GatedVariable
+
+_PATIENCE_S = 5.0  # at the end: others may still do something alone
+_ACCUMULATOR = "gradient_accumulator"  # in the name of what belongs to a replica until the next update
+
+
+class States:
+    """Compares the variables of one strategy. Used by the main thread."""
+
+    def __init__(self, runtime: Runtime, combiner: Combiner, initial_values: InitialValues, staging: Staging) -> None:
+        self._runtime, self._combiner, self._initial_values = runtime, combiner, initial_values
+        self._staging = staging
+        self._compared = 0  # exchanges of the program until then
+        self._said = AllGather(runtime, "states of the ranks")
+        self._said.later()
+
+    def compare(self, when: str) -> None:
+        """Compares with all other ranks, which must call it too.
+
+        Args:
+            when: for the message, as "at the end of an epoch".
+
+        Raises:
+            MismatchError: a variable differs.
+            TfpsError: another rank did not call it in time.
+        """
+        self._combiner.refresh()  # then moving statistics are the same, too
+        self._said.declare()
+        own, firsts = self._own(statistics=True), self._staging.take_firsts()
+        parts = self._said(_encoded(own, firsts))
+        self._compared = self._runtime.exchanges
+        self._check(parts, own, when)
+
+    def finish(self) -> None:
+        """Compares what has been trained since the last comparison, before this rank leaves.
+
+        Waits for the others for a moment only: whoever comes last knows what all had.
+
+        Raises:
+            MismatchError: a variable differs.
+        """
+        runtime = self._runtime
+        if runtime.exchange.failure is not None or not self._said.declared:
+            return
+        if not runtime.settle(_PATIENCE_S) or runtime.exchange.failure is not None:
+            return
+        if runtime.exchanges == self._compared:
+            return
+        own, replies, came = self._own(statistics=False), list[Reply](), threading.Event()
+
+        def on_reply(reply: Reply) -> None:
+            replies.append(reply)
+            came.set()
+
+        runtime.exchange.push(self._said.declare(), _encoded(own), on_reply)
+        if came.wait(_PATIENCE_S):
+            self._check(replies[0].parts or [], own, "when the strategy was closed")
+
+    def _own(self, *, statistics: bool) -> dict[int, tuple[Variable, int]]:
+        """Returns the variables of this rank with what stands for their value, by number.
+
+        Args:
+            statistics: also those that replicas write for themselves, which must have been combined.
+        """
+        found = {}
+        with tf.init_scope():
+            for number, reference in enumerate(self._initial_values.agreed):
+                variable = reference()
+                if not isinstance(variable, GatedVariable) or variable.dtype in (tf.string, tf.resource, tf.variant):
+                    continue  # gone, or what each replica has for itself
+                if (variable.local and not statistics) or _ACCUMULATOR in variable.name:
+                    continue
+                variable.wait()
+                found[number] = variable, _number(variable._values[0].numpy())
+        return found
+
+    def _check(self, parts: Sequence[bytes], own: dict[int, tuple[Variable, int]], when: str) -> None:
+        pairs = [np.frombuffer(part, np.int64).reshape(-1, 2) for part in parts]
+        ranks = [dict(zip(each[:, 0].tolist(), each[:, 1].tolist(), strict=True)) for each in pairs]
+        self._check_batches(ranks)
+        different = [
+            number for number in own if all(number in rank for rank in ranks) and len({r[number] for r in ranks}) > 1
+        ]
+        if not different:
+            return
+        first = min(different, key=lambda number: (own[number][0].shape.rank > 0, number))  # what others follow from
+        error = MismatchError(_difference(own[first][0], [rank[first] for rank in ranks], len(different) - 1, when))
+        self._runtime.exchange.fail(error)
+        raise error
+
+    def _check_batches(self, ranks: Sequence[dict[int, int]]) -> None:
+        """Compares what the ranks have read, which have negative numbers: also of loops that do not train."""
+        read = [sorted((number for number in rank if number < 0), reverse=True) for rank in ranks]
+        if any(each != read[0] for each in read):
+            return  # not the same data sets
+        try:
+            for number in read[0]:
+                first_batches.check(np.array([rank[number] for rank in ranks], np.int64))
+        except MismatchError as error:
+            self._runtime.exchange.fail(error)
+            raise
+
+
+def _encoded(own: dict[int, tuple[Variable, int]], firsts: Sequence[int] = ()) -> Array:
+    pairs = [(number, value) for number, (_, value) in own.items()]
+    return np.array([*pairs, *((-1 - index, first) for index, first in enumerate(firsts))], np.int64).reshape(-1)
+
+
+def _number(value: Array) -> int:
+    """Returns what is compared of `value`: a scalar as it is (floats by their bits), else a checksum."""
+    if value.ndim == 0 and value.dtype.kind in "iu":
+        return int(value.astype(np.int64))
+    if value.ndim == 0 and value.dtype.kind == "f":
+        return int(np.float64(value).view(np.int64))
+    return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+
+
+def _difference(variable: Variable, numbers: Sequence[int], more: int, when: str) -> str:
+    """Returns the message for `variable`, for which each rank has a number, and `more` variables."""
+    values, shown = np.array(numbers, np.int64), hexadecimal
+    if variable.shape.rank == 0 and (variable.dtype.is_floating or variable.dtype.is_integer):
+        values, shown = values.view(np.float64) if variable.dtype.is_floating else values, decimal
+    what = by_value(values, lambda value: f"{'checksum ' if shown is hexadecimal else ''}{shown(value)}")
+    others = f" ({more} more variables differ)" if more else ""
+    return (
+        f"the workers are no longer alike {when}: {own_name(variable)} is {what}{others}. What is changed between "
+        "steps (callbacks, assign, set_weights, load_weights, a learning rate, drawing from a SeedGenerator) must be "
+        "changed on every rank alike. Config(check_every=0) or TFPS_CHECK_EVERY=0 turns this check off"
+    )

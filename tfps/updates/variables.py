@@ -1,0 +1,445 @@
+"""Variables of a tfps strategy: mirrored over the local devices, with a gate in front of every access.
+
+Variables that a read combines are in on_read_variable.py.
+
+An access is any read or write of a replica's component. A deferred update accesses the updated variable and its slots
+directly; it reads every other variable as of the send of the gradient.
+
+Tested in tests/integration/test_semantics.py and tests/updates/test_combined.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+
+import tensorflow as tf
+
+from tfps.errors import UnsupportedError
+from tfps.graph.ops import HOST, Gate, pass_gate, write_after
+from tfps.graph.shares import current_share
+from tfps.graph.tf_private import (
+    ResourceVariable,
+    distribute_lib,
+    in_xla,
+    is_differentiated,
+    ops,
+    outer_graphs,
+    values,
+    values_util,
+)
+from tfps.keras_hooks.keras_private import in_symbolic_scope
+from tfps.runtime.remote import RemoteParameter
+from tfps.types import Function, Structure, Value, Variable
+from tfps.updates.additive import kept_part
+from tfps.updates.conversions import Converted
+
+
+class _Tracing(threading.local):
+    """What this thread is tracing: a deferred update, or an update that every replica makes alike."""
+
+    deferral: Deferral | None = None
+    updating = False
+
+    @contextlib.contextmanager
+    def set(self, name: str, value: Value) -> Iterator[None]:
+        before = getattr(self, name)
+        setattr(self, name, value)
+        try:
+            yield
+        finally:
+            setattr(self, name, before)
+
+
+_tracing = _Tracing()
+
+
+class Deferral:
+    """Trace of one deferred update: what it may use by reference and what it keeps as of the send.
+
+    Args:
+        variables: the gated variables that the update writes.
+        graph: the graph that sends; kept values are computed there.
+    """
+
+    def __init__(self, variables: list[GatedVariable], graph: tf.Graph) -> None:
+        self.variables = variables
+        self._graph = graph
+        self.kept: dict[int, tuple[ResourceVariable, tf.Tensor, Value]] = {}
+
+    def kept_names(self) -> tuple[str, ...]:
+        """Returns the names of the kept values."""
+        return tuple(str(what.name).removesuffix(":0") for _, _, what in self.kept.values())
+
+    def owns(self, variable: GatedVariable) -> bool:
+        """Whether the update may read and write `variable` directly."""
+        return any(variable is own or variable.owner is own for own in self.variables)
+
+    def keep_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns, inside the update, the value at the send of `tensor` of the sending graph."""
+        return self._keep(tensor, tensor)
+
+    def keep_variable(self, variable: GatedVariable) -> tf.Tensor:
+        """Returns, inside the update, the value of `variable` at the send."""
+        if id(variable) not in self.kept:
+            with deferring(None), self._graph.as_default(), tf.control_dependencies(None):
+                tensor = tf.convert_to_tensor(variable)
+        else:
+            tensor = self.kept[id(variable)][1]
+        return self._keep(variable, tensor)
+
+    def _keep(self, what: Hashable, tensor: tf.Tensor) -> tf.Tensor:
+        if id(what) not in self.kept:
+            with ops.init_scope(), tf.device(HOST):
+                holder = ResourceVariable(tf.zeros(tensor.shape, tensor.dtype), trainable=False, name="tfps_kept")
+            self.kept[id(what)] = holder, tensor, what  # keeps `what` alive, so that its id stays unique
+        return self.kept[id(what)][0].read_value()
+
+
+def current_replica(strategy: tf.distribute.Strategy) -> int | None:
+    """Returns the local replica of `strategy` whose replica function or update this is; None outside.
+
+    Outside all scopes, TensorFlow reports replica 0 of its default strategy.
+    """
+    context = distribute_lib.get_replica_context()
+    if context is None:
+        return distribute_lib.get_update_replica_id()
+    return context._replica_id if context.strategy is strategy else None
+
+
+def deferring(deferral: Deferral | None) -> contextlib.AbstractContextManager[None]:
+    """Marks that this thread traces `deferral`, or with None, that it is back in the program."""
+    return _tracing.set("deferral", deferral)
+
+
+def updating() -> contextlib.AbstractContextManager[None]:
+    """Marks that this thread is in an update that every replica makes alike, so that values stay equal anyway."""
+    return _tracing.set("updating", True)
+
+
+class GatedVariable(Converted, values.MirroredVariable):
+    """A mirrored variable whose accesses wait at its gate.
+
+    `gates` has one gate per local replica if the variable may get deferred updates, else it is empty. A slot of such a
+    variable (`owner`) waits at its owner's gates. Small variables of a `group` may share gates; see gate_groups.py.
+    """
+
+    gates: tuple[Gate, ...] = ()
+    owner: GatedVariable | None = None
+    group = 0  # its number; 0: none
+    remote: RemoteParameter | None = None  # if pservers update it
+    written_in_graph = False  # by a function of the program, at some time
+    never_combined = False  # replicas step alike, or each worker has a value of its own
+    global_copy: GatedVariable | None = None  # what all workers had after the last exchange; see outer.py
+
+    def make_gates(self) -> None:
+        """Gives this variable its own gates, open."""
+        self.gates = tuple(Gate(str(self.name)) for _ in self._values)
+        self._slots: list[weakref.ref[GatedVariable]] = []
+        self._sharing = [weakref.ref(self)]
+        self._was_passed = False
+        self._passed: tuple[weakref.WeakSet[tf.Graph], ...] = tuple(weakref.WeakSet() for _ in self._values)
+
+    def share_gates(self, owner: GatedVariable) -> None:
+        """Makes this variable a slot of `owner`."""
+        self.owner, self.gates = owner, owner.gates
+        self._passed = tuple(weakref.WeakSet() for _ in self._values)
+        owner._slots = [slot for slot in owner._slots if slot() is not None] + [weakref.ref(self)]
+
+    def share_gates_with(self, others: Sequence[GatedVariable]) -> None:
+        """Makes `others` and their slots wait at this variable's gates."""
+        self._sharing += [weakref.ref(other) for other in others]
+        for other in others:
+            other._sharing = self._sharing
+            for each in other.with_slots():
+                each.gates = self.gates
+        for gate in self.gates:
+            gate.names = (*gate.names, *(str(other.name) for other in others))
+
+    def sharing(self) -> list[GatedVariable]:
+        """This variable and those that share its gates."""
+        return [variable for ref in self._sharing if (variable := ref()) is not None]
+
+    def is_gate_in_use(self) -> bool:
+        """Whether a graph may wait at this variable's gates, or an update is under way."""
+        return self._was_passed or any(gate.closed for gate in self.gates)
+
+    def with_slots(self) -> list[GatedVariable]:
+        """This variable and its slots, of all optimizers."""
+        return [self, *(slot for ref in self._slots if (slot := ref()) is not None)]
+
+    def forget_passes(self, replica: int, graph: tf.Graph) -> None:
+        """Makes later accesses in `graph` and its outer graphs wait again, after a close in `graph`."""
+        for each in outer_graphs(graph):
+            self._passed[replica].discard(each)
+
+    def _access(self, replica: int) -> None:
+        """Waits for this replica's component (eagerly), or makes later ops of the graph wait for its gate."""
+        if _tracing.deferral is not None:
+            return
+        extended = self._distribute_strategy.extended
+        if tf.executing_eagerly():
+            if self.gates:
+                extended.check(self.gates[replica].wait())
+            return
+        if in_symbolic_scope():
+            return  # Keras infers shapes: the graph never runs
+        graph = ops.get_default_graph()
+        after = extended.note_access(self, graph)
+        if not self.gates:
+            if after:
+                write_after(self._values[replica], after)
+            return
+        if graph in self._passed[replica]:
+            return
+        if in_xla(graph):
+            raise UnsupportedError(
+                f"variable {self.name!r} is used in a function compiled by XLA (jit_compile=True), where tfps cannot "
+                "wait for it; use jit_compile=False"
+            )
+        passing = self.sharing() if self.owner is None else [self]
+        for each in passing:
+            each._passed[replica].add(graph)
+            (each.owner or each)._was_passed = True
+        if current_replica(self._distribute_strategy) is None:
+            self.gates[replica].passed_outside.add(graph)
+        passed = pass_gate(self.gates[replica], [each._values[replica].handle for each in passing], after)
+        if self.owner is None:
+            extended.note_passed(passing, replica, graph, passed)
+
+    @property
+    def local(self) -> bool:
+        """Whether replicas assign locally until a read outside a step combines them: moving statistics.
+
+        TensorFlow would average at each assignment (MEAN) or never (NONE, the default of Keras). Averaging is linear:
+        for a moving average, averaging later gives the same.
+        """
+        averaged = self._aggregation in (tf.VariableAggregation.MEAN, tf.VariableAggregation.NONE)
+        own = self.never_combined or self.trainable or self.gates
+        return averaged and self.dtype.is_floating and not own
+
+    def wait(self) -> None:
+        """Waits, eagerly, until all updates under way have been made."""
+        for replica in range(len(self._values)):
+            self._access(replica)
+
+    def note_write(self) -> None:
+        """Notes that the program is about to assign this variable.
+
+        Raises:
+            UnsupportedError: in a function, and pservers update it.
+        """
+        if _tracing.deferral is not None or in_symbolic_scope():
+            return
+        if not tf.executing_eagerly():
+            if self.remote is not None:
+                raise UnsupportedError(written_in_graph(str(self.name)))
+            self.written_in_graph = True
+        elif self.remote is not None:
+            self.wait()  # else what is being sent would count as assigned
+            self.remote.holder = None
+        elif self.global_copy is not None:
+            self.wait()
+            self.global_copy.wait()
+
+    def note_assigned(self) -> None:
+        """Notes that every rank has assigned this variable between steps: its global copy follows."""
+        if self.remote is not None:
+            self.remote.holder = None
+        if self.global_copy is not None and tf.executing_eagerly():
+            self.global_copy.note_write()
+            for component, own in zip(self.global_copy._values, self._values, strict=True):
+                component.assign(own.read_value())
+            self._distribute_strategy.extended.policy.note_assigned(self)
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Function]:
+        factories = super()._gather_saveables_for_checkpoint()
+        return {key: functools.partial(_Saveable, self, self._primary, self._common_name) for key in factories}
+
+    def _update_replica(self, update_fn: Function, value: Value, **kwargs: object) -> Value:
+        self.note_write()
+        extended = self._distribute_strategy.extended
+        alike = _tracing.deferral is not None or _tracing.updating
+        if self.local and not alike:
+            extended.note_local_write(self)
+            return update_fn(self._get_on_device_or_primary(), value, **kwargs)
+        if self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA and tf.is_tensor(value):
+            if not alike:
+                value = extended.of_first_replica(self, value)
+            context = distribute_lib.get_replica_context()
+            return context._update(self, update_fn, args=(value,), kwargs=kwargs, group=True)
+        return super()._update_replica(update_fn, value, **kwargs)
+
+    def _update_cross_replica(self, update_fn: Function, value: Value, **kwargs: object) -> Value:
+        """Updates all local replicas. In a step of a loop without `run` each worker does so for itself."""
+        in_step = is_differentiated() or not tf.executing_eagerly()  # else it is assigned between steps
+        alike = _tracing.deferral is not None or _tracing.updating
+        if self.local and in_step and not alike and not in_symbolic_scope():
+            self._distribute_strategy.extended.note_local_write(self)
+        return super()._update_cross_replica(update_fn, value, **kwargs)
+
+    def assign(self, value: Value, *arguments: object, **options: object) -> Value:
+        return super().assign(self._counted(value, self._own), *arguments, **options)
+
+    def assign_add(self, value: Value, *arguments: object, **options: object) -> Value:
+        return super().assign_add(self._counted(value, None), *arguments, **options)
+
+    def assign_sub(self, value: Value, *arguments: object, **options: object) -> Value:
+        return super().assign_sub(self._counted(value, None), *arguments, **options)
+
+    def _counted(self, value: Value, before: Callable[[], tf.Tensor] | None) -> Value:
+        """Returns what a replica writes, with its change of `before()` (None: `value` is the change) weighted by rows.
+
+        The mean over replicas then equals that of a batch that divides evenly; a replica without rows adds nothing.
+        Sums are not weighted, nor is what does not come from this replica's rows: a counter's increment, a statistic of
+        the whole batch. Eagerly nobody can tell, so there a step of Keras takes the mean at once. TensorFlow reduces
+        tensors only: it takes a number for the result.
+        """
+        summed = self._aggregation == tf.VariableAggregation.SUM
+        reduced = (summed or self._aggregation == tf.VariableAggregation.MEAN) and tf.is_tensor(value)
+        if not self.local and not reduced:
+            return value
+        share = None if _tracing.deferral is not None or _tracing.updating else current_share()
+        if share is None:
+            return value
+        value = tf.convert_to_tensor(value, self.dtype)
+        if summed:
+            return share.only_if_rows(value)
+        if self.local and not share.depends_on_rows(value):
+            return value
+        if self.local and tf.executing_eagerly() and share.step is not None and share.step.trains:
+            part = share.only_if_rows(value * share.weight(tf.constant(1 / share.replicas, self.dtype), exchange=True))
+            return self._distribute_strategy.extended._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, [part])[0]
+        # Of a moving mean, only the batch's part is weighted: what replicas had before may differ between them.
+        kept = kept_part(self._get_on_device_or_primary(), value) if tf.is_symbolic_tensor(value) else None
+        if kept is None:
+            kept = tf.zeros_like(value) if before is None else tf.broadcast_to(before(), tf.shape(value))
+        relative = share.relative(self.dtype, exchange=not self.local)  # else all replicas reduce together
+        return share.only_if_rows(tf.where(tf.equal(relative, 1), value, kept + relative * (value - kept)), kept)
+
+    def _own(self) -> tf.Tensor:
+        return self._get().read_value()
+
+    def take_combined(self, value: Value) -> None:
+        """Assigns `value` to all replicas."""
+        for component in self._values:
+            if component.numpy().tobytes() != value.tobytes():
+                component.assign(value)
+
+    def _refresh(self) -> None:
+        """Combines what replicas have written, on all ranks, before a read outside a step.
+
+        Under a tape, a loop without `run` is in a step; others may be elsewhere.
+        """
+        if self.local and current_replica(self._distribute_strategy) is None and not is_differentiated():
+            with tf.init_scope():
+                if tf.executing_eagerly():
+                    self._distribute_strategy.extended.combiner.refresh(self)
+
+    def _get(self) -> Value:
+        if values_util.is_saving_non_distributed():
+            return super()._get()
+        replica = current_replica(self._distribute_strategy)
+        return self._get_cross_replica() if replica is None else self._get_replica(replica)
+
+    def _get_cross_replica(self) -> tf.Tensor:
+        self._refresh()
+        return super()._get_cross_replica()
+
+    def _export_to_saved_model_graph(self, *args: object, **kwargs: object) -> Structure:
+        self._refresh()
+        return super()._export_to_saved_model_graph(*args, **kwargs)
+
+    def _trackable_children(self, save_type: str = "checkpoint", **options: object) -> dict[str, object]:
+        """Adds to a SavedModel the gates that its functions may pass."""
+        children: dict[str, object] = super()._trackable_children(save_type, **options)
+        if save_type == "savedmodel":
+            for replica, gate in enumerate(self.gates):
+                if gate.passed_outside:
+                    children[f"tfps_gate_{replica}"] = gate.saved
+        return children
+
+    def _kept(self) -> tf.Tensor | None:
+        """Returns the value as of the send, inside a deferred update that does not own this variable; else None."""
+        deferral = _tracing.deferral
+        if deferral is None or deferral.owns(self):
+            return None
+        return deferral.keep_variable(self)
+
+    def _get_replica(self, replica_id: int) -> Variable:
+        self._access(replica_id)
+        return super()._get_replica(replica_id)
+
+    @property
+    def handle(self) -> tf.Tensor:
+        replica = values_util.get_current_replica_id_as_int()
+        if replica is not None:  # outside all scopes the first replica's, as in TensorFlow
+            self._refresh()
+            self._access(replica)
+        elif distribute_lib.get_replica_context() is None and not values_util.is_saving_non_distributed():
+            # A loop in the scope without `run`: TensorFlow has none here, and its tape then knows no variable.
+            self._access(0)
+            return self._primary.handle
+        return super().handle
+
+    @property
+    def values(self) -> tuple[Variable, ...]:
+        for replica in range(len(self._values)):
+            self._access(replica)
+        return tuple(super().values)
+
+    def __repr__(self) -> str:
+        if tf.executing_eagerly():
+            self._access(0)  # shows this worker's value: printing must not need other ranks
+        return str(super().__repr__())
+
+    def value(self) -> tf.Tensor:
+        kept = self._kept()
+        if kept is None:
+            self._refresh()
+        return super().value() if kept is None else kept
+
+    def read_value(self) -> tf.Tensor:
+        kept = self._kept()
+        return super().read_value() if kept is None else kept
+
+    def _dense_var_to_tensor(
+        self, dtype: tf.DType | None = None, name: str | None = None, as_ref: bool = False
+    ) -> tf.Tensor:
+        kept = self._kept()
+        return super()._dense_var_to_tensor(dtype, name, as_ref) if kept is None else kept
+
+
+class _Saveable(values._MirroredSaveable):
+    """Saves the global copy, if there is one. Restores as TensorFlow does, and notes it."""
+
+    def __init__(self, variable: GatedVariable, primary: Variable, default_name: str, name: str | None = None) -> None:
+        saved = variable if variable.global_copy is None else variable.global_copy
+        super().__init__(saved, saved._primary, name or default_name)
+        self._mirrored_variable = variable
+
+    def restore(self, restored_tensors: Sequence[tf.Tensor], restored_shapes: object) -> tf.Operation:
+        self._mirrored_variable.note_write()
+        restored = super().restore(restored_tensors, restored_shapes)
+        self._mirrored_variable.note_assigned()
+        return restored
+
+
+def written_in_graph(name: str) -> str:
+    """The text of the error for a function that assigns a variable that pservers update."""
+    return (
+        f"variable {name!r} is assigned within a function (a layer, a train_step or a tf.function does), but with "
+        "update='server' pservers hold it: assign it between steps, eagerly, or use update='worker' (tfps.Config)"
+    )
+
+
+def container_of(component: Variable) -> Variable:
+    """Returns the distributed variable that `component` belongs to, or None."""
+    for holder in (component, getattr(component, "handle", None)):
+        reference = getattr(holder, "_distributed_container", None)
+        if reference is not None:
+            return reference()
+    return None
