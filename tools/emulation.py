@@ -296,7 +296,7 @@ def _work(order: dict[str, Json]) -> dict[str, Json]:
     try:
         found = Trainer(worker, task).train()
         names = ("slice_bytes", "window_bytes", "shared_bytes")
-        sizes = {name: getattr(worker, name) for name in names}
+        sizes = {name: getattr(worker.info, name) for name in names}
     finally:
         worker.close()
     return {**found, **sizes, "cpu_s": time.process_time() - cpu_s, "peak_bytes": _peak_bytes()}

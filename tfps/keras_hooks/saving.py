@@ -129,7 +129,7 @@ def _replace(part: Path, path: Path, strategy: tf.distribute.Strategy) -> None:
         part.replace(path)
         return
     meetings = extended.newest.meetings if extended.outer is None else extended.outer.meetings
-    bring(part, path, strategy.rank, strategy.num_workers, f"{extended.exchange.run}/{meetings}")
+    bring(part, path, strategy.rank, strategy.num_workers, f"{extended.exchange.info.run}/{meetings}")
 
 
 def _first_rank_only(

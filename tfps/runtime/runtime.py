@@ -36,8 +36,7 @@ from tfps.runtime.step_spans import StepSpans
 from tfps.runtime.stepping import Stepping
 from tfps.runtime.transfers import DeferredUpdate, Pull, Rounds, Transfer, UpdatedRows
 from tfps.trace.recorder import Recorder
-from tfps.worker.embedded import EmbeddedExchange
-from tfps.worker.patience import PATIENCE_S
+from tfps.worker.client import PATIENCE_S
 
 logger = logging.getLogger("tfps")
 _NO_BYTES = np.empty(0, np.uint8)
@@ -99,7 +98,7 @@ class Runtime:
     @property
     def alone(self) -> bool:
         """Whether there is one worker and no network: exchanged data comes back unchanged."""
-        return isinstance(self.exchange, EmbeddedExchange)
+        return self.exchange.info.embedded
 
     @property
     def queue(self) -> tf.Tensor:
@@ -133,8 +132,8 @@ class Runtime:
     def report(self, stepping: Stepping) -> Report:
         """See `make_report`."""
         histories = [History.of(self.declared.spec(b), tuple(rounds)) for b, rounds in list(self._history.items())]
-        exchange = self.exchange
-        return make_report(histories, exchange.links(), exchange.slice_bytes, exchange.window_bytes, stepping)
+        info = self.exchange.info
+        return make_report(histories, info.links(), info.slice_bytes, info.window_bytes, stepping)
 
     def adopt(self, transfer: Transfer, graph: tf.Graph | None) -> None:
         """Registers `transfer` under a new id until `graph` and all enclosing graphs are gone (None: forever)."""
@@ -187,7 +186,7 @@ class Runtime:
         self.exchange.push(bucket, payload, on_reply, numbers=numbers)
         deadline_s = time.monotonic() + self.wait_s * 2  # the exchange fails earlier and says why
         while not wait(done, _TICK_S if tick else self.wait_s * 2) and time.monotonic() < deadline_s:
-            if tick is not None and tick(self.exchange.progress(bucket)):
+            if tick is not None and tick(self.exchange.info.progress(bucket)):
                 deadline_s = time.monotonic() + self.wait_s * 2
         if not replies:
             raise WaitTimeoutError(f"no reply for bucket {bucket} within {self.wait_s * 2:.0f} s")

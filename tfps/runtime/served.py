@@ -79,7 +79,7 @@ class ServedParameter:
             return self.restored.exact.view(np.uint8)
         if self.holder is None or not self.ahead:
             return None
-        return exchange.get(self.holder, 0, self.begin, len(shown))
+        return exchange.state.read(self.holder, 0, self.begin, len(shown))
 
     def read_ahead(self, exchange: Exchange, component: Variable) -> Ahead | None:
         """The pservers' own value for a checkpoint; None if they have that of the `component`, which is current.
@@ -163,7 +163,7 @@ class ServedSlot:
         """What the pservers have, flat uint8."""
         if self.home is None:
             return np.full(self.nbytes // 4, self.initial, np.float32).view(np.uint8)
-        return self._exchange.get(self.home.bucket, self.home.number, self.home.begin, self.nbytes)
+        return self._exchange.state.read(self.home.bucket, self.home.number, self.home.begin, self.nbytes)
 
 
 class ServedRule(abc.ABC):
@@ -290,14 +290,14 @@ def _put(exchange: Exchange, bucket: int, puts: list[tuple[int, int, Array]]) ->
     number = begin = end = 0
     for each, start, values in sorted(puts, key=lambda put: put[:2]):
         if together and (each, start) != (number, end):
-            exchange.put(bucket, number, begin, np.concatenate(together))
+            exchange.state.write(bucket, number, begin, np.concatenate(together))
             together = []
         if not together:
             number, begin = each, start
         together.append(values)
         end = start + len(values)
     if together:
-        exchange.put(bucket, number, begin, together[0] if len(together) == 1 else np.concatenate(together))
+        exchange.state.write(bucket, number, begin, together[0] if len(together) == 1 else np.concatenate(together))
 
 
 class ServedUpdate(DeferredUpdate):

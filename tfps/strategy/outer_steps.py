@@ -287,7 +287,7 @@ class OuterSteps:
         gates = [gate for variable in self._fragments[fragment] for gate in self._gated(variable).gates]
         if any(gate.closed for gate in gates):
             return False  # its last exchange is under way: others may still wait for that one
-        if not self._runtime.exchange.wanted(self._buckets[fragment][0][0]):
+        if not self._runtime.exchange.peers.is_awaited(self._buckets[fragment][0][0]):
             return False
         self.advance(steps + 1 + wait)
         return True

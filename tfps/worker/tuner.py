@@ -6,6 +6,7 @@ Tested in tests/exchange/test_tuning.py.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import socket
 import time
@@ -27,8 +28,8 @@ from tfps.protos import tfps_pb2 as pb
 from tfps.wire.control import Pserver
 from tfps.wire.send_queue import SendQueue, Throughput
 from tfps.wire.shared_memory import Sharing
-from tfps.wire.status import MemberStatus, status_of
 from tfps.worker.bucket import PushedBucket
+from tfps.worker.client import PserverClient
 
 logger = logging.getLogger("tfps")
 
@@ -58,12 +59,12 @@ class Tuner:
     def __init__(
         self,
         config: Config,
-        pservers: Sequence[Pserver],
+        client: PserverClient,
         queues: Sequence[SendQueue],
         memory: Sharing,
         tune: Callable[[int, int], None],
     ) -> None:
-        self._config, self._pservers, self._queues, self._tune = config, pservers, queues, tune
+        self._config, self._client, self._queues, self._tune = config, client, queues, tune
         self._memory = memory
         self._ask = False  # whether to ask the pservers for the network's throughput
         self._most = MAX_GRPC_SLICE_BYTES
@@ -83,8 +84,9 @@ class Tuner:
         """
         if self.done or self._round_trip_s:
             return
-        if len(self._memory.pservers) == len(self._pservers):
-            self._ask = any(not member.shared_memory for members in self._members() for member in members)
+        if len(self._memory.pservers) == len(self._client.pservers):
+            members = itertools.chain(*self._client.members(_PROBE_TIMEOUT_S))
+            self._ask = any(not member.shared_memory for member in members)
             self._most = MAX_GRPC_SLICE_BYTES if self._ask else MAX_SLICE_BYTES  # others may use gRPC
         request = pb.StatusRequest()
 
@@ -92,12 +94,12 @@ class Tuner:
             with contextlib.suppress(TfpsError):
                 pserver.call("Status", request, _PROBE_TIMEOUT_S)
 
-        self._round_trip_s = max(min(_seconds(call, p) for _ in range(_PROBES)) for p in self._pservers)
+        self._round_trip_s = max(min(_seconds(call, p) for _ in range(_PROBES)) for p in self._client.pservers)
         far = self._far()
         if far and all(queue.on_connection for queue in far):
             self._message_s, self._most = _TCP_MESSAGE_S, MAX_SLICE_BYTES
             return
-        network_s = max(min(_seconds(_connect, p) for _ in range(_PROBES)) for p in self._pservers)
+        network_s = max(min(_seconds(_connect, p) for _ in range(_PROBES)) for p in self._client.pservers)
         self._message_s = message_s(self._round_trip_s, network_s)
 
     def look(self, buckets: Sequence[PushedBucket]) -> None:
@@ -137,7 +139,7 @@ class Tuner:
             return
         if limited_by_handling(self._measured, measured):
             nbytes = sum(bucket.spec.nbytes for bucket in buckets if tunable(bucket.spec))
-            most = min(self._most, max(nbytes // _LEAST_SLICES // len(self._pservers), MAX_GRPC_SLICE_BYTES))
+            most = min(self._most, max(nbytes // _LEAST_SLICES // len(self._client.pservers), MAX_GRPC_SLICE_BYTES))
             # Compressed slices were small at first, so the rate says little of processors: it is that of the link now.
             smaller = ratio(buckets)
             self._change(measured, *choose(measured, MIN_SLICE_BYTES if smaller > 1 else most, most), smaller)
@@ -146,7 +148,7 @@ class Tuner:
     def _busy(self) -> list[Throughput]:
         if self._ask:
             found = []
-            for members in self._members():
+            for members in self._client.members(_PROBE_TIMEOUT_S):
                 far = [Throughput(m.busy_bytes, m.busy_s) for m in members if not m.shared_memory]
                 found.append(max(far, key=lambda one: one.seconds, default=Throughput()))
             return found
@@ -155,11 +157,6 @@ class Tuner:
     def _far(self) -> list[SendQueue]:
         """Returns the queues of the pservers that do not use shared memory."""
         return [queue for index, queue in enumerate(self._queues) if index not in self._memory.pservers]
-
-    def _members(self) -> list[Sequence[MemberStatus]]:
-        """Returns all workers, as each pserver sees them."""
-        request = pb.StatusRequest(details=True)
-        return [status_of(pserver.call("Status", request, _PROBE_TIMEOUT_S)).job.members for pserver in self._pservers]
 
     def _change(self, measured: Measured, slice_bytes: int, window_bytes: int, ratio: float) -> int:
         """Changes sizes that are "auto"; returns the new slice size.
