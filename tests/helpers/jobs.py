@@ -29,8 +29,8 @@ from tfps.types import Argument, Array
 from tfps.wire import frames
 from tfps.wire.connection import dial
 from tfps.wire.control import INCARNATION_KEY, PROTOCOL_VERSION, PULL, PUSH, RANK_KEY, Pserver, method, settings_of
-from tfps.wire.parts import PART_BYTES, decode_part
-from tfps.wire.tcp_path import Opening
+from tfps.wire.frames import PART_BYTES, decode_part
+from tfps.wire.paths import Opening
 from tfps.worker import worker as worker_module
 from tfps.worker.worker import Worker
 

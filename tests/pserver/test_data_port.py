@@ -26,9 +26,8 @@ from tfps.pserver.server import ParameterServer
 from tfps.types import Argument, Array
 from tfps.wire import frames
 from tfps.wire.connection import dial, greet
-from tfps.wire.frames import EMPTY, Header, Kind
+from tfps.wire.frames import EMPTY, PART_BYTES, Header, Kind, decode_part
 from tfps.wire.job_token import JobToken
-from tfps.wire.parts import PART_BYTES, decode_part
 from tfps.worker.worker import Worker
 
 TCP = Config(

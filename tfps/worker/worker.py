@@ -36,10 +36,9 @@ from tfps.types import Array
 from tfps.wire.control import Pserver, layout_of
 from tfps.wire.frames import Header, Kind
 from tfps.wire.memory import tune_malloc
+from tfps.wire.paths import Opening, WorkerStream
 from tfps.wire.send_queue import Outgoing, SendQueue
 from tfps.wire.shared_memory import Sharing
-from tfps.wire.stream import WorkerStream
-from tfps.wire.tcp_path import Opening
 from tfps.worker.bucket import Incoming, Push, PushedBucket
 from tfps.worker.captures import WorkerCaptures
 from tfps.worker.client import Membership, PserverClient, WaitLog
