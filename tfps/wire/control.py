@@ -119,24 +119,10 @@ def reply_type(name: str) -> Function:
 
 def settings_of(config: Config) -> pb.Settings:
     """The part of the configuration on which all workers must agree, as a message."""
-    return pb.Settings(
-        slice_bytes=config.first_slice_bytes,  # a pserver need not know what "auto" starts with
-        window_bytes=config.first_window_bytes,
-        policy=config.policy,
-        placement=config.placement,
-        deterministic=config.deterministic,
-        compression=str(config.compression),
-        update=config.update,
-        mode=config.mode,
-        staleness=config.staleness,
-        delay_compensation=config.delay_compensation,
-        inner_steps=config.inner_steps,
-        fragments=config.fragments,
-        overlap_steps=config.overlap_steps,
-        own_share=config.own_share,
-        outer_learning_rate=config.outer_learning_rate,
-        outer_momentum=config.outer_momentum,
-    )
+    values = {field.name: getattr(config, field.name) for field in pb.Settings.DESCRIPTOR.fields}
+    # A pserver need not know what "auto" starts with.
+    values |= {"slice_bytes": config.first_slice_bytes, "window_bytes": config.first_window_bytes}
+    return pb.Settings(**{**values, "compression": str(config.compression)})
 
 
 def memory_message(offer: Offer | None) -> pb.SharedMemory | None:
