@@ -51,7 +51,7 @@ class _Sent(NamedTuple):
     """What one round needs once it comes back: the next may have been sent by then."""
 
     payload: Payload | None
-    ticket: int | tf.Tensor
+    graph_run: int | tf.Tensor
     data: tf.Tensor | None
     updated: UpdatedRows
     round: int
@@ -251,13 +251,13 @@ class Runtime:
     def _pump(self) -> None:
         dequeue = tf.raw_ops.QueueDequeueV2
         while not (self._closed.is_set() and int(self._messages.size()) == 0):
-            identity, ticket, data, indices, times, results = dequeue(handle=self.queue, component_types=MESSAGE)
+            identity, graph_run, data, indices, times, results = dequeue(handle=self.queue, component_types=MESSAGE)
             if int(identity) == _CLOSED:
                 self._closed.wait()
                 continue
             if int(identity) == _DRAINED:
                 with self._progress:
-                    self._mark = int(ticket)
+                    self._mark = int(graph_run)
                     self._progress.notify_all()
                 continue
             self._messages_seen += 1
@@ -267,7 +267,7 @@ class Runtime:
                 transfer.waiting.append(results)
             self._starting = True
             try:
-                self._start(transfer, ticket, data, indices, times)
+                self._start(transfer, graph_run, data, indices, times)
             except Exception as error:  # this thread must survive: everything depends on it
                 self._break(transfer, error)
             self._starting = False
@@ -285,9 +285,9 @@ class Runtime:
         transfer.fail(error)
 
     def _start(
-        self, transfer: Transfer, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
+        self, transfer: Transfer, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
     ) -> None:
-        collected = transfer.collect(ticket, data, indices, times)
+        collected = transfer.collect(graph_run, data, indices, times)
         if collected is None:
             return
         number, data, indices = collected
@@ -299,14 +299,14 @@ class Runtime:
         if isinstance(transfer, DeferredUpdate) and self._rounds.skipped(number, transfer):
             raise stopped_step(self.exchange.rank, transfer.spec.name)
         done = self.spans.done.get(transfer.bucket)
-        step = self.push(transfer, payload, ticket, data)
+        step = self.push(transfer, payload, graph_run, data)
         if self.recorder.enabled:
             self.spans.sent(transfer, step, number, _size(payload), done)
         if isinstance(transfer, DeferredUpdate) and transfer.whole:
             self.spans.count()
 
     def push(
-        self, transfer: Transfer, payload: Payload | None, ticket: int | tf.Tensor = 0, data: tf.Tensor | None = None
+        self, transfer: Transfer, payload: Payload | None, graph_run: int | tf.Tensor = 0, data: tf.Tensor | None = None
     ) -> int:
         """Pushes `payload` (`data` as a tensor) and returns the bucket's round.
 
@@ -314,7 +314,7 @@ class Runtime:
         """
 
         def on_reply(reply: Reply) -> None:
-            sent = _Sent(payload, ticket, data, updated, step, ready_s)
+            sent = _Sent(payload, graph_run, data, updated, step, ready_s)
             self._replies.add(transfer.spec.priority, functools.partial(self._apply, transfer, sent, reply))
 
         def on_part(buffer: NDArray[np.uint8], nbytes: int) -> None:
@@ -373,12 +373,12 @@ class Runtime:
             self.spans.updated(begin, end, transfer, sent.round)
 
     def _tensors(self, spec: BucketSpec, sent: _Sent, reply: Reply) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Returns ticket, and data and indices of `reply` as flat uint8 tensors, without a copy if possible."""
+        """Returns the graph run, and data and indices of `reply` as flat uint8 tensors, without a copy if possible."""
         if spec.kind == "sum":
             # The embedded exchange returns the pushed buffer itself: then reuse its tensor.
-            return sent.ticket, (sent.data if reply.sum is sent.payload else tensor_of(reply.sum)), self._no_indices
+            return sent.graph_run, (sent.data if reply.sum is sent.payload else tensor_of(reply.sum)), self._no_indices
         indices, gathered = unpack_sparse(reply.parts or [])
-        return sent.ticket, tf.constant(gathered), tf.constant(indices)
+        return sent.graph_run, tf.constant(gathered), tf.constant(indices)
 
     def _activity(self) -> tuple[int, int]:
         """Returns the number of messages in flight and in total."""

@@ -325,9 +325,9 @@ class ServedUpdate(DeferredUpdate):
         self._exchange, self._pieces, self._ahead, self._apart = exchange, pieces, ahead, apart
 
     def collect(
-        self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
+        self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
     ) -> tuple[int, tf.Tensor, tf.Tensor] | None:
-        collected = super().collect(ticket, data, indices, times)
+        collected = super().collect(graph_run, data, indices, times)
         if collected is None:
             return None
         number, data, indices = collected

@@ -195,7 +195,7 @@ class OuterSteps:
             updated = last.read_value()
         with tf.control_dependencies([updated.op]):
             nothing = tf.constant([], tf.uint8)
-            graph_ops.send(self._runtime.queue, transfer.id, graph_ops.ticket(), nothing, None, [*times, *mixed])
+            graph_ops.send(self._runtime.queue, transfer.id, graph_ops.graph_run(), nothing, None, [*times, *mixed])
 
     def _push(self, fragment: int, replica: int, step: tf.Tensor) -> None:
         """Emits the exchange of a fragment at `step` into the graph under construction."""
