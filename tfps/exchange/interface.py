@@ -186,6 +186,10 @@ class State(Protocol):
     Pservers keep arrays of a bucket with an update: 0 is the parameters, then come the update's slots, then, if the
     bucket has a codec, the workers' copy of the parameters. A codec with error feedback keeps a residual on every rank
     and pserver: what it could not express yet.
+
+    Raises:
+        ProtocolError: there is no such part of an array.
+        TfpsError: a pserver does not answer, or the exchange has failed.
     """
 
     def write(self, bucket: int, array: int, begin: int, values: Payload) -> None:
@@ -196,20 +200,12 @@ class State(Protocol):
 
         Args:
             begin: in bytes, of the bucket.
-
-        Raises:
-            ProtocolError: there is no such part.
-            TfpsError: a pserver does not answer, or the job has failed.
         """
 
     def read(self, bucket: int, array: int, begin: int, nbytes: int) -> Array:
         """Part of an array that pservers keep, flat uint8, as of this rank's last reply; see `write`.
 
         Other ranks need not take part: without this rank's next push nothing changes.
-
-        Raises:
-            ProtocolError: there is no such part.
-            TfpsError: a pserver does not answer, or the job has failed.
         """
 
     def steps(self, bucket: int) -> int:
@@ -228,7 +224,11 @@ class State(Protocol):
 
 
 class Peers(Protocol):
-    """What a rank says to the other ranks and asks them, beside its pushes."""
+    """What a rank says to the other ranks and asks them, beside its pushes.
+
+    Raises:
+        TfpsError: a pserver does not answer, or the exchange has failed.
+    """
 
     def quiesce(self) -> None:
         """In mode "async": this rank takes no further step before all ranks have called this, and holds up nobody.
@@ -237,24 +237,16 @@ class Peers(Protocol):
 
         Raises:
             MismatchError: others wait for this rank to take its first step, or to assign values as they have.
-            TfpsError: a pserver does not answer, or the job has failed.
         """
 
     def fetch_add(self, counter: str) -> int:
         """Draws a number that no rank has drawn from `counter` (at most 256 characters).
 
         Each rank's first is its rank, the others count up from the number of workers. Costs a round trip.
-
-        Raises:
-            TfpsError: the pserver does not answer, or does not know the job any more.
         """
 
     def is_awaited(self, bucket: int) -> bool:
-        """Whether another rank waits for this rank's push of `bucket`.
-
-        Raises:
-            TfpsError: its pserver does not answer, or the exchange has failed.
-        """
+        """Whether another rank waits for this rank's push of `bucket`."""
 
     def extend_deadline(self, bucket: int) -> None:
         """Lets the deadline of the outstanding push of `bucket`, if any, begin anew."""
