@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import socket
 import time
 from collections.abc import Callable, Sequence
 
@@ -26,6 +25,7 @@ from tfps.exchange.tuning import (
 )
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire.control import Pserver
+from tfps.wire.reach import round_trip_s, split
 from tfps.wire.send_queue import SendQueue, Throughput
 from tfps.wire.shared_memory import Sharing
 from tfps.worker.bucket import PushedBucket
@@ -88,18 +88,13 @@ class Tuner:
             members = itertools.chain(*self._client.members(_PROBE_TIMEOUT_S))
             self._ask = any(not member.shared_memory for member in members)
             self._most = MAX_GRPC_SLICE_BYTES if self._ask else MAX_SLICE_BYTES  # others may use gRPC
-        request = pb.StatusRequest()
-
-        def call(pserver: Pserver) -> None:
-            with contextlib.suppress(TfpsError):
-                pserver.call("Status", request, _PROBE_TIMEOUT_S)
-
-        self._round_trip_s = max(min(_seconds(call, p) for _ in range(_PROBES)) for p in self._client.pservers)
+        self._round_trip_s = max(min(_call_s(p) for _ in range(_PROBES)) for p in self._client.pservers)
         far = self._far()
         if far and all(queue.on_connection for queue in far):
             self._message_s, self._most = _TCP_MESSAGE_S, MAX_SLICE_BYTES
             return
-        network_s = max(min(_seconds(_connect, p) for _ in range(_PROBES)) for p in self._client.pservers)
+        addresses = [split(pserver.address) for pserver in self._client.pservers]
+        network_s = max(round_trip_s(*each, _PROBE_TIMEOUT_S, _PROBES) or 0.0 for each in addresses)
         self._message_s = message_s(self._round_trip_s, network_s)
 
     def look(self, buckets: Sequence[PushedBucket]) -> None:
@@ -208,14 +203,9 @@ def message_s(round_trip_s: float, network_s: float) -> float:
     return min(max((round_trip_s - network_s) / 2, _MIN_MESSAGE_S), _MAX_MESSAGE_S)
 
 
-def _connect(pserver: Pserver) -> None:
-    """Makes one round trip between kernels."""
-    host, _, port = pserver.address.rpartition(":")
-    with contextlib.suppress(OSError):
-        socket.create_connection((host.strip("[]"), int(port)), _PROBE_TIMEOUT_S).close()
-
-
-def _seconds(call: Callable[[Pserver], None], pserver: Pserver) -> float:
-    started_s = time.perf_counter()
-    call(pserver)
-    return time.perf_counter() - started_s
+def _call_s(pserver: Pserver) -> float:
+    """How long a small call takes."""
+    began_s = time.monotonic()
+    with contextlib.suppress(TfpsError):
+        pserver.call("Status", pb.StatusRequest(), _PROBE_TIMEOUT_S)
+    return time.monotonic() - began_s
