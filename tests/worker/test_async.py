@@ -20,7 +20,6 @@ from tfps.exchange.update_spec import StepNumbers, UpdateSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire import frames
 from tfps.wire.frames import EMPTY, Header, Kind
-from tfps.worker.embedded import EmbeddedExchange
 from tfps.worker.worker import Worker
 
 ITEMS = 3000
@@ -292,12 +291,6 @@ def test_numbers_are_drawn_once_and_each_rank_begins_with_its_own(cluster: Clust
         members[1].peers.fetch_add("a" * 300)
     drawn = together(*(lambda each=each: [each.peers.fetch_add("c") for _ in range(50)] for each in members))
     assert sorted(number for each in drawn for number in each) == list(range(150))
-
-
-def test_the_embedded_exchange_counts_alone_and_waits_for_nobody() -> None:
-    exchange = EmbeddedExchange(CONFIG)
-    assert [exchange.peers.fetch_add("a") for _ in range(3)] == [0, 1, 2]
-    exchange.peers.quiesce()
 
 
 def test_a_capture_has_a_span_for_each_push_that_is_applied(cluster: Cluster) -> None:

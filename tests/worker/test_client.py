@@ -17,7 +17,6 @@ from tfps.protos import tfps_pb2 as pb
 from tfps.wire.control import Pserver
 from tfps.wire.shared_memory import Sharing
 from tfps.worker.client import Joined, Membership, PserverClient
-from tfps.worker.embedded import EmbeddedExchange
 
 
 def client_of(cluster: Cluster, addresses: list[str], rank: int = -1) -> PserverClient:
@@ -129,7 +128,6 @@ def test_a_push_is_awaited_while_another_rank_waits_for_it(cluster: Cluster) -> 
 
 def test_a_deadline_that_is_extended_begins_anew(cluster: Cluster) -> None:
     first, second = job(cluster, 2, bucket(4096, 0))
-    first.peers.extend_deadline(0)  # nothing is outstanding
     waiting = push(first, 0, bytes(4096))
     current = first._buckets[0].current
     assert current is not None
@@ -145,10 +143,3 @@ def test_a_failed_exchange_says_so(cluster: Cluster) -> None:
     worker.fail(TfpsError("stopped"))
     with pytest.raises(TfpsError, match="stopped"):
         worker.peers.is_awaited(0)
-
-
-def test_nobody_waits_for_a_single_worker() -> None:
-    exchange = EmbeddedExchange()
-    (number,) = exchange.declare([bucket(4096, 0)])
-    assert not exchange.peers.is_awaited(number)
-    exchange.peers.extend_deadline(number)
