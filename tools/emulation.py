@@ -28,7 +28,7 @@ from tfps.exchange.interface import BucketSpec, Reply
 from tfps.pserver import server
 from tfps.pserver.job import Job
 from tfps.types import Argument, Array, Json, Options
-from tfps.wire import pace
+from tfps.wire import connection
 from tfps.worker.worker import Worker
 from tools import children
 from tools.model_profiles import Layer, Profile
@@ -109,7 +109,7 @@ class Emulation:
     Args:
         hosts: of a netlab; worker i and pserver i share host i.
         workers, pservers: at most as many as hosts.
-        part_bytes: the least that is handed to the kernel at a time, in place of tfps' own (`wire/pace.py`). Where
+        part_bytes: the least that is handed to the kernel at a time, in place of tfps' own (`RateEstimator`). Where
             bytes and bandwidth are divided by much, its 64 KiB would stand for megabytes in front of what is urgent.
         apart: pservers have hosts of their own, behind the workers'.
     """
@@ -296,7 +296,7 @@ def _work(order: dict[str, Json]) -> dict[str, Json]:
     try:
         found = Trainer(worker, task).train()
         names = ("slice_bytes", "window_bytes", "shared_bytes")
-        sizes = {name: getattr(worker, name) for name in names}
+        sizes = {name: getattr(worker.info, name) for name in names}
     finally:
         worker.close()
     return {**found, **sizes, "cpu_s": time.process_time() - cpu_s, "peak_bytes": _peak_bytes()}
@@ -326,7 +326,7 @@ class Holding(Job):
 def main() -> None:
     """A process of an emulation."""
     if part_bytes := int(sys.argv[1]):
-        pace.MIN_BYTES = pace.CHEAP_BYTES = pace._FIRST_BYTES = part_bytes
+        connection.MIN_PART_BYTES = connection.CHEAP_PART_BYTES = connection._FIRST_PART_BYTES = part_bytes
     if sys.argv[2] != "worker":
         from tfps.pserver import cli
 

@@ -196,6 +196,36 @@ def test_any_mix_of_buckets_and_orders_is_right(ranks: list[Exchange], data: st.
         np.testing.assert_array_equal(summed(pending.wait()), np.arange(size // 4, dtype=np.float32) * factor)
 
 
+def test_what_replies_lack_is_the_residual(ranks: list[Exchange]) -> None:
+    (bucket,) = declared(ranks, BucketSpec(("coded",), "sum", 4 * 3000, "float32", 0, codec="onebit"))
+    payloads = np.random.default_rng(0).standard_normal([len(ranks), 3000]).astype(np.float32)
+    (got, *_) = [summed(each.wait()).copy() for each in [push(rank, bucket, payloads[rank.rank]) for rank in ranks]]
+    assert len({rank.state.steps(bucket) for rank in ranks}) == 1
+    for _ in range(2):  # rank 0 has all of it after the first time
+        pending = [jobs.Pending() for _ in ranks]
+        for rank, each in zip(ranks, pending, strict=True):
+            rank.state.collect_residual(bucket, each)
+        for each in pending:
+            np.testing.assert_allclose(got + summed(each.wait()), payloads.sum(axis=0), atol=1e-4)
+    for rank in ranks:
+        rank.state.set_residual(bucket, np.zeros(3000, np.float32))
+    for each in [push(rank, bucket, None) for rank in ranks]:
+        assert not summed(each.wait()).any()
+
+
+def test_ranks_draw_different_numbers_and_nobody_is_awaited_where_all_have_come(ranks: list[Exchange]) -> None:
+    (bucket,) = declared(ranks, sum_spec(8))
+    for pending in [push(rank, bucket, bytes(8)) for rank in ranks]:
+        pending.wait()
+    assert [rank.peers.fetch_add("a") for rank in ranks] == list(range(len(ranks)))
+    assert ranks[0].peers.fetch_add("a") == len(ranks)
+    for rank in ranks:
+        assert not rank.peers.is_awaited(bucket)
+        rank.peers.extend_deadline(bucket)  # nothing is outstanding
+        rank.peers.quiesce()
+        assert rank.info.progress(bucket) == 1.0
+
+
 def test_a_wrong_size_is_refused_and_changes_nothing(ranks: list[Exchange]) -> None:
     (bucket,) = declared(ranks, sum_spec(8))
     with pytest.raises(ProtocolError, match="payload of bucket 'b8' must have 8 bytes, got 4"):
@@ -251,7 +281,7 @@ def test_a_failure_from_outside_reaches_listeners_and_pushes_once(ranks: list[Ex
 
 
 def test_replies_over_the_wire_are_aligned_writable_and_ones_own(ranks: list[Exchange]) -> None:
-    if isinstance(ranks[0], EmbeddedExchange):
+    if ranks[0].info.embedded:
         pytest.skip("the embedded exchange hands back what was pushed")
     (bucket,) = declared(ranks, sum_spec(10_000))
     kept: list[Value] = []

@@ -18,7 +18,7 @@ from recorded import sends
 
 from tfps.config import FIRST_WINDOW_BYTES, Config, Transport
 from tfps.errors import ProtocolError, TfpsError
-from tfps.exchange.interface import BucketSpec
+from tfps.exchange.interface import BucketSpec, FailureState
 from tfps.exchange.layout import Cutting, Layout, cut_anew
 from tfps.exchange.tuning import MAX_GRPC_SLICE_BYTES, MAX_SLICE_BYTES, MIN_SLICE_BYTES, Measured, choose
 from tfps.protos import tfps_pb2 as pb
@@ -27,6 +27,7 @@ from tfps.types import Argument
 from tfps.wire.send_queue import SendQueue, Throughput
 from tfps.wire.shared_memory import Sharing
 from tfps.worker.bucket import PushedBucket
+from tfps.worker.client import Membership, PserverClient
 from tfps.worker.tuner import Tuner, measure, message_s, ratio
 from tfps.worker.worker import Worker
 
@@ -206,7 +207,8 @@ def test_what_small_slices_could_not_show_is_seen_at_a_second_look(
         sizes.append(cast(tuple[int, int], chosen))
         trained.next[0] = Cutting([], [])
 
-    tuner = Tuner(Config(), [raw.pserver], queues, Sharing(wanted=False), tune)
+    client = PserverClient([raw.pserver], Config(), [], FailureState(), Membership(0, 1, ""))
+    tuner = Tuner(Config(), client, queues, Sharing(wanted=False), tune)
     tuner.probe()
     for steps in range(1, 20):
         trained.steps, trained.started_s = steps, 0.1 * steps
@@ -239,7 +241,7 @@ def test_fixed_sizes_are_never_changed(cluster: Cluster) -> None:
 )
 def test_a_malformed_layout_is_refused(cluster: Cluster, layout: pb.Layout, rule: str) -> None:
     (worker,) = job(cluster, 1, 1)
-    request = pb.TuneRequest(incarnation=worker._membership.incarnation, rank=0, layout=layout)
+    request = pb.TuneRequest(incarnation=worker._client.membership.incarnation, rank=0, layout=layout)
     with pytest.raises(ProtocolError, match=rule):
         worker._pservers[0].call("Tune", request, DEADLINE_S)
     train(worker, range(2))
@@ -353,7 +355,8 @@ def test_rank_0_on_the_host_of_all_pservers_asks_how_fast_others_receive(cluster
     assert (tuner._ask, tuner._most) == (True, MAX_GRPC_SLICE_BYTES)
 
     def told() -> list[Throughput]:
-        return [Throughput(m.busy_bytes, m.busy_s) for members in tuner._members() for m in members if m.rank == 1]
+        seen = members[0]._client.members(DEADLINE_S)
+        return [Throughput(m.busy_bytes, m.busy_s) for each in seen for m in each if m.rank == 1]
 
     def measured() -> bool:
         # How fast they are received is measured while replies wait to be sent: rank 1 takes none before all are there.

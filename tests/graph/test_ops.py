@@ -82,8 +82,8 @@ def test_a_pull_sends_only_if_its_result_is_used(used: bool) -> None:
     messages = tf.queue.FIFOQueue(10, graph_ops.MESSAGE)
 
     def reply() -> None:
-        _, ticket, _, indices, _, results = messages.dequeue()
-        graph_ops.answer(results, ["", ticket, np.array([7], np.uint8), indices])
+        _, graph_run, _, indices, _, results = messages.dequeue()
+        graph_ops.answer(results, ["", graph_run, np.array([7], np.uint8), indices])
 
     if used:
         threading.Thread(target=reply, daemon=True).start()
@@ -121,9 +121,9 @@ def test_a_pull_keeps_its_queue_from_run_to_run_and_each_pull_has_its_own() -> N
 
     def replies() -> None:
         for _ in range(4):
-            transfer, ticket, data, indices, _, results = messages.dequeue()
+            transfer, graph_run, data, indices, _, results = messages.dequeue()
             answered.setdefault(int(transfer), []).append(results)
-            graph_ops.answer(results, ["", ticket, data, indices])
+            graph_ops.answer(results, ["", graph_run, data, indices])
 
     thread = threading.Thread(target=replies, daemon=True)
     thread.start()
@@ -147,8 +147,8 @@ def test_the_reply_to_a_function_that_is_gone_is_dropped() -> None:
     came: list[Value] = []
 
     def reply() -> None:
-        _, ticket, data, indices, _, results = messages.dequeue()
-        graph_ops.answer(results, ["", ticket, data, indices])
+        _, graph_run, data, indices, _, results = messages.dequeue()
+        graph_ops.answer(results, ["", graph_run, data, indices])
         came.append(results)
 
     thread = threading.Thread(target=reply, daemon=True)

@@ -29,8 +29,8 @@ from tfps.types import Argument, Array
 from tfps.wire import frames
 from tfps.wire.connection import dial
 from tfps.wire.control import INCARNATION_KEY, PROTOCOL_VERSION, PULL, PUSH, RANK_KEY, Pserver, method, settings_of
-from tfps.wire.parts import PART_BYTES, decode_part
-from tfps.wire.tcp_path import Opening
+from tfps.wire.frames import PART_BYTES, decode_part
+from tfps.wire.paths import Opening
 from tfps.worker import worker as worker_module
 from tfps.worker.worker import Worker
 
@@ -349,7 +349,7 @@ def python(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str
 def overdue(worker: Worker, missing: int, bucket: int = 0) -> None:
     """Makes a push of `bucket` last too long, as soon as its pservers say that they wait for rank `missing` alone."""
     target = worker._buckets[bucket]
-    request = pb.WaitingRequest(incarnation=worker._membership.incarnation, rank=worker.rank, bucket=bucket)
+    request = pb.WaitingRequest(incarnation=worker._client.membership.incarnation, rank=worker.rank, bucket=bucket)
 
     def said(pserver: int) -> bool:
         ranks = worker._pservers[pserver].call("Waiting", request, DEADLINE_S).missing

@@ -47,13 +47,13 @@ def watch_who_sends() -> dict[str, set[int]]:
         bucket: PlannedBucket,
         transfer: DeferredUpdate,
         queue: tf.Tensor,
-        ticket: tf.Tensor,
+        graph_run: tf.Tensor,
         carries: bool,
         times: tuple[Value, ...],
     ) -> None:
         if carries:
             carriers.setdefault(transfer.spec.name, set()).add(bucket.replica)
-        send(bucket, transfer, queue, ticket, carries, times)
+        send(bucket, transfer, queue, graph_run, carries, times)
 
     setattr(PlannedBucket, "send", watched)  # noqa: B010  # for the whole process
     return carriers

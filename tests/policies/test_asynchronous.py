@@ -72,7 +72,7 @@ def test_one_worker_with_a_codec_has_the_parameters_of_its_pservers_and_ends_nea
         model = fitted(strategy)
         for weight, expected in zip(model.trainable_variables, plain, strict=True):
             own, served = weight.numpy(), weight.value.remote
-            kept = strategy.extended.exchange.get(served.holder, 0, served.begin, own.nbytes)
+            kept = strategy.extended.exchange.state.read(served.holder, 0, served.begin, own.nbytes)
             assert kept.tobytes() == own.tobytes(), weight.path
             assert np.abs(own - expected).max() <= CODECS[codec] * np.abs(expected).max(), weight.path
         assert model.get_weights()[0].tobytes() != plain[0].tobytes(), "nothing was compressed"

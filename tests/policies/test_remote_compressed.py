@@ -50,7 +50,7 @@ def compiled(
 def kept(strategy: tfps.Strategy, variable: Value, number: int = 0) -> Array:
     """What the pservers have of a Keras variable: its parameters, or another array."""
     nbytes, served = variable.numpy().nbytes, variable.value.remote  # waits for updates under way
-    found = strategy.extended.exchange.get(served.holder, number, served.begin, nbytes)
+    found = strategy.extended.exchange.state.read(served.holder, number, served.begin, nbytes)
     return found.view(np.float32).reshape(variable.shape)
 
 

@@ -36,7 +36,7 @@ def test_who_has_the_token_trains(transport: Transport, cluster: Cluster, files:
     jobs.together(*(lambda worker=worker: worker.declare([SUM]) for worker in workers))
     pushes = [jobs.push(worker, 0, b"\0\0\x80\x3f" * 10_000) for worker in workers]
     assert all(set(jobs.summed(push.wait()).tolist()) == {2.0} for push in pushes)
-    assert len(workers[0].links()) == 1  # which asks for the status
+    assert len(workers[0].info.links()) == 1  # which asks for the status
 
 
 @pytest.mark.parametrize(
@@ -101,10 +101,11 @@ def test_the_token_shows_nowhere(files: dict[str, str]) -> None:
             cluster = stack.enter_context(Cluster())
             worker = cluster.worker([address], config=config)
             worker.declare([SUM])
-            worker.start_trace()
+            worker.captures.start()
             still_sums(worker)
-            seen += map(repr, [config, worker, worker._membership, worker._pservers[0], Security.of_worker(config, {})])
-            seen.append(repr(worker.stop_trace([], "run", (), {})))
+            membership, pserver = worker._client.membership, worker._pservers[0]
+            seen += map(repr, [config, worker, membership, pserver, Security.of_worker(config, {})])
+            seen.append(repr(worker.captures.stop([], "run", (), {})))
             for arguments in (("--token-file", files[SECRET]), ("--token-file", files[OTHER]), ()):
                 seen.append(_status(address, *arguments))
             with pytest.raises(ConnectError) as caught:

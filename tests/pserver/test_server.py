@@ -137,7 +137,7 @@ MALFORMED = {
 }
 
 
-MESSAGES = ["truncated header", "no bytes", "oversized frame"]  # which a connection has none of; see test_parts.py
+MESSAGES = ["truncated header", "no bytes", "oversized frame"]  # which a connection has none of; see test_frames.py
 OVER = {
     "tcp": [what for what in MALFORMED if what not in MESSAGES],
     "grpc": [*MALFORMED],
@@ -316,7 +316,7 @@ MALFORMED_REPLIES: dict[str, tuple[Callable[[], bytes], str]] = {
 }
 
 
-@OVER_GRPC  # for TCP see tests/wire/test_parts.py and test_connection.py
+@OVER_GRPC  # for TCP see tests/wire/test_frames.py and test_connection.py
 @pytest.mark.parametrize("what", MALFORMED_REPLIES)
 def test_a_malformed_reply_fails_the_worker_and_names_the_pserver(cluster: Cluster, what: str) -> None:
     make, rule = MALFORMED_REPLIES[what]

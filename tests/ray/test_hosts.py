@@ -29,7 +29,7 @@ def exchange():
     worker = on_ray.join()
     worker.declare([on_ray.SUM])
     summed = jobs.summed(jobs.push(worker, 0, bytes.fromhex("0000803f") * 100).wait())
-    links = {link.pserver: link.shared_memory for link in worker.links()}
+    links = {link.pserver: link.shared_memory for link in worker.info.links()}
     own = ray.util.get_node_ip_address()
     return {"rank": worker.rank, "sum": set(summed.tolist()).pop(), "links": links, "on": own}
 

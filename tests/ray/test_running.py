@@ -51,7 +51,7 @@ def trained() -> Options:
         "weights": b"".join(weight.tobytes() for weight in model.get_weights()),
         "learned": losses[-1] < losses[0],
         "pservers": strategy.pservers,
-        "shared": [link.shared_memory for link in strategy._runtime.exchange.links()],
+        "shared": [link.shared_memory for link in strategy._runtime.exchange.info.links()],
         "node": ray.get_runtime_context().get_node_id(),
         "pserver nodes": {each["Address"]["NodeID"] for each in on_ray.actors("TfpsPserver")},
         "in pservers": {name for each in on_ray.actors("TfpsPserver") for name in loaded(each["Pid"])},

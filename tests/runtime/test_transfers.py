@@ -15,12 +15,12 @@ def test_a_round_with_several_replicas_starts_when_all_have_closed_their_gates()
     transfer = Transfer(0, BucketSpec(("b",), "sum", 4, "float32", 0), messages=3)
     data, empty = tf.constant([1, 2, 3, 4], tf.uint8), tf.constant([], tf.uint8)
     none, times = tf.constant(0, tf.int64), tf.constant([], tf.float64)
-    for ticket in (7, 8):
+    for graph_run in (7, 8):
         assert transfer.collect(none, empty, empty, times) is None
-        assert transfer.collect(tf.constant(ticket, tf.int64), data, empty, times) is None
+        assert transfer.collect(tf.constant(graph_run, tf.int64), data, empty, times) is None
         collected = transfer.collect(none, empty, empty, times)
         assert collected is not None
-        assert collected[:2] == (ticket, data)
+        assert collected[:2] == (graph_run, data)
 
 
 def group_of(*buckets: int) -> list[DeferredUpdate]:

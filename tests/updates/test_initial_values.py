@@ -20,7 +20,7 @@ from tfps.exchange.interface import BucketSpec
 from tfps.launch import progress
 from tfps.types import Variable
 from tfps.updates import initial_values
-from tfps.worker import patience
+from tfps.worker import client
 
 MB = 10**6
 
@@ -29,7 +29,7 @@ def test_rank_0_says_how_far_its_values_are_and_whom_it_waits_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(progress, "_LINE_AFTER_S", math.inf)
-    monkeypatch.setattr(patience, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(client, "PATIENCE_S", 0.3)
     monkeypatch.setattr(initial_values, "_BATCH_BYTES", MB)
     config = tfps.Config(slice_bytes=2**16, window_bytes=2**18, connect_timeout_s=jobs.DEADLINE_S)
     rows = np.arange(250_000, dtype=np.float32)

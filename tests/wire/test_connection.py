@@ -20,10 +20,22 @@ from tfps.errors import ConnectError, ProtocolError, TfpsError, WorkerLostError
 from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
-from tfps.wire.connection import BrokenConnectionError, Connection, dial, greet, refuse
-from tfps.wire.frames import Header, Kind
+from tfps.wire.connection import (
+    CHEAP_PART_BYTES,
+    MAX_PART_BYTES,
+    MIN_PART_BYTES,
+    PART_S,
+    SLOW_PART_S,
+    UNSENT_S,
+    BrokenConnectionError,
+    Connection,
+    RateEstimator,
+    dial,
+    greet,
+    refuse,
+)
+from tfps.wire.frames import PART_BYTES, Header, Kind, Part, decode_part, encode_part
 from tfps.wire.job_token import JobToken
-from tfps.wire.parts import PART_BYTES, Part, decode_part, encode_part
 from tfps.wire.send_queue import Outgoing, SendQueue
 
 
@@ -273,3 +285,63 @@ def test_a_worker_says_what_it_has_reached() -> None:
         with pytest.raises(ConnectionRefusedError, match="is not a tfps pserver"):
             dial(f"127.0.0.1:{port}", port, JobToken(), "incarnation", 0, jobs.DEADLINE_S)
         thread.join(jobs.DEADLINE_S)
+
+
+# Parts of half a millisecond of the link, or 64 KiB in up to 3 ms, against a socket with a given rate
+
+
+def on_link(rate: float, seconds: float = 1.0) -> RateEstimator:
+    """After so long of sending on a link of `rate` bytes per second that is always full."""
+    estimator, now_s = RateEstimator(), 0.0
+    while now_s < seconds:
+        now_s += estimator.part_bytes / rate
+        estimator.sent(estimator.part_bytes, waited=True, now_s=now_s)
+    return estimator
+
+
+@pytest.mark.parametrize("mbit", [1000, 2500, 5000])
+def test_a_part_takes_about_half_a_millisecond(mbit: int) -> None:
+    estimator = on_link(mbit * 1e6 / 8)
+    assert PART_S / 2 <= estimator.part_bytes / (mbit * 1e6 / 8) <= 2 * PART_S
+    assert estimator.unsent_bytes == estimator.part_bytes * UNSENT_S / PART_S
+
+
+@pytest.mark.parametrize("mbit", [200, 300, 700])
+def test_a_part_that_saves_cpu_is_larger(mbit: int) -> None:
+    assert on_link(mbit * 1e6 / 8).part_bytes == CHEAP_PART_BYTES
+
+
+@pytest.mark.parametrize("mbit", [50, 100, 150])
+def test_no_part_holds_an_urgent_one_up_for_longer_than_four_milliseconds(mbit: int) -> None:
+    assert SLOW_PART_S / 2 <= on_link(mbit * 1e6 / 8).part_bytes / (mbit * 1e6 / 8) <= 4e-3
+
+
+def test_slow_and_fast_links_stay_within_bounds() -> None:
+    assert on_link(1e5).part_bytes == MIN_PART_BYTES
+    assert on_link(1e11, 0.1).part_bytes == MAX_PART_BYTES
+
+
+def test_a_socket_that_takes_all_at_once_gets_larger_parts() -> None:
+    estimator = RateEstimator()
+    for _ in range(200):
+        estimator.sent(estimator.part_bytes, waited=False, now_s=0.0)
+    assert estimator.part_bytes == MAX_PART_BYTES
+
+
+def test_a_socket_that_takes_what_comes_now_and_then_shows_nothing() -> None:
+    estimator = RateEstimator()
+    before = estimator.part_bytes
+    for _ in range(200):
+        for _ in range(3):
+            estimator.sent(estimator.part_bytes, waited=False, now_s=0.0)
+        estimator.idle()
+    assert estimator.part_bytes == before
+
+
+def test_an_idle_link_says_nothing_of_its_rate() -> None:
+    estimator = on_link(1.25e9)
+    before = estimator.part_bytes
+    for second in range(2, 20):  # one part per second
+        estimator.idle()
+        estimator.sent(100, waited=True, now_s=float(second))
+    assert estimator.part_bytes == before

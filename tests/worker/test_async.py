@@ -20,7 +20,6 @@ from tfps.exchange.update_spec import StepNumbers, UpdateSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire import frames
 from tfps.wire.frames import EMPTY, Header, Kind
-from tfps.worker.embedded import EmbeddedExchange
 from tfps.worker.worker import Worker
 
 ITEMS = 3000
@@ -88,7 +87,7 @@ def begun(cluster: Cluster, workers: int, *specs: BucketSpec, config: Config = C
     members = job(cluster, workers, *specs, pservers=pservers, config=config)
     ranks = [Rank(each) for each in members]
     for bucket, spec in enumerate(specs):
-        members[0].put(bucket, 0, 0, START)
+        members[0].state.write(bucket, 0, 0, START)
         alpha = (0.001,) if "adam" in spec.update else ()
         for each in [rank.push(None, *alpha, bucket=bucket) for rank in ranks]:
             np.testing.assert_array_equal(summed(each.wait()), START)
@@ -104,7 +103,7 @@ def test_every_push_is_applied_as_it_comes_and_its_rank_gets_the_newest(cluster:
         m = m * np.float32(0.5) - gradient * np.float32(0.25)
         w = w + m
         np.testing.assert_array_equal(ranks[number].step(gradient), w)
-    np.testing.assert_array_equal(ranks[1].worker.get(0, 1, 0, 4 * ITEMS).view(np.float32), m)
+    np.testing.assert_array_equal(ranks[1].worker.state.read(0, 1, 0, 4 * ITEMS).view(np.float32), m)
 
 
 def test_adam_goes_by_the_numbers_of_the_rank_that_pushes(cluster: Cluster) -> None:
@@ -124,7 +123,7 @@ def test_first_pushes_wait_for_all_ranks_and_are_applied_in_their_order(cluster:
     members = job(cluster, 3, sgd(), pservers=2, config=CONFIG)
     ranks = [Rank(each) for each in members]
     late = [ranks[2].push(GRADIENT * 3), ranks[1].push(GRADIENT * 2)]
-    members[0].put(0, 0, 0, START)
+    members[0].state.write(0, 0, 0, START)
     replies = [summed(each.wait()) for each in (ranks[0].push(GRADIENT), *reversed(late))]
     w, m = START, np.zeros(ITEMS, np.float32)
     for number in range(3):
@@ -137,7 +136,7 @@ def test_first_pushes_wait_for_all_ranks_and_are_applied_in_their_order(cluster:
 def test_what_all_ranks_assign_later_counts_where_they_meet(cluster: Cluster) -> None:
     """Gradients that come before are applied to the old values; bytes that were not assigned keep them."""
     ranks = begun(cluster, 2, sgd(momentum=0.0), sgd(momentum=0.0, name="other"))
-    ranks[0].worker.put(0, 0, 400, np.full(100, 7, np.float32))
+    ranks[0].worker.state.write(0, 0, 400, np.full(100, 7, np.float32))
     waits = ranks[0].push(GRADIENT, mark=ASSIGNED + 5)
     w = START - GRADIENT * np.float32(0.25)
     np.testing.assert_array_equal(ranks[1].step(GRADIENT), w)
@@ -164,7 +163,7 @@ def test_a_rank_that_meets_others_elsewhere_while_they_wait_for_it_fails_the_job
     waits = ranks[0].push(GRADIENT, mark=ASSIGNED + 5)
     assert ranks[0].is_held(waits)  # so it has come
     with pytest.raises(MismatchError, match=r"rank 1 .*while others wait for its first step, or for it to assign"):
-        ranks[1].worker.rest()
+        ranks[1].worker.peers.quiesce()
     assert "rank 1" in str(waits.error())
 
 
@@ -181,13 +180,13 @@ def test_no_rank_is_further_ahead_than_allowed_until_the_slow_ones_step_rest_or_
     waits.wait()
     waits = ranks[0].push(GRADIENT)
     assert ranks[0].is_held(waits)
-    ranks[1].worker.rest()
+    ranks[1].worker.peers.quiesce()
     assert ranks[0].is_held(waits)
-    ranks[2].worker.rest()
+    ranks[2].worker.peers.quiesce()
     waits.wait()
     for _ in range(5):  # nobody else steps
         ranks[0].step(GRADIENT)
-    ranks[0].worker.rest()  # all have met: nobody is ahead any more
+    ranks[0].worker.peers.quiesce()  # all have met: nobody is ahead any more
     for _ in range(2):
         ranks[1].step(GRADIENT)
     waits = ranks[1].push(GRADIENT)
@@ -209,9 +208,9 @@ def test_without_a_limit_a_rank_goes_on_alone_and_others_may_leave(cluster: Clus
 
 def test_a_rank_that_leaves_before_its_first_step_fails_the_others(cluster: Cluster) -> None:
     members = job(cluster, 2, sgd(), config=CONFIG)
-    members[0].put(0, 0, 0, START)
+    members[0].state.write(0, 0, 0, START)
     waits = Rank(members[0]).push(GRADIENT)
-    request = pb.WaitingRequest(incarnation=members[0]._membership.incarnation)
+    request = pb.WaitingRequest(incarnation=members[0]._client.membership.incarnation)
     poll(lambda: bool(members[0]._pservers[0].call("Waiting", request, jobs.DEADLINE_S).missing))
     members[1].close()
     error = waits.error()
@@ -244,7 +243,7 @@ def test_delay_compensation_adds_what_the_parameters_have_moved_meanwhile(cluste
 
 def test_first_gradients_are_compensated_for_those_applied_before_them(cluster: Cluster) -> None:
     members = job(cluster, 2, sgd(momentum=0.0), config=dataclasses.replace(CONFIG, delay_compensation=0.5))
-    members[0].put(0, 0, 0, START)
+    members[0].state.write(0, 0, 0, START)
     pending = [Rank(each).push(GRADIENT) for each in members]
     w = START - GRADIENT * np.float32(0.25)
     w = w - ((w - START) * GRADIENT * GRADIENT * np.float32(0.5) + GRADIENT) * np.float32(0.25)
@@ -286,28 +285,22 @@ def test_frames_that_do_not_fit_are_refused_by_name(
 
 def test_numbers_are_drawn_once_and_each_rank_begins_with_its_own(cluster: Cluster) -> None:
     members = job(cluster, 3, sgd(), pservers=2, config=CONFIG)
-    assert [members[rank].ticket("a") for rank in (2, 2, 0, 2, 0, 1, 1)] == [2, 3, 0, 4, 5, 1, 6]
-    assert members[1].ticket("b") == 1
+    assert [members[rank].peers.fetch_add("a") for rank in (2, 2, 0, 2, 0, 1, 1)] == [2, 3, 0, 4, 5, 1, 6]
+    assert members[1].peers.fetch_add("b") == 1
     with pytest.raises(ProtocolError, match="a counter whose name has at most 256 characters, got rank 1 and 300"):
-        members[1].ticket("a" * 300)
-    drawn = together(*(lambda each=each: [each.ticket("c") for _ in range(50)] for each in members))
+        members[1].peers.fetch_add("a" * 300)
+    drawn = together(*(lambda each=each: [each.peers.fetch_add("c") for _ in range(50)] for each in members))
     assert sorted(number for each in drawn for number in each) == list(range(150))
-
-
-def test_the_embedded_exchange_counts_alone_and_never_rests() -> None:
-    exchange = EmbeddedExchange(CONFIG)
-    assert [exchange.ticket("a") for _ in range(3)] == [0, 1, 2]
-    exchange.rest()
 
 
 def test_a_capture_has_a_span_for_each_push_that_is_applied(cluster: Cluster) -> None:
     ranks = begun(cluster, 2, sgd(momentum=0.0), pservers=1)
-    ranks[0].worker.start_trace()
+    ranks[0].worker.captures.start()
     for number in (0, 1, 1):
         ranks[number].step(GRADIENT)
-    capture = ranks[0].worker.stop_trace([], "test", [], {})
+    capture = ranks[0].worker.captures.stop([], "test", [], {})
     spans = [span for span in capture.spans if span.kind == "aggregate"]
-    slices = len(ranks[0].worker.owners(0))
+    slices = len(ranks[0].worker.info.owners(0))
     assert sorted((span.rank, span.step) for span in spans) == sorted([(0, 1), (1, 1), (1, 2)] * slices)
 
 
@@ -347,7 +340,7 @@ def test_what_ranks_hold_back_is_collected_though_they_are_at_different_steps(cl
         ranks[number].step(GRADIENT)
     replies = [jobs.Pending() for _ in ranks]
     for rank, pending in zip(ranks, replies, strict=True):
-        rank.worker.held_back.collect(0, pending)
+        rank.worker.state.collect_residual(0, pending)
     for pending in replies:
         np.testing.assert_array_equal(summed(pending.wait()), held[0] + held[1])
     before = ranks[1].step(GRADIENT * np.float32(0))  # whose rank holds nothing back any more

@@ -48,7 +48,7 @@ def collected(workers: Sequence[Worker], bucket: int = 0) -> np.ndarray:
     pending = []
     for worker in workers:
         pending.append(Pending())
-        worker.held_back.collect(bucket, pending[-1])
+        worker.state.collect_residual(bucket, pending[-1])
     first, *others = [summed(each.wait()).copy() for each in pending]
     for other in others:
         assert other.tobytes() == first.tobytes()
@@ -83,7 +83,7 @@ def test_slices_that_are_cut_anew_lose_nothing(cluster: Cluster, codec: str) -> 
         if number == 3:
             workers[0].tune(4096, 8192)
         got += step(workers, payloads)
-    assert len(workers[1].owners(0)) == -(-4 * ITEMS // 4096)
+    assert len(workers[1].info.owners(0)) == -(-4 * ITEMS // 4096)
     if codec in FEEDING_BACK:
         got += collected(workers)
         np.testing.assert_allclose(got, given, atol=1e-4)
@@ -102,7 +102,7 @@ def test_what_was_collected_goes_on_in_a_new_job_of_another_size(cluster: Cluste
     def again(count: int, pservers: int) -> list[np.ndarray]:
         new = job(cluster, count, compressed(codec), pservers=pservers, config=config)
         for worker in new:
-            worker.held_back.hold(0, rest)
+            worker.state.set_residual(0, rest)
         return [
             *(step(new, [gradient(rank, n) if rank < 2 else None for rank in range(count)]) for n in (3, 4)),
             collected(new),
@@ -125,11 +125,11 @@ def test_a_worker_without_rows_contributes_nothing(cluster: Cluster, codec: str)
     assert np.abs(found).max() > 0
     assert not step(workers, [None, None]).any()  # nor do pservers, if nobody has any
     if codec in FEEDING_BACK:
-        held = workers[0]._buckets[0].compressed
-        assert held is not None and held.held is not None
-        before = held.held.copy()
+        held = workers[0]._buckets[0].compression
+        assert held is not None and held.residual is not None
+        before = held.residual.copy()
         step(workers, [None, gradient(1, 2)])
-        assert held.held.tobytes() == before.tobytes()
+        assert held.residual.tobytes() == before.tobytes()
 
 
 @pytest.mark.parametrize("codec", NAMES)
@@ -199,7 +199,7 @@ def test_ranks_that_declare_other_codecs_are_refused_by_name(cluster: Cluster) -
 def test_a_rank_that_collects_alone_fails_the_job_by_name(cluster: Cluster) -> None:
     workers = job(cluster, 2, compressed("int8"))
     alone = Pending()
-    workers[0].held_back.collect(0, alone)
+    workers[0].state.collect_residual(0, alone)
     trains = push(workers[1], 0, gradient(1, 0))
     for error in (alone.error(), trains.error()):
         assert isinstance(error, ProtocolError)

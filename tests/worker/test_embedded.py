@@ -43,16 +43,16 @@ def test_a_capture_has_what_was_recorded_in_the_process() -> None:
     exchange.declare([BucketSpec(("a", "b"), "sum", 8, "float32", 0)])
     for _ in range(2):
         with pytest.raises(TfpsError, match="no capture is being recorded"):
-            exchange.stop_trace([], "run", (), {})
-        exchange.start_trace()
+            exchange.captures.stop([], "run", (), {})
+        exchange.captures.start()
         with pytest.raises(TfpsError, match="a capture is being recorded already"):
-            exchange.start_trace()
+            exchange.captures.start()
         recorder.span("update", 5, 7, step=3, bucket=0)
-        capture = exchange.stop_trace([], "run", (3,), {"model": "small"})
+        capture = exchange.captures.stop([], "run", (3,), {"model": "small"})
         recorder.span("update", 5, 7, step=3, bucket=0)
         assert capture.spans == (Span("update", 0, "updates", 5, 7, 3, 0, rank=0),)
         assert capture.buckets == (CapturedBucket("a, b", ("a", "b"), 0, 8),)
         assert [process.name for process in capture.processes] == ["worker 0"]
-    exchange.start_trace()
+    exchange.captures.start()
     exchange.close()
     assert not recorder.enabled

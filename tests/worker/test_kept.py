@@ -62,7 +62,7 @@ GRADIENT = np.linspace(-1, 1, ITEMS, dtype=np.float32)
 @pytest.mark.parametrize("cluster", ["tcp", "grpc", "shared memory", "both"], indirect=True)
 def test_every_rank_gets_the_parameters_after_an_update_with_the_sum(cluster: Cluster) -> None:
     workers = job(cluster, 2, momentum(), pservers=2, config=CONFIG)
-    workers[0].put(0, 0, 0, START)
+    workers[0].state.write(0, 0, 0, START)
     for step in range(3):
         pending = [pushed(worker, GRADIENT * (rank + 1), numbers(step)) for rank, worker in enumerate(workers)]
         replies = [summed(each.wait()).copy() for each in pending]
@@ -70,16 +70,16 @@ def test_every_rank_gets_the_parameters_after_an_update_with_the_sum(cluster: Cl
         for reply in replies:
             np.testing.assert_array_equal(reply, w)
     for worker in workers:  # either rank, alone
-        np.testing.assert_array_equal(worker.get(0, 1, 0, 4 * ITEMS).view(np.float32), m)
-        np.testing.assert_array_equal(worker.get(0, 0, 4000, 8000).view(np.float32), w[1000:3000])
+        np.testing.assert_array_equal(worker.state.read(0, 1, 0, 4 * ITEMS).view(np.float32), m)
+        np.testing.assert_array_equal(worker.state.read(0, 0, 4000, 8000).view(np.float32), w[1000:3000])
 
 
 def test_what_is_put_between_steps_counts_from_the_next_on(cluster: Cluster) -> None:
     (worker,) = job(cluster, 1, momentum(), pservers=3, config=CONFIG)
-    worker.put(0, 0, 0, START)
+    worker.state.write(0, 0, 0, START)
     pushed(worker, GRADIENT, numbers(0)).wait()
-    worker.put(0, 0, 0, START * 2)
-    worker.put(0, 1, 400, np.zeros(100, np.float32))
+    worker.state.write(0, 0, 0, START * 2)
+    worker.state.write(0, 1, 400, np.zeros(100, np.float32))
     reply = summed(pushed(worker, GRADIENT, numbers(1)).wait())
     m = -GRADIENT * np.float32(0.25)
     m[100:200] = 0
@@ -88,7 +88,7 @@ def test_what_is_put_between_steps_counts_from_the_next_on(cluster: Cluster) -> 
 
 def test_a_rank_without_a_contribution_gets_the_parameters_too(cluster: Cluster) -> None:
     workers = job(cluster, 2, momentum(), config=CONFIG)
-    workers[0].put(0, 0, 0, START)
+    workers[0].state.write(0, 0, 0, START)
     pending = [pushed(workers[0], GRADIENT, numbers(0)), jobs.Pending()]
     workers[1].push(0, None, pending[1], numbers=numbers(0))
     for each in pending:
@@ -100,9 +100,9 @@ def test_large_slices_are_put_and_got_in_pieces(cluster: Cluster) -> None:
     config = Config(slice_bytes=2 * KEPT_PIECE_BYTES, update="server")
     (worker,) = job(cluster, 1, momentum(items), config=config)
     values = np.arange(items, dtype=np.float32)
-    worker.put(0, 0, 0, values)
+    worker.state.write(0, 0, 0, values)
     pushed(worker, np.zeros(items, np.float32), numbers(0)).wait()
-    np.testing.assert_array_equal(worker.get(0, 0, 0, 4 * items).view(np.float32), values)
+    np.testing.assert_array_equal(worker.state.read(0, 0, 0, 4 * items).view(np.float32), values)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_large_slices_are_put_and_got_in_pieces(cluster: Cluster) -> None:
 )
 def test_ranks_that_do_not_step_alike_fail_by_name(cluster: Cluster, given: bytes, message: str) -> None:
     workers = job(cluster, 2, momentum(), config=CONFIG)
-    workers[0].put(0, 0, 0, START)
+    workers[0].state.write(0, 0, 0, START)
     pending = [pushed(workers[0], GRADIENT, numbers(0)), pushed(workers[1], GRADIENT, given)]
     for each in pending:
         error = each.error()
@@ -128,7 +128,7 @@ def test_ranks_that_do_not_step_alike_fail_by_name(cluster: Cluster, given: byte
 
 def test_a_push_without_numbers_or_before_the_parameters_fails_by_name(cluster: Cluster) -> None:
     (worker,) = job(cluster, 1, momentum(), config=CONFIG)
-    worker.put(0, 0, 0, START)
+    worker.state.write(0, 0, 0, START)
     assert "numbers of bucket 'w' must come before the slices of step 0" in str(push(worker, 0, GRADIENT).error())
     (other,) = job(cluster, 1, momentum(), config=CONFIG)
     assert "must be put before its first update" in str(pushed(other, GRADIENT, numbers(0)).error())
@@ -137,14 +137,14 @@ def test_a_push_without_numbers_or_before_the_parameters_fails_by_name(cluster: 
 def test_parts_of_buckets_that_there_are_not_are_refused(cluster: Cluster) -> None:
     (worker,) = job(cluster, 1, momentum(), jobs.bucket(8), config=CONFIG)
     for call in (
-        lambda: worker.get(7, 0, 0, 4),
-        lambda: worker.get(0, 0, 4 * ITEMS, 4),
-        lambda: worker.put(0, 5, 0, bytes(4)),
-        lambda: worker.get(1, 0, 0, 4),
+        lambda: worker.state.read(7, 0, 0, 4),
+        lambda: worker.state.read(0, 0, 4 * ITEMS, 4),
+        lambda: worker.state.write(0, 5, 0, bytes(4)),
+        lambda: worker.state.read(1, 0, 0, 4),
     ):
         with pytest.raises(ProtocolError, match="bucket"):
             call()
-    worker.put(0, 0, 0, START)  # the job goes on
+    worker.state.write(0, 0, 0, START)  # the job goes on
     pushed(worker, GRADIENT, numbers(0)).wait()
 
 
@@ -169,27 +169,27 @@ def test_a_closed_worker_says_so(cluster: Cluster) -> None:
     (worker,) = job(cluster, 1, momentum(), config=CONFIG)
     worker.close()
     with pytest.raises(TfpsError):
-        worker.get(0, 1, 0, 4)
+        worker.state.read(0, 1, 0, 4)
 
 
 def test_the_embedded_exchange_keeps_parameters_as_pservers_do() -> None:
     exchange = EmbeddedExchange()
     exchange.declare([momentum()])
-    exchange.put(0, 0, 0, START)
+    exchange.state.write(0, 0, 0, START)
     first = pushed(exchange, GRADIENT, numbers(0)).wait().sum
     before = bytes(first)
     second = summed(pushed(exchange, GRADIENT, numbers(1)).wait())
     assert bytes(first) == before  # TensorFlow may hold it
     w, m = expected(START, [GRADIENT] * 2)
     np.testing.assert_array_equal(second, w)
-    np.testing.assert_array_equal(exchange.get(0, 1, 0, 4 * ITEMS).view(np.float32), m)
+    np.testing.assert_array_equal(exchange.state.read(0, 1, 0, 4 * ITEMS).view(np.float32), m)
     with pytest.raises(ProtocolError, match="bucket must be one with an update, got 3"):
-        exchange.get(3, 0, 0, 4)
+        exchange.state.read(3, 0, 0, 4)
 
 
 def test_slices_that_keep_something_are_never_cut_anew(cluster: Cluster) -> None:
     workers = job(cluster, 2, momentum(), jobs.bucket(40_000), config=CONFIG)
-    workers[0].put(0, 0, 0, START)
+    workers[0].state.write(0, 0, 0, START)
     for step in range(7):
         together(
             *(lambda w=w, s=step: pushed(w, GRADIENT, numbers(s)).wait() for w in workers),
@@ -198,6 +198,6 @@ def test_slices_that_keep_something_are_never_cut_anew(cluster: Cluster) -> None
         if step == 2:
             workers[0].tune(2048, 8192)
     w, _ = expected(START, [GRADIENT + GRADIENT] * 7)
-    np.testing.assert_array_equal(workers[1].get(0, 0, 0, 4 * ITEMS).view(np.float32), w)
-    assert len(workers[0].owners(1)) == 20
-    assert len(workers[0].owners(0)) == 20
+    np.testing.assert_array_equal(workers[1].state.read(0, 0, 0, 4 * ITEMS).view(np.float32), w)
+    assert len(workers[0].info.owners(1)) == 20
+    assert len(workers[0].info.owners(0)) == 20

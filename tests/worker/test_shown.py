@@ -21,7 +21,6 @@ from tfps.pserver.updated_slice import kept_arrays
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument
 from tfps.worker.embedded import EmbeddedExchange
-from tfps.worker.worker import Worker
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def random(seed: int) -> np.ndarray:
 
 
 def kept(exchange: Exchange, number: int) -> np.ndarray:
-    return exchange.get(0, number, 0, 4 * ITEMS).view(np.float32)
+    return exchange.state.read(0, number, 0, 4 * ITEMS).view(np.float32)
 
 
 class Ranks:
@@ -58,7 +57,7 @@ class Ranks:
 
     def __init__(self, workers: Sequence[Exchange], start: np.ndarray) -> None:
         self.workers, self.variable, self.steps = workers, start.copy(), 0
-        workers[0].put(0, 0, 0, start)
+        workers[0].state.write(0, 0, 0, start)
 
     def begin(self, gradients: Sequence[np.ndarray | None], mark: int = 0) -> list[Pending]:
         pending = []
@@ -82,9 +81,8 @@ class Ranks:
         """What the ranks hold back of their gradients."""
         pending = []
         for worker in self.workers:
-            assert isinstance(worker, Worker)
             pending.append(Pending())
-            worker.held_back.collect(0, pending[-1])
+            worker.state.collect_residual(0, pending[-1])
         first, *_ = [summed(each.wait()).copy() for each in pending]  # each rank's: it holds from its reply on
         return first
 
@@ -148,9 +146,9 @@ def test_what_is_put_counts_from_the_next_push_on_and_is_shown_with_it(cluster: 
     gradients = [random(1), random(2)]
     by_hand.step(gradients)
     ranks.step(gradients)
-    ranks.workers[0].put(0, 0, 4 * 100, random(3)[100:900])  # a part, across slices
-    ranks.workers[0].put(0, 0, 4 * 2000, random(3)[2000:2010])
-    ranks.workers[0].put(0, SHOWN, 4 * 2005, random(4)[2005:2010])  # as from a checkpoint
+    ranks.workers[0].state.write(0, 0, 4 * 100, random(3)[100:900])  # a part, across slices
+    ranks.workers[0].state.write(0, 0, 4 * 2000, random(3)[2000:2010])
+    ranks.workers[0].state.write(0, SHOWN, 4 * 2005, random(4)[2005:2010])  # as from a checkpoint
     assert kept(ranks.workers[1], 0).tobytes() == by_hand.parameters.tobytes()  # a slower rank still reads
     assert kept(ranks.workers[1], SHOWN).tobytes() == by_hand.shown.tobytes()
     for where in (slice(100, 900), slice(2000, 2010)):
@@ -223,7 +221,7 @@ def test_a_rank_that_collects_while_another_trains_fails_the_job_by_name(cluster
     ranks = Ranks(job(cluster, 2, spec("int8"), config=CONFIG), random(0))
     ranks.step([random(1), random(2)])
     alone = Pending()
-    ranks.workers[0].held_back.collect(0, alone)  # type: ignore[attr-defined]
+    ranks.workers[0].state.collect_residual(0, alone)
     ranks.workers = ranks.workers[1:]
     (trains,) = ranks.begin([random(3)])
     for error in (alone.error(), trains.error()):

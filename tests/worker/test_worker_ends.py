@@ -63,13 +63,13 @@ def test_a_push_after_another_rank_has_left_fails_at_once(cluster: Cluster) -> N
 
 CALLS: dict[str, Callable[[Worker], object]] = {
     "Declare": lambda worker: worker.declare([bucket(5000)]),
-    "Put": lambda worker: worker.put(0, 0, 0, bytes(8)),
-    "Get": lambda worker: worker.get(0, 0, 0, 8),
+    "Put": lambda worker: worker.state.write(0, 0, 0, bytes(8)),
+    "Get": lambda worker: worker.state.read(0, 0, 0, 8),
     "Tune": lambda worker: worker.tune(4096, 8192),
-    "Rest": lambda worker: worker.rest(),
-    "Take": lambda worker: worker.ticket("counter"),
-    "Waiting": lambda worker: worker.wanted(0),
-    "Trace": lambda worker: worker.start_trace(),
+    "Rest": lambda worker: worker.peers.quiesce(),
+    "Take": lambda worker: worker.peers.fetch_add("counter"),
+    "Waiting": lambda worker: worker.peers.is_awaited(0),
+    "Trace": lambda worker: worker.captures.start(),
 }
 
 

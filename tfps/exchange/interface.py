@@ -6,19 +6,20 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
 from tfps.compression import NONE
 from tfps.errors import ClosedError, ConfigError, ProtocolError, TfpsError
-from tfps.exchange.codecs import codec_of
+from tfps.exchange.codecs import Floats, codec_of
 from tfps.exchange.update_spec import UpdateSpec
 from tfps.trace.capture import Capture, CapturedBucket, Setting
 from tfps.types import Array, Buffer, DType
 
 Payload: TypeAlias = "bytes | bytearray | memoryview | Array"  # C-contiguous; collections.abc.Buffer needs Python 3.12
 BucketKind = Literal["sum", "gather"]
+_T = TypeVar("_T")
 
 
 def parse_dtype(name: str) -> DType:
@@ -146,16 +147,12 @@ OnPart: TypeAlias = "Callable[[Array, int], None]"
 FailureListener = Callable[[TfpsError], None]
 
 
-class Exchange(Protocol):
-    """Sums and gathers buckets over all workers of a job."""
+class Info(Protocol):
+    """What there is to know about an exchange, for reports and pictures."""
 
     @property
-    def rank(self) -> int:
-        """This worker's number, from 0."""
-
-    @property
-    def workers(self) -> int:
-        """How many workers the job has."""
+    def embedded(self) -> bool:
+        """Whether there are one worker and no pserver: what is pushed comes back unchanged."""
 
     @property
     def run(self) -> str:
@@ -169,10 +166,6 @@ class Exchange(Protocol):
     def window_bytes(self) -> int:
         """Maximum bytes in flight per pserver and direction, as tuned; 0 where none are."""
 
-    @property
-    def failure(self) -> TfpsError | None:
-        """Why the exchange has failed, or None."""
-
     def owners(self, bucket: int) -> list[int]:
         """Number of the pserver of each slice of `bucket`, as cut now; empty where nothing is cut."""
 
@@ -180,7 +173,145 @@ class Exchange(Protocol):
         """Fraction of the current push of `bucket` that has come back, 0 to 1."""
 
     def links(self) -> list[Link]:
-        """Measurements of the paths to the pservers; empty if there are none."""
+        """Measurements of the paths to the pservers; empty if there are none.
+
+        Raises:
+            TfpsError: a pserver does not answer.
+        """
+
+
+class State(Protocol):
+    """What lasts from one step of a bucket to the next.
+
+    Pservers keep arrays of a bucket with an update: 0 is the parameters, then come the update's slots, then, if the
+    bucket has a codec, the workers' copy of the parameters. A codec with error feedback keeps a residual on every rank
+    and pserver: what it could not express yet.
+
+    Raises:
+        ProtocolError: there is no such part of an array.
+        TfpsError: a pserver does not answer, or the exchange has failed.
+    """
+
+    def write(self, bucket: int, array: int, begin: int, values: Payload) -> None:
+        """Replaces part of an array that pservers keep; returns when all have it.
+
+        For rank 0, between the last reply to it and its next push, from which on it counts: until then every rank gets
+        what was there. Writing array 0 overwrites the workers' copy, too; write that copy last if it must differ.
+
+        Args:
+            begin: in bytes, of the bucket.
+        """
+
+    def read(self, bucket: int, array: int, begin: int, nbytes: int) -> Array:
+        """Part of an array that pservers keep, flat uint8, as of this rank's last reply; see `write`.
+
+        Other ranks need not take part: without this rank's next push nothing changes.
+        """
+
+    def steps(self, bucket: int) -> int:
+        """How many steps of a bucket have begun; 0 where nothing is sent."""
+
+    def collect_residual(self, bucket: int, on_reply: OnReply) -> None:
+        """Takes one step of `bucket`, as every rank must: the reply is the sum of all its residuals.
+
+        After that rank 0 has the sum as its residual, and neither other ranks nor pservers have any. So what follows is
+        the same as after `set_residual` with this sum in a new job, whatever its numbers of workers and pservers.
+        Nothing else of the bucket may be under way. For one thread at a time.
+        """
+
+    def set_residual(self, bucket: int, values: Floats) -> None:
+        """Makes `values` the residual of `bucket` on rank 0, and 0 that of other ranks."""
+
+
+class Peers(Protocol):
+    """What a rank says to the other ranks and asks them, beside its pushes.
+
+    Raises:
+        TfpsError: a pserver does not answer, or the exchange has failed.
+    """
+
+    def quiesce(self) -> None:
+        """In mode "async": this rank takes no further step before all ranks have called this, and holds up nobody.
+
+        Its pushes must have been answered, or wait for other ranks.
+
+        Raises:
+            MismatchError: others wait for this rank to take its first step, or to assign values as they have.
+        """
+
+    def fetch_add(self, counter: str) -> int:
+        """Draws a number that no rank has drawn from `counter` (at most 256 characters).
+
+        Each rank's first is its rank, the others count up from the number of workers. Costs a round trip.
+        """
+
+    def is_awaited(self, bucket: int) -> bool:
+        """Whether another rank waits for this rank's push of `bucket`."""
+
+    def extend_deadline(self, bucket: int) -> None:
+        """Lets the deadline of the outstanding push of `bucket`, if any, begin anew."""
+
+
+class Captures(Protocol):
+    """Records captures on all workers and pservers, in their recorders. For rank 0 only.
+
+    Raises:
+        UnsupportedError: this is another rank.
+    """
+
+    def start(self) -> None:
+        """Starts recording; returns when all pservers record. Other workers start when told, a moment later.
+
+        Raises:
+            TfpsError: a capture is being recorded, or the exchange has failed or was closed.
+        """
+
+    def stop(
+        self, buckets: Sequence[CapturedBucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
+    ) -> Capture:
+        """Stops recording everywhere and collects the records, in half a minute at most.
+
+        Records that a worker has not uploaded by then are left out, which is logged. Clock offsets are measured here.
+
+        Args:
+            buckets: by id, as shown to users; those of higher ids appear as declared.
+            settings: in addition to the policy and the sizes of slices and windows.
+
+        Raises:
+            TfpsError: no capture is being recorded, or the exchange has failed meanwhile.
+        """
+
+
+class Exchange(Protocol):
+    """Sums and gathers buckets over all workers of a job."""
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+
+    @property
+    def workers(self) -> int:
+        """How many workers the job has."""
+
+    @property
+    def info(self) -> Info:
+        """What there is to know about it."""
+
+    @property
+    def state(self) -> State:
+        """What pservers keep of buckets, and residuals."""
+
+    @property
+    def peers(self) -> Peers:
+        """The other ranks."""
+
+    @property
+    def captures(self) -> Captures:
+        """Captures of all workers and pservers."""
+
+    @property
+    def failure(self) -> TfpsError | None:
+        """Why the exchange has failed, or None."""
 
     def declare(
         self, specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: threading.Event | None = None
@@ -198,51 +329,6 @@ class Exchange(Protocol):
             MismatchError: names the first line that differs and what each rank has.
             WaitTimeoutError: names the ranks missing after `config.step_timeout_s`.
             TfpsError: the exchange failed meanwhile or was closed.
-        """
-
-    def put(self, bucket: int, number: int, begin: int, values: Payload) -> None:
-        """Replaces part of what pservers keep of a bucket with an update; returns when all have it.
-
-        For rank 0, between the last reply to it and its next push, from which on it counts: until then every rank gets
-        what was there.
-
-        Args:
-            number: 0: parameters, then the update's slots, then, if the bucket has a codec, what workers have of the
-                parameters. To put parameters puts that, too: what is to differ from them is put after them.
-            begin: in bytes, of the bucket.
-
-        Raises:
-            ProtocolError: there is no such part.
-            TfpsError: a pserver does not answer, or the job has failed.
-        """
-
-    def get(self, bucket: int, number: int, begin: int, nbytes: int) -> Array:
-        """Part of what pservers keep of a bucket, flat uint8, as of this rank's last reply; see `put`.
-
-        Other ranks need not take part: without this rank's next push nothing changes.
-
-        Raises:
-            ProtocolError: there is no such part.
-            TfpsError: a pserver does not answer, or the job has failed.
-        """
-
-    def rest(self) -> None:
-        """In mode "async": this rank takes no further step before all ranks rest, and holds up nobody meanwhile.
-
-        Its pushes must have been answered, or wait for other ranks.
-
-        Raises:
-            MismatchError: others wait for this rank to take its first step, or to assign values as they have.
-            TfpsError: a pserver does not answer, or the job has failed.
-        """
-
-    def ticket(self, counter: str) -> int:
-        """Draws a number that no rank has drawn from `counter` (at most 256 characters).
-
-        Each rank's first is its rank, the others count up from the number of workers. Costs a round trip.
-
-        Raises:
-            TfpsError: the pserver does not answer, or does not know the job any more.
         """
 
     def push(
@@ -273,42 +359,6 @@ class Exchange(Protocol):
 
         Raises:
             ProtocolError: there is no such bucket, or the payload has the wrong size.
-        """
-
-    def wanted(self, bucket: int) -> bool:
-        """Whether another rank waits for this rank's push of `bucket`.
-
-        Raises:
-            TfpsError: its pserver does not answer, or the exchange has failed.
-        """
-
-    def renew(self, bucket: int) -> None:
-        """Lets the deadline of the outstanding push of `bucket`, if any, begin anew."""
-
-    def start_trace(self) -> None:
-        """Starts recording a capture on all workers and pservers, in their recorders. For rank 0 only.
-
-        Returns when all pservers record; other workers start when told, a moment later.
-
-        Raises:
-            UnsupportedError: this is another rank.
-            TfpsError: a capture is being recorded, or the exchange has failed or was closed.
-        """
-
-    def stop_trace(
-        self, buckets: Sequence[CapturedBucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
-    ) -> Capture:
-        """Stops recording everywhere and collects the records, in half a minute at most. For rank 0 only.
-
-        Records that a worker has not uploaded by then are left out, which is logged. Clock offsets are measured here.
-
-        Args:
-            buckets: by id, as shown to users; those of higher ids appear as declared.
-            settings: in addition to the policy and the sizes of slices and windows.
-
-        Raises:
-            UnsupportedError: this is another rank.
-            TfpsError: no capture is being recorded, or the exchange has failed meanwhile.
         """
 
     def add_failure_listener(self, listener: FailureListener) -> None:
@@ -344,18 +394,21 @@ def as_bytes(payload: Payload | None) -> memoryview | None:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-def check_payload(specs: Sequence[BucketSpec], bucket: int, nbytes: int | None) -> BucketSpec:
-    """The declared spec of `bucket`, if a payload of `nbytes` (None: no payload) may be pushed to it.
+def declared(buckets: Sequence[_T], bucket: int) -> _T:
+    """What `buckets` has of the declared bucket with this id.
 
     Raises:
-        ProtocolError: there is no such bucket, or the payload has the wrong size.
+        ProtocolError: there is no such bucket.
     """
-    if not 0 <= bucket < len(specs):
-        raise ProtocolError(f"bucket must be one of the {len(specs)} declared ones, got {bucket}")
-    spec = specs[bucket]
-    if spec.kind == "sum" and nbytes is not None and nbytes != spec.nbytes:
-        raise ProtocolError(f"a payload of bucket '{spec.name}' must have {spec.nbytes} bytes, got {nbytes}")
-    return spec
+    if not 0 <= bucket < len(buckets):
+        raise ProtocolError(f"bucket must be one of the {len(buckets)} declared ones, got {bucket}")
+    return buckets[bucket]
+
+
+def check_payload(spec: BucketSpec, payload: memoryview | None) -> None:
+    """Raises ProtocolError if the payload of a push has the wrong size."""
+    if spec.kind == "sum" and payload is not None and payload.nbytes != spec.nbytes:
+        raise ProtocolError(f"a payload of bucket '{spec.name}' must have {spec.nbytes} bytes, got {payload.nbytes}")
 
 
 class FailureState:
@@ -375,6 +428,11 @@ class FailureState:
     def end(self) -> TfpsError | None:
         """Why nothing can be pushed any more: the failure, else ClosedError once closed, else None."""
         return self._failure or (ClosedError("the exchange is closed") if self._closed else None)
+
+    def check(self) -> None:
+        """Raises `end`, if there is one."""
+        if (end := self.end) is not None:
+            raise end
 
     def fail(self, error: TfpsError) -> bool:
         """Keeps the first error and calls the listeners; False if there was one before, or after `close`."""

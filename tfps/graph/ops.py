@@ -22,10 +22,10 @@ HOST = "/device:CPU:0"
 _RESOURCE = tf.TensorSpec([], tf.resource)
 _BYTES = tf.TensorSpec([None], tf.uint8)
 _TIMES = tf.TensorSpec([None], tf.float64)
-# What a graph hands to the host: transfer id, ticket, data, indices of a sparse gradient, times (see `send`), and the
-# queue in which a pull waits for its reply. Messages without a reply put any queue there.
+# What a graph hands to the host: transfer id, graph run, data, indices of a sparse gradient, times (see `send`), and
+# the queue in which a pull waits for its reply. Messages without a reply put any queue there.
 MESSAGE = [tf.int64, tf.int64, tf.uint8, tf.uint8, tf.float64, tf.resource]
-# What the host hands to a pull: error text or "", the ticket of the message, data, indices.
+# What the host hands to a pull: error text or "", the graph run of the message, data, indices.
 PULLED = [tf.string, tf.int64, tf.uint8, tf.uint8]
 PASS, CLOSE, SEND, PULL = "tfps_pass_gate", "tfps_close_gates", "tfps_send", "tfps_pull"  # names of functions below
 _OTHER_STEP = to_text(
@@ -259,21 +259,21 @@ def open_gate(gate: Gate) -> tf.Operation:
 
 
 @functools.cache
-def _ticket_function() -> tf_private.ConcreteFunction:
+def _graph_run_function() -> tf_private.ConcreteFunction:
     @tf.function(autograph=False, input_signature=[])
-    def tfps_ticket() -> tf.Tensor:
+    def tfps_graph_run() -> tf.Tensor:
         return tf.bitcast(tf.timestamp(), tf.int64)
 
-    return tfps_ticket.get_concrete_function()
+    return tfps_graph_run.get_concrete_function()
 
 
-def ticket() -> tf.Tensor:
+def graph_run() -> tf.Tensor:
     """Returns a number (int64, not 0) that differs at every execution of the current graph.
 
     A *stateless* call, because automatic control dependencies would order a stateful one with every `py_function`.
     """
     with tf.device(HOST):
-        return call_stateless(_ticket_function(), [])[0]
+        return call_stateless(_graph_run_function(), [])[0]
 
 
 def call_stateless(function: tf_private.ConcreteFunction, arguments: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -292,11 +292,16 @@ def _send_function() -> tf_private.ConcreteFunction:
 
     @tf.function(autograph=False, input_signature=[_RESOURCE, number, number, _BYTES, _BYTES, _TIMES])
     def tfps_send(
-        queue: tf.Tensor, transfer: tf.Tensor, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
+        queue: tf.Tensor,
+        transfer: tf.Tensor,
+        graph_run: tf.Tensor,
+        data: tf.Tensor,
+        indices: tf.Tensor,
+        times: tf.Tensor,
     ) -> tf.Tensor:
         with tf.control_dependencies([data, indices]):
             times = tf.concat([tf.reshape(tf.timestamp(), [1]), times], 0)
-        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, ticket, data, indices, times, queue])
+        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, graph_run, data, indices, times, queue])
         with tf.control_dependencies([sent]):
             return tf.constant(True)
 
@@ -306,7 +311,7 @@ def _send_function() -> tf_private.ConcreteFunction:
 def send(
     queue: tf.Tensor,
     transfer: int,
-    ticket: tf.Tensor,
+    graph_run: tf.Tensor,
     data: tf.Tensor,
     indices: tf.Tensor | None = None,
     times: Sequence[Value] = (),
@@ -319,7 +324,7 @@ def send(
         if indices is None:
             indices = tf.constant([], tf.uint8)
         noted = tf.stack([tf.cast(each, tf.float64) for each in times]) if times else tf.constant([], tf.float64)
-        sent = _send_function()(queue, tf.constant(transfer, tf.int64), ticket, data, indices, noted)
+        sent = _send_function()(queue, tf.constant(transfer, tf.int64), graph_run, data, indices, noted)
         tf_private.set_read_only_inputs(sent, [0])
     return sent.op
 
@@ -335,12 +340,12 @@ def _pull_function() -> tf_private.ConcreteFunction:
         # A step that TensorFlow stops here leaves its reply behind, which the next step must not take.
         with tf.control_dependencies([data, indices]):
             now = tf.timestamp()
-        ticket, times = tf.bitcast(now, tf.int64), tf.reshape(now, [1])
-        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, ticket, data, indices, times, results])
+        graph_run, times = tf.bitcast(now, tf.int64), tf.reshape(now, [1])
+        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, graph_run, data, indices, times, results])
         with tf.control_dependencies([sent]):
             error, echoed, *pulled = tf.raw_ops.QueueDequeueV2(handle=results, component_types=PULLED)
         with tf.control_dependencies([tf.debugging.Assert(tf.equal(error, ""), [error])]):
-            own = tf.debugging.Assert(tf.equal(ticket, echoed), [tf.constant(_OTHER_STEP)])
+            own = tf.debugging.Assert(tf.equal(graph_run, echoed), [tf.constant(_OTHER_STEP)])
         with tf.control_dependencies([own]):
             return tf.identity(pulled[0]), tf.identity(pulled[1])
 

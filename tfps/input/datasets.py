@@ -245,7 +245,7 @@ class _Staged:
     def _next_epoch(self, open_groups: Callable[[], Iterator[Group]]) -> Iterator[Group]:
         """Returns the batches of the next epoch that this worker draws."""
         if self.steps is None or self._stream is None:
-            self._stream = Stream(open_groups, self.staging.ticket)
+            self._stream = Stream(open_groups, self.staging.fetch_add)
         return self._stream.epoch(f"batches/{self.staging.next_epoch()}", self.steps)
 
     def begin_anew(self) -> None:

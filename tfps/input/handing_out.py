@@ -54,7 +54,7 @@ class Stream:
 
     Args:
         open_groups: reads the dataset from its begin.
-        draw: draws a number from a counter, see `Exchange.ticket`.
+        draw: draws a number from a counter, see `Peers.fetch_add`.
     """
 
     def __init__(self, open_groups: Callable[[], Iterator[Group]], draw: Callable[[str], int]) -> None:

@@ -368,7 +368,7 @@ class _Changes:
 
 
 class Request(Transfer):
-    """Batch requests from one graph (`root` None: from eager code); their ticket is the line number."""
+    """Batch requests from one graph (`root` None: from eager code); for a graph run they give the line's number."""
 
     exchanges = False
 
@@ -378,13 +378,13 @@ class Request(Transfer):
         self._root = None if root is None else weakref.ref(root)
         self._trains: bool | None = None if root is not None else False
 
-    def send(self, ticket: tf.Tensor) -> tf.Operation:
+    def send(self, graph_run: tf.Tensor) -> tf.Operation:
         """Returns the op that sends a message; messages of one graph stay in order."""
         lockstep = self.lockstep
-        return graph_ops.request(lockstep.runtime.queue, lockstep.order.queue_ref, self.id, ticket)
+        return graph_ops.request(lockstep.runtime.queue, lockstep.order.queue_ref, self.id, graph_run)
 
-    def collect(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor) -> None:
-        self.lockstep.request(int(ticket), self.trains(), self._root is None)
+    def collect(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor) -> None:
+        self.lockstep.request(int(graph_run), self.trains(), self._root is None)
 
     def trains(self) -> bool:
         """Returns whether the graph, which must be complete, exchanges anything."""
@@ -404,7 +404,7 @@ class _Announcement(Transfer):
         super().__init__(bucket, spec)
         self._lockstep, self._line, self._position = lockstep, line, position
 
-    def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
+    def finish(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
         said = np.frombuffer(memoryview(data), np.int64).reshape(4, -1)
         self._lockstep.decide(self._line, self._position, said)
 

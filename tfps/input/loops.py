@@ -56,8 +56,8 @@ class Loop(Request):
         total.set_shape([])
         return used, total
 
-    def collect(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor) -> None:
-        said, line = int(ticket), self._line
+    def collect(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor) -> None:
+        said, line = int(graph_run), self._line
         if said == _BEGINS or line is None:
             self._begin()
             return

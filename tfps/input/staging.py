@@ -61,7 +61,7 @@ class Staging:
         self.closed, self.compares = False, compares
         self.lockstep = Lockstep.of(runtime) if runtime.exchange.workers > 1 and together else None
         self.workers = runtime.exchange.workers
-        self.ticket = runtime.exchange.ticket
+        self.fetch_add = runtime.exchange.peers.fetch_add
         self.keys = itertools.count()
         self.number = next(_numbers)
         _stagings[self.number] = self

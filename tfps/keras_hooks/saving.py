@@ -130,7 +130,7 @@ def _replace(part: Path, path: Path, strategy: tf.distribute.Strategy) -> None:
     if state is None:
         part.replace(path)
         return
-    bring(part, path, strategy.rank, strategy.num_workers, f"{strategy.extended.exchange.run}/{state}")
+    bring(part, path, strategy.rank, strategy.num_workers, f"{strategy.extended.exchange.info.run}/{state}")
 
 
 def _first_rank_only(

@@ -98,7 +98,7 @@ class Asynchronous(Policy):
         timeout_s = 2 * self._runtime.wait_s  # the exchange fails earlier and says why
         if not self._runtime.settle(timeout_s):
             raise WaitTimeoutError(f"updates under way did not end within {timeout_s:.0f} s")
-        self._runtime.exchange.rest()
+        self._runtime.exchange.peers.quiesce()
 
     def meet(self, number: int = 0) -> int:
         """Waits for all ranks; returns the sum of their numbers.

@@ -172,7 +172,7 @@ class DiLoCo(Policy):
         """Takes part in exchanges that other ranks wait for; the wait for `bucket` then begins anew."""
         made = [each.make_up() for each in known]
         if any(made):
-            self._runtime.exchange.renew(bucket)
+            self._runtime.exchange.peers.extend_deadline(bucket)
         return any(made)
 
     # Global parameters in place of own ones.

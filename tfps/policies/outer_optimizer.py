@@ -208,7 +208,7 @@ class OuterOptimizer:
             updated = last.read_value()
         with tf.control_dependencies([updated.op]):
             nothing = tf.constant([], tf.uint8)
-            graph_ops.send(self._runtime.queue, transfer.id, graph_ops.ticket(), nothing, None, [*times, *mixed])
+            graph_ops.send(self._runtime.queue, transfer.id, graph_ops.graph_run(), nothing, None, [*times, *mixed])
 
     def _push(self, fragment: int, replica: int, step: tf.Tensor) -> None:
         """Emits the exchange of a fragment at `step` into the graph under construction."""
@@ -300,7 +300,7 @@ class OuterOptimizer:
         gates = [gate for variable in self._fragments[fragment] for gate in self._gated(variable).gates]
         if any(gate.closed for gate in gates):
             return False  # its last exchange is under way: others may still wait for that one
-        if not self._runtime.exchange.wanted(self._buckets[fragment][0][0]):
+        if not self._runtime.exchange.peers.is_awaited(self._buckets[fragment][0][0]):
             return False
         self.advance(steps + 1 + wait)
         return True

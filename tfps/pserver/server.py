@@ -47,12 +47,12 @@ from tfps.wire.control import (
     version_text,
 )
 from tfps.wire.frames import Kind, error_from
-from tfps.wire.grpc_path import outgoing, receive
 from tfps.wire.job_token import JobToken
 from tfps.wire.memory import machine_bytes, resident_bytes, tune_malloc
 from tfps.wire.send_queue import SendQueue
 from tfps.wire.shared_memory import Attached, Offer
 from tfps.wire.status import PserverStatus, status_message
+from tfps.wire.stream import outgoing, receive
 from tfps.wire.tls import server_credentials
 
 logger = logging.getLogger("tfps")

@@ -1,4 +1,4 @@
-"""Collects what compression holds back on all ranks and pservers: one step of each bucket, between two training steps.
+"""Collects the residuals of compression on all ranks and pservers: one step of each bucket, between two training steps.
 
 Tested in tests/integration/test_compression.py.
 """
@@ -16,7 +16,6 @@ from tfps.exchange.codecs import Floats
 from tfps.exchange.interface import OnReply, Reply
 from tfps.runtime.interrupts import indivisible, wait
 from tfps.runtime.runtime import Runtime
-from tfps.worker.held_back import HeldBack
 
 
 def settle(runtime: Runtime) -> None:
@@ -32,8 +31,8 @@ def settle(runtime: Runtime) -> None:
         raise failure
 
 
-def collect(runtime: Runtime, held_back: HeldBack, buckets: Sequence[int]) -> dict[int, Floats]:
-    """Returns the sum of what is held back of each of `buckets`; every rank must call it. See `HeldBack.collect`.
+def collect(runtime: Runtime, buckets: Sequence[int]) -> dict[int, Floats]:
+    """Returns the sum of the residuals of each of `buckets`; every rank must call it. See `State.collect_residual`.
 
     Raises:
         TfpsError: the exchange failed, or another rank did not call it in time.
@@ -54,7 +53,7 @@ def collect(runtime: Runtime, held_back: HeldBack, buckets: Sequence[int]) -> di
         for bucket in buckets:
             with runtime._progress:
                 runtime._pushed[bucket] += 1  # so that later steps have the numbers of their rounds
-            held_back.collect(bucket, taking(bucket))
+            runtime.exchange.state.collect_residual(bucket, taking(bucket))
         deadline_s = time.monotonic() + runtime.wait_s * 2  # the exchange fails earlier and says why
         while not wait(done, runtime.wait_s * 2):
             if time.monotonic() >= deadline_s:

@@ -79,7 +79,7 @@ class RemoteParameter:
             return self.restored.exact.view(np.uint8)
         if self.holder is None or not self.ahead:
             return None
-        return exchange.get(self.holder, 0, self.begin, len(shown))
+        return exchange.state.read(self.holder, 0, self.begin, len(shown))
 
     def read_ahead(self, exchange: Exchange, component: Variable) -> Ahead | None:
         """The pservers' own value for a checkpoint; None if they have that of the `component`, which is current.
@@ -163,7 +163,7 @@ class RemoteSlot:
         """What the pservers have, flat uint8."""
         if self.home is None:
             return np.full(self.nbytes // 4, self.initial, np.float32).view(np.uint8)
-        return self._exchange.get(self.home.bucket, self.home.number, self.home.begin, self.nbytes)
+        return self._exchange.state.read(self.home.bucket, self.home.number, self.home.begin, self.nbytes)
 
 
 class RemoteRule(abc.ABC):
@@ -290,14 +290,14 @@ def _put(exchange: Exchange, bucket: int, puts: list[tuple[int, int, Array]]) ->
     number = begin = end = 0
     for each, start, values in sorted(puts, key=lambda put: put[:2]):
         if together and (each, start) != (number, end):
-            exchange.put(bucket, number, begin, np.concatenate(together))
+            exchange.state.write(bucket, number, begin, np.concatenate(together))
             together = []
         if not together:
             number, begin = each, start
         together.append(values)
         end = start + len(values)
     if together:
-        exchange.put(bucket, number, begin, together[0] if len(together) == 1 else np.concatenate(together))
+        exchange.state.write(bucket, number, begin, together[0] if len(together) == 1 else np.concatenate(together))
 
 
 class RemoteUpdate(DeferredUpdate):
@@ -325,9 +325,9 @@ class RemoteUpdate(DeferredUpdate):
         self._exchange, self._pieces, self._ahead, self._apart = exchange, pieces, ahead, apart
 
     def collect(
-        self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
+        self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
     ) -> tuple[int, tf.Tensor, tf.Tensor] | None:
-        collected = super().collect(ticket, data, indices, times)
+        collected = super().collect(graph_run, data, indices, times)
         if collected is None:
             return None
         number, data, indices = collected

@@ -35,8 +35,7 @@ from tfps.runtime.step_spans import StepSpans
 from tfps.runtime.stepping import Stepping
 from tfps.runtime.transfers import DeferredUpdate, Pull, Rounds, Transfer
 from tfps.trace.recorder import Recorder
-from tfps.worker.embedded import EmbeddedExchange
-from tfps.worker.patience import PATIENCE_S
+from tfps.worker.client import PATIENCE_S
 
 logger = logging.getLogger("tfps")
 _NO_BYTES = np.empty(0, np.uint8)
@@ -52,7 +51,7 @@ class _Sent(NamedTuple):
     """What one round needs once it comes back: the next may have been sent by then."""
 
     payload: Payload | None
-    ticket: int | tf.Tensor
+    graph_run: int | tf.Tensor
     data: tf.Tensor | None
     round: int
     ready_s: float
@@ -112,7 +111,7 @@ class Runtime:
     @property
     def alone(self) -> bool:
         """Whether there is one worker and no network: exchanged data comes back unchanged."""
-        return isinstance(self.exchange, EmbeddedExchange)
+        return self.exchange.info.embedded
 
     @property
     def queue(self) -> tf.Tensor:
@@ -146,8 +145,8 @@ class Runtime:
     def report(self, stepping: Stepping) -> Report:
         """See `make_report`."""
         histories = [History.of(self.declared.spec(b), tuple(rounds)) for b, rounds in list(self._history.items())]
-        exchange = self.exchange
-        return make_report(histories, exchange.links(), exchange.slice_bytes, exchange.window_bytes, stepping)
+        info = self.exchange.info
+        return make_report(histories, info.links(), info.slice_bytes, info.window_bytes, stepping)
 
     def adopt(self, transfer: Transfer, graph: tf.Graph | None) -> None:
         """Registers `transfer` under a new id until `graph` and all enclosing graphs are gone (None: forever)."""
@@ -200,7 +199,7 @@ class Runtime:
         self.exchange.push(bucket, payload, on_reply, numbers=numbers)
         deadline_s = time.monotonic() + self.wait_s * 2  # the exchange fails earlier and says why
         while not wait(done, _TICK_S if tick else self.wait_s * 2) and time.monotonic() < deadline_s:
-            if tick is not None and tick(self.exchange.progress(bucket)):
+            if tick is not None and tick(self.exchange.info.progress(bucket)):
                 deadline_s = time.monotonic() + self.wait_s * 2
         if not replies:
             raise WaitTimeoutError(f"no reply for bucket {bucket} within {self.wait_s * 2:.0f} s")
@@ -265,13 +264,13 @@ class Runtime:
     def _pump(self) -> None:
         dequeue = tf.raw_ops.QueueDequeueV2
         while not (self._closed.is_set() and int(self._messages.size()) == 0):
-            identity, ticket, data, indices, times, results = dequeue(handle=self.queue, component_types=MESSAGE)
+            identity, graph_run, data, indices, times, results = dequeue(handle=self.queue, component_types=MESSAGE)
             if int(identity) == _CLOSED:
                 self._closed.wait()
                 continue
             if int(identity) == _DRAINED:
                 with self._progress:
-                    self._mark = int(ticket)
+                    self._mark = int(graph_run)
                     self._progress.notify_all()
                 continue
             self._messages_seen += 1
@@ -281,7 +280,7 @@ class Runtime:
                 transfer.waiting.append(results)
             self._starting = True
             try:
-                self._start(transfer, ticket, data, indices, times)
+                self._start(transfer, graph_run, data, indices, times)
             except Exception as error:  # this thread must survive: everything depends on it
                 self._break(transfer, error)
             self._starting = False
@@ -299,9 +298,9 @@ class Runtime:
         transfer.fail(error)
 
     def _start(
-        self, transfer: Transfer, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
+        self, transfer: Transfer, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
     ) -> None:
-        collected = transfer.collect(ticket, data, indices, times)
+        collected = transfer.collect(graph_run, data, indices, times)
         if collected is None:
             return
         number, data, indices = collected
@@ -313,14 +312,14 @@ class Runtime:
         if isinstance(transfer, DeferredUpdate) and self._rounds.skipped(number, transfer):
             raise stopped_step(self.exchange.rank, transfer.spec.name)
         done = self.spans.done.get(transfer.bucket)
-        step = self.push(transfer, payload, ticket, data)
+        step = self.push(transfer, payload, graph_run, data)
         if self.recorder.enabled:
             self.spans.sent(transfer, step, number, _size(payload), done)
         if isinstance(transfer, DeferredUpdate) and transfer.whole:
             self.spans.count()
 
     def push(
-        self, transfer: Transfer, payload: Payload | None, ticket: int | tf.Tensor = 0, data: tf.Tensor | None = None
+        self, transfer: Transfer, payload: Payload | None, graph_run: int | tf.Tensor = 0, data: tf.Tensor | None = None
     ) -> int:
         """Pushes `payload` (`data` as a tensor) and returns the bucket's round.
 
@@ -328,7 +327,7 @@ class Runtime:
         """
 
         def on_reply(reply: Reply) -> None:
-            sent = _Sent(payload, ticket, data, step, ready_s)
+            sent = _Sent(payload, graph_run, data, step, ready_s)
             self._replies.add(transfer.spec.priority, functools.partial(self._apply, transfer, sent, reply))
 
         ready_s = time.monotonic()
@@ -369,12 +368,12 @@ class Runtime:
             self.spans.updated(begin, end, transfer, sent.round)
 
     def _tensors(self, spec: BucketSpec, sent: _Sent, reply: Reply) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Returns ticket, and data and indices of `reply` as flat uint8 tensors, without a copy if possible."""
+        """Returns the graph run, and data and indices of `reply` as flat uint8 tensors, without a copy if possible."""
         if spec.kind == "sum":
             # The embedded exchange returns the pushed buffer itself: then reuse its tensor.
-            return sent.ticket, (sent.data if reply.sum is sent.payload else tensor_of(reply.sum)), self._no_indices
+            return sent.graph_run, (sent.data if reply.sum is sent.payload else tensor_of(reply.sum)), self._no_indices
         indices, gathered = unpack_sparse(reply.parts or [])
-        return sent.ticket, tf.constant(gathered), tf.constant(indices)
+        return sent.graph_run, tf.constant(gathered), tf.constant(indices)
 
     def _activity(self) -> tuple[int, int]:
         """Returns the number of messages in flight and in total."""

@@ -64,7 +64,7 @@ class StepSpans:
         self.done: dict[int, tuple[int, int]] = {}  # by bucket: step and end of its last update; apply threads write
         self._offset_ns = 0  # wall clock minus the recorder's
         self._compared_ns = -_COMPARE_NS
-        self._open: dict[int, _Step] = {}  # by ticket; pump thread only
+        self._open: dict[int, _Step] = {}  # by graph run; pump thread only
         self._rounds: dict[int, int] = {}  # by bucket: its last one that was sent and recorded; pump thread only
         self._until_ns = 0  # the end of the last step
         self._asked_ns = 0  # the first request for a batch outside of a graph
@@ -84,7 +84,7 @@ class StepSpans:
             self._offset_ns, self._compared_ns = min(found)[1], self.now()
         return self._offset_ns
 
-    def sent(self, transfer: Transfer, step: int, ticket: int, nbytes: int, done: tuple[int, int] | None) -> None:
+    def sent(self, transfer: Transfer, step: int, graph_run: int, nbytes: int, done: tuple[int, int] | None) -> None:
         """Records a message of `transfer` in round `step` of its bucket; `done` is its `self.done` before the send."""
         if not isinstance(transfer, DeferredUpdate):
             return
@@ -98,7 +98,7 @@ class StepSpans:
         opened = min(opened, ready, done[1]) if done is not None and done[0] == step - 1 else min(opened, ready)
         if wanted and opened - wanted > _WAITED_NS:
             self.waited(wanted, opened, transfer.bucket, spec, step - 1, transfer.read)
-        self._add(transfer, step, ticket, ready, begin, forward)
+        self._add(transfer, step, graph_run, ready, begin, forward)
 
     def count(self) -> None:
         """Counts a training step."""
@@ -106,11 +106,11 @@ class StepSpans:
         if self.on_step is not None:
             self.on_step(self.counted)
 
-    def inner_step(self, ticket: int, times: Sequence[float], awaited: Sequence[Awaited]) -> None:
+    def inner_step(self, graph_run: int, times: Sequence[float], awaited: Sequence[Awaited]) -> None:
         """Records a step of a local mode. The end of the last exchange of a bucket opened its gate, if it did wait."""
         number = int(times[1])
         ready, begin, forward, *waits = map(self._ns, (times[0], *times[2:]))
-        step = _Step(self._asked_of(ticket), 0, number, True, begin, forward, ready, ready)
+        step = _Step(self._asked_of(graph_run), 0, number, True, begin, forward, ready, ready)
         for (bucket, spec, variable), wanted, opened in zip(awaited, waits[::2], waits[1::2], strict=True):
             done, end = self.done.get(bucket, (-1, 0))
             last = self._rounds.get(bucket, done)
@@ -120,22 +120,22 @@ class StepSpans:
                 self.waited(wanted, opened, bucket, spec, last, variable)
         self._record(step)
 
-    def _asked_of(self, ticket: int) -> int:
+    def _asked_of(self, graph_run: int) -> int:
         """Returns when the graph began."""
-        return self._ns(float(np.int64(ticket).view(np.float64)))
+        return self._ns(float(np.int64(graph_run).view(np.float64)))
 
-    def _add(self, transfer: DeferredUpdate, number: int, ticket: int, ready: int, begin: int, forward: int) -> None:
-        if ticket not in self._open:
+    def _add(self, transfer: DeferredUpdate, number: int, graph_run: int, ready: int, begin: int, forward: int) -> None:
+        if graph_run not in self._open:
             while len(self._open) >= _STEPS_OPEN:  # the step was stopped, or recording began in the middle of it
                 del self._open[next(iter(self._open))]
-            self._open[ticket] = _Step(self._asked_of(ticket), len(transfer.group.transfers), first_ns=ready)
-        step = self._open[ticket]
+            self._open[graph_run] = _Step(self._asked_of(graph_run), len(transfer.group.transfers), first_ns=ready)
+        step = self._open[graph_run]
         step.missing -= 1
         step.first_ns, step.last_ns = min(step.first_ns, ready), max(step.last_ns, ready)
         if transfer.whole:
             step.whole, step.number, step.begin_ns, step.forward_ns = True, number, begin, forward
         if not step.missing:
-            del self._open[ticket]
+            del self._open[graph_run]
             if step.whole:
                 self._record(step)
 

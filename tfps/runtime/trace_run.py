@@ -44,7 +44,7 @@ class TraceRun:
         self._runtime, self.of_fit = runtime, of_fit
         self._log_dir = Path(log_dir)
         self._name = name or time.strftime("%Y-%m-%d_%H-%M-%S")
-        runtime.exchange.start_trace()
+        runtime.exchange.captures.start()
         runtime.capturing = self
         self._begin_ns = runtime.spans.now()
         self._begin_s = time.time()
@@ -73,7 +73,7 @@ class TraceRun:
         }
         run = self._free_name()
         chosen = sorted(set(choose(steps)))
-        self._capture = exchange.stop_trace(self._runtime.declared.known(), run, chosen, settings)
+        self._capture = exchange.captures.stop(self._runtime.declared.known(), run, chosen, settings)
         path = chrome_path(self._log_dir, run)
         write_chrome(self._capture, path)
         self._say(path)
@@ -82,7 +82,7 @@ class TraceRun:
         """Stops recording without writing anything."""
         self._runtime.capturing = None
         with contextlib.suppress(TfpsError):
-            self._runtime.exchange.stop_trace([], self._name, [], {})
+            self._runtime.exchange.captures.stop([], self._name, [], {})
 
     def write_profile(self) -> None:
         """Writes the file for the Profile tab, merged with TensorFlow's profiles of the same time and directory.

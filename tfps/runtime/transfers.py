@@ -38,20 +38,20 @@ class Transfer:
         self.bucket, self.spec, self.messages = bucket, spec, messages
         self.round = 0  # the bucket's round that has come back; apply threads only, one at a time
         self._arrived = 0  # this and the next two: pump thread only
-        self._ticket = 0
+        self._graph_run = 0
         self._carried: tuple[tf.Tensor, tf.Tensor] | None = None
         self.times: list[tf.Tensor] = []  # of the round's messages, the first replica's first
 
     def collect(
-        self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
+        self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
     ) -> tuple[int, tf.Tensor, tf.Tensor] | None:
         """Returns what to push once all messages of the round are here, else None. Called by the pump thread.
 
         With several local replicas one message carries their sum; the others only confirm that their replica has closed
-        its gates, before which the update may not start. The first replica's message has the ticket, the others 0.
+        its gates, before which the update may not start. The first replica's message has the graph run, the others 0.
         """
-        first = int(ticket)
-        self._ticket = first or self._ticket
+        first = int(graph_run)
+        self._graph_run = first or self._graph_run
         if not self._arrived:
             self.times = []
         self.times.insert(0 if first else len(self.times), times)
@@ -61,9 +61,9 @@ class Transfer:
         if self._arrived < self.messages:
             return None
         carried, self._carried, self._arrived = self._carried, None, 0
-        return self._ticket, *carried
+        return self._graph_run, *carried
 
-    def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
+    def finish(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
         """Uses the reduced bytes (flat uint8). Called by an apply thread."""
         raise TypeError(f"{type(self).__name__} must say what becomes of a reply")
 
@@ -83,7 +83,7 @@ class Comparison(Protocol):
 
 
 class Group:
-    """Transfers that one graph sends together, with the same ticket."""
+    """Transfers that one graph sends together, with the same number of its run."""
 
     def __init__(self) -> None:
         self.transfers: weakref.WeakSet[DeferredUpdate] = weakref.WeakSet()
@@ -97,21 +97,21 @@ class Rounds:
     """
 
     def __init__(self) -> None:
-        self._missing: dict[int, set[DeferredUpdate]] = {}  # by ticket: the group's unsent transfers
+        self._missing: dict[int, set[DeferredUpdate]] = {}  # by graph run: the group's unsent transfers
 
-    def skipped(self, ticket: int, transfer: DeferredUpdate) -> bool:
+    def skipped(self, graph_run: int, transfer: DeferredUpdate) -> bool:
         """Notes that `transfer` is sent; returns whether an earlier step has skipped its bucket."""
         for earlier, missing in self._missing.items():
-            if earlier == ticket:
+            if earlier == graph_run:
                 break
             if any(each.bucket == transfer.bucket for each in missing):
                 return True
-        if ticket not in self._missing:
-            self._missing[ticket] = set(transfer.group.transfers)
-        missing = self._missing[ticket]
+        if graph_run not in self._missing:
+            self._missing[graph_run] = set(transfer.group.transfers)
+        missing = self._missing[graph_run]
         missing.discard(transfer)
         if not missing:
-            del self._missing[ticket]
+            del self._missing[graph_run]
         return False
 
 
@@ -131,7 +131,7 @@ class DeferredUpdate(Transfer):
         self.labels: tuple[tuple[str, ...], tuple[bool | None, ...]] = (), ()  # of the values in a digest
         self.gates: list[Gate] = []
 
-    def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
+    def finish(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
         if self.invariants is None:
             for function in self.functions:
                 function(data, indices)
@@ -157,14 +157,14 @@ class Pull(Transfer):
         self.declare: Callable[[], None] = lambda: None  # for a graph whose first run was not noticed
 
     def collect(
-        self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
+        self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
     ) -> tuple[int, tf.Tensor, tf.Tensor] | None:
         if self.bucket == UNDECLARED:
             self.declare()
-        return super().collect(ticket, data, indices, times)
+        return super().collect(graph_run, data, indices, times)
 
-    def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
-        answer(self.waiting.popleft(), ["", ticket, data, indices])
+    def finish(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
+        answer(self.waiting.popleft(), ["", graph_run, data, indices])
 
     def fail(self, error: TfpsError) -> None:
         answer(self.waiting.popleft(), [to_text(error), np.int64(0), _NO_BYTES, _NO_BYTES])

@@ -24,7 +24,6 @@ from tfps.runtime.remote import Ahead
 from tfps.runtime.runtime import Runtime
 from tfps.updates.names import common_name
 from tfps.updates.variables import GatedVariable
-from tfps.worker.worker import Worker
 
 logger = logging.getLogger("tfps")
 
@@ -94,17 +93,16 @@ class Compressing:
         Raises:
             TfpsError: another rank did not, or the exchange failed.
         """
-        exchange = self._runtime.exchange
-        if not self._buckets or not isinstance(exchange, Worker):
+        if not self._buckets:
             return
-        held_back = exchange.held_back
+        state = self._runtime.exchange.state
         settle(self._runtime)  # so that all ranks see the same steps
         # In an order that ranks share: one of them may have traced a function again, and used buckets are then moved.
-        used = sorted(number for number, bucket in self._buckets.items() if held_back.steps(number) != bucket.steps)
+        used = sorted(number for number, bucket in self._buckets.items() if state.steps(number) != bucket.steps)
         if not used:
             return
-        for number, held in collect(self._runtime, held_back, used).items():
-            self._buckets[number].held, self._buckets[number].steps = held, held_back.steps(number)
+        for number, held in collect(self._runtime, used).items():
+            self._buckets[number].held, self._buckets[number].steps = held, state.steps(number)
 
     def held(self, variables: Sequence[GatedVariable]) -> dict[int, Floats]:
         """What is held back of each of `variables` by its place among them, flat, as last collected or restored.
@@ -181,17 +179,15 @@ class Compressing:
 
     def _hold(self, number: int, bucket: _Bucket, replaced: Collection[str] = ()) -> None:
         """Gives a bucket what has been restored of its variables, instead of what it holds of those `replaced`."""
-        exchange = self._runtime.exchange
-        if not isinstance(exchange, Worker):
-            return
         held = np.zeros(bucket.items, np.float32) if bucket.held is None else bucket.held.copy()
         for part in bucket.parts:
             if part.variable in replaced:
                 held[part.begin : part.end] = 0
             if (value := self._restored.pop(part.variable, None)) is not None:
                 held[part.begin : part.end] = value
-        exchange.held_back.hold(number, held)
-        bucket.held, bucket.steps = held, exchange.held_back.steps(number)
+        state = self._runtime.exchange.state
+        state.set_residual(number, held)
+        bucket.held, bucket.steps = held, state.steps(number)
 
 
 def _kept(variable: GatedVariable) -> GatedVariable:

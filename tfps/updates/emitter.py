@@ -214,7 +214,7 @@ class Emitter:
         numbers = self._declare([bucket for bucket in buckets if bucket.function is not None], graph)
         group = self._groups.setdefault((self._emissions[replica], len(numbers)), Group())
         self._emissions[replica] += 1
-        ticket = graph_ops.ticket() if replica == 0 else tf.constant(0, tf.int64)
+        graph_run = graph_ops.graph_run() if replica == 0 else tf.constant(0, tf.int64)
         timestamps = self.timestamps(graph, replica) if timed else None
         last = min((bucket.spec.priority for bucket in numbers), default=0)  # the most urgent is the last to be sent
         for index, bucket in enumerate(buckets):
@@ -227,7 +227,7 @@ class Emitter:
             if replica == 0:
                 transfer.read, transfer.whole = noted_times.variable, noted_times.whole
             carries = index % self._replicas == replica
-            bucket.send(transfer, self._runtime.queue, ticket, carries, noted_times.times)
+            bucket.send(transfer, self._runtime.queue, graph_run, carries, noted_times.times)
         if timestamps is not None:
             timestamps.done()
 

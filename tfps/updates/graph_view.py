@@ -99,7 +99,7 @@ def _sent(key: str, transfer: Transfer, after: Sequence[str], runtime: Runtime) 
         priority=transfer.spec.priority,
         nbytes=transfer.spec.nbytes,
         kept=update.kept if update else (),
-        owners=runtime.exchange.owners(transfer.bucket) if transfer.bucket != UNDECLARED else (),
+        owners=runtime.exchange.info.owners(transfer.bucket) if transfer.bucket != UNDECLARED else (),
         after=after,
     )
 

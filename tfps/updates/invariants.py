@@ -175,7 +175,7 @@ class _Comparison(Transfer):
         super().__init__(bucket, spec)
         self._invariants = invariants
 
-    def finish(self, ticket: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
+    def finish(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
         self._invariants.compare(np.frombuffer(memoryview(data), np.int64).reshape(-1, self._rows, _WIDTH))
 
     @property

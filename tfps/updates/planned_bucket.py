@@ -162,7 +162,7 @@ class PlannedBucket:
                 item.function(component, item.reduced.result, *item.arguments)
 
     def send(
-        self, transfer: DeferredUpdate, queue: tf.Tensor, ticket: tf.Tensor, carries: bool, times: tuple[Value, ...]
+        self, transfer: DeferredUpdate, queue: tf.Tensor, graph_run: tf.Tensor, carries: bool, times: tuple[Value, ...]
     ) -> None:
         """Builds the ops that close the gates, keep what the update reads and send the message of this replica.
 
@@ -187,7 +187,7 @@ class PlannedBucket:
         with tf.control_dependencies([closed]):
             kept = [holder.assign(tensor).op for holder, tensor, _ in self.deferral.kept.values()]
         with tf.control_dependencies([closed.op, *kept]):
-            graph_ops.send(queue, transfer.id, ticket, data, indices, times)
+            graph_ops.send(queue, transfer.id, graph_run, data, indices, times)
         for variable in gates.values():
             for sharing in variable.sharing():
                 for each in sharing.with_slots():

@@ -1,6 +1,6 @@
 """Compares this process's clocks with a pserver's, by round trips of a small call.
 
-Tested in tests/worker/test_tracer.py and tests/doctor/test_pserver.py.
+Tested in tests/worker/test_captures.py and tests/doctor/test_pserver.py.
 """
 
 from __future__ import annotations

@@ -18,10 +18,8 @@ from collections.abc import Sequence
 
 from tfps.errors import ConnectError, ProtocolError, TfpsError
 from tfps.wire import frames
-from tfps.wire.frames import Header, Kind
+from tfps.wire.frames import PART_BYTES, Assembler, Header, Kind, Part, decode_part, encode_part, pack_part
 from tfps.wire.job_token import MAX_TOKEN_BYTES, JobToken
-from tfps.wire.pace import Pace
-from tfps.wire.parts import PART_BYTES, Assembler, Part, decode_part, encode_part, pack_part
 from tfps.wire.send_queue import Next, SendQueue
 from tfps.wire.stream import Receiver, take, write_shared
 
@@ -33,10 +31,87 @@ _IDLE_S = 5e-4  # a longer wait for data means an idle link
 _LINUX = ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000)  # s, s, -, ms
 _WAIT_ALL, _DO_NOT_WAIT = socket.MSG_WAITALL, getattr(socket, "MSG_DONTWAIT", 0)
 _NOT_SENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+PART_S, SLOW_PART_S = 0.5e-3, 3e-3  # link time of one part, and of one that is larger to save CPU
+UNSENT_S = 0.75e-3  # link time of what the kernel holds unsent (TCP_NOTSENT_LOWAT)
+MIN_PART_BYTES, CHEAP_PART_BYTES, MAX_PART_BYTES = 16 * 1024, 64 * 1024, 1024 * 1024
+_FIRST_PART_BYTES = CHEAP_PART_BYTES
+_LEAST_RATE_S = 5e-3  # shortest time to measure a rate
+_RATE_SMOOTHING = 0.3
+_GROW_AFTER = 16  # after so many parts in a row without a wait they grow
+_UNLIMITED_AFTER = 4  # so many mean that nothing need be asked before the next
 
 
 class BrokenConnectionError(OSError):
     """A data connection broke or ended. Any other OSError has nothing to do with it."""
+
+
+class RateEstimator:
+    """How much to hand to the kernel at a time: half a millisecond of the link; 64 KiB if that is more, but takes at
+    most 3 ms. For one thread.
+
+    An urgent slice cannot overtake what the kernel holds. Too little there leaves the link idle between two wake-ups of
+    the sender, and small parts cost CPU. docs/transport.md has the measurements.
+
+    Attributes:
+        part_bytes: payload bytes to hand over at a time.
+        unsent_bytes: the most that the kernel may hold unsent.
+    """
+
+    def __init__(self) -> None:
+        self.part_bytes, self.unsent_bytes = _FIRST_PART_BYTES, _unsent(_FIRST_PART_BYTES)
+        self._rate = 0.0  # bytes per second
+        self._since_s: float | None = None  # the socket has been full at each check since
+        self._nbytes = 0  # taken since
+        self._free = 0  # parts taken without a wait
+
+    @property
+    def unlimited(self) -> bool:
+        """Whether the socket has taken several parts in a row at once: it is not the link that limits."""
+        return self._free >= _UNLIMITED_AFTER
+
+    def idle(self) -> None:
+        """Notes that there was nothing to send.
+
+        Measuring restarts when the socket is full again. And that a socket takes what comes at the link's own rate, as
+        replies do, does not show that the link is faster.
+        """
+        self._since_s, self._free = None, 0
+
+    def sent(self, nbytes: int, *, waited: bool, now_s: float) -> bool:
+        """Notes that the socket took `nbytes`, at once or after it `waited`; returns whether the sizes changed."""
+        if not waited:
+            self._nbytes += nbytes
+            self._free += 1
+            if self._free >= _GROW_AFTER and self.part_bytes < MAX_PART_BYTES:
+                self._free = 0
+                return self._set(2 * self.part_bytes)
+            return False
+        self._free = 0
+        if self._since_s is None:
+            self._since_s, self._nbytes = now_s, nbytes
+            return False
+        passed_s = now_s - self._since_s
+        if passed_s < _LEAST_RATE_S:
+            self._nbytes += nbytes
+            return False
+        rate = self._nbytes / passed_s
+        self._rate = rate if not self._rate else (1 - _RATE_SMOOTHING) * self._rate + _RATE_SMOOTHING * rate
+        self._since_s, self._nbytes = now_s, nbytes
+        return self._set(max(self._rate * PART_S, min(CHEAP_PART_BYTES, self._rate * SLOW_PART_S)))
+
+    def _set(self, nbytes: float) -> bool:
+        """Rounds to a power of two, so that small changes of the rate have no effect."""
+        part = MIN_PART_BYTES
+        while part < MAX_PART_BYTES and 1.5 * part < nbytes:
+            part *= 2
+        if part == self.part_bytes:
+            return False
+        self.part_bytes, self.unsent_bytes = part, _unsent(part)
+        return True
+
+
+def _unsent(part_bytes: int) -> int:
+    return int(part_bytes * UNSENT_S / PART_S)
 
 
 class Connection:
@@ -56,7 +131,7 @@ class Connection:
                 connected.setsockopt(socket.IPPROTO_TCP, option, value)
         self._poll = select.poll()
         self._poll.register(connected, select.POLLOUT)
-        self._pace = Pace()
+        self._rate = RateEstimator()
         self._set_unsent()
 
     def send(self, queue: SendQueue) -> None:
@@ -85,17 +160,17 @@ class Connection:
         began_s = time.monotonic()
         ready = queue.wait()
         if time.monotonic() - began_s > _IDLE_S:
-            self._pace.idle()
+            self._rate.idle()
         return ready
 
     def _send_parts(self, queue: SendQueue) -> bool:
         """Sends what is most urgent once the socket can take it; False once `queue` is closed."""
         # A socket that has taken everything for a while is not asked first.
-        if waited := not (self._pace.unlimited or self._poll.poll(0)):
+        if waited := not (self._rate.unlimited or self._poll.poll(0)):
             queue.prepare()
             self._poll.poll()
         # Chosen only now: something more urgent may have come while the socket was full.
-        if (taken := queue.take_parts(self._pace.part_bytes)) is None:
+        if (taken := queue.take_parts(self._rate.part_bytes)) is None:
             return False
         nbytes, last = 0, len(taken) - 1
         buffers: list[bytes | memoryview] = []
@@ -103,7 +178,7 @@ class Connection:
             buffers += _encoded(each, index < last)
             nbytes += each.end - each.begin
         full = self._send(buffers)
-        if self._pace.sent(nbytes, waited=waited or full, now_s=time.monotonic()):
+        if self._rate.sent(nbytes, waited=waited or full, now_s=time.monotonic()):
             self._set_unsent()
         return True
 
@@ -128,7 +203,7 @@ class Connection:
     def _set_unsent(self) -> None:
         if _NOT_SENT_LOWAT is not None:
             with contextlib.suppress(OSError):  # it broke, which the next call notices
-                self._socket.setsockopt(socket.IPPROTO_TCP, _NOT_SENT_LOWAT, self._pace.unsent_bytes)
+                self._socket.setsockopt(socket.IPPROTO_TCP, _NOT_SENT_LOWAT, self._rate.unsent_bytes)
 
     def receive(self, data: Kind, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
         """Passes incoming data frames to `receiver` and tracks the receipts of both directions, to the end.

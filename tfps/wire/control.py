@@ -13,7 +13,8 @@ from tfps.config import Config, Security
 from tfps.errors import ConnectError, ProtocolError, PserverLostError, TfpsError
 from tfps.exchange.layout import Layout
 from tfps.protos import tfps_pb2 as pb
-from tfps.types import Function
+from tfps.trace.recorder import RECORD, Recorder
+from tfps.types import Argument, Function
 from tfps.wire.frames import MAX_FRAME_BYTES, error_code, error_from
 from tfps.wire.job_token import JobToken
 from tfps.wire.reach import trouble
@@ -27,6 +28,7 @@ MEASURE = "Measure"  # a stream, too; see wire/measuring.py
 INCARNATION_KEY, RANK_KEY = "tfps-incarnation", "tfps-rank"  # their metadata
 
 KEPT_PIECE_BYTES = 4 * 2**20  # of what slices keep, in one call of Put or Get
+_RECORDS_BYTES = 50_000 * RECORD.itemsize  # of a capture, in one message
 _LOOK_S = 1.0  # how long a Join may go unanswered before the worker looks whether both ends agree on TLS
 
 _OPTIONS = [
@@ -118,24 +120,10 @@ def reply_type(name: str) -> Function:
 
 def settings_of(config: Config) -> pb.Settings:
     """The part of the configuration on which all workers must agree, as a message."""
-    return pb.Settings(
-        slice_bytes=config.first_slice_bytes,  # a pserver need not know what "auto" starts with
-        window_bytes=config.first_window_bytes,
-        policy=config.policy,
-        placement=config.placement,
-        deterministic=config.deterministic,
-        compression=str(config.compression),
-        update=config.update,
-        mode=config.mode,
-        staleness=config.staleness,
-        delay_compensation=config.delay_compensation,
-        inner_steps=config.inner_steps,
-        fragments=config.fragments,
-        overlap_steps=config.overlap_steps,
-        own_share=config.own_share,
-        outer_learning_rate=config.outer_learning_rate,
-        outer_momentum=config.outer_momentum,
-    )
+    values = {field.name: getattr(config, field.name) for field in pb.Settings.DESCRIPTOR.fields}
+    # A pserver need not know what "auto" starts with.
+    values |= {"slice_bytes": config.first_slice_bytes, "window_bytes": config.first_window_bytes}
+    return pb.Settings(**{**values, "compression": str(config.compression)})
 
 
 def memory_message(offer: Offer | None) -> pb.SharedMemory | None:
@@ -176,6 +164,20 @@ def layout_of(message: pb.Layout) -> Layout:
         )
     steps = dict(zip(message.buckets, message.steps, strict=True))
     return Layout(message.slice_bytes, message.window_bytes, steps)
+
+
+def record_messages(recorder: Recorder, **fields: Argument) -> list[pb.Records]:
+    """What a recorder holds, as messages of a few MB; `fields` are those of Records that name its owner."""
+    records = recorder.records()
+    return [
+        pb.Records(
+            records=records[at : at + _RECORDS_BYTES],
+            last=at + _RECORDS_BYTES >= len(records),
+            full=recorder.full,
+            **fields,
+        )
+        for at in range(0, max(len(records), 1), _RECORDS_BYTES)
+    ]
 
 
 def failure_of(error: TfpsError) -> pb.Failure:

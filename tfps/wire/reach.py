@@ -11,8 +11,7 @@ from typing import Literal, NamedTuple
 
 from tfps.errors import ProtocolError
 from tfps.threads import DaemonPool
-from tfps.wire.frames import Kind
-from tfps.wire.parts import PART_BYTES, decode_part
+from tfps.wire.frames import PART_BYTES, Kind, decode_part
 
 Answers = Literal["grpc", "http", "data_port", "other", "closes", "silent"]
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}

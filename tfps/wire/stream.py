@@ -1,23 +1,20 @@
-"""The streams between a worker and a pserver, on either data path, and the worker's end of them.
+"""What both ends of the streams between a worker and a pserver do with frames, on either data path.
 
-Tested in tests/wire/test_grpc_path.py, tests/wire/test_connection.py and tests/worker/test_worker_ends.py.
+Tested in tests/wire/test_stream.py and tests/wire/test_connection.py.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
 
-from tfps.errors import ProtocolError, PserverLostError, TfpsError
+from tfps.errors import ProtocolError, TfpsError
 from tfps.wire import frames
 from tfps.wire.frames import EMPTY, Header, Kind
 from tfps.wire.send_queue import SendQueue
 from tfps.wire.shared_memory import Place, Target
-
-_END_S = 5.0  # for a pserver to end the streams of a worker that has left
 
 
 class Receiver(Protocol):
@@ -35,24 +32,6 @@ class Receiver(Protocol):
 
     def notice(self, header: Header, payload: memoryview) -> None:
         """Takes a LAYOUT or a TRACE, which only workers get, or NUMBERS, which only pservers get."""
-
-
-class Path(Protocol):
-    """A worker's streams to and from one pserver: gRPC, or a data connection."""
-
-    def receive(self, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
-        """Receives to the end, or until the pserver sends an ERROR, which it returns.
-
-        Raises:
-            ProtocolError: a frame is malformed or of the wrong kind for this direction.
-            PserverLostError: the connection broke.
-        """
-
-    def finish(self) -> None:
-        """Ends both directions; for the receiving thread."""
-
-    def abort(self) -> None:
-        """Ends `receive` from another thread."""
 
 
 def take(header: Header, payload: memoryview, data: Kind, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
@@ -97,69 +76,46 @@ def write_shared(header: Header, payload: memoryview | None, target: Target) -> 
     return frames.encode_shared(header, target.place)
 
 
-class WorkerStream:
-    """The worker's end of both directions to one pserver. The thread "tfps-recv-<index>" receives.
+# Over gRPC: frames as messages
 
-    The end of the push stream shows in the reply stream: the pserver ends both together.
 
-    Args:
-        address: of the pserver.
-        receiver: called on the receiver thread.
-        on_end: called once on the receiver thread if the streams end other than by `close`; told is True if the pserver
-            said why.
-        when: `at step 17`, for messages.
+def outgoing(queue: SendQueue) -> Iterator[bytes]:
+    """Yields the messages to send until the queue is closed.
+
+    Raises:
+        TfpsError: the queue failed.
     """
+    while (taken := queue.take()) is not None:
+        item, received = taken.item, taken.received
+        if item is None:
+            yield frames.encode(Header(Kind.ACK, received=received))
+        elif isinstance(item, bytes):
+            yield item
+        elif item.target is not None:
+            yield write_shared(item.header._replace(received=received), item.payload, item.target)
+        elif item.frame is not None:
+            yield item.frame
+        elif item.encoding is not None:
+            yield frames.encode(item.header._replace(received=received), item.encoding.data())
+        else:
+            yield frames.encode(item.header._replace(received=received), item.payload or b"")
+        item = taken = None  # frees the payload while waiting for the next
 
-    def __init__(
-        self,
-        address: str,
-        index: int,
-        queue: SendQueue,
-        receiver: Receiver,
-        on_end: Callable[[TfpsError, bool], None],
-        when: Callable[[], str],
-    ) -> None:
-        self._address = address
-        self._queue = queue
-        self._receiver = receiver
-        self._on_end = on_end
-        self._when = when
-        self._closed = False
-        self._index = index
-        self._running: tuple[Path, threading.Thread] | None = None
 
-    def start(self, path: Path) -> None:
-        """Starts receiving on `path`, which is sending already."""
-        thread = threading.Thread(target=self._receive, args=(path,), name=f"tfps-recv-{self._index}", daemon=True)
-        self._running = path, thread
-        thread.start()
+def receive(messages: Iterable[bytes], data: Kind, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
+    """Passes incoming data frames to `receiver` and tracks the receipts of both directions, to the stream's end.
 
-    def close(self) -> None:
-        """Waits for the streams and the thread to end. The pserver ends them, so Leave must come before."""
-        self._closed = True
-        self._queue.close()
-        if self._running is None:
-            return
-        path, thread = self._running
-        if threading.current_thread() is not thread:
-            thread.join(_END_S)
-            if thread.is_alive():  # the pserver is gone
-                path.abort()
-                thread.join()
+    Returns:
+        The error that the other end sent, if it did.
 
-    def _receive(self, path: Path) -> None:
-        told = False
-        try:
-            failure = path.receive(self._queue, self._receiver)
-            told = failure is not None
-            error: TfpsError = failure or PserverLostError(f"pserver {self._address}: ended the stream {self._when()}")
-        except ProtocolError as malformed:
-            error = ProtocolError(f"pserver {self._address}: {malformed}")
-        except TfpsError as known:
-            error = known
-        except Exception as bug:  # without a receiver every waiter would hang
-            error = TfpsError(f"pserver {self._address}: receiving failed {self._when()}: {bug!r}")
-            error.__cause__ = bug
-        if not self._closed:
-            self._on_end(error, told)
-        path.finish()
+    Raises:
+        ProtocolError: a frame is malformed or of the wrong kind for this direction.
+        grpc.RpcError: the stream broke (on a pserver: a plain Exception).
+    """
+    for message in messages:
+        header, payload = frames.decode(message)
+        del message
+        if (error := take(header, payload, data, queue, receiver)) is not None:
+            return error
+        del payload  # frees its memory for the next message
+    return None

@@ -1,6 +1,6 @@
-"""A bucket on its worker: pushes, one outstanding at a time, and the assembly of replies.
+"""A bucket on its worker: pushes, one outstanding at a time, their compression, and the assembly of replies.
 
-Tested in tests/worker/test_worker.py.
+Tested in tests/worker/test_worker.py and tests/worker/test_compression.py.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,16 +16,69 @@ from numpy.typing import NDArray
 
 from tfps.errors import ProtocolError
 from tfps.exchange.aggregate import split_gathered
-from tfps.exchange.interface import BucketSpec, OnPart, OnReply, Reply
+from tfps.exchange.codecs import ITEM_BYTES, Codec, Floats, codec_of
+from tfps.exchange.interface import BucketSpec, FailureState, OnPart, OnReply, Reply, declared
 from tfps.exchange.layout import Cutting, cut_sum
 from tfps.exchange.placement import Placer
 from tfps.exchange.slicing import Slice, cut
+from tfps.trace.capture import NONE
+from tfps.trace.recorder import Recorder
+from tfps.types import Array
 from tfps.wire import frames
-from tfps.wire.frames import EMPTY, LAST, WHOLE, Header, Kind
+from tfps.wire.encoding import Encoding
+from tfps.wire.frames import EMPTY, LAST, SHARED, WHOLE, Header, Kind
 from tfps.wire.memory import aligned_empty
 from tfps.wire.send_queue import Outgoing, SendQueue
 from tfps.wire.shared_memory import Place, Region, Sharing
-from tfps.worker.compressed import Compressed, Failed
+
+Failed = Callable[[Exception], Exception]
+
+
+class Compression:
+    """The codec of one bucket on its worker.
+
+    The residual belongs to a bucket's numbers and not to its slices, so it stays where slices are cut anew. Slices are
+    disjoint, and a slice is encoded for one step after the other: its reply has come before the next push begins.
+
+    Args:
+        failed: see `Encoding`.
+
+    Attributes:
+        residual: what the codec could not express yet, if it feeds that back.
+    """
+
+    def __init__(self, codec: Codec, nbytes: int, failed: Failed) -> None:
+        self._codec, self._failed = codec, failed
+        self.residual: Floats | None = np.zeros(nbytes // ITEM_BYTES, np.float32) if codec.feeds_back else None
+
+    @classmethod
+    def of(cls, spec: BucketSpec, failed: Failed) -> Compression | None:
+        """For the bucket `spec`; None if it has no codec."""
+        codec = codec_of(spec.codec)
+        return None if codec is None else cls(codec, spec.nbytes, failed)
+
+    def wire_bytes(self, piece: Slice) -> int:
+        """Encoded size of a slice."""
+        return self._codec.wire_bytes(piece.nbytes // ITEM_BYTES)
+
+    def encoding(self, payload: memoryview, piece: Slice) -> Encoding:
+        """A slice of `payload`, to be encoded when it is sent."""
+        first, end = piece.offset // ITEM_BYTES, (piece.offset + piece.nbytes) // ITEM_BYTES
+        residual = None if self.residual is None else self.residual[first:end]
+        values = np.frombuffer(payload[piece.offset : piece.offset + piece.nbytes], np.float32)
+        return Encoding(self._codec, values, residual, self._failed)
+
+    def decode(self, payload: memoryview, out: Array) -> None:
+        """Decodes a slice into its bytes of the sum.
+
+        Raises:
+            ProtocolError: it is malformed.
+        """
+        self._codec.decode(np.frombuffer(payload, np.uint8), out.view(np.float32))
+
+    def copy_residual(self) -> memoryview:
+        """The residual as bytes; nothing must be under way."""
+        return memoryview(b"") if self.residual is None else self.residual.copy().view(np.uint8).data
 
 
 @dataclass(slots=True)
@@ -35,7 +88,7 @@ class Push:
     payload: memoryview | None
     on_reply: OnReply
     on_part: OnPart | None = None
-    whole: bool = False  # of what compression holds back, as it is
+    whole: bool = False  # of the residual, which is not encoded
     numbers: bytes = b""
     step: int = 0
     started_s: float = 0.0
@@ -66,14 +119,14 @@ class PushedBucket:
     waiting: deque[Push] = field(default_factory=deque)
     next: dict[int, Cutting] = field(default_factory=dict)  # by the first step that uses it
     hold_at: int | None = None  # a step that may not start yet
-    compressed: Compressed | None = None
+    compression: Compression | None = None
 
     @classmethod
     def new(cls, spec: BucketSpec, slice_bytes: int, placer: Placer, failed: Failed) -> PushedBucket:
         """A bucket that has just been declared; `failed` as for `Encoding`."""
         if spec.kind == "gather":
             return cls(spec, Cutting([], [placer.place_gather(spec.common_name)]))
-        return cls(spec, cut_sum(spec, slice_bytes, placer), compressed=Compressed.of(spec, failed))
+        return cls(spec, cut_sum(spec, slice_bytes, placer), compression=Compression.of(spec, failed))
 
     def start_next(self) -> Push | None:
         """Starts and returns the oldest waiting push, if none is outstanding and it may start. Caller holds lock."""
@@ -102,7 +155,7 @@ class PushedBucket:
                 self.next[cutting.step] = cutting
 
     def progress(self) -> float:
-        """See `Exchange.progress`."""
+        """See `Info.progress`."""
         with self.lock:
             push = self.current
             return 1.0 if push is None else len(push.copied) / max(len(self.cutting.slices), 1)
@@ -127,18 +180,18 @@ class PushedBucket:
     def frames(self, number: int, push: Push, piece_bytes: int, memory: Sharing) -> Iterator[tuple[int, Outgoing]]:
         """Yields pserver and frame for each message of `push`; `number` is this bucket's."""
         owners = self.cutting.owners
-        compressed = self.compressed
-        if push.whole and compressed is not None:
-            push.payload, compressed = compressed.all_held(), None
-        elif compressed is None and self.spec.kind == "sum" and not memory.pservers.isdisjoint(owners):
+        compression = self.compression
+        if push.whole and compression is not None:
+            push.payload, compression = compression.copy_residual(), None
+        elif compression is None and self.spec.kind == "sum" and not memory.pservers.isdisjoint(owners):
             push.region = memory.allocate(self.spec.nbytes)
         for index, piece, flags in self.pieces(push.payload, piece_bytes):
             flags |= WHOLE if push.whole else 0
             header = Header(Kind.PUSH, flags, number, index, self.spec.priority, push.step)
             payload = None if push.payload is None else push.payload[piece.offset : piece.offset + piece.nbytes]
             owner = owners[index if self.spec.kind == "sum" else 0]
-            if compressed is not None and push.payload is not None:
-                encoding = compressed.encoding(push.payload, piece)
+            if compression is not None and push.payload is not None:
+                encoding = compression.encoding(push.payload, piece)
                 yield owner, Outgoing(header, encoding.nbytes, encoding=encoding)
                 continue
             target = None
@@ -195,8 +248,8 @@ class PushedBucket:
             push.placed.remove(index)  # once: a duplicate would not have been placed
         else:
             buffer = self._arrives(push, index)
-            if self.compressed is not None and self._encoded(header):
-                self.compressed.decode(payload, buffer[where.offset : where.offset + where.nbytes])
+            if self.compression is not None and self._encoded(header):
+                self.compression.decode(payload, buffer[where.offset : where.offset + where.nbytes])
             elif place is None:
                 np.copyto(buffer[where.offset : where.offset + where.nbytes], np.frombuffer(payload, np.uint8))
         with self.lock:
@@ -219,11 +272,11 @@ class PushedBucket:
         return self.cutting.slices[index]
 
     def _encoded(self, header: Header) -> bool:
-        return self.compressed is not None and not header.flags & WHOLE
+        return self.compression is not None and not header.flags & WHOLE
 
     def _check_size(self, header: Header, where: Slice, nbytes: int) -> None:
-        compressed = None if header.flags & WHOLE else self.compressed
-        expected = where.nbytes if compressed is None else compressed.wire_bytes(where)
+        compression = None if header.flags & WHOLE else self.compression
+        expected = where.nbytes if compression is None else compression.wire_bytes(where)
         if nbytes != expected:
             name = self.spec.name
             raise ProtocolError(f"slice {header.index} of bucket '{name}' must have {expected} bytes, got {nbytes}")
@@ -248,3 +301,72 @@ class PushedBucket:
             return None
         result = push.parts[0] if len(push.parts) == 1 else memoryview(b"".join(push.parts))
         return Reply(parts=list(split_gathered(result, workers)))
+
+
+class Incoming:
+    """A `tfps.wire.stream.Receiver`, used by the thread that receives from this pserver.
+
+    Args:
+        buckets: all declared buckets, by number; grows over time.
+        workers: returns the job's number of workers, once this one has joined.
+        start_next: begins the next push of a bucket; called with the bucket's lock held.
+        on_notice: gets every LAYOUT and TRACE.
+    """
+
+    def __init__(
+        self,
+        pserver: int,
+        buckets: Sequence[PushedBucket],
+        state: FailureState,
+        recorder: Recorder,
+        workers: Callable[[], int],
+        start_next: Callable[[int, PushedBucket], None],
+        on_notice: Callable[[int, Header, memoryview], None],
+    ) -> None:
+        self._pserver, self._buckets, self._state, self._recorder = pserver, buckets, state, recorder
+        self._workers, self._start_next, self._on_notice = workers, start_next, on_notice
+
+    def memory(self, header: Header, nbytes: int) -> memoryview | None:
+        if header.kind != Kind.REPLY or header.flags & SHARED:
+            return None
+        bucket, push = self._pushed(header)
+        return None if push is None else bucket.place(self._pserver, push, header, nbytes)
+
+    def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
+        bucket, push = self._pushed(header)
+        if self._recorder.enabled:
+            now_ns = self._recorder.clock()
+            self._recorder.arrived(now_ns, header.step, header.bucket, header.index, NONE, self._pserver)
+        if push is None:
+            return
+        reply = bucket.take(self._pserver, push, header, payload, place, self._workers())
+        if reply is None:
+            if push.on_part is not None and (begun := bucket.begun(push)) is not None:
+                push.on_part(*begun)
+            return
+        with bucket.lock:
+            if bucket.current is not push:
+                return  # already answered by a failure
+            bucket.current = None
+            self._start_next(header.bucket, bucket)
+        push.on_reply(reply)
+
+    def notice(self, header: Header, payload: memoryview) -> None:
+        self._on_notice(self._pserver, header, payload)
+
+    def _pushed(self, header: Header) -> tuple[PushedBucket, Push | None]:
+        """Returns the bucket and push that a reply answers; no push once the exchange has ended.
+
+        Raises:
+            ProtocolError: the reply matches no push.
+        """
+        bucket = declared(self._buckets, header.bucket)
+        with bucket.lock:
+            push = bucket.current
+            if push is None:
+                if self._state.end is not None:
+                    return bucket, None
+                raise ProtocolError(f"a reply of bucket '{bucket.spec.name}' must follow a push, got one without")
+            if header.step != push.step:
+                raise ProtocolError(f"step of bucket '{bucket.spec.name}' must be {push.step}, got {header.step}")
+            return bucket, push

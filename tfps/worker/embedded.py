@@ -11,7 +11,7 @@ import numpy as np
 
 from tfps.config import Config
 from tfps.errors import ProtocolError, TfpsError
-from tfps.exchange.codecs import codec_of
+from tfps.exchange.codecs import Floats, codec_of
 from tfps.exchange.interface import (
     BucketSpec,
     FailureListener,
@@ -23,41 +23,25 @@ from tfps.exchange.interface import (
     Reply,
     as_bytes,
     check_payload,
+    declared,
 )
 from tfps.exchange.kept_slice import KeptSlice
 from tfps.exchange.shown import Change
 from tfps.exchange.update_spec import StepNumbers, UpdateSpec
+from tfps.trace.assembly import Recorded, assemble
 from tfps.trace.capture import Capture, CapturedBucket, Process, Setting
 from tfps.trace.recorder import Recorder
 from tfps.types import Array, Buffer
 from tfps.wire.memory import aligned_empty
-from tfps.worker.assembly import Recorded, assemble, named
-from tfps.worker.tracer import NOT_RUNNING, RUNNING, Switch
+from tfps.worker.captures import NOT_RUNNING, RUNNING, Switch, named
 
 
-class EmbeddedExchange:
-    """Replies to a push at once, on the calling thread, with the pushed payload itself. See `Exchange`.
+class EmbeddedInfo:
+    """The `Info` where nothing travels."""
 
-    Buckets with an update are updated here: the reply is a new array. Gradients are never encoded, as nothing travels.
-    """
-
-    rank = 0
-    workers = 1
-    slice_bytes = window_bytes = 0
+    embedded = True
     run = ""
-
-    def __init__(self, config: Config | None = None, recorder: Recorder | None = None) -> None:
-        self.config = config or Config()
-        self._recorder = recorder or Recorder()
-        self._switch = Switch(self._recorder)
-        self._specs: list[BucketSpec] = []
-        self._state = FailureState()
-        self._counters: dict[str, Iterator[int]] = {}
-        self._kept: dict[int, KeptSlice] = {}  # by bucket; a bucket has one push at a time
-
-    @property
-    def failure(self) -> TfpsError | None:
-        return self._state.failure
+    slice_bytes = window_bytes = 0
 
     def owners(self, bucket: int) -> list[int]:
         return []
@@ -68,64 +52,43 @@ class EmbeddedExchange:
     def links(self) -> list[Link]:
         return []
 
-    def declare(
-        self, specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: threading.Event | None = None
-    ) -> list[int]:
-        if (end := self._state.end) is not None:
-            raise end
-        first = len(self._specs)
-        self._specs.extend(specs)
-        for bucket, spec in enumerate(specs, first):
-            if spec.update:
-                update, shows = UpdateSpec.parse(spec.update), codec_of(spec.codec) is not None
-                self._kept[bucket] = KeptSlice(f"bucket '{spec.name}'", update, 0, spec.nbytes, shows=shows)
-        return list(range(first, len(self._specs)))
 
-    def put(self, bucket: int, number: int, begin: int, values: Payload) -> None:
-        self._kept_of(bucket).put(number, begin, as_bytes(values) or b"")
+class EmbeddedState:
+    """The `State` in this process. Gradients are never encoded, so no bucket has a residual."""
 
-    def get(self, bucket: int, number: int, begin: int, nbytes: int) -> Array:
-        return np.frombuffer(self._kept_of(bucket).get(number, begin, nbytes), np.uint8)
+    def __init__(self, specs: Sequence[BucketSpec], failures: FailureState) -> None:
+        self._specs, self._failures = specs, failures
+        self._kept: dict[int, KeptSlice] = {}  # by bucket; a bucket has one push at a time
 
-    def rest(self) -> None:
-        """Nobody else is there."""
+    def keep(self, bucket: int) -> None:
+        """Begins to keep arrays of a bucket, if it has an update."""
+        spec = self._specs[bucket]
+        if spec.update:
+            update, shows = UpdateSpec.parse(spec.update), codec_of(spec.codec) is not None
+            self._kept[bucket] = KeptSlice(f"bucket '{spec.name}'", update, 0, spec.nbytes, shows=shows)
 
-    def ticket(self, counter: str) -> int:
-        return next(self._counters.setdefault(counter, itertools.count()))
+    def write(self, bucket: int, array: int, begin: int, values: Payload) -> None:
+        self._kept_of(bucket).put(array, begin, as_bytes(values) or b"")
+
+    def read(self, bucket: int, array: int, begin: int, nbytes: int) -> Array:
+        return np.frombuffer(self._kept_of(bucket).get(array, begin, nbytes), np.uint8)
 
     def _kept_of(self, bucket: int) -> KeptSlice:
-        if (end := self._state.end) is not None:
-            raise end
+        self._failures.check()
         if bucket not in self._kept:
             raise ProtocolError(f"bucket must be one with an update, got {bucket}")
         return self._kept[bucket]
 
-    def push(
-        self,
-        bucket: int,
-        payload: Payload | None,
-        on_reply: OnReply,
-        on_part: OnPart | None = None,
-        numbers: bytes = b"",
-    ) -> None:
-        view = as_bytes(payload)
-        spec = check_payload(self._specs, bucket, None if view is None else view.nbytes)
-        if (end := self._state.end) is not None:
-            on_reply(Reply(error=end))
-        elif spec.kind == "gather":
-            on_reply(Reply(parts=[b"" if payload is None else payload]))
-        elif spec.update:
-            on_reply(Reply(sum=self._updated(bucket, bytes(spec.nbytes) if view is None else view, numbers)))
-        else:
-            on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload))
+    def steps(self, bucket: int) -> int:
+        return 0
 
-    def wanted(self, bucket: int) -> bool:
-        return False
+    def collect_residual(self, bucket: int, on_reply: OnReply) -> None:
+        on_reply(Reply(sum=np.zeros(self._specs[bucket].nbytes, np.uint8)))
 
-    def renew(self, bucket: int) -> None:
-        pass
+    def set_residual(self, bucket: int, values: Floats) -> None:
+        """Nothing is held back."""
 
-    def _updated(self, bucket: int, gradient: Buffer, numbers: bytes) -> Array:
+    def update(self, bucket: int, gradient: Buffer, numbers: bytes) -> Array:
         """The new parameters, or their change; a copy, as TensorFlow keeps them while they change here."""
         kept, codec = self._kept[bucket], codec_of(self._specs[bucket].codec)
         new = kept.update(gradient, StepNumbers.unpack(numbers, kept.spec))
@@ -137,13 +100,39 @@ class EmbeddedExchange:
             codec.decode(encoded, copied.view(np.float32))
         return copied
 
-    def start_trace(self) -> None:
-        if (end := self._state.end) is not None:
-            raise end
+
+class NoPeers:
+    """The `Peers` of a rank that is alone."""
+
+    def __init__(self) -> None:
+        self._counters: dict[str, Iterator[int]] = {}
+
+    def quiesce(self) -> None:
+        """Nobody else is there."""
+
+    def fetch_add(self, counter: str) -> int:
+        return next(self._counters.setdefault(counter, itertools.count()))
+
+    def is_awaited(self, bucket: int) -> bool:
+        return False
+
+    def extend_deadline(self, bucket: int) -> None:
+        """Nothing waits."""
+
+
+class EmbeddedCaptures:
+    """The `Captures` of this process alone."""
+
+    def __init__(self, recorder: Recorder, specs: Sequence[BucketSpec], failures: FailureState) -> None:
+        self._recorder, self._specs, self._failures = recorder, specs, failures
+        self._switch = Switch(recorder)
+
+    def start(self) -> None:
+        self._failures.check()
         if not self._switch.on():
             raise TfpsError(RUNNING)
 
-    def stop_trace(
+    def stop(
         self, buckets: Sequence[CapturedBucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
     ) -> Capture:
         if not self._switch.off():
@@ -151,12 +140,68 @@ class EmbeddedExchange:
         recorded = Recorded(Process("worker", 0, socket.gethostname()), self._recorder.records())
         return assemble([recorded], named(buckets, self._specs), name, steps, settings)
 
+    def close(self) -> None:
+        """Stops recording."""
+        self._switch.off()
+
+
+class EmbeddedExchange:
+    """Replies to a push at once, on the calling thread, with the pushed payload itself. See `Exchange`.
+
+    Buckets with an update are updated here: the reply is a new array.
+    """
+
+    rank = 0
+    workers = 1
+
+    def __init__(self, config: Config | None = None, recorder: Recorder | None = None) -> None:
+        self.config = config or Config()
+        self._specs: list[BucketSpec] = []
+        self._failures = FailureState()
+        self.info, self.peers = EmbeddedInfo(), NoPeers()
+        self.state = EmbeddedState(self._specs, self._failures)
+        self.captures = EmbeddedCaptures(recorder or Recorder(), self._specs, self._failures)
+
+    @property
+    def failure(self) -> TfpsError | None:
+        return self._failures.failure
+
+    def declare(
+        self, specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: threading.Event | None = None
+    ) -> list[int]:
+        self._failures.check()
+        first = len(self._specs)
+        self._specs.extend(specs)
+        ids = list(range(first, len(self._specs)))
+        for bucket in ids:
+            self.state.keep(bucket)
+        return ids
+
+    def push(
+        self,
+        bucket: int,
+        payload: Payload | None,
+        on_reply: OnReply,
+        on_part: OnPart | None = None,
+        numbers: bytes = b"",
+    ) -> None:
+        view, spec = as_bytes(payload), declared(self._specs, bucket)
+        check_payload(spec, view)
+        if (end := self._failures.end) is not None:
+            on_reply(Reply(error=end))
+        elif spec.kind == "gather":
+            on_reply(Reply(parts=[b"" if payload is None else payload]))
+        elif spec.update:
+            on_reply(Reply(sum=self.state.update(bucket, bytes(spec.nbytes) if view is None else view, numbers)))
+        else:
+            on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload))
+
     def add_failure_listener(self, listener: FailureListener) -> None:
-        self._state.add_listener(listener)
+        self._failures.add_listener(listener)
 
     def fail(self, error: TfpsError) -> None:
-        self._state.fail(error)
+        self._failures.fail(error)
 
     def close(self, reason: str = "") -> None:
-        self._switch.off()
-        self._state.close()
+        self.captures.close()
+        self._failures.close()

@@ -6,8 +6,8 @@ Tested in tests/exchange/test_tuning.py.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
-import socket
 import time
 from collections.abc import Callable, Sequence
 
@@ -25,10 +25,11 @@ from tfps.exchange.tuning import (
 )
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire.control import Pserver
+from tfps.wire.reach import round_trip_s, split
 from tfps.wire.send_queue import SendQueue, Throughput
 from tfps.wire.shared_memory import Sharing
-from tfps.wire.status import MemberStatus, status_of
 from tfps.worker.bucket import PushedBucket
+from tfps.worker.client import PserverClient
 
 logger = logging.getLogger("tfps")
 
@@ -58,12 +59,12 @@ class Tuner:
     def __init__(
         self,
         config: Config,
-        pservers: Sequence[Pserver],
+        client: PserverClient,
         queues: Sequence[SendQueue],
         memory: Sharing,
         tune: Callable[[int, int], None],
     ) -> None:
-        self._config, self._pservers, self._queues, self._tune = config, pservers, queues, tune
+        self._config, self._client, self._queues, self._tune = config, client, queues, tune
         self._memory = memory
         self._ask = False  # whether to ask the pservers for the network's throughput
         self._most = MAX_GRPC_SLICE_BYTES
@@ -83,21 +84,17 @@ class Tuner:
         """
         if self.done or self._round_trip_s:
             return
-        if len(self._memory.pservers) == len(self._pservers):
-            self._ask = any(not member.shared_memory for members in self._members() for member in members)
+        if len(self._memory.pservers) == len(self._client.pservers):
+            members = itertools.chain(*self._client.members(_PROBE_TIMEOUT_S))
+            self._ask = any(not member.shared_memory for member in members)
             self._most = MAX_GRPC_SLICE_BYTES if self._ask else MAX_SLICE_BYTES  # others may use gRPC
-        request = pb.StatusRequest()
-
-        def call(pserver: Pserver) -> None:
-            with contextlib.suppress(TfpsError):
-                pserver.call("Status", request, _PROBE_TIMEOUT_S)
-
-        self._round_trip_s = max(min(_seconds(call, p) for _ in range(_PROBES)) for p in self._pservers)
+        self._round_trip_s = max(min(_call_s(p) for _ in range(_PROBES)) for p in self._client.pservers)
         far = self._far()
         if far and all(queue.on_connection for queue in far):
             self._message_s, self._most = _TCP_MESSAGE_S, MAX_SLICE_BYTES
             return
-        network_s = max(min(_seconds(_connect, p) for _ in range(_PROBES)) for p in self._pservers)
+        addresses = [split(pserver.address) for pserver in self._client.pservers]
+        network_s = max(round_trip_s(*each, _PROBE_TIMEOUT_S, _PROBES) or 0.0 for each in addresses)
         self._message_s = message_s(self._round_trip_s, network_s)
 
     def look(self, buckets: Sequence[PushedBucket]) -> None:
@@ -137,7 +134,7 @@ class Tuner:
             return
         if limited_by_handling(self._measured, measured):
             nbytes = sum(bucket.spec.nbytes for bucket in buckets if tunable(bucket.spec))
-            most = min(self._most, max(nbytes // _LEAST_SLICES // len(self._pservers), MAX_GRPC_SLICE_BYTES))
+            most = min(self._most, max(nbytes // _LEAST_SLICES // len(self._client.pservers), MAX_GRPC_SLICE_BYTES))
             # Compressed slices were small at first, so the rate says little of processors: it is that of the link now.
             smaller = ratio(buckets)
             self._change(measured, *choose(measured, MIN_SLICE_BYTES if smaller > 1 else most, most), smaller)
@@ -146,7 +143,7 @@ class Tuner:
     def _busy(self) -> list[Throughput]:
         if self._ask:
             found = []
-            for members in self._members():
+            for members in self._client.members(_PROBE_TIMEOUT_S):
                 far = [Throughput(m.busy_bytes, m.busy_s) for m in members if not m.shared_memory]
                 found.append(max(far, key=lambda one: one.seconds, default=Throughput()))
             return found
@@ -155,11 +152,6 @@ class Tuner:
     def _far(self) -> list[SendQueue]:
         """Returns the queues of the pservers that do not use shared memory."""
         return [queue for index, queue in enumerate(self._queues) if index not in self._memory.pservers]
-
-    def _members(self) -> list[Sequence[MemberStatus]]:
-        """Returns all workers, as each pserver sees them."""
-        request = pb.StatusRequest(details=True)
-        return [status_of(pserver.call("Status", request, _PROBE_TIMEOUT_S)).job.members for pserver in self._pservers]
 
     def _change(self, measured: Measured, slice_bytes: int, window_bytes: int, ratio: float) -> int:
         """Changes sizes that are "auto"; returns the new slice size.
@@ -211,14 +203,9 @@ def message_s(round_trip_s: float, network_s: float) -> float:
     return min(max((round_trip_s - network_s) / 2, _MIN_MESSAGE_S), _MAX_MESSAGE_S)
 
 
-def _connect(pserver: Pserver) -> None:
-    """Makes one round trip between kernels."""
-    host, _, port = pserver.address.rpartition(":")
-    with contextlib.suppress(OSError):
-        socket.create_connection((host.strip("[]"), int(port)), _PROBE_TIMEOUT_S).close()
-
-
-def _seconds(call: Callable[[Pserver], None], pserver: Pserver) -> float:
-    started_s = time.perf_counter()
-    call(pserver)
-    return time.perf_counter() - started_s
+def _call_s(pserver: Pserver) -> float:
+    """How long a small call takes."""
+    began_s = time.monotonic()
+    with contextlib.suppress(TfpsError):
+        pserver.call("Status", pb.StatusRequest(), _PROBE_TIMEOUT_S)
+    return time.monotonic() - began_s

@@ -7,10 +7,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from tfps.config import Config, Security, check_address
-from tfps.errors import ConfigError, InterruptError, ProtocolError, PserverLostError, TfpsError, WaitTimeoutError
+from tfps.errors import ConfigError, InterruptError, PserverLostError, TfpsError, WaitTimeoutError
+from tfps.exchange.codecs import Floats
 from tfps.exchange.interface import (
     BucketSpec,
     FailureListener,
@@ -22,36 +25,120 @@ from tfps.exchange.interface import (
     Reply,
     as_bytes,
     check_payload,
+    declared,
 )
 from tfps.exchange.layout import Layout, cut_anew, tunable
 from tfps.exchange.placement import Placer
 from tfps.protos import tfps_pb2 as pb
-from tfps.trace.capture import Capture, CapturedBucket, Setting
+from tfps.trace.capture import Setting
 from tfps.trace.recorder import Recorder
-from tfps.wire.control import Pserver, layout_message, layout_of
+from tfps.types import Array
+from tfps.wire.control import Pserver, layout_of
 from tfps.wire.frames import Header, Kind
 from tfps.wire.memory import tune_malloc
+from tfps.wire.paths import Opening, WorkerStream
 from tfps.wire.send_queue import Outgoing, SendQueue
 from tfps.wire.shared_memory import Sharing
-from tfps.wire.stream import WorkerStream
-from tfps.wire.tcp_path import Opening
-from tfps.worker.assembly import named
-from tfps.worker.bucket import Push, PushedBucket
-from tfps.worker.declaring import Declarations
-from tfps.worker.held_back import HeldBack
-from tfps.worker.incoming import Incoming
-from tfps.worker.joining import join, leave
-from tfps.worker.kept import Kept
-from tfps.worker.links import Links
-from tfps.worker.membership import Membership
-from tfps.worker.pacing import Pacing
-from tfps.worker.patience import Blame
-from tfps.worker.tracer import Tracer
+from tfps.worker.bucket import Incoming, Push, PushedBucket
+from tfps.worker.captures import WorkerCaptures
+from tfps.worker.client import Membership, PserverClient, WaitLog
 from tfps.worker.tuner import Tuner
-from tfps.worker.wanted import Wanted
 
-_TUNE_TIMEOUT_S = 30.0
 _REASON_S = 1.0  # in which streams say why a call broke, if the job has failed
+_LEAST_BUSY_S = 0.02  # minimum for a meaningful throughput
+
+
+class WorkerInfo:
+    """The `Info` of a worker. Its attributes change as slices are tuned."""
+
+    embedded = False
+
+    def __init__(
+        self,
+        client: PserverClient,
+        config: Config,
+        buckets: Sequence[PushedBucket],
+        queues: Sequence[SendQueue],
+        memory: Sharing,
+    ) -> None:
+        self.slice_bytes, self.window_bytes = config.first_slice_bytes, config.first_window_bytes
+        self._client, self._config = client, config
+        self._buckets, self._queues, self._memory = buckets, queues, memory
+        self._cpu_s: list[float] = []  # of each pserver, when training began
+
+    @property
+    def run(self) -> str:
+        return self._client.membership.run
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of memory shared with pservers on this host."""
+        return self._memory.nbytes
+
+    def owners(self, bucket: int) -> list[int]:
+        return list(self._buckets[bucket].cutting.owners)
+
+    def progress(self, bucket: int) -> float:
+        return self._buckets[bucket].progress()
+
+    def begin(self) -> None:
+        """Notes the pservers' CPU time before the first step; later calls do nothing.
+
+        Raises:
+            TfpsError: a pserver did not answer.
+        """
+        self._cpu_s = self._cpu_s or self._client.cpu_s()
+
+    def links(self) -> list[Link]:
+        steps = max((bucket.steps for bucket in list(self._buckets)), default=0)
+        now_s = self._client.cpu_s() if steps and self._cpu_s else []
+        found = []
+        for index, (pserver, queue) in enumerate(zip(self._client.pservers, self._queues, strict=True)):
+            busy = queue.throughput
+            rate = busy.nbytes / busy.seconds if busy.seconds >= _LEAST_BUSY_S else 0.0
+            cpu_s = (now_s[index] - self._cpu_s[index]) / steps if now_s else None
+            found.append(Link(pserver.address, rate, cpu_s, index in self._memory.pservers))
+        return found
+
+    def settings(self) -> dict[str, Setting]:
+        """For captures."""
+        sizes: dict[str, Setting] = {"slice_bytes": self.slice_bytes, "window_bytes": self.window_bytes}
+        return sizes | {"policy": self._config.policy, "compression": str(self._config.compression)}
+
+
+class WorkerState:
+    """The `State` of a worker's buckets.
+
+    Args:
+        push: takes the push of a bucket.
+    """
+
+    def __init__(
+        self, client: PserverClient, buckets: Sequence[PushedBucket], push: Callable[[int, Push], None]
+    ) -> None:
+        self._client, self._buckets, self._push = client, buckets, push
+
+    def write(self, bucket: int, array: int, begin: int, values: Payload) -> None:
+        self._client.write(bucket, array, begin, values)
+
+    def read(self, bucket: int, array: int, begin: int, nbytes: int) -> Array:
+        return self._client.read(bucket, array, begin, nbytes)
+
+    def steps(self, bucket: int) -> int:
+        return self._buckets[bucket].steps
+
+    def collect_residual(self, bucket: int, on_reply: OnReply) -> None:
+        def take(reply: Reply) -> None:
+            if reply.error is None:
+                self.set_residual(bucket, np.asarray(reply.sum).view(np.float32))
+            on_reply(reply)
+
+        self._push(bucket, Push(None, take, whole=True))
+
+    def set_residual(self, bucket: int, values: Floats) -> None:
+        compression = self._buckets[bucket].compression
+        if compression is not None and compression.residual is not None:
+            compression.residual[...] = values if self._client.membership.rank == 0 else 0
 
 
 class Worker:
@@ -89,15 +176,11 @@ class Worker:
         addresses = [check_address(address) for address in pservers]
         tune_malloc()
         self.config = config = config or Config()
-        self.slice_bytes, self.window_bytes = config.first_slice_bytes, config.first_window_bytes  # current sizes
         self._recorder = recorder or Recorder()
-        self._state = FailureState()
+        self._failures = FailureState()
         self._buckets: list[PushedBucket] = []
-        self.held_back = HeldBack(self._buckets, self._push_held, lambda: self.rank)
         self._declaring = threading.Lock()  # serializes declarations
         self._placer = Placer(len(addresses), config.placement)
-        # As requested, without an incarnation, until the first pserver has answered.
-        self._membership = Membership(-1 if rank is None else rank, workers or 0, incarnation="")
         self._memory = Sharing(config.shared_memory)
         self._step = 0  # for messages
         self._farewell: TfpsError | None = None  # why this worker failed, for the pservers
@@ -106,10 +189,16 @@ class Worker:
         self._wake = threading.Event()  # set by a failure and by close
         security = Security.of_worker(config)
         self._pservers = [Pserver(address, security) for address in addresses]
+        requested = Membership(-1 if rank is None else rank, workers or 0, incarnation="")
+        self._client = PserverClient(self._pservers, config, self._buckets, self._failures, requested)
+        self._waits = WaitLog(self._client, self._buckets)
+        self.peers = self._client
+        self.state = WorkerState(self._client, self._buckets, self._push)
         self._queues = [
             SendQueue(config.first_window_bytes, config.policy, piggyback=True, recorder=self._recorder, pserver=index)
             for index in range(len(addresses))
         ]
+        self.info = WorkerInfo(self._client, config, self._buckets, self._queues, self._memory)
         self._streams = [
             WorkerStream(address, index, self._queues[index], self._incoming(index), self._fail, self._when)
             for index, address in enumerate(addresses)
@@ -120,44 +209,31 @@ class Worker:
             self._join(job, deadline_s)
             for pserver in self._pservers:
                 pserver.explain = self._explain
-            self.run = self._membership.run
-            self._blame = Blame(self._pservers, self._membership)
-            self._declarations = Declarations(self._pservers, self._blame, self._membership)
-            self._tracer = Tracer(self._recorder, self._pservers, self._membership)
-            about = self._pservers, self._membership, self._buckets, config.step_timeout_s, self._check_open
-            kept, wanted, pacing = Kept(*about), Wanted(*about), Pacing(*about)
-            self.put, self.get, self.wanted, self.renew = kept.put, kept.get, wanted.wanted, wanted.renew
-            self.rest, self.ticket = pacing.rest, pacing.ticket
-            self._links = Links(self._pservers, self._queues, self._memory, self._membership)
-            self._tuner = Tuner(config, self._pservers, self._queues, self._memory, self.tune)
+            self.captures = WorkerCaptures(self._recorder, self._client, self._buckets, self.info.settings)
+            self._tuner = Tuner(config, self._client, self._queues, self._memory, self.tune)
             # Ends when all workers have joined: everything above is built before any frame comes.
-            self._declarations.declare([], [], max(deadline_s - time.monotonic(), 0.1))
+            self._client.declare([], [], max(deadline_s - time.monotonic(), 0.1))
         except BaseException as error:
             self.fail(error if isinstance(error, TfpsError) else TfpsError(f"joining failed: {error!r}"))
-            self._state.close()
+            self._failures.close()
             self._hang_up()
             raise
         self._watch.start()
 
     @property
     def rank(self) -> int:
-        return self._membership.rank
+        return self._client.membership.rank
 
     @property
     def workers(self) -> int:
-        return self._membership.workers
+        return self._client.membership.workers
 
     @property
     def failure(self) -> TfpsError | None:
-        return self._state.failure
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of memory shared with pservers on this host."""
-        return self._memory.nbytes
+        return self._failures.failure
 
     def add_failure_listener(self, listener: FailureListener) -> None:
-        self._state.add_listener(listener)
+        self._failures.add_listener(listener)
 
     # Joining and leaving
 
@@ -165,7 +241,7 @@ class Worker:
         return Incoming(
             pserver,
             self._buckets,
-            self._state,
+            self._failures,
             self._recorder,
             lambda: self.workers,  # not known before it has joined
             self._start_next,
@@ -176,23 +252,29 @@ class Worker:
         return f"at step {self._step}"
 
     def _join(self, job: str, deadline_s: float) -> None:
-        joined = join(self._pservers, self.config, self._memory, deadline_s, job, self.rank, self.workers)
         opening = Opening(self.config.transport, self._when)
-        for index, (membership, shares_memory, data_port) in enumerate(joined):
-            self._membership = membership
-            of = data_port, membership.incarnation, membership.rank
-            self._streams[index].start(opening.open(self._pservers[index], index, self._queues[index], *of))
-            if shares_memory:
+        for index, joined in enumerate(self._client.join(job, self._memory, deadline_s)):
+            membership = self._client.membership
+            path = opening.open(
+                self._pservers[index],
+                index,
+                self._queues[index],
+                joined.data_port,
+                membership.incarnation,
+                membership.rank,
+            )
+            self._streams[index].start(path)
+            if joined.shares_memory:
                 self._memory.pservers.add(index)
 
     def close(self, reason: str = "") -> None:
-        if not self._state.close():
+        if not self._failures.close():
             return
         self._end_pushes()
         self._wake.set()
         if self._watch.is_alive() and threading.current_thread() is not self._watch:
             self._watch.join()  # it may still be reporting a failure to the pservers
-        self._tracer.close(failed=self._state.failure is not None)
+        self.captures.close(failed=self._failures.failure is not None)
         self._hang_up(reason)
 
     def _hang_up(self, reason: str = "") -> None:
@@ -210,8 +292,7 @@ class Worker:
             first, self._left = not self._left, True
         if not first:
             return
-        if self._membership.incarnation:
-            leave(self._pservers, self._membership, self._farewell, reason)
+        self._client.leave(self._farewell, reason)
 
     def fail(self, error: TfpsError) -> None:
         self._fail(error, told=False)
@@ -221,25 +302,21 @@ class Worker:
         if self._farewell is None:
             who = f"rank {self.rank} ({socket.gethostname()}:{os.getpid()})"
             self._farewell = error if told else type(error)(f"{who} failed: {error}")
-        if self._state.fail(error):
+        if self._failures.fail(error):
             self._end_pushes()
             self._wake.set()
 
     def _end_pushes(self) -> None:
         """Answers all pending pushes with the reason why the exchange ended."""
-        error = self._state.end
+        error = self._failures.end
         for bucket in list(self._buckets):
             for push in bucket.drop_pushes():
                 push.on_reply(Reply(error=error))
 
-    def _check_open(self) -> None:
-        if (end := self._state.end) is not None:
-            raise end
-
     def _explain(self) -> None:
         """Raises the job's own error, if it has failed: streams may say it a moment after a call has broken."""
         if self._wake.wait(_REASON_S):
-            self._check_open()
+            self._failures.check()
 
     # Declaring
 
@@ -247,19 +324,19 @@ class Worker:
         self, specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: threading.Event | None = None
     ) -> list[int]:
         with self._declaring:
-            self._check_open()
+            self._failures.check()
             try:
-                self._declarations.declare(specs, details, self.config.step_timeout_s, stop)
+                self._client.declare(specs, details, self.config.step_timeout_s, stop)
             except InterruptError:
-                self._check_open()  # another rank may have failed the job
+                self._failures.check()  # another rank may have failed the job
                 raise
             except TfpsError as error:
-                if self._state.end is None:
+                if self._failures.end is None:
                     self._fail(error, told=not isinstance(error, (PserverLostError, WaitTimeoutError)))
                 raise
             if self.rank == 0 and any(map(tunable, specs)):
                 self._tuner.probe()
-            self._links.begin()
+            self.info.begin()
             first = len(self._buckets)
             size, placer = self.config.first_slice_bytes, self._placer
             self._buckets.extend(PushedBucket.new(spec, size, placer, self._encoding_failed) for spec in specs)
@@ -288,12 +365,8 @@ class Worker:
             if tunable(bucket.spec) and (step := bucket.hold()) is not None:
                 steps[number] = step
         layout = Layout(slice_bytes, window_bytes, steps)
-        request = pb.TuneRequest(
-            incarnation=self._membership.incarnation, rank=self.rank, layout=layout_message(layout)
-        )
         try:
-            for pserver in self._pservers:
-                pserver.call("Tune", request, _TUNE_TIMEOUT_S)
+            self._client.tune(layout)
         except TfpsError as error:
             self.fail(error)
             raise
@@ -307,41 +380,17 @@ class Worker:
     def _take_notice(self, pserver: int, header: Header, payload: memoryview) -> None:
         """Handles a TRACE or a layout: the first pserver's layout recuts the buckets, each sets its own window."""
         if header.kind == Kind.TRACE:
-            self._tracer.take(header)
+            self.captures.take(header)
             return
         layout = layout_of(pb.Layout.FromString(bytes(payload)))
         self._cut_anew(layout)
         self._queues[pserver].set_window(layout.window_bytes)
 
     def _cut_anew(self, layout: Layout) -> None:
-        self.slice_bytes, self.window_bytes = layout.slice_bytes, layout.window_bytes
+        self.info.slice_bytes, self.info.window_bytes = layout.slice_bytes, layout.window_bytes
         specs = [bucket.spec for bucket in list(self._buckets)]
         for number, cutting in cut_anew(specs, layout, len(self._pservers), self.config.placement).items():
             self._buckets[number].cut_anew(cutting)
-
-    def owners(self, bucket: int) -> list[int]:
-        return list(self._buckets[bucket].cutting.owners)
-
-    def progress(self, bucket: int) -> float:
-        return self._buckets[bucket].progress()
-
-    def links(self) -> list[Link]:
-        steps = max((bucket.steps for bucket in list(self._buckets)), default=0)
-        return self._links.measured(steps)
-
-    # Captures
-
-    def start_trace(self) -> None:
-        self._check_open()
-        self._tracer.start()
-
-    def stop_trace(
-        self, buckets: Sequence[CapturedBucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
-    ) -> Capture:
-        specs = [bucket.spec for bucket in list(self._buckets)]
-        about = {"slice_bytes": self.slice_bytes, "window_bytes": self.window_bytes, **settings}
-        about |= {name: str(getattr(self.config, name)) for name in ("policy", "compression")}
-        return self._tracer.stop(named(buckets, specs), name, steps, about)
 
     # Pushing
 
@@ -355,17 +404,12 @@ class Worker:
     ) -> None:
         self._push(bucket, Push(as_bytes(payload), on_reply, on_part, numbers=numbers))
 
-    def _push_held(self, bucket: int, on_reply: OnReply) -> None:
-        self._push(bucket, Push(None, on_reply, whole=True))
-
     def _push(self, bucket: int, push: Push) -> None:
-        if not 0 <= bucket < len(self._buckets):
-            raise ProtocolError(f"bucket must be one of the {len(self._buckets)} declared ones, got {bucket}")
-        target = self._buckets[bucket]
-        check_payload([target.spec], 0, None if push.payload is None else push.payload.nbytes)
+        target = declared(self._buckets, bucket)
+        check_payload(target.spec, push.payload)
         with target.lock:
             # Under the lock: either this sees a failure, or the failure sees this push.
-            if (end := self._state.end) is None:
+            if (end := self._failures.end) is None:
                 target.waiting.append(push)
                 self._start_next(bucket, target)
         if end is not None:
@@ -392,14 +436,10 @@ class Worker:
             if self.rank == 0:
                 with contextlib.suppress(TfpsError):  # it has failed the exchange
                     self._tuner.look(list(self._buckets))
-            self._blame.look(list(self._buckets))
-            for number, bucket in enumerate(list(self._buckets)):
-                with bucket.lock:
-                    push = bucket.current
-                if push is not None and time.monotonic() - push.started_s > limit_s:
-                    self.fail(self._blame.timeout(number, bucket, push, limit_s))
-                    break
-        if self._state.failure is not None:
+            self._waits.look()
+            if (error := self._waits.overdue(limit_s)) is not None:
+                self.fail(error)
+        if self._failures.failure is not None:
             self._leave()
             for queue in self._queues:
                 queue.close()

@@ -124,18 +124,18 @@ def _work(address: str, transport: Transport) -> dict[str, Json]:
             threading.Event().wait(EVERY_S)
 
     beats(WARMUP_S)
-    worker.start_trace()
+    worker.captures.start()
     (queue,) = worker._queues
     then, then_s = queue.load, time.monotonic()
     beats(RUN_S)
     load, seconds = queue.load, time.monotonic() - then_s
     pushed = load.sent_bytes - load.in_flight_bytes - then.sent_bytes + then.in_flight_bytes
     nbytes = min(pushed, load.received_bytes - then.received_bytes)
-    capture = worker.stop_trace([], "overtaking", (), {})
+    capture = worker.captures.stop([], "overtaking", (), {})
     stopping.set()
     for _ in numbers:
         left.acquire()
-    slice_bytes = worker.slice_bytes
+    slice_bytes = worker.info.slice_bytes
     worker.close()
     ways: dict[str, dict[tuple[int, int], int]] = {"push": {}, "reply": {}}
     kinds = {"queued": "push", "wire": "push", "reply_queued": "reply", "reply_wire": "reply"}

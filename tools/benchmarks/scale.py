@@ -2,7 +2,7 @@
 
 Hosts and pservers: VGG-19 whose computation sleeps (tools/emulation.py), on hosts of equal bandwidth; everything else
 is tfps itself. Bytes, slices and bandwidth are divided by one number and times multiplied, so that 16 processes fit on
-a small machine; bandwidths are reported as they would be without. Parts (`wire/pace.py`) are slices of 8 KiB: 64 KiB,
+a small machine; bandwidths are reported as they would be without. Parts are slices of 8 KiB: 64 KiB,
 tfps' own, would stand for 16 MiB. *Co-located*: worker i and pserver i share host i,
 whose link then carries 2 (N - 1) / N bytes per byte of parameters: 1 with 2 workers, 1.75 with 8. *Dedicated*:
 pservers have hosts of their own, and every link carries 1 byte per byte whatever N is. `of_2` is a worker's throughput

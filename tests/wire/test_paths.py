@@ -11,7 +11,7 @@ from jobs import Cluster
 
 from tfps.config import Config
 from tfps.pserver.server import ParameterServer
-from tfps.wire import tcp_path
+from tfps.wire import paths
 from tfps.wire.connection import dial
 
 CLOSED = Config(slice_bytes=1024, shared_memory=False)
@@ -42,9 +42,9 @@ def test_after_one_data_port_that_never_answers_the_others_get_less_time(
         given.append(float(str(arguments[-1])))
         return dial(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(tcp_path, "dial", dialled)
-    monkeypatch.setattr(tcp_path, "_DIAL_S", 0.4)
-    monkeypatch.setattr(tcp_path, "_NEXT_DIAL_S", 0.1)
+    monkeypatch.setattr(paths, "dial", dialled)
+    monkeypatch.setattr(paths, "_DIAL_S", 0.4)
+    monkeypatch.setattr(paths, "_NEXT_DIAL_S", 0.1)
     tells(monkeypatch, silent)
     cluster.worker(cluster.pservers(3, 1), config=CLOSED)
     assert given == [0.4, 0.1, 0.1]

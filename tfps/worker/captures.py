@@ -5,24 +5,31 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tfps.errors import TfpsError, UnsupportedError
+from tfps.exchange.interface import BucketSpec
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver.recording import messages
+from tfps.trace.assembly import Recorded, assemble
 from tfps.trace.capture import Capture, CapturedBucket, Process, Setting
 from tfps.trace.recorder import Recorder
-from tfps.wire.clocks import compare
-from tfps.wire.control import Pserver
+from tfps.wire.clocks import Compared, compare
+from tfps.wire.control import record_messages
 from tfps.wire.frames import Header
-from tfps.worker.assembly import Recorded, assemble
-from tfps.worker.membership import Membership
+from tfps.worker.bucket import PushedBucket
+from tfps.worker.client import PserverClient
 
 logger = logging.getLogger("tfps")
 
 COLLECT_TIMEOUT_S = 30.0
-_CALL_TIMEOUT_S = 10.0
+RUNNING = "a capture is being recorded already: end it (stop_trace) before the next begins"
+NOT_RUNNING = "no capture is being recorded: begin one (start_trace, on rank 0)"
+
+
+def named(buckets: Sequence[CapturedBucket], specs: Sequence[BucketSpec]) -> list[CapturedBucket]:
+    """Returns all buckets of a capture: those described, then the others as declared."""
+    others = specs[len(buckets) :]
+    return [*buckets, *(CapturedBucket(one.name, one.names, one.priority, one.nbytes) for one in others)]
 
 
 class Switch:
@@ -52,13 +59,24 @@ class Switch:
             return True
 
 
-class Tracer:
-    """Handles captures for a worker of a job with pservers; see Records in protos/tfps.proto."""
+class WorkerCaptures:
+    """The `Captures` of a job with pservers; see Records in protos/tfps.proto. Once the worker has joined.
 
-    def __init__(self, recorder: Recorder, pservers: Sequence[Pserver], membership: Membership) -> None:
-        self._membership, self._rank = membership, membership.rank
+    Args:
+        buckets: all declared ones, by number; grows over time.
+        settings: returns what a capture tells of the worker's settings.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        client: PserverClient,
+        buckets: Sequence[PushedBucket],
+        settings: Callable[[], Mapping[str, Setting]],
+    ) -> None:
+        self._recorder, self._client, self._buckets, self._settings = recorder, client, buckets, settings
+        self._rank = client.membership.rank
         self._switch = Switch(recorder)
-        self._recorder, self._pservers = recorder, pservers
         self._lock = threading.Lock()  # guards all below
         self._number = 0  # of the latest capture
         self._uploading: threading.Thread | None = None
@@ -66,14 +84,13 @@ class Tracer:
     # Rank 0
 
     def start(self) -> None:
-        """See `Exchange.start_trace`."""
+        """See `Captures.start`."""
         self._check_rank()
         if not self._switch.on():
             raise TfpsError(RUNNING)
         self._number += 1
         try:
-            for pserver in self._pservers:
-                self._trace(pserver, True)
+            self._client.trace(self._number, True)
         except TfpsError:
             self._switch.off()
             raise
@@ -81,17 +98,16 @@ class Tracer:
     def stop(
         self, buckets: Sequence[CapturedBucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
     ) -> Capture:
-        """See `Exchange.stop_trace`; `buckets` must be complete."""
+        """See `Captures.stop`."""
         self._check_rank()
         if not self._switch.off():
             raise TfpsError(NOT_RUNNING)
-        deadline_s = time.monotonic() + COLLECT_TIMEOUT_S
-        for pserver in self._pservers:
-            self._trace(pserver, False)
-        clocks = [compare(pserver, self._recorder.clock)[:2] for pserver in self._pservers]
-        parts = [part for pserver in self._pservers for part in self._collect(pserver, deadline_s)]
+        self._client.trace(self._number, False)
+        clocks = [compare(pserver, self._recorder.clock) for pserver in self._client.pservers]
+        parts = self._client.collect(self._number, COLLECT_TIMEOUT_S)
         self._warn(parts)
-        return assemble(self._recorded(parts, clocks), buckets, name, steps, settings)
+        known = named(buckets, [bucket.spec for bucket in list(self._buckets)])
+        return assemble(self._recorded(parts, clocks), known, name, steps, {**self._settings(), **settings})
 
     def _check_rank(self) -> None:
         if self._rank != 0:
@@ -99,26 +115,10 @@ class Tracer:
                 f"captures are begun and ended by rank 0, for all workers; this is rank {self._rank}"
             )
 
-    def _trace(self, pserver: Pserver, on: bool) -> None:
-        request = pb.TraceRequest(incarnation=self._membership.incarnation, rank=self._rank, number=self._number, on=on)
-        pserver.call("Trace", request, _CALL_TIMEOUT_S)
-
-    def _collect(self, pserver: Pserver, deadline_s: float) -> list[pb.Records]:
-        found: list[pb.Records] = []
-        while True:
-            left_s = max(deadline_s - time.monotonic(), 0.0)
-            request = pb.CollectRequest(
-                incarnation=self._membership.incarnation, rank=self._rank, number=self._number, timeout_s=left_s
-            )
-            reply = pserver.call("Collect", request, left_s + _CALL_TIMEOUT_S)
-            if not reply.HasField("records"):
-                return found
-            found.append(reply.records)
-
     def _warn(self, parts: Sequence[pb.Records]) -> None:
         """Logs what is missing."""
         there = {part.number for part in parts if part.last and not part.pserver}
-        if missing := [f"rank {rank}" for rank in range(1, self._membership.workers) if rank not in there]:
+        if missing := [f"rank {rank}" for rank in range(1, self._client.membership.workers) if rank not in there]:
             logger.warning(
                 "tfps: the capture lacks the records of %s: they did not come within %.0f s, or the worker has left",
                 ", ".join(missing),
@@ -130,16 +130,18 @@ class Tracer:
         if full:
             logger.warning("tfps: the capture lacks the first records of %s: there were too many", ", ".join(full))
 
-    def _recorded(self, parts: Sequence[pb.Records], clocks: Sequence[tuple[int, int]]) -> list[Recorded]:
+    def _recorded(self, parts: Sequence[pb.Records], clocks: Sequence[Compared]) -> list[Recorded]:
         """Returns each process's records, workers first."""
         found = [Recorded(Process("worker", 0, socket.gethostname()), self._recorder.records())]
-        for rank in range(1, self._membership.workers):
+        for rank in range(1, self._client.membership.workers):
             own = [part for part in parts if not part.pserver and part.number == rank]
-            about = (own[0].host, own[0].clock_offset_ns, own[0].clock_error_ns) if own else ("", 0, 0)
-            found.append(Recorded(Process("worker", rank, *about), b"".join(part.records for part in own)))
-        for number, (pserver, clock) in enumerate(zip(self._pservers, clocks, strict=True)):
+            first = own[0] if own else pb.Records()
+            process = Process("worker", rank, first.host, first.clock_offset_ns, first.clock_error_ns)
+            found.append(Recorded(process, b"".join(part.records for part in own)))
+        for number, (pserver, clock) in enumerate(zip(self._client.pservers, clocks, strict=True)):
+            process = Process("pserver", number, pserver.address, clock.offset_ns, clock.error_ns)
             records = b"".join(part.records for part in parts if part.pserver and part.number == number)
-            found.append(Recorded(Process("pserver", number, pserver.address, *clock), records))
+            found.append(Recorded(process, records))
         return found
 
     # The other ranks
@@ -159,15 +161,12 @@ class Tracer:
 
     def _upload(self) -> None:
         """Sends the records to the first pserver."""
-        number, parts = self._number, messages(self._recorder, number=self._rank, host=socket.gethostname())
+        number, parts = self._number, record_messages(self._recorder, number=self._rank, host=socket.gethostname())
         try:
-            offset_ns, error_ns = compare(self._pservers[0], self._recorder.clock)[:2]
+            clock = compare(self._client.pservers[0], self._recorder.clock)
             for part in parts:
-                part.clock_offset_ns, part.clock_error_ns = -offset_ns, error_ns
-                request = pb.UploadRequest(
-                    incarnation=self._membership.incarnation, rank=self._rank, number=number, records=part
-                )
-                self._pservers[0].call("Upload", request, COLLECT_TIMEOUT_S)
+                part.clock_offset_ns, part.clock_error_ns = -clock.offset_ns, clock.error_ns
+                self._client.upload(number, part, COLLECT_TIMEOUT_S)
         except TfpsError as error:  # rank 0 logs what it lacks; a failed job is reported elsewhere
             logger.info("tfps: rank %d could not upload its records: %s", self._rank, error)
 
@@ -179,7 +178,3 @@ class Tracer:
             uploading = self._uploading
         if uploading is not None and not failed:
             uploading.join(COLLECT_TIMEOUT_S)
-
-
-RUNNING = "a capture is being recorded already: end it (stop_trace) before the next begins"
-NOT_RUNNING = "no capture is being recorded: begin one (start_trace, on rank 0)"

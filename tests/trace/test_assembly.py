@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tfps.trace.assembly import Recorded, assemble
 from tfps.trace.capture import Capture, CapturedBucket, Process, Span
 from tfps.trace.recorder import UNKNOWN, Recorder
-from tfps.worker.assembly import Recorded, assemble
 
 BUCKETS = [CapturedBucket("a", ("a",), 0, 8)]
 MS = 1_000_000

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tfps.exchange.interface import BucketSpec
 from tfps.trace.capture import KINDS, NONE, Capture, CapturedBucket, Kind, Process, Setting, Span, lane_of
 from tfps.trace.recorder import ARRIVED, RECORD, SENT, UNKNOWN
 from tfps.types import Array
@@ -84,12 +83,6 @@ def assemble(
             own = replies.sent["pserver"] == process.number
             spans.extend(_wires("reply_wire", number, process, at_workers, "rank", replies, own))
     return Capture(tuple(processes), tuple(buckets), tuple(spans), tuple(steps), dict(settings or {}), name)
-
-
-def named(buckets: Sequence[CapturedBucket], specs: Sequence[BucketSpec]) -> list[CapturedBucket]:
-    """Returns all buckets of a capture: those described, then the others as declared."""
-    others = specs[len(buckets) :]
-    return [*buckets, *(CapturedBucket(one.name, one.names, one.priority, one.nbytes) for one in others)]
 
 
 _EMPTY = np.empty(0, RECORD)

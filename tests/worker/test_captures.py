@@ -20,7 +20,7 @@ from tfps.trace.capture import Capture, CapturedBucket, Span
 from tfps.trace.recorder import Recorder
 from tfps.trace.summary import summarize
 from tfps.wire import frames
-from tfps.worker import tracer
+from tfps.worker import captures
 from tfps.worker.worker import Worker
 
 CHAIN = ("queued", "wire", "aggregate", "reply_queued", "reply_wire")
@@ -60,12 +60,14 @@ def steps(workers: list[Worker], count: int) -> None:
 
 
 def begin(workers: list[Worker], recorders: list[Recorder]) -> None:
-    workers[0].start_trace()
+    workers[0].captures.start()
     jobs.poll(lambda: recorders[1].enabled)
 
 
 def end(workers: list[Worker]) -> Capture:
-    return workers[0].stop_trace([CapturedBucket("first", ("a", "b"), 0, 5000)], "run", (0, 1, 2), {"model": "small"})
+    return workers[0].captures.stop(
+        [CapturedBucket("first", ("a", "b"), 0, 5000)], "run", (0, 1, 2), {"model": "small"}
+    )
 
 
 def chains(capture: Capture) -> dict[tuple[int, int, int, int], dict[str, Span]]:
@@ -113,7 +115,7 @@ def test_every_slice_has_a_complete_chain_in_order_of_time_in_every_capture(clus
     assert not any(recorder.records() for recorder in recorders)
     begin(workers, recorders)
     with pytest.raises(TfpsError, match=r"a capture is being recorded already: end it \(stop_trace\)"):
-        workers[0].start_trace()
+        workers[0].captures.start()
     steps(workers, 3)
     capture = end(workers)
     check_chains(capture, range(1, 4))
@@ -204,7 +206,7 @@ def test_the_summary_works_on_what_was_recorded(cluster: Cluster) -> None:
 
 def test_only_rank_0_begins_and_ends_captures_and_only_one_that_has_begun(cluster: Cluster) -> None:
     workers, recorders = started(cluster)
-    for call in (workers[1].start_trace, lambda: workers[1].stop_trace([], "", (), {})):
+    for call in (workers[1].captures.start, lambda: workers[1].captures.stop([], "", (), {})):
         with pytest.raises(UnsupportedError, match="begun and ended by rank 0, for all workers; this is rank 1"):
             call()
     with pytest.raises(TfpsError, match="no capture is being recorded: begin one"):
@@ -215,7 +217,7 @@ def test_only_rank_0_begins_and_ends_captures_and_only_one_that_has_begun(cluste
         end(workers)
     workers[0].close()
     with pytest.raises(ClosedError):
-        workers[0].start_trace()
+        workers[0].captures.start()
 
 
 def test_a_worker_that_leaves_before_the_end_has_handed_in_what_it_has(
@@ -268,20 +270,20 @@ def read_trace(raw: RawWorker) -> tuple[int, int]:
 def test_a_worker_that_hands_in_nothing_is_named_and_left_out(
     half: Half, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracer, "COLLECT_TIMEOUT_S", 0.2)
-    half.worker.start_trace()
+    monkeypatch.setattr(captures, "COLLECT_TIMEOUT_S", 0.2)
+    half.worker.captures.start()
     assert read_trace(half.raw) == (1, 1)
-    capture = half.worker.stop_trace([], "", (), {})
+    capture = half.worker.captures.stop([], "", (), {})
     assert read_trace(half.raw) == (1, 0)
     assert [process.name for process in capture.processes] == ["worker 0", "worker 1", "pserver 0"]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "the capture lacks the records of rank 1" in caplog.text
     with pytest.raises(ClosedError, match="does not know capture 1, or not any more"):
         upload(half, 1)
-    half.worker.start_trace()
+    half.worker.captures.start()
     assert read_trace(half.raw) == (2, 1)
     upload(half, 2)
-    half.worker.stop_trace([], "", (), {})
+    half.worker.captures.stop([], "", (), {})
     assert len(caplog.records) == 1
 
 
@@ -294,22 +296,22 @@ def upload(half: Half, number: int) -> None:
 def test_nobody_waits_for_what_a_worker_that_has_left_can_not_hand_in(
     half: Half, caplog: pytest.LogCaptureFixture
 ) -> None:
-    half.worker.start_trace()
+    half.worker.captures.start()
     half.raw.leave()
     started_s = time.monotonic()
-    half.worker.stop_trace([], "", (), {})
-    assert time.monotonic() - started_s < tracer.COLLECT_TIMEOUT_S / 2
+    half.worker.captures.stop([], "", (), {})
+    assert time.monotonic() - started_s < captures.COLLECT_TIMEOUT_S / 2
     assert "the capture lacks the records of rank 1" in caplog.text
 
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_worker_that_dies_meanwhile_is_named(half: Half, ended: bool) -> None:
-    half.worker.start_trace()
+    half.worker.captures.start()
     failed = Failed(half.worker)
     read_trace(half.raw)
 
     def stop() -> None:
-        half.worker.stop_trace([], "", (), {})
+        half.worker.captures.stop([], "", (), {})
 
     def die() -> None:
         if ended:
@@ -326,11 +328,13 @@ def test_a_worker_that_dies_meanwhile_is_named(half: Half, ended: bool) -> None:
 
 
 def test_the_next_job_of_a_pserver_can_be_captured_after_one_that_failed(half: Half, cluster: Cluster) -> None:
-    half.worker.start_trace()
+    half.worker.captures.start()
     failed = Failed(half.worker)
     half.raw.close()
     failed.wait()
     half.worker.close()
     workers = cluster.workers([half.server.address], 2)
-    workers[0].start_trace()
-    assert [process.clock_error_ns < 10e6 for process in workers[0].stop_trace([], "", (), {}).processes] == [True] * 3
+    workers[0].captures.start()
+    assert [process.clock_error_ns < 10e6 for process in workers[0].captures.stop([], "", (), {}).processes] == [
+        True
+    ] * 3

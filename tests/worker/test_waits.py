@@ -19,8 +19,8 @@ from jobs import Cluster
 
 from tfps.exchange.interface import BucketSpec
 from tfps.pserver.server import ParameterServer
-from tfps.worker import patience
-from tfps.worker.patience import saying
+from tfps.worker import client
+from tfps.worker.client import saying
 
 ME = f"{socket.gethostname()}:{os.getpid()}"
 SPEC = BucketSpec(("dense/kernel", "dense/bias"), "sum", 4000, "float32", 0)
@@ -30,7 +30,7 @@ ONES = np.ones(1000, np.float32)
 @pytest.fixture(params=["tcp", *(pytest.param(path, marks=pytest.mark.long) for path in ("grpc", "shared memory"))])
 def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     jobs.use(request.param, monkeypatch)
-    monkeypatch.setattr(patience, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(client, "PATIENCE_S", 0.3)
     with Cluster() as cluster:
         yield cluster
 
@@ -118,7 +118,7 @@ def test_a_worker_that_still_belongs_to_an_earlier_job_is_named(cluster: Cluster
 
 
 def test_a_pserver_that_hangs_is_named(cluster: Cluster, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "_ASK_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(client, "_ASK_TIMEOUT_S", 0.5)
     with jobs.python("-m", "tfps.cli", "--host=127.0.0.1", "--port=0", "--workers=1") as process:
         assert process.stdout is not None
         address = process.stdout.readline().split()[3]
@@ -144,12 +144,12 @@ def test_the_same_rank_is_not_named_again_at_the_next_step(cluster: Cluster, sai
     address = cluster.pserver(2).address
     workers = cluster.workers([address], 2)
     jobs.together(*(functools.partial(worker.declare, [SPEC]) for worker in workers))
-    blame, rank_1 = workers[0]._blame, f"tfps: waits for rank 1 ({ME})"
+    waits, rank_1 = workers[0]._waits, f"tfps: waits for rank 1 ({ME})"
     for _ in range(2):
         pending = jobs.push(workers[0], 0, ONES)
         for _ in range(2):  # when the second look begins the first has said what it had to say
-            asked_s = blame._asked_s
-            jobs.poll(lambda asked_s=asked_s: blame._asked_s != asked_s)  # type: ignore[misc]
+            asked_s = waits._asked_s
+            jobs.poll(lambda asked_s=asked_s: waits._asked_s != asked_s)  # type: ignore[misc]
         jobs.poll(lambda: any(line.startswith(f"{rank_1}; ") for line in said))
         jobs.push(workers[1], 0, ONES).wait()
         pending.wait()
@@ -167,10 +167,10 @@ def test_a_quick_block_says_nothing_and_a_failing_question_breaks_nothing(
         asked.set()
         raise RuntimeError("no idea")
 
-    monkeypatch.setattr(patience, "PATIENCE_S", jobs.DEADLINE_S)  # longer than any machine takes for nothing
+    monkeypatch.setattr(client, "PATIENCE_S", jobs.DEADLINE_S)  # longer than any machine takes for nothing
     with saying(lambda: "nobody"):
         pass
-    monkeypatch.setattr(patience, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(client, "PATIENCE_S", 0.01)
     with saying(whom):
         assert asked.wait(jobs.DEADLINE_S)
     assert said == []

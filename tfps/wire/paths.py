@@ -1,0 +1,229 @@
+"""A worker's end of the streams to its pservers: over a data connection or gRPC, and the choice between the two.
+
+Tested in tests/wire/test_paths.py, tests/worker/test_worker_ends.py and tests/pserver/test_data_port.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+
+from tfps.config import Transport
+from tfps.errors import ConfigError, ConnectError, ProtocolError, PserverLostError, TfpsError
+from tfps.wire.connection import BrokenConnectionError, Connection, dial
+from tfps.wire.control import INCARNATION_KEY, PULL, PUSH, RANK_KEY, Pserver, lost, method
+from tfps.wire.frames import Kind
+from tfps.wire.send_queue import SendQueue
+from tfps.wire.stream import Receiver, outgoing, receive
+
+logger = logging.getLogger("tfps")
+# For a data port to answer, and for others after one that did not: behind a firewall that drops packets none does.
+_DIAL_S, _NEXT_DIAL_S = 5.0, 1.0
+_END_S = 5.0  # for a pserver to end the streams of a worker that has left
+
+
+class Path(Protocol):
+    """A worker's streams to and from one pserver: gRPC, or a data connection."""
+
+    def receive(self, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
+        """Receives to the end, or until the pserver sends an ERROR, which it returns.
+
+        Raises:
+            ProtocolError: a frame is malformed or of the wrong kind for this direction.
+            PserverLostError: the connection broke.
+        """
+
+    def finish(self) -> None:
+        """Ends both directions; for the receiving thread."""
+
+    def abort(self) -> None:
+        """Ends `receive` from another thread."""
+
+
+class TcpPath:
+    """A worker's data connection. The thread "tfps-send-<index>" pushes."""
+
+    def __init__(self, connection: Connection, address: str, index: int, queue: SendQueue, when: Callable[[], str]):
+        self._connection, self._address, self._when, self._queue = connection, address, when, queue
+        queue.use_connection()
+        self._bug: Exception | None = None  # why sending ended
+        self._sender = threading.Thread(target=self._send, name=f"tfps-send-{index}", daemon=True)
+        self._sender.start()
+
+    def receive(self, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
+        try:
+            ended = self._connection.receive(Kind.REPLY, queue, receiver)
+        except BrokenConnectionError as broken:
+            self._raise_bug()
+            raise PserverLostError(f"pserver {self._address}: connection lost {self._when()}: {broken}") from broken
+        self._raise_bug()
+        return ended
+
+    def _raise_bug(self) -> None:
+        if self._bug is not None:
+            raise TfpsError(f"pserver {self._address}: sending failed {self._when()}: {self._bug!r}") from self._bug
+
+    def finish(self) -> None:
+        self._queue.close()
+        self._connection.shut_down()
+        self._sender.join()
+        self._connection.close()
+
+    def abort(self) -> None:
+        self._connection.shut_down()
+
+    def _send(self) -> None:
+        try:
+            self._connection.send(self._queue)
+        except BrokenConnectionError:
+            self._connection.shut_down()  # the receiving thread reports what happened
+        except Exception as bug:  # without a sender every waiter would hang
+            self._bug = bug
+            self._connection.shut_down()
+
+
+class GrpcPath:
+    """A worker's two streams. gRPC's own threads push."""
+
+    def __init__(
+        self, pserver: Pserver, queue: SendQueue, incarnation: str, rank: int, when: Callable[[], str]
+    ) -> None:
+        self._address, self._when = pserver.address, when
+        channel, metadata = pserver.channel, (*pserver.metadata, (INCARNATION_KEY, incarnation), (RANK_KEY, str(rank)))
+        self._pull: grpc.Call = channel.unary_stream(method(PULL))(b"", metadata=metadata)
+        self._push: grpc.Future = channel.stream_unary(method(PUSH)).future(outgoing(queue), metadata=metadata)
+
+    def receive(self, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
+        try:
+            return receive(self._pull, Kind.REPLY, queue, receiver)
+        except grpc.RpcError as broken:
+            raise lost(self._address, broken, self._when()) from broken
+
+    def finish(self) -> None:
+        self._push.cancel()
+        # Read to the end: with SingleThreadedUnaryStream gRPC keeps the connection until the reader has got the final
+        # status, even if cancelled.
+        with contextlib.suppress(grpc.RpcError):
+            for _ in self._pull:
+                pass
+
+    def abort(self) -> None:
+        self._pull.cancel()
+
+
+class Opening:
+    """Opens the data paths of a worker to one pserver after the other, as `transport` says.
+
+    Args:
+        when: `at step 17`, for messages.
+    """
+
+    def __init__(self, transport: Transport, when: Callable[[], str]) -> None:
+        self._transport, self._when, self._dial_s = transport, when, _DIAL_S
+
+    def open(self, pserver: Pserver, index: int, queue: SendQueue, data_port: int, incarnation: str, rank: int) -> Path:
+        """Opens the data path to `pserver`, which the worker has joined.
+
+        Args:
+            data_port: the pserver's; 0 if it takes no data connections, as it uses TLS.
+
+        Raises:
+            ConfigError: `transport` is "tcp" and the pserver uses TLS.
+            ConnectError: `transport` is "tcp" and the pserver's data port cannot be reached.
+            TfpsError: the error with which the pserver refuses this worker.
+        """
+        if self._transport == "tcp" and not data_port:
+            raise ConfigError(
+                f'transport must be "auto" or "grpc" with TLS, got "tcp": pserver {pserver.address} uses TLS, and data '
+                "connections are not encrypted"
+            )
+        if not data_port and self._transport != "grpc":
+            logger.info("tfps: pserver %s uses TLS: slices go through gRPC", pserver.address)
+        elif self._transport != "grpc":
+            try:
+                connection = dial(pserver.address, data_port, pserver.token, incarnation, rank, self._dial_s)
+                return TcpPath(connection, pserver.address, index, queue, self._when)
+            except OSError as error:
+                if isinstance(error, TimeoutError):  # a firewall, which probably hides the other ports, too
+                    self._dial_s = _NEXT_DIAL_S
+                where = f"pserver {pserver.address}: its data port {data_port} cannot be reached: {error}"
+                if self._transport == "tcp":
+                    raise ConnectError(
+                        f"{where}; open the port between the hosts (tfps_pserver --data-port sets it), or set "
+                        'transport="auto"'
+                    ) from error
+                logger.warning("tfps: %s; slices go through gRPC, which takes several times the CPU per byte", where)
+        return GrpcPath(pserver, queue, incarnation, rank, self._when)
+
+
+class WorkerStream:
+    """The worker's end of both directions to one pserver. The thread "tfps-recv-<index>" receives.
+
+    The end of the push stream shows in the reply stream: the pserver ends both together.
+
+    Args:
+        address: of the pserver.
+        receiver: called on the receiver thread.
+        on_end: called once on the receiver thread if the streams end other than by `close`; told is True if the pserver
+            said why.
+        when: `at step 17`, for messages.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        index: int,
+        queue: SendQueue,
+        receiver: Receiver,
+        on_end: Callable[[TfpsError, bool], None],
+        when: Callable[[], str],
+    ) -> None:
+        self._address = address
+        self._queue = queue
+        self._receiver = receiver
+        self._on_end = on_end
+        self._when = when
+        self._closed = False
+        self._index = index
+        self._running: tuple[Path, threading.Thread] | None = None
+
+    def start(self, path: Path) -> None:
+        """Starts receiving on `path`, which is sending already."""
+        thread = threading.Thread(target=self._receive, args=(path,), name=f"tfps-recv-{self._index}", daemon=True)
+        self._running = path, thread
+        thread.start()
+
+    def close(self) -> None:
+        """Waits for the streams and the thread to end. The pserver ends them, so Leave must come before."""
+        self._closed = True
+        self._queue.close()
+        if self._running is None:
+            return
+        path, thread = self._running
+        if threading.current_thread() is not thread:
+            thread.join(_END_S)
+            if thread.is_alive():  # the pserver is gone
+                path.abort()
+                thread.join()
+
+    def _receive(self, path: Path) -> None:
+        told = False
+        try:
+            failure = path.receive(self._queue, self._receiver)
+            told = failure is not None
+            error: TfpsError = failure or PserverLostError(f"pserver {self._address}: ended the stream {self._when()}")
+        except ProtocolError as malformed:
+            error = ProtocolError(f"pserver {self._address}: {malformed}")
+        except TfpsError as known:
+            error = known
+        except Exception as bug:  # without a receiver every waiter would hang
+            error = TfpsError(f"pserver {self._address}: receiving failed {self._when()}: {bug!r}")
+            error.__cause__ = bug
+        if not self._closed:
+            self._on_end(error, told)
+        path.finish()

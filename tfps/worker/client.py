@@ -1,0 +1,479 @@
+"""What a worker tells and asks its pservers beside its pushes: joining, declaring, what they keep, waits, captures.
+
+Also tested in tests/worker/test_worker_starts.py and tests/runtime/test_interrupts.py. Tested in
+tests/worker/test_client.py, tests/worker/test_waits.py, tests/worker/test_kept.py and tests/worker/test_async.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from tfps.config import Config
+from tfps.errors import InterruptError, ProtocolError, PserverLostError, TfpsError, WaitTimeoutError
+from tfps.exchange.interface import BucketSpec, FailureState, Payload, as_bytes, declared
+from tfps.exchange.layout import Layout
+from tfps.protos import tfps_pb2 as pb
+from tfps.types import Array
+from tfps.wire.control import (
+    KEPT_PIECE_BYTES,
+    PROTOCOL_VERSION,
+    Pserver,
+    failure_of,
+    layout_message,
+    memory_message,
+    settings_of,
+)
+from tfps.wire.reach import trouble
+from tfps.wire.shared_memory import Sharing
+from tfps.wire.status import MemberStatus, status_of
+from tfps.worker.bucket import Push, PushedBucket
+
+logger = logging.getLogger("tfps")
+PATIENCE_S = 5.0  # before a wait is logged
+_AGAIN_S = 60.0  # before a wait for the same ranks is logged again
+_ASK_TIMEOUT_S = 5.0  # for whom a worker waits
+_LEAVE_TIMEOUT_S, _CALL_TIMEOUT_S, _TUNE_TIMEOUT_S = 5.0, 10.0, 30.0
+_LOOK_S = 1.0  # interval at which a wait for other ranks checks whether to stop
+_ANSWER_MARGIN_S = 10.0  # by how much a call's deadline exceeds the pserver's
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A worker's place in its job: the first pserver's answer to Join; all pservers of a job know it.
+
+    Attributes:
+        rank: this worker's number, from 0.
+        workers: how many the job has.
+        incarnation: tells this run of the job from others; members know it.
+    """
+
+    rank: int
+    workers: int
+    incarnation: str
+
+    @property
+    def run(self) -> str:
+        """Tells this run from others as well, to anybody: the incarnation cannot be found out by it."""
+        return hashlib.sha256(self.incarnation.encode()).hexdigest()[:16]
+
+
+class Joined(NamedTuple):
+    """One pserver's answer to Join.
+
+    Attributes:
+        shares_memory: whether this pserver uses the worker's memory instead of sockets.
+        data_port: its port for data connections, 0 if none.
+    """
+
+    shares_memory: bool
+    data_port: int
+
+
+class Holdup(NamedTuple):
+    """What a pserver says of a push: the ranks it waits for, or why it did not answer."""
+
+    pserver: str
+    ranks: Sequence[str] = ()
+    error: TfpsError | None = None
+
+
+class _Request(Protocol):
+    """A request of a member of a job."""
+
+    incarnation: str
+    rank: int
+
+
+_R = TypeVar("_R", bound=_Request)
+
+
+class PserverClient:
+    """A worker's side of the protocol's calls. Any thread, but for `join` and `declare`; blocks on the network.
+
+    Each method raises the error of a pserver that does not answer or refuses, as `Pserver.call` does. It is the
+    worker's `Peers`.
+
+    Args:
+        buckets: all declared ones, by number; grows over time.
+        failures: of the exchange: once it has ended, nothing is asked any more.
+        membership: as requested, without an incarnation.
+
+    Attributes:
+        membership: as the first pserver has answered, once it has.
+    """
+
+    def __init__(
+        self,
+        pservers: Sequence[Pserver],
+        config: Config,
+        buckets: Sequence[PushedBucket],
+        failures: FailureState,
+        membership: Membership,
+    ) -> None:
+        self.pservers, self.membership = pservers, membership
+        self._config, self._buckets, self._failures = config, buckets, failures
+        self._declarations = 0  # so far
+
+    def _signed(self, request: _R) -> _R:
+        request.incarnation, request.rank = self.membership.incarnation, self.membership.rank
+        return request
+
+    # Joining and leaving
+
+    def join(self, job: str, memory: Sharing, deadline_s: float) -> Iterator[Joined]:
+        """Joins one pserver per item. The first one assigns rank and number of workers, which the others are told.
+
+        Args:
+            memory: offered to all of them.
+            deadline_s: of `time.monotonic`.
+
+        Raises:
+            ConnectError: a pserver cannot be reached or refuses this worker.
+            MismatchError: the settings differ between workers.
+        """
+        request = pb.JoinRequest(
+            protocol_version=PROTOCOL_VERSION,
+            job=job,
+            rank=self.membership.rank,
+            workers=self.membership.workers,
+            uid=uuid.uuid4().hex,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            pservers=len(self.pservers),
+            settings=settings_of(self._config),
+            memory=memory_message(memory.offer),
+        )
+        for index, pserver in enumerate(self.pservers):
+            request.pserver_index = index
+            with saying(partial(_join_blocked_by, pserver)):
+                left_s = max(deadline_s - time.monotonic(), 0.1)
+                reply = pserver.join(request, left_s, self._config.connect_timeout_s)
+            request.rank, request.workers, request.incarnation = reply.rank, reply.workers, reply.incarnation
+            self.membership = Membership(reply.rank, reply.workers, reply.incarnation)
+            yield Joined(reply.shared_memory, reply.data_port)
+
+    def leave(self, failure: TfpsError | None, reason: str = "") -> None:
+        """Tells every pserver that this worker leaves; ignores unreachable ones, and does nothing before `join`.
+
+        Args:
+            failure: why the job fails.
+            reason: why this worker leaves, for those that wait for it; if nobody does, the job goes on.
+        """
+        farewell = None if failure is None else failure_of(failure)
+        for pserver in self.pservers if self.membership.incarnation else ():
+            with contextlib.suppress(TfpsError):
+                request = self._signed(pb.LeaveRequest(failure=farewell, reason=reason))
+                pserver.call("Leave", request, _LEAVE_TIMEOUT_S)
+
+    # Declaring
+
+    def declare(
+        self,
+        specs: Sequence[BucketSpec],
+        details: Sequence[str],
+        timeout_s: float,
+        stop: threading.Event | None = None,
+    ) -> None:
+        """Returns when all ranks have declared the same: on all pservers once all ranks declare, else nowhere.
+
+        Raises:
+            InterruptError: `stop` was set meanwhile; nothing has been declared.
+            MismatchError: the ranks differ.
+            WaitTimeoutError: some ranks did not declare in time; the message names them.
+            TfpsError: the job has failed.
+        """
+        buckets = [
+            pb.Bucket(
+                names=spec.common_names,
+                kind=spec.kind,
+                nbytes=spec.nbytes,
+                dtype=spec.dtype,
+                priority=spec.priority,
+                occasional=spec.occasional,
+                codec=spec.codec,
+                update=spec.update,
+            )
+            for spec in specs
+        ]
+        request = self._signed(pb.DeclareRequest(number=self._declarations, details=details, buckets=buckets))
+        for index, pserver in enumerate(self.pservers):
+            with saying(partial(self._not_declared, pserver)):
+                self._declare(pserver, request, timeout_s, None if index else stop)
+        self._declarations += 1
+
+    def _declare(
+        self, pserver: Pserver, request: pb.DeclareRequest, timeout_s: float, stop: threading.Event | None
+    ) -> None:
+        """Declares on one pserver, in calls of `_LOOK_S`; a call that times out withdraws its declaration.
+
+        Buckets declared by all ranks on the first pserver must be declared on the others, so that wait has no `stop`.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            request.timeout_s = max(min(deadline_s - time.monotonic(), _LOOK_S), 0.0)
+            try:
+                pserver.call("Declare", request, request.timeout_s + _ANSWER_MARGIN_S)
+                return
+            except WaitTimeoutError as error:
+                if stop is not None and stop.is_set():
+                    raise InterruptError(
+                        f"rank {self.membership.rank}: interrupted while it waited for other ranks"
+                    ) from None
+                if time.monotonic() >= deadline_s:
+                    name = "step_timeout_s" if request.number else "connect_timeout_s"
+                    raise WaitTimeoutError(
+                        f"pserver {pserver.address}: after {timeout_s:.3g} s {error}; TFPS_{name.upper()} ({name}) "
+                        "sets how long ranks wait for each other"
+                    ) from None
+
+    def _not_declared(self, pserver: Pserver) -> str:
+        """The ranks that have yet to join, or to declare what this worker has; "" if none."""
+        try:
+            missing = self.others(self._missing(pserver, pb.WaitingRequest(declaration=True), _ASK_TIMEOUT_S))
+        except TfpsError as error:
+            return str(error)
+        what = "declare the same variables" if self._declarations else "join"
+        return f"{', '.join(missing)} to {what}" if missing else ""
+
+    # What pservers keep
+
+    def write(self, bucket: int, array: int, begin: int, values: Payload) -> None:
+        """See `State.write`."""
+        view = as_bytes(values) or memoryview(b"")
+        for piece in self._pieces(bucket, begin, len(view)):
+            part = bytes(view[piece.at : piece.at + piece.nbytes])
+            request = pb.PutRequest(bucket=bucket, slice=piece.slice, number=array, begin=piece.begin, values=part)
+            self.pservers[piece.pserver].call("Put", self._signed(request), self._config.step_timeout_s)
+
+    def read(self, bucket: int, array: int, begin: int, nbytes: int) -> Array:
+        """See `State.read`."""
+        found = np.empty(nbytes, np.uint8)
+        for piece in self._pieces(bucket, begin, nbytes):
+            request = pb.GetRequest(
+                bucket=bucket, slice=piece.slice, number=array, begin=piece.begin, nbytes=piece.nbytes
+            )
+            pserver = self.pservers[piece.pserver]
+            values = pserver.call("Get", self._signed(request), self._config.step_timeout_s).values
+            if len(values) != piece.nbytes:
+                raise ProtocolError(f"Get must return {piece.nbytes} bytes, got {len(values)}")
+            found[piece.at : piece.at + piece.nbytes] = np.frombuffer(values, np.uint8)
+        return found
+
+    def _pieces(self, bucket: int, begin: int, nbytes: int) -> Iterator[_Piece]:
+        """What the calls are for. Buckets with an update are never cut anew."""
+        self._failures.check()
+        target = declared(self._buckets, bucket)
+        if begin < 0 or begin + nbytes > target.spec.nbytes:
+            raise ProtocolError(
+                f"bucket '{target.spec.name}' has {target.spec.nbytes} bytes, got {begin} to {begin + nbytes}"
+            )
+        for index, (part, owner) in enumerate(zip(target.cutting.slices, target.cutting.owners, strict=True)):
+            first, last = max(begin, part.offset), min(begin + nbytes, part.offset + part.nbytes)
+            for start in range(first, last, KEPT_PIECE_BYTES):
+                yield _Piece(owner, index, start - part.offset, min(KEPT_PIECE_BYTES, last - start), start - begin)
+
+    # Other ranks
+
+    def quiesce(self) -> None:
+        """See `Peers.quiesce`."""
+        self._failures.check()
+        for pserver in self.pservers:
+            pserver.call("Rest", self._signed(pb.RestRequest()), self._config.step_timeout_s)
+
+    def fetch_add(self, counter: str) -> int:
+        """See `Peers.fetch_add`."""
+        self._failures.check()
+        request = self._signed(pb.TakeRequest(counter=counter))
+        return int(self.pservers[0].call("Take", request, self._config.step_timeout_s).number)
+
+    def is_awaited(self, bucket: int) -> bool:
+        """See `Peers.is_awaited`. One slice tells: all of a bucket's are pushed together."""
+        self._failures.check()
+        owner = self.pservers[declared(self._buckets, bucket).cutting.owners[0]]
+        missing = self._missing(owner, pb.WaitingRequest(bucket=bucket), self._config.step_timeout_s)
+        return len(self.others(missing)) < len(missing)
+
+    def extend_deadline(self, bucket: int) -> None:
+        """See `Peers.extend_deadline`."""
+        target = declared(self._buckets, bucket)
+        with target.lock:
+            if target.current is not None:
+                target.current.started_s = time.monotonic()
+
+    def holdups(self, number: int, push: Push) -> list[Holdup]:
+        """Asks the pservers that still owe replies to `push` of bucket `number` whom they wait for."""
+        bucket, answers = self._buckets[number], list[Holdup]()
+        with bucket.lock:
+            owners = sorted({owner for index, owner in enumerate(bucket.cutting.owners) if index not in push.arrived})
+        for pserver in (self.pservers[owner] for owner in owners):
+            try:
+                missing = self._missing(pserver, pb.WaitingRequest(bucket=number), _ASK_TIMEOUT_S)
+                answers.append(Holdup(pserver.address, missing))
+            except TfpsError as error:
+                answers.append(Holdup(pserver.address, error=error))
+        return answers
+
+    def others(self, ranks: Sequence[str]) -> list[str]:
+        """`ranks` as pservers name them without this worker, whose message may still be in flight."""
+        return [rank for rank in ranks if not rank.startswith(f"rank {self.membership.rank} ")]
+
+    def _missing(self, pserver: Pserver, request: pb.WaitingRequest, timeout_s: float) -> list[str]:
+        return list(pserver.call("Waiting", self._signed(request), timeout_s).missing)
+
+    # Measuring and tuning
+
+    def cpu_s(self) -> list[float]:
+        """The CPU time of each pserver's process."""
+        request = pb.StatusRequest(incarnation=self.membership.incarnation)
+        return [float(pserver.call("Status", request, _CALL_TIMEOUT_S).cpu_s) for pserver in self.pservers]
+
+    def members(self, timeout_s: float) -> list[Sequence[MemberStatus]]:
+        """All workers, as each pserver sees them."""
+        request = pb.StatusRequest(details=True)
+        return [status_of(pserver.call("Status", request, timeout_s)).job.members for pserver in self.pservers]
+
+    def tune(self, layout: Layout) -> None:
+        """Tells all pservers, and through them all workers, of a layout; see Layout in protos/tfps.proto."""
+        request = self._signed(pb.TuneRequest(layout=layout_message(layout)))
+        for pserver in self.pservers:
+            pserver.call("Tune", request, _TUNE_TIMEOUT_S)
+
+    # Captures; see Records in protos/tfps.proto
+
+    def trace(self, number: int, on: bool) -> None:
+        """Begins or ends a capture on all pservers."""
+        self._failures.check()
+        for pserver in self.pservers:
+            pserver.call("Trace", self._signed(pb.TraceRequest(number=number, on=on)), _CALL_TIMEOUT_S)
+
+    def collect(self, number: int, timeout_s: float) -> list[pb.Records]:
+        """All records of a capture that come within `timeout_s`."""
+        found: list[pb.Records] = []
+        deadline_s = time.monotonic() + timeout_s
+        for pserver in self.pservers:
+            while True:
+                left_s = max(deadline_s - time.monotonic(), 0.0)
+                request = self._signed(pb.CollectRequest(number=number, timeout_s=left_s))
+                reply = pserver.call("Collect", request, left_s + _CALL_TIMEOUT_S)
+                if not reply.HasField("records"):
+                    break
+                found.append(reply.records)
+        return found
+
+    def upload(self, number: int, records: pb.Records, timeout_s: float) -> None:
+        """Gives the first pserver a part of this worker's records."""
+        self.pservers[0].call("Upload", self._signed(pb.UploadRequest(number=number, records=records)), timeout_s)
+
+
+class _Piece(NamedTuple):
+    """`nbytes` bytes of a slice from `begin` on, which are at `at` in the part of the bucket."""
+
+    pserver: int
+    slice: int
+    begin: int
+    nbytes: int
+    at: int
+
+
+class WaitLog:
+    """Says whom the pushes of a worker wait for, in its log and in the error of one that has waited for too long.
+
+    For one thread.
+    """
+
+    def __init__(self, client: PserverClient, buckets: Sequence[PushedBucket]) -> None:
+        self._client, self._buckets = client, buckets
+        self._asked_s = float("-inf")
+        self._said, self._said_s = "", 0.0  # whom the last log line named, and when
+
+    def overdue(self, limit_s: float) -> TfpsError | None:
+        """The error of a push that has waited for longer than `limit_s`, naming the ranks it waits for."""
+        for number, bucket in enumerate(list(self._buckets)):
+            with bucket.lock:
+                push = bucket.current
+            if push is None or time.monotonic() - push.started_s <= limit_s:
+                continue
+            blame = [
+                f"pserver {each.pserver} waits for {', '.join(each.ranks) or 'nobody: its replies do not arrive'}"
+                if each.error is None
+                else str(each.error)
+                for each in self._client.holdups(number, push)
+            ]
+            what = f"bucket '{bucket.spec.name}' step {push.step}: no result within {limit_s:.3g} s"
+            return WaitTimeoutError(f"{what}; {'; '.join(blame)}")
+        return None
+
+    def look(self) -> None:
+        """Logs whom the oldest push waits for if it takes too long, unless the same was logged recently."""
+        buckets, now_s = list(self._buckets), time.monotonic()
+        waiting = [
+            (push.started_s, number) for number, each in enumerate(buckets) if (push := each.current) is not None
+        ]
+        started_s, number = min(waiting, default=(now_s, 0))
+        if now_s - max(started_s, self._asked_s) < PATIENCE_S:
+            return
+        push = buckets[number].current
+        if push is None:
+            return
+        self._asked_s = now_s
+        answers = self._client.holdups(number, push)
+        whom = ", ".join(self._client.others(sorted({rank for answer in answers for rank in answer.ranks})))
+        silent = [answer.pserver for answer in answers if isinstance(answer.error, PserverLostError)]
+        if silent:
+            whom = f"pserver {', '.join(silent)}, which does not answer"
+        elif not whom and all(answer.error is None for answer in answers):
+            whom = f"the network: slices are on their way to or from pserver {', '.join(a.pserver for a in answers)}"
+        if not whom or buckets[number].current is not push or (whom == self._said and now_s < self._said_s + _AGAIN_S):
+            return
+        self._said, self._said_s = whom, now_s
+        name, *more = buckets[number].spec.names
+        what = f"{name}{f' and {len(more)} more' if more else ''}"
+        logger.warning("tfps: waits for %s; %.0f s so far, step %d of %s", whom, now_s - started_s, push.step, what)
+
+
+@contextlib.contextmanager
+def saying(whom: Callable[[], str]) -> Iterator[None]:
+    """Logs `tfps: waits for <whom>` once if the block takes too long.
+
+    `whom` is called on a thread, repeatedly while it returns "".
+    """
+    over = threading.Event()
+
+    def say() -> None:
+        while not over.wait(PATIENCE_S):
+            with contextlib.suppress(Exception):  # a missing log line must not fail the job
+                if (text := whom()) and not over.is_set():
+                    logger.warning("tfps: waits for %s", text)
+                    return
+
+    thread = threading.Thread(target=say, name="tfps-patience", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(2 * _ASK_TIMEOUT_S)
+
+
+def _join_blocked_by(pserver: Pserver) -> str:
+    """Why `pserver` does not answer a Join, "" if it is about to."""
+    try:
+        status = status_of(pserver.call("Status", pb.StatusRequest(details=True), _ASK_TIMEOUT_S))
+    except TfpsError:
+        why = trouble(pserver.address)
+        return f"pserver {pserver.address}, which does not answer{why and f' ({why})'}; is tfps_pserver running there?"
+    members = ", ".join(f"rank {m.rank} ({m.host}:{m.pid})" for m in status.job.members if m.state != "gone")
+    return f"pserver {pserver.address}, where an earlier job has not ended: {members} is there" if members else ""
