@@ -10,7 +10,6 @@ Tested in tests/graph/test_common_rows.py.
 
 from __future__ import annotations
 
-import numpy as np
 import tensorflow as tf
 
 from tfps.graph.shares import Share, say_once
@@ -39,12 +38,10 @@ def merge(gradient: tf.IndexedSlices, replicas: int) -> tf.IndexedSlices:
     marked = gradient.indices < 0
     indices = -1 - tf.boolean_mask(gradient.indices, marked)
     values = tf.boolean_mask(gradient.values, marked)
-    size = tf.size(indices)
-    each = tf.reshape(indices[: size - size % replicas], [replicas, -1])
-    same = tf.equal(size % replicas, 0) & tf.reduce_all(tf.equal(each, each[:1]))
-    parts = tf.where(same, replicas, 1)
-    indices = tf.reshape(indices, [parts, size // parts])[0]
-    values = tf.reduce_sum(tf.reshape(values, tf.concat([[parts, size // parts], tf.shape(values)[1:]], 0)), 0)
+    parts = tf.where(_repeat(indices, replicas), replicas, 1)
+    size = tf.size(indices) // parts
+    values = tf.reduce_sum(tf.reshape(values, tf.concat([[parts, size], tf.shape(values)[1:]], 0)), 0)
+    indices = indices[:size]
     return tf.IndexedSlices(
         tf.concat([tf.boolean_mask(gradient.values, ~marked), values], 0),
         tf.concat([tf.boolean_mask(gradient.indices, ~marked), indices], 0),
@@ -54,8 +51,7 @@ def merge(gradient: tf.IndexedSlices, replicas: int) -> tf.IndexedSlices:
 
 def say_if_common(gradient: tf.IndexedSlices, replicas: int) -> None:
     """Logs once if all replicas have looked up the same in an eager step, where nobody knows what comes from rows."""
-    each = np.reshape(gradient.indices, [replicas, -1]) if len(gradient.indices) % replicas == 0 else np.empty([0, 0])
-    if replicas > 1 and each.size and (each == each[0]).all():
+    if replicas > 1 and len(gradient.indices) and _repeat(gradient.indices, replicas):
         say_once(
             "in an eager step all replicas looked up the same rows of an embedding: if they do not come from the batch "
             "(positions, a constant id), an optimizer that squares gradients (Adam) gives another result than in one "
@@ -79,9 +75,12 @@ def _marked(indices: tf.Tensor, rows: int | None) -> tf.Tensor:
 
     Those, one process has more of, if it has more rows.
     """
-    marked, size = -1 - indices, tf.size(indices)
-    if rows is None or rows < 2:
-        return marked
-    blocks = tf.reshape(indices[: size - size % rows], [rows, -1])
-    repeats = tf.equal(size % rows, 0) & tf.reduce_all(tf.equal(blocks, blocks[:1]))
-    return tf.where(repeats, indices, marked)
+    marked = -1 - indices
+    return marked if rows is None or rows < 2 else tf.where(_repeat(indices, rows), indices, marked)
+
+
+def _repeat(indices: tf.Tensor, times: int) -> tf.Tensor:
+    """Whether `indices` are the same ones so many times, a bool scalar."""
+    over = tf.size(indices) % times
+    blocks = tf.reshape(indices[: tf.size(indices) - over], [times, -1])
+    return tf.equal(over, 0) & tf.reduce_all(tf.equal(blocks, blocks[:1]))

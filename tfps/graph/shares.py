@@ -221,7 +221,7 @@ class Share:
         if not self.may_be_empty or value is None:
             return value
         if isinstance(value, tf.IndexedSlices):
-            return tf.IndexedSlices(self.only_if_rows(value.values), value.indices, value.dense_shape)
+            return with_values(value, self.only_if_rows)
         return tf.where(self.has_rows, value, tf.zeros_like(value) if otherwise is None else otherwise)
 
     @property

@@ -56,9 +56,12 @@ def _compares(strategy: tf.distribute.Strategy) -> bool:
 
 def _adapted(model: Model) -> Iterable[Layer]:
     kinds = keras.layers.Normalization, keras.layers.Discretization
+    within: set[int] = set()  # of others that adapt, which have the same terms
     for layer in layers_of(model):
         if isinstance(layer, kinds) or (hasattr(layer, "get_vocabulary") and hasattr(layer, "adapt")):
-            yield layer
+            within.update(map(id, layers_of(layer)))
+            if id(layer) not in within:
+                yield layer
 
 
 def _digest(layer: Layer) -> Digest:

@@ -198,7 +198,7 @@ class PlannedBucket:
         first, indices = self.noted[0], None
         counted = first.reduced.reduction.counted
         if first.sparse:
-            gradient = counted.part(gradients[0])
+            gradient = counted.part(gradients[0]) if first.reduced.common else counted.weighted(gradients[0])
             data = graph_ops.to_bytes(gradient.values)
             indices = graph_ops.to_bytes(tf.cast(gradient.indices, tf.int64))
         else:

@@ -217,7 +217,7 @@ def _decode(value: Value, spec: BucketSpec, data: tf.Tensor, indices: tf.Tensor,
 def divide(value: Value, count: int) -> Value:
     """Returns `value / count` in the dtype of `value`: what MEAN does after SUM."""
     if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(divide(value.values, count), value.indices, value.dense_shape)
+        return with_values(value, lambda each: divide(each, count))
     if not (value.dtype.is_floating or value.dtype.is_integer):
         raise UnsupportedError(f"a mean needs numbers, got dtype {value.dtype.name}")
     return value / tf.cast(count, value.dtype) if value.dtype.is_floating else value // tf.cast(count, value.dtype)

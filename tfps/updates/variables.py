@@ -314,11 +314,13 @@ class GatedVariable(Converted, values.MirroredVariable):
             part = share.only_if_rows(value * share.weight(tf.constant(1 / share.replicas, self.dtype), exchange=True))
             return self._distribute_strategy.extended._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, [part])[0]
         # Of a moving mean, only the batch's part is weighted: what replicas had before may differ between them.
+        start = tf.zeros_like(value) if before is None else tf.broadcast_to(before(), tf.shape(value))
         kept = kept_part(self._get_on_device_or_primary(), value) if tf.is_symbolic_tensor(value) else None
-        if kept is None:
-            kept = tf.zeros_like(value) if before is None else tf.broadcast_to(before(), tf.shape(value))
+        kept = start if kept is None else kept
         relative = share.relative(self.dtype, exchange=not self.local)  # else all replicas reduce together
-        return share.only_if_rows(tf.where(tf.equal(relative, 1), value, kept + relative * (value - kept)), kept)
+        counted = tf.where(tf.equal(relative, 1), value, kept + relative * (value - kept))
+        # Where nobody knows the rows of all, nothing is weighted: then a replica without rows changes nothing.
+        return share.only_if_rows(counted, tf.where(tf.equal(relative, 0), kept, start))
 
     def _own(self) -> tf.Tensor:
         return self._get().read_value()
