@@ -18,7 +18,7 @@ import pytest
 from jobs import DEADLINE_S
 
 import tfps
-from tfps.exchange.interface import BucketSpec, Exchange, OnPart, OnReply, Reply
+from tfps.exchange.interface import BucketSpec, Exchange, OnReply, Reply
 from tfps.pserver.server import ParameterServer
 from tfps.types import Array, Value
 from tfps.worker.worker import Worker
@@ -63,9 +63,9 @@ class Companion:
             return ids
 
         def push_both(
-            bucket: int, payload: Value, on_reply: OnReply, on_part: OnPart | None = None, numbers: bytes = b""
+            bucket: int, payload: Value, on_reply: OnReply, numbers: bytes = b""
         ) -> None:
-            push(bucket, payload, on_reply, on_part, numbers)
+            push(bucket, payload, on_reply, numbers)
             with self._lock:
                 if held := self.holds(self.specs[bucket]):
                     self._held.append(bucket)

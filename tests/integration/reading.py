@@ -16,7 +16,7 @@ import tensorflow as tf
 import training
 
 import tfps
-from tfps.exchange.interface import OnPart, OnReply, Payload
+from tfps.exchange.interface import OnReply, Payload
 from tfps.types import Logs, Structure, Value
 
 BATCH, STEPS = 32, 6
@@ -144,10 +144,10 @@ def counts_what_travels(strategy: tfps.Strategy) -> None:
     push = runtime.exchange.push
 
     def counted(
-        bucket: int, payload: Payload | None, on_reply: OnReply, on_part: OnPart | None = None, numbers: bytes = b""
+        bucket: int, payload: Payload | None, on_reply: OnReply, numbers: bytes = b""
     ) -> None:
         pushed.append(runtime.declared.spec(bucket).name)
-        push(bucket, payload, on_reply, on_part, numbers)
+        push(bucket, payload, on_reply, numbers)
 
     with strategy.scope():
         model = compiled(normalized=True)

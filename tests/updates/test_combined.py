@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 import tfps
-from tfps.exchange.interface import OnPart, OnReply, Payload
+from tfps.exchange.interface import OnReply, Payload
 from tfps.types import Value, Variable
 
 ON_READ, SUM = tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM
@@ -37,10 +37,10 @@ def pushes(strategy: tfps.Strategy, monkeypatch: pytest.MonkeyPatch) -> list[int
     push = strategy._runtime.exchange.push
 
     def counted(
-        bucket: int, payload: Payload | None, on_reply: OnReply, on_part: OnPart | None = None, numbers: bytes = b""
+        bucket: int, payload: Payload | None, on_reply: OnReply, numbers: bytes = b""
     ) -> None:
         pushed.append(bucket)
-        push(bucket, payload, on_reply, on_part, numbers)
+        push(bucket, payload, on_reply, numbers)
 
     monkeypatch.setattr(strategy._runtime.exchange, "push", counted)
     return pushed

@@ -143,7 +143,6 @@ class Reply:
 
 
 OnReply = Callable[[Reply], None]
-OnPart: TypeAlias = "Callable[[Array, int], None]"
 FailureListener = Callable[[TfpsError], None]
 
 
@@ -336,7 +335,6 @@ class Exchange(Protocol):
         bucket: int,
         payload: Payload | None,
         on_reply: OnReply,
-        on_part: OnPart | None = None,
         numbers: bytes = b"",
     ) -> None:
         """Gives this rank's contribution to the next step of `bucket`; never blocks on the network.
@@ -350,8 +348,6 @@ class Exchange(Protocol):
             payload: C-contiguous bytes, not modified before the reply. None contributes nothing to a sum (if
                 only one rank contributes, and without a codec, the result is bit-identical to its bytes; if none does,
                 zeros) and an empty part to a gather.
-            on_part: gets the buffer of an incomplete sum and how many bytes of it, from the front, have come. Called on
-                receiver threads, maybe never; a call may be late, even later than the reply.
             numbers: `StepNumbers.pack` of the step, for a bucket with an update, whose reply is the new parameters. If
                 the bucket has a codec, too, the reply is what every rank must add (float32, denormals flushed) to what
                 it has of them: then all have the same, bit for bit, and close to the pservers' own parameters. In mode

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tfps.errors import ProtocolError
 from tfps.exchange.aggregate import split_gathered
 from tfps.exchange.codecs import ITEM_BYTES, Codec, Floats, codec_of
-from tfps.exchange.interface import BucketSpec, FailureState, OnPart, OnReply, Reply, declared
+from tfps.exchange.interface import BucketSpec, FailureState, OnReply, Reply, declared
 from tfps.exchange.layout import Cutting, cut_sum
 from tfps.exchange.placement import Placer
 from tfps.exchange.slicing import Slice, cut
@@ -87,7 +87,6 @@ class Push:
 
     payload: memoryview | None
     on_reply: OnReply
-    on_part: OnPart | None = None
     whole: bool = False  # of the residual, which is not encoded
     numbers: bytes = b""
     step: int = 0
@@ -97,7 +96,6 @@ class Push:
     arrived: set[int] = field(default_factory=set)  # slices of a sum
     placed: set[int] = field(default_factory=set)  # the ones received directly into `buffer`
     copied: set[int] = field(default_factory=set)  # the ones whose bytes are in `buffer`
-    front: int = 0  # number of slices before the first that is not in `copied`
     parts: list[memoryview] = field(default_factory=list)  # a gather's result
 
     def send_numbers(self, bucket: int, queue: SendQueue) -> None:
@@ -256,16 +254,6 @@ class PushedBucket:
             push.copied.add(index)
             return Reply(sum=push.buffer) if len(push.copied) == len(self.cutting.slices) else None
 
-    def begun(self, push: Push) -> tuple[NDArray[np.uint8], int] | None:
-        """Returns the buffer of an incomplete sum and the bytes from its front that have come, if more than before."""
-        with self.lock:
-            front, slices = push.front, self.cutting.slices
-            while push.front < len(slices) and push.front in push.copied:
-                push.front += 1
-            if push.buffer is None or push.front in (front, len(slices)):
-                return None
-            return push.buffer, slices[push.front].offset
-
     def _where(self, pserver: int, index: int) -> Slice:
         if not 0 <= index < len(self.cutting.slices) or self.cutting.owners[index] != pserver:
             raise ProtocolError(f"bucket '{self.spec.name}' has no slice {index} on this pserver")
@@ -341,8 +329,6 @@ class Incoming:
             return
         reply = bucket.take(self._pserver, push, header, payload, place, self._workers())
         if reply is None:
-            if push.on_part is not None and (begun := bucket.begun(push)) is not None:
-                push.on_part(*begun)
             return
         with bucket.lock:
             if bucket.current is not push:

@@ -17,7 +17,6 @@ from tfps.exchange.interface import (
     FailureListener,
     FailureState,
     Link,
-    OnPart,
     OnReply,
     Payload,
     Reply,
@@ -182,7 +181,6 @@ class EmbeddedExchange:
         bucket: int,
         payload: Payload | None,
         on_reply: OnReply,
-        on_part: OnPart | None = None,
         numbers: bytes = b"",
     ) -> None:
         view, spec = as_bytes(payload), declared(self._specs, bucket)

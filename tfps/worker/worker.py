@@ -19,7 +19,6 @@ from tfps.exchange.interface import (
     FailureListener,
     FailureState,
     Link,
-    OnPart,
     OnReply,
     Payload,
     Reply,
@@ -399,10 +398,9 @@ class Worker:
         bucket: int,
         payload: Payload | None,
         on_reply: OnReply,
-        on_part: OnPart | None = None,
         numbers: bytes = b"",
     ) -> None:
-        self._push(bucket, Push(as_bytes(payload), on_reply, on_part, numbers=numbers))
+        self._push(bucket, Push(as_bytes(payload), on_reply, numbers=numbers))
 
     def _push(self, bucket: int, push: Push) -> None:
         target = declared(self._buckets, bucket)
