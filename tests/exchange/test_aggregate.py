@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfps.errors import ProtocolError
-from tfps.exchange.aggregate import GatherRound, SumRound, split_gathered
+from tfps.exchange.aggregate import GatherRound, SumRound, pack_sparse, split_gathered, unpack_sparse
 from tfps.types import Array
 
 FLOAT = np.dtype("float32")
@@ -180,3 +180,21 @@ def test_a_sum_of_one_part_is_not_in_memory_that_its_rank_may_write_to(determini
     result = total(SumRound("x", 2, FLOAT, 12, deterministic), [1, 0], [part, None])
     part[:] = 0  # its rank has its reply, and pushes the next step, while the other one's is still being sent
     assert result.tolist() == [1, 2, 3]
+
+
+def test_sparse_parts_come_back_joined_in_rank_order() -> None:
+    parts = []
+    for rank in range(3):
+        indices, data = np.full(rank, rank, np.int64), np.full(2 * rank, rank, np.float32)
+        parts.append(pack_sparse(indices.tobytes(), data.tobytes()))
+    indices, data = unpack_sparse(parts)
+    assert indices.view(np.int64).tolist() == [1, 2, 2]
+    assert data.view(np.float32).tolist() == [1, 1, 2, 2, 2, 2]
+
+
+def test_a_rank_without_a_part_contributes_no_rows() -> None:
+    one = pack_sparse(np.array([5], np.int64).tobytes(), b"\x01\x02\x03\x04")
+    indices, data = unpack_sparse([b"", one])
+    assert indices.view(np.int64).tolist() == [5]
+    assert data.tolist() == [1, 2, 3, 4]
+    assert [array.size for array in unpack_sparse([b"", b""])] == [0, 0]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tfps.exchange.codecs import known
-from tfps.exchange.denormals import flushed
+from tfps.exchange.rules import flushed
 from tfps.exchange.shown import Change
 
 NAMES = ["bfloat16", "float16", "int8", "topk:0.05", "onebit"]

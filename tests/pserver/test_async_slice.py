@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tfps.config import Config
 from tfps.errors import ConfigError, MismatchError
 from tfps.exchange.interface import BucketSpec
-from tfps.exchange.slicing import Slice
+from tfps.exchange.layout import Slice
 from tfps.exchange.update_spec import StepNumbers, UpdateSpec
 from tfps.pserver.async_slice import AsyncSlice, RankNumbers
 from tfps.pserver.owned_slice import Answer

@@ -14,8 +14,8 @@ from recorded import sends
 from tfps.config import Config
 from tfps.errors import ConfigError, MismatchError, ProtocolError
 from tfps.exchange.codecs import known
-from tfps.exchange.denormals import flushed
 from tfps.exchange.interface import BucketSpec, Exchange
+from tfps.exchange.rules import flushed
 from tfps.exchange.update_spec import StepNumbers, UpdateSpec
 from tfps.pserver.updated_slice import kept_arrays
 from tfps.trace.recorder import Recorder

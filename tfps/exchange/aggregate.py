@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 
 from tfps.errors import ProtocolError
-from tfps.types import Array, DType
+from tfps.types import Array, Buffer, DType
 
 Part = Array
+_INDICES_SIZE = struct.Struct("<Q")
 
 
 class Round:
@@ -160,3 +162,24 @@ def split_gathered(result: memoryview, workers: int) -> list[memoryview]:
         raise ProtocolError(f"the sizes in a gather must add up to {len(result) - head} bytes, got {sum(sizes)}")
     ends = list(itertools.accumulate(sizes, initial=head))
     return [result[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def pack_sparse(indices: Buffer, data: Buffer) -> bytes:
+    """One rank's part of a gather: size of the indices in bytes, indices, data."""
+    indices = memoryview(indices)
+    return b"".join((_INDICES_SIZE.pack(indices.nbytes), indices, memoryview(data)))
+
+
+def unpack_sparse(parts: Sequence[Buffer]) -> tuple[Array, Array]:
+    """Indices and data of all ranks in rank order, each flat uint8."""
+    indices, data = [], []
+    for part in parts:
+        view = np.frombuffer(part, np.uint8)
+        if not len(view):
+            continue
+        end = _INDICES_SIZE.size + _INDICES_SIZE.unpack_from(part)[0]
+        indices.append(view[_INDICES_SIZE.size : end])
+        data.append(view[end:])
+    if not data:
+        return np.empty(0, np.uint8), np.empty(0, np.uint8)
+    return np.concatenate(indices), np.concatenate(data)

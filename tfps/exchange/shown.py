@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from tfps.exchange.codecs import Bytes, Codec, Floats
-from tfps.exchange.denormals import flushed
+from tfps.exchange.rules import flushed
 
 
 class Change:

@@ -16,7 +16,7 @@ import numpy as np
 from tfps.errors import MismatchError, ProtocolError, TfpsError
 from tfps.exchange.codecs import Codec, Floats
 from tfps.exchange.kept_slice import KeptSlice
-from tfps.exchange.slicing import Slice
+from tfps.exchange.layout import Slice
 from tfps.exchange.update_spec import StepNumbers, UpdateSpec
 from tfps.pserver.owned_slice import Answer, OwnedSlice, Taken
 from tfps.pserver.pace import Pace

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from tfps.exchange.slicing import cut
+from tfps.exchange.layout import cut
 from tfps.pserver.owned_slice import Answer, Taken
 from tfps.wire.frames import LAST, Header, Kind
 from tfps.wire.send_queue import Outgoing, SendQueue, put_in_all

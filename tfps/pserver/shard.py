@@ -11,8 +11,7 @@ from tfps.exchange.aggregate import GatherRound, SumRound
 from tfps.exchange.codecs import codec_of
 from tfps.exchange.encoded_sum import EncodedSumRound
 from tfps.exchange.interface import BucketSpec, parse_dtype
-from tfps.exchange.layout import Cutting, Layout, cut_anew, cut_sum
-from tfps.exchange.placement import Placer
+from tfps.exchange.layout import Cutting, Layout, Placer, cut_anew, cut_sum
 from tfps.pserver.async_slice import AsyncSlice, RankNumbers
 from tfps.pserver.compressed_slice import CompressedSlice
 from tfps.pserver.owned_slice import OwnedSlice

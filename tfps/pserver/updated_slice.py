@@ -8,7 +8,7 @@ from tfps.errors import MismatchError, ProtocolError, TfpsError
 from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.kept_slice import KeptSlice
-from tfps.exchange.slicing import Slice
+from tfps.exchange.layout import Slice
 from tfps.exchange.update_spec import StepNumbers, UpdateSpec, difference
 
 

@@ -15,8 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfps.errors import UnsupportedError
+from tfps.exchange.aggregate import pack_sparse, unpack_sparse
 from tfps.exchange.interface import BucketSpec
-from tfps.exchange.sparse import pack_sparse, unpack_sparse
 from tfps.graph import ops as graph_ops
 from tfps.runtime.runtime import Runtime
 from tfps.strategy.pulls import pull

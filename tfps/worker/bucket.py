@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 from tfps.errors import ProtocolError
 from tfps.exchange.aggregate import split_gathered
 from tfps.exchange.interface import BucketSpec, OnPart, OnReply, Reply
-from tfps.exchange.layout import Cutting, cut_sum
-from tfps.exchange.placement import Placer
-from tfps.exchange.slicing import Slice, cut
+from tfps.exchange.layout import Cutting, Placer, Slice, cut, cut_sum
 from tfps.wire import frames
 from tfps.wire.frames import EMPTY, LAST, WHOLE, Header, Kind
 from tfps.wire.memory import aligned_empty

@@ -11,7 +11,7 @@ import numpy as np
 
 from tfps.exchange.codecs import ITEM_BYTES, Codec, Floats, codec_of
 from tfps.exchange.interface import BucketSpec
-from tfps.exchange.slicing import Slice
+from tfps.exchange.layout import Slice
 from tfps.types import Array
 from tfps.wire.encoding import Encoding
 

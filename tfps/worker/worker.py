@@ -23,8 +23,7 @@ from tfps.exchange.interface import (
     as_bytes,
     check_payload,
 )
-from tfps.exchange.layout import Layout, cut_anew, tunable
-from tfps.exchange.placement import Placer
+from tfps.exchange.layout import Layout, Placer, cut_anew, tunable
 from tfps.protos import tfps_pb2 as pb
 from tfps.trace.capture import Capture, CapturedBucket, Setting
 from tfps.trace.recorder import Recorder
