@@ -24,6 +24,7 @@ import numpy as np
 
 from tfps.compression import LEAST_BYTES, NONE
 from tfps.config import MAX_SLICE_BYTES, Auto, Config
+from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import BucketSpec, Reply
 from tfps.pserver import server
 from tfps.pserver.job import Job
@@ -205,7 +206,9 @@ class Trainer:
             for nbytes in sizes:
                 codec = task.compression if nbytes >= LEAST_BYTES else NONE
                 self._payloads[len(specs)] = _payload(nbytes // 4, codec)
-                specs.append(BucketSpec((f"b{number}.{len(specs)}",), "sum", nbytes, "float32", number, codec=codec))
+                specs.append(
+                    BucketSpec((f"b{number}.{len(specs)}",), "sum", nbytes, "float32", number, codec=codec_of(codec))
+                )
         worker.declare(specs)
         self._ready_after = {min(members): bucket for bucket, members in enumerate(plan.layers)}  # in backward
         self._needed_by = {layer: bucket for bucket, members in enumerate(plan.layers) for layer in members}

@@ -18,6 +18,7 @@ from recorded import sends
 
 from tfps.config import FIRST_WINDOW_BYTES, Config, Transport
 from tfps.errors import ProtocolError, TfpsError
+from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.layout import (
     MAX_TUNED_BYTES,
@@ -388,7 +389,8 @@ def test_only_the_network_is_measured_where_there_is_one(cluster: Cluster, monke
 
 def test_slices_are_as_many_times_as_large_as_what_is_sent_of_them() -> None:
     def bucket(codec: str, nbytes: int, occasional: bool = False) -> PushedBucket:
-        return PushedBucket(BucketSpec(("x",), "sum", nbytes, "float32", 0, occasional, codec=codec), Cutting([], []))
+        spec = BucketSpec(("x",), "sum", nbytes, "float32", 0, occasional, codec=codec_of(codec))
+        return PushedBucket(spec, Cutting([], []))
 
     assert ratio([]) == ratio([bucket("none", 2**20)]) == 1
     assert ratio([bucket("bfloat16", 2**20), bucket("none", 2**30, occasional=True)]) == 2

@@ -61,10 +61,10 @@ def test_text_that_is_no_spec_is_refused(text: str) -> None:
 
 
 def test_a_bucket_with_an_update_is_a_float32_sum_of_its_variables() -> None:
-    assert BucketSpec(("w",), "sum", 28, "float32", 0, update=ADAM.text()).update
+    assert BucketSpec(("w",), "sum", 28, "float32", 0, update=ADAM).update
     for kind, nbytes, dtype in (("sum", 32, "float32"), ("sum", 28, "int32"), ("gather", 0, "uint8")):
         with pytest.raises(ConfigError, match="a bucket with an update must be"):
-            BucketSpec(("w",), kind, nbytes, dtype, 0, update=ADAM.text())  # type: ignore[arg-type]
+            BucketSpec(("w",), kind, nbytes, dtype, 0, update=ADAM)  # type: ignore[arg-type]
 
 
 def test_ranks_may_round_a_learning_rate_differently_but_not_count_or_assign_differently() -> None:

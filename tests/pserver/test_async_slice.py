@@ -119,7 +119,7 @@ def test_the_first_rank_with_other_values_is_told() -> None:
 
 
 def test_what_ranks_have_takes_memory_if_delay_is_compensated() -> None:
-    spec = BucketSpec(("w",), "sum", 16, "float32", 0, update=SGD.text())
+    spec = BucketSpec(("w",), "sum", 16, "float32", 0, update=SGD)
     for delay, workers, fits in ((0.0, 3, True), (0.5, 3, False), (0.5, 1, True)):
         config = Config(mode="async", update="server", slice_bytes=1024, delay_compensation=delay)
         shard = Shard(config, workers, 1, 0, Recorder(), max_memory=1024 + 4 * 16)

@@ -17,7 +17,7 @@ from tfps.wire.control import KEPT_PIECE_BYTES
 from tfps.wire.frames import Header, Kind
 
 SGD = UpdateSpec("sgd", (("momentum", 0.0), ("nesterov", 0.0)), (), (4,), (False,))
-SPEC = BucketSpec(("w",), "sum", 16, "float32", 0, update=SGD.text())
+SPEC = BucketSpec(("w",), "sum", 16, "float32", 0, update=SGD)
 
 
 def packed(iteration: float = 0.0, rate: float = 0.1) -> memoryview:
@@ -59,7 +59,7 @@ def test_the_first_rank_that_differs_fails_the_job() -> None:
 def test_a_bucket_takes_memory_for_what_is_kept_of_it() -> None:
     momentum = UpdateSpec("sgd", (("momentum", 0.9), ("nesterov", 0.0)), (("momentum", 0.0),), (4,), (False,))
     assert kept_arrays(SPEC) == 1
-    assert kept_arrays(BucketSpec(("w",), "sum", 16, "float32", 0, update=momentum.text())) == 2
+    assert kept_arrays(BucketSpec(("w",), "sum", 16, "float32", 0, update=momentum)) == 2
     assert kept_arrays(jobs.bucket(16)) == 0
 
 

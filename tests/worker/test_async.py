@@ -43,13 +43,13 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def sgd(momentum: float = 0.5, name: str = "w") -> BucketSpec:
     slots = (("momentum", 0.0),) if momentum else ()
     update = UpdateSpec("sgd", (("momentum", momentum), ("nesterov", 0.0)), slots, (ITEMS,), (False,))
-    return BucketSpec((name,), "sum", 4 * ITEMS, "float32", 0, update=update.text())
+    return BucketSpec((name,), "sum", 4 * ITEMS, "float32", 0, update=update)
 
 
 def adam() -> BucketSpec:
     constants = (("beta_1", 0.9), ("beta_2", 0.999), ("epsilon", 1e-7))
     update = UpdateSpec("adam", constants, (("momentum", 0.0), ("velocity", 0.0)), (ITEMS,), (False,))
-    return BucketSpec(("w",), "sum", 4 * ITEMS, "float32", 0, update=update.text())
+    return BucketSpec(("w",), "sum", 4 * ITEMS, "float32", 0, update=update)
 
 
 class Rank:
@@ -89,7 +89,7 @@ def begun(cluster: Cluster, workers: int, *specs: BucketSpec, config: Config = C
     ranks = [Rank(each) for each in members]
     for bucket, spec in enumerate(specs):
         members[0].put(bucket, 0, 0, START)
-        alpha = (0.001,) if "adam" in spec.update else ()
+        alpha = (0.001,) if spec.update is not None and spec.update.rule == "adam" else ()
         for each in [rank.push(None, *alpha, bucket=bucket) for rank in ranks]:
             np.testing.assert_array_equal(summed(each.wait()), START)
     return ranks
@@ -312,7 +312,7 @@ def test_a_capture_has_a_span_for_each_push_that_is_applied(cluster: Cluster) ->
 
 
 def encoded(codec: str) -> BucketSpec:
-    return dataclasses.replace(sgd(momentum=0.0), codec=codec)
+    return dataclasses.replace(sgd(momentum=0.0), codec=codec_of(codec))
 
 
 def decoded(name: str, gradient: Floats, held: Floats | None) -> Floats:

@@ -34,7 +34,7 @@ CONFIG = Config(slice_bytes=1024, window_bytes=4096, update="server", connect_ti
 
 def momentum(items: int = ITEMS, name: str = "w") -> BucketSpec:
     update = UpdateSpec("sgd", (("momentum", 0.5), ("nesterov", 0.0)), (("momentum", 0.0),), (items,), (False,))
-    return BucketSpec((name,), "sum", 4 * items, "float32", 0, update=update.text())
+    return BucketSpec((name,), "sum", 4 * items, "float32", 0, update=update)
 
 
 def numbers(step: int, rate: float = 0.25, mark: int = 0) -> bytes:
@@ -150,7 +150,7 @@ def test_parts_of_buckets_that_there_are_not_are_refused(cluster: Cluster) -> No
 
 def test_workers_whose_updates_differ_are_refused_when_they_declare(cluster: Cluster) -> None:
     workers = cluster.workers(cluster.pservers(1, 2), 2, config=CONFIG)
-    other = UpdateSpec("sgd", (("momentum", 0.0), ("nesterov", 0.0)), (), (ITEMS,), (False,)).text()
+    other = UpdateSpec("sgd", (("momentum", 0.0), ("nesterov", 0.0)), (), (ITEMS,), (False,))
     specs = [momentum(), BucketSpec(("w",), "sum", 4 * ITEMS, "float32", 0, update=other)]
     for result in jobs.attempt(*(lambda w=w, s=s: w.declare([s]) for w, s in zip(workers, specs, strict=True))):
         assert isinstance(result, MismatchError)

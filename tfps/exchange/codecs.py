@@ -52,7 +52,7 @@ _scratch = _Scratch()
 
 
 class Codec(abc.ABC):
-    """One codec; any thread.
+    """One codec, always the same object for one name; any thread.
 
     Attributes:
         name: as in `Config.compression`.
@@ -65,6 +65,9 @@ class Codec(abc.ABC):
     @abc.abstractmethod
     def wire_bytes(self, items: int) -> int:
         """Size of so many encoded numbers; depends on nothing else."""
+
+    def __str__(self) -> str:
+        return self.name
 
     def encode(self, values: Floats, held: Floats | None = None) -> Bytes:
         """Encodes `values`, with what was `held` back before; leaves in `held` what is held back now.
@@ -347,35 +350,27 @@ def _at_least(numbers: Floats, bound: np.uint32) -> NDArray[np.intp]:
 _PLAIN: dict[str, Codec] = {codec.name: codec for codec in (_Bfloat16(), _Float16(), _Int8(), _OneBit())}
 
 
-@functools.cache
+_top_k = functools.cache(_TopK)  # one object for all spellings of a fraction
+
+
 def codec_of(name: str) -> Codec | None:
     """The codec of this name; None for "none".
 
     Raises:
         ConfigError: there is no such codec.
     """
-    if name == NONE:
-        return None
-    if (codec := _PLAIN.get(name)) is not None:
-        return codec
-    if (fraction := kept_fraction(name)) is not None:
-        return _TopK(fraction)
-    raise ConfigError(f"codec must be one of none, {', '.join(_PLAIN)}, topk:0.01, got {name!r}")
+    return None if name == NONE else known(name)
 
 
 def known(name: str) -> Codec:
-    """As `codec_of`, for a name that is not "none".
-
-    Raises:
-        ConfigError: there is no such codec.
-    """
-    codec = codec_of(name)
-    if codec is None:
-        raise ConfigError(f"codec must not be {NONE!r} here")
-    return codec
+    """As `codec_of`, for a name that is not "none"."""
+    if (codec := _PLAIN.get(name)) is not None:
+        return codec
+    if (fraction := kept_fraction(name)) is not None:
+        return _top_k(fraction)
+    raise ConfigError(f"codec must be one of none, {', '.join(_PLAIN)}, topk:0.01, got {name!r}")
 
 
-def sent_bytes(codec: str, nbytes: int) -> int:
+def sent_bytes(codec: Codec | None, nbytes: int) -> int:
     """About how many bytes the `nbytes` of a bucket are on the wire: as if it were one slice."""
-    found = codec_of(codec)
-    return nbytes if found is None else found.wire_bytes(nbytes // ITEM_BYTES)
+    return nbytes if codec is None else codec.wire_bytes(nbytes // ITEM_BYTES)

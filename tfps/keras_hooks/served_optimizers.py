@@ -75,7 +75,7 @@ class ServedOptimizer(ServedRule):
         """The moving average of `variable`, if it is one of this optimizer's."""
         return self._slots.get(variable._unique_id, {}).get(AVERAGE)
 
-    def spec(self, variables: Sequence[Variable]) -> str:
+    def spec(self, variables: Sequence[Variable]) -> UpdateSpec:
         optimizer = self.optimizer
         constants = {name: float(getattr(optimizer, own)) for name, own in self._reading.constants.items()}
         decayed = [optimizer.weight_decay is not None and decays(optimizer, variable) for variable in variables]
@@ -93,7 +93,7 @@ class ServedOptimizer(ServedRule):
             tuple((name, slot.initial) for name, slot in slots.items()),
             tuple(int(variable.shape.num_elements()) for variable in variables),
             tuple(decayed),
-        ).text()
+        )
 
     def update(self, gradients: Sequence[Value], variables: Sequence[Variable], learning_rate: Value) -> None:
         """Sends this replica's gradients, in a replica function.

@@ -13,7 +13,9 @@ from google.protobuf.message import Message
 
 from tfps.compression import NONE
 from tfps.errors import ConnectError, TfpsError
+from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import BucketKind, BucketSpec
+from tfps.exchange.update_spec import UpdateSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire.control import PROTOCOL_VERSION, RANK_KEY, failure_of, reply_type
 
@@ -49,8 +51,8 @@ def spec_of(bucket: pb.Bucket) -> BucketSpec:
         dtype=bucket.dtype,
         priority=bucket.priority,
         occasional=bucket.occasional,
-        codec=bucket.codec or NONE,
-        update=bucket.update,
+        codec=codec_of(bucket.codec or NONE),
+        update=UpdateSpec.parse(bucket.update) if bucket.update else None,
     )
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from tfps.config import Config
 from tfps.errors import ConfigError, ProtocolError, TfpsError
 from tfps.exchange.aggregate import GatherRound, SumRound
-from tfps.exchange.codecs import codec_of
 from tfps.exchange.encoded_sum import EncodedSumRound
 from tfps.exchange.interface import BucketSpec, parse_dtype
 from tfps.exchange.layout import Cutting, Layout, Placer, cut_anew, cut_sum
@@ -77,7 +76,7 @@ class Shard:
         # Of a slice, that are kept. In mode "async" pushes may wait for each other, and each reply is a copy.
         parts = self._workers if self.config.deterministic or self.config.mode == "async" else 1
         copies = self._workers if self.config.delay_compensation else 0  # of parameters, as each rank has them
-        kept = sum(spec.nbytes * (kept_arrays(spec) + copies * bool(spec.update)) for spec in specs)
+        kept = sum(spec.nbytes * (kept_arrays(spec) + copies * (spec.update is not None)) for spec in specs)
         payload = (sum(spec.nbytes * parts for spec in specs) + kept) // self._pservers
         slices = sum(spec.nbytes // slice_bytes + 1 for spec in specs)
         if payload + slices * _SLICE_BYTES > self._max_memory:
@@ -129,7 +128,7 @@ class Shard:
     ) -> dict[int, OwnedSlice]:
         """The slices of a sum that this pserver owns."""
         owned: dict[int, OwnedSlice] = {}
-        dtype, deterministic, codec = parse_dtype(spec.dtype), self.config.deterministic, codec_of(spec.codec)
+        dtype, deterministic, codec = parse_dtype(spec.dtype), self.config.deterministic, spec.codec
         for index, (piece, owner) in enumerate(zip(cutting.slices, cutting.owners, strict=True)):
             if owner == self.index:
                 label = f"slice {index} of bucket '{spec.name}'"

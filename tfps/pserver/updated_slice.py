@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 
 from tfps.errors import MismatchError, ProtocolError, TfpsError
-from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.kept_slice import KeptSlice
 from tfps.exchange.layout import Slice
@@ -14,10 +13,9 @@ from tfps.exchange.update_spec import StepNumbers, UpdateSpec, difference
 
 def kept_arrays(spec: BucketSpec) -> int:
     """How many arrays of its size the pservers keep of a bucket with an update, or of one that is compressed."""
-    codec = codec_of(spec.codec)
-    if spec.update:
-        return UpdateSpec.parse(spec.update).kept + (codec is not None)  # with a codec also what workers have
-    return int(codec is not None and codec.feeds_back)  # what is held back
+    if spec.update is not None:
+        return spec.update.kept + (spec.codec is not None)  # with a codec also what workers have
+    return int(spec.codec is not None and spec.codec.feeds_back)  # what is held back
 
 
 class UpdateNumbers:
@@ -32,7 +30,7 @@ class UpdateNumbers:
     @classmethod
     def of(cls, spec: BucketSpec) -> UpdateNumbers | None:
         """Those of a bucket; None without an update."""
-        return cls(spec.name, UpdateSpec.parse(spec.update)) if spec.update else None
+        return None if spec.update is None else cls(spec.name, spec.update)
 
     def take(self, rank: int, step: int, data: memoryview) -> TfpsError | None:
         """Takes the numbers of `rank` for `step`, packed; returns why the job must fail, if another rank's differ.

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from tfps.errors import UnsupportedError
 from tfps.exchange.interface import BucketSpec, Exchange
-from tfps.exchange.update_spec import StepNumbers
+from tfps.exchange.update_spec import StepNumbers, UpdateSpec
 from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.types import Array, Value, Variable
 
@@ -176,8 +176,8 @@ class ServedRule(abc.ABC):
     number: int
 
     @abc.abstractmethod
-    def spec(self, variables: Sequence[Variable]) -> str:
-        """`UpdateSpec.text` for a bucket of these variables, with the optimizer's settings of now."""
+    def spec(self, variables: Sequence[Variable]) -> UpdateSpec:
+        """Of a bucket of these variables, with the optimizer's settings of now."""
 
     @abc.abstractmethod
     def slots(self, variable: Variable) -> Sequence[ServedSlot]:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfps.compression import NONE
 from tfps.errors import UnsupportedError
 from tfps.exchange.interface import BucketSpec
 from tfps.graph import ops as graph_ops
@@ -57,7 +56,7 @@ class ServedBucket(PlannedBucket):
     @property
     def _changes(self) -> bool:
         """Whether the reply is a change; in mode "async" each rank gets the newest parameters, also a single one."""
-        return self.spec.codec != NONE and self.variables[0].distribute_strategy.extended.mode != "async"
+        return self.spec.codec is not None and self.variables[0].distribute_strategy.extended.mode != "async"
 
     def _update(
         self, strategy: tf.distribute.Strategy, data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tfps.exchange.codecs import ITEM_BYTES, Codec, Floats, codec_of
+from tfps.exchange.codecs import ITEM_BYTES, Codec, Floats
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.layout import Slice
 from tfps.types import Array
@@ -35,8 +35,7 @@ class Compressed:
     @classmethod
     def of(cls, spec: BucketSpec, failed: Failed) -> Compressed | None:
         """For the bucket `spec`; None if it has no codec."""
-        codec = codec_of(spec.codec)
-        return None if codec is None else cls(codec, spec.nbytes, failed)
+        return None if spec.codec is None else cls(spec.codec, spec.nbytes, failed)
 
     def wire_bytes(self, piece: Slice) -> int:
         """Encoded size of a slice."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from tfps.compression import NONE
 from tfps.errors import InterruptError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec
 from tfps.protos import tfps_pb2 as pb
@@ -56,8 +57,8 @@ class Declarations:
                     dtype=spec.dtype,
                     priority=spec.priority,
                     occasional=spec.occasional,
-                    codec=spec.codec,
-                    update=spec.update,
+                    codec=NONE if spec.codec is None else spec.codec.name,
+                    update="" if spec.update is None else spec.update.text(),
                 )
                 for spec in specs
             ],

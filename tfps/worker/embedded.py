@@ -11,7 +11,6 @@ import numpy as np
 
 from tfps.config import Config
 from tfps.errors import ProtocolError, TfpsError
-from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import (
     BucketSpec,
     FailureListener,
@@ -26,7 +25,7 @@ from tfps.exchange.interface import (
 )
 from tfps.exchange.kept_slice import KeptSlice
 from tfps.exchange.shown import Change
-from tfps.exchange.update_spec import StepNumbers, UpdateSpec
+from tfps.exchange.update_spec import StepNumbers
 from tfps.trace.capture import Capture, CapturedBucket, Process, Setting
 from tfps.trace.recorder import Recorder
 from tfps.types import Array, Buffer
@@ -76,9 +75,9 @@ class EmbeddedExchange:
         first = len(self._specs)
         self._specs.extend(specs)
         for bucket, spec in enumerate(specs, first):
-            if spec.update:
-                update, shows = UpdateSpec.parse(spec.update), codec_of(spec.codec) is not None
-                self._kept[bucket] = KeptSlice(f"bucket '{spec.name}'", update, 0, spec.nbytes, shows=shows)
+            if spec.update is not None:
+                shows = spec.codec is not None
+                self._kept[bucket] = KeptSlice(f"bucket '{spec.name}'", spec.update, 0, spec.nbytes, shows=shows)
         return list(range(first, len(self._specs)))
 
     def put(self, bucket: int, number: int, begin: int, values: Payload) -> None:
@@ -114,7 +113,7 @@ class EmbeddedExchange:
             on_reply(Reply(error=end))
         elif spec.kind == "gather":
             on_reply(Reply(parts=[b"" if payload is None else payload]))
-        elif spec.update:
+        elif spec.update is not None:
             on_reply(Reply(sum=self._updated(bucket, bytes(spec.nbytes) if view is None else view, numbers)))
         else:
             on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload))
@@ -127,7 +126,7 @@ class EmbeddedExchange:
 
     def _updated(self, bucket: int, gradient: Buffer, numbers: bytes) -> Array:
         """The new parameters, or their change; a copy, as TensorFlow keeps them while they change here."""
-        kept, codec = self._kept[bucket], codec_of(self._specs[bucket].codec)
+        kept, codec = self._kept[bucket], self._specs[bucket].codec
         new = kept.update(gradient, StepNumbers.unpack(numbers, kept.spec))
         copied = aligned_empty(len(new))
         if codec is None:
