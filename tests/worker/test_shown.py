@@ -17,7 +17,7 @@ from tfps.exchange.codecs import codec_of, known
 from tfps.exchange.interface import BucketSpec, Exchange
 from tfps.exchange.rules import flushed
 from tfps.exchange.update_spec import StepNumbers, UpdateSpec
-from tfps.pserver.updated_slice import kept_arrays
+from tfps.pserver.shard import kept_arrays
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument
 from tfps.worker.embedded import EmbeddedExchange

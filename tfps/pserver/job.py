@@ -19,14 +19,12 @@ from tfps.errors import (
 )
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.layout import Layout
-from tfps.pserver.async_slice import AsyncSlice
 from tfps.pserver.job_status import ErrorCounts, job_status
 from tfps.pserver.membership import Applicant, Declaration, Member, Membership, State, first_difference
-from tfps.pserver.owned_slice import Taken
 from tfps.pserver.recording import Recording
-from tfps.pserver.replies import reply, reply_each
-from tfps.pserver.resting import Counters, not_assigned, released, without
+from tfps.pserver.resting import Counters, not_assigned
 from tfps.pserver.shard import OwnedBucket, Shard
+from tfps.pserver.slices import Late, Push, send
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.control import PULL, PUSH, layout_message
@@ -165,13 +163,12 @@ class Job:
             if ended := self.recording.gone(rank):
                 self._announce(Header(Kind.TRACE, step=ended))
         self._queues[rank].close()
-        self._shard.pace.leave(rank)
-        for bucket in self._shard.buckets:
-            for item in bucket.slices.values():
-                if (step := item.needs(rank)) is not None:
-                    self._fail_left(member, step, bucket.spec.name)
-                    return
-        reply_each(self._queues, released(self._shard))
+        self._shard.bound.leave(rank)
+        for bucket, item in self._shard.slices():
+            if (late := item.late([rank])) is not None:
+                self._fail_left(late, bucket)
+                return
+        self._release()
 
     def fail(self, error: TfpsError) -> None:
         """Fails the job: every member's streams end with `error`. Only the first error counts."""
@@ -196,11 +193,14 @@ class Job:
         if self._failure is not None:
             raise self._failure
 
-    def _fail_left(self, member: Member, step: int, name: str) -> None:
+    def _fail_left(self, late: Late, bucket: str) -> None:
+        member = self._membership.members[late.rank]
         why = "its data ended earlier or its script ended; give every worker the same number of batches"
         if member.reason:
             why = f"it ended with {member.reason}"
-        self.fail(WorkerLostError(f"{member} left before step {step} of bucket '{name}', for which others wait: {why}"))
+        self.fail(
+            WorkerLostError(f"{member} left before step {late.step} of bucket '{bucket}', for which others wait: {why}")
+        )
 
     # Declarations
 
@@ -313,7 +313,7 @@ class Job:
     # Rounds
 
     def push(self, rank: int, header: Header, payload: memoryview, place: Place | None = None) -> None:
-        """Takes a PUSH of `rank`; replies to all if it completes the round. Keeps `payload` by reference.
+        """Takes a PUSH of `rank`, and sends what it answers. Keeps `payload` by reference.
 
         Args:
             place: where the slice is in the rank's shared memory, if not in `payload`.
@@ -343,16 +343,14 @@ class Job:
                 raise ProtocolError(f"bucket '{bucket.spec.name}' must come in frames, got {place} in shared memory")
             target = Target(place, memory.view(place))
             payload = payload[:0] if header.flags & EMPTY else target.memory.data
-        taken = item.take(rank, header, payload, target, bucket.next)
+        taken = item.take(Push(rank, header, payload, target), bucket.next)
         member.step = max(member.step, header.step)
         member.wait_s += taken.wait_ns / 1e9  # only its stream's thread writes both
-        reply_each(self._queues, taken.answers)
-        if taken.result is not None:
-            self._reply(header, taken.result, gather, taken)
-        elif (gone := self._membership.gone()) and (late := item.waits_for(gone, taken.step)):
-            self._fail_left(self._membership.members[late[0]], taken.step, bucket.spec.name)
-        elif isinstance(item, AsyncSlice) and (late := item.waits_for(self._shard.pace.resting(), taken.step)):
-            self.fail(MismatchError(not_assigned(self._membership.describe(late[0]), bucket.spec.name)))
+        send(self._queues, taken.answers)
+        if (gone := self._membership.gone()) and (late := item.late(gone)) is not None:
+            self._fail_left(late, bucket.spec.name)
+        elif (quiesced := item.admission.quiesced()) and (late := item.late(quiesced)) is not None:
+            self.fail(MismatchError(not_assigned(self._membership.describe(late.rank), bucket.spec.name)))
 
     def take_numbers(self, rank: int, header: Header, payload: memoryview) -> None:
         """Takes the NUMBERS that come before the slices of a push; see `UpdateNumbers.take`."""
@@ -392,11 +390,8 @@ class Job:
         with self._changed:
             loads = {rank: queue.load for rank, queue in self._queues.items()}
             buckets = self._shard.buckets
-            slices = [item for bucket in buckets for item in bucket.slices.values()]
+            slices = [item for _, item in self._shard.slices()]
             return job_status(self._membership, self._failure, len(buckets), slices, loads)
-
-    def _reply(self, push: Header, result: memoryview, gather: bool, taken: Taken) -> None:
-        reply(dict(self._queues), push, result, gather, taken, self._shard.config.first_slice_bytes)
 
     # Mode "async"
 
@@ -406,9 +401,16 @@ class Job:
         Raises:
             TfpsError: the job has failed, or fails because others wait for this rank.
         """
-        if (bucket := without(self._shard, rank)) is not None:
-            self.fail(MismatchError(not_assigned(self._membership.describe(rank), bucket)))
+        for bucket, item in self._shard.slices(asynchronous=True):
+            if item.late([rank]) is not None:
+                self.fail(MismatchError(not_assigned(self._membership.describe(rank), bucket)))
+                break
         with self._changed:
             self._raise_failure()
-        self._shard.pace.rest(rank)
-        reply_each(self._queues, released(self._shard))
+        self._shard.bound.quiesce(rank)
+        self._release()
+
+    def _release(self) -> None:
+        """Answers ranks that may go on now."""
+        for _, item in self._shard.slices(asynchronous=True):
+            send(self._queues, item.released())

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from tfps.errors import TfpsError
 from tfps.pserver.membership import Membership
-from tfps.pserver.owned_slice import OwnedSlice
+from tfps.pserver.slices import OwnedSlice
 from tfps.wire.send_queue import Load
 from tfps.wire.status import ErrorCount, JobStatus, MemberStatus
 
@@ -33,7 +33,7 @@ def job_status(
         reason=str(failure or ""),
         buckets=buckets,
         slices=len(slices),
-        shard_bytes=sum(item.nbytes for item in slices),
+        shard_bytes=sum(item.admission.nbytes for item in slices),
         open_slices=len(awaited),
         members=tuple(
             MemberStatus(

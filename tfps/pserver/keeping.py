@@ -1,6 +1,6 @@
 """The calls Put and Get: what slices with an update keep. Rest and Take: mode "async".
 
-Tested in tests/pserver/test_updated_slice.py and tests/worker/test_async.py.
+Tested in tests/pserver/test_slices.py and tests/worker/test_async.py.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tfps.errors import ProtocolError
-from tfps.exchange.kept_slice import KeptSlice
+from tfps.exchange.parameter_shard import ParameterShard
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.job import Job
-from tfps.pserver.owned_slice import OwnedSlice
+from tfps.pserver.slices import OwnedSlice
 from tfps.wire.control import KEPT_PIECE_BYTES
 
 
@@ -69,9 +69,9 @@ def take(job_of: Callable[[str], Job], request: pb.TakeRequest, context: object)
     return pb.TakeReply(number=job_of(request.incarnation).counters.take(request.counter, request.rank))
 
 
-def _kept(job_of: Callable[[str], Job], request: pb.PutRequest | pb.GetRequest) -> tuple[OwnedSlice, KeptSlice]:
+def _kept(job_of: Callable[[str], Job], request: pb.PutRequest | pb.GetRequest) -> tuple[OwnedSlice, ParameterShard]:
     bucket = job_of(request.incarnation).bucket(request.bucket)
     owned = bucket.slices.get(request.slice)
-    if owned is None or owned.kept is None:
+    if owned is None or owned.parameters is None:
         raise ProtocolError(f"bucket '{bucket.spec.name}' has no slice {request.slice} here that keeps anything")
-    return owned, owned.kept
+    return owned, owned.parameters

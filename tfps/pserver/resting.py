@@ -6,12 +6,8 @@ Tested in tests/worker/test_async.py.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 from tfps.errors import ProtocolError
-from tfps.pserver.async_slice import AsyncSlice
-from tfps.pserver.owned_slice import Answer
-from tfps.pserver.shard import Shard
 
 _MAX_COUNTERS = 1024  # of which those drawn from last are kept; a loop over a dataset takes one
 _MAX_NAME = 256
@@ -50,14 +46,6 @@ class Counters:
             return number
 
 
-def without(shard: Shard, rank: int) -> str | None:
-    """Name of a bucket in which others wait for `rank` to assign values as they have; None if there is none."""
-    for bucket, item in _slices(shard):
-        if item.needs(rank) is not None:
-            return bucket
-    return None
-
-
 def not_assigned(rank: str, bucket: str) -> str:
     """The text of the error for a rank that others wait for in `bucket`, and that goes elsewhere."""
     return (
@@ -66,16 +54,3 @@ def not_assigned(rank: str, bucket: str) -> str:
         "them: give every rank a batch, assign on every rank, and save a tf.train.Checkpoint on every rank between "
         "epochs"
     )
-
-
-def released(shard: Shard) -> Iterator[Answer]:
-    """Answers for the ranks that may go on now."""
-    for _, item in _slices(shard):
-        yield from item.released()
-
-
-def _slices(shard: Shard) -> Iterator[tuple[str, AsyncSlice]]:
-    for bucket in shard.buckets:
-        for item in bucket.slices.values():
-            if isinstance(item, AsyncSlice):
-                yield bucket.spec.name, item

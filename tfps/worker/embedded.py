@@ -23,8 +23,7 @@ from tfps.exchange.interface import (
     as_bytes,
     check_payload,
 )
-from tfps.exchange.kept_slice import KeptSlice
-from tfps.exchange.shown import Change
+from tfps.exchange.parameter_shard import Delta, ParameterShard
 from tfps.exchange.update_spec import StepNumbers
 from tfps.trace.capture import Capture, CapturedBucket, Process, Setting
 from tfps.trace.recorder import Recorder
@@ -52,7 +51,7 @@ class EmbeddedExchange:
         self._specs: list[BucketSpec] = []
         self._state = FailureState()
         self._counters: dict[str, Iterator[int]] = {}
-        self._kept: dict[int, KeptSlice] = {}  # by bucket; a bucket has one push at a time
+        self._kept: dict[int, ParameterShard] = {}  # by bucket; a bucket has one push at a time
 
     @property
     def failure(self) -> TfpsError | None:
@@ -76,8 +75,8 @@ class EmbeddedExchange:
         self._specs.extend(specs)
         for bucket, spec in enumerate(specs, first):
             if spec.update is not None:
-                shows = spec.codec is not None
-                self._kept[bucket] = KeptSlice(f"bucket '{spec.name}'", spec.update, 0, spec.nbytes, shows=shows)
+                label, viewed = f"bucket '{spec.name}'", spec.codec is not None
+                self._kept[bucket] = ParameterShard(label, spec.update, 0, spec.nbytes, viewed=viewed)
         return list(range(first, len(self._specs)))
 
     def put(self, bucket: int, number: int, begin: int, values: Payload) -> None:
@@ -92,7 +91,7 @@ class EmbeddedExchange:
     def ticket(self, counter: str) -> int:
         return next(self._counters.setdefault(counter, itertools.count()))
 
-    def _kept_of(self, bucket: int) -> KeptSlice:
+    def _kept_of(self, bucket: int) -> ParameterShard:
         if (end := self._state.end) is not None:
             raise end
         if bucket not in self._kept:
@@ -127,12 +126,13 @@ class EmbeddedExchange:
     def _updated(self, bucket: int, gradient: Buffer, numbers: bytes) -> Array:
         """The new parameters, or their change; a copy, as TensorFlow keeps them while they change here."""
         kept, codec = self._kept[bucket], self._specs[bucket].codec
+        kept.take_put()
         new = kept.update(gradient, StepNumbers.unpack(numbers, kept.spec))
         copied = aligned_empty(len(new))
         if codec is None:
             copied[:] = np.frombuffer(new, np.uint8)
         else:
-            encoded = Change(codec, kept.shown).encode(np.frombuffer(new, np.float32))
+            encoded = Delta(codec, kept.worker_view).encode(np.frombuffer(new, np.float32))
             codec.decode(encoded, copied.view(np.float32))
         return copied
 

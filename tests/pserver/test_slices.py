@@ -11,7 +11,8 @@ from tfps.errors import MismatchError, ProtocolError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepNumbers, UpdateSpec
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver.updated_slice import UpdateNumbers, kept_arrays
+from tfps.pserver.shard import kept_arrays
+from tfps.pserver.slices import RoundNumbers
 from tfps.wire import frames
 from tfps.wire.control import KEPT_PIECE_BYTES
 from tfps.wire.frames import Header, Kind
@@ -29,7 +30,7 @@ def floats(value: float) -> bytes:
 
 
 def test_rank_0_counts_once_all_have_come() -> None:
-    numbers = UpdateNumbers("w", SGD)
+    numbers = RoundNumbers("w", SGD)
     assert numbers.take(1, 0, packed(rate=0.1 + 1e-9)) is None
     with pytest.raises(ProtocolError, match="must come before the slices of step 0"):
         numbers.at(0)
@@ -41,7 +42,7 @@ def test_rank_0_counts_once_all_have_come() -> None:
 
 
 def test_numbers_that_come_twice_or_too_early_are_refused() -> None:
-    numbers = UpdateNumbers("w", SGD)
+    numbers = RoundNumbers("w", SGD)
     numbers.take(0, 0, packed())
     for step in (0, 2):
         with pytest.raises(ProtocolError, match=f"must come once per step, .* got them for step {step}"):
@@ -49,7 +50,7 @@ def test_numbers_that_come_twice_or_too_early_are_refused() -> None:
 
 
 def test_the_first_rank_that_differs_fails_the_job() -> None:
-    numbers = UpdateNumbers("w", SGD)
+    numbers = RoundNumbers("w", SGD)
     numbers.take(0, 0, packed())
     error = numbers.take(1, 0, packed(rate=0.2))
     assert isinstance(error, MismatchError)
