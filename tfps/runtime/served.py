@@ -7,8 +7,8 @@ worker has it. What is not where the next push goes is put there right before: g
 Rank 0 puts. The others tell with their numbers whether their program has assigned the same.
 
 Of buckets with a codec workers get encoded changes, so pservers' own parameters are ahead of what workers have (see
-exchange/parameter_shard.py). That goes along when a variable moves to another bucket, and into checkpoints; what the program
-assigns replaces it.
+exchange/parameter_shard.py). That goes along when a variable moves to another bucket, and into checkpoints; what the
+program assigns replaces it.
 
 Tested in tests/strategy/test_served_bucket.py.
 """
