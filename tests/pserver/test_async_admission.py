@@ -16,7 +16,6 @@ from tfps.exchange.interface import BucketSpec
 from tfps.exchange.parameter_shard import ParameterShard
 from tfps.exchange.update_spec import StepNumbers, UpdateSpec
 from tfps.pserver.async_admission import AsyncAdmission, RankNumbers, StalenessBound
-from tfps.pserver.resting import Counters
 from tfps.pserver.shard import Shard
 from tfps.pserver.slices import Answer, OwnedSlice, Push
 from tfps.trace.recorder import Recorder
@@ -131,15 +130,3 @@ def test_what_ranks_have_takes_memory_if_delay_is_compensated() -> None:
         else:
             with pytest.raises(ConfigError, match="must fit into"):
                 shard.check([spec])
-
-
-def test_counters_that_were_drawn_from_last_are_kept() -> None:
-    counters = Counters(2)
-    assert [counters.take("outer", 1) for _ in range(2)] == [1, 2]
-    for number in range(3 * 1023):
-        counters.take(str(number), 0)
-        if number % 1023 == 1022:
-            assert counters.take("outer", 1) == 3 + number // 1023
-    for number in range(1024):
-        counters.take(str(number), 0)
-    assert counters.take("outer", 1) == 1

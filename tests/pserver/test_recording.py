@@ -13,9 +13,10 @@ from jobs import attempt
 
 from tfps.errors import ClosedError, TfpsError, WorkerLostError
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver import recording
 from tfps.pserver.recording import Recording
 from tfps.trace.recorder import RECORD, Recorder
+from tfps.wire import control
+from tfps.wire.control import record_messages
 
 
 def started(uploading: tuple[int, ...] = ()) -> tuple[Recording, Recorder]:
@@ -32,7 +33,7 @@ def collected(made: Recording) -> list[tuple[str, int, bool]]:
 
 
 def test_its_own_spans_come_in_parts_and_then_what_was_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "_PART_BYTES", 2 * RECORD.itemsize)
+    monkeypatch.setattr(control, "_PART_BYTES", 2 * RECORD.itemsize)
     made, recorder = started((1, 2))
     for number in range(5):
         recorder.span("aggregate", number, number)
@@ -48,15 +49,15 @@ def test_its_own_spans_come_in_parts_and_then_what_was_uploaded(monkeypatch: pyt
 
 
 def test_parts_are_whole_records_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "_PART_BYTES", 2 * RECORD.itemsize)
+    monkeypatch.setattr(control, "_PART_BYTES", 2 * RECORD.itemsize)
     recorder = Recorder()
     recorder.start()
     for number in range(5):
         recorder.span("aggregate", number, number)
-    parts = recording.messages(recorder, number=7)
+    parts = record_messages(recorder, number=7)
     assert [len(np.frombuffer(part.records, RECORD)) for part in parts] == [2, 2, 1]
     assert b"".join(part.records for part in parts) == recorder.records()
-    (nothing,) = recording.messages(Recorder(), number=7)
+    (nothing,) = record_messages(Recorder(), number=7)
     assert (nothing.records, nothing.last, nothing.full, nothing.number) == (b"", True, False, 7)
 
 

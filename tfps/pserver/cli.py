@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from tfps.config import Security
 from tfps.errors import TfpsError
-from tfps.pserver.listening import LOOPBACK, check_metrics_host, default_host, is_loopback, reachable
+from tfps.pserver.guard import LOOPBACK, check_metrics_host, default_host, is_loopback, reachable
 from tfps.pserver.server import ParameterServer
 from tfps.threads import Flag
 from tfps.version import __version__

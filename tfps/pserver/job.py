@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from tfps.config import Config
 from tfps.errors import (
@@ -19,22 +20,22 @@ from tfps.errors import (
 )
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.layout import Layout
-from tfps.pserver.job_status import ErrorCounts, job_status
 from tfps.pserver.membership import Applicant, Declaration, Member, Membership, State, first_difference
 from tfps.pserver.recording import Recording
-from tfps.pserver.resting import Counters, not_assigned
 from tfps.pserver.shard import OwnedBucket, Shard
-from tfps.pserver.slices import Late, Push, send
+from tfps.pserver.slices import Answer, Late, OwnedSlice, Push, send
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.control import PULL, PUSH, layout_message
 from tfps.wire.frames import EMPTY, Header, Kind
-from tfps.wire.send_queue import SendQueue
+from tfps.wire.send_queue import Load, SendQueue
 from tfps.wire.shared_memory import Attached, Place, Target
-from tfps.wire.status import JobStatus
+from tfps.wire.status import ErrorCount, JobStatus, MemberStatus
 
 logger = logging.getLogger("tfps")
 _SHOWN = 1000  # characters of an error in the log
+_MAX_COUNTERS = 1024  # of which those drawn from last are kept; a loop over a dataset takes one
+_MAX_NAME = 256
 
 
 class Job:
@@ -346,14 +347,14 @@ class Job:
         taken = item.take(Push(rank, header, payload, target), bucket.next)
         member.step = max(member.step, header.step)
         member.wait_s += taken.wait_ns / 1e9  # only its stream's thread writes both
-        send(self._queues, taken.answers)
+        self._send(taken.answers)
         if (gone := self._membership.gone()) and (late := item.late(gone)) is not None:
             self._fail_left(late, bucket.spec.name)
         elif (quiesced := item.admission.quiesced()) and (late := item.late(quiesced)) is not None:
-            self.fail(MismatchError(not_assigned(self._membership.describe(late.rank), bucket.spec.name)))
+            self.fail(MismatchError(_not_assigned(self._membership.describe(late.rank), bucket.spec.name)))
 
     def take_numbers(self, rank: int, header: Header, payload: memoryview) -> None:
-        """Takes the NUMBERS that come before the slices of a push; see `UpdateNumbers.take`."""
+        """Takes the NUMBERS that come before the slices of a push; see `OwnedBucket.take_numbers`."""
         if self._failure is None and (error := self.bucket(header.bucket).take_numbers(rank, header.step, payload)):
             self.fail(error)
 
@@ -391,19 +392,22 @@ class Job:
             loads = {rank: queue.load for rank, queue in self._queues.items()}
             buckets = self._shard.buckets
             slices = [item for _, item in self._shard.slices()]
-            return job_status(self._membership, self._failure, len(buckets), slices, loads)
+            return _job_status(self._membership, self._failure, len(buckets), slices, loads)
+
+    def _send(self, answers: Collection[Answer]) -> None:
+        send(self._queues, answers)
 
     # Mode "async"
 
-    def rest(self, rank: int) -> None:
-        """`rank` is where all ranks meet; see RestRequest.
+    def quiesce(self, rank: int) -> None:
+        """`rank` pushes nothing more before all are quiesced; see RestRequest.
 
         Raises:
             TfpsError: the job has failed, or fails because others wait for this rank.
         """
         for bucket, item in self._shard.slices(asynchronous=True):
             if item.late([rank]) is not None:
-                self.fail(MismatchError(not_assigned(self._membership.describe(rank), bucket)))
+                self.fail(MismatchError(_not_assigned(self._membership.describe(rank), bucket)))
                 break
         with self._changed:
             self._raise_failure()
@@ -413,4 +417,109 @@ class Job:
     def _release(self) -> None:
         """Answers ranks that may go on now."""
         for _, item in self._shard.slices(asynchronous=True):
-            send(self._queues, item.released())
+            self._send(item.released())
+
+
+def _not_assigned(rank: str, bucket: str) -> str:
+    """The text of the error for a rank that others wait for in `bucket`, and that goes elsewhere."""
+    return (
+        f"{rank} has ended its epoch, or exchanges something else, while others wait for its first step, or for it to "
+        f"assign values to variables of bucket '{bucket}' as they have, or to collect what compression holds back of "
+        "them: give every rank a batch, assign on every rank, and save a tf.train.Checkpoint on every rank between "
+        "epochs"
+    )
+
+
+class Counters:
+    """Numbers that ranks draw, each once. Each rank's first is its rank, the others count up from `workers`."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._lock = threading.Lock()  # guards _drawn
+        # By name, in the order of last use: the ranks that have their first, the next number.
+        self._drawn: dict[str, tuple[set[int], int]] = {}
+
+    def fetch_add(self, name: str, rank: int) -> int:
+        """The next number of the counter `name` for `rank`.
+
+        Raises:
+            ProtocolError: there is no such rank, or the name is too long.
+        """
+        if not 0 <= rank < self._workers or len(name) > _MAX_NAME:
+            raise ProtocolError(
+                f"a number must be drawn by one of the {self._workers} ranks, from a counter whose name has at most "
+                f"{_MAX_NAME} characters, got rank {rank} and {len(name)} characters"
+            )
+        with self._lock:
+            begun, following = self._drawn.pop(name, (set[int](), self._workers))
+            if len(self._drawn) == _MAX_COUNTERS:
+                del self._drawn[next(iter(self._drawn))]
+            if rank in begun:
+                number, following = following, following + 1
+            else:
+                number = rank
+                begun.add(rank)
+            self._drawn[name] = begun, following
+            return number
+
+
+def _job_status(
+    membership: Membership,
+    failure: TfpsError | None,
+    buckets: int,
+    slices: Sequence[OwnedSlice],
+    loads: Mapping[int, Load],
+) -> JobStatus:
+    """Builds the status of a job from its members, slices and stream loads."""
+    awaited = [ranks for item in slices if (ranks := item.missing())]
+    members = sorted(membership.members.values(), key=lambda member: member.rank)
+    return JobStatus(
+        job=members[0].applicant.job if members else "",
+        workers=membership.workers,
+        state=_state(membership, failure),
+        reason=str(failure or ""),
+        buckets=buckets,
+        slices=len(slices),
+        shard_bytes=sum(item.admission.nbytes for item in slices),
+        open_slices=len(awaited),
+        members=tuple(
+            MemberStatus(
+                rank=member.rank,
+                host=member.applicant.host,
+                pid=member.applicant.pid,
+                state=member.state.value,
+                step=member.step,
+                wait_s=member.wait_s,
+                awaited_slices=sum(member.rank in ranks for ranks in awaited),
+                shared_memory=member.memory is not None,
+                **loads[member.rank]._asdict(),
+            )
+            for member in members
+        ),
+    )
+
+
+def _state(membership: Membership, failure: TfpsError | None) -> str:
+    if failure is not None:
+        return "failed"
+    if not membership.members or membership.over:
+        return "idle"
+    if membership.ending:
+        return "ending"
+    return "joining" if membership.not_streaming() else "running"
+
+
+class ErrorCounts:
+    """Counts errors by place and class; any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards _counts
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def add(self, where: str, error: Exception) -> None:
+        with self._lock:
+            self._counts[where, type(error).__name__] += 1
+
+    def all(self) -> tuple[ErrorCount, ...]:
+        with self._lock:
+            return tuple(ErrorCount(*key, count) for key, count in sorted(self._counts.items()))

@@ -8,21 +8,8 @@ from collections.abc import Iterable
 
 from tfps.errors import ClosedError, TfpsError
 from tfps.protos import tfps_pb2 as pb
-from tfps.trace.recorder import RECORD, Recorder
-from tfps.types import Argument
-
-_PART_BYTES = 50_000 * RECORD.itemsize  # per message
-
-
-def messages(recorder: Recorder, **fields: Argument) -> list[pb.Records]:
-    """A recorder's content as messages of a few MB; `fields` are the Records fields that name its owner."""
-    records = recorder.records()
-    return [
-        pb.Records(
-            records=records[at : at + _PART_BYTES], last=at + _PART_BYTES >= len(records), full=recorder.full, **fields
-        )
-        for at in range(0, max(len(records), 1), _PART_BYTES)
-    ]
+from tfps.trace.recorder import Recorder
+from tfps.wire.control import record_messages
 
 
 class Recording:
@@ -65,7 +52,7 @@ class Recording:
             if self._runs:
                 self._runs = False
                 self._recorder.stop()
-                self._parts.extend(messages(self._recorder, pserver=True, number=index))
+                self._parts.extend(record_messages(self._recorder, pserver=True, number=index))
                 self._changed.notify_all()
 
     def upload(self, number: int, rank: int, part: pb.Records) -> None:

@@ -12,7 +12,8 @@ from tfps.config import Config, Security
 from tfps.errors import ConnectError, ProtocolError, PserverLostError, TfpsError
 from tfps.exchange.layout import Layout
 from tfps.protos import tfps_pb2 as pb
-from tfps.types import Function
+from tfps.trace.recorder import RECORD, Recorder
+from tfps.types import Argument, Function
 from tfps.wire.frames import MAX_FRAME_BYTES, error_code, error_from
 from tfps.wire.job_token import JobToken
 from tfps.wire.reach import trouble
@@ -26,6 +27,7 @@ MEASURE = "Measure"  # a stream, too; see wire/measuring.py
 INCARNATION_KEY, RANK_KEY = "tfps-incarnation", "tfps-rank"  # their metadata
 
 KEPT_PIECE_BYTES = 4 * 2**20  # of what slices keep, in one call of Put or Get
+_PART_BYTES = 50_000 * RECORD.itemsize  # of a recorder's content, in one message
 _LOOK_S = 1.0  # how long a Join may go unanswered before the worker looks whether both ends agree on TLS
 
 _OPTIONS = [
@@ -175,6 +177,17 @@ def layout_of(message: pb.Layout) -> Layout:
         )
     steps = dict(zip(message.buckets, message.steps, strict=True))
     return Layout(message.slice_bytes, message.window_bytes, steps)
+
+
+def record_messages(recorder: Recorder, **fields: Argument) -> list[pb.Records]:
+    """A recorder's content as messages of a few MB; `fields` are the Records fields that name its owner."""
+    records = recorder.records()
+    return [
+        pb.Records(
+            records=records[at : at + _PART_BYTES], last=at + _PART_BYTES >= len(records), full=recorder.full, **fields
+        )
+        for at in range(0, max(len(records), 1), _PART_BYTES)
+    ]
 
 
 def failure_of(error: TfpsError) -> pb.Failure:

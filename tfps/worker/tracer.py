@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from tfps.errors import TfpsError, UnsupportedError
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver.recording import messages
 from tfps.trace.capture import Capture, CapturedBucket, Process, Setting
 from tfps.trace.recorder import Recorder
 from tfps.wire.clocks import compare
-from tfps.wire.control import Pserver
+from tfps.wire.control import Pserver, record_messages
 from tfps.wire.frames import Header
 from tfps.worker.assembly import Recorded, assemble
 from tfps.worker.membership import Membership
@@ -159,7 +158,7 @@ class Tracer:
 
     def _upload(self) -> None:
         """Sends the records to the first pserver."""
-        number, parts = self._number, messages(self._recorder, number=self._rank, host=socket.gethostname())
+        number, parts = self._number, record_messages(self._recorder, number=self._rank, host=socket.gethostname())
         try:
             offset_ns, error_ns = compare(self._pservers[0], self._recorder.clock)[:2]
             for part in parts:
