@@ -9,7 +9,7 @@ from tfps.errors import ProtocolError
 from tfps.exchange.codecs import known
 from tfps.exchange.parameter_shard import Delta, ParameterShard
 from tfps.exchange.rules import flushed
-from tfps.exchange.update_spec import StepNumbers, UpdateSpec
+from tfps.exchange.update_spec import StepScalars, UpdateSpec
 
 SGD = UpdateSpec(
     "sgd",
@@ -18,7 +18,7 @@ SGD = UpdateSpec(
     (2, 3, 4),
     (True, False, True),
 )
-NUMBERS = StepNumbers(0, (0.0, 0.5))
+NUMBERS = StepScalars(0, (0.0, 0.5))
 
 
 def floats(*values: float) -> bytes:

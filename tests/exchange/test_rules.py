@@ -11,7 +11,7 @@ import pytest
 
 from tfps.exchange import rules
 from tfps.exchange.rules import flushed
-from tfps.exchange.update_spec import CONSTANTS, NUMBERS, SLOTS, UpdateSpec
+from tfps.exchange.update_spec import CONSTANTS, SCALARS, SLOTS, UpdateSpec
 
 ITEMS = 2 * rules.CHUNK + 77
 VALUES = {
@@ -40,7 +40,7 @@ def ran(rule: str, cuts: list[int]) -> list[bytes]:
     for step in range(3):
         g = random.normal(size=ITEMS).astype(np.float32)
         numbers = {"iteration": step, "learning_rate": 0.01, "average_momentum": 0.9, "overwrite": step == 1}
-        numbers |= dict.fromkeys(NUMBERS.get(rule, ()), 0.5)
+        numbers |= dict.fromkeys(SCALARS.get(rule, ()), 0.5)
         for begin, end in itertools.pairwise(cuts):
             part = slice(begin, end)
             of_part = {name: slot[part] for name, slot in slots.items()}

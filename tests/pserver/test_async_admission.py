@@ -14,8 +14,8 @@ from tfps.errors import ConfigError, MismatchError
 from tfps.exchange.aggregate import SliceFormat
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.parameter_shard import ParameterShard
-from tfps.exchange.update_spec import StepNumbers, UpdateSpec
-from tfps.pserver.async_admission import AsyncAdmission, RankNumbers, StalenessBound
+from tfps.exchange.update_spec import StepScalars, UpdateSpec
+from tfps.pserver.async_admission import AsyncAdmission, RankScalars, StalenessBound
 from tfps.pserver.shard import Shard
 from tfps.pserver.slices import Answer, OwnedSlice, Push
 from tfps.trace.recorder import Recorder
@@ -30,11 +30,11 @@ class Ranks:
 
     def __init__(self, workers: int, staleness: int | None) -> None:
         self.bound = StalenessBound(workers, staleness)
-        self.numbers = RankNumbers("w", SGD, workers)
+        self.scalars = RankScalars("w", SGD, workers)
         parameters = ParameterShard("slice 0 of bucket 'w'", SGD, 0, 16)
         parameters.put(0, 0, np.ones(4, np.float32).data)
         format_ = SliceFormat("slice 0 of bucket 'w'", np.dtype(np.float32), 16)
-        admission = AsyncAdmission(Recorder(), format_, parameters, self.numbers, self.bound, 0.0)
+        admission = AsyncAdmission(Recorder(), format_, parameters, self.scalars, self.bound, 0.0)
         self.slice = OwnedSlice(Recorder(), admission, parameters)
         self.steps = [0] * workers
         for rank in range(workers):
@@ -43,7 +43,7 @@ class Ranks:
     def push(self, rank: int, mark: int = 0) -> dict[int, float]:
         """The answers: rank and its first parameter."""
         step, self.steps[rank] = self.steps[rank], self.steps[rank] + 1
-        assert self.numbers.take(rank, step, memoryview(StepNumbers(mark, (float(step), 1.0)).pack())) is None
+        assert self.scalars.take(rank, step, memoryview(StepScalars(mark, (float(step), 1.0)).pack())) is None
         gradient = memoryview(np.ones(4, np.float32).tobytes())
         return self.values(self.slice.take(Push(rank, Header(Kind.PUSH, step=step), gradient)).answers)
 
@@ -112,10 +112,10 @@ def test_a_rank_alone_is_told_whom_it_waits_for() -> None:
 
 
 def test_the_first_rank_with_other_values_is_told() -> None:
-    numbers = RankNumbers("w", SGD, 3)
-    assert numbers.take(2, 0, memoryview(StepNumbers(ASSIGNED + 1, (0.0, 1.0)).pack())) is None
-    assert numbers.take(0, 0, memoryview(StepNumbers(0, (0.0, 0.5)).pack())) is None
-    error = numbers.take(1, 4, memoryview(StepNumbers(ASSIGNED, (4.0, 1.0)).pack()))
+    numbers = RankScalars("w", SGD, 3)
+    assert numbers.take(2, 0, memoryview(StepScalars(ASSIGNED + 1, (0.0, 1.0)).pack())) is None
+    assert numbers.take(0, 0, memoryview(StepScalars(0, (0.0, 0.5)).pack())) is None
+    error = numbers.take(1, 4, memoryview(StepScalars(ASSIGNED, (4.0, 1.0)).pack()))
     assert isinstance(error, MismatchError)
     assert "ranks 2 and 1 have assigned different values" in str(error)
 

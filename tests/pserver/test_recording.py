@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 
 import jobs
-import numpy as np
 import pytest
 from jobs import attempt
 
@@ -16,7 +15,6 @@ from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.recording import Recording
 from tfps.trace.recorder import RECORD, Recorder
 from tfps.wire import control
-from tfps.wire.control import record_messages
 
 
 def started(uploading: tuple[int, ...] = ()) -> tuple[Recording, Recorder]:
@@ -33,7 +31,7 @@ def collected(made: Recording) -> list[tuple[str, int, bool]]:
 
 
 def test_its_own_spans_come_in_parts_and_then_what_was_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "_PART_BYTES", 2 * RECORD.itemsize)
+    monkeypatch.setattr(control, "_RECORDS_BYTES", 2 * RECORD.itemsize)
     made, recorder = started((1, 2))
     for number in range(5):
         recorder.span("aggregate", number, number)
@@ -46,19 +44,6 @@ def test_its_own_spans_come_in_parts_and_then_what_was_uploaded(monkeypatch: pyt
     assert collected(made) == [("worker", 1, True), *own, ("worker", 2, False), ("worker", 2, True)]
     with pytest.raises(ClosedError, match="does not know capture 1, or not any more"):
         made.collect(1, jobs.DEADLINE_S)
-
-
-def test_parts_are_whole_records_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "_PART_BYTES", 2 * RECORD.itemsize)
-    recorder = Recorder()
-    recorder.start()
-    for number in range(5):
-        recorder.span("aggregate", number, number)
-    parts = record_messages(recorder, number=7)
-    assert [len(np.frombuffer(part.records, RECORD)) for part in parts] == [2, 2, 1]
-    assert b"".join(part.records for part in parts) == recorder.records()
-    (nothing,) = record_messages(Recorder(), number=7)
-    assert (nothing.records, nothing.last, nothing.full, nothing.number) == (b"", True, False, 7)
 
 
 @pytest.mark.parametrize("how", ["uploaded", "gone", "failed", "begun anew"])

@@ -1,4 +1,4 @@
-"""Numbers of an update on a pserver: once per rank and step, alike on all ranks, rank 0's count."""
+"""Step scalars of an update on a pserver: once per rank and step, alike on all ranks, rank 0's count."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from jobs import Cluster
 
 from tfps.errors import MismatchError, ProtocolError
 from tfps.exchange.interface import BucketSpec
-from tfps.exchange.update_spec import StepNumbers, UpdateSpec
+from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.shard import kept_arrays
-from tfps.pserver.slices import RoundNumbers
+from tfps.pserver.slices import RoundScalars
 from tfps.wire import frames
 from tfps.wire.control import KEPT_PIECE_BYTES
 from tfps.wire.frames import Header, Kind
@@ -22,7 +22,7 @@ SPEC = BucketSpec(("w",), "sum", 16, "float32", 0, update=SGD)
 
 
 def packed(iteration: float = 0.0, rate: float = 0.1) -> memoryview:
-    return memoryview(StepNumbers(0, (iteration, rate)).pack())
+    return memoryview(StepScalars(0, (iteration, rate)).pack())
 
 
 def floats(value: float) -> bytes:
@@ -30,7 +30,7 @@ def floats(value: float) -> bytes:
 
 
 def test_rank_0_counts_once_all_have_come() -> None:
-    numbers = RoundNumbers("w", SGD)
+    numbers = RoundScalars("w", SGD)
     assert numbers.take(1, 0, packed(rate=0.1 + 1e-9)) is None
     with pytest.raises(ProtocolError, match="must come before the slices of step 0"):
         numbers.at(0)
@@ -42,7 +42,7 @@ def test_rank_0_counts_once_all_have_come() -> None:
 
 
 def test_numbers_that_come_twice_or_too_early_are_refused() -> None:
-    numbers = RoundNumbers("w", SGD)
+    numbers = RoundScalars("w", SGD)
     numbers.take(0, 0, packed())
     for step in (0, 2):
         with pytest.raises(ProtocolError, match=f"must come once per step, .* got them for step {step}"):
@@ -50,7 +50,7 @@ def test_numbers_that_come_twice_or_too_early_are_refused() -> None:
 
 
 def test_the_first_rank_that_differs_fails_the_job() -> None:
-    numbers = RoundNumbers("w", SGD)
+    numbers = RoundScalars("w", SGD)
     numbers.take(0, 0, packed())
     error = numbers.take(1, 0, packed(rate=0.2))
     assert isinstance(error, MismatchError)
@@ -71,7 +71,7 @@ def test_a_push_that_is_sent_again_is_refused_and_not_applied_twice(cluster: Clu
     incarnation = raw.incarnation
     raw.pserver.call("Put", pb.PutRequest(incarnation=incarnation, values=floats(1.0)), jobs.DEADLINE_S)
     pushed = frames.encode(Header(Kind.PUSH), floats(2.0))
-    for message in (frames.encode(Header(Kind.NUMBERS), bytes(packed(rate=0.25))), pushed):
+    for message in (frames.encode(Header(Kind.SCALARS), bytes(packed(rate=0.25))), pushed):
         raw.send(message)
     assert raw.read()[1] == floats(0.5)
     raw.send(pushed)
@@ -93,5 +93,5 @@ def test_numbers_for_a_bucket_without_an_update_and_too_large_gets_are_refused(c
         put = pb.PutRequest(incarnation=raw.incarnation, rank=rank, bucket=1, begin=begin, values=bytes(nbytes))
         with pytest.raises(ProtocolError, match=r"a call of Put must be rank 0's, .* multiple of 4 on, got"):
             raw.pserver.call("Put", put, jobs.DEADLINE_S)
-    raw.send(frames.encode(Header(Kind.NUMBERS, bucket=0), bytes(packed())))
-    assert "bucket 'b' has no update, got numbers for one" in str(raw.read_error())
+    raw.send(frames.encode(Header(Kind.SCALARS, bucket=0), bytes(packed())))
+    assert "bucket 'b' has no update, got step scalars for one" in str(raw.read_error())

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from tfps.config import Config, Security
 from tfps.errors import ConfigError, MismatchError
 from tfps.protos import tfps_pb2 as pb
+from tfps.trace.recorder import RECORD, Recorder
+from tfps.wire import control
 from tfps.wire.control import (
     PROTOCOL_VERSION,
     SERVICE,
@@ -69,3 +72,16 @@ def test_the_generated_code_is_that_of_the_proto_file() -> None:
             assert f" {field.name} = {field.number};" in body
         assert len(re.findall(r"= \d+;", body)) == len(message.fields)
     assert source.count("\nmessage ") == len(pb.DESCRIPTOR.message_types_by_name)
+
+
+def test_messages_of_a_capture_have_whole_records_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_RECORDS_BYTES", 2 * RECORD.itemsize)
+    recorder = Recorder()
+    recorder.start()
+    for number in range(5):
+        recorder.span("aggregate", number, number)
+    parts = control.record_messages(recorder, number=7)
+    assert [len(np.frombuffer(part.records, RECORD)) for part in parts] == [2, 2, 1]
+    assert b"".join(part.records for part in parts) == recorder.records()
+    (nothing,) = control.record_messages(Recorder(), number=7)
+    assert (nothing.records, nothing.last, nothing.full, nothing.number) == (b"", True, False, 7)

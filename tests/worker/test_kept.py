@@ -14,7 +14,7 @@ from jobs import Cluster, job, push, summed, together
 from tfps.config import Config
 from tfps.errors import MismatchError, ProtocolError, TfpsError
 from tfps.exchange.interface import BucketSpec, Exchange
-from tfps.exchange.update_spec import StepNumbers, UpdateSpec
+from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.wire.control import KEPT_PIECE_BYTES
 from tfps.worker.embedded import EmbeddedExchange
 
@@ -38,7 +38,7 @@ def momentum(items: int = ITEMS, name: str = "w") -> BucketSpec:
 
 
 def numbers(step: int, rate: float = 0.25, mark: int = 0) -> bytes:
-    return StepNumbers(mark, (float(step), rate)).pack()
+    return StepScalars(mark, (float(step), rate)).pack()
 
 
 def pushed(exchange: Exchange, gradient: np.ndarray, given: bytes, bucket: int = 0) -> jobs.Pending:
@@ -129,7 +129,7 @@ def test_ranks_that_do_not_step_alike_fail_by_name(cluster: Cluster, given: byte
 def test_a_push_without_numbers_or_before_the_parameters_fails_by_name(cluster: Cluster) -> None:
     (worker,) = job(cluster, 1, momentum(), config=CONFIG)
     worker.put(0, 0, 0, START)
-    assert "numbers of bucket 'w' must come before the slices of step 0" in str(push(worker, 0, GRADIENT).error())
+    assert "step scalars of bucket 'w' must come before the slices of step 0" in str(push(worker, 0, GRADIENT).error())
     (other,) = job(cluster, 1, momentum(), config=CONFIG)
     assert "must be put before its first update" in str(pushed(other, GRADIENT, numbers(0)).error())
 

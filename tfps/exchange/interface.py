@@ -265,7 +265,7 @@ class Exchange(Protocol):
                 zeros) and an empty part to a gather.
             on_part: gets the buffer of an incomplete sum and how many bytes of it, from the front, have come. Called on
                 receiver threads, maybe never; a call may be late, even later than the reply.
-            numbers: `StepNumbers.pack` of the step, for a bucket with an update, whose reply is the new parameters. If
+            numbers: `StepScalars.pack` of the step, for a bucket with an update, whose reply is the new parameters. If
                 the bucket has a codec, too, the reply is what every rank must add (float32, denormals flushed) to what
                 it has of them: then all have the same, bit for bit, and close to the pservers' own parameters. In mode
                 "async" the reply is always the parameters, and a push without payload and numbers only reads them.

@@ -9,7 +9,7 @@ import numpy as np
 from tfps.errors import ProtocolError
 from tfps.exchange import rules
 from tfps.exchange.codecs import ITEM_BYTES, Bytes, Codec, Floats
-from tfps.exchange.update_spec import StepNumbers, UpdateSpec
+from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.types import Buffer
 
 
@@ -82,7 +82,7 @@ class ParameterShard:
         self._check(number, begin, nbytes)
         return self._arrays[number].view(np.uint8)[begin : begin + nbytes].tobytes()
 
-    def update(self, gradient: Buffer, numbers: StepNumbers) -> memoryview:
+    def update(self, gradient: Buffer, scalars: StepScalars) -> memoryview:
         """Applies the rule to what is here; returns the bytes of the new parameters, which change with the next update.
 
         Raises:
@@ -91,7 +91,7 @@ class ParameterShard:
         parameters = self.parameters
         slots = {name: each for (name, _), each in zip(self.spec.slots, self._arrays[1:], strict=False)}
         g = np.frombuffer(gradient, np.uint8).view(np.float32)
-        named = dict(zip(self.spec.numbers, numbers.values, strict=True))
+        named = dict(zip(self.spec.scalars, scalars.values, strict=True))
         rules.update(self.spec, self._runs, parameters, slots, g, named)
         return parameters.view(np.uint8).data
 
@@ -143,8 +143,8 @@ class Delta:
         """Size of so many encoded changes."""
         return self._codec.wire_bytes(items)
 
-    def encode(self, values: Floats, held: Floats | None = None) -> Bytes:
-        """Encodes the change from the view to `values`; `held` is not used."""
+    def encode(self, values: Floats, residual: Floats | None = None) -> Bytes:
+        """Encodes the change from the view to `values`; `residual` is not used."""
         with np.errstate(all="ignore"):
             change = np.subtract(values, self._view)
         data = self._codec.encode(change)

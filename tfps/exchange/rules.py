@@ -1,6 +1,6 @@
 """Keras' elementwise update rules in NumPy, in place, in float32, in the order of operations of Keras' TensorFlow code.
 
-Each rule says where it is from in Keras' class of that name. Numbers that are the same for all elements (powers of the
+Each rule says where it is from in Keras' class of that name. Scalars that are the same for all elements (powers of the
 betas, say) are computed by the worker with TensorFlow and come with the push: a power may round differently in NumPy.
 
 Numbers below the smallest normal float become 0 here, as in TensorFlow's threads, whose results updates must repeat.
@@ -51,7 +51,7 @@ class Part:
         g: the gradient, not changed.
         slots: by name, updated in place.
         k: constants by name.
-        n: the step's numbers by name.
+        n: the step's scalars by name.
         a, b, c: scratch of the same size.
     """
 

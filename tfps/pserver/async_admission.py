@@ -17,7 +17,7 @@ from tfps.errors import MismatchError, ProtocolError, TfpsError
 from tfps.exchange.aggregate import SliceFormat
 from tfps.exchange.codecs import Floats
 from tfps.exchange.parameter_shard import ParameterShard
-from tfps.exchange.update_spec import StepNumbers, UpdateSpec
+from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.pserver.slices import Admission, Answer, Late, Push, Taken, record
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
@@ -81,45 +81,45 @@ class StalenessBound:
         return [other for other in sorted(self.phase.active) if steps[rank] - steps[other] > limit]
 
 
-class RankNumbers:
-    """The numbers of each rank's latest step of a bucket; ranks step for themselves. Any thread."""
+class RankScalars:
+    """The scalars of each rank's latest step of a bucket; ranks step for themselves. Any thread."""
 
     def __init__(self, name: str, spec: UpdateSpec, workers: int) -> None:
         self.name, self.spec, self._workers = name, spec, workers
         self._lock = threading.Lock()  # guards the next two
-        self._latest: dict[int, tuple[int, StepNumbers]] = {}
+        self._latest: dict[int, tuple[int, StepScalars]] = {}
         self._marks: dict[int, int] = {}  # of ranks that have assigned values and wait for others to do so
 
     def take(self, rank: int, step: int, data: memoryview) -> TfpsError | None:
-        """Takes the numbers of `rank` for `step`, packed; returns why the job must fail: it has assigned other values
+        """Takes the scalars of `rank` for `step`, packed; returns why the job must fail: it has assigned other values
         than another rank.
 
         Raises:
             ProtocolError: they are malformed, or of a step that the rank has begun already.
         """
-        numbers = StepNumbers.unpack(data, self.spec)
+        scalars = StepScalars.unpack(data, self.spec)
         with self._lock:
             if rank in self._latest and step <= self._latest[rank][0]:
                 raise ProtocolError(
-                    f"numbers of bucket '{self.name}' must come once per step, for one after step "
+                    f"step scalars of bucket '{self.name}' must come once per step, for one after step "
                     f"{self._latest[rank][0]} of rank {rank}, got them for step {step}"
                 )
-            self._latest[rank] = step, numbers
-            if not numbers.mark:
+            self._latest[rank] = step, scalars
+            if not scalars.mark:
                 return None
             for other, mark in self._marks.items():
-                if mark != numbers.mark:
+                if mark != scalars.mark:
                     return MismatchError(
                         f"the workers do not train the same: ranks {other} and {rank} have assigned different values "
                         f"to variables of bucket '{self.name}' or their optimizer's; change them on every rank, and "
                         "alike: between epochs, or after strategy.synchronize()"
                     )
-            self._marks[rank] = numbers.mark
+            self._marks[rank] = scalars.mark
             if len(self._marks) == self._workers:
                 self._marks = {}
         return None
 
-    def at(self, rank: int, step: int) -> StepNumbers | None:
+    def at(self, rank: int, step: int) -> StepScalars | None:
         """Those of `rank` for `step`; None if none have come."""
         with self._lock:
             latest = self._latest.get(rank)
@@ -131,7 +131,7 @@ class _Pushed(NamedTuple):
 
     push: Push
     gradient: Floats | None
-    numbers: StepNumbers
+    scalars: StepScalars
     arrived_ns: int
 
 
@@ -151,12 +151,12 @@ class AsyncAdmission(Admission):
         recorder: Recorder,
         format_: SliceFormat,
         parameters: ParameterShard,
-        numbers: RankNumbers,
+        scalars: RankScalars,
         bound: StalenessBound,
         delay_compensation: float,
     ) -> None:
         self._recorder, self._format, self._parameters = recorder, format_, parameters
-        self._numbers, self._bound, self._delay_compensation = numbers, bound, delay_compensation
+        self._scalars, self._bound, self._delay_compensation = scalars, bound, delay_compensation
         self.nbytes = format_.nbytes
         self._steps = [0] * bound.workers  # pushes of each rank
         self._done = [0] * bound.workers  # steps of each rank in this phase
@@ -174,19 +174,19 @@ class AsyncAdmission(Admission):
             raise ProtocolError(f"step of {label} must be {self._steps[rank]} for rank {rank}, got {header.step}")
         part = push.part(self._format)
         gradient = None if part is None else self._format.decoded(part)[0]
-        numbers = self._numbers.at(rank, header.step)
+        scalars = self._scalars.at(rank, header.step)
         self._steps[rank] += 1
         if header.flags & WHOLE:
             self._whole[rank] = push, gradient
             return Taken(self._collected())
         if self._recorder.enabled:
             self._recorder.arrived(now_ns, header.step, header.bucket, header.index, rank, NONE)
-        if numbers is None:
+        if scalars is None:
             if gradient is not None:
-                raise ProtocolError(f"numbers of {label} must come before a gradient of step {header.step}")
+                raise ProtocolError(f"step scalars of {label} must come before a gradient of step {header.step}")
             return Taken([self._answer(push)])  # it only reads
-        pushed = _Pushed(push, gradient, numbers, now_ns)
-        if not numbers.mark:
+        pushed = _Pushed(push, gradient, scalars, now_ns)
+        if not scalars.mark:
             self._apply(pushed)
         else:
             self._marked[rank] = pushed
@@ -248,7 +248,7 @@ class AsyncAdmission(Admission):
     def _apply(self, pushed: _Pushed) -> None:
         push = pushed.push
         if pushed.gradient is not None:
-            self._parameters.update(self._compensated(push.rank, pushed.gradient).data, pushed.numbers)
+            self._parameters.update(self._compensated(push.rank, pushed.gradient).data, pushed.scalars)
             if self._recorder.enabled:
                 record(self._recorder, push, pushed.arrived_ns, self.nbytes, push.header.index)
         self._done[push.rank] += 1

@@ -353,9 +353,9 @@ class Job:
         elif (quiesced := item.admission.quiesced()) and (late := item.late(quiesced)) is not None:
             self.fail(MismatchError(_not_assigned(self._membership.describe(late.rank), bucket.spec.name)))
 
-    def take_numbers(self, rank: int, header: Header, payload: memoryview) -> None:
-        """Takes the NUMBERS that come before the slices of a push; see `OwnedBucket.take_numbers`."""
-        if self._failure is None and (error := self.bucket(header.bucket).take_numbers(rank, header.step, payload)):
+    def take_scalars(self, rank: int, header: Header, payload: memoryview) -> None:
+        """Takes the SCALARS that come before the slices of a push; see `OwnedBucket.take_scalars`."""
+        if self._failure is None and (error := self.bucket(header.bucket).take_scalars(rank, header.step, payload)):
             self.fail(error)
 
     def bucket(self, number: int) -> OwnedBucket:

@@ -384,6 +384,6 @@ class _Pushes:
         self._job.push(self._rank, header, payload, place)
 
     def notice(self, header: Header, payload: memoryview) -> None:
-        if header.kind != Kind.NUMBERS:
+        if header.kind != Kind.SCALARS:
             raise not_expected(header, Kind.PUSH)
-        self._job.take_numbers(self._rank, header, payload)
+        self._job.take_scalars(self._rank, header, payload)

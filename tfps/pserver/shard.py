@@ -11,12 +11,12 @@ from tfps.exchange.aggregate import GatherRound, SliceFormat, SumRound
 from tfps.exchange.interface import BucketSpec, parse_dtype
 from tfps.exchange.layout import Cutting, Layout, Placer, Slice, cut_anew, cut_sum
 from tfps.exchange.parameter_shard import ParameterShard
-from tfps.pserver.async_admission import AsyncAdmission, RankNumbers, StalenessBound
+from tfps.pserver.async_admission import AsyncAdmission, RankScalars, StalenessBound
 from tfps.pserver.slices import (
     DeltaState,
     GatherAdmission,
     OwnedSlice,
-    RoundNumbers,
+    RoundScalars,
     State,
     SumAdmission,
     SumState,
@@ -37,13 +37,13 @@ class OwnedBucket:
     spec: BucketSpec
     slices: dict[int, OwnedSlice] = field(default_factory=dict)
     next: dict[int, dict[int, OwnedSlice]] = field(default_factory=dict)  # by first step
-    numbers: RoundNumbers | RankNumbers | None = None  # if it has an update
+    scalars: RoundScalars | RankScalars | None = None  # if it has an update
 
-    def take_numbers(self, rank: int, step: int, data: memoryview) -> TfpsError | None:
-        """See `RoundNumbers.take` and `RankNumbers.take`."""
-        if self.numbers is None:
-            raise ProtocolError(f"bucket '{self.spec.name}' has no update, got numbers for one")
-        return self.numbers.take(rank, step, data)
+    def take_scalars(self, rank: int, step: int, data: memoryview) -> TfpsError | None:
+        """See `RoundScalars.take` and `RankScalars.take`."""
+        if self.scalars is None:
+            raise ProtocolError(f"bucket '{self.spec.name}' has no update, got step scalars for one")
+        return self.scalars.take(rank, step, data)
 
     def advance(self, step: int) -> None:
         """Switches to the next cutting if `step` uses it. The step before is over by then, on all pservers."""
@@ -95,7 +95,7 @@ class Shard:
         """Adds buckets that all ranks have declared."""
         slice_bytes = self.config.first_slice_bytes
         for spec in specs:
-            bucket = OwnedBucket(spec, numbers=self._numbers(spec))
+            bucket = OwnedBucket(spec, scalars=self._scalars(spec))
             if spec.kind == "sum":
                 bucket.slices = self._slices(bucket, cut_sum(spec, slice_bytes, self._placer))
             elif self._placer.place_gather(spec.common_name) == self.index:
@@ -119,7 +119,7 @@ class Shard:
     def slices(self, asynchronous: bool = False) -> Iterator[tuple[str, OwnedSlice]]:
         """The slices in use, each with its bucket's name; those of all buckets, or those of mode "async" alone."""
         for bucket in self.buckets:
-            if not asynchronous or isinstance(bucket.numbers, RankNumbers):
+            if not asynchronous or isinstance(bucket.scalars, RankScalars):
                 for item in bucket.slices.values():
                     yield bucket.spec.name, item
 
@@ -127,12 +127,12 @@ class Shard:
         """Forgets all buckets."""
         self.buckets = []
 
-    def _numbers(self, spec: BucketSpec) -> RoundNumbers | RankNumbers | None:
+    def _scalars(self, spec: BucketSpec) -> RoundScalars | RankScalars | None:
         if spec.update is None:
             return None
         if self.config.mode == "async":
-            return RankNumbers(spec.name, spec.update, self._workers)
-        return RoundNumbers(spec.name, spec.update)
+            return RankScalars(spec.name, spec.update, self._workers)
+        return RoundScalars(spec.name, spec.update)
 
     def _slices(self, bucket: OwnedBucket, cutting: Cutting) -> dict[int, OwnedSlice]:
         """The slices of a sum that this pserver owns."""
@@ -144,25 +144,25 @@ class Shard:
 
     def _slice(self, bucket: OwnedBucket, index: int, piece: Slice, step: int) -> OwnedSlice:
         """A slice of a sum, from `step` on: its format, state and admission."""
-        recorder, config, spec, numbers = self._recorder, self.config, bucket.spec, bucket.numbers
+        recorder, config, spec, scalars = self._recorder, self.config, bucket.spec, bucket.scalars
         label = f"slice {index} of bucket '{spec.name}'"
         format_ = SliceFormat(label, parse_dtype(spec.dtype), piece.nbytes, spec.codec)
         parameters: ParameterShard | None = None
-        if numbers is not None:
+        if scalars is not None:
             viewed = spec.codec is not None and config.mode != "async"
-            parameters = ParameterShard(label, numbers.spec, piece.offset, piece.nbytes, viewed=viewed)
-            if isinstance(numbers, RankNumbers):
+            parameters = ParameterShard(label, scalars.spec, piece.offset, piece.nbytes, viewed=viewed)
+            if isinstance(scalars, RankScalars):
                 admission = AsyncAdmission(
-                    recorder, format_, parameters, numbers, self.bound, config.delay_compensation
+                    recorder, format_, parameters, scalars, self.bound, config.delay_compensation
                 )
                 return OwnedSlice(recorder, admission, parameters)
         state: State
-        if numbers is None or parameters is None:
+        if scalars is None or parameters is None:
             state = SumState(format_)
         elif spec.codec is None:
-            state = UpdatedState(parameters, numbers)
+            state = UpdatedState(parameters, scalars)
         else:
-            state = DeltaState(parameters, numbers, spec.codec)
+            state = DeltaState(parameters, scalars, spec.codec)
         round_ = SumRound(format_, self._workers, config.deterministic, step)
         return OwnedSlice(recorder, SumAdmission(recorder, round_, state), parameters)
 

@@ -24,7 +24,7 @@ from tfps.exchange.aggregate import GatherRound, Part, SliceFormat, SumRound
 from tfps.exchange.codecs import Codec, Floats
 from tfps.exchange.layout import cut
 from tfps.exchange.parameter_shard import Delta, ParameterShard
-from tfps.exchange.update_spec import StepNumbers, UpdateSpec, difference
+from tfps.exchange.update_spec import StepScalars, UpdateSpec, difference
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
 from tfps.wire.encoding import Encoding
@@ -229,10 +229,10 @@ class SumState:
 class UpdatedState:
     """Updates parameters with the sum and returns them."""
 
-    __slots__ = ("_numbers", "_parameters")
+    __slots__ = ("_parameters", "_scalars")
 
-    def __init__(self, parameters: ParameterShard, numbers: RoundNumbers) -> None:
-        self._parameters, self._numbers = parameters, numbers
+    def __init__(self, parameters: ParameterShard, scalars: RoundScalars) -> None:
+        self._parameters, self._scalars = parameters, scalars
 
     def finish(self, round_: SumRound, last: bool) -> tuple[memoryview | Encoding, int]:
         return self._updated(round_), 0
@@ -241,11 +241,11 @@ class UpdatedState:
         """The new parameters.
 
         Raises:
-            ProtocolError: the numbers of the step, or the parameters, have not come.
+            ProtocolError: the scalars of the step, or the parameters, have not come.
         """
-        numbers = self._numbers.at(round_.step)
+        scalars = self._scalars.at(round_.step)
         self._parameters.take_put()
-        return self._parameters.update(round_.finish(), numbers)
+        return self._parameters.update(round_.finish(), scalars)
 
 
 class DeltaState(UpdatedState):
@@ -257,69 +257,69 @@ class DeltaState(UpdatedState):
 
     __slots__ = ("_codec",)
 
-    def __init__(self, parameters: ParameterShard, numbers: RoundNumbers, codec: Codec) -> None:
-        super().__init__(parameters, numbers)
+    def __init__(self, parameters: ParameterShard, scalars: RoundScalars, codec: Codec) -> None:
+        super().__init__(parameters, scalars)
         self._codec = codec
 
     def finish(self, round_: SumRound, last: bool) -> tuple[memoryview | Encoding, int]:
         if round_.whole:
-            self._numbers.skip(round_.step)
+            self._scalars.skip(round_.step)
             return round_.finish(), WHOLE
         parameters = np.frombuffer(self._updated(round_), np.float32)
         # The reply before this one has reached all ranks, so it has been encoded: nobody else uses the view.
         return Encoding(Delta(self._codec, self._parameters.worker_view), parameters, None), 0
 
 
-class RoundNumbers:
-    """The numbers of a bucket's current step, from all ranks; any thread."""
+class RoundScalars:
+    """The scalars of a bucket's current step, from all ranks; any thread."""
 
     def __init__(self, name: str, spec: UpdateSpec) -> None:
         self.name, self.spec = name, spec
         self._lock = threading.Lock()  # guards the next two
         self._step = 0
-        self._by_rank: dict[int, StepNumbers] = {}
+        self._by_rank: dict[int, StepScalars] = {}
 
     def take(self, rank: int, step: int, data: memoryview) -> TfpsError | None:
-        """Takes the numbers of `rank` for `step`, packed; returns why the job must fail, if another rank's differ.
+        """Takes the scalars of `rank` for `step`, packed; returns why the job must fail, if another rank's differ.
 
         A rank sends those of the next step when it has the whole reply to this one: nobody needs this one's any more.
 
         Raises:
             ProtocolError: they are malformed, of another step, or the rank has sent them already.
         """
-        numbers = StepNumbers.unpack(data, self.spec)
+        scalars = StepScalars.unpack(data, self.spec)
         with self._lock:
             if step == self._step + 1 and self._by_rank:
                 self._step, self._by_rank = step, {}
             if step != self._step or rank in self._by_rank:
                 raise ProtocolError(
-                    f"numbers of bucket '{self.name}' must come once per step, for step {self._step} or the next, got "
-                    f"them for step {step}"
+                    f"step scalars of bucket '{self.name}' must come once per step, for step {self._step} or the next, "
+                    f"got them for step {step}"
                 )
             for other, theirs in self._by_rank.items():
-                if (what := difference(self.spec.numbers, theirs, numbers)) is not None:
+                if (what := difference(self.spec.scalars, theirs, scalars)) is not None:
                     return MismatchError(
                         f"the workers do not train the same: at step {step} of bucket '{self.name}' ranks {other} and "
                         f"{rank} have different {what}; change them on every rank, and alike"
                     )
-            self._by_rank[rank] = numbers
+            self._by_rank[rank] = scalars
         return None
 
     def skip(self, step: int) -> None:
-        """Notes that `step` is over and was none of training: it had no numbers."""
+        """Notes that `step` is over and was none of training: it had no scalars."""
         with self._lock:
             if step >= self._step:
                 self._step, self._by_rank = step + 1, {}
 
-    def at(self, step: int) -> StepNumbers:
-        """Rank 0's numbers of `step`, which is complete.
+    def at(self, step: int) -> StepScalars:
+        """Rank 0's scalars of `step`, which is complete.
 
         Raises:
-            ProtocolError: a rank has pushed without numbers.
+            ProtocolError: a rank has pushed without scalars.
         """
         with self._lock:
             if step != self._step or 0 not in self._by_rank:
-                raise ProtocolError(f"numbers of bucket '{self.name}' must come before the slices of step {step}")
+                raise ProtocolError(f"step scalars of bucket '{self.name}' must come before the slices of step {step}")
             return self._by_rank[0]
 
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from tfps.errors import UnsupportedError
 from tfps.exchange.interface import BucketSpec, Exchange
-from tfps.exchange.update_spec import StepNumbers, UpdateSpec
+from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.types import Array, Value, Variable
 
@@ -277,7 +277,7 @@ def bring(
         parameter.newest = False
     for slot, home in homes:
         slot.home, slot.pending, slot.compared = home, None, True
-    return StepNumbers(mark, tuple(numbers)).pack()
+    return StepScalars(mark, tuple(numbers)).pack()
 
 
 def _marked(mark: int, index: int, number: int, values: Array) -> int:

@@ -27,7 +27,7 @@ MEASURE = "Measure"  # a stream, too; see wire/measuring.py
 INCARNATION_KEY, RANK_KEY = "tfps-incarnation", "tfps-rank"  # their metadata
 
 KEPT_PIECE_BYTES = 4 * 2**20  # of what slices keep, in one call of Put or Get
-_PART_BYTES = 50_000 * RECORD.itemsize  # of a recorder's content, in one message
+_RECORDS_BYTES = 50_000 * RECORD.itemsize  # of a capture, in one message
 _LOOK_S = 1.0  # how long a Join may go unanswered before the worker looks whether both ends agree on TLS
 
 _OPTIONS = [
@@ -180,13 +180,16 @@ def layout_of(message: pb.Layout) -> Layout:
 
 
 def record_messages(recorder: Recorder, **fields: Argument) -> list[pb.Records]:
-    """A recorder's content as messages of a few MB; `fields` are the Records fields that name its owner."""
+    """What a recorder holds, as messages of a few MB; `fields` are those of Records that name its owner."""
     records = recorder.records()
     return [
         pb.Records(
-            records=records[at : at + _PART_BYTES], last=at + _PART_BYTES >= len(records), full=recorder.full, **fields
+            records=records[at : at + _RECORDS_BYTES],
+            last=at + _RECORDS_BYTES >= len(records),
+            full=recorder.full,
+            **fields,
         )
-        for at in range(0, max(len(records), 1), _PART_BYTES)
+        for at in range(0, max(len(records), 1), _RECORDS_BYTES)
     ]
 
 

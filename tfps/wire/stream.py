@@ -34,7 +34,7 @@ class Receiver(Protocol):
         """Takes a data frame; its payload is where `memory` said, or in shared memory at `place`, else new."""
 
     def notice(self, header: Header, payload: memoryview) -> None:
-        """Takes a LAYOUT or a TRACE, which only workers get, or NUMBERS, which only pservers get."""
+        """Takes a LAYOUT or a TRACE, which only workers get, or SCALARS, which only pservers get."""
 
 
 class Path(Protocol):
@@ -76,7 +76,7 @@ def take(header: Header, payload: memoryview, data: Kind, queue: SendQueue, rece
         receiver.data(header, payload, place)
     elif header.kind == Kind.ACK:
         queue.acked(header.received)
-    elif header.kind in (Kind.LAYOUT, Kind.TRACE, Kind.NUMBERS):
+    elif header.kind in (Kind.LAYOUT, Kind.TRACE, Kind.SCALARS):
         receiver.notice(header, payload)
     elif header.kind == Kind.ERROR:
         return frames.decode_error(header, payload)

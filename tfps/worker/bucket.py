@@ -48,7 +48,7 @@ class Push:
     def send_numbers(self, bucket: int, queue: SendQueue) -> None:
         """Puts the step's numbers, if it has any, before the slices into the queue to an owner."""
         if self.numbers:
-            queue.put_urgent(frames.encode(Header(Kind.NUMBERS, bucket=bucket, step=self.step), self.numbers))
+            queue.put_urgent(frames.encode(Header(Kind.SCALARS, bucket=bucket, step=self.step), self.numbers))
 
 
 @dataclass(slots=True)

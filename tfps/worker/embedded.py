@@ -24,7 +24,7 @@ from tfps.exchange.interface import (
     check_payload,
 )
 from tfps.exchange.parameter_shard import Delta, ParameterShard
-from tfps.exchange.update_spec import StepNumbers
+from tfps.exchange.update_spec import StepScalars
 from tfps.trace.capture import Capture, CapturedBucket, Process, Setting
 from tfps.trace.recorder import Recorder
 from tfps.types import Array, Buffer
@@ -127,7 +127,7 @@ class EmbeddedExchange:
         """The new parameters, or their change; a copy, as TensorFlow keeps them while they change here."""
         kept, codec = self._kept[bucket], self._specs[bucket].codec
         kept.take_put()
-        new = kept.update(gradient, StepNumbers.unpack(numbers, kept.spec))
+        new = kept.update(gradient, StepScalars.unpack(numbers, kept.spec))
         copied = aligned_empty(len(new))
         if codec is None:
             copied[:] = np.frombuffer(new, np.uint8)

@@ -16,7 +16,7 @@ from tfps.errors import ConfigError, MismatchError, ProtocolError
 from tfps.exchange.codecs import codec_of, known
 from tfps.exchange.interface import BucketSpec, Exchange
 from tfps.exchange.rules import flushed
-from tfps.exchange.update_spec import StepNumbers, UpdateSpec
+from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.pserver.shard import kept_arrays
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument
@@ -64,7 +64,7 @@ class Ranks:
         pending = []
         for worker, gradient in zip(self.workers, gradients, strict=True):
             pending.append(Pending())
-            numbers = StepNumbers(mark, (float(self.steps), 0.25)).pack()
+            numbers = StepScalars(mark, (float(self.steps), 0.25)).pack()
             worker.push(0, gradient, pending[-1], numbers=numbers)
         self.steps += 1
         return pending
