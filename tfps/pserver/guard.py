@@ -173,8 +173,8 @@ def default_host(security: Security) -> str:
     return EVERYWHERE if _open_to_others(security) else LOOPBACK
 
 
-def check_host(host: str, security: Security) -> None:
-    """Checks that other hosts can reach a pserver at `host` only with a job token, TLS, or `insecure`.
+def check_host(host: str, security: Security, *, metrics: bool = False) -> None:
+    """Checks that other hosts reach a pserver, or its `metrics`, at `host` only with a job token, TLS, or `insecure`.
 
     Raises:
         ConfigError: they could without; the files do not fit together; or this cannot be a host.
@@ -183,26 +183,11 @@ def check_host(host: str, security: Security) -> None:
     if security.tls_ca and not security.tls_cert:
         raise ConfigError("tls_ca of a pserver must come with tls_cert and tls_key (--tls-cert, --tls-key), got none")
     if not _open_to_others(security) and not is_loopback(host):
+        name, may = ("--metrics-host", "read its metrics") if metrics else ("host", "join, read and end its jobs")
         raise ConfigError(
-            f"host of a pserver without a job token and without TLS must be a loopback address such as {LOOPBACK}, got "
-            f"{host!r}: give it --token-file FILE (or --tls-cert and --tls-key), or --insecure where everybody who "
-            "reaches it may join, read and end its jobs"
-        )
-
-
-def check_metrics_host(host: str, security: Security) -> None:
-    """As `check_host`, for the metrics port.
-
-    Raises:
-        ConfigError: other hosts could read the metrics of a pserver that says nowhere whom it serves; or this cannot be
-            a host.
-    """
-    check_host_name(host)
-    if not _open_to_others(security) and not is_loopback(host):
-        raise ConfigError(
-            f"--metrics-host of a pserver without a job token and without TLS must be a loopback address such as "
-            f"{LOOPBACK}, got {host!r}: give it --token-file FILE (or --tls-cert and --tls-key), or --insecure where "
-            "everybody who reaches it may read its metrics"
+            f"{name} of a pserver without a job token and without TLS must be a loopback address such as {LOOPBACK}, "
+            f"got {host!r}: give it --token-file FILE (or --tls-cert and --tls-key), or --insecure where everybody who "
+            f"reaches it may {may}"
         )
 
 

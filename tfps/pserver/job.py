@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from tfps.config import Config
 from tfps.errors import (
@@ -23,12 +23,12 @@ from tfps.exchange.layout import Layout
 from tfps.pserver.membership import Applicant, Declaration, Member, Membership, State, first_difference
 from tfps.pserver.recording import Recording
 from tfps.pserver.shard import OwnedBucket, Shard
-from tfps.pserver.slices import Answer, Late, OwnedSlice, Push, send
+from tfps.pserver.slices import Answer, Late, Push, send
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.control import PULL, PUSH, layout_message
 from tfps.wire.frames import EMPTY, Header, Kind
-from tfps.wire.send_queue import Load, SendQueue
+from tfps.wire.send_queue import SendQueue
 from tfps.wire.shared_memory import Attached, Place, Target
 from tfps.wire.status import ErrorCount, JobStatus, MemberStatus
 
@@ -389,10 +389,34 @@ class Job:
     def status(self) -> JobStatus:
         """The job's status. Streams keep running, so their numbers may be a slice apart."""
         with self._changed:
-            loads = {rank: queue.load for rank, queue in self._queues.items()}
-            buckets = self._shard.buckets
+            members, buckets = self._membership, self._shard.buckets
             slices = [item for _, item in self._shard.slices()]
-            return _job_status(self._membership, self._failure, len(buckets), slices, loads)
+            awaited = [ranks for item in slices if (ranks := item.missing())]
+            present = [members.members[rank] for rank in sorted(members.members)]
+            return JobStatus(
+                job=present[0].applicant.job if present else "",
+                workers=members.workers,
+                state=_state(members, self._failure),
+                reason=str(self._failure or ""),
+                buckets=len(buckets),
+                slices=len(slices),
+                shard_bytes=sum(item.admission.nbytes for item in slices),
+                open_slices=len(awaited),
+                members=tuple(
+                    MemberStatus(
+                        rank=member.rank,
+                        host=member.applicant.host,
+                        pid=member.applicant.pid,
+                        state=member.state.value,
+                        step=member.step,
+                        wait_s=member.wait_s,
+                        awaited_slices=sum(member.rank in ranks for ranks in awaited),
+                        shared_memory=member.memory is not None,
+                        **self._queues[member.rank].load._asdict(),
+                    )
+                    for member in present
+                ),
+            )
 
     def _send(self, answers: Collection[Answer]) -> None:
         send(self._queues, answers)
@@ -461,42 +485,6 @@ class Counters:
                 begun.add(rank)
             self._drawn[name] = begun, following
             return number
-
-
-def _job_status(
-    membership: Membership,
-    failure: TfpsError | None,
-    buckets: int,
-    slices: Sequence[OwnedSlice],
-    loads: Mapping[int, Load],
-) -> JobStatus:
-    """Builds the status of a job from its members, slices and stream loads."""
-    awaited = [ranks for item in slices if (ranks := item.missing())]
-    members = sorted(membership.members.values(), key=lambda member: member.rank)
-    return JobStatus(
-        job=members[0].applicant.job if members else "",
-        workers=membership.workers,
-        state=_state(membership, failure),
-        reason=str(failure or ""),
-        buckets=buckets,
-        slices=len(slices),
-        shard_bytes=sum(item.admission.nbytes for item in slices),
-        open_slices=len(awaited),
-        members=tuple(
-            MemberStatus(
-                rank=member.rank,
-                host=member.applicant.host,
-                pid=member.applicant.pid,
-                state=member.state.value,
-                step=member.step,
-                wait_s=member.wait_s,
-                awaited_slices=sum(member.rank in ranks for ranks in awaited),
-                shared_memory=member.memory is not None,
-                **loads[member.rank]._asdict(),
-            )
-            for member in members
-        ),
-    )
 
 
 def _state(membership: Membership, failure: TfpsError | None) -> str:
