@@ -1,4 +1,4 @@
-"""Step scalars of an update on a pserver: once per rank and step, alike on all ranks, rank 0's count."""
+"""Slices on a pserver: whom a round answers, and step scalars: once per rank and step, alike on all ranks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,28 @@ import pytest
 from jobs import Cluster
 
 from tfps.errors import MismatchError, ProtocolError
+from tfps.exchange.aggregate import GatherRound, SliceFormat, SumRound
+from tfps.exchange.codecs import codec_of, known
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.shard import kept_arrays
-from tfps.pserver.slices import RoundScalars
+from tfps.pserver.slices import (
+    Answer,
+    GatherAdmission,
+    Late,
+    OwnedSlice,
+    Push,
+    RoundScalars,
+    SumAdmission,
+    SumState,
+)
+from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.control import KEPT_PIECE_BYTES
-from tfps.wire.frames import Header, Kind
+from tfps.wire.encoding import Encoding
+from tfps.wire.frames import LAST, SHARED, WHOLE, Header, Kind
+from tfps.wire.shared_memory import Place, Target
 
 SGD = UpdateSpec("sgd", (("momentum", 0.0), ("nesterov", 0.0)), (), (4,), (False,))
 SPEC = BucketSpec(("w",), "sum", 16, "float32", 0, update=SGD)
@@ -27,6 +41,54 @@ def packed(iteration: float = 0.0, rate: float = 0.1) -> memoryview:
 
 def floats(value: float) -> bytes:
     return np.full(4, value, np.float32).tobytes()
+
+
+def sum_of(workers: int, codec: str = "none") -> OwnedSlice:
+    format_ = SliceFormat("slice 0 of bucket 'w'", np.dtype(np.float32), 16, codec_of(codec))
+    round_ = SumRound(format_, workers, deterministic=False)
+    return OwnedSlice(Recorder(), SumAdmission(Recorder(), round_, SumState(format_)))
+
+
+def pushed(item: OwnedSlice, rank: int, payload: bytes, step: int = 0, flags: int = 0) -> list[Answer]:
+    header = Header(Kind.PUSH, flags, 0, 0, 3, step)
+    return list(item.take(Push(rank, header, memoryview(payload))).answers)
+
+
+def test_the_last_push_of_a_sum_answers_all_ranks_at_once_and_those_that_share_memory_there() -> None:
+    item, target = sum_of(3), Target(Place(0, 16), np.frombuffer(bytearray(floats(2.0)), np.uint8))
+    assert pushed(item, 0, floats(1.0)) == []
+    assert list(item.take(Push(1, Header(Kind.PUSH, SHARED), target.memory.data, target)).answers) == []
+    assert item.late([1, 2]) == Late(2, 0)
+    shared, others = pushed(item, 2, floats(4.0))
+    assert (shared.ranks, shared.target, list(others.ranks), others.target) == ((1,), target, [0, 2], None)
+    for answer in (shared, others):
+        assert answer.header == Header(Kind.REPLY, 0, 0, 0, 3, 0)
+        assert answer.payload == memoryview(floats(7.0))
+    assert item.late([0, 1, 2]) is None
+
+
+def test_an_encoded_sum_is_one_encoding_for_all_and_its_residual_comes_back_whole() -> None:
+    item, codec = sum_of(2, "onebit"), known("onebit")
+    for rank, values in enumerate(([3, 3, 3, 3], [1, -1, 1, -1])):
+        answers = pushed(item, rank, codec.encode(np.array(values, np.float32)).tobytes())
+    (answer,) = answers
+    assert list(answer.ranks) == [0, 1]
+    assert isinstance(answer.payload, Encoding)
+    assert answer.payload.data() == codec.encode(np.array([3, 3, 3, 3], np.float32)).data  # of 4, 2, 4, 2
+    for rank in (0, 1):
+        answers = pushed(item, rank, floats(10.0), step=1, flags=WHOLE)
+    (answer,) = answers
+    assert answer.header.flags == WHOLE
+    assert answer.payload == memoryview(np.array([21, 19, 21, 19], np.float32).tobytes())
+
+
+def test_a_gather_answers_all_ranks_piece_by_piece() -> None:
+    item = OwnedSlice(Recorder(), GatherAdmission(Recorder(), GatherRound("bucket 'words'", 2, 16)))
+    assert pushed(item, 1, b"x" * 3, flags=LAST) == []
+    first, last = pushed(item, 0, b"y" * 5, flags=LAST)
+    assert (list(first.ranks), list(last.ranks)) == ([0, 1], [0, 1])
+    assert [(each.header.index, each.header.flags) for each in (first, last)] == [(0, 0), (1, LAST)]
+    assert last.payload == memoryview(b"yyyyyxxx")
 
 
 def test_rank_0_counts_once_all_have_come() -> None:
