@@ -74,8 +74,7 @@ class SliceFormat:
 
     def part(self, payload: memoryview, whole: bool) -> Part:
         """A contribution as an array: of uint8 if it is encoded."""
-        found = np.frombuffer(payload, np.uint8)
-        return found if self.codec is not None and not whole else found.view(self.dtype)
+        return np.frombuffer(payload, self.dtype if whole or self.codec is None else np.uint8)
 
     def decoded(self, part: Part) -> tuple[Part, bool]:
         """The numbers of `part`, and whether they are in new memory."""

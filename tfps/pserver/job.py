@@ -60,6 +60,7 @@ class Job:
         self._ends: dict[int, Callable[[], object]] = {}  # end the push streams
         self._declarations: list[Declaration] = []
         self._failure: TfpsError | None = None
+        self._some_left = False  # whether any member is gone
 
     # Membership
 
@@ -142,6 +143,7 @@ class Job:
             self.fail(WorkerLostError(f"{member} died at step {member.step}: its connection ended without a leave"))
         with self._changed:
             member.go(ended=1, lost=lost)
+            self._some_left = True
             end = self._ends.pop(rank, None)
             self._changed.notify_all()
         if end is not None:
@@ -158,6 +160,7 @@ class Job:
         with self._changed:
             member.reason = reason
             member.go()
+            self._some_left = True
             if self._failure is None and self._membership.over:
                 self._log("has ended: all its workers have left")
             self._changed.notify_all()
@@ -347,8 +350,9 @@ class Job:
         taken = item.take(Push(rank, header, payload, target), bucket.next)
         member.step = max(member.step, header.step)
         member.wait_s += taken.wait_ns / 1e9  # only its stream's thread writes both
-        self._send(taken.answers)
-        if (gone := self._membership.gone()) and (late := item.late(gone)) is not None:
+        if taken.answers:
+            self._send(taken.answers)
+        if self._some_left and (late := item.late(self._membership.gone())) is not None:
             self._fail_left(late, bucket.spec.name)
         elif (quiesced := item.admission.quiesced()) and (late := item.late(quiesced)) is not None:
             self.fail(MismatchError(_not_assigned(self._membership.describe(late.rank), bucket.spec.name)))

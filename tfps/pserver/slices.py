@@ -53,9 +53,9 @@ class Push(NamedTuple):
             ProtocolError: it does not fit the slice.
         """
         flags, payload, target = self.header.flags, self.payload, self.target
-        encoded = format_.codec is not None
-        expected = 0 if flags & EMPTY else format_.part_bytes(bool(flags & WHOLE))
-        if len(payload) != expected or flags & LAST or (target is not None if encoded else flags & WHOLE):
+        encoded, whole = format_.codec is not None, bool(flags & WHOLE)
+        expected = 0 if flags & EMPTY else format_.part_bytes(whole)
+        if len(payload) != expected or flags & LAST or (target is not None if encoded else whole):
             rule = "in its frame and no LAST flag" if encoded else "and no LAST or WHOLE flag"
             raise ProtocolError(
                 f"payload of {format_.label} must have {expected} bytes {rule}, got {len(payload)} bytes and flags "
@@ -63,7 +63,7 @@ class Push(NamedTuple):
             )
         if target is not None and target.place.nbytes != format_.nbytes:
             raise ProtocolError(f"the place of {format_.label} must have {format_.nbytes} bytes, got {target.place}")
-        return None if flags & EMPTY else format_.part(payload, bool(flags & WHOLE))
+        return None if flags & EMPTY else format_.part(payload, whole)
 
 
 class Answer(NamedTuple):
@@ -387,9 +387,12 @@ class SumAdmission(RoundAdmission):
 
     def _finish(self, push: Push, last: bool) -> tuple[list[Answer], int, int]:
         payload, flags = self._state.finish(self.round, last)
-        header, targets, self._targets = push.reply(flags), self._targets, {}
+        header, everyone, targets = push.reply(flags), range(self.round.workers), self._targets
+        if not targets:
+            return [Answer(everyone, header, payload)], self.nbytes, push.header.index
+        self._targets = {}
         answers = [Answer((rank,), header, payload, target) for rank, target in targets.items()]
-        answers.append(Answer([rank for rank in range(self.round.workers) if rank not in targets], header, payload))
+        answers.append(Answer([rank for rank in everyone if rank not in targets], header, payload))
         return answers, self.nbytes, push.header.index
 
 
