@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -24,9 +24,11 @@ import numpy as np
 
 from tfps.compression import LEAST_BYTES, NONE
 from tfps.config import MAX_SLICE_BYTES, Auto, Config
+from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import BucketSpec, Reply
 from tfps.pserver import server
 from tfps.pserver.job import Job
+from tfps.pserver.slices import Answer
 from tfps.types import Argument, Array, Json, Options
 from tfps.wire import connection
 from tfps.worker.worker import Worker
@@ -205,7 +207,9 @@ class Trainer:
             for nbytes in sizes:
                 codec = task.compression if nbytes >= LEAST_BYTES else NONE
                 self._payloads[len(specs)] = _payload(nbytes // 4, codec)
-                specs.append(BucketSpec((f"b{number}.{len(specs)}",), "sum", nbytes, "float32", number, codec=codec))
+                specs.append(
+                    BucketSpec((f"b{number}.{len(specs)}",), "sum", nbytes, "float32", number, codec=codec_of(codec))
+                )
         worker.declare(specs)
         self._ready_after = {min(members): bucket for bucket, members in enumerate(plan.layers)}  # in backward
         self._needed_by = {layer: bucket for bucket, members in enumerate(plan.layers) for layer in members}
@@ -311,16 +315,18 @@ class Holding(Job):
     def __init__(self, *arguments: Argument) -> None:
         super().__init__(*arguments)
         self._holding = threading.Lock()  # guards _held
-        self._held: list[tuple[Argument, ...]] = []
+        self._held: list[Collection[Answer]] = []  # each of one slice
 
-    def _reply(self, *reply: Argument) -> None:
+    def _send(self, answers: Collection[Answer]) -> None:
+        if not answers:
+            return
         with self._holding:
-            self._held.append(reply)
+            self._held.append(answers)
             if len(self._held) < sum(len(bucket.slices) for bucket in self._shard.buckets):
                 return
             held, self._held = self._held, []
         for each in held:
-            super()._reply(*each)
+            super()._send(each)
 
 
 def main() -> None:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfps.errors import ProtocolError
-from tfps.exchange.aggregate import GatherRound, SumRound, split_gathered
+from tfps.exchange.aggregate import GatherRound, SliceFormat, SumRound, pack_sparse, split_gathered, unpack_sparse
+from tfps.exchange.codecs import known
 from tfps.types import Array
 
 FLOAT = np.dtype("float32")
@@ -23,7 +24,7 @@ def total(round_: SumRound, order: Sequence[int], parts: Sequence[Array | None],
         assert round_.missing()
         round_.add(rank, step, parts[rank])
     assert not round_.missing()
-    return np.frombuffer(round_.finish(), round_.dtype)
+    return np.frombuffer(round_.finish(), round_.format.dtype)
 
 
 @given(rows=st.lists(st.lists(floats, min_size=3, max_size=3), min_size=1, max_size=4), data=st.data())
@@ -33,7 +34,7 @@ def test_deterministic_sums_do_not_depend_on_the_order_of_arrival(rows: list[lis
     for part in parts[1:]:
         expected = expected + part
     order = data.draw(st.permutations(range(len(parts))))
-    result = total(SumRound("x", len(parts), FLOAT, 12, deterministic=True), order, parts)
+    result = total(SumRound(SliceFormat("x", FLOAT, 12), len(parts), deterministic=True), order, parts)
     assert result.tobytes() == expected.tobytes()
 
 
@@ -44,7 +45,7 @@ def test_sums_are_right_in_any_order_and_leave_the_parts_alone(rows: list[list[i
     parts = [np.array(row, "int64") for row in rows]
     before = [part.copy() for part in parts]
     order = data.draw(st.permutations(range(len(parts))))
-    result = total(SumRound("x", len(parts), np.dtype("int64"), 16, deterministic=False), order, parts)
+    result = total(SumRound(SliceFormat("x", np.dtype("int64"), 16), len(parts), deterministic=False), order, parts)
     assert result.tolist() == np.sum(rows, axis=0).tolist()
     assert all((part == old).all() for part, old in zip(parts, before, strict=True))
 
@@ -57,7 +58,7 @@ def test_only_parts_that_may_be_written_to_are(rows: list[list[float]], data: st
     expected = before[0]
     for part in before[1:]:
         expected = expected + part
-    round_ = SumRound("x", len(parts), FLOAT, 12, data.draw(st.booleans()))
+    round_ = SumRound(SliceFormat("x", FLOAT, 12), len(parts), data.draw(st.booleans()))
     for rank, part in enumerate(parts):
         round_.add(rank, 0, part, owned=owned[rank])
     assert bytes(round_.finish()) == expected.tobytes()
@@ -70,18 +71,18 @@ def test_the_only_contribution_comes_back_bit_for_bit(deterministic: bool) -> No
     bits = np.array([0x80000000, 0x7FA00001, 1], np.uint32)  # -0.0, a signalling NaN, a denormal
     for rank in range(3):
         parts = [bits.view(FLOAT) if r == rank else None for r in range(3)]
-        result = total(SumRound("x", 3, FLOAT, 12, deterministic), range(3), parts)
+        result = total(SumRound(SliceFormat("x", FLOAT, 12), 3, deterministic), range(3), parts)
         assert result.tobytes() == bits.tobytes()
 
 
 def test_without_contributions_the_sum_is_zero() -> None:
-    assert total(SumRound("x", 2, FLOAT, 8, False), [1, 0], [None, None]).tolist() == [0, 0]
+    assert total(SumRound(SliceFormat("x", FLOAT, 8), 2, False), [1, 0], [None, None]).tolist() == [0, 0]
 
 
 def test_nan_and_infinity_pass_as_arithmetic_has_it() -> None:
     parts = [np.array([np.nan, np.inf, 1], FLOAT), np.array([1, -np.inf, 1], FLOAT)]
     with np.errstate(invalid="ignore"):
-        result = total(SumRound("x", 2, FLOAT, 12, False), [0, 1], parts)
+        result = total(SumRound(SliceFormat("x", FLOAT, 12), 2, False), [0, 1], parts)
     assert np.isnan(result[:2]).all()
     assert result[2] == 2
 
@@ -89,13 +90,12 @@ def test_nan_and_infinity_pass_as_arithmetic_has_it() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "float64", "int32", "uint8", "complex64", "bool"])
 def test_every_numeric_dtype_is_summed(dtype: str) -> None:
     part = np.array([1, 0, 1], dtype)
-    assert (
-        total(SumRound("x", 2, part.dtype, part.nbytes, False), [0, 1], [part, part]).tolist() == (part + part).tolist()
-    )
+    round_ = SumRound(SliceFormat("x", part.dtype, part.nbytes), 2, False)
+    assert total(round_, [0, 1], [part, part]).tolist() == (part + part).tolist()
 
 
 def test_steps_follow_each_other() -> None:
-    round_ = SumRound("x", 2, FLOAT, 4, False)
+    round_ = SumRound(SliceFormat("x", FLOAT, 4), 2, False)
     for step in range(3):
         parts = [np.array([step], FLOAT), np.array([1], FLOAT)]
         assert total(round_, [0, 1], parts, step).tolist() == [step + 1]
@@ -103,14 +103,14 @@ def test_steps_follow_each_other() -> None:
 
 @pytest.mark.parametrize("step", [0, 2])
 def test_another_step_than_the_current_is_refused(step: int) -> None:
-    round_ = SumRound("slice 3 of bucket 'x'", 1, FLOAT, 4, False)
+    round_ = SumRound(SliceFormat("slice 3 of bucket 'x'", FLOAT, 4), 1, False)
     total(round_, [0], [np.zeros(1, FLOAT)])
     with pytest.raises(ProtocolError, match=f"step of slice 3 of bucket 'x' must be 1, got {step}"):
         round_.add(0, step, None)
 
 
 def test_a_rank_that_comes_twice_is_refused() -> None:
-    round_ = SumRound("slice 3 of bucket 'x'", 2, FLOAT, 4, False)
+    round_ = SumRound(SliceFormat("slice 3 of bucket 'x'", FLOAT, 4), 2, False)
     round_.add(0, 0, None)
     with pytest.raises(ProtocolError, match="slice 3 of bucket 'x' must be pushed once in step 0, got it twice"):
         round_.add(0, 0, None)
@@ -169,7 +169,8 @@ def test_a_malformed_gather_result_is_refused(result: bytes, workers: int) -> No
 def test_orders_of_arrival_matter_without_deterministic() -> None:
     parts = [np.array([value], FLOAT) for value in (1e8, -1e8, 1.0)]
     results = {
-        total(SumRound("x", 3, FLOAT, 4, False), order, parts).tobytes() for order in itertools.permutations(range(3))
+        total(SumRound(SliceFormat("x", FLOAT, 4), 3, False), order, parts).tobytes()
+        for order in itertools.permutations(range(3))
     }
     assert len(results) > 1  # else the test of deterministic sums shows nothing
 
@@ -177,6 +178,83 @@ def test_orders_of_arrival_matter_without_deterministic() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_sum_of_one_part_is_not_in_memory_that_its_rank_may_write_to(deterministic: bool) -> None:
     part = np.array([1, 2, 3], FLOAT)
-    result = total(SumRound("x", 2, FLOAT, 12, deterministic), [1, 0], [part, None])
+    result = total(SumRound(SliceFormat("x", FLOAT, 12), 2, deterministic), [1, 0], [part, None])
     part[:] = 0  # its rank has its reply, and pushes the next step, while the other one's is still being sent
     assert result.tolist() == [1, 2, 3]
+
+
+def test_sparse_parts_come_back_joined_in_rank_order() -> None:
+    parts = []
+    for rank in range(3):
+        indices, data = np.full(rank, rank, np.int64), np.full(2 * rank, rank, np.float32)
+        parts.append(pack_sparse(indices.tobytes(), data.tobytes()))
+    indices, data = unpack_sparse(parts)
+    assert indices.view(np.int64).tolist() == [1, 2, 2]
+    assert data.view(np.float32).tolist() == [1, 1, 2, 2, 2, 2]
+
+
+def test_a_rank_without_a_part_contributes_no_rows() -> None:
+    one = pack_sparse(np.array([5], np.int64).tobytes(), b"\x01\x02\x03\x04")
+    indices, data = unpack_sparse([b"", one])
+    assert indices.view(np.int64).tolist() == [5]
+    assert data.tolist() == [1, 2, 3, 4]
+    assert [array.size for array in unpack_sparse([b"", b""])] == [0, 0]
+
+
+# Encoded contributions
+
+ITEMS = 700
+INT8 = known("int8")
+VALUES = [np.random.default_rng(seed).normal(size=ITEMS).astype(np.float32) for seed in range(3)]
+PARTS = [INT8.encode(values) for values in VALUES]
+
+
+def round_of(workers: int, deterministic: bool = False) -> SumRound:
+    return SumRound(SliceFormat("slice 0 of bucket 'x'", FLOAT, 4 * ITEMS, INT8), workers, deterministic)
+
+
+def encoded_total(order: tuple[int, ...], deterministic: bool) -> bytes:
+    summing = round_of(len(order), deterministic)
+    for rank in order:
+        summing.add(rank, 0, PARTS[rank])
+    assert summing.contributed
+    return bytes(summing.finish())
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_contributions_are_decoded_and_summed(deterministic: bool) -> None:
+    found = np.frombuffer(encoded_total((1, 2, 0), deterministic), np.float32)
+    np.testing.assert_allclose(found, sum(VALUES), atol=0.05)
+
+
+def test_deterministic_sums_of_encoded_parts_do_not_depend_on_the_order_of_arrival() -> None:
+    assert len({encoded_total(order, True) for order in itertools.permutations(range(3))}) == 1
+
+
+def test_who_contributes_nothing_changes_nothing() -> None:
+    summing = round_of(3)
+    for rank, part in ((0, None), (1, PARTS[1]), (2, None)):
+        summing.add(rank, 0, part)
+    alone = round_of(1)
+    alone.add(0, 0, PARTS[1])
+    assert bytes(summing.finish()) == bytes(alone.finish())
+    summing.add(0, 1, None)
+    assert not summing.contributed
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_whole_steps_are_exact_and_the_next_is_encoded_again(deterministic: bool) -> None:
+    summing = round_of(2, deterministic)
+    for rank in range(2):
+        summing.add(rank, 0, VALUES[rank], whole=True)
+    assert summing.whole
+    assert bytes(summing.finish()) == (VALUES[0] + VALUES[1]).tobytes()
+    summing.add(0, 1, PARTS[0])
+    assert not summing.whole
+
+
+def test_a_rank_that_collects_while_another_trains_is_named() -> None:
+    summing = round_of(2)
+    summing.add(1, 0, PARTS[1])
+    with pytest.raises(ProtocolError, match=r"step 0: rank 0 collects while rank 1 trains: .*strategy.combine\(\)"):
+        summing.add(0, 0, VALUES[0], whole=True)

@@ -188,7 +188,7 @@ def test_places_beyond_the_slice_are_refused() -> None:
 
 def test_bytes_on_the_wire_are_as_few_as_documented() -> None:
     nbytes = 4 * 2**20
-    sent = {name: sent_bytes(name, nbytes) / nbytes for name in ["none", *NAMES]}
+    sent = {name: sent_bytes(codec_of(name), nbytes) / nbytes for name in ["none", *NAMES]}
     assert sent["none"] == 1
     assert sent["bfloat16"] == sent["float16"] == 0.5
     assert sent["int8"] < 0.2540

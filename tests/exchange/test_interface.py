@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jobs import push, summed, together
 
 from tfps.errors import ClosedError, ConfigError, ProtocolError, TfpsError
+from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import BucketSpec, Exchange, Reply, as_bytes, parse_dtype
 from tfps.types import Argument, Value
 from tfps.worker.embedded import EmbeddedExchange
@@ -197,7 +198,7 @@ def test_any_mix_of_buckets_and_orders_is_right(ranks: list[Exchange], data: st.
 
 
 def test_what_replies_lack_is_the_residual(ranks: list[Exchange]) -> None:
-    (bucket,) = declared(ranks, BucketSpec(("coded",), "sum", 4 * 3000, "float32", 0, codec="onebit"))
+    (bucket,) = declared(ranks, BucketSpec(("coded",), "sum", 4 * 3000, "float32", 0, codec=codec_of("onebit")))
     payloads = np.random.default_rng(0).standard_normal([len(ranks), 3000]).astype(np.float32)
     (got, *_) = [summed(each.wait()).copy() for each in [push(rank, bucket, payloads[rank.rank]) for rank in ranks]]
     assert len({rank.state.steps(bucket) for rank in ranks}) == 1

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import platform
+import threading
 
 import numpy as np
 import pytest
 
 from tfps.exchange import rules
-from tfps.exchange.update_spec import CONSTANTS, NUMBERS, SLOTS, UpdateSpec
+from tfps.exchange.rules import flushed
+from tfps.exchange.update_spec import CONSTANTS, SCALARS, SLOTS, UpdateSpec
 
 ITEMS = 2 * rules.CHUNK + 77
 VALUES = {
@@ -37,7 +40,7 @@ def ran(rule: str, cuts: list[int]) -> list[bytes]:
     for step in range(3):
         g = random.normal(size=ITEMS).astype(np.float32)
         numbers = {"iteration": step, "learning_rate": 0.01, "average_momentum": 0.9, "overwrite": step == 1}
-        numbers |= dict.fromkeys(NUMBERS.get(rule, ()), 0.5)
+        numbers |= dict.fromkeys(SCALARS.get(rule, ()), 0.5)
         for begin, end in itertools.pairwise(cuts):
             part = slice(begin, end)
             of_part = {name: slot[part] for name, slot in slots.items()}
@@ -67,3 +70,49 @@ def test_momentum_without_gradients_decays_to_zero_and_not_into_slow_denormals()
     for _ in range(40):
         rules.update(spec, [(0, 8, False)], w, slots, np.zeros(8, np.float32), {"learning_rate": 0.5})
     assert (slots["momentum"] == 0).all()
+
+
+# Denormal numbers are zero inside the block, on this thread, and nowhere else
+
+glibc = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "aarch64") or platform.libc_ver()[0] != "glibc",
+    reason="flushing is for glibc on x86-64 and ARM",
+)
+
+
+def product() -> float:
+    return float((np.array([1e-30] * 64, np.float32) * np.float32(1e-10))[0])
+
+
+@glibc
+def test_denormal_results_are_zero_inside_and_come_back_after_an_error_too() -> None:
+    assert product() > 0
+    with pytest.raises(ZeroDivisionError), flushed():
+        assert product() == 0
+        raise ZeroDivisionError
+    assert product() > 0
+
+
+@glibc
+def test_other_threads_keep_them() -> None:
+    found: list[float] = []
+    inside = threading.Event()
+
+    def work() -> None:
+        inside.wait(60)
+        found.append(product())
+
+    thread = threading.Thread(target=work)  # one that begins inside the block would inherit it
+    thread.start()
+    with flushed():
+        inside.set()
+        thread.join()
+    assert found[0] > 0
+
+
+@glibc
+def test_a_block_within_a_block_changes_nothing() -> None:
+    with flushed():
+        with flushed():
+            assert product() == 0
+        assert product() == 0

@@ -18,9 +18,18 @@ from recorded import sends
 
 from tfps.config import FIRST_WINDOW_BYTES, Config, Transport
 from tfps.errors import ProtocolError, TfpsError
+from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import BucketSpec, FailureState
-from tfps.exchange.layout import Cutting, Layout, cut_anew
-from tfps.exchange.tuning import MAX_GRPC_SLICE_BYTES, MAX_SLICE_BYTES, MIN_SLICE_BYTES, Measured, choose
+from tfps.exchange.layout import (
+    MAX_TUNED_BYTES,
+    MAX_TUNED_GRPC_BYTES,
+    MIN_TUNED_BYTES,
+    Cutting,
+    Layout,
+    Measured,
+    choose,
+    cut_anew,
+)
 from tfps.protos import tfps_pb2 as pb
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument
@@ -220,7 +229,7 @@ def test_what_small_slices_could_not_show_is_seen_at_a_second_look(
     assert tuner._measured is not None
     assert tuner._measured.step_s == pytest.approx(0.1)
     first = Config().first_slice_bytes
-    found = ["largest" if s == MAX_GRPC_SLICE_BYTES else "larger" if s > first else "smaller" for s, _ in sizes]
+    found = ["largest" if s == MAX_TUNED_GRPC_BYTES else "larger" if s > first else "smaller" for s, _ in sizes]
     assert found == changes
 
 
@@ -268,7 +277,7 @@ def test_chosen_sizes_are_in_range_and_the_window_holds_two_slices(
     bytes_per_s: float, round_trip_s: float, message_s: float, step_s: float, pservers: int
 ) -> None:
     slice_bytes, window_bytes = choose(Measured(bytes_per_s, round_trip_s, message_s, step_s, pservers))
-    assert MIN_SLICE_BYTES <= slice_bytes <= MAX_SLICE_BYTES
+    assert MIN_TUNED_BYTES <= slice_bytes <= MAX_TUNED_BYTES
     assert window_bytes >= min(2 * slice_bytes, 64 * 2**20)
 
 
@@ -310,7 +319,7 @@ def test_messages_over_a_data_connection_cost_what_they_cost_there(
     worker.declare(SPECS)
     assert worker._tuner._message_s > 0
     assert (worker._tuner._message_s == 7.0) == (transport == "tcp")
-    assert worker._tuner._most == (MAX_SLICE_BYTES if transport == "tcp" else MAX_GRPC_SLICE_BYTES)
+    assert worker._tuner._most == (MAX_TUNED_BYTES if transport == "tcp" else MAX_TUNED_GRPC_BYTES)
 
 
 def test_a_layout_places_by_balance_over_the_listed_buckets() -> None:
@@ -345,14 +354,14 @@ def sharing(cluster: Cluster, *shared: bool, pservers: int = 1) -> list[Worker]:
 def test_slices_may_be_larger_where_all_share_memory(cluster: Cluster) -> None:
     members = sharing(cluster, True, True)
     tuner = members[0]._tuner
-    assert (tuner._ask, tuner._most) == (False, MAX_SLICE_BYTES)
+    assert (tuner._ask, tuner._most) == (False, MAX_TUNED_BYTES)
     poll(lambda: tuner._busy() == [members[0]._queues[0].throughput])  # the last receipts may still come
 
 
 def test_rank_0_on_the_host_of_all_pservers_asks_how_fast_others_receive(cluster: Cluster) -> None:
     members = sharing(cluster, True, False, True, pservers=2)
     tuner = members[0]._tuner
-    assert (tuner._ask, tuner._most) == (True, MAX_GRPC_SLICE_BYTES)
+    assert (tuner._ask, tuner._most) == (True, MAX_TUNED_GRPC_BYTES)
 
     def told() -> list[Throughput]:
         seen = members[0]._client.members(DEADLINE_S)
@@ -377,13 +386,14 @@ def test_only_the_network_is_measured_where_there_is_one(cluster: Cluster, monke
     members = sharing(cluster, True, True, pservers=2)
     tuner = members[0]._tuner
     assert members[0]._memory.pservers == {1}
-    assert (tuner._ask, tuner._most) == (False, MAX_SLICE_BYTES)
+    assert (tuner._ask, tuner._most) == (False, MAX_TUNED_BYTES)
     poll(lambda: tuner._busy() == [members[0]._queues[0].throughput])  # the last receipts may still come
 
 
 def test_slices_are_as_many_times_as_large_as_what_is_sent_of_them() -> None:
     def bucket(codec: str, nbytes: int, occasional: bool = False) -> PushedBucket:
-        return PushedBucket(BucketSpec(("x",), "sum", nbytes, "float32", 0, occasional, codec=codec), Cutting([], []))
+        spec = BucketSpec(("x",), "sum", nbytes, "float32", 0, occasional, codec=codec_of(codec))
+        return PushedBucket(spec, Cutting([], []))
 
     assert ratio([]) == ratio([bucket("none", 2**20)]) == 1
     assert ratio([bucket("bfloat16", 2**20), bucket("none", 2**30, occasional=True)]) == 2

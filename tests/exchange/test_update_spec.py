@@ -8,7 +8,7 @@ import pytest
 
 from tfps.errors import ConfigError, ProtocolError
 from tfps.exchange.interface import BucketSpec
-from tfps.exchange.update_spec import StepNumbers, UpdateSpec, difference
+from tfps.exchange.update_spec import StepScalars, UpdateSpec, difference
 
 ADAM = UpdateSpec(
     "adam",
@@ -26,13 +26,13 @@ def test_a_spec_survives_its_text_bit_for_bit() -> None:
 
 
 def test_numbers_have_names_in_an_order_that_follows_from_the_spec() -> None:
-    assert ADAM.numbers == ("iteration", "learning_rate", "alpha", "average_momentum", "overwrite")
-    numbers = StepNumbers(2**63 + 5, (7.0, 0.1, 0.2, math.nan, 1.0))
-    again = StepNumbers.unpack(numbers.pack(), ADAM)
+    assert ADAM.scalars == ("iteration", "learning_rate", "alpha", "average_momentum", "overwrite")
+    numbers = StepScalars(2**63 + 5, (7.0, 0.1, 0.2, math.nan, 1.0))
+    again = StepScalars.unpack(numbers.pack(), ADAM)
     assert again.mark == numbers.mark
     assert str(again.values) == str(numbers.values)
-    with pytest.raises(ProtocolError, match=r"numbers of an update must be iteration, .* got 47 bytes"):
-        StepNumbers.unpack(numbers.pack()[:-1], ADAM)
+    with pytest.raises(ProtocolError, match=r"step scalars of an update must be iteration, .* got 47 bytes"):
+        StepScalars.unpack(numbers.pack()[:-1], ADAM)
 
 
 @pytest.mark.parametrize(
@@ -61,15 +61,15 @@ def test_text_that_is_no_spec_is_refused(text: str) -> None:
 
 
 def test_a_bucket_with_an_update_is_a_float32_sum_of_its_variables() -> None:
-    assert BucketSpec(("w",), "sum", 28, "float32", 0, update=ADAM.text()).update
+    assert BucketSpec(("w",), "sum", 28, "float32", 0, update=ADAM).update
     for kind, nbytes, dtype in (("sum", 32, "float32"), ("sum", 28, "int32"), ("gather", 0, "uint8")):
         with pytest.raises(ConfigError, match="a bucket with an update must be"):
-            BucketSpec(("w",), kind, nbytes, dtype, 0, update=ADAM.text())  # type: ignore[arg-type]
+            BucketSpec(("w",), kind, nbytes, dtype, 0, update=ADAM)  # type: ignore[arg-type]
 
 
 def test_ranks_may_round_a_learning_rate_differently_but_not_count_or_assign_differently() -> None:
-    ours = StepNumbers(0, (3.0, 0.1, 0.1, 0.9, 0.0))
-    assert difference(ADAM.numbers, ours, StepNumbers(0, (3.0, 0.1 + 1e-9, 0.1, 0.9, 0.0))) is None
-    assert difference(ADAM.numbers, ours, StepNumbers(0, (3.0, 0.2, 0.1, 0.9, 0.0))) == "learning_rate 0.1 and 0.2"
-    assert difference(ADAM.numbers, ours, StepNumbers(0, (4.0, 0.1, 0.1, 0.9, 0.0))) == "iteration 3 and 4"
-    assert "assigned" in str(difference(ADAM.numbers, ours, StepNumbers(9, ours.values)))
+    ours = StepScalars(0, (3.0, 0.1, 0.1, 0.9, 0.0))
+    assert difference(ADAM.scalars, ours, StepScalars(0, (3.0, 0.1 + 1e-9, 0.1, 0.9, 0.0))) is None
+    assert difference(ADAM.scalars, ours, StepScalars(0, (3.0, 0.2, 0.1, 0.9, 0.0))) == "learning_rate 0.1 and 0.2"
+    assert difference(ADAM.scalars, ours, StepScalars(0, (4.0, 0.1, 0.1, 0.9, 0.0))) == "iteration 3 and 4"
+    assert "assigned" in str(difference(ADAM.scalars, ours, StepScalars(9, ours.values)))

@@ -55,7 +55,7 @@ def kept(strategy: tfps.Strategy, variable: Value, number: int = 0) -> Array:
 
 
 def is_compressed(strategy: tfps.Strategy, variable: Value) -> bool:
-    return strategy.extended.exchange._buckets[variable.value.remote.holder].spec.codec != "none"
+    return strategy.extended.exchange._buckets[variable.value.remote.holder].spec.codec is not None
 
 
 LONG = pytest.mark.long

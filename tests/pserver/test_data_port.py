@@ -21,8 +21,8 @@ from tfps.errors import ClosedError, ConfigError, ConnectError, PserverLostError
 from tfps.exchange.interface import BucketSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.data_port import _LINGER_S, DataPort
-from tfps.pserver.owned_slice import OwnedSlice
 from tfps.pserver.server import ParameterServer
+from tfps.pserver.slices import OwnedSlice
 from tfps.types import Argument, Array
 from tfps.wire import frames
 from tfps.wire.connection import dial, greet

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfps.errors import ConnectError, WorkerLostError
-from tfps.pserver.job import Job
-from tfps.pserver.job_status import ErrorCounts
+from tfps.pserver.job import Counters, ErrorCounts, Job
 from tfps.pserver.membership import Applicant, first_difference
 from tfps.trace.recorder import Recorder
 from tfps.wire.control import PULL, PUSH
@@ -77,3 +76,15 @@ def test_a_stream_comes_once(stream: str) -> None:
     job.open_stream(0, stream)
     with pytest.raises(ConnectError, match="has a stream already"):
         job.open_stream(0, stream)
+
+
+def test_counters_that_were_drawn_from_last_are_kept() -> None:
+    counters = Counters(2)
+    assert [counters.fetch_add("outer", 1) for _ in range(2)] == [1, 2]
+    for number in range(3 * 1023):
+        counters.fetch_add(str(number), 0)
+        if number % 1023 == 1022:
+            assert counters.fetch_add("outer", 1) == 3 + number // 1023
+    for number in range(1024):
+        counters.fetch_add(str(number), 0)
+    assert counters.fetch_add("outer", 1) == 1

@@ -102,7 +102,7 @@ def test_while_there_is_a_job_nothing_is_measured_and_afterwards_it_is(measure: 
 def test_a_job_that_begins_ends_the_measurement(
     direction: Direction, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tfps.pserver.measuring.SECONDS", 10 * jobs.DEADLINE_S)  # time is not what ends it
+    monkeypatch.setattr("tfps.wire.measuring._SERVED_S", 10 * jobs.DEADLINE_S)  # time is not what ends it
     server = cluster.pserver(1)
     with asked(server, direction) as connected:  # which neither sends nor reads
         assert not free(server)
@@ -117,7 +117,7 @@ def test_a_job_that_begins_ends_the_measurement(
 def test_a_client_that_does_nothing_loses_its_turn(
     direction: Direction, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tfps.pserver.measuring.SECONDS", 1.0)
+    monkeypatch.setattr("tfps.wire.measuring._SERVED_S", 2.0)
     server = cluster.pserver(1)
     with asked(server, direction):
         assert not free(server)
@@ -142,7 +142,7 @@ def test_a_silent_call_of_grpc_ends_at_its_deadline(cluster: Cluster) -> None:
 
 
 def test_strangers_do_not_push_out_who_measures(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tfps.pserver.measuring.SECONDS", 10 * jobs.DEADLINE_S)
+    monkeypatch.setattr("tfps.wire.measuring._SERVED_S", 10 * jobs.DEADLINE_S)
     server = cluster.pserver(1)
     with asked(server, "push") as connected, contextlib.ExitStack() as stack:
         address = "127.0.0.1", data(server).port
@@ -154,7 +154,7 @@ def test_strangers_do_not_push_out_who_measures(cluster: Cluster, monkeypatch: p
 
 @both_paths
 def test_one_client_measures_at_a_time(measure: Measure, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tfps.pserver.measuring.SECONDS", 10 * jobs.DEADLINE_S)
+    monkeypatch.setattr("tfps.wire.measuring._SERVED_S", 10 * jobs.DEADLINE_S)
     server = cluster.pserver(1)
     with asked(server, "push"), pytest.raises(WaitTimeoutError, match="another client measures at the moment"):
         measure(server, "pull", SHORT_S)
@@ -228,7 +228,7 @@ def test_malformed_calls_are_refused(
 def test_a_pserver_that_stops_does_not_wait_for_a_measurement(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tfps.pserver.measuring.SECONDS", 10 * jobs.DEADLINE_S)
+    monkeypatch.setattr("tfps.wire.measuring._SERVED_S", 10 * jobs.DEADLINE_S)
     server = cluster.pserver(1)
     with asked(server, "pull"):
         server.stop()

@@ -26,8 +26,8 @@ from tfps.errors import (
 from tfps.exchange.interface import BucketSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.job import Job
-from tfps.pserver.owned_slice import OwnedSlice
 from tfps.pserver.server import ParameterServer
+from tfps.pserver.slices import OwnedSlice
 from tfps.wire import frames, send_queue
 from tfps.wire.frames import EMPTY, HEADER_BYTES, LAST, MAX_FRAME_BYTES, SHARED, Header, Kind
 from tfps.wire.send_queue import Outgoing, SendQueue
@@ -364,7 +364,7 @@ ENDS_WITHOUT_STOP = """
 import sys
 from tfps.exchange.interface import BucketSpec
 from tfps.pserver.server import ParameterServer
-from tfps.pserver.owned_slice import OwnedSlice
+from tfps.pserver.slices import OwnedSlice
 from tfps.worker.worker import Worker
 
 server = ParameterServer("127.0.0.1", 0, workers=1)

@@ -10,6 +10,7 @@ from tfps.exchange.aggregate import SumRound
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.layout import Layout
 from tfps.pserver.shard import Shard
+from tfps.pserver.slices import OwnedSlice, SumAdmission
 from tfps.trace.recorder import Recorder
 
 CONFIG = Config(slice_bytes=1024, window_bytes=4096)
@@ -25,6 +26,11 @@ def shards(pservers: int) -> list[Shard]:
     for shard in made:
         shard.add(SPECS)
     return made
+
+
+def round_of(item: OwnedSlice) -> SumRound:
+    assert isinstance(item.admission, SumAdmission)
+    return item.admission.round
 
 
 def test_every_slice_has_one_owner() -> None:
@@ -47,9 +53,9 @@ def test_a_new_cutting_counts_from_its_step_on() -> None:
         bucket.advance(7)
         assert bucket.slices is not before
         assert not bucket.next
-        assert {item.round.step for item in bucket.slices.values()} <= {7}
-    rounds = {index: item.round for shard in made for index, item in shard.buckets[0].slices.items()}
-    assert {index: one.nbytes for index, one in rounds.items() if isinstance(one, SumRound)} == {0: 5000, 1: 5000}
+        assert {round_of(item).step for item in bucket.slices.values()} <= {7}
+    rounds = {index: round_of(item) for shard in made for index, item in shard.buckets[0].slices.items()}
+    assert {index: one.format.nbytes for index, one in rounds.items()} == {0: 5000, 1: 5000}
 
 
 def test_a_layout_that_does_not_fit_is_refused_and_changes_nothing() -> None:

@@ -16,7 +16,7 @@ from tfps.config import Config
 from tfps.errors import MismatchError, ProtocolError, WaitTimeoutError, WorkerLostError
 from tfps.exchange.codecs import Floats, codec_of
 from tfps.exchange.interface import BucketSpec
-from tfps.exchange.update_spec import StepNumbers, UpdateSpec
+from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire import frames
 from tfps.wire.frames import EMPTY, Header, Kind
@@ -42,13 +42,13 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def sgd(momentum: float = 0.5, name: str = "w") -> BucketSpec:
     slots = (("momentum", 0.0),) if momentum else ()
     update = UpdateSpec("sgd", (("momentum", momentum), ("nesterov", 0.0)), slots, (ITEMS,), (False,))
-    return BucketSpec((name,), "sum", 4 * ITEMS, "float32", 0, update=update.text())
+    return BucketSpec((name,), "sum", 4 * ITEMS, "float32", 0, update=update)
 
 
 def adam() -> BucketSpec:
     constants = (("beta_1", 0.9), ("beta_2", 0.999), ("epsilon", 1e-7))
     update = UpdateSpec("adam", constants, (("momentum", 0.0), ("velocity", 0.0)), (ITEMS,), (False,))
-    return BucketSpec(("w",), "sum", 4 * ITEMS, "float32", 0, update=update.text())
+    return BucketSpec(("w",), "sum", 4 * ITEMS, "float32", 0, update=update)
 
 
 class Rank:
@@ -63,7 +63,7 @@ class Rank:
     ) -> jobs.Pending:
         """Pushes the gradient of the next step; before the first one it has assigned values, as every program has."""
         pending, steps = jobs.Pending(), self.steps[bucket]
-        numbers = StepNumbers(mark or (0 if steps else ASSIGNED), (float(steps), rate, *more))
+        numbers = StepScalars(mark or (0 if steps else ASSIGNED), (float(steps), rate, *more))
         self.steps[bucket] += 1
         self.worker.push(bucket, gradient, pending, numbers=numbers.pack())
         return pending
@@ -88,7 +88,7 @@ def begun(cluster: Cluster, workers: int, *specs: BucketSpec, config: Config = C
     ranks = [Rank(each) for each in members]
     for bucket, spec in enumerate(specs):
         members[0].state.write(bucket, 0, 0, START)
-        alpha = (0.001,) if "adam" in spec.update else ()
+        alpha = (0.001,) if spec.update is not None and spec.update.rule == "adam" else ()
         for each in [rank.push(None, *alpha, bucket=bucket) for rank in ranks]:
             np.testing.assert_array_equal(summed(each.wait()), START)
     return ranks
@@ -262,12 +262,15 @@ def test_a_push_without_a_gradient_changes_nothing_and_one_without_numbers_only_
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
-        ([(Header(Kind.PUSH), bytes(16))], "numbers of slice 0 of bucket 'w' must come before a gradient of step 0"),
+        (
+            [(Header(Kind.PUSH), bytes(16))],
+            "step scalars of slice 0 of bucket 'w' must come before a gradient of step 0",
+        ),
         ([(Header(Kind.PUSH, step=1), bytes(16))], "step of slice 0 of bucket 'w' must be 0 for rank 0, got 1"),
         ([(Header(Kind.PUSH), bytes(12))], "payload of slice 0 of bucket 'w' must have 16 bytes"),
         ([(Header(Kind.PUSH, EMPTY), b"")], "the parameters of slice 0 of bucket 'w' must be put before"),
-        ([(Header(Kind.NUMBERS), bytes(24))] * 2, "must come once per step, for one after step 0 of rank 0"),
-        ([(Header(Kind.NUMBERS), bytes(24)), (Header(Kind.PUSH), bytes(16))], "must be put before its first update"),
+        ([(Header(Kind.SCALARS), bytes(24))] * 2, "must come once per step, for one after step 0 of rank 0"),
+        ([(Header(Kind.SCALARS), bytes(24)), (Header(Kind.PUSH), bytes(16))], "must be put before its first update"),
     ],
 )
 def test_frames_that_do_not_fit_are_refused_by_name(
@@ -305,7 +308,7 @@ def test_a_capture_has_a_span_for_each_push_that_is_applied(cluster: Cluster) ->
 
 
 def encoded(codec: str) -> BucketSpec:
-    return dataclasses.replace(sgd(momentum=0.0), codec=codec)
+    return dataclasses.replace(sgd(momentum=0.0), codec=codec_of(codec))
 
 
 def decoded(name: str, gradient: Floats, held: Floats | None) -> Floats:

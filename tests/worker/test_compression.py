@@ -27,7 +27,7 @@ ITEMS = 5003  # does not divide: slices of 1 KiB, blocks of 256 and of 1024
 
 
 def compressed(codec: str, items: int = ITEMS, name: str = "b", priority: int = 0) -> BucketSpec:
-    return BucketSpec((name,), "sum", 4 * items, "float32", priority, codec=codec)
+    return BucketSpec((name,), "sum", 4 * items, "float32", priority, codec=codecs.codec_of(codec))
 
 
 def gradient(rank: int, step: int, items: int = ITEMS) -> np.ndarray:

@@ -14,7 +14,7 @@ from jobs import Cluster, job, push, summed, together
 from tfps.config import Config
 from tfps.errors import MismatchError, ProtocolError, TfpsError
 from tfps.exchange.interface import BucketSpec, Exchange
-from tfps.exchange.update_spec import StepNumbers, UpdateSpec
+from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.wire.control import KEPT_PIECE_BYTES
 from tfps.worker.embedded import EmbeddedExchange
 
@@ -34,11 +34,11 @@ CONFIG = Config(slice_bytes=1024, window_bytes=4096, update="server", connect_ti
 
 def momentum(items: int = ITEMS, name: str = "w") -> BucketSpec:
     update = UpdateSpec("sgd", (("momentum", 0.5), ("nesterov", 0.0)), (("momentum", 0.0),), (items,), (False,))
-    return BucketSpec((name,), "sum", 4 * items, "float32", 0, update=update.text())
+    return BucketSpec((name,), "sum", 4 * items, "float32", 0, update=update)
 
 
 def numbers(step: int, rate: float = 0.25, mark: int = 0) -> bytes:
-    return StepNumbers(mark, (float(step), rate)).pack()
+    return StepScalars(mark, (float(step), rate)).pack()
 
 
 def pushed(exchange: Exchange, gradient: np.ndarray, given: bytes, bucket: int = 0) -> jobs.Pending:
@@ -129,7 +129,7 @@ def test_ranks_that_do_not_step_alike_fail_by_name(cluster: Cluster, given: byte
 def test_a_push_without_numbers_or_before_the_parameters_fails_by_name(cluster: Cluster) -> None:
     (worker,) = job(cluster, 1, momentum(), config=CONFIG)
     worker.state.write(0, 0, 0, START)
-    assert "numbers of bucket 'w' must come before the slices of step 0" in str(push(worker, 0, GRADIENT).error())
+    assert "step scalars of bucket 'w' must come before the slices of step 0" in str(push(worker, 0, GRADIENT).error())
     (other,) = job(cluster, 1, momentum(), config=CONFIG)
     assert "must be put before its first update" in str(pushed(other, GRADIENT, numbers(0)).error())
 
@@ -150,7 +150,7 @@ def test_parts_of_buckets_that_there_are_not_are_refused(cluster: Cluster) -> No
 
 def test_workers_whose_updates_differ_are_refused_when_they_declare(cluster: Cluster) -> None:
     workers = cluster.workers(cluster.pservers(1, 2), 2, config=CONFIG)
-    other = UpdateSpec("sgd", (("momentum", 0.0), ("nesterov", 0.0)), (), (ITEMS,), (False,)).text()
+    other = UpdateSpec("sgd", (("momentum", 0.0), ("nesterov", 0.0)), (), (ITEMS,), (False,))
     specs = [momentum(), BucketSpec(("w",), "sum", 4 * ITEMS, "float32", 0, update=other)]
     for result in jobs.attempt(*(lambda w=w, s=s: w.declare([s]) for w, s in zip(workers, specs, strict=True))):
         assert isinstance(result, MismatchError)

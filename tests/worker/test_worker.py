@@ -137,7 +137,7 @@ def test_a_reply_stays_as_it_was_while_the_only_rank_that_contributed_pushes_the
         first, second = together(lambda: cluster.worker([server.address], 0), join_second)
         declare([first, second], bucket(1024))
         theirs = push(second, 0, None)
-        jobs.poll(lambda: server._job._shard.buckets[0].slices[0].round.started)
+        jobs.poll(lambda: server.status().job.open_slices == 1)
         with server._job._queues[1]._changed:  # rank 1's reply is not sent yet
             assert summed(push(first, 0, np.full(256, 1, np.float32)).wait()).tolist() == [1] * 256
             ours = push(first, 0, np.full(256, 2, np.float32))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from tfps.errors import ProtocolError
-from tfps.types import Array, DType
+from tfps.exchange.codecs import ITEM_BYTES, Codec
+from tfps.types import Array, Buffer, DType
 
 Part = Array
+_INDICES_SIZE = struct.Struct("<Q")
 
 
 class Round:
@@ -18,10 +22,10 @@ class Round:
 
     __slots__ = ("arrived", "label", "step", "workers")
 
-    def __init__(self, label: str, workers: int) -> None:
+    def __init__(self, label: str, workers: int, step: int) -> None:
         self.label = label
         self.workers = workers
-        self.step = 0
+        self.step = step
         self.arrived: set[int] = set()
 
     def missing(self) -> list[int]:
@@ -49,35 +53,81 @@ class Round:
         self.arrived = set()
 
 
+@dataclass(frozen=True, slots=True)
+class SliceFormat:
+    """How the numbers of a slice travel.
+
+    Args:
+        label: for messages.
+        dtype, nbytes: of the numbers, which are float32 where there is a codec.
+        codec: None: they travel as they are.
+    """
+
+    label: str
+    dtype: DType
+    nbytes: int
+    codec: Codec | None = None
+
+    def part_bytes(self, whole: bool) -> int:
+        """Size of a contribution, encoded unless it is `whole`."""
+        return self.nbytes if whole or self.codec is None else self.codec.wire_bytes(self.nbytes // ITEM_BYTES)
+
+    def part(self, payload: memoryview, whole: bool) -> Part:
+        """A contribution as an array: of uint8 if it is encoded."""
+        return np.frombuffer(payload, self.dtype if whole or self.codec is None else np.uint8)
+
+    def decoded(self, part: Part) -> tuple[Part, bool]:
+        """The numbers of `part`, and whether they are in new memory."""
+        if self.codec is None or part.dtype == self.dtype:
+            return part, False
+        numbers = np.empty(self.nbytes // ITEM_BYTES, self.dtype)
+        self.codec.decode(part, numbers)
+        return numbers, True
+
+
 class SumRound(Round):
     """Adds one slice over all ranks.
 
     Contributions are added as they arrive or, if `deterministic`, in rank order, which keeps all until the last. They
     are kept by reference. The sum goes into the first of two that may be written to, or into new memory. It is never
     in memory that its rank may write to: that does so when it has the sum, and others may still be sent it.
+
+    In a **whole** step of a format with a codec no contribution is encoded: they are the ranks' residuals, which they
+    collect.
     """
 
-    __slots__ = ("_deterministic", "_owned", "_parts", "_sum", "dtype", "nbytes")
+    __slots__ = ("_deterministic", "_owned", "_parts", "_sum", "format", "whole")
 
-    def __init__(self, label: str, workers: int, dtype: DType, nbytes: int, deterministic: bool) -> None:
-        super().__init__(label, workers)
-        self.dtype = dtype
-        self.nbytes = nbytes
+    def __init__(self, format_: SliceFormat, workers: int, deterministic: bool, step: int = 0) -> None:
+        super().__init__(format_.label, workers, step)
+        self.format = format_
+        self.whole = False  # known once a rank has contributed
         self._deterministic = deterministic
         self._parts: dict[int, tuple[Part, bool]] = {}
         self._sum: Part | None = None
         self._owned = False  # whether _sum may be added to in place
 
-    def add(self, rank: int, step: int, part: Part | None, *, owned: bool = False) -> None:
-        """Takes the contribution of `rank`, an array of the slice's dtype and size; None contributes nothing.
+    def add(self, rank: int, step: int, part: Part | None, *, whole: bool = False, owned: bool = False) -> None:
+        """Takes the contribution of `rank`, as `SliceFormat.part` makes it; None contributes nothing.
 
         Args:
+            whole: whether it is the rank's residual.
             owned: whether `part` may be written to.
 
         Raises:
-            ProtocolError: this is not the current step, or the rank has contributed to it already.
+            ProtocolError: this is not the current step, the rank has contributed to it already, or one rank collects
+                residuals while another trains.
         """
         self._check(rank, step)
+        if not self.arrived:
+            self.whole = whole
+        elif whole != self.whole:
+            one, other = ("collects", "trains") if whole else ("trains", "collects")
+            raise ProtocolError(
+                f"{self.label}, step {self.step}: rank {rank} {one} while rank {min(self.arrived)} {other}: what "
+                "compression holds back is collected when a checkpoint is saved or restored; do so on every rank, or "
+                "call strategy.combine() on every rank before"
+            )
         self.arrived.add(rank)
         if part is None:
             return
@@ -85,6 +135,11 @@ class SumRound(Round):
             self._parts[rank] = part, owned
         else:
             self._add(part, owned)
+
+    @property
+    def contributed(self) -> bool:
+        """Whether any rank has contributed to the current step more than its presence."""
+        return self._sum is not None or bool(self._parts)
 
     def finish(self) -> memoryview:
         """The bytes of the completed step's sum: those of the only contribution if there is one, zeros if none."""
@@ -94,12 +149,18 @@ class SumRound(Round):
         self._parts, self._sum, self._owned = {}, None, False
         self._advance()
         if result is None:
-            return memoryview(bytes(self.nbytes))
+            return memoryview(bytes(self.format.nbytes))
         if result.flags.writeable and not owned and self.workers > 1:
             result = result.copy()
         return result.view(np.uint8).data
 
     def _add(self, part: Part, owned: bool) -> None:
+        codec = self.format.codec
+        if codec is not None and not self.whole:
+            if self._sum is not None:  # decoded, so it is ours
+                codec.decode(part, self._sum, add=True)
+                return
+            part, owned = self.format.decoded(part)
         if self._sum is None:
             self._sum, self._owned = part, owned
         else:
@@ -116,7 +177,7 @@ class GatherRound(Round):
     __slots__ = ("_pieces", "slice_bytes")
 
     def __init__(self, label: str, workers: int, slice_bytes: int) -> None:
-        super().__init__(label, workers)
+        super().__init__(label, workers, 0)
         self.slice_bytes = slice_bytes
         self._pieces: list[list[memoryview]] = [[] for _ in range(workers)]
 
@@ -160,3 +221,24 @@ def split_gathered(result: memoryview, workers: int) -> list[memoryview]:
         raise ProtocolError(f"the sizes in a gather must add up to {len(result) - head} bytes, got {sum(sizes)}")
     ends = list(itertools.accumulate(sizes, initial=head))
     return [result[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def pack_sparse(indices: Buffer, data: Buffer) -> bytes:
+    """One rank's part of a gather: size of the indices in bytes, indices, data."""
+    indices = memoryview(indices)
+    return b"".join((_INDICES_SIZE.pack(indices.nbytes), indices, memoryview(data)))
+
+
+def unpack_sparse(parts: Sequence[Buffer]) -> tuple[Array, Array]:
+    """Indices and data of all ranks in rank order, each flat uint8."""
+    indices, data = [], []
+    for part in parts:
+        view = np.frombuffer(part, np.uint8)
+        if not len(view):
+            continue
+        end = _INDICES_SIZE.size + _INDICES_SIZE.unpack_from(part)[0]
+        indices.append(view[_INDICES_SIZE.size : end])
+        data.append(view[end:])
+    if not data:
+        return np.empty(0, np.uint8), np.empty(0, np.uint8)
+    return np.concatenate(indices), np.concatenate(data)

@@ -1,14 +1,14 @@
-"""Codecs: how float32 slices become fewer bytes on the wire, and what of them is held back.
+"""Codecs: how float32 slices become fewer bytes on the wire, and what of them does not get through.
 
 All are deterministic: the same numbers give the same bytes. They work in pieces that fit into a processor's cache,
 without arrays of the slice's size beside the result (`topk` apart).
 
 **Error feedback** (1-bit SGD, Seide et al., Interspeech 2014; EF-SignSGD, https://arxiv.org/abs/1901.09847): what a
-codec could not express is *held back* and added to the next step's numbers, so that it is late but not lost. `bfloat16`
-and `float16` round to nearest and hold nothing back.
+codec could not express is its *residual*, added to the next step's numbers, so that it is late but not lost. `bfloat16`
+and `float16` round to nearest and have none.
 
 **What is not finite is never lost.** The 16-bit codecs keep NaN and infinity, and `topk` sends them first. `int8` and
-`onebit` send NaN for the whole block around one. What was held back there stays as it was: one such step does not spoil
+`onebit` send NaN for the whole block around one. The residual there stays as it was: one such step does not spoil
 later ones.
 """
 
@@ -52,11 +52,11 @@ _scratch = _Scratch()
 
 
 class Codec(abc.ABC):
-    """One codec; any thread.
+    """One codec, always the same object for one name; any thread.
 
     Attributes:
         name: as in `Config.compression`.
-        feeds_back: whether it holds back what it cannot express.
+        feeds_back: whether it leaves a residual.
     """
 
     name: str
@@ -66,19 +66,22 @@ class Codec(abc.ABC):
     def wire_bytes(self, items: int) -> int:
         """Size of so many encoded numbers; depends on nothing else."""
 
-    def encode(self, values: Floats, held: Floats | None = None) -> Bytes:
-        """Encodes `values`, with what was `held` back before; leaves in `held` what is held back now.
+    def __str__(self) -> str:
+        return self.name
+
+    def encode(self, values: Floats, residual: Floats | None = None) -> Bytes:
+        """Encodes `values` and the `residual` of the last time; leaves there what cannot be expressed this time.
 
         Args:
             values: flat, not changed.
-            held: of the same size, changed in place; None: what cannot be expressed is lost.
+            residual: of the same size, changed in place; None: what cannot be expressed is lost.
 
         Returns:
             `wire_bytes(values.size)` bytes.
         """
         data = np.empty(self.wire_bytes(values.size), np.uint8)
         with np.errstate(all="ignore"):
-            self._encode(values, held if self.feeds_back else None, data)
+            self._encode(values, residual if self.feeds_back else None, data)
         return data
 
     def decode(self, data: Bytes, out: Floats, *, add: bool = False) -> None:
@@ -96,7 +99,7 @@ class Codec(abc.ABC):
             self._decode(data, out, add)
 
     @abc.abstractmethod
-    def _encode(self, values: Floats, held: Floats | None, data: Bytes) -> None: ...
+    def _encode(self, values: Floats, residual: Floats | None, data: Bytes) -> None: ...
 
     @abc.abstractmethod
     def _decode(self, data: Bytes, out: Floats, add: bool) -> None: ...
@@ -114,7 +117,7 @@ class _Bfloat16(Codec):
     def wire_bytes(self, items: int) -> int:
         return 2 * items
 
-    def _encode(self, values: Floats, held: Floats | None, data: Bytes) -> None:
+    def _encode(self, values: Floats, residual: Floats | None, data: Bytes) -> None:
         halves = data.view(np.uint16)
         for where in _ranges(values.size):
             piece = values[where]
@@ -146,7 +149,7 @@ class _Float16(Codec):
     def wire_bytes(self, items: int) -> int:
         return 2 * items
 
-    def _encode(self, values: Floats, held: Floats | None, data: Bytes) -> None:
+    def _encode(self, values: Floats, residual: Floats | None, data: Bytes) -> None:
         data.view(np.float16)[...] = values
 
     def _decode(self, data: Bytes, out: Floats, add: bool) -> None:
@@ -178,15 +181,15 @@ class _Blocks(Codec):
     def _count(self, items: int) -> int:
         return -(-items // self.block)
 
-    def _encode(self, values: Floats, held: Floats | None, data: Bytes) -> None:
+    def _encode(self, values: Floats, residual: Floats | None, data: Bytes) -> None:
         scales = data[: 4 * self._count(values.size)].view(np.float32)
         body = data[4 * self._count(values.size) :]
         for where, blocks, shape in self._parts(values.size):
             one = _scratch.one[: shape[0] * shape[1]].reshape(shape)
             two = _scratch.two[: one.size].reshape(shape)
             numbers, own = values[where].reshape(shape), None
-            if held is not None:
-                own = held[where].reshape(shape)
+            if residual is not None:
+                own = residual[where].reshape(shape)
                 numbers = np.add(numbers, own, out=one)
             scale = scales[blocks]
             self._encode_blocks(numbers, two, scale, body, where)  # leaves in `two` what will be decoded
@@ -289,17 +292,17 @@ class _TopK(Codec):
     def wire_bytes(self, items: int) -> int:
         return 8 * self._kept(items)
 
-    def _encode(self, values: Floats, held: Floats | None, data: Bytes) -> None:
+    def _encode(self, values: Floats, residual: Floats | None, data: Bytes) -> None:
         finite = all(_sizes(values[where]).max() < _INFINITY for where in _ranges(values.size))
         numbers = values
-        if held is not None and finite:
-            numbers = np.add(held, values, out=held)
+        if residual is not None and finite:
+            numbers = np.add(residual, values, out=residual)
         kept = self._kept(values.size)
         chosen = _largest(numbers, kept, self._fraction)
         data[: 4 * kept].view(np.uint32)[...] = chosen
         data[4 * kept :].view(np.float32)[...] = numbers[chosen]
-        if held is not None and finite:
-            held[chosen] = 0
+        if residual is not None and finite:
+            residual[chosen] = 0
 
     def _decode(self, data: Bytes, out: Floats, add: bool) -> None:
         kept = self._kept(out.size)
@@ -347,35 +350,27 @@ def _at_least(numbers: Floats, bound: np.uint32) -> NDArray[np.intp]:
 _PLAIN: dict[str, Codec] = {codec.name: codec for codec in (_Bfloat16(), _Float16(), _Int8(), _OneBit())}
 
 
-@functools.cache
+_top_k = functools.cache(_TopK)  # one object for all spellings of a fraction
+
+
 def codec_of(name: str) -> Codec | None:
     """The codec of this name; None for "none".
 
     Raises:
         ConfigError: there is no such codec.
     """
-    if name == NONE:
-        return None
-    if (codec := _PLAIN.get(name)) is not None:
-        return codec
-    if (fraction := kept_fraction(name)) is not None:
-        return _TopK(fraction)
-    raise ConfigError(f"codec must be one of none, {', '.join(_PLAIN)}, topk:0.01, got {name!r}")
+    return None if name == NONE else known(name)
 
 
 def known(name: str) -> Codec:
-    """As `codec_of`, for a name that is not "none".
-
-    Raises:
-        ConfigError: there is no such codec.
-    """
-    codec = codec_of(name)
-    if codec is None:
-        raise ConfigError(f"codec must not be {NONE!r} here")
-    return codec
+    """As `codec_of`, for a name that is not "none"."""
+    if (codec := _PLAIN.get(name)) is not None:
+        return codec
+    if (fraction := kept_fraction(name)) is not None:
+        return _top_k(fraction)
+    raise ConfigError(f"codec must be one of none, {', '.join(_PLAIN)}, topk:0.01, got {name!r}")
 
 
-def sent_bytes(codec: str, nbytes: int) -> int:
+def sent_bytes(codec: Codec | None, nbytes: int) -> int:
     """About how many bytes the `nbytes` of a bucket are on the wire: as if it were one slice."""
-    found = codec_of(codec)
-    return nbytes if found is None else found.wire_bytes(nbytes // ITEM_BYTES)
+    return nbytes if codec is None else codec.wire_bytes(nbytes // ITEM_BYTES)

@@ -10,9 +10,8 @@ from typing import Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from tfps.compression import NONE
 from tfps.errors import ClosedError, ConfigError, ProtocolError, TfpsError
-from tfps.exchange.codecs import Floats, codec_of
+from tfps.exchange.codecs import Codec, Floats
 from tfps.exchange.update_spec import UpdateSpec
 from tfps.trace.capture import Capture, CapturedBucket, Setting
 from tfps.types import Array, Buffer, DType
@@ -50,11 +49,11 @@ class BucketSpec:
         dtype: numpy dtype name of the items of a sum (`"float32"`); gather: `"uint8"`.
         priority: 0 = most urgent.
         occasional: not exchanged every step; balanced over pservers apart from the others.
-        codec: of the slices of a sum of float32 on the wire; see codecs.py.
+        codec: of the slices of a sum of float32 on the wire; None: they travel as they are.
         alike: names common to all ranks, for comparison and placement, if `names` contain numbers counted per rank.
             Empty: `names`.
-        update: `UpdateSpec.text` of the rule by which pservers update what they keep; empty: they only sum. With a
-            codec they reply with the change of the parameters.
+        update: the rule by which pservers update what they keep; None: they only sum. With a codec they reply with the
+            change of the parameters.
 
     Raises:
         ConfigError: a value is out of range; the message names the field.
@@ -67,8 +66,8 @@ class BucketSpec:
     priority: int
     occasional: bool = False
     alike: tuple[str, ...] = ()
-    codec: str = NONE
-    update: str = ""
+    codec: Codec | None = None
+    update: UpdateSpec | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.names, tuple) or not self.names:
@@ -82,10 +81,10 @@ class BucketSpec:
             raise ConfigError(f"nbytes must be a multiple of {item_bytes} ({self.dtype}), got {self.nbytes}")
         if self.kind == "gather" and (self.nbytes or item_bytes != 1):
             raise ConfigError(f"a gather must have nbytes 0 and dtype 'uint8', got {self.nbytes} and {self.dtype!r}")
-        if codec_of(self.codec) is not None and (self.kind, self.dtype) != ("sum", "float32"):
-            raise ConfigError(f"codec {self.codec!r} must be for a sum of float32, got a {self.kind} of {self.dtype}")
-        served = "sum", "float32", UpdateSpec.parse(self.update).nbytes if self.update else 0
-        if self.update and (self.kind, self.dtype, self.nbytes) != served:
+        if self.codec is not None and (self.kind, self.dtype) != ("sum", "float32"):
+            raise ConfigError(f"codec '{self.codec}' must be for a sum of float32, got a {self.kind} of {self.dtype}")
+        update = self.update
+        if update is not None and (self.kind, self.dtype, self.nbytes) != ("sum", "float32", update.nbytes):
             raise ConfigError(f"a bucket with an update must be a sum of its variables in float32, got {self}")
 
     @property
@@ -105,8 +104,8 @@ class BucketSpec:
 
     def __str__(self) -> str:
         size = f" {self.nbytes} bytes {self.dtype}" if self.kind == "sum" else ""
-        codec = "" if self.codec == NONE else f" as {self.codec}"
-        update = f" updated by {self.update}" if self.update else ""
+        codec = "" if self.codec is None else f" as {self.codec}"
+        update = "" if self.update is None else f" updated by {self.update.text()}"
         return f"bucket '{self.common_name}' {self.kind}{size}{codec} priority {self.priority}{update}"
 
 
@@ -348,7 +347,7 @@ class Exchange(Protocol):
             payload: C-contiguous bytes, not modified before the reply. None contributes nothing to a sum (if
                 only one rank contributes, and without a codec, the result is bit-identical to its bytes; if none does,
                 zeros) and an empty part to a gather.
-            numbers: `StepNumbers.pack` of the step, for a bucket with an update, whose reply is the new parameters. If
+            numbers: `StepScalars.pack` of the step, for a bucket with an update, whose reply is the new parameters. If
                 the bucket has a codec, too, the reply is what every rank must add (float32, denormals flushed) to what
                 it has of them: then all have the same, bit for bit, and close to the pservers' own parameters. In mode
                 "async" the reply is always the parameters, and a push without payload and numbers only reads them.

@@ -1,18 +1,106 @@
-"""How buckets are cut and placed, at first and when a job is tuned. Workers and pservers compute the same on their own.
+"""How buckets are cut into slices of which size, and which pserver owns each, at first and when a job is tuned.
 
-Tested in tests/exchange/test_tuning.py.
+Workers and pservers decide independently: equal calls in equal order give equal answers.
+
+Tested in tests/exchange/test_layout.py and tests/exchange/test_tuning.py.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tfps.config import MAX_SLICE_BYTES, Placement
-from tfps.errors import ProtocolError
+from tfps.errors import ConfigError, ProtocolError
 from tfps.exchange.interface import BucketSpec, parse_dtype
-from tfps.exchange.placement import Placer
-from tfps.exchange.slicing import Slice, cut
+
+_KIB = 1024
+MIN_TUNED_BYTES, MAX_TUNED_BYTES = 32 * _KIB, 4096 * _KIB
+MAX_TUNED_GRPC_BYTES = 1024 * _KIB  # nothing overtakes within one
+MAX_WINDOW_BYTES = 64 * 1024 * _KIB
+_OVERHEAD = 20  # least ratio of a slice's time on the wire to its handling cost
+_FASTER = 1.25  # if larger slices are so much faster, CPUs are the limit, not the network
+_DELAY = 0.015  # of a step that one slice per pserver may take on the wire, ahead of an urgent one
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Slice:
+    """A contiguous range of a bucket, in bytes."""
+
+    offset: int
+    nbytes: int
+
+
+def cut(nbytes: int, slice_bytes: int, item_bytes: int = 1) -> list[Slice]:
+    """Cuts [0, nbytes) at multiples of `slice_bytes`, rounded down to whole items (at least one); the last is shorter.
+
+    An empty bucket has one empty slice, so that it is pushed and replied to like any other.
+
+    Raises:
+        ConfigError: a size is out of range, or nbytes is not a whole number of items.
+    """
+    if slice_bytes <= 0 or item_bytes <= 0:
+        raise ConfigError(f"slice_bytes and item_bytes must be positive, got {slice_bytes} and {item_bytes}")
+    if nbytes < 0 or nbytes % item_bytes:
+        raise ConfigError(f"nbytes must be a multiple of {item_bytes}, got {nbytes}")
+    length = max(slice_bytes // item_bytes, 1) * item_bytes
+    return [Slice(start, min(length, nbytes - start)) for start in range(0, nbytes, length)] or [Slice(0, 0)]
+
+
+def bucket_limit(before: int, slice_bytes: int, first_bytes: int) -> int:
+    """The size limit of a fused bucket that follows `before` bytes in the order of first use, in bytes.
+
+    The first bucket gets the last gradient of a step, and the next step needs its update first: its whole exchange is
+    exposed. So it is small, and each further one is at most as large as all before it.
+    """
+    return min(slice_bytes, max(first_bytes, before))
+
+
+class Placer:
+    """Places the slices of one bucket after another on pservers 0 to `pservers` - 1. Not thread-safe.
+
+    `"balanced"` takes the pserver with the fewest bytes so far, so that any two differ by at most one slice;
+    `"round_robin"` takes them in turn; `"hash"` takes the one given by the slice's name alone.
+    """
+
+    def __init__(self, pservers: int, placement: Placement) -> None:
+        if pservers < 1:
+            raise ConfigError(f"pservers must be at least 1, got {pservers}")
+        self._placement = placement
+        self._bytes = [0] * pservers
+        self._occasional = [0] * pservers
+        self._gathers = [0] * pservers
+        self._turn = 0
+
+    @property
+    def bytes_per_pserver(self) -> list[int]:
+        """Bytes that each pserver owns so far, without gathers and occasional buckets."""
+        return list(self._bytes)
+
+    def place(self, name: str, sizes: Sequence[int], occasional: bool = False) -> list[int]:
+        """The owner of each slice of bucket `name`; `sizes` in bytes. Occasional ones are balanced apart."""
+        load = self._occasional if occasional else self._bytes
+        owners = []
+        for index, nbytes in enumerate(sizes):
+            owner = self._next(f"{name}:{index}", load)
+            load[owner] += nbytes
+            owners.append(owner)
+        return owners
+
+    def place_gather(self, name: str) -> int:
+        """The owner of a gather. Gathers are counted instead of bytes, as their sizes are unknown."""
+        owner = self._next(f"{name}:0", self._gathers)
+        self._gathers[owner] += 1
+        return owner
+
+    def _next(self, key: str, load: list[int]) -> int:
+        if self._placement == "balanced":
+            return load.index(min(load))
+        if self._placement == "hash":
+            return zlib.crc32(key.encode()) % len(load)
+        self._turn += 1
+        return (self._turn - 1) % len(load)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +156,52 @@ def cut_anew(specs: Sequence[BucketSpec], layout: Layout, pservers: int, placeme
             raise ProtocolError(f"a layout must list buckets that can be cut, got bucket {bucket}")
         found[bucket] = cut_sum(specs[bucket], layout.slice_bytes, placer, layout.steps[bucket])
     return found
+
+
+# Sizes, from measurements
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Rank 0's measurements.
+
+    Args:
+        bytes_per_s: payload that all pservers together received from this worker while it had something to send.
+        round_trip_s: of a small call through gRPC, on an idle connection.
+        message_s: cost of one message at both ends, without the network.
+        step_s: of one training step.
+        pservers: their number.
+    """
+
+    bytes_per_s: float
+    round_trip_s: float
+    message_s: float
+    step_s: float
+    pservers: int
+
+
+def choose(
+    measured: Measured, least_slice_bytes: int = MIN_TUNED_BYTES, most_slice_bytes: int = MAX_TUNED_BYTES
+) -> tuple[int, int]:
+    """Slice and window size in bytes.
+
+    A slice's time on the wire is negligible in a step (a sum begins when all of it has come; over gRPC an urgent slice
+    waits for one), but long enough for handling to be a fraction of it. The windows of all pservers together, of use
+    over gRPC only, keep the link busy while receipts, one per half window, come back; anything more would only delay
+    urgent slices.
+    """
+    unnoticed = _DELAY * measured.step_s * measured.bytes_per_s / measured.pservers
+    slice_bytes = max(_OVERHEAD * measured.message_s * measured.bytes_per_s, unnoticed)
+    slice_bytes = _rounded(min(max(slice_bytes, least_slice_bytes), most_slice_bytes))
+    window_bytes = 2 * (slice_bytes + measured.bytes_per_s * measured.round_trip_s / measured.pservers)
+    return slice_bytes, _rounded(min(window_bytes, MAX_WINDOW_BYTES))
+
+
+def limited_by_handling(before: Measured, after: Measured) -> bool:
+    """Whether the larger slices of `after` show that the wire was not the limit in `before`."""
+    return after.bytes_per_s > _FASTER * before.bytes_per_s
+
+
+def _rounded(nbytes: float) -> int:
+    """Rounds to multiples of 16 KiB, at least one."""
+    return max(round(nbytes / (16 * _KIB)), 1) * 16 * _KIB

@@ -1,4 +1,4 @@
-"""How pservers update the variables of a bucket: what its declaration says, and numbers that come with each push."""
+"""How pservers update the variables of a bucket: what its declaration says, and scalars that come with each push."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from tfps.errors import ConfigError, ProtocolError
 
 _MARK = struct.Struct("<Q")
-_NUMBER_BYTES = 8
+_SCALAR_BYTES = 8
 
-#: What a rule needs beside the gradient: constants, numbers of each step beside the learning rate, and slots.
+#: What a rule needs beside the gradient: constants, scalars of each step beside the learning rate, and slots.
 CONSTANTS: dict[str, tuple[str, ...]] = {
     "sgd": ("momentum", "nesterov"),
     "adam": ("beta_1", "beta_2", "epsilon"),
@@ -25,7 +25,7 @@ CONSTANTS: dict[str, tuple[str, ...]] = {
     "ftrl": ("l1", "l2_shrinkage"),
     "lion": ("beta_1", "beta_2"),
 }
-NUMBERS: dict[str, tuple[str, ...]] = {
+SCALARS: dict[str, tuple[str, ...]] = {
     "adam": ("alpha",),
     "adamax": ("power_left",),
     "nadam": ("next_momentum", "next_left", "momentum_left", "product_left", "power_left"),
@@ -85,10 +85,10 @@ class UpdateSpec:
             raise ConfigError(f"sizes and decayed must be given for each variable, got {self.sizes} and {self.decayed}")
 
     @property
-    def numbers(self) -> tuple[str, ...]:
-        """Names of the numbers that come with each push, in order."""
+    def scalars(self) -> tuple[str, ...]:
+        """Names of the scalars that come with each push, in order."""
         average = ("average_momentum", "overwrite") if AVERAGE in dict(self.slots) else ()
-        return ("iteration", "learning_rate", *NUMBERS.get(self.rule, ()), *average)
+        return ("iteration", "learning_rate", *SCALARS.get(self.rule, ()), *average)
 
     @property
     def nbytes(self) -> int:
@@ -137,12 +137,12 @@ class UpdateSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class StepNumbers:
+class StepScalars:
     """What comes with a push beside the gradient.
 
     Args:
         mark: tells whether this rank has assigned variables or slots since its last push, and to what; 0: it has not.
-        values: in the order of `UpdateSpec.numbers`.
+        values: in the order of `UpdateSpec.scalars`.
     """
 
     mark: int
@@ -153,21 +153,21 @@ class StepNumbers:
         return _MARK.pack(self.mark) + struct.pack(f"<{len(self.values)}d", *self.values)
 
     @classmethod
-    def unpack(cls, data: bytes | memoryview, spec: UpdateSpec) -> StepNumbers:
+    def unpack(cls, data: bytes | memoryview, spec: UpdateSpec) -> StepScalars:
         """The reverse of `pack`.
 
         Raises:
-            ProtocolError: the size is not that of the numbers of `spec`.
+            ProtocolError: the size is not that of the scalars of `spec`.
         """
-        names = spec.numbers
-        if len(data) != _MARK.size + _NUMBER_BYTES * len(names):
-            raise ProtocolError(f"numbers of an update must be {', '.join(names)}, got {len(data)} bytes")
+        names = spec.scalars
+        if len(data) != _MARK.size + _SCALAR_BYTES * len(names):
+            raise ProtocolError(f"step scalars of an update must be {', '.join(names)}, got {len(data)} bytes")
         (mark,) = _MARK.unpack_from(data)
         return cls(mark, struct.unpack_from(f"<{len(names)}d", data, _MARK.size))
 
 
-def difference(names: Sequence[str], ours: StepNumbers, theirs: StepNumbers) -> str | None:
-    """Says in what two ranks' numbers of one step differ, beyond rounding; None if they do not."""
+def difference(names: Sequence[str], ours: StepScalars, theirs: StepScalars) -> str | None:
+    """Says in what two ranks' scalars of one step differ, beyond rounding; None if they do not."""
     for name, mine, other in zip(names, ours.values, theirs.values, strict=True):
         same = mine == other or (math.isnan(mine) and math.isnan(other))
         if not same and (name in ("iteration", "overwrite") or not math.isclose(mine, other, rel_tol=1e-5)):

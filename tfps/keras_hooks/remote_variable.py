@@ -1,6 +1,6 @@
 """Keras variables of an optimizer whose values live on pservers: they take no memory here.
 
-Tested in tests/integration/test_served.py.
+Tested in tests/integration/test_remote_updates.py.
 """
 
 from __future__ import annotations

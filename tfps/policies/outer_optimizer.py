@@ -376,14 +376,14 @@ class OuterRule(RemoteRule):
             slot = RemoteSlot(own_name(copy), exchange, copy.wait, copy.shape.as_list(), 0.0)
             self._slots[copy._unique_id] = [slot] if self._momentum else []
 
-    def spec(self, variables: Sequence[GatedVariable]) -> str:
+    def spec(self, variables: Sequence[GatedVariable]) -> UpdateSpec:
         return UpdateSpec(
             "sgd",
             (("momentum", self._momentum), ("nesterov", 1.0)),
             (("momentum", 0.0),) if self._momentum else (),
             tuple(int(variable.shape.num_elements()) for variable in variables),
             (False,) * len(variables),
-        ).text()
+        )
 
     def slots(self, variable: GatedVariable) -> Sequence[RemoteSlot]:
         return self._slots[variable._unique_id]

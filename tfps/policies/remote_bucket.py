@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfps.compression import NONE
 from tfps.errors import UnsupportedError
 from tfps.exchange.interface import BucketSpec
 from tfps.graph import ops as graph_ops
@@ -59,7 +58,7 @@ class RemoteBucket(PlannedBucket):
     @property
     def _changes(self) -> bool:
         """Whether the reply is a change of the parameters, not the parameters."""
-        return self.spec.codec != NONE and bool(_policy(self.variables).gets_changes)
+        return self.spec.codec is not None and bool(_policy(self.variables).gets_changes)
 
     def _update(
         self, strategy: tf.distribute.Strategy, data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor

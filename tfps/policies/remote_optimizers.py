@@ -3,7 +3,7 @@
 An optimizer is looked at when it is built. From then on its methods that would update variables here send instead, and
 those that pservers do with the update (weight decay, moving average) do nothing.
 
-Tested in tests/integration/test_served.py.
+Tested in tests/integration/test_remote_updates.py.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RemoteOptimizer(RemoteRule):
         """The moving average of `variable`, if it is one of this optimizer's."""
         return self._slots.get(variable._unique_id, {}).get(AVERAGE)
 
-    def spec(self, variables: Sequence[Variable]) -> str:
+    def spec(self, variables: Sequence[Variable]) -> UpdateSpec:
         optimizer = self.optimizer
         constants = {name: float(getattr(optimizer, own)) for name, own in self._reading.constants.items()}
         decayed = [optimizer.weight_decay is not None and decays(optimizer, variable) for variable in variables]
@@ -92,7 +92,7 @@ class RemoteOptimizer(RemoteRule):
             tuple((name, slot.initial) for name, slot in slots.items()),
             tuple(int(variable.shape.num_elements()) for variable in variables),
             tuple(decayed),
-        ).text()
+        )
 
     def update(self, gradients: Sequence[Value], variables: Sequence[Variable], learning_rate: Value) -> None:
         """Sends this replica's gradients, in a replica function.

@@ -2,7 +2,7 @@
 
 Numbers are computed with the same operations as in each optimizer's `update_step`, for the same bits.
 
-Tested in tests/integration/test_served.py.
+Tested in tests/integration/test_remote_updates.py.
 """
 
 from __future__ import annotations

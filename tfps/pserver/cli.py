@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from tfps.config import Security
 from tfps.errors import TfpsError
-from tfps.pserver.listening import LOOPBACK, check_metrics_host, default_host, is_loopback, reachable
+from tfps.pserver.guard import LOOPBACK, check_host, default_host, is_loopback, reachable
 from tfps.pserver.server import ParameterServer
 from tfps.threads import Flag
 from tfps.version import __version__
@@ -127,7 +127,7 @@ def _serve(options: argparse.Namespace) -> int:
     security = _security(options)
     host = options.host or default_host(security)
     if options.metrics_port is not None:
-        check_metrics_host(options.metrics_host, security)
+        check_host(options.metrics_host, security, metrics=True)
     server = ParameterServer(
         host,
         options.port,

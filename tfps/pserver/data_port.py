@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tfps.errors import ConfigError, TfpsError
-from tfps.pserver.guard import Newest, Rate
-from tfps.pserver.listening import listen
+from tfps.pserver.guard import Newest, Rate, listen
 from tfps.wire.connection import BrokenConnectionError, Connection, admit, given_up, greet, refuse
 from tfps.wire.frames import Kind
 from tfps.wire.job_token import JobToken

@@ -1,8 +1,10 @@
-"""Who may call a pserver, how much, and how often: looked at before a call costs anything."""
+"""Who may call a pserver, how much, and how often, looked at before a call costs anything; and where it listens."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import ipaddress
 import socket
 import threading
 import time
@@ -12,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 from google.protobuf.message import Message
 
-from tfps.errors import ConnectError, ProtocolError
+from tfps.config import Security, check_host_name
+from tfps.errors import ConfigError, ConnectError, ProtocolError
 from tfps.wire.control import CALLS, request_type
 from tfps.wire.job_token import TOKEN_KEY, JobToken
 
@@ -21,6 +24,10 @@ _REFUSAL_S = 0.01  # all strangers together get one refusal in this time, so tha
 # and what is put comes in pieces.
 _MAX_BYTES = {"Declare": 16 * 2**20, "Upload": 8 * 2**20, "Tune": 4 * 2**20, "Put": 8 * 2**20}
 _MAX_OTHER_BYTES = 64 * 1024
+LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
+_EVERY = (EVERYWHERE, "::", "")
+_ELSEWHERE = (socket.AF_INET, "192.0.2.1", "{}"), (socket.AF_INET6, "2001:db8::1", "[{}]")  # for documentation only
+_NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # such as where it is turned off
 
 
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
@@ -156,3 +163,79 @@ class Newest:
     def discard(self, connection: socket.socket) -> None:
         """Forgets `connection`, if it is still there."""
         self._open.pop(connection, None)
+
+
+# Where a pserver listens: only on this host, unless it knows whom it talks to
+
+
+def default_host(security: Security) -> str:
+    """Every interface if strangers are kept out or `insecure` allows them, else this host only."""
+    return EVERYWHERE if _open_to_others(security) else LOOPBACK
+
+
+def check_host(host: str, security: Security, *, metrics: bool = False) -> None:
+    """Checks that other hosts reach a pserver, or its `metrics`, at `host` only with a job token, TLS, or `insecure`.
+
+    Raises:
+        ConfigError: they could without; the files do not fit together; or this cannot be a host.
+    """
+    check_host_name(host)
+    if security.tls_ca and not security.tls_cert:
+        raise ConfigError("tls_ca of a pserver must come with tls_cert and tls_key (--tls-cert, --tls-key), got none")
+    if not _open_to_others(security) and not is_loopback(host):
+        name, may = ("--metrics-host", "read its metrics") if metrics else ("host", "join, read and end its jobs")
+        raise ConfigError(
+            f"{name} of a pserver without a job token and without TLS must be a loopback address such as {LOOPBACK}, "
+            f"got {host!r}: give it --token-file FILE (or --tls-cert and --tls-key), or --insecure where everybody who "
+            f"reaches it may {may}"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches `host`. Names that are unknown count as such: nobody reaches them."""
+    if not host:
+        return False
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return True
+    return all(ipaddress.ip_address(str(each[4][0]).partition("%")[0]).is_loopback for each in found)
+
+
+def reachable(host: str) -> str:
+    """An address at which other hosts reach a server that listens on `host`."""
+    if host not in _EVERY:
+        return f"[{host}]" if ":" in host else host
+    for family, elsewhere, form in _ELSEWHERE:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 9))  # sends nothing; picks the interface of the default route
+            return form.format(probe.getsockname()[0])
+    return LOOPBACK
+
+
+def try_to_listen(host: str, port: int) -> None:
+    """Raises OSError if the port is not available: gRPC itself does not report the reason."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does; else lingering connections count
+        probe.bind((host, port))
+
+
+def listen(host: str, port: int, backlog: int) -> socket.socket:
+    """Listens as gRPC does: every interface is reached by IPv4 and IPv6, if the host has both.
+
+    Raises:
+        OSError: the port is not available.
+    """
+    if host in _EVERY and socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("::", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+        except OSError as error:
+            if error.errno not in _NO_IPV6:
+                raise
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, port), family=family, backlog=backlog)
+
+
+def _open_to_others(security: Security) -> bool:
+    return bool(security.token_file or security.tls_cert or security.insecure)

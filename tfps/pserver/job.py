@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 
 from tfps.config import Config
 from tfps.errors import (
@@ -19,24 +20,22 @@ from tfps.errors import (
 )
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.layout import Layout
-from tfps.pserver.async_slice import AsyncSlice
-from tfps.pserver.job_status import ErrorCounts, job_status
 from tfps.pserver.membership import Applicant, Declaration, Member, Membership, State, first_difference
-from tfps.pserver.owned_slice import Taken
 from tfps.pserver.recording import Recording
-from tfps.pserver.replies import reply, reply_each
-from tfps.pserver.resting import Counters, not_assigned, released, without
 from tfps.pserver.shard import OwnedBucket, Shard
+from tfps.pserver.slices import Answer, Late, Push, send
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.control import PULL, PUSH, layout_message
 from tfps.wire.frames import EMPTY, Header, Kind
 from tfps.wire.send_queue import SendQueue
 from tfps.wire.shared_memory import Attached, Place, Target
-from tfps.wire.status import JobStatus
+from tfps.wire.status import ErrorCount, JobStatus, MemberStatus
 
 logger = logging.getLogger("tfps")
 _SHOWN = 1000  # characters of an error in the log
+_MAX_COUNTERS = 1024  # of which those drawn from last are kept; a loop over a dataset takes one
+_MAX_NAME = 256
 
 
 class Job:
@@ -61,6 +60,7 @@ class Job:
         self._ends: dict[int, Callable[[], object]] = {}  # end the push streams
         self._declarations: list[Declaration] = []
         self._failure: TfpsError | None = None
+        self._some_left = False  # whether any member is gone
 
     # Membership
 
@@ -143,6 +143,7 @@ class Job:
             self.fail(WorkerLostError(f"{member} died at step {member.step}: its connection ended without a leave"))
         with self._changed:
             member.go(ended=1, lost=lost)
+            self._some_left = True
             end = self._ends.pop(rank, None)
             self._changed.notify_all()
         if end is not None:
@@ -159,19 +160,19 @@ class Job:
         with self._changed:
             member.reason = reason
             member.go()
+            self._some_left = True
             if self._failure is None and self._membership.over:
                 self._log("has ended: all its workers have left")
             self._changed.notify_all()
             if ended := self.recording.gone(rank):
                 self._announce(Header(Kind.TRACE, step=ended))
         self._queues[rank].close()
-        self._shard.pace.leave(rank)
-        for bucket in self._shard.buckets:
-            for item in bucket.slices.values():
-                if (step := item.needs(rank)) is not None:
-                    self._fail_left(member, step, bucket.spec.name)
-                    return
-        reply_each(self._queues, released(self._shard))
+        self._shard.bound.leave(rank)
+        for bucket, item in self._shard.slices():
+            if (late := item.late([rank])) is not None:
+                self._fail_left(late, bucket)
+                return
+        self._release()
 
     def fail(self, error: TfpsError) -> None:
         """Fails the job: every member's streams end with `error`. Only the first error counts."""
@@ -196,11 +197,14 @@ class Job:
         if self._failure is not None:
             raise self._failure
 
-    def _fail_left(self, member: Member, step: int, name: str) -> None:
+    def _fail_left(self, late: Late, bucket: str) -> None:
+        member = self._membership.members[late.rank]
         why = "its data ended earlier or its script ended; give every worker the same number of batches"
         if member.reason:
             why = f"it ended with {member.reason}"
-        self.fail(WorkerLostError(f"{member} left before step {step} of bucket '{name}', for which others wait: {why}"))
+        self.fail(
+            WorkerLostError(f"{member} left before step {late.step} of bucket '{bucket}', for which others wait: {why}")
+        )
 
     # Declarations
 
@@ -313,7 +317,7 @@ class Job:
     # Rounds
 
     def push(self, rank: int, header: Header, payload: memoryview, place: Place | None = None) -> None:
-        """Takes a PUSH of `rank`; replies to all if it completes the round. Keeps `payload` by reference.
+        """Takes a PUSH of `rank`, and sends what it answers. Keeps `payload` by reference.
 
         Args:
             place: where the slice is in the rank's shared memory, if not in `payload`.
@@ -343,20 +347,19 @@ class Job:
                 raise ProtocolError(f"bucket '{bucket.spec.name}' must come in frames, got {place} in shared memory")
             target = Target(place, memory.view(place))
             payload = payload[:0] if header.flags & EMPTY else target.memory.data
-        taken = item.take(rank, header, payload, target, bucket.next)
+        taken = item.take(Push(rank, header, payload, target), bucket.next)
         member.step = max(member.step, header.step)
         member.wait_s += taken.wait_ns / 1e9  # only its stream's thread writes both
-        reply_each(self._queues, taken.answers)
-        if taken.result is not None:
-            self._reply(header, taken.result, gather, taken)
-        elif (gone := self._membership.gone()) and (late := item.waits_for(gone, taken.step)):
-            self._fail_left(self._membership.members[late[0]], taken.step, bucket.spec.name)
-        elif isinstance(item, AsyncSlice) and (late := item.waits_for(self._shard.pace.resting(), taken.step)):
-            self.fail(MismatchError(not_assigned(self._membership.describe(late[0]), bucket.spec.name)))
+        if taken.answers:
+            self._send(taken.answers)
+        if self._some_left and (late := item.late(self._membership.gone())) is not None:
+            self._fail_left(late, bucket.spec.name)
+        elif (quiesced := item.admission.quiesced()) and (late := item.late(quiesced)) is not None:
+            self.fail(MismatchError(_not_assigned(self._membership.describe(late.rank), bucket.spec.name)))
 
-    def take_numbers(self, rank: int, header: Header, payload: memoryview) -> None:
-        """Takes the NUMBERS that come before the slices of a push; see `UpdateNumbers.take`."""
-        if self._failure is None and (error := self.bucket(header.bucket).take_numbers(rank, header.step, payload)):
+    def take_scalars(self, rank: int, header: Header, payload: memoryview) -> None:
+        """Takes the SCALARS that come before the slices of a push; see `OwnedBucket.take_scalars`."""
+        if self._failure is None and (error := self.bucket(header.bucket).take_scalars(rank, header.step, payload)):
             self.fail(error)
 
     def bucket(self, number: int) -> OwnedBucket:
@@ -390,25 +393,125 @@ class Job:
     def status(self) -> JobStatus:
         """The job's status. Streams keep running, so their numbers may be a slice apart."""
         with self._changed:
-            loads = {rank: queue.load for rank, queue in self._queues.items()}
-            buckets = self._shard.buckets
-            slices = [item for bucket in buckets for item in bucket.slices.values()]
-            return job_status(self._membership, self._failure, len(buckets), slices, loads)
+            members, buckets = self._membership, self._shard.buckets
+            slices = [item for _, item in self._shard.slices()]
+            awaited = [ranks for item in slices if (ranks := item.missing())]
+            present = [members.members[rank] for rank in sorted(members.members)]
+            return JobStatus(
+                job=present[0].applicant.job if present else "",
+                workers=members.workers,
+                state=_state(members, self._failure),
+                reason=str(self._failure or ""),
+                buckets=len(buckets),
+                slices=len(slices),
+                shard_bytes=sum(item.admission.nbytes for item in slices),
+                open_slices=len(awaited),
+                members=tuple(
+                    MemberStatus(
+                        rank=member.rank,
+                        host=member.applicant.host,
+                        pid=member.applicant.pid,
+                        state=member.state.value,
+                        step=member.step,
+                        wait_s=member.wait_s,
+                        awaited_slices=sum(member.rank in ranks for ranks in awaited),
+                        shared_memory=member.memory is not None,
+                        **self._queues[member.rank].load._asdict(),
+                    )
+                    for member in present
+                ),
+            )
 
-    def _reply(self, push: Header, result: memoryview, gather: bool, taken: Taken) -> None:
-        reply(dict(self._queues), push, result, gather, taken, self._shard.config.first_slice_bytes)
+    def _send(self, answers: Collection[Answer]) -> None:
+        send(self._queues, answers)
 
     # Mode "async"
 
-    def rest(self, rank: int) -> None:
-        """`rank` is where all ranks meet; see RestRequest.
+    def quiesce(self, rank: int) -> None:
+        """`rank` pushes nothing more before all are quiesced; see RestRequest.
 
         Raises:
             TfpsError: the job has failed, or fails because others wait for this rank.
         """
-        if (bucket := without(self._shard, rank)) is not None:
-            self.fail(MismatchError(not_assigned(self._membership.describe(rank), bucket)))
+        for bucket, item in self._shard.slices(asynchronous=True):
+            if item.late([rank]) is not None:
+                self.fail(MismatchError(_not_assigned(self._membership.describe(rank), bucket)))
+                break
         with self._changed:
             self._raise_failure()
-        self._shard.pace.rest(rank)
-        reply_each(self._queues, released(self._shard))
+        self._shard.bound.quiesce(rank)
+        self._release()
+
+    def _release(self) -> None:
+        """Answers ranks that may go on now."""
+        for _, item in self._shard.slices(asynchronous=True):
+            self._send(item.released())
+
+
+def _not_assigned(rank: str, bucket: str) -> str:
+    """The text of the error for a rank that others wait for in `bucket`, and that goes elsewhere."""
+    return (
+        f"{rank} has ended its epoch, or exchanges something else, while others wait for its first step, or for it to "
+        f"assign values to variables of bucket '{bucket}' as they have, or to collect what compression holds back of "
+        "them: give every rank a batch, assign on every rank, and save a tf.train.Checkpoint on every rank between "
+        "epochs"
+    )
+
+
+class Counters:
+    """Numbers that ranks draw, each once. Each rank's first is its rank, the others count up from `workers`."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._lock = threading.Lock()  # guards _drawn
+        # By name, in the order of last use: the ranks that have their first, the next number.
+        self._drawn: dict[str, tuple[set[int], int]] = {}
+
+    def fetch_add(self, name: str, rank: int) -> int:
+        """The next number of the counter `name` for `rank`.
+
+        Raises:
+            ProtocolError: there is no such rank, or the name is too long.
+        """
+        if not 0 <= rank < self._workers or len(name) > _MAX_NAME:
+            raise ProtocolError(
+                f"a number must be drawn by one of the {self._workers} ranks, from a counter whose name has at most "
+                f"{_MAX_NAME} characters, got rank {rank} and {len(name)} characters"
+            )
+        with self._lock:
+            begun, following = self._drawn.pop(name, (set[int](), self._workers))
+            if len(self._drawn) == _MAX_COUNTERS:
+                del self._drawn[next(iter(self._drawn))]
+            if rank in begun:
+                number, following = following, following + 1
+            else:
+                number = rank
+                begun.add(rank)
+            self._drawn[name] = begun, following
+            return number
+
+
+def _state(membership: Membership, failure: TfpsError | None) -> str:
+    if failure is not None:
+        return "failed"
+    if not membership.members or membership.over:
+        return "idle"
+    if membership.ending:
+        return "ending"
+    return "joining" if membership.not_streaming() else "running"
+
+
+class ErrorCounts:
+    """Counts errors by place and class; any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards _counts
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def add(self, where: str, error: Exception) -> None:
+        with self._lock:
+            self._counts[where, type(error).__name__] += 1
+
+    def all(self) -> tuple[ErrorCount, ...]:
+        with self._lock:
+            return tuple(ErrorCount(*key, count) for key, count in sorted(self._counts.items()))

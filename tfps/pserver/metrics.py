@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from tfps.errors import ConfigError
-from tfps.pserver.guard import Newest
-from tfps.pserver.listening import listen
+from tfps.pserver.guard import Newest, listen
 from tfps.pserver.membership import State
 from tfps.pserver.server import ParameterServer
 from tfps.types import Argument, Function

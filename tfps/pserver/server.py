@@ -17,21 +17,16 @@ from google.protobuf.message import Message
 from tfps.config import Security
 from tfps.errors import ClosedError, ConfigError, ConnectError, ProtocolError, PserverLostError, TfpsError
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver import keeping
-from tfps.pserver.calls import rank_of, refusal, spec_of, until_broken
+from tfps.pserver.calls import JOB_CALLS, rank_of, refusal
 from tfps.pserver.data_port import DataPort, Session
-from tfps.pserver.guard import Guard, Rate, parse
-from tfps.pserver.job import Job
-from tfps.pserver.job_status import ErrorCounts
-from tfps.pserver.listening import check_host, reachable, try_to_listen
-from tfps.pserver.measuring import Measuring
+from tfps.pserver.guard import Guard, Rate, check_host, parse, reachable, try_to_listen
+from tfps.pserver.job import ErrorCounts, Job
 from tfps.pserver.membership import applicant_of
-from tfps.pserver.probing import Probing
-from tfps.pserver.pushes import Pushes
 from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
+from tfps.types import Argument
 from tfps.version import __version__
-from tfps.wire import frames
+from tfps.wire import frames, shared_memory
 from tfps.wire.control import (
     INCARNATION_KEY,
     MEASURE,
@@ -42,22 +37,24 @@ from tfps.wire.control import (
     Fallible,
     config_of,
     failure_of,
-    layout_of,
     server_options,
     version_text,
 )
-from tfps.wire.frames import Kind, error_from
+from tfps.wire.frames import Header, Kind, error_from
 from tfps.wire.job_token import JobToken
+from tfps.wire.measuring import Measuring
 from tfps.wire.memory import machine_bytes, resident_bytes, tune_malloc
 from tfps.wire.send_queue import SendQueue
-from tfps.wire.shared_memory import Attached, Offer
+from tfps.wire.shared_memory import Attached, Offer, Place
 from tfps.wire.status import PserverStatus, status_message
-from tfps.wire.stream import outgoing, receive
+from tfps.wire.stream import not_expected, outgoing, receive
 from tfps.wire.tls import server_credentials
 
 logger = logging.getLogger("tfps")
-_MAX_WAIT_S, _MAX_JOIN_S = 60.0, 600.0  # of a call and of a Join, whatever their clients say
+_MAX_JOIN_S = 600.0  # that a Join may wait, whatever its client says
 _JOIN_MARGIN_S = 1.0  # before a caller's deadline: tells it why it waits instead of timing out
+_PROBES_PER_S, _PROBES = 20.0, 200.0  # that are answered, in the long run and at once
+_MEASURED_PER_S, _MEASURED = 0.2, 32.0  # measurements, one direction each, in the long run and at once
 
 
 class ParameterServer:
@@ -105,8 +102,8 @@ class ParameterServer:
         self._job_name = job
         self._recorder = recorder or Recorder()
         self._started_s = time.monotonic()
-        self._measuring = Measuring(self._has_job)
-        self._probing = Probing(workers, job)
+        self._measuring = Measuring(self._has_job, Rate(_MEASURED_PER_S, _MEASURED).take)
+        self._probe_rate = Rate(_PROBES_PER_S, _PROBES)
         self._errors = ErrorCounts()
         self._max_memory = machine_bytes() if max_memory is None else max_memory
         self._guard = Guard(token, self._errors.add)
@@ -199,21 +196,12 @@ class ParameterServer:
 
         calls: dict[str, Callable[..., Message]] = {
             "Join": self._join,
-            "Declare": self._declare,
-            "Put": functools.partial(keeping.put, self._job_of),
-            "Get": functools.partial(keeping.get, self._job_of),
-            "Rest": functools.partial(keeping.rest, self._job_of),
-            "Take": functools.partial(keeping.take, self._job_of),
-            "Waiting": self._waiting,
-            "Tune": self._tune,
-            "Trace": self._trace,
             "Clock": self._clock,
-            "Upload": self._upload,
-            "Collect": self._collect,
             "Status": self._status,
             "Probe": self._probe,
             "Leave": self._leave,
         }
+        calls |= {name: functools.partial(self._of_job, call) for name, call in JOB_CALLS.items()}
         handlers = {name: unary(call, name) for name, call in calls.items()}
         handlers[PUSH] = grpc.stream_unary_rpc_method_handler(self._push)
         handlers[PULL] = grpc.unary_stream_rpc_method_handler(self._pull)
@@ -267,42 +255,29 @@ class ParameterServer:
         finally:
             self._joining.release()
 
-    def _declare(self, request: pb.DeclareRequest, context: grpc.ServicerContext) -> pb.DeclareReply:
-        job = self._job_of(request.incarnation)
-        job.declare(
-            request.rank, request.number, request.details, [*map(spec_of, request.buckets)], _bounded(request.timeout_s)
-        )
-        return pb.DeclareReply()
-
-    def _waiting(self, request: pb.WaitingRequest, context: grpc.ServicerContext) -> pb.WaitingReply:
-        job = self._job_of(request.incarnation)
-        missing = job.undeclared() if request.declaration else job.missing(request.bucket, request.rank)
-        return pb.WaitingReply(missing=missing)
-
-    def _tune(self, request: pb.TuneRequest, context: grpc.ServicerContext) -> pb.TuneReply:
-        self._job_of(request.incarnation).tune(layout_of(request.layout))
-        return pb.TuneReply()
-
-    def _trace(self, request: pb.TraceRequest, context: grpc.ServicerContext) -> pb.TraceReply:
-        self._job_of(request.incarnation).trace(request.number, request.on)
-        return pb.TraceReply()
+    def _of_job(self, call: Callable[..., Message], request: Argument, context: object) -> Message:
+        """Answers a call of JOB_CALLS."""
+        return call(self._job_of(request.incarnation), request)
 
     def _clock(self, request: pb.ClockRequest, context: grpc.ServicerContext) -> pb.ClockReply:
         return pb.ClockReply(time_ns=self._recorder.clock(), wall_ns=time.time_ns())
-
-    def _upload(self, request: pb.UploadRequest, context: grpc.ServicerContext) -> pb.UploadReply:
-        self._job_of(request.incarnation).recording.upload(request.number, request.rank, request.records)
-        return pb.UploadReply()
-
-    def _collect(self, request: pb.CollectRequest, context: grpc.ServicerContext) -> pb.CollectReply:
-        part = self._job_of(request.incarnation).recording.collect(request.number, _bounded(request.timeout_s))
-        return pb.CollectReply(records=part)
 
     def _status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         return status_message(self.status()) if request.details else pb.StatusReply(cpu_s=time.process_time())
 
     def _probe(self, request: pb.ProbeRequest, context: grpc.ServicerContext) -> pb.ProbeReply:
-        return self._probing.reply(request, self._data_port, _attached)
+        """Answers what this pserver would offer a worker."""
+        if wait_s := self._probe_rate.take():
+            raise ConnectError(f"too many clients probe this pserver at once; the next may in {wait_s:.2g} s")
+        return pb.ProbeReply(
+            protocol_version=PROTOCOL_VERSION,
+            version=__version__,
+            workers=self.workers,
+            job=self._job_name,
+            data_port=self._data_port,
+            same_host=bool(request.memory.host) and request.memory.host == shared_memory.host(),
+            shared_memory=_attached(request) is not None,
+        )
 
     def _leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         failure = error_from(request.failure.code, request.failure.text) if request.HasField("failure") else None
@@ -327,7 +302,7 @@ class ParameterServer:
             self._errors.add("Push", error)
             return frames.encode_error(error)  # refused alone: the job goes on
         try:
-            receive(until_broken(messages), Kind.PUSH, queue, Pushes(job, rank))
+            receive(_until_broken(messages), Kind.PUSH, queue, _Pushes(job, rank))
         except Exception as error:
             self._fail(job, rank, error, f"while it took a push of rank {rank}")
         job.stream_ended(rank)
@@ -356,7 +331,7 @@ class ParameterServer:
         job.open_stream(rank, PUSH)
         queue = job.open_stream(rank, PULL)
         fail = functools.partial(self._fail, job, rank)
-        return Session(queue, Pushes(job, rank), fail, functools.partial(job.stream_ended, rank))
+        return Session(queue, _Pushes(job, rank), fail, functools.partial(job.stream_ended, rank))
 
     def _fail(self, job: Job, rank: int, error: Exception, when: str) -> TfpsError:
         """Fails the job with an error of a stream of `rank`; returns what to tell its workers."""
@@ -389,6 +364,25 @@ def _attached(request: pb.JoinRequest | pb.ProbeRequest) -> Attached | None:
         return None
 
 
-def _bounded(wait_s: float) -> float:
-    """How long a call may wait: `wait_s`, if it is a time, up to a bound."""
-    return max(wait_s, 0.0) if wait_s < _MAX_WAIT_S else _MAX_WAIT_S
+def _until_broken(messages: Iterator[bytes]) -> Iterator[bytes]:
+    """The messages of a stream, until it ends or breaks: gRPC raises then; stream_ended handles that."""
+    with contextlib.suppress(Exception):
+        yield from messages
+
+
+class _Pushes:
+    """Receives one rank's frames; see `Receiver`. A push stays where it was received until its sum is complete."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self._job, self._rank = job, rank
+
+    def memory(self, header: Header, nbytes: int) -> memoryview | None:
+        return None
+
+    def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
+        self._job.push(self._rank, header, payload, place)
+
+    def notice(self, header: Header, payload: memoryview) -> None:
+        if header.kind != Kind.SCALARS:
+            raise not_expected(header, Kind.PUSH)
+        self._job.take_scalars(self._rank, header, payload)

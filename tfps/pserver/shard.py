@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tfps.config import Config
 from tfps.errors import ConfigError, ProtocolError, TfpsError
-from tfps.exchange.aggregate import GatherRound, SumRound
-from tfps.exchange.codecs import codec_of
-from tfps.exchange.encoded_sum import EncodedSumRound
+from tfps.exchange.aggregate import GatherRound, SliceFormat, SumRound
 from tfps.exchange.interface import BucketSpec, parse_dtype
-from tfps.exchange.layout import Cutting, Layout, cut_anew, cut_sum
-from tfps.exchange.placement import Placer
-from tfps.pserver.async_slice import AsyncSlice, RankNumbers
-from tfps.pserver.compressed_slice import CompressedSlice
-from tfps.pserver.owned_slice import OwnedSlice
-from tfps.pserver.pace import Pace
-from tfps.pserver.shown_slice import ShownSlice
-from tfps.pserver.updated_slice import UpdatedSlice, UpdateNumbers, kept_arrays
+from tfps.exchange.layout import Cutting, Layout, Placer, Slice, cut_anew, cut_sum
+from tfps.exchange.parameter_shard import ParameterShard
+from tfps.pserver.async_admission import AsyncAdmission, RankScalars, StalenessBound
+from tfps.pserver.slices import (
+    DeltaState,
+    GatherAdmission,
+    OwnedSlice,
+    RoundScalars,
+    State,
+    SumAdmission,
+    SumState,
+    UpdatedState,
+)
 from tfps.trace.recorder import Recorder
 
 _SLICE_BYTES = 1024  # that a slice takes beside its payload, on every pserver
@@ -34,13 +37,13 @@ class OwnedBucket:
     spec: BucketSpec
     slices: dict[int, OwnedSlice] = field(default_factory=dict)
     next: dict[int, dict[int, OwnedSlice]] = field(default_factory=dict)  # by first step
-    numbers: UpdateNumbers | RankNumbers | None = None  # if it has an update
+    scalars: RoundScalars | RankScalars | None = None  # if it has an update
 
-    def take_numbers(self, rank: int, step: int, data: memoryview) -> TfpsError | None:
-        """See `UpdateNumbers.take` and `RankNumbers.take`."""
-        if self.numbers is None:
-            raise ProtocolError(f"bucket '{self.spec.name}' has no update, got numbers for one")
-        return self.numbers.take(rank, step, data)
+    def take_scalars(self, rank: int, step: int, data: memoryview) -> TfpsError | None:
+        """See `RoundScalars.take` and `RankScalars.take`."""
+        if self.scalars is None:
+            raise ProtocolError(f"bucket '{self.spec.name}' has no update, got step scalars for one")
+        return self.scalars.take(rank, step, data)
 
     def advance(self, step: int) -> None:
         """Switches to the next cutting if `step` uses it. The step before is over by then, on all pservers."""
@@ -64,7 +67,7 @@ class Shard:
         self.buckets: list[OwnedBucket] = []  # only grows, until `clear`: streams read it without the lock
         self._workers, self._pservers, self._recorder = workers, pservers, recorder
         self._placer = Placer(pservers, config.placement)
-        self.pace = Pace(workers, config.staleness)  # of mode "async"
+        self.bound = StalenessBound(workers, config.staleness)  # of mode "async"
 
     def check(self, specs: Sequence[BucketSpec]) -> None:
         """Checks that there is memory for `specs` beside the buckets that are here.
@@ -78,7 +81,7 @@ class Shard:
         # Of a slice, that are kept. In mode "async" pushes may wait for each other, and each reply is a copy.
         parts = self._workers if self.config.deterministic or self.config.applies_each_push else 1
         copies = self._workers if self.config.delay_compensation else 0  # of parameters, as each rank has them
-        kept = sum(spec.nbytes * (kept_arrays(spec) + copies * bool(spec.update)) for spec in specs)
+        kept = sum(spec.nbytes * (kept_arrays(spec) + copies * (spec.update is not None)) for spec in specs)
         payload = (sum(spec.nbytes * parts for spec in specs) + kept) // self._pservers
         slices = sum(spec.nbytes // slice_bytes + 1 for spec in specs)
         if payload + slices * _SLICE_BYTES > self._max_memory:
@@ -90,16 +93,14 @@ class Shard:
 
     def add(self, specs: Sequence[BucketSpec]) -> None:
         """Adds buckets that all ranks have declared."""
+        slice_bytes = self.config.first_slice_bytes
         for spec in specs:
-            bucket = OwnedBucket(spec)
-            bucket.numbers = self._numbers(spec)
+            bucket = OwnedBucket(spec, scalars=self._scalars(spec))
             if spec.kind == "sum":
-                bucket.slices = self._slices(
-                    spec, cut_sum(spec, self.config.first_slice_bytes, self._placer), bucket.numbers
-                )
+                bucket.slices = self._slices(bucket, cut_sum(spec, slice_bytes, self._placer))
             elif self._placer.place_gather(spec.common_name) == self.index:
-                bucket.slices[0] = item = OwnedSlice(self._recorder)
-                item.round = GatherRound(f"bucket '{spec.name}'", self._workers, self.config.first_slice_bytes)
+                round_ = GatherRound(f"bucket '{spec.name}'", self._workers, slice_bytes)
+                bucket.slices[0] = OwnedSlice(self._recorder, GatherAdmission(self._recorder, round_))
             self.buckets.append(bucket)
 
     def cut_anew(self, layout: Layout) -> None:
@@ -113,40 +114,61 @@ class Shard:
         if layout.slice_bytes > 0:  # else it does not fit
             self._check(specs, layout.slice_bytes)
         for number, cutting in cut_anew(specs, layout, self._pservers, self.config.placement).items():
-            self.buckets[number].next[cutting.step] = self._slices(specs[number], cutting)
+            self.buckets[number].next[cutting.step] = self._slices(self.buckets[number], cutting)
+
+    def slices(self, asynchronous: bool = False) -> Iterator[tuple[str, OwnedSlice]]:
+        """The slices in use, each with its bucket's name; those of all buckets, or those of mode "async" alone."""
+        for bucket in self.buckets:
+            if not asynchronous or isinstance(bucket.scalars, RankScalars):
+                for item in bucket.slices.values():
+                    yield bucket.spec.name, item
 
     def clear(self) -> None:
         """Forgets all buckets."""
         self.buckets = []
 
-    def _numbers(self, spec: BucketSpec) -> UpdateNumbers | RankNumbers | None:
-        numbers = UpdateNumbers.of(spec)
-        if numbers is None or not self.config.applies_each_push:
-            return numbers
-        return RankNumbers(spec.name, numbers.spec, self._workers)
+    def _scalars(self, spec: BucketSpec) -> RoundScalars | RankScalars | None:
+        if spec.update is None:
+            return None
+        if self.config.applies_each_push:
+            return RankScalars(spec.name, spec.update, self._workers)
+        return RoundScalars(spec.name, spec.update)
 
-    def _slices(
-        self, spec: BucketSpec, cutting: Cutting, numbers: UpdateNumbers | RankNumbers | None = None
-    ) -> dict[int, OwnedSlice]:
+    def _slices(self, bucket: OwnedBucket, cutting: Cutting) -> dict[int, OwnedSlice]:
         """The slices of a sum that this pserver owns."""
-        owned: dict[int, OwnedSlice] = {}
-        dtype, deterministic, codec = parse_dtype(spec.dtype), self.config.deterministic, codec_of(spec.codec)
-        for index, (piece, owner) in enumerate(zip(cutting.slices, cutting.owners, strict=True)):
-            if owner == self.index:
-                label = f"slice {index} of bucket '{spec.name}'"
-                if isinstance(numbers, RankNumbers):
-                    delay = self.config.delay_compensation
-                    owned[index] = AsyncSlice(self._recorder, label, numbers, piece, self.pace, delay, codec)
-                    continue
-                if codec is not None:
-                    encoded = EncodedSumRound(label, self._workers, piece.nbytes, deterministic, codec)
-                    kind = CompressedSlice if numbers is None else ShownSlice
-                    item: OwnedSlice = kind(self._recorder, codec, encoded)
-                else:
-                    item = OwnedSlice(self._recorder)
-                    item.round = SumRound(label, self._workers, dtype, piece.nbytes, deterministic)
-                item.round.step = cutting.step
-                if numbers is not None:
-                    item.kept = UpdatedSlice(label, numbers, piece, shows=codec is not None)
-                owned[index] = item
-        return owned
+        return {
+            index: self._slice(bucket, index, piece, cutting.step)
+            for index, (piece, owner) in enumerate(zip(cutting.slices, cutting.owners, strict=True))
+            if owner == self.index
+        }
+
+    def _slice(self, bucket: OwnedBucket, index: int, piece: Slice, step: int) -> OwnedSlice:
+        """A slice of a sum, from `step` on: its format, state and admission."""
+        recorder, config, spec, scalars = self._recorder, self.config, bucket.spec, bucket.scalars
+        label = f"slice {index} of bucket '{spec.name}'"
+        format_ = SliceFormat(label, parse_dtype(spec.dtype), piece.nbytes, spec.codec)
+        parameters: ParameterShard | None = None
+        if scalars is not None:
+            viewed = spec.codec is not None and not config.applies_each_push
+            parameters = ParameterShard(label, scalars.spec, piece.offset, piece.nbytes, viewed=viewed)
+            if isinstance(scalars, RankScalars):
+                admission = AsyncAdmission(
+                    recorder, format_, parameters, scalars, self.bound, config.delay_compensation
+                )
+                return OwnedSlice(recorder, admission, parameters)
+        state: State
+        if scalars is None or parameters is None:
+            state = SumState(format_)
+        elif spec.codec is None:
+            state = UpdatedState(parameters, scalars)
+        else:
+            state = DeltaState(parameters, scalars, spec.codec)
+        round_ = SumRound(format_, self._workers, config.deterministic, step)
+        return OwnedSlice(recorder, SumAdmission(recorder, round_, state), parameters)
+
+
+def kept_arrays(spec: BucketSpec) -> int:
+    """How many arrays of its size the pservers keep of a bucket with an update, or of one that is compressed."""
+    if spec.update is not None:
+        return spec.update.kept + (spec.codec is not None)  # with a codec also the workers' view
+    return int(spec.codec is not None and spec.codec.feeds_back)  # the residual

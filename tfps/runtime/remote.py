@@ -7,8 +7,8 @@ worker has it. What is not where the next push goes is put there right before: g
 Rank 0 puts. The others tell with their numbers whether their program has assigned the same.
 
 Of buckets with a codec workers get encoded changes, so pservers' own parameters are ahead of what workers have (see
-exchange/shown.py). That goes along when a variable moves to another bucket, and into checkpoints; what the program
-assigns replaces it.
+exchange/parameter_shard.py). That goes along when a variable moves to another bucket, and into checkpoints; what the
+program assigns replaces it.
 
 Tested in tests/policies/test_remote_bucket.py.
 """
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from tfps.errors import UnsupportedError
 from tfps.exchange.interface import BucketSpec, Exchange
-from tfps.exchange.update_spec import StepNumbers
+from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.types import Array, Value, Variable
 
@@ -176,8 +176,8 @@ class RemoteRule(abc.ABC):
     number: int
 
     @abc.abstractmethod
-    def spec(self, variables: Sequence[Variable]) -> str:
-        """`UpdateSpec.text` for a bucket of these variables, with the optimizer's settings of now."""
+    def spec(self, variables: Sequence[Variable]) -> UpdateSpec:
+        """Of a bucket of these variables, with the optimizer's settings of now."""
 
     @abc.abstractmethod
     def slots(self, variable: Variable) -> Sequence[RemoteSlot]:
@@ -277,7 +277,7 @@ def bring(
         parameter.newest = False
     for slot, home in homes:
         slot.home, slot.pending, slot.compared = home, None, True
-    return StepNumbers(mark, tuple(numbers)).pack()
+    return StepScalars(mark, tuple(numbers)).pack()
 
 
 def _marked(mark: int, index: int, number: int, values: Array) -> int:

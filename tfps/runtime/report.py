@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 from tfps.compression import LEAST_BYTES
 from tfps.errors import TfpsError
+from tfps.exchange.codecs import codec_of
 from tfps.exchange.codecs import sent_bytes as codec_bytes
 from tfps.exchange.interface import BucketSpec, Link
 from tfps.runtime.stepping import STEP_BY_STEP, Stepping
@@ -55,7 +56,7 @@ class History:
 
     def as_sent(self, codec: str) -> int:
         """Bytes that a step would send with `codec`."""
-        return codec_bytes(codec, self.nbytes) if self.compressible else self.nbytes
+        return codec_bytes(codec_of(codec), self.nbytes) if self.compressible else self.nbytes
 
     @property
     def on_wire(self) -> int:

@@ -22,8 +22,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfps.errors import ClosedError, TfpsError, WaitTimeoutError
+from tfps.exchange.aggregate import pack_sparse, unpack_sparse
 from tfps.exchange.interface import BucketSpec, Exchange, Payload, Reply, as_bytes
-from tfps.exchange.sparse import pack_sparse, unpack_sparse
 from tfps.graph import tf_private
 from tfps.graph.ops import HOST, MESSAGE, tensor_of
 from tfps.runtime.apply_threads import ApplyThreads

@@ -72,8 +72,7 @@ class Compressing:
 
     def declared(self, number: int, spec: BucketSpec, variables: Sequence[GatedVariable]) -> None:
         """Notes a bucket of `variables`, in this order, that has been declared as `number`, maybe before."""
-        codec = codec_of(spec.codec)
-        if codec is None or not codec.feeds_back:
+        if spec.codec is None or not spec.codec.feeds_back:
             return
         if (known := self._buckets.pop(number, None)) is not None:
             self._buckets[number] = known  # in use again, as after other layers were frozen for a while

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import tensorflow as tf
 
 from tfps.compression import NONE
-from tfps.exchange.slicing import bucket_limit
+from tfps.exchange.layout import bucket_limit
 from tfps.graph import ops as graph_ops
 from tfps.graph.shares import Counted
 from tfps.graph.tf_private import outer_graphs

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfps import compression
+from tfps.exchange.codecs import codec_of
 from tfps.exchange.interface import BucketKind, BucketSpec
 from tfps.graph import common_rows
 from tfps.graph import ops as graph_ops
@@ -55,7 +56,7 @@ class PlannedBucket:
             nbytes=nbytes,
             dtype="uint8" if first.sparse else first.dtype.name,
             priority=min(order.get(each, len(order)) for each in self.ids),
-            codec=first.codec if nbytes >= compression.LEAST_BYTES else compression.NONE,
+            codec=codec_of(first.codec) if nbytes >= compression.LEAST_BYTES else None,
         )
         self.key = ("update", kind, first.dtype, *self.ids)
         self.deferral = Deferral(self.variables, graph)

@@ -16,8 +16,8 @@ import tensorflow as tf
 
 from tfps.collectives.collectives import AllGather, AllReduce
 from tfps.errors import UnsupportedError
+from tfps.exchange.aggregate import pack_sparse, unpack_sparse
 from tfps.exchange.interface import BucketSpec
-from tfps.exchange.sparse import pack_sparse, unpack_sparse
 from tfps.graph import ops as graph_ops
 from tfps.graph.shares import with_values
 from tfps.runtime.runtime import Runtime

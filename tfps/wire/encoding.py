@@ -15,33 +15,33 @@ class Encoder(Protocol):
     def wire_bytes(self, items: int) -> int:
         """Size of so many encoded numbers."""
 
-    def encode(self, values: Floats, held: Floats | None = None) -> Bytes:
+    def encode(self, values: Floats, residual: Floats | None = None) -> Bytes:
         """Encodes `values`, which it does not change; see `Codec.encode`."""
 
 
 class Encoding:
     """The encoded bytes of `values`, made once, by the first thread that asks; any thread.
 
-    However often they are sent, what is held back is counted once.
+    However often they are sent, the residual is counted once.
 
     Args:
-        held: see `Codec.encode`. Nobody else uses it until the encoding is made.
+        residual: see `Codec.encode`. Nobody else uses it until the encoding is made.
         failed: called with an error of encoding, such as a MemoryError; returns what to raise instead.
     """
 
-    __slots__ = ("_data", "_encoder", "_error", "_failed", "_held", "_lock", "_values", "nbytes")
+    __slots__ = ("_data", "_encoder", "_error", "_failed", "_lock", "_residual", "_values", "nbytes")
 
     def __init__(
         self,
         encoder: Encoder,
         values: Floats,
-        held: Floats | None,
+        residual: Floats | None,
         failed: Callable[[Exception], Exception] = lambda error: error,
     ) -> None:
         self.nbytes = encoder.wire_bytes(values.size)
-        self._encoder, self._held, self._failed = encoder, held, failed
+        self._encoder, self._residual, self._failed = encoder, residual, failed
         self._values: Floats | None = values
-        self._lock = threading.Lock()  # guards what is below, and `held`
+        self._lock = threading.Lock()  # guards what is below, and `residual`
         self._data: memoryview | None = None
         self._error: Exception | None = None
 
@@ -61,11 +61,11 @@ class Encoding:
                 raise self._error
             if self._data is None and self._values is not None:
                 try:
-                    self._data = self._encoder.encode(self._values, self._held).data
+                    self._data = self._encoder.encode(self._values, self._residual).data
                 except Exception as error:
                     self._error = self._failed(error)
                     if self._error is error:
                         raise
                     raise self._error from error
-                self._values = self._held = None  # frees the memory
+                self._values = self._residual = None  # frees the memory
             return memoryview(b"") if self._data is None else self._data

@@ -42,14 +42,14 @@ class Kind(enum.IntEnum):
     ERROR = 4
     LAYOUT = 5
     TRACE = 6
-    NUMBERS = 8
+    SCALARS = 8
 
 
 class Header(NamedTuple):
     """The header of a frame.
 
     An ACK uses only `received`, an ERROR `index` (a code), a LAYOUT none; a TRACE `step` (number of the capture) and
-    `index` (1 begins, 0 ends); NUMBERS `bucket` and `step`.
+    `index` (1 begins, 0 ends); SCALARS `bucket` and `step`.
     """
 
     kind: int

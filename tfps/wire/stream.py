@@ -31,7 +31,7 @@ class Receiver(Protocol):
         """Takes a data frame; its payload is where `memory` said, or in shared memory at `place`, else new."""
 
     def notice(self, header: Header, payload: memoryview) -> None:
-        """Takes a LAYOUT or a TRACE, which only workers get, or NUMBERS, which only pservers get."""
+        """Takes a LAYOUT or a TRACE, which only workers get, or SCALARS, which only pservers get."""
 
 
 def take(header: Header, payload: memoryview, data: Kind, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
@@ -55,7 +55,7 @@ def take(header: Header, payload: memoryview, data: Kind, queue: SendQueue, rece
         receiver.data(header, payload, place)
     elif header.kind == Kind.ACK:
         queue.acked(header.received)
-    elif header.kind in (Kind.LAYOUT, Kind.TRACE, Kind.NUMBERS):
+    elif header.kind in (Kind.LAYOUT, Kind.TRACE, Kind.SCALARS):
         receiver.notice(header, payload)
     elif header.kind == Kind.ERROR:
         return frames.decode_error(header, payload)

@@ -16,11 +16,9 @@ from numpy.typing import NDArray
 
 from tfps.errors import ProtocolError
 from tfps.exchange.aggregate import split_gathered
-from tfps.exchange.codecs import ITEM_BYTES, Codec, Floats, codec_of
+from tfps.exchange.codecs import ITEM_BYTES, Codec, Floats
 from tfps.exchange.interface import BucketSpec, FailureState, OnReply, Reply, declared
-from tfps.exchange.layout import Cutting, cut_sum
-from tfps.exchange.placement import Placer
-from tfps.exchange.slicing import Slice, cut
+from tfps.exchange.layout import Cutting, Placer, Slice, cut, cut_sum
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
 from tfps.types import Array
@@ -54,8 +52,7 @@ class Compression:
     @classmethod
     def of(cls, spec: BucketSpec, failed: Failed) -> Compression | None:
         """For the bucket `spec`; None if it has no codec."""
-        codec = codec_of(spec.codec)
-        return None if codec is None else cls(codec, spec.nbytes, failed)
+        return None if spec.codec is None else cls(spec.codec, spec.nbytes, failed)
 
     def wire_bytes(self, piece: Slice) -> int:
         """Encoded size of a slice."""
@@ -101,7 +98,7 @@ class Push:
     def send_numbers(self, bucket: int, queue: SendQueue) -> None:
         """Puts the step's numbers, if it has any, before the slices into the queue to an owner."""
         if self.numbers:
-            queue.put_urgent(frames.encode(Header(Kind.NUMBERS, bucket=bucket, step=self.step), self.numbers))
+            queue.put_urgent(frames.encode(Header(Kind.SCALARS, bucket=bucket, step=self.step), self.numbers))
 
 
 @dataclass(slots=True)

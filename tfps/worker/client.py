@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from tfps.compression import NONE
 from tfps.config import Config
 from tfps.errors import InterruptError, ProtocolError, PserverLostError, TfpsError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec, FailureState, Payload, as_bytes, declared
@@ -203,8 +204,8 @@ class PserverClient:
                 dtype=spec.dtype,
                 priority=spec.priority,
                 occasional=spec.occasional,
-                codec=spec.codec,
-                update=spec.update,
+                codec=NONE if spec.codec is None else spec.codec.name,
+                update="" if spec.update is None else spec.update.text(),
             )
             for spec in specs
         ]

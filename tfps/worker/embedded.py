@@ -11,7 +11,7 @@ import numpy as np
 
 from tfps.config import Config
 from tfps.errors import ProtocolError, TfpsError
-from tfps.exchange.codecs import Floats, codec_of
+from tfps.exchange.codecs import Floats
 from tfps.exchange.interface import (
     BucketSpec,
     FailureListener,
@@ -24,9 +24,8 @@ from tfps.exchange.interface import (
     check_payload,
     declared,
 )
-from tfps.exchange.kept_slice import KeptSlice
-from tfps.exchange.shown import Change
-from tfps.exchange.update_spec import StepNumbers, UpdateSpec
+from tfps.exchange.parameter_shard import Delta, ParameterShard
+from tfps.exchange.update_spec import StepScalars
 from tfps.trace.assembly import Recorded, assemble
 from tfps.trace.capture import Capture, CapturedBucket, Process, Setting
 from tfps.trace.recorder import Recorder
@@ -57,14 +56,14 @@ class EmbeddedState:
 
     def __init__(self, specs: Sequence[BucketSpec], failures: FailureState) -> None:
         self._specs, self._failures = specs, failures
-        self._kept: dict[int, KeptSlice] = {}  # by bucket; a bucket has one push at a time
+        self._kept: dict[int, ParameterShard] = {}  # by bucket; a bucket has one push at a time
 
     def keep(self, bucket: int) -> None:
         """Begins to keep arrays of a bucket, if it has an update."""
         spec = self._specs[bucket]
-        if spec.update:
-            update, shows = UpdateSpec.parse(spec.update), codec_of(spec.codec) is not None
-            self._kept[bucket] = KeptSlice(f"bucket '{spec.name}'", update, 0, spec.nbytes, shows=shows)
+        if spec.update is not None:
+            label, viewed = f"bucket '{spec.name}'", spec.codec is not None
+            self._kept[bucket] = ParameterShard(label, spec.update, 0, spec.nbytes, viewed=viewed)
 
     def write(self, bucket: int, array: int, begin: int, values: Payload) -> None:
         self._kept_of(bucket).put(array, begin, as_bytes(values) or b"")
@@ -72,7 +71,7 @@ class EmbeddedState:
     def read(self, bucket: int, array: int, begin: int, nbytes: int) -> Array:
         return np.frombuffer(self._kept_of(bucket).get(array, begin, nbytes), np.uint8)
 
-    def _kept_of(self, bucket: int) -> KeptSlice:
+    def _kept_of(self, bucket: int) -> ParameterShard:
         self._failures.check()
         if bucket not in self._kept:
             raise ProtocolError(f"bucket must be one with an update, got {bucket}")
@@ -89,13 +88,14 @@ class EmbeddedState:
 
     def update(self, bucket: int, gradient: Buffer, numbers: bytes) -> Array:
         """The new parameters, or their change; a copy, as TensorFlow keeps them while they change here."""
-        kept, codec = self._kept[bucket], codec_of(self._specs[bucket].codec)
-        new = kept.update(gradient, StepNumbers.unpack(numbers, kept.spec))
+        kept, codec = self._kept[bucket], self._specs[bucket].codec
+        kept.take_put()
+        new = kept.update(gradient, StepScalars.unpack(numbers, kept.spec))
         copied = aligned_empty(len(new))
         if codec is None:
             copied[:] = np.frombuffer(new, np.uint8)
         else:
-            encoded = Change(codec, kept.shown).encode(np.frombuffer(new, np.float32))
+            encoded = Delta(codec, kept.worker_view).encode(np.frombuffer(new, np.float32))
             codec.decode(encoded, copied.view(np.float32))
         return copied
 
@@ -189,7 +189,7 @@ class EmbeddedExchange:
             on_reply(Reply(error=end))
         elif spec.kind == "gather":
             on_reply(Reply(parts=[b"" if payload is None else payload]))
-        elif spec.update:
+        elif spec.update is not None:
             on_reply(Reply(sum=self.state.update(bucket, bytes(spec.nbytes) if view is None else view, numbers)))
         else:
             on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload))

@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from tfps.config import Config
 from tfps.errors import TfpsError
 from tfps.exchange.codecs import sent_bytes
-from tfps.exchange.layout import tunable
-from tfps.exchange.tuning import (
-    MAX_GRPC_SLICE_BYTES,
-    MAX_SLICE_BYTES,
-    MIN_SLICE_BYTES,
+from tfps.exchange.layout import (
+    MAX_TUNED_BYTES,
+    MAX_TUNED_GRPC_BYTES,
+    MIN_TUNED_BYTES,
     Measured,
     choose,
     limited_by_handling,
+    tunable,
 )
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire.control import Pserver
@@ -67,7 +67,7 @@ class Tuner:
         self._config, self._client, self._queues, self._tune = config, client, queues, tune
         self._memory = memory
         self._ask = False  # whether to ask the pservers for the network's throughput
-        self._most = MAX_GRPC_SLICE_BYTES
+        self._most = MAX_TUNED_GRPC_BYTES
         self.done = config.slice_bytes != "auto" and config.window_bytes != "auto"
         self._sizes: tuple[int, int] | None = None  # those of the last change
         self._round_trip_s = self._message_s = 0.0
@@ -87,11 +87,11 @@ class Tuner:
         if len(self._memory.pservers) == len(self._client.pservers):
             members = itertools.chain(*self._client.members(_PROBE_TIMEOUT_S))
             self._ask = any(not member.shared_memory for member in members)
-            self._most = MAX_GRPC_SLICE_BYTES if self._ask else MAX_SLICE_BYTES  # others may use gRPC
+            self._most = MAX_TUNED_GRPC_BYTES if self._ask else MAX_TUNED_BYTES  # others may use gRPC
         self._round_trip_s = max(min(_call_s(p) for _ in range(_PROBES)) for p in self._client.pservers)
         far = self._far()
         if far and all(queue.on_connection for queue in far):
-            self._message_s, self._most = _TCP_MESSAGE_S, MAX_SLICE_BYTES
+            self._message_s, self._most = _TCP_MESSAGE_S, MAX_TUNED_BYTES
             return
         addresses = [split(pserver.address) for pserver in self._client.pservers]
         network_s = max(round_trip_s(*each, _PROBE_TIMEOUT_S, _PROBES) or 0.0 for each in addresses)
@@ -134,10 +134,10 @@ class Tuner:
             return
         if limited_by_handling(self._measured, measured):
             nbytes = sum(bucket.spec.nbytes for bucket in buckets if tunable(bucket.spec))
-            most = min(self._most, max(nbytes // _LEAST_SLICES // len(self._client.pservers), MAX_GRPC_SLICE_BYTES))
+            most = min(self._most, max(nbytes // _LEAST_SLICES // len(self._client.pservers), MAX_TUNED_GRPC_BYTES))
             # Compressed slices were small at first, so the rate says little of processors: it is that of the link now.
             smaller = ratio(buckets)
-            self._change(measured, *choose(measured, MIN_SLICE_BYTES if smaller > 1 else most, most), smaller)
+            self._change(measured, *choose(measured, MIN_TUNED_BYTES if smaller > 1 else most, most), smaller)
         self.done = True
 
     def _busy(self) -> list[Throughput]:

@@ -26,8 +26,7 @@ from tfps.exchange.interface import (
     check_payload,
     declared,
 )
-from tfps.exchange.layout import Layout, cut_anew, tunable
-from tfps.exchange.placement import Placer
+from tfps.exchange.layout import Layout, Placer, cut_anew, tunable
 from tfps.protos import tfps_pb2 as pb
 from tfps.trace.capture import Setting
 from tfps.trace.recorder import Recorder

@@ -87,7 +87,7 @@ def mlp() -> Profile:
 
 def sent(codec: str) -> int:
     """Bytes that a step of the MLP sends per worker, each way."""
-    return sum(sent_bytes(codec, layer.nbytes) for layer in mlp().layers)
+    return sum(sent_bytes(codec_of(codec), layer.nbytes) for layer in mlp().layers)
 
 
 def asleep(lab: Netlab, rounds: int, steps: int) -> list[dict[str, Json]]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tfps.exchange.placement import Placer
-from tfps.exchange.slicing import bucket_limit, cut
+from tfps.exchange.layout import Placer, bucket_limit, cut
 from tools.model_profiles import ITEM_BYTES, Profile
 from tools.simulation.settings import Cluster, Settings
 

@@ -96,7 +96,7 @@ class Settings:
         slice_bytes, window_bytes: as in tfps.Config; for slices and priority only. The window is per stream and
             direction.
         fuse: neighbours of up to one slice together become one bucket, as in tfps.
-        first_bytes: limit of the first bucket, as in tfps.exchange.slicing.bucket_limit.
+        first_bytes: limit of the first bucket, as in tfps.exchange.layout.bucket_limit.
         fuse_bytes: another limit for that than slice_bytes, as in tfps once it has tuned itself.
         split_parameters: barrier and overlaps cut variables from this size on into one piece per pserver.
         jitter: standard deviation of the factor on a worker's computing time, drawn per worker and step.

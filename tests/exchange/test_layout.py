@@ -1,4 +1,4 @@
-"""Placement: even, and the same wherever it is computed."""
+"""Layout: slices cover every byte once, in whole items; placement is even, and the same wherever it is computed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,38 @@ from hypothesis import strategies as st
 
 from tfps.config import Placement
 from tfps.errors import ConfigError
-from tfps.exchange.placement import Placer
+from tfps.exchange.layout import Placer, Slice, cut
+
+item_sizes = st.sampled_from([1, 2, 4, 8, 16])
+
+
+@given(items=st.integers(0, 5000), slice_bytes=st.integers(1, 3000), item_bytes=item_sizes)
+def test_slices_cover_every_byte_once_and_in_order(items: int, slice_bytes: int, item_bytes: int) -> None:
+    slices = cut(items * item_bytes, slice_bytes, item_bytes)
+    end = 0
+    for piece in slices:
+        assert piece.offset == end
+        end += piece.nbytes
+    assert end == items * item_bytes
+
+
+@given(items=st.integers(1, 5000), slice_bytes=st.integers(1, 3000), item_bytes=item_sizes)
+def test_slices_hold_whole_items_and_are_equal_except_the_last(items: int, slice_bytes: int, item_bytes: int) -> None:
+    slices = cut(items * item_bytes, slice_bytes, item_bytes)
+    assert all(piece.nbytes % item_bytes == 0 for piece in slices)
+    assert all(piece.nbytes == slices[0].nbytes for piece in slices[:-1])
+    assert 0 < slices[-1].nbytes <= slices[0].nbytes <= max(slice_bytes, item_bytes)
+
+
+def test_an_empty_bucket_has_one_empty_slice() -> None:
+    assert cut(0, 100) == [Slice(0, 0)]
+
+
+@pytest.mark.parametrize(("nbytes", "slice_bytes", "item_bytes"), [(-4, 8, 4), (6, 8, 4), (8, 0, 4), (8, 8, 0)])
+def test_sizes_out_of_range_are_refused(nbytes: int, slice_bytes: int, item_bytes: int) -> None:
+    with pytest.raises(ConfigError, match="must be"):
+        cut(nbytes, slice_bytes, item_bytes)
+
 
 buckets = st.lists(st.tuples(st.text(max_size=5), st.lists(st.integers(0, 10_000), max_size=20)), max_size=20)
 pserver_counts = st.integers(1, 7)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import numpy as np
 import pytest
@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from tfps.config import Config
 from tfps.errors import ConfigError, MismatchError
+from tfps.exchange.aggregate import SliceFormat
 from tfps.exchange.interface import BucketSpec
-from tfps.exchange.slicing import Slice
-from tfps.exchange.update_spec import StepNumbers, UpdateSpec
-from tfps.pserver.async_slice import AsyncSlice, RankNumbers
-from tfps.pserver.owned_slice import Answer
-from tfps.pserver.pace import Pace
-from tfps.pserver.resting import Counters
+from tfps.exchange.parameter_shard import ParameterShard
+from tfps.exchange.update_spec import StepScalars, UpdateSpec
+from tfps.pserver.async_admission import AsyncAdmission, RankScalars, StalenessBound
 from tfps.pserver.shard import Shard
+from tfps.pserver.slices import Answer, OwnedSlice, Push
 from tfps.trace.recorder import Recorder
 from tfps.wire.frames import Header, Kind
 
@@ -30,44 +29,47 @@ class Ranks:
     """The ranks of one slice of four ones, from which each push takes one."""
 
     def __init__(self, workers: int, staleness: int | None) -> None:
-        self.pace = Pace(workers, staleness)
-        self.numbers = RankNumbers("w", SGD, workers)
-        self.slice = AsyncSlice(Recorder(), "slice 0 of bucket 'w'", self.numbers, Slice(0, 16), self.pace, 0.0)
+        self.bound = StalenessBound(workers, staleness)
+        self.scalars = RankScalars("w", SGD, workers)
+        parameters = ParameterShard("slice 0 of bucket 'w'", SGD, 0, 16)
+        parameters.put(0, 0, np.ones(4, np.float32).data)
+        format_ = SliceFormat("slice 0 of bucket 'w'", np.dtype(np.float32), 16)
+        admission = AsyncAdmission(Recorder(), format_, parameters, self.scalars, self.bound, 0.0)
+        self.slice = OwnedSlice(Recorder(), admission, parameters)
         self.steps = [0] * workers
-        assert self.slice.kept is not None
-        self.slice.kept.put(0, 0, np.ones(4, np.float32).data)
         for rank in range(workers):
             self.answered = self.push(rank, ASSIGNED)
 
     def push(self, rank: int, mark: int = 0) -> dict[int, float]:
         """The answers: rank and its first parameter."""
         step, self.steps[rank] = self.steps[rank], self.steps[rank] + 1
-        assert self.numbers.take(rank, step, memoryview(StepNumbers(mark, (float(step), 1.0)).pack())) is None
-        taken = self.slice.take(
-            rank, Header(Kind.PUSH, step=step), memoryview(np.ones(4, np.float32).data.tobytes()), None
-        )
-        assert taken.result is None
-        return self.values(taken.answers)
+        assert self.scalars.take(rank, step, memoryview(StepScalars(mark, (float(step), 1.0)).pack())) is None
+        gradient = memoryview(np.ones(4, np.float32).tobytes())
+        return self.values(self.slice.take(Push(rank, Header(Kind.PUSH, step=step), gradient)).answers)
 
     def released(self) -> dict[int, float]:
         return self.values(self.slice.released())
 
     @staticmethod
-    def values(answers: Sequence[Answer]) -> dict[int, float]:
-        return {each.rank: float(np.frombuffer(each.payload or b"", np.float32)[0]) for each in answers}
+    def values(answers: Collection[Answer]) -> dict[int, float]:
+        found: dict[int, float] = {}
+        for answer in answers:
+            assert isinstance(answer.payload, memoryview)
+            found |= dict.fromkeys(answer.ranks, float(np.frombuffer(answer.payload, np.float32)[0]))
+        return found
 
 
 @given(
     workers=st.integers(1, 4),
     staleness=st.one_of(st.none(), st.integers(0, 3)),
-    moves=st.lists(st.tuples(st.sampled_from(["push", "push", "push", "rest"]), st.integers(0, 3)), max_size=60),
+    moves=st.lists(st.tuples(st.sampled_from(["push", "push", "push", "quiesce"]), st.integers(0, 3)), max_size=60),
 )
 def test_answers_keep_ranks_within_the_limit_and_hold_nobody_else_back(
     workers: int, staleness: int | None, moves: list[tuple[str, int]]
 ) -> None:
     ranks = Ranks(workers, staleness)
     assert ranks.answered.keys() == set(range(workers))
-    done, waiting, resting = [1] * workers, set[int](), set[int]()
+    done, waiting, quiesced = [1] * workers, set[int](), set[int]()
     for move, number in moves:
         rank = number % workers
         if rank in waiting:
@@ -78,22 +80,22 @@ def test_answers_keep_ranks_within_the_limit_and_hold_nobody_else_back(
             done[rank] += 1
             waiting.add(rank)
         else:
-            ranks.pace.rest(rank)
-            resting.add(rank)
-            if len(resting) == workers:
-                done, resting = [0] * workers, set()
+            ranks.bound.quiesce(rank)
+            quiesced.add(rank)
+            if len(quiesced) == workers:
+                done, quiesced = [0] * workers, set()
             answers = ranks.released()
-        slowest = min((done[each] for each in range(workers) if each not in resting), default=0)
+        slowest = min((done[each] for each in range(workers) if each not in quiesced), default=0)
         due = {each for each in waiting if staleness is None or done[each] - slowest <= staleness}
         assert answers.keys() == due
         waiting -= due
-        behind = {each for each in range(workers) if each not in resting and waiting and done[each] == slowest}
+        behind = {each for each in range(workers) if each not in quiesced and waiting and done[each] == slowest}
         assert behind <= set(ranks.slice.missing())
 
 
 def test_an_answer_keeps_its_values_while_others_push() -> None:
     ranks = Ranks(2, None)
-    taken = ranks.slice.take(0, Header(Kind.PUSH, flags=1, step=1), memoryview(b""), None)
+    taken = ranks.slice.take(Push(0, Header(Kind.PUSH, flags=1, step=1), memoryview(b"")))
     ranks.push(1)
     assert Ranks.values(taken.answers) == {0: -1.0}
 
@@ -104,22 +106,22 @@ def test_a_rank_alone_is_told_whom_it_waits_for() -> None:
         ranks.push(rank)
     assert ranks.slice.missing(0) == [2]
     assert ranks.slice.missing(1) == []
-    assert ranks.slice.needs(2) is None  # without it they go on: it may leave
-    ranks.pace.leave(2)
+    assert ranks.slice.late([2]) is None  # without it they go on: it may leave
+    ranks.bound.leave(2)
     assert ranks.released().keys() == {0}
 
 
 def test_the_first_rank_with_other_values_is_told() -> None:
-    numbers = RankNumbers("w", SGD, 3)
-    assert numbers.take(2, 0, memoryview(StepNumbers(ASSIGNED + 1, (0.0, 1.0)).pack())) is None
-    assert numbers.take(0, 0, memoryview(StepNumbers(0, (0.0, 0.5)).pack())) is None
-    error = numbers.take(1, 4, memoryview(StepNumbers(ASSIGNED, (4.0, 1.0)).pack()))
+    numbers = RankScalars("w", SGD, 3)
+    assert numbers.take(2, 0, memoryview(StepScalars(ASSIGNED + 1, (0.0, 1.0)).pack())) is None
+    assert numbers.take(0, 0, memoryview(StepScalars(0, (0.0, 0.5)).pack())) is None
+    error = numbers.take(1, 4, memoryview(StepScalars(ASSIGNED, (4.0, 1.0)).pack()))
     assert isinstance(error, MismatchError)
     assert "ranks 2 and 1 have assigned different values" in str(error)
 
 
 def test_what_ranks_have_takes_memory_if_delay_is_compensated() -> None:
-    spec = BucketSpec(("w",), "sum", 16, "float32", 0, update=SGD.text())
+    spec = BucketSpec(("w",), "sum", 16, "float32", 0, update=SGD)
     for delay, workers, fits in ((0.0, 3, True), (0.5, 3, False), (0.5, 1, True)):
         config = Config(mode="async", update="server", slice_bytes=1024, delay_compensation=delay)
         shard = Shard(config, workers, 1, 0, Recorder(), max_memory=1024 + 4 * 16)
@@ -128,15 +130,3 @@ def test_what_ranks_have_takes_memory_if_delay_is_compensated() -> None:
         else:
             with pytest.raises(ConfigError, match="must fit into"):
                 shard.check([spec])
-
-
-def test_counters_that_were_drawn_from_last_are_kept() -> None:
-    counters = Counters(2)
-    assert [counters.take("outer", 1) for _ in range(2)] == [1, 2]
-    for number in range(3 * 1023):
-        counters.take(str(number), 0)
-        if number % 1023 == 1022:
-            assert counters.take("outer", 1) == 3 + number // 1023
-    for number in range(1024):
-        counters.take(str(number), 0)
-    assert counters.take("outer", 1) == 1

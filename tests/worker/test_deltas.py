@@ -13,11 +13,11 @@ from recorded import sends
 
 from tfps.config import Config
 from tfps.errors import ConfigError, MismatchError, ProtocolError
-from tfps.exchange.codecs import known
-from tfps.exchange.denormals import flushed
+from tfps.exchange.codecs import codec_of, known
 from tfps.exchange.interface import BucketSpec, Exchange
-from tfps.exchange.update_spec import StepNumbers, UpdateSpec
-from tfps.pserver.updated_slice import kept_arrays
+from tfps.exchange.rules import flushed
+from tfps.exchange.update_spec import StepScalars, UpdateSpec
+from tfps.pserver.shard import kept_arrays
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument
 from tfps.worker.embedded import EmbeddedExchange
@@ -41,7 +41,7 @@ CONFIG = Config(
 
 def spec(codec: str, items: int = ITEMS) -> BucketSpec:
     update = UpdateSpec("sgd", (("momentum", 0.5), ("nesterov", 0.0)), (("momentum", 0.0),), (items,), (False,))
-    return BucketSpec(("w",), "sum", 4 * items, "float32", 0, codec=codec, update=update.text())
+    return BucketSpec(("w",), "sum", 4 * items, "float32", 0, codec=codec_of(codec), update=update)
 
 
 def random(seed: int) -> np.ndarray:
@@ -63,7 +63,7 @@ class Ranks:
         pending = []
         for worker, gradient in zip(self.workers, gradients, strict=True):
             pending.append(Pending())
-            numbers = StepNumbers(mark, (float(self.steps), 0.25)).pack()
+            numbers = StepScalars(mark, (float(self.steps), 0.25)).pack()
             worker.push(0, gradient, pending[-1], numbers=numbers)
         self.steps += 1
         return pending
@@ -212,7 +212,7 @@ def test_the_embedded_exchange_replies_with_the_change_too() -> None:
 
 def test_what_workers_have_takes_memory_and_what_is_held_back_does_not() -> None:
     assert [kept_arrays(spec(codec)) for codec in ("none", "bfloat16", "int8")] == [2, 3, 3]
-    assert [kept_arrays(dataclasses.replace(spec(codec), update="")) for codec in ("none", "bfloat16", "int8")] == [
+    assert [kept_arrays(dataclasses.replace(spec(codec), update=None)) for codec in ("none", "bfloat16", "int8")] == [
         *(0, 0, 1)
     ]
 

@@ -1,0 +1,170 @@
+"""Parameters and slots of one slice where they live. No I/O and no locks: the caller holds the slice's."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from tfps.errors import ProtocolError
+from tfps.exchange import rules
+from tfps.exchange.codecs import ITEM_BYTES, Bytes, Codec, Floats
+from tfps.exchange.update_spec import StepScalars, UpdateSpec
+from tfps.types import Buffer
+
+
+class ParameterShard:
+    """Part of a bucket's parameters (array 0) and of its slots (arrays 1, 2, ... in the order of the spec).
+
+    The parameters have no values until they have been put; slots begin with those of the spec.
+
+    Args:
+        label: for messages.
+        begin, nbytes: the part of the bucket, in bytes.
+        viewed: whether to keep the **worker view**, too, as the last array: the parameters as all workers have them.
+    """
+
+    def __init__(self, label: str, spec: UpdateSpec, begin: int, nbytes: int, *, viewed: bool = False) -> None:
+        self.label, self.spec = label, spec
+        first, items = begin // ITEM_BYTES, nbytes // ITEM_BYTES
+        self._arrays: list[Floats] = [np.zeros(items, np.float32)]  # zeros take memory when written to
+        for _, value in spec.slots:
+            self._arrays.append(np.full(items, value, np.float32) if value else np.zeros(items, np.float32))
+        self._viewed = viewed
+        if viewed:
+            self._arrays.append(np.zeros(items, np.float32))
+        self._put: list[tuple[int, int, bytes]] = []  # number of the array, first byte, values
+        self._missing = [(0, nbytes)] if nbytes else []  # parameters without values: first byte, end
+        self._runs = _runs(spec, first, items)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the parameters."""
+        return self._arrays[0].nbytes
+
+    def put(self, number: int, begin: int, values: Buffer) -> None:
+        """Replaces the bytes from `begin` on of array `number`, from the next `take_put` on.
+
+        Writing array 0 also overwrites the worker view: every rank has just assigned it. Write that last if it must
+        differ.
+
+        Raises:
+            ProtocolError: there is no such part.
+        """
+        self._check(number, begin, memoryview(values).nbytes)
+        self._put.append((number, begin, bytes(values)))
+
+    def take_put(self) -> None:
+        """Makes what has been put count; other bytes stay as updates have left them.
+
+        Changed arrays are new ones: a reply with the old one may still be on its way.
+        """
+        changed: dict[int, Floats] = {}
+        for number, begin, values in self._put:
+            for each in (0, len(self._arrays) - 1) if number == 0 and self._viewed else (number,):
+                if each not in changed:
+                    changed[each] = self._arrays[each].copy()
+                changed[each].view(np.uint8)[begin : begin + len(values)] = np.frombuffer(values, np.uint8)
+            if number == 0:
+                end = begin + len(values)
+                around = [part for a, b in self._missing for part in ((a, min(b, begin)), (max(a, end), b))]
+                self._missing = [(a, b) for a, b in around if a < b]
+        for each, array in changed.items():
+            self._arrays[each] = array
+        self._put = []
+
+    def get(self, number: int, begin: int, nbytes: int) -> bytes:
+        """A copy of `nbytes` from `begin` on of array `number`, as of the last update.
+
+        Raises:
+            ProtocolError: there is no such part.
+        """
+        self._check(number, begin, nbytes)
+        return self._arrays[number].view(np.uint8)[begin : begin + nbytes].tobytes()
+
+    def update(self, gradient: Buffer, scalars: StepScalars) -> memoryview:
+        """Applies the rule to what is here; returns the bytes of the new parameters, which change with the next update.
+
+        Raises:
+            ProtocolError: the parameters have not been put.
+        """
+        parameters = self.parameters
+        slots = {name: each for (name, _), each in zip(self.spec.slots, self._arrays[1:], strict=False)}
+        g = np.frombuffer(gradient, np.uint8).view(np.float32)
+        named = dict(zip(self.spec.scalars, scalars.values, strict=True))
+        rules.update(self.spec, self._runs, parameters, slots, g, named)
+        return parameters.view(np.uint8).data
+
+    @property
+    def parameters(self) -> Floats:
+        """They change with the next update.
+
+        Raises:
+            ProtocolError: they have not been put.
+        """
+        if self._missing:
+            missing = sum(end - first for first, end in self._missing)
+            raise ProtocolError(
+                f"the parameters of {self.label} must be put before its first update, {missing} bytes are missing"
+            )
+        return self._arrays[0]
+
+    @property
+    def worker_view(self) -> Floats:
+        """The parameters as all workers have them, if it is kept. Use it between a `take_put` and the next."""
+        return self._arrays[-1]
+
+    def _check(self, number: int, begin: int, nbytes: int) -> None:
+        size = self._arrays[0].nbytes
+        if not 0 <= number < len(self._arrays) or begin < 0 or nbytes < 0 or begin + nbytes > size:
+            raise ProtocolError(
+                f"{self.label} has {len(self._arrays)} arrays of {size} bytes, got array {number}, bytes {begin} to "
+                f"{begin + nbytes}"
+            )
+
+
+class Delta:
+    """Encodes parameters as their change since the worker view.
+
+    What a codec cannot express is part of the next change, so it is late but not lost, and there is no residual beside
+    it. Workers compute gradients at their view, the owner updates the exact parameters (a preserved central model: MCM,
+    https://arxiv.org/abs/2102.12528).
+
+    Args:
+        view: each encoding adds to it what workers decode, as they do, bit for bit.
+    """
+
+    __slots__ = ("_codec", "_view")
+
+    def __init__(self, codec: Codec, view: Floats) -> None:
+        self._codec, self._view = codec, view
+
+    def wire_bytes(self, items: int) -> int:
+        """Size of so many encoded changes."""
+        return self._codec.wire_bytes(items)
+
+    def encode(self, values: Floats, residual: Floats | None = None) -> Bytes:
+        """Encodes the change from the view to `values`; `residual` is not used."""
+        with np.errstate(all="ignore"):
+            change = np.subtract(values, self._view)
+        data = self._codec.encode(change)
+        self._codec.decode(data, change)
+        # All of it, not only what a codec has chosen: adding 0 makes 0 of -0 and of denormals, as in TensorFlow.
+        with rules.flushed(), np.errstate(all="ignore"):
+            np.add(self._view, change, out=self._view)
+        return data
+
+
+def _runs(spec: UpdateSpec, first: int, items: int) -> list[tuple[int, int, bool]]:
+    """The parts of the slice with and without weight decay: first item, end, whether it decays."""
+    runs: list[tuple[int, int, bool]] = []
+    ends = itertools.accumulate(spec.sizes)
+    for size, end, decayed in zip(spec.sizes, ends, spec.decayed, strict=True):
+        begin, stop = max(end - size - first, 0), min(end - first, items)
+        if begin >= stop:
+            continue
+        if runs and runs[-1][2] == decayed:
+            runs[-1] = runs[-1][0], stop, decayed
+        else:
+            runs.append((begin, stop, decayed))
+    return runs
