@@ -17,7 +17,7 @@ from jobs import Cluster
 from tfps.config import Config, Security
 from tfps.doctor.pserver import Client, Visit
 from tfps.doctor.report import Check
-from tfps.launch.places import Cluster as Places
+from tfps.launch.cluster_spec import Cluster as Places
 from tfps.protos import tfps_pb2 as pb
 from tfps.threads import DaemonPool
 from tfps.version import __version__

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tfps.launch.engine import Local, Remote, Task
-from tfps.launch.hosts import Host, Placement
+from tfps.launch.job import Host, Placement
 from tfps.types import Json
 
 PLACE = Placement.of([Host("a", 2), Host("b")], 1)

@@ -11,7 +11,7 @@ import pytest
 from tfps.config import Config, Security
 from tfps.errors import ConfigError, WaitTimeoutError
 from tfps.launch.job import Job
-from tfps.launch.secret import lasting_secret_file
+from tfps.launch.job import lasting_secret_file
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Argument
 from tfps.wire.control import Pserver

@@ -14,7 +14,7 @@ from tfps.doctor.bandwidth import Bandwidth
 from tfps.doctor.report import Check
 from tfps.doctor.verdicts import clock, distance, of_version, stranger, unreached
 from tfps.errors import ConfigError, ConnectError, PserverLostError, TfpsError
-from tfps.launch.places import Cluster
+from tfps.launch.cluster_spec import Cluster
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire import reach
 from tfps.wire.clocks import compare

@@ -16,8 +16,8 @@ from tfps.doctor import bandwidth, files, gpus, host, versions
 from tfps.doctor.pserver import Client, Visit
 from tfps.doctor.report import Check, Group, Report
 from tfps.errors import ConfigError
+from tfps.launch.cluster_spec import Cluster, locate
 from tfps.launch.gpus import visible_gpus
-from tfps.launch.places import Cluster, locate
 from tfps.threads import DaemonPool
 from tfps.wire.measuring import SECONDS
 from tfps.wire.shared_memory import Arena

@@ -15,12 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tfps.errors import ConfigError
-from tfps.launch.hosts import LOOPBACK, Placement
-from tfps.launch.job import READY, START_S, Job
+from tfps.launch.job import LOOPBACK, READY, START_S, Job, Placement, secret_file
 from tfps.launch.options import Plan, parse
-from tfps.launch.quiet import is_note, wanted
-from tfps.launch.secret import secret_file
-from tfps.launch.where import trace_variables, where_to_look
 
 if TYPE_CHECKING:
     from tfps.launch.engine import Engine, Task
@@ -74,7 +70,7 @@ def worker_task(plan: Plan, rank: int, job: Job, among: tuple[int, int]) -> Task
     program = ["-m", plan.script] if plan.is_module else [plan.script]
     colour = _WORKER_COLOURS[rank % len(_WORKER_COLOURS)]
     argv = (sys.executable, *program, *plan.args)
-    variables = {**job.worker_variables(rank), **trace_variables(plan.logdir)}
+    variables = {**job.worker_variables(rank), **plan.trace_variables}
     return Task(f"worker {rank}", argv, variables, colour, among)
 
 
@@ -93,9 +89,8 @@ def engine_of(plan: Plan, environment: Mapping[str, str]) -> Engine:
     Raises:
         ConfigError: an option does not fit the place, or the token file cannot be read.
     """
-    from tfps.launch.engine import Local
+    from tfps.launch.engine import Local, Ssh
     from tfps.launch.slurm import Slurm, allocated
-    from tfps.launch.ssh import Ssh
 
     hosts = allocated(environment) if plan.slurm else plan.hosts
     chosen = plan.chosen(environment)
@@ -176,7 +171,7 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> Outcome:
     if late := [pserver for index, pserver in enumerate(pservers) if index not in addresses]:
         return Outcome(1, _describe_late(late))
 
-    for line in where_to_look(plan.logdir, place, plan.metrics_port):
+    for line in hints(plan, place):
         print(f"tfps_launch: {line}", file=sys.stderr, flush=True)
     job = job.at([addresses[index] for index in range(len(pservers))])
     workers = [
@@ -206,6 +201,28 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> Outcome:
     return Outcome(exit_code(first.code or 1), message)
 
 
+def hints(plan: Plan, place: Placement) -> list[str]:
+    """Where to look at a job with a logdir while it runs: a command that can be pasted, and addresses.
+
+    With metrics on port 0 only the pservers know where, and say so themselves.
+    """
+    if plan.logdir is None:
+        return []
+
+    def elsewhere(host: str, text: str) -> str:
+        return "" if host in LOOPBACK else text.format(host)
+
+    # Rank 0 writes, on its host.
+    lines = [f"tensorboard --logdir {shlex.quote(plan.logdir)}{elsewhere(place.workers[0], '  # on {}')}"]
+    if plan.metrics_port:
+        urls = [
+            f"http://127.0.0.1:{plan.metrics_port + index}/metrics{elsewhere(host, ' (on {})')}"
+            for index, host in enumerate(place.pservers)
+        ]
+        lines.append(f"metrics at {' '.join(urls)}")
+    return lines
+
+
 def _explain(process: Process, engine: Engine) -> str:
     """In brackets, what its host needs; "" if the process ran."""
     why = engine.explain(process.command.host, process.code or 0, process.answered)
@@ -230,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.platform == "win32":
         print("tfps_launch: needs Linux or macOS; start tfps_pserver and the workers by hand", file=sys.stderr)
         return 1
-    from tfps.launch.engine import SILENCE_S
+    from tfps.launch.engine import SILENCE_S, is_note, wants_notes
     from tfps.launch.supervisor import Interrupted, Supervisor
     from tfps.launch.terminal import Console
 
@@ -242,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ConfigError, OSError) as error:
             print(f"tfps_launch: {error}", file=sys.stderr)
             return 2
-        shown = [] if wanted([*os.environ, *plan.variables]) else [is_note]
+        shown = [] if wants_notes([*os.environ, *plan.variables]) else [is_note]
         supervisor = Supervisor(Console(sys.stdout, sys.stderr, log, *shown), plan.grace_s)
         try:
             plan = stack.enter_context(with_token(plan, os.environ))

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tfps.errors import ConfigError
-from tfps.launch.hosts import Host, parse_hosts
-from tfps.launch.where import FIRST, LAST, check_logdir
+from tfps.launch.job import Host, parse_hosts
 from tfps.version import __version__
 
 _PORTS = 65536
+_FIRST, _LAST = 10, 20  # steps to record: until then TensorFlow traces the model and slice sizes are tuned
 _T = TypeVar("_T")
 
 
@@ -56,7 +56,8 @@ class Plan:
                 f"--metrics-port must be from 0 to {_PORTS - pservers} with {pservers} pservers, which take "
                 f"one port each, got {self.metrics_port}"
             )
-        check_logdir(self.logdir)
+        if self.logdir is not None and not self.logdir.strip():  # as by a variable of a shell that is not set
+            raise ConfigError(f"--logdir must name a directory, as in --logdir logs, got {self.logdir!r}")
         if not (math.isfinite(self.grace_s) and self.grace_s >= 0):
             raise ConfigError(f"--grace must be a number of seconds, 0 or more, got {self.grace_s}")
         try:
@@ -83,6 +84,11 @@ class Plan:
                 raise ConfigError(f"--env {name}: there is no such variable here; set it, or write --env {name}=VALUE")
             found[name] = value if given else environment[name]
         return found
+
+    @property
+    def trace_variables(self) -> dict[str, str]:
+        """The variables by which a worker records steps to `logdir`; they win over what the launcher inherits."""
+        return {} if self.logdir is None else {"TFPS_TRACE": f"{self.logdir}:{_FIRST}-{_LAST}"}
 
 
 def parse(argv: Sequence[str]) -> Plan:
@@ -133,8 +139,8 @@ def parse(argv: Sequence[str]) -> Plan:
     parser.add_argument(
         "--logdir",
         metavar="DIR",
-        help=f"record the training steps {FIRST} to {LAST} for TensorBoard in this directory, as "
-        f"TFPS_TRACE=DIR:{FIRST}-{LAST} does, and say where to look",
+        help=f"record the training steps {_FIRST} to {_LAST} for TensorBoard in this directory, as "
+        f"TFPS_TRACE=DIR:{_FIRST}-{_LAST} does, and say where to look",
     )
     parser.add_argument(
         "-x",

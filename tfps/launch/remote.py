@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import IO
 
 from tfps.launch.gpus import share_of_gpus
-from tfps.launch.groups import end_with_parent, signal_group
-from tfps.launch.secret import secret_file
-from tfps.launch.supervisor import HELLO, KILL_S
+from tfps.launch.job import secret_file
+from tfps.launch.supervisor import HELLO, KILL_S, end_with_parent, signal_group
 from tfps.version import __version__
 
 _MAX_LINE_BYTES = 4 << 20

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tfps.launch.job import Job
-from tfps.launch.secret import lasting_secret_file
+from tfps.launch.job import Job, lasting_secret_file
 
 
 def take_place(job: Job, rank: int, token: str) -> None:

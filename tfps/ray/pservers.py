@@ -10,8 +10,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tfps.config import Security
 from tfps.errors import ConfigError, WaitTimeoutError
-from tfps.launch.job import Job
-from tfps.launch.secret import lasting_secret_file
+from tfps.launch.job import Job, lasting_secret_file
 from tfps.pserver.server import ParameterServer
 from tfps.ray.replies import Deadline, line, wait_all
 from tfps.ray.wanted import as_options, spread
