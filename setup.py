@@ -74,7 +74,7 @@ setup(
         "tfps.launch": ["templates/*.yaml"],
         "tfps.tensorboard": ["static/*"],
     },
-    install_requires=["grpcio>=1.68", "protobuf>=3.20.3", "numpy>=1.26"],
+    install_requires=["grpcio>=1.68", "protobuf>=3.20.3", "numpy>=1.26", "packaging>=22"],
     extras_require={
         "tensorflow": [f"tensorflow{TENSORFLOW}", KERAS],
         "cpu": [f"tensorflow-cpu{TENSORFLOW}; {HAS_CPU_WHEEL}", f"tensorflow{TENSORFLOW}; {NO_CPU_WHEEL}", KERAS],

@@ -3,7 +3,7 @@
 The environment is that of `tfps_launch`, TF_CONFIG, or what mpirun and srun set. Without TensorFlow, whose cluster
 resolvers `tfps/strategy/cluster.py` knows.
 
-Tested in tests/launch/test_cluster_spec.py, tests/strategy/test_cluster.py and tests/doctor/test_run.py.
+Tested in tests/launch/test_cluster_spec.py, tests/strategy/test_cluster.py and tests/doctor/test_cli.py.
 """
 
 from __future__ import annotations
