@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tfps.config import Config
 from tfps.modes import LOCAL_MODES, Mode
-from tfps.trace.intervals import Interval, Intervals, clip, total, union
+from tfps.trace.step_times import Interval, Intervals, clip, total, union
 
 _HALVINGS = 50
 
