@@ -278,6 +278,8 @@ class HostLink(Link):
                 self._strangers.remove(each)
                 if said.isdigit():
                     self._connections[int(said)] = each
+                else:
+                    each.close()
 
     @contextlib.contextmanager
     def _lost(self, rank: int) -> Iterator[None]:
