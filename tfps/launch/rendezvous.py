@@ -12,7 +12,7 @@ import importlib
 import json
 import os
 import secrets
-import selectors
+import select
 import socket
 import struct
 import subprocess
@@ -418,20 +418,17 @@ def _on_all_cpus() -> Iterator[None]:
 
 
 def _address(pserver: subprocess.Popen[bytes]) -> str:
+    """Where it listens, once it says so, in its first line."""
     if pserver.stdout is None:
         raise ConnectError("a pserver was started without an output")
-    said, end_s = b"", time.monotonic() + START_S
-    with selectors.DefaultSelector() as selector:
-        selector.register(pserver.stdout, selectors.EVENT_READ)
-        while b"\n" not in said and (left_s := end_s - time.monotonic()) > 0:
-            if selector.select(left_s):
-                more = os.read(pserver.stdout.fileno(), 4096)
-                if not more:
-                    raise ConnectError(
-                        f"the pserver of this host did not start, it ended with exit code {pserver.wait()}; what it "
-                        "says is above"
-                    )
-                said += more
+    said = b""
+    if select.select([pserver.stdout], [], [], START_S)[0]:
+        said = pserver.stdout.readline()
+        if not said:
+            raise ConnectError(
+                f"the pserver of this host did not start, it ended with exit code {pserver.wait()}; what it says is "
+                "above"
+            )
     ready = READY.match(said.decode(errors="replace"))
     if ready is None:
         pserver.kill()
