@@ -25,14 +25,13 @@ from tfps.types import Json
 PORT = 7070  # where workers reach a pserver; slices go to the next port
 _TEMPLATES = Path(__file__).with_name("templates")
 _FORMS = ("job", "jobset", "runtime", "tfjob")
-_TOKEN_FILE = PurePosixPath("/run/secrets/tfps/token/token")
-_TLS_FOLDER = "/run/secrets/tfps/tls"
+_TOKEN_FILE = "/run/secrets/tfps/token/token"
 # Set by the Job controller on every pod of an Indexed Job, from 0 on; a pod that replaces another has its index.
 _RANK = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 # Kubeflow's trainer makes a JobSet with the name of its TrainJob, which the runtime does not know.
 _JOB_SET_NAME = "metadata.labels['jobset.sigs.k8s.io/jobset-name']"
-# What its trainer and its training operator look for. The operator puts the port into the addresses of TF_CONFIG.
-_TRAINER_CONTAINER, _TF_CONTAINER, _TF_PORT = "node", "tensorflow", ("tfjob-port", 2222)
+# What its training operator looks for. It puts the port into the addresses of TF_CONFIG.
+_TF_CONTAINER, _TF_PORT = "tensorflow", ("tfjob-port", 2222)
 _CONNECT_TIMEOUT_S = 600  # pods start at different times: images are pulled, nodes are added
 _MAX_NAME = 40  # with what controllers append, names of pods stay below the 63 characters of a DNS label
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -48,8 +47,6 @@ _INSTEAD_OF = {
 }
 _NOT_IN_YAML = re.compile(r"[\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff\ufffe\uffff]")
 _MAY_EXCEED = ("cpu", "ephemeral-storage")  # what is requested of these is no limit; of devices it has to be one
-
-
 _USAGE = (
     "tfps_launch --kubernetes --print --image IMAGE [options] script.py [args ...]\n"
     "       tfps_launch --kubernetes --print --image IMAGE [options] -m module [args ...]"
@@ -58,27 +55,15 @@ _USAGE = (
 
 @dataclass(frozen=True)
 class KubernetesJob:
-    """What to run, and on what.
+    """What to run, and on what: the options of the command, whose help describes them.
 
     Args:
-        name: of the job, a DNS label of up to 40 characters; other objects have names that begin with it.
+        name: of the job; other objects have names that begin with it.
         command: what a worker executes in `image`.
-        workers, pservers: numbers of pods.
-        pserver_image: "": `image`, which then needs the extra `metrics` too.
-        namespace: "": that of kubectl's context.
-        worker_resources, pserver_resources: what a pod requests, such as cpu -> 4 and memory -> 8Gi. All but cpu and
-            ephemeral-storage is also the limit. By that of memory a pserver knows how much a job may declare.
-        gpus: per worker, as `gpu_resource`.
-        token_secret: Secret whose key `token` is the job token; "": NAME-token.
-        tls_secret: Secret with `tls.crt`, `tls.key` and `ca.crt` for all pods; "": no TLS.
-        metrics_port: of pservers, for Prometheus and probes; None: no metrics, probes only connect.
-        restarts: how often all workers may start anew after one has failed.
+        worker_resources, pserver_resources: what a pod requests. All but cpu and ephemeral-storage is also the limit.
+            By that of memory a pserver knows how much a job may declare.
+        metrics_port: None: no metrics, probes only connect.
         volumes: pairs of a PersistentVolumeClaim and its path in workers.
-        variables: further environment variables of workers.
-        user: numeric id that all pods run as; 0 is root.
-        form: Job and StatefulSet, JobSet, TFJob, or ClusterTrainingRuntime and TrainJob.
-        generate_token: whether the Secret is written, too, with a new token.
-        service_monitor: whether a ServiceMonitor of the Prometheus operator is.
 
     Raises:
         ConfigError: a value is out of range or malformed; the message names the option.
@@ -293,9 +278,9 @@ def _filled(template: str, /, **values: Json) -> str:
         line, _, condition = full.partition("  # if ")
         if not condition or values[condition]:
             filled = Template(line).substitute(ready)
-            indent = line[: len(line) - len(line.lstrip())]
-            is_block = line.lstrip().startswith("$")
-            lines.append(textwrap.indent(filled.strip(), indent) if is_block else filled)
+            indent, _, _ = line.partition("$")
+            is_block = not indent.strip()
+            lines += textwrap.indent(filled.strip(), indent).splitlines() if is_block else [filled]
     return "\n".join(lines) + "\n"
 
 
@@ -322,123 +307,95 @@ def _labels(job: KubernetesJob, role: str) -> str:
 
 def _pods(job: KubernetesJob) -> dict[str, Json]:
     """What the template of a form needs to know of pods and of the Jobs that make them."""
-    of_trainer = job.form == "runtime"
-    launch = Job("$(TFPS_JOB)" if of_trainer else job.name, job.workers, token_file=str(_TOKEN_FILE))
+    of_job, of_trainer, of_operator = (job.form == form for form in ("job", "runtime", "tfjob"))
+    launch = Job("$(TFPS_JOB)" if of_trainer else job.name, job.workers, token_file=_TOKEN_FILE)
     launch = launch.at([f"{host}:{PORT}" for host in job.hosts(launch.name)])
     variables = launch.worker_variables()
     named = [_from_field("TFPS_JOB", variables.pop("TFPS_JOB") and _JOB_SET_NAME)] if of_trainer else []
     place = [*named, _from_field("TFPS_RANK", _RANK), *_environment(variables)]
-    if job.form == "tfjob":  # whose operator sets TF_CONFIG
+    if of_operator:  # which sets TF_CONFIG
         place = _environment({"TFPS_JOB": job.name, **launch.pserver_variables()})
-    worker_name = _TRAINER_CONTAINER if of_trainer else "worker"
-    ports = _ports(job)
-    restart = "" if job.form == "tfjob" else "Never"
-    pserver = _pserver_pod(job, launch, named, ports, "" if job.form == "job" else restart)
-    worker = _worker_pod(job, place, _TF_CONTAINER if job.form == "tfjob" else worker_name, restart)
-    # One worker that fails makes all others fail. If these counted together, each would double the wait for a restart.
-    failures = f"backoffLimitPerIndex: {job.restarts}\nmaxFailedIndexes: 0" if job.form == "job" else "backoffLimit: 0"
-    counting = {"failures": failures, "disrupted": "Ignore" if job.form == "job" else "FailJob"}
-    jobs = {
-        "pserver_job": _filled("indexed_job", **counting, count=job.pservers, pod=pserver),
-        "worker_job": _filled("indexed_job", **counting, count=job.workers, pod=worker),
+    port, number = job.port
+    ports = {port: number}
+    arguments = launch.pserver_arguments("0.0.0.0", number, job.metrics_port)
+    if not job.tls_secret:  # data connections have no TLS
+        ports["data"] = number + 1
+        arguments += ["--data-port", str(number + 1)]
+    if job.metrics_port is not None:
+        ports["metrics"] = job.metrics_port
+        arguments += ["--metrics-host", "0.0.0.0"]
+    settings = {
+        "TFPS_CONNECT_TIMEOUT_S": str(_CONNECT_TIMEOUT_S),
+        "PYTHONUNBUFFERED": "1",
+        **{name: _literal(value) for name, value in job.variables.items()},
     }
-    job_set = _filled(
-        "job_set_spec",
-        **jobs,
-        name=job.name,
-        subdomain=not of_trainer,
-        worker=worker_name,
-        trainer=of_trainer,
-        restarts=job.restarts,
+    claims = {claim: f"volume-{index}" for index, claim in enumerate(dict(job.volumes))}  # each may have several paths
+    common: dict[str, Json] = {
+        "secret": _text(job.secret),
+        "tls": _text(job.tls_secret) if job.tls_secret else "",
+        "user": job.user,
+        "not_root": job.user != 0,
+    }
+    pserver = _filled(
+        "pod",
+        **common,
+        **dict.fromkeys(("worker", "shm", "settings", "volumes", "mounts"), ""),
+        pserver=True,
+        labels=_labels(job, "pserver"),
+        container=_TF_CONTAINER if of_operator else "pserver",
+        image=_text(job.pserver_image or job.image),
+        command=["tfps_pserver"],
+        args=arguments,
+        env=_items([*named, *_environment(launch.pserver_variables())]),
+        ports=_items({"name": name, "containerPort": listens} for name, listens in ports.items()),
+        probe=f"tcpSocket: {{port: {port}}}"
+        if job.metrics_port is None
+        else "httpGet: {path: /healthz, port: metrics}",
+        resources=_resources(job.pserver_resources, {}),
+        never=not of_job and not of_operator,
     )
+    role = "node" if of_trainer else "worker"  # as the trainer calls it
+    worker = _filled(
+        "pod",
+        **common,
+        **dict.fromkeys(("pserver", "args", "ports", "probe"), ""),
+        worker=True,
+        labels=_labels(job, "worker"),
+        container=_TF_CONTAINER if of_operator else role,
+        image=_text(job.image),
+        command=[_literal(part) for part in job.command],
+        env=_items(place),
+        settings=_items(_environment(settings)),
+        resources=_resources(job.worker_resources, {job.gpu_resource: str(job.gpus)} if job.gpus else {}),
+        volumes=_items({"name": name, "persistentVolumeClaim": {"claimName": claim}} for claim, name in claims.items()),
+        mounts=_items({"name": claims[claim], "mountPath": path} for claim, path in job.volumes),
+        shm=job.gpus > 1,
+        never=not of_operator,
+    )
+    # One worker that fails makes all others fail. If these counted together, each would double the wait for a restart.
+    failures = f"backoffLimitPerIndex: {job.restarts}\nmaxFailedIndexes: 0" if of_job else "backoffLimit: 0"
+    jobs = {
+        name: _filled(
+            "indexed_job", count=count, pod=pod, failures=failures, disrupted="Ignore" if of_job else "FailJob"
+        )
+        for name, count, pod in (("pserver_job", job.pservers, pserver), ("worker_job", job.workers, worker))
+    }
     return {
         **jobs,
-        "job_set": job_set,
+        "job_set": _filled(
+            "job_set_spec",
+            **jobs,
+            name=job.name,
+            worker=role,
+            trainer=of_trainer,
+            subdomain=not of_trainer,
+            restarts=job.restarts,
+        ),
         "pserver_pod": pserver,
         "worker_pod": worker,
         "all_restarts": job.restarts * job.workers + 1,
         "service_ports": _items({"name": name, "port": port, "targetPort": name} for name, port in ports.items()),
     }
-
-
-def _ports(job: KubernetesJob) -> dict[str, int]:
-    """A pserver's, by name. Data connections have no TLS."""
-    name, number = job.port
-    data = {} if job.tls_secret else {"data": number + 1}
-    return {name: number, **data, **({} if job.metrics_port is None else {"metrics": job.metrics_port})}
-
-
-def _pserver_pod(job: KubernetesJob, launch: Job, named: list[Json], ports: Mapping[str, int], restart: str) -> str:
-    arguments = launch.pserver_arguments("0.0.0.0", job.port[1], job.metrics_port)
-    if "data" in ports:
-        arguments += ["--data-port", str(ports["data"])]
-    if "metrics" in ports:
-        arguments += ["--metrics-host", "0.0.0.0"]
-    probe = "httpGet: {path: /healthz, port: metrics}"
-    if "metrics" not in ports:
-        probe = f"tcpSocket: {{port: {job.port[0]}}}"
-    return _pod(
-        job,
-        "pserver",
-        container=_TF_CONTAINER if job.form == "tfjob" else "pserver",
-        image=_text(job.pserver_image or job.image),
-        command=["tfps_pserver"],
-        args=arguments,
-        env=_items([*named, *_environment({**launch.pserver_variables(), **_tls_variables(job)})]),
-        ports=_items({"name": name, "containerPort": port} for name, port in ports.items()),
-        probe=probe,
-        resources=_resources(job.pserver_resources, {}),
-        restart=restart,
-    )
-
-
-def _worker_pod(job: KubernetesJob, place: list[Json], container: str, restart: str) -> str:
-    settings = {
-        **_tls_variables(job),
-        "TFPS_CONNECT_TIMEOUT_S": str(_CONNECT_TIMEOUT_S),
-        "PYTHONUNBUFFERED": "1",
-        **{name: _literal(value) for name, value in job.variables.items()},
-    }
-    names = {claim: f"volume-{index}" for index, claim in enumerate(dict(job.volumes))}  # each may have several paths
-    volumes = [{"name": name, "persistentVolumeClaim": {"claimName": claim}} for claim, name in names.items()]
-    mounts = [{"name": names[claim], "mountPath": path} for claim, path in job.volumes]
-    if job.gpus > 1:  # NCCL joins the GPUs of a pod through shared memory, of which pods have 64 MB
-        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
-        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
-    return _pod(
-        job,
-        "worker",
-        volumes,
-        mounts,
-        container=container,
-        image=_text(job.image),
-        command=[_literal(part) for part in job.command],
-        env=_items([*place, *_environment(settings)]),
-        resources=_resources(job.worker_resources, {job.gpu_resource: str(job.gpus)} if job.gpus else {}),
-        restart=restart,
-        **dict.fromkeys(("args", "ports", "probe"), ""),
-    )
-
-
-def _pod(
-    job: KubernetesJob, role: str, volumes: Sequence[Json] = (), mounts: Sequence[Json] = (), **values: Json
-) -> str:
-    """A template of pods with one container, which has the Secrets besides its `volumes` at its `mounts`."""
-    files = [("token", job.secret, str(_TOKEN_FILE.parent))]
-    if job.tls_secret:
-        files.append(("tls", job.tls_secret, _TLS_FOLDER))
-    kept = [{"name": name, "secret": {"secretName": secret, "defaultMode": 0o440}} for name, secret, _ in files]
-    mounted = [{"name": name, "mountPath": folder, "readOnly": True} for name, _, folder in files]
-    return _filled(
-        "pod",
-        labels=_labels(job, role),
-        not_root=job.user != 0,
-        user=job.user,
-        pserver=role == "pserver",
-        volumes=_items([*kept, *volumes]),
-        mounts=_items([*mounted, *mounts]),
-        **values,
-    )
 
 
 def _resources(requests: Mapping[str, str], gpus: Mapping[str, str]) -> Json:
@@ -461,11 +418,6 @@ def _environment(variables: Mapping[str, str]) -> list[Json]:
     return [{"name": name, "value": value} for name, value in variables.items()]
 
 
-def _tls_variables(job: KubernetesJob) -> dict[str, str]:
-    files = {"CA": "ca.crt", "CERT": "tls.crt", "KEY": "tls.key"} if job.tls_secret else {}
-    return {f"TFPS_TLS_{name}": f"{_TLS_FOLDER}/{file}" for name, file in files.items()}
-
-
 def _comment(job: KubernetesJob, argv: Sequence[str]) -> list[str]:
     """What somebody who has only the manifests must know."""
     place = f"kubectl -n {job.namespace}" if job.namespace else "kubectl"
@@ -473,7 +425,7 @@ def _comment(job: KubernetesJob, argv: Sequence[str]) -> list[str]:
     if job.generate_token:
         lines.append(f"The Secret {job.secret} has the job token in clear: do not commit this.")
     else:
-        key = _TOKEN_FILE.name
+        key = PurePath(_TOKEN_FILE).name
         lines += [
             f"The job token is in the Secret {job.secret}, which is not here. Make it once, for this job only:",
             f"  openssl rand -hex 32 | {place} create secret generic {job.secret} --from-file={key}=/dev/stdin",
