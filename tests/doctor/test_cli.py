@@ -30,6 +30,12 @@ from tools.netlab import Netlab
 SHORT_S = 0.1
 pytestmark = pytest.mark.usefixtures("near")
 SOCKETS = {"TFPS_SHARED_MEMORY": "0"}
+WITHOUT_TENSORFLOW = """
+import sys
+sys.modules.update(dict.fromkeys(("tensorflow", "keras", "rich"), None))
+from tfps.doctor.cli import main
+sys.exit(main())
+"""
 
 
 def look(*addresses: str, **environment: str) -> Report:
@@ -225,14 +231,6 @@ def test_the_bandwidth_of_a_link_of_100_mbit_is_found(
         assert all(80 <= mbit <= 120 for mbit in best[-1]), best
         assert checks["address"]["values"]["addresses"] == [one.address]
         assert "shared_memory" not in checks  # network namespaces count as hosts
-
-
-WITHOUT_TENSORFLOW = """
-import sys
-sys.modules.update(dict.fromkeys(("tensorflow", "keras", "rich"), None))
-from tfps.doctor.cli import main
-sys.exit(main())
-"""
 
 
 @pytest.fixture(autouse=True)

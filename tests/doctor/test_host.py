@@ -43,6 +43,8 @@ LIMITS = {
     "keras": ">=3.8",
 }
 GOOD = {"grpcio": "1.68.0", "protobuf": "7.1", "numpy": "2.0", "tensorflow": "2.18.0", "keras": "3.8"}
+ANSWER = """print("hello"); print('{"gpus": %d, "version": "2.20", "visible": %s}')"""
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
 
 
 @pytest.mark.parametrize(
@@ -172,9 +174,6 @@ def test_certificates_are_read(tmp_path: Path) -> None:
         assert (tls(wrong).status, tls(wrong).problem) == ("failed", "unusable")
 
 
-ANSWER = """print("hello"); print('{"gpus": %d, "version": "2.20", "visible": %s}')"""
-
-
 def asked(program: str, count: int, timeout_s: float = jobs.DEADLINE_S) -> Check:
     gpus = TensorFlowGpus(program)
     try:
@@ -223,9 +222,6 @@ def test_the_real_tensorflow_answers() -> None:
     finally:
         gpus.close()
     assert check.values["seen_by_tensorflow"] is not None
-
-
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
 
 
 @pytest.mark.parametrize(

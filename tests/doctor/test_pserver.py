@@ -50,6 +50,10 @@ from tfps.wire.shared_memory import Arena
 from tfps.wire.status import MemberStatus
 from tools.certificates import Authority, Certificate
 
+SHORT_S = 0.1
+pytestmark = pytest.mark.usefixtures("near")
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the command openssl")
+
 
 def test_another_protocol_version_fails_and_names_both() -> None:
     check = of_version(PROTOCOL_VERSION + 1, "9.0")
@@ -109,9 +113,6 @@ def test_each_reason_not_to_be_reached_has_its_advice(problem: str, says: str) -
     check = unreached(Unreached(problem, "text"), 7)
     assert (check.status, check.problem) == ("failed", problem)
     assert says in check.advice
-
-
-SHORT_S = 0.1
 
 
 def connected(cluster: Cluster, server: ParameterServer) -> Pserver:
@@ -210,10 +211,6 @@ def test_of_a_running_job_its_slowest_rank_is_told() -> None:
 
 def test_a_measurement_that_breaks_is_a_warning() -> None:
     assert broken_bandwidth(PserverLostError("gone")).advice == "the measurement broke: gone; see the pserver's log"
-
-
-pytestmark = pytest.mark.usefixtures("near")
-needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the command openssl")
 
 
 def client(

@@ -13,6 +13,22 @@ from tfps.doctor.report import Check, Group, Report, Status, lines, show
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OK = Check("tls", "ok", "off")
+HOST = Group("this host (h)", [Check("tls", "ok", "off"), Check("gpus", "skipped", "none")])
+BAD = Group(
+    "pserver p:1", [Check("port", "failed", "refused", "start it"), Check("job", "warning", "runs", "wait")], "p:1"
+)
+TEXT = """this host (h)
+  ok       tls            off
+  skipped  gpus           none
+
+pserver p:1
+  failed   port           refused
+  warning  job            runs
+
+A job would not run here. To do:
+  1. pserver p:1: start it
+  2. pserver p:1: wait
+"""
 
 
 def failed(advice: str, status: Status = "failed") -> Check:
@@ -78,24 +94,6 @@ def test_the_page_has_every_check_and_every_problem_that_the_package_names() -> 
                 problems |= {each for each in (given[0], *given[4:5]) if isinstance(each, str)}
     assert len(problems) > 30
     assert {each.replace(" ", "_") for each in problems} <= names
-
-
-HOST = Group("this host (h)", [Check("tls", "ok", "off"), Check("gpus", "skipped", "none")])
-BAD = Group(
-    "pserver p:1", [Check("port", "failed", "refused", "start it"), Check("job", "warning", "runs", "wait")], "p:1"
-)
-TEXT = """this host (h)
-  ok       tls            off
-  skipped  gpus           none
-
-pserver p:1
-  failed   port           refused
-  warning  job            runs
-
-A job would not run here. To do:
-  1. pserver p:1: start it
-  2. pserver p:1: wait
-"""
 
 
 def test_each_check_is_a_line_and_the_end_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,17 @@ from tfps.errors import ConfigError
 from tfps.launch.cluster_spec import Cluster, Ranks, locate, ranks_of
 
 PMIX = {"PMIX_RANK": "1", "PMIX_NAMESPACE": "j"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_RANK": "3",
+    "PMIX_NAMESPACE": "job",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
+STEP = {**BATCH, "SLURM_PROCID": "2", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}
 
 
 def test_processes_of_pmix_that_are_to_train_alone_do() -> None:
@@ -32,19 +43,6 @@ def test_a_number_of_workers_that_the_rank_of_pmix_exceeds_is_refused(pservers: 
 def test_a_rank_that_somebody_names_wins_over_that_of_pmix() -> None:
     found = locate(["x:1"], {"PMIX_RANK": "3", "TFPS_RANK": "0", "TFPS_WORKERS": "2"})
     assert found == Cluster(("x:1",), 0, 2)
-
-
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_RANK": "3",
-    "PMIX_NAMESPACE": "job",
-}
-MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
-STEP = {**BATCH, "SLURM_PROCID": "2", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}
 
 
 def test_open_mpi_says_all() -> None:

@@ -16,6 +16,10 @@ from tfps.config import Launch
 from tfps.errors import ConfigError
 from tfps.launch.job import Host, Job, Placement, has_only_ipv6, lasting_secret_file, parse_hosts, secret_file
 
+on_linux = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="only Linux has files that end with a process"
+)
+
 
 def test_a_worker_reads_its_place_from_the_variables() -> None:
     job = Job("train", 3, token_file="/run/token").at(["a:1", "[::1]:2"])
@@ -76,11 +80,6 @@ def test_only_what_is_known_to_have_ipv6_alone_counts_as_such() -> None:
         False,
         False,
     ]
-
-
-on_linux = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="only Linux has files that end with a process"
-)
 
 
 def test_only_this_user_reads_it_and_only_for_a_while() -> None:

@@ -15,6 +15,9 @@ from tfps.launch.cli import hints
 from tfps.launch.job import Host, Placement
 from tfps.launch.options import Plan, parse
 
+HERE = Placement(("localhost",) * 2, ("localhost",) * 2)
+ELSEWHERE = Placement.of([Host("a", 2), Host("b", 1)], 1)
+
 
 def test_hosts_say_how_many_workers_there_are() -> None:
     plan = parse(["--hosts", "a:4,b:2", "--pservers-per-host", "2", "--ssh", "ssh -p 2222", "a.py", "x"])
@@ -61,10 +64,6 @@ def test_variables_are_chosen_by_name_or_with_a_value() -> None:
 def test_a_variable_that_is_not_set_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--env A: there is no such variable here; set it, or write --env A=VALUE"):
         Plan("a.py", variables=("A",)).chosen({})
-
-
-HERE = Placement(("localhost",) * 2, ("localhost",) * 2)
-ELSEWHERE = Placement.of([Host("a", 2), Host("b", 1)], 1)
 
 
 def test_what_a_worker_is_told_asks_for_a_capture_of_some_steps_in_that_directory() -> None:

@@ -21,6 +21,8 @@ from tfps.launch.supervisor import Beats, Command, RemoteInput, Supervisor
 from tfps.launch.terminal import Console, LineAssembler, plain
 
 pytestmark = launching.NEEDS_POSIX
+pytestmark = launching.NEEDS_POSIX
+Ends = tuple[IO[bytes], IO[bytes]]  # of a pipe: to read, to write
 
 
 def test_every_line_says_where_it_comes_from(write_script: WriteScript) -> None:
@@ -242,11 +244,6 @@ def test_when_nobody_reads_any_more_all_end(write_script: WriteScript, start: Ca
     assert running.popen.stderr is not None
     assert "Traceback" not in running.popen.stderr.read().replace("[worker", "")
     assert not running.survivors()
-
-
-pytestmark = launching.NEEDS_POSIX
-
-Ends = tuple[IO[bytes], IO[bytes]]  # of a pipe: to read, to write
 
 
 @pytest.fixture

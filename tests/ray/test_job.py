@@ -31,6 +31,8 @@ from tfps.ray.job import (
 from tfps.types import Argument
 from tfps.wire.job_token import JobToken
 
+SECRET = "the-token-of-this-job-0123456789"
+
 
 def test_each_node_that_has_workers_gets_one_pserver() -> None:
     assert spread(["b", "b", "a", "c", "a"], None) == ["b", "a", "c"]
@@ -97,9 +99,6 @@ def test_places_that_ray_would_refuse_without_naming_an_argument_are_refused(
 def test_a_wait_has_an_end(timeout_s: Argument) -> None:
     with pytest.raises(ConfigError, match=r"^start_timeout_s must be a positive number of seconds, got "):
         check_timeout(timeout_s)
-
-
-SECRET = "the-token-of-this-job-0123456789"
 
 
 @pytest.fixture

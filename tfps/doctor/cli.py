@@ -30,6 +30,7 @@ _AT_ONCE = 32  # pservers
 _WAIT_S = 0.5
 _T = TypeVar("_T")
 HOW = "none given: tfps_doctor HOST:PORT ..., TFPS_PSERVERS or TF_CONFIG name them"
+_MAX_TIMEOUT_S = 600.0
 
 
 def examine(
@@ -149,9 +150,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-_MAX_TIMEOUT_S = 600.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -29,6 +29,26 @@ from tfps.wire.shared_memory import Arena
 
 _NEEDED = ("grpcio", "protobuf", "numpy")  # everywhere
 _TENSORFLOW = ("tensorflow", "tensorflow-cpu")  # either of these
+_NOWHERE = "127.0.0.1:1"  # a channel connects when it is used, which this one is not
+IMPORT_S = 120.0  # for TensorFlow to be imported on a busy machine
+_WAIT_S = 0.5
+_ASK = """
+import json, os
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+import tensorflow as tf
+names = [device.name for device in tf.config.list_physical_devices("GPU")]
+print(json.dumps({"gpus": len(names), "version": tf.__version__, "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}))
+"""
+_FILES, _FILES_PER_PEER = 128, 4  # that a process opens by itself, and for each worker or pserver
+_USUAL_FILES = 1024
+_LOW_BYTES = 2**30
+GIB = 2**30
+_CGROUP = Path("/sys/fs/cgroup")
+# Of version 2 and of version 1: limit, what is used, statistics, and which of these are pages that the system can drop.
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
 
 
 def side_of(version: str, limits: SpecifierSet) -> int:
@@ -110,9 +130,6 @@ def _installed() -> dict[str, str]:
     return found
 
 
-_NOWHERE = "127.0.0.1:1"  # a channel connects when it is used, which this one is not
-
-
 def settings(environment: Mapping[str, str]) -> tuple[Config, Check]:
     """The settings in `TFPS_...` variables; the defaults if they are malformed."""
     try:
@@ -155,17 +172,6 @@ def tls(security: Security) -> Check:
         return Check("tls", "failed", "files cannot be used", str(error), "unusable", {"on": True})
     own = "with a certificate" if security.tls_cert else "without a certificate"
     return Check("tls", "ok", f"on, {own} of this host: slices go through gRPC", values={"on": True})
-
-
-IMPORT_S = 120.0  # for TensorFlow to be imported on a busy machine
-_WAIT_S = 0.5
-_ASK = """
-import json, os
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-import tensorflow as tf
-names = [device.name for device in tf.config.list_physical_devices("GPU")]
-print(json.dumps({"gpus": len(names), "version": tf.__version__, "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}))
-"""
 
 
 class TensorFlowGpus:
@@ -237,18 +243,6 @@ def _answer(output: str) -> Json | None:
 
 def _values(count: int, seen: int | None) -> dict[str, Json]:
     return {"visible": count, "seen_by_tensorflow": seen}
-
-
-_FILES, _FILES_PER_PEER = 128, 4  # that a process opens by itself, and for each worker or pserver
-_USUAL_FILES = 1024
-_LOW_BYTES = 2**30
-GIB = 2**30
-_CGROUP = Path("/sys/fs/cgroup")
-# Of version 2 and of version 1: limit, what is used, statistics, and which of these are pages that the system can drop.
-_CGROUP_FILES = (
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-)
 
 
 def open_files(peers: int, limit: int | None = None) -> Check:

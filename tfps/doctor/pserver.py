@@ -29,6 +29,14 @@ from tfps.wire.tls import diagnose
 
 _FAR_S = 0.02  # beyond this hosts are hardly in one data centre
 _CLOCKS_S = 1.0  # by which times of day may differ
+_AGAIN_S = 0.1  # between two attempts, while another client measures
+_LEAST_BUSY_S = 0.02  # of a running job, to say something
+_SLOW = 0.5  # of the median of all pservers
+_MTU = (
+    "calls are answered, but bulk data does not arrive. Look at the MTU of the path: ping -M do -s 1472 HOST gets no "
+    "answer where it is below 1500"
+)
+_BUSY = ("joining", "running", "ending")
 
 
 def unreached(found: Unreached, port: int) -> Check:
@@ -114,15 +122,6 @@ def clock(found: Compared) -> Check:
         return Check("clock", "ok", text, values=values)
     advice = f"times of day differ by {abs(wall_s):.3g} s, logs do not fit and certificates may seem invalid: use NTP"
     return Check("clock", "warning", text, advice, "differs", values)
-
-
-_AGAIN_S = 0.1  # between two attempts, while another client measures
-_LEAST_BUSY_S = 0.02  # of a running job, to say something
-_SLOW = 0.5  # of the median of all pservers
-_MTU = (
-    "calls are answered, but bulk data does not arrive. Look at the MTU of the path: ping -M do -s 1472 HOST gets no "
-    "answer where it is below 1500"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,9 +229,6 @@ def broken_bandwidth(error: TfpsError | OSError) -> Check:
     """A measurement that broke, although small calls are answered."""
     advice = f"the measurement broke: {error}; see the pserver's log"
     return Check("bandwidth", "warning", "broke", advice, "broken")
-
-
-_BUSY = ("joining", "running", "ending")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 Status = Literal["ok", "skipped", "warning", "failed"]
 _TO_DO: tuple[Status, ...] = ("failed", "warning")  # in order of importance
+_COLORS = {"ok": "green", "skipped": "dim", "warning": "yellow", "failed": "bold red"}
+_STATUS, _NAME = 8, 14  # columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +111,6 @@ class Report:
             ],
             "to_do": self.to_do(),
         }
-
-
-_COLORS = {"ok": "green", "skipped": "dim", "warning": "yellow", "failed": "bold red"}
-_STATUS, _NAME = 8, 14  # columns
 
 
 def lines(report: Report) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 Interval = tuple[int, int]
 Intervals = list[Interval]
+NEGLIGIBLE = 0.03  # of a step
 
 
 def union(found: Iterable[Interval]) -> Intervals:
@@ -79,9 +80,6 @@ def difference(one: Intervals, other: Intervals) -> Intervals:
         if begin < end:
             found.append((begin, end))
     return found
-
-
-NEGLIGIBLE = 0.03  # of a step
 
 
 class StepTimes(NamedTuple):

@@ -31,6 +31,9 @@ from tfps.types import Json
 
 _SHOWN_INVERSIONS = 0.05  # of all messages
 _UNEVEN = 1.3  # times the mean of the others
+_NETWORK = "the network: messages of the waiting worker are on the wire"
+_MEMORY = "the exchange on this one host: messages of the waiting worker are under way"
+_LOOPBACK = ("127.", "localhost:", "[::1]:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,11 +330,6 @@ class _Summarizer:
             causes[cause] += total(intersection(left, times))
             left = difference(left, times)
         causes["pservers and queues, with nothing on the wire"] += total(left)
-
-
-_NETWORK = "the network: messages of the waiting worker are on the wire"
-_MEMORY = "the exchange on this one host: messages of the waiting worker are under way"
-_LOOPBACK = ("127.", "localhost:", "[::1]:")
 
 
 def _on_one_host(capture: Capture) -> bool:
