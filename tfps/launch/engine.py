@@ -1,4 +1,4 @@
-"""Where the processes of a job run: on this machine, or on hosts that an engine reaches. An engine is one module."""
+"""Where the processes of a job run: on this machine, or on hosts that ssh reaches; or srun (`tfps.launch.slurm`)."""
 
 from __future__ import annotations
 

@@ -122,7 +122,10 @@ def _job(name: str, ranks: Ranks, token: str, token_file: str) -> Job:
 
 def _place(ranks: Ranks) -> list[Json]:
     """The place of a process among those of its host, if known, and what only its host is called."""
-    return [ranks.local_rank, socket.gethostname() + Path("/proc/sys/kernel/random/boot_id").read_text("ascii")]
+    host = socket.gethostname()
+    with contextlib.suppress(OSError):  # some containers hide it
+        host += Path("/proc/sys/kernel/random/boot_id").read_text("ascii")
+    return [ranks.local_rank, host]
 
 
 def first_of_hosts(places: Mapping[int, Json]) -> set[int]:
