@@ -70,7 +70,7 @@ def test_among_several_hosts_none_is_called_as_each_calls_itself(name: str) -> N
 def test_ranks_of_a_host_are_neighbors() -> None:
     placement = Placement.of([Host("a", 2), Host("b", 1)], pservers_per_host=2)
     assert placement == Placement(("a", "a", "b"), ("a", "a", "b", "b"))
-    assert [placement.neighbors(rank) for rank in range(3)] == [(0, 2), (1, 2), (0, 1)]
+    assert [placement.local_rank(rank) for rank in range(3)] == [(0, 2), (1, 2), (0, 1)]
 
 
 def test_only_what_is_known_to_have_ipv6_alone_counts_as_such() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tfps.errors import ConfigError
-from tfps.launch.job import LOOPBACK, READY, START_S, Job, Placement, secret_file
+from tfps.launch.job import LOOPBACK, READY, START_S, Job, LocalRank, Placement, secret_file
 from tfps.launch.options import Plan, parse
 
 if TYPE_CHECKING:
@@ -63,15 +63,15 @@ def with_token(plan: Plan, environment: Mapping[str, str]) -> Iterator[Plan]:
         yield replace(plan, token_file=path)
 
 
-def worker_task(plan: Plan, rank: int, job: Job, among: tuple[int, int]) -> Task:
-    """What runs as one worker, the place of which `among` those of its host is told."""
+def worker_task(plan: Plan, rank: int, job: Job, local_rank: LocalRank) -> Task:
+    """What runs as one worker."""
     from tfps.launch.engine import Task
 
     program = ["-m", plan.script] if plan.is_module else [plan.script]
     colour = _WORKER_COLOURS[rank % len(_WORKER_COLOURS)]
     argv = (sys.executable, *program, *plan.args)
     variables = {**job.worker_variables(rank), **plan.trace_variables}
-    return Task(f"worker {rank}", argv, variables, colour, among)
+    return Task(f"worker {rank}", argv, variables, colour, local_rank)
 
 
 def pserver_task(plan: Plan, index: int, job: Job, host: str) -> Task:
@@ -176,7 +176,7 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> Outcome:
     job = job.at([addresses[index] for index in range(len(pservers))])
     workers = [
         # Rank 0 shows the progress bar, so it gets a terminal if there is one. On another host there is none.
-        start(host, worker_task(plan, rank, job, place.neighbors(rank)), terminal=rank == 0 and is_local)
+        start(host, worker_task(plan, rank, job, place.local_rank(rank)), terminal=rank == 0 and is_local)
         for rank, host in enumerate(place.workers)
     ]
     failed: list[Process] = []

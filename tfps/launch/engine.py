@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tfps.launch.gpus import share_of_gpus
-from tfps.launch.job import LOOPBACK, Placement, has_only_ipv6
+from tfps.launch.job import LOOPBACK, LocalRank, Placement, has_only_ipv6
 from tfps.launch.remote import Request
 from tfps.launch.supervisor import Command
 
@@ -54,14 +54,14 @@ class Task:
     Args:
         name: as shown: "worker 0".
         variables: of its environment, besides those of its host.
-        among: a worker's place among those of its host, and their number: they share its GPUs. None: not a worker.
+        local_rank: None: not a worker.
     """
 
     name: str
     argv: tuple[str, ...]
     variables: Mapping[str, str]
     colour: int
-    among: tuple[int, int] | None = None
+    local_rank: LocalRank | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Local(Engine):
         }
         # Unbuffered: lines are shown as they are written.
         variables = {"PYTHONUNBUFFERED": "1", **QUIET, **kept, **self.chosen, **task.variables}
-        return Command(task.name, task.argv, {**variables, **share_of_gpus(variables, task.among)}, task.colour)
+        return Command(task.name, task.argv, {**variables, **share_of_gpus(variables, task.local_rank)}, task.colour)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Remote(Engine):
         }
         variables = {**QUIET, **carried, **self.chosen, **task.variables}
         request = Request(
-            task.argv, self.directory, variables, self.grace_s, task.among, self.token, silence_s=SILENCE_S
+            task.argv, self.directory, variables, self.grace_s, task.local_rank, self.token, silence_s=SILENCE_S
         )
         python = [sys.executable, "-m", "tfps.launch.remote"]
         if path := self.environment.get("PYTHONPATH"):

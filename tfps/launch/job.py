@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tfps.config import check_host_name
 from tfps.errors import ConfigError
@@ -84,6 +85,13 @@ class Host:
     workers: int = 1
 
 
+class LocalRank(NamedTuple):
+    """A worker's place among those of its host, which share its GPUs, and their number."""
+
+    rank: int
+    workers: int
+
+
 @dataclass(frozen=True)
 class Placement:
     """The hosts of a job's processes: of each worker by rank, of each pserver by index."""
@@ -97,10 +105,10 @@ class Placement:
         workers = [host.name for host in hosts for _ in range(host.workers)]
         return cls(tuple(workers), tuple(host.name for host in hosts for _ in range(pservers_per_host)))
 
-    def neighbors(self, rank: int) -> tuple[int, int]:
-        """The place of worker `rank` among those of its host, and their number."""
+    def local_rank(self, rank: int) -> LocalRank:
+        """The place of worker `rank` among those of its host."""
         same = [other for other, host in enumerate(self.workers) if host == self.workers[rank]]
-        return same.index(rank), len(same)
+        return LocalRank(same.index(rank), len(same))
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
