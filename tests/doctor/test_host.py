@@ -60,6 +60,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
         ("2.9", -1),
         ("2.18.0rc1", 0),
         ("2.22.0rc1", 1),
+        ("custom", 1),
     ],
 )
 def test_a_version_is_older_within_or_newer(version: str, side: int) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from tfps.config import Config, Security, unknown_variables
 from tfps.doctor.report import Check
@@ -52,8 +52,11 @@ _CGROUP_FILES = (
 
 
 def side_of(version: str, limits: SpecifierSet) -> int:
-    """-1 if `version` is older than `limits` allow, 1 if it is newer, else 0. Of 2.21.0rc1 that is 2.21.0's side."""
-    own = Version(version).base_version
+    """-1 if `version` is older than `limits` allow, 1 if newer (or no version), else 0. 2.22.0rc1 is as 2.22.0."""
+    try:
+        own = Version(version).base_version
+    except InvalidVersion:
+        return 1
     outside = [each.operator for each in limits if own not in each]
     return 0 if not outside else -1 if outside[0] in (">=", ">", "==", "~=") else 1
 
