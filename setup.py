@@ -25,7 +25,6 @@ METRICS = ["prometheus-client>=0.20"]
 CONSOLE = ["rich>=13"]
 TENSORBOARD = ["tensorboard>=2.18"]
 DOCS = ["mkdocs-material>=9.5"]
-KUBERNETES = ["pyyaml>=6.0.1"]
 # With some fifty others: not for every .venv. twine renders Markdown with readme-renderer[md] only.
 RELEASE = ["ipykernel>=6.29", "nbclient>=0.10", "readme-renderer[md]>=44", "twine>=6"]
 # Heavy: for tests/models only, which is skipped without.
@@ -37,13 +36,13 @@ TEST = [
     *METRICS,
     *CONSOLE,
     *TENSORBOARD,
-    *KUBERNETES,
     "hypothesis>=6.100",
     "kubernetes-validate>=1.37",
     "psutil>=5.9",
     "pytest>=8.2",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.5",
+    "pyyaml>=6.0.1",
     "selenium>=4.15",
 ]
 
@@ -69,8 +68,13 @@ setup(
     license_expression="Apache-2.0",
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["tfps", "tfps.*"]),
-    package_data={"tfps": ["py.typed"], "tfps.protos": ["*.pyi"], "tfps.tensorboard": ["static/*"]},
-    install_requires=["grpcio>=1.68", "protobuf>=3.20.3", "numpy>=1.26"],
+    package_data={
+        "tfps": ["py.typed"],
+        "tfps.protos": ["*.pyi"],
+        "tfps.launch": ["templates/*.yaml"],
+        "tfps.tensorboard": ["static/*"],
+    },
+    install_requires=["grpcio>=1.68", "protobuf>=3.20.3", "numpy>=1.26", "packaging>=22"],
     extras_require={
         "tensorflow": [f"tensorflow{TENSORFLOW}", KERAS],
         "cpu": [f"tensorflow-cpu{TENSORFLOW}; {HAS_CPU_WHEEL}", f"tensorflow{TENSORFLOW}; {NO_CPU_WHEEL}", KERAS],
@@ -79,7 +83,6 @@ setup(
         "console": CONSOLE,
         "tensorboard": TENSORBOARD,
         "docs": DOCS,
-        "kubernetes": KUBERNETES,
         "release": RELEASE,
         "models": MODELS,
         "mpi": MPI,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tfps.launch.manifests import PORT, KubernetesJob
+from tfps.launch.kubernetes import PORT, KubernetesJob
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "deploy" / "docker").glob("*.Dockerfile"))

@@ -14,7 +14,7 @@ from itertools import pairwise
 from tfps.errors import ConfigError, TfpsError
 from tfps.trace import capture_file
 from tfps.trace.capture import Capture, Span
-from tfps.trace.intervals import difference, total, union
+from tfps.trace.step_times import difference, total, union
 from tfps.types import Json
 
 FOLDER = pathlib.Path(__file__).resolve().parent / "profiles"

@@ -20,7 +20,7 @@ fi
 # belongs to it until it is named here.
 slow=(
     tests/{doctor,graph,input,integration,keras_hooks,ray,runtime,strategy,tensorboard,tools}
-    tests/launch/test_{cli,kubernetes,meet_by_mpi,meet_on_host,meeting,remote,slurm,ssh,ssh_failures,supervisor,terminal}.py
+    tests/launch/test_{cli,kubernetes,options,remote,rendezvous,slurm,ssh,ssh_failures,supervisor,terminal}.py
     tests/pserver/test_{cli,console,measuring,security,strangers}.py
     tests/test_{api,callbacks,doc_blocks,errors,packaging,private_names,site,versions}.py
 )

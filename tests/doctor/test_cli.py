@@ -1,26 +1,236 @@
-"""`tfps_doctor`: exit codes, JSON, a host without TensorFlow, Ctrl-C."""
+"""`tfps_doctor`: whole examinations and the command."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import signal
 import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 
 import jobs
+import numpy as np
 import pytest
-from guarded import OTHER, SECRET
+from guarded import OTHER, SECRET, SUM, settings
 from jobs import Cluster
+from measured import enough
 
 from tfps.config import Security
-from tfps.doctor.cli import main
+from tfps.doctor.cli import HOW, examine, main
+from tfps.doctor.report import Check, Report
+from tfps.worker.worker import Worker
+from tools import netlab
+from tools.netlab import Netlab
 
+SHORT_S = 0.1
+pytestmark = pytest.mark.usefixtures("near")
+SOCKETS = {"TFPS_SHARED_MEMORY": "0"}
 WITHOUT_TENSORFLOW = """
 import sys
 sys.modules.update(dict.fromkeys(("tensorflow", "keras", "rich"), None))
 from tfps.doctor.cli import main
 sys.exit(main())
 """
+
+
+def look(*addresses: str, **environment: str) -> Report:
+    return examine(addresses, timeout_s=jobs.DEADLINE_S, seconds=SHORT_S, ask_tensorflow=False, environment=environment)
+
+
+def of_host(report: Report) -> dict[str, Check]:
+    return {check.name: check for check in report.groups[0].checks}
+
+
+def of_pserver(report: Report, index: int = 0) -> dict[str, Check]:
+    return {check.name: check for check in report.groups[1 + index].checks}
+
+
+def test_without_pservers_this_host_is_checked_and_told_how_to_give_some() -> None:
+    report = look()
+    assert report.healthy
+    assert len(report.groups) == 1
+    assert (of_host(report)["pservers"].status, of_host(report)["pservers"].text) == ("skipped", HOW)
+
+
+def test_pservers_come_from_the_arguments_the_launcher_or_tf_config(cluster: Cluster) -> None:
+    first, second = cluster.pservers(2, 2)
+    tasks = {"cluster": {"worker": ["a:1", "b:1"], "ps": [second]}, "task": {"type": "worker", "index": 1}}
+    both = {"TFPS_PSERVERS": first, "TF_CONFIG": json.dumps(tasks)}
+    assert [group.address for group in look(TF_CONFIG=both["TF_CONFIG"]).groups[1:]] == [second]
+    assert [group.address for group in look(**both).groups[1:]] == [first]
+    assert [group.address for group in look(second, first, **both).groups[1:]] == [second, first]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "environment", "says"),
+    [
+        (["h"], {}, "a pserver address must be 'host:port' with a port from 1 to 65535, got 'h'"),
+        (["h:1", "h:1"], {}, "pservers must be different addresses, got h:1, h:1"),
+        ([], {"TF_CONFIG": "{"}, "TF_CONFIG must be JSON"),
+        ([], {"TF_CONFIG": '{"cluster": {"ps": ["h:1"]}, "task": {"type": "ps", "index": 0}}'}, "run `tfps_pserver"),
+    ],
+)
+def test_what_a_strategy_would_refuse_fails(addresses: list[str], environment: dict[str, str], says: str) -> None:
+    report = look(*addresses, **environment)
+    assert not report.healthy
+    assert of_host(report)["pservers"].problem == "malformed"
+    assert any(says in line for line in report.to_do())
+
+
+def test_settings_that_contradict_each_other_fail() -> None:
+    report = look(TFPS_TLS_CA="ca.pem", TFPS_TRANSPORT="tcp")
+    assert of_host(report)["security"].status == "failed"
+    assert not report.healthy
+
+
+def test_a_token_given_as_an_argument_wins(cluster: Cluster, files: dict[str, str]) -> None:
+    server = cluster.pserver(1, security=Security(token_file=files[SECRET]))
+    environment = {"TFPS_TOKEN_FILE": files[OTHER]}
+    report = examine(
+        [server.address], token_file=files[SECRET], seconds=SHORT_S, ask_tensorflow=False, environment=environment
+    )
+    assert report.healthy
+    assert not look(server.address, **environment).healthy
+
+
+def test_each_pserver_is_looked_at_although_others_cannot_be_reached(cluster: Cluster) -> None:
+    good, closed = cluster.pserver(1).address, f"127.0.0.1:{jobs.unused_ports(1)}"
+    report = look(closed, good, **SOCKETS)
+    assert not report.healthy
+    assert of_pserver(report, 0)["port"].problem == "refused"
+    assert of_pserver(report, 1)["bandwidth"].values["path"] == "tcp"
+    assert report.to_do()[0].startswith(f"pserver {closed}: nothing listens")
+
+
+def test_two_pservers_are_measured_one_after_the_other(cluster: Cluster) -> None:
+    addresses = cluster.pservers(2, 1)
+
+    def attempt(seconds: float) -> float:
+        report = examine(addresses, seconds=seconds, ask_tensorflow=False, environment=SOCKETS)
+        found = [of_pserver(report, index)["bandwidth"].values for index in (0, 1)]
+        return float(min(each[f"{direction}_bytes_per_s"] for each in found for direction in ("push", "pull")))
+
+    assert enough(attempt) > 1e5
+
+
+def test_gpus_are_those_that_a_worker_would_see() -> None:
+    assert of_host(look(CUDA_VISIBLE_DEVICES="0,3"))["gpus"].values == {"visible": 2, "seen_by_tensorflow": None}
+
+
+def test_threads_do_not_stay(cluster: Cluster) -> None:
+    address = cluster.pserver(1).address
+    look(address)
+    jobs.poll(lambda: not [each for each in threading.enumerate() if each.name.startswith("tfps-doctor")])
+
+
+# A job that runs
+
+
+@contextlib.contextmanager
+def stepping(workers: list[Worker]) -> Iterator[list[int]]:
+    """Two workers that sum, step after step, and check what they get: the steps so far."""
+    over, steps = threading.Event(), [0, 0]
+
+    def train(rank: int) -> None:
+        while True:  # until both see that one is over: who stopped alone would leave the other waiting
+            pushed = np.full(10_000, (rank + 1) * (steps[rank] % 1000), np.float32)
+            pushed[0] = over.is_set()
+            found = jobs.summed(jobs.push(workers[rank], 0, pushed).wait())
+            assert set(found[1:].tolist()) == {3 * (steps[rank] % 1000)}
+            steps[rank] += 1
+            if found[0]:
+                return
+
+    errors: list[Exception] = []
+
+    def caught(rank: int) -> None:
+        try:
+            train(rank)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=caught, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield steps
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(jobs.DEADLINE_S)
+    assert not errors
+    assert steps[0] == steps[1]
+
+
+def test_a_running_job_goes_on_before_during_and_after_and_its_sums_are_right(
+    cluster: Cluster, files: dict[str, str]
+) -> None:
+    servers = [cluster.pserver(2, security=Security(token_file=files[SECRET])) for _ in range(2)]
+    free = cluster.pserver(2, security=Security(token_file=files[SECRET]))
+    addresses = [server.address for server in servers]
+    workers = cluster.workers(addresses, 2, config=settings(files[SECRET], transport="tcp"))
+    jobs.declare(workers, SUM)
+    environment = {"TFPS_TOKEN_FILE": files[SECRET], **SOCKETS}
+    with stepping(workers) as steps:
+
+        def beyond(step: int) -> bool:
+            return min(steps) > step
+
+        jobs.poll(functools.partial(beyond, 5))
+        for _ in range(2):
+            before = min(steps)
+            report = look(*addresses, free.address, **environment)
+            jobs.poll(functools.partial(beyond, before + 5))
+            for index in range(2):
+                assert of_pserver(report, index)["job"].problem == "busy"
+                assert of_pserver(report, index)["bandwidth"].status == "skipped"
+            assert "not measured: there is a job" in of_pserver(report, 2)["bandwidth"].text
+            assert report.healthy
+    for server in servers:
+        status = server.status()
+        assert (status.job.state, status.jobs, status.errors) == ("running", 1, ())
+        assert len(status.job.members) == 2
+    assert [pserver.status().jobs for pserver in (free,)] == [0]
+
+
+# A link
+
+
+@pytest.mark.long
+@pytest.mark.skipif(netlab.unavailable() is not None, reason=str(netlab.unavailable()))
+@pytest.mark.parametrize("transport", ["tcp", "grpc"])
+def test_the_bandwidth_of_a_link_of_100_mbit_is_found(
+    transport: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(netlab, "ATTEMPTS", 20)
+    environment = {"PYTHONPATH": str(jobs.ROOT), "PYTHONUNBUFFERED": "1", "TFPS_TOKEN_FILE": files[SECRET]}
+    with Netlab(2, 100) as lab:
+        lab.probe()
+        one, two = lab.hosts
+        serve = [sys.executable, "-m", "tfps.cli", "--workers=1", "--port=7070"]
+        server = one.popen(serve, env=environment, stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
+        assert server.stdout.readline().startswith("tfps_pserver ready at ")
+        ask = [sys.executable, "-m", "tfps.doctor", f"{one.address}:7070", "--json", "--no-tensorflow"]
+        best = []
+        for _ in range(3):  # a busy machine spoils some measurements
+            doctor = two.popen(ask, env={**environment, "TFPS_TRANSPORT": transport}, stdout=subprocess.PIPE, text=True)
+            output, _ = doctor.communicate(timeout=jobs.DEADLINE_S)
+            assert doctor.returncode == 0, output
+            checks = {check["check"]: check for check in json.loads(output)["pservers"][0]["checks"]}
+            rates = checks["bandwidth"]["values"]
+            assert rates["path"] == transport
+            best.append([rates[f"{direction}_bytes_per_s"] * 8 / 1e6 for direction in ("push", "pull")])
+            if all(80 <= mbit <= 120 for mbit in best[-1]):
+                break
+        assert all(80 <= mbit <= 120 for mbit in best[-1]), best
+        assert checks["address"]["values"]["addresses"] == [one.address]
+        assert "shared_memory" not in checks  # network namespaces count as hosts
 
 
 @pytest.fixture(autouse=True)

@@ -1,18 +1,228 @@
-"""This host: open files, memory, memory to share."""
+"""What is said of this host: versions, settings, token and certificates, GPUs, open files, memory."""
 
 from __future__ import annotations
 
+import os
+import platform
 import resource
+import shutil
 import sys
 from pathlib import Path
 
+import jobs
 import pytest
+from guarded import SECRET
+from packaging.specifiers import SpecifierSet
 
-from tfps.config import Config
-from tfps.doctor.host import available_bytes, container_available_bytes, memory, open_files, shared_memory
+from tfps.config import Config, Security
+from tfps.doctor.host import (
+    TensorFlowGpus,
+    available_bytes,
+    container_available_bytes,
+    gpus_without_tensorflow,
+    memory,
+    open_files,
+    settings,
+    shared_memory,
+    side_of,
+    supported,
+    tls,
+    token,
+    versions,
+)
+from tfps.doctor.report import Check
 from tfps.wire.memory import machine_bytes
+from tools.certificates import Authority
 
+LIMITS = {
+    "python": ">=3.10,<3.14",
+    "grpcio": ">=1.68",
+    "protobuf": ">=3.20.3",
+    "numpy": ">=1.26",
+    "tensorflow": "<2.22,>=2.18",
+    "keras": ">=3.8",
+}
+GOOD = {"grpcio": "1.68.0", "protobuf": "7.1", "numpy": "2.0", "tensorflow": "2.18.0", "keras": "3.8"}
+ANSWER = """print("hello"); print('{"gpus": %d, "version": "2.20", "visible": %s}')"""
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+
+
+@pytest.mark.parametrize(
+    ("version", "side"),
+    [
+        ("2.17.1", -1),
+        ("2.18", 0),
+        ("2.18.0", 0),
+        ("2.21.3", 0),
+        ("2.22.0", 1),
+        ("2.22", 1),
+        ("3.0", 1),
+        ("2.9", -1),
+        ("2.18.0rc1", 0),
+        ("2.22.0rc1", 1),
+        ("custom", 1),
+    ],
+)
+def test_a_version_is_older_within_or_newer(version: str, side: int) -> None:
+    assert side_of(version, SpecifierSet(">=2.18,<2.22")) == side
+
+
+def test_without_limits_everything_is_supported() -> None:
+    assert side_of("0.1", SpecifierSet()) == 0
+
+
+def test_limits_are_read_from_requirements() -> None:
+    found = supported(["grpcio>=1.68", 'tensorflow<2.22,>=2.18; extra == "x"', "numpy (>=1.26)", "Keras"])
+    assert found == {"grpcio": ">=1.68", "tensorflow": "<2.22,>=2.18", "numpy": ">=1.26", "keras": ""}
+
+
+def test_what_is_installed_here_is_supported() -> None:
+    found = {check.name: check for check in versions()}
+    assert found["python"].values["version"] == platform.python_version()
+    assert all(found[name].values["supported"] for name in ("python", "grpcio", "protobuf", "numpy", "tensorflow"))
+    assert all(check.status == "ok" for check in found.values())
+
+
+def test_what_is_too_old_fails_what_is_newer_is_a_warning() -> None:
+    found = {each.name: each for each in versions({**GOOD, "tensorflow": "2.17.0", "keras": "3.7"}, LIMITS, "3.14.1")}
+    assert (found["tensorflow"].status, found["tensorflow"].problem) == ("failed", "old")
+    assert found["tensorflow"].advice == 'tensorflow 2.17.0 is too old: pip install "tensorflow<2.22,>=2.18"'
+    assert found["keras"].status == "failed"
+    assert (found["python"].status, found["python"].problem) == ("warning", "new")
+    assert "install Python >=3.10,<3.14" in found["python"].advice
+
+
+def test_what_is_needed_and_missing_fails() -> None:
+    found = {each.name: each for each in versions({"tensorflow-cpu": "2.20"}, {**LIMITS, "tensorflow-cpu": ">=2.18"})}
+    assert [found[name].problem for name in ("grpcio", "protobuf", "numpy", "keras")] == ["missing"] * 4
+    assert found["tensorflow"].status == "ok"
+    assert found["grpcio"].advice == 'pip install "grpcio>=1.68"'
+
+
+def test_a_host_of_pservers_needs_no_tensorflow() -> None:
+    bare = {name: version for name, version in GOOD.items() if name not in ("tensorflow", "keras")}
+    found = versions(bare, LIMITS, "3.11.0")
+    assert [each.status for each in found] == ["ok"] * 5 + ["skipped"]
+    assert "workers need tfps[tensorflow]" in found[-1].text
+
+
+def test_good_settings_are_taken() -> None:
+    config, check = settings({"TFPS_TRANSPORT": "grpc"})
+    assert (config.transport, check.status) == ("grpc", "ok")
+
+
+def test_malformed_settings_fail_with_the_variable() -> None:
+    config, check = settings({"TFPS_STAGING_DEPTH": "much"})
+    assert config == Config()
+    assert check.status == "failed"
+    assert check.advice == "environment variable TFPS_STAGING_DEPTH must be a whole number, got 'much'"
+
+
+def test_a_misspelled_variable_is_a_warning() -> None:
+    _, check = settings({"TFPS_TRANSPROT": "grpc"})
+    assert check.status == "warning"
+    assert "did you mean TFPS_TRANSPORT?" in check.advice
+
+
+def test_a_token_is_used_and_does_not_show(files: dict[str, str]) -> None:
+    check = token(Security(token_file=files[SECRET]))
+    assert (check.status, check.values) == ("ok", {"path": files[SECRET]})
+    assert SECRET not in str(check)
+    assert token(Security()).status == "ok"
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o602])
+def test_a_token_that_others_may_read_or_write_is_a_warning(mode: int, files: dict[str, str]) -> None:
+    Path(files[SECRET]).chmod(mode)
+    check = token(Security(token_file=files[SECRET]))
+    assert (check.status, check.problem) == ("warning", "readable")
+    assert check.text == f"{files[SECRET]} has mode {mode:04o}: others may use it"
+    assert check.advice == f"chmod 600 '{files[SECRET]}', the job token"
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize(("mode", "status"), [(0o440, "ok"), (0o444, "warning")])
+def test_a_token_of_somebody_else_may_be_there_for_our_group(mode: int, status: str, files: dict[str, str]) -> None:
+    Path(files[SECRET]).chmod(mode)
+    os.chown(files[SECRET], 12345, 0)
+    assert token(Security(token_file=files[SECRET])).status == status
+
+
+@pytest.mark.parametrize(("content", "says"), [(None, "cannot be read: No such file"), ("", "empty"), ("x", "got 1")])
+def test_a_token_that_cannot_be_used_fails(content: str | None, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    if content is not None:
+        path.touch(0o600)
+        path.write_text(content)
+    check = token(Security(token_file=str(path)))
+    assert check.status == "failed"
+    assert says in check.advice
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the command openssl")
+def test_certificates_are_read(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    own = authority.sign("worker")
+    assert tls(Security()).text == "off"
+    assert tls(Security(tls_ca=authority.file)).text.startswith("on, without a certificate of this host")
+    good = Security(tls_ca=authority.file, tls_cert=own.cert, tls_key=own.key)
+    assert tls(good).text.startswith("on, with a certificate of this host")
+    other = authority.sign("other")
+    for wrong in (
+        Security(tls_ca=str(tmp_path / "missing")),
+        Security(tls_ca=authority.file, tls_cert=own.cert, tls_key=other.key),
+    ):
+        assert (tls(wrong).status, tls(wrong).problem) == ("failed", "unusable")
+
+
+def asked(program: str, count: int, timeout_s: float = jobs.DEADLINE_S) -> Check:
+    gpus = TensorFlowGpus(program)
+    try:
+        return gpus.check(count, timeout_s)
+    finally:
+        gpus.close()
+
+
+def test_without_tensorflow_the_driver_is_believed() -> None:
+    assert gpus_without_tensorflow(4).values == {"visible": 4, "seen_by_tensorflow": None}
+    assert (gpus_without_tensorflow(4).text, gpus_without_tensorflow(0).text) == ("4", "none")
+
+
+@pytest.mark.parametrize(("seen", "count", "text"), [(2, 2, "2 seen by TensorFlow"), (0, 0, "none")])
+def test_what_tensorflow_sees_counts(seen: int, count: int, text: str) -> None:
+    check = asked(ANSWER % (seen, "null"), count)
+    assert (check.status, check.text) == ("ok", text)
+    assert check.values == {"visible": count, "seen_by_tensorflow": seen}
+
+
+@pytest.mark.parametrize(
+    ("visible", "says"), [("null", "look at its CUDA libraries"), ('""', "look at CUDA_VISIBLE_DEVICES=''")]
+)
+def test_gpus_that_tensorflow_does_not_see_are_a_warning(visible: str, says: str) -> None:
+    check = asked(ANSWER % (0, visible), 4)
+    assert (check.status, check.problem) == ("warning", "unseen")
+    assert check.advice.startswith(f"TensorFlow sees none of the 4 GPUs of this host: {says}")
+
+
+def test_a_tensorflow_that_cannot_be_imported_fails() -> None:
+    check = asked("raise ImportError('libfoo.so is missing')", 0)
+    assert (check.status, check.problem) == ("failed", "import")
+    assert check.advice == "TensorFlow cannot be imported: ImportError: libfoo.so is missing"
+
+
+def test_a_tensorflow_that_takes_too_long_is_a_warning() -> None:
+    check = asked("import threading; threading.Event().wait()", 0, 0.2)
+    assert (check.status, check.problem) == ("warning", "slow")
+
+
+@pytest.mark.long
+def test_the_real_tensorflow_answers() -> None:
+    gpus = TensorFlowGpus()
+    try:
+        check = gpus.check(0, 2 * jobs.DEADLINE_S)
+    finally:
+        gpus.close()
+    assert check.values["seen_by_tensorflow"] is not None
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""A pserver as a worker of this host would see it: real pservers, real certificates, and servers that are none."""
+"""What is said of one pserver, and of its bandwidth."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,22 +14,203 @@ import jobs
 import pytest
 from guarded import OTHER, SECRET, SUM, data, settings, still_sums
 from jobs import Cluster
+from measured import enough
 
 from tfps.config import Config, Security
-from tfps.doctor.pserver import Client, Visit
+from tfps.doctor.pserver import (
+    Bandwidth,
+    Client,
+    Visit,
+    bandwidth_of_job,
+    broken_bandwidth,
+    clock,
+    compare_bandwidths,
+    distance,
+    mbit,
+    measure_bandwidth,
+    of_version,
+    stranger,
+    unreached,
+)
 from tfps.doctor.report import Check
-from tfps.launch.places import Cluster as Places
+from tfps.errors import PserverLostError
+from tfps.launch.cluster_spec import Cluster as Places
 from tfps.protos import tfps_pb2 as pb
+from tfps.pserver.server import ParameterServer
 from tfps.threads import DaemonPool
 from tfps.version import __version__
 from tfps.wire import reach
-from tfps.wire.control import PROTOCOL_VERSION, SERVICE
+from tfps.wire.clocks import Compared
+from tfps.wire.connection import introduce
+from tfps.wire.control import PROTOCOL_VERSION, SERVICE, Pserver
+from tfps.wire.job_token import JobToken
+from tfps.wire.measuring import Measured, purpose
+from tfps.wire.reach import Answers, Unreached
 from tfps.wire.shared_memory import Arena
+from tfps.wire.status import MemberStatus
 from tools.certificates import Authority, Certificate
 
 SHORT_S = 0.1
 pytestmark = pytest.mark.usefixtures("near")
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the command openssl")
+
+
+def test_another_protocol_version_fails_and_names_both() -> None:
+    check = of_version(PROTOCOL_VERSION + 1, "9.0")
+    assert (check.status, check.problem) == ("failed", "version")
+    assert f"the pserver speaks protocol version {PROTOCOL_VERSION + 1}, the worker version {PROTOCOL_VERSION}; " in (
+        check.advice
+    )
+    assert of_version(PROTOCOL_VERSION, "9.0").status == "ok"
+    assert of_version(PROTOCOL_VERSION, "").problem == "old"
+
+
+def test_a_long_way_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tfps.doctor.pserver._FAR_S", 0.02)  # in spite of `near`
+    assert distance(0.1, 0.001).status == "ok"  # the call waited for a busy host
+    check = distance(0.1, 0.05)
+    assert (check.status, check.problem) == ("warning", "far")
+    assert check.advice.startswith("a round trip takes 50 ms")
+    assert distance(0.1, None).problem == "far"
+
+
+@pytest.mark.parametrize(
+    ("wall_offset_ns", "status"), [(None, "ok"), (10**9, "ok"), (-(10**9), "ok"), (2 * 10**9, "warning")]
+)
+def test_times_of_day_that_differ_are_a_warning(wall_offset_ns: int | None, status: str) -> None:
+    check = clock(Compared(-5 * 10**9, 10**6, 2 * 10**6, wall_offset_ns))
+    assert check.status == status
+    assert check.values["offset_s"] == -5.0
+    assert check.values["error_s"] == 0.001
+
+
+@pytest.mark.parametrize(
+    ("who", "problem"),
+    [
+        ("http", "http"),
+        ("data_port", "data_port"),
+        ("other", "stranger"),
+        ("closes", "closes"),
+        ("silent", "silent"),
+        ("grpc", "lost"),
+    ],
+)
+def test_each_stranger_has_its_word(who: Answers, problem: str) -> None:
+    check = stranger(who, "said", "error")
+    assert (check.status, check.problem) == ("failed", problem)
+
+
+@pytest.mark.parametrize(
+    ("problem", "says"),
+    [
+        ("refused", "is tfps_pserver running, with --port 7? Without --token-file or TLS it listens on its own host"),
+        ("timeout", "a firewall drops what goes to port 7 (open it between hosts), or there is no such host"),
+        ("unreachable", "look at the address, the route and firewalls"),
+        ("blocked", "look at the address, the route and firewalls"),
+    ],
+)
+def test_each_reason_not_to_be_reached_has_its_advice(problem: str, says: str) -> None:
+    check = unreached(Unreached(problem, "text"), 7)
+    assert (check.status, check.problem) == ("failed", problem)
+    assert says in check.advice
+
+
+def connected(cluster: Cluster, server: ParameterServer) -> Pserver:
+    pserver = Pserver(server.address)
+    cluster.callback(pserver.close)
+    return pserver
+
+
+@pytest.mark.parametrize("path", ["tcp", "grpc"])
+def test_both_directions_are_measured(path: str, cluster: Cluster) -> None:
+    server = cluster.pserver(1)
+    port = data(server).port if path == "tcp" else 0
+    pserver = connected(cluster, server)
+
+    def attempt(seconds: float) -> float:
+        found = measure_bandwidth(pserver, port, jobs.DEADLINE_S, seconds)
+        assert isinstance(found, Bandwidth)
+        assert found.path == path
+        return found.least
+
+    assert enough(attempt) > 1e5
+
+
+def test_while_another_client_measures_this_one_waits(cluster: Cluster) -> None:
+    server = cluster.pserver(1)
+    pserver, port = connected(cluster, server), data(server).port
+    other = introduce(server.address, port, JobToken(), purpose("push"), 0, jobs.DEADLINE_S)
+    ends = threading.Timer(0.3, other.close)
+    ends.start()
+    assert isinstance(measure_bandwidth(pserver, port, jobs.DEADLINE_S, SHORT_S), Bandwidth)
+    ends.join()
+
+
+@pytest.mark.parametrize("path", ["tcp", "grpc"])
+def test_it_does_not_wait_for_ever(path: str, cluster: Cluster) -> None:
+    server = cluster.pserver(1)
+    cluster.raw(server.address)
+    port = data(server).port if path == "tcp" else 0
+    found = measure_bandwidth(connected(cluster, server), port, 0.2, SHORT_S)
+    assert isinstance(found, Check)
+    assert found.status == "skipped"
+    assert found.text == "not measured: the pserver has a job, which a measurement would slow"
+
+
+def test_where_bulk_data_does_not_arrive_the_mtu_is_named(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = cluster.pserver(1)
+
+    def lose(connected: socket.socket, _: float) -> Measured:
+        connected.settimeout(jobs.DEADLINE_S)
+        connected.recv(1)
+        return Measured(0, 0.0)
+
+    monkeypatch.setattr(server._measuring, "_receive", lose)
+    found = measure_bandwidth(connected(cluster, server), data(server).port, jobs.DEADLINE_S, jobs.DEADLINE_S)
+    assert isinstance(found, Check)
+    assert (found.status, found.problem) == ("failed", "stalls")
+    assert "MTU" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"), [(12.5e6, "100 Mbit/s"), (1.25e8, "1 Gbit/s"), (3.1e9, "24.8 Gbit/s"), (0.0, "0 Mbit/s")]
+)
+def test_rates_are_in_bits(rate: float, text: str) -> None:
+    assert mbit(rate) == text
+
+
+def test_a_pserver_with_less_than_half_of_the_median_is_a_warning() -> None:
+    rates = {"a": 1e8, "b": 1e8, "c": 3e7, "d": 6e7}
+    found = compare_bandwidths({name: Bandwidth(rate, 9e9, "tcp") for name, rate in rates.items()})
+    assert [found[name].status for name in "abcd"] == ["ok", "ok", "warning", "ok"]
+    assert found["c"].problem == "slow"
+    assert found["c"].advice.startswith(
+        "slow: 240 Mbit/s, while half of the pservers reach 800 Mbit/s: every step waits"
+    )
+    assert found["a"].values == {"push_bytes_per_s": 1e8, "pull_bytes_per_s": 9e9, "path": "tcp"}
+    assert compare_bandwidths({}) == {}
+
+
+def test_too_little_to_say_is_a_warning() -> None:
+    assert compare_bandwidths({"a": Bandwidth(0.0, 1e8, "grpc")})["a"].problem == "unknown"
+
+
+def member(rank: int, busy_bytes: int, busy_s: float, shared: bool = False) -> MemberStatus:
+    return MemberStatus(rank, "h", 1, "streaming", 1, 1, 1, 1, 1, 0, 0, 0, 0.0, 0, shared, busy_bytes, busy_s)
+
+
+def test_of_a_running_job_its_slowest_rank_is_told() -> None:
+    check = bandwidth_of_job(
+        [member(0, 10**8, 1.0), member(1, 10**8, 2.0), member(2, 1, 1.0, True), member(3, 1, 0.01)]
+    )
+    assert check.status == "skipped"
+    assert check.text == "not measured: there is a job; its replies reach rank 1, the slowest, at 400 Mbit/s"
+    assert check.values == {"job_bytes_per_s": 5e7, "rank": 1}
+    assert bandwidth_of_job([]).text == "not measured: there is a job"
+
+
+def test_a_measurement_that_breaks_is_a_warning() -> None:
+    assert broken_bandwidth(PserverLostError("gone")).advice == "the measurement broke: gone; see the pserver's log"
 
 
 def client(

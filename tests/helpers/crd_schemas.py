@@ -7,7 +7,8 @@ Jobs and pods in them are Kubernetes' own: `of` returns those of pods to be chec
 
 from __future__ import annotations
 
-from tfps.launch.manifests import Manifest
+from kubelet import Manifest
+
 from tfps.types import Json
 
 NAME = {"type": "string", "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tfps.launch.manifests import Manifest
 from tfps.types import Json
 
+Manifest = dict[str, Json]  # as YAML has it
 NAMESPACE = "default"
 _EXPANSION = re.compile(r"\$\$|\$\(([^()\s]+)\)")
 

@@ -24,12 +24,12 @@ MEMBER = """
 import os, sys
 from tfps.config import Config
 from tfps.errors import TfpsError
-from tfps.launch.meeting import meet
-from tfps.launch.places import locate
+from tfps.launch.rendezvous import rendezvous
+from tfps.launch.cluster_spec import locate
 from tfps.worker.worker import Worker
 ranks = locate(None).others
 try:
-    variables = meet(ranks, os.environ.get("TFPS_TOKEN_FILE", ""), float(os.environ.get("LIMIT_S", 60)))
+    variables = rendezvous(ranks, os.environ.get("TFPS_TOKEN_FILE", ""), float(os.environ.get("LIMIT_S", 60)))
 except TfpsError as error:
     sys.exit(f"rank {ranks.rank}: {error}")
 os.environ.update(variables)

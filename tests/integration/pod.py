@@ -32,7 +32,8 @@ def main(folder: str) -> None:
     random = np.random.default_rng(0)
     inputs, targets = (random.normal(size=(STEPS * BATCH, size)).astype("float32") for size in (8, 4))
     callback = keras.callbacks.LambdaCallback(on_train_batch_end=mark)
-    model.fit(inputs, targets, batch_size=BATCH, epochs=10**6 if endless else 1, verbose=0, callbacks=[callback])
+    epochs = 10**6 if endless else 1
+    model.fit(inputs, targets, batch_size=BATCH, epochs=epochs, verbose=0, callbacks=[callback], shuffle=False)
     np.savez(Path(folder) / f"{strategy.rank}.npz", *model.get_weights())
     print(f"rank={strategy.rank} workers={strategy.num_workers} pservers={','.join(strategy.pservers)}")
     strategy.close()

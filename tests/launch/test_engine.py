@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tfps.launch.engine import Local, Remote, Task
-from tfps.launch.hosts import Host, Placement
+from tfps.launch.job import Host, LocalRank, Placement
 from tfps.types import Json
 
 PLACE = Placement.of([Host("a", 2), Host("b")], 1)
-TASK = Task("worker 1", ("python", "train.py"), {"TFPS_RANK": "1"}, 32, (1, 2))
+TASK = Task("worker 1", ("python", "train.py"), {"TFPS_RANK": "1"}, 32, LocalRank(1, 2))
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def sent(environment: Mapping[str, str], **chosen: str) -> Json:
 
 def test_a_process_on_a_host_is_told_what_to_run_on_its_standard_input() -> None:
     found = sent({})
-    assert (found["argv"], found["directory"], found["among"]) == (["python", "train.py"], "/job", [1, 2])
+    assert (found["argv"], found["directory"], found["local_rank"]) == (["python", "train.py"], "/job", [1, 2])
     assert (found["token"], found["grace_s"]) == ("a token", 5.0)
 
 

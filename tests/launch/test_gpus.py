@@ -10,6 +10,7 @@ import pytest
 from launching import ROOT, WriteScript, launch
 
 from tfps.launch.gpus import parse_list, share, share_of_gpus, visible_gpus
+from tfps.launch.job import LocalRank
 
 NAME, GROWTH = "CUDA_VISIBLE_DEVICES", "TF_FORCE_GPU_ALLOW_GROWTH"
 LIST = """\
@@ -52,7 +53,7 @@ def test_each_worker_gets_neighbors_and_one_at_least(gpus: str, workers: int, sh
 
 def test_workers_divide_what_nvidia_smi_lists(nvidia_smi: str) -> None:
     environment = {"PATH": nvidia_smi}
-    assert [share_of_gpus(environment, (index, 2)) for index in (0, 1)] == [
+    assert [share_of_gpus(environment, LocalRank(index, 2)) for index in (0, 1)] == [
         {NAME: "GPU-00,GPU-11"},
         {NAME: "GPU-22,GPU-33"},
     ]
@@ -60,17 +61,17 @@ def test_workers_divide_what_nvidia_smi_lists(nvidia_smi: str) -> None:
 
 def test_a_limit_that_is_there_is_divided_and_not_widened(nvidia_smi: str) -> None:
     environment = {"PATH": nvidia_smi, NAME: "5, 7"}
-    assert [share_of_gpus(environment, (index, 2))[NAME] for index in (0, 1)] == ["5", "7"]
+    assert [share_of_gpus(environment, LocalRank(index, 2))[NAME] for index in (0, 1)] == ["5", "7"]
 
 
 def test_workers_that_share_a_gpu_do_not_take_all_of_its_memory_unless_told_so() -> None:
-    assert share_of_gpus({NAME: "0"}, (1, 2)) == {NAME: "0", GROWTH: "true"}
-    assert share_of_gpus({NAME: "0", GROWTH: "false"}, (1, 2)) == {NAME: "0"}
+    assert share_of_gpus({NAME: "0"}, LocalRank(1, 2)) == {NAME: "0", GROWTH: "true"}
+    assert share_of_gpus({NAME: "0", GROWTH: "false"}, LocalRank(1, 2)) == {NAME: "0"}
 
 
 @pytest.mark.parametrize("limit", ["", "-1", "none", "NoDevFiles", "-1,0"])
 def test_without_visible_gpus_nothing_changes(limit: str) -> None:
-    assert share_of_gpus({NAME: limit}, (0, 2)) == {}
+    assert share_of_gpus({NAME: limit}, LocalRank(0, 2)) == {}
 
 
 def test_what_follows_an_invalid_name_is_not_visible() -> None:
@@ -79,7 +80,7 @@ def test_what_follows_an_invalid_name_is_not_visible() -> None:
 
 
 def test_a_worker_alone_on_its_host_and_a_pserver_keep_what_they_have(nvidia_smi: str) -> None:
-    assert share_of_gpus({"PATH": nvidia_smi}, (0, 1)) == share_of_gpus({"PATH": nvidia_smi}, None) == {}
+    assert share_of_gpus({"PATH": nvidia_smi}, LocalRank(0, 1)) == share_of_gpus({"PATH": nvidia_smi}, None) == {}
 
 
 @pytest.mark.parametrize("script", ["echo 'NVIDIA-SMI has failed'; exit 9", "echo 'No devices were found'", "kill $$"])

@@ -17,10 +17,10 @@ from slurm_cluster import NEEDS_SLURM, SlurmCluster
 
 from tfps.errors import ConfigError
 from tfps.launch.engine import Task
-from tfps.launch.hosts import Host, Placement
+from tfps.launch.job import Host, LocalRank, Placement
 from tfps.launch.slurm import Slurm, allocated, tasks_of_nodes
 
-TASK = Task("worker 0", ("python", "train.py"), {"TFPS_RANK": "0"}, 32, (0, 2))
+TASK = Task("worker 0", ("python", "train.py"), {"TFPS_RANK": "0"}, 32, LocalRank(0, 2))
 WORKER = """
 import os, subprocess, sys, time
 rank = os.environ["TFPS_RANK"]
@@ -234,7 +234,8 @@ def test_srun_alone_on_several_nodes_is_told_to_use_the_launcher(slurm: SlurmClu
 @pytest.mark.long
 def test_a_batch_script_and_a_shell_within_an_allocation_are_alone(slurm: SlurmCluster) -> None:
     program = (
-        "import os\nfrom tfps.launch.ranks import ranks_of\nprint(ranks_of(os.environ), os.environ['SLURM_NTASKS'])"
+        "import os\nfrom tfps.launch.cluster_spec import ranks_of\n"
+        "print(ranks_of(os.environ), os.environ['SLURM_NTASKS'])"
     )
     assert slurm.run("salloc", "--quiet", "-n4", sys.executable, "-c", program).stdout == "None 4\n"
     out = slurm.folder / "batch.out"

@@ -19,8 +19,8 @@ import ssh_hosts
 from launching import ROOT, WriteScript
 from ssh_hosts import NEEDS_SSH_HOSTS, SshHosts, read_until
 
-from tfps.launch.hosts import Host, Placement
-from tfps.launch.ssh import Ssh
+from tfps.launch.engine import Ssh
+from tfps.launch.job import Host, Placement
 from tools.netlab import Netlab
 
 pytestmark = launching.NEEDS_POSIX

@@ -101,7 +101,7 @@ def test_a_host_without_python_or_tfps_is_named(what: str, hosts: SshHosts, writ
 def impatient(hosts: SshHosts, silence_s: float, *arguments: object) -> subprocess.Popen[str]:
     """A launcher on host0 whose hosts believe it gone after so long instead of 120 s."""
     program = (
-        "import sys; from tfps.launch import cli, engine, remote_input; remote_input.BEAT_S = 1.0; "
+        "import sys; from tfps.launch import cli, engine, supervisor; supervisor.BEAT_S = 1.0; "
         f"engine.SILENCE_S = {silence_s}; sys.exit(cli.main())"
     )
     return hosts.hosts[0].popen(

@@ -1,4 +1,4 @@
-"""Tests of tfps.terminal."""
+"""What becomes of terminal output: lines, and one live line."""
 
 from __future__ import annotations
 
@@ -33,25 +33,29 @@ def test_output_that_ends_without_a_newline_is_shown() -> None:
     ("written", "seen"),
     [
         ("10%\r50%\r100%\n", "100%"),
-        ("abc\rX\n", "Xbc"),
-        ("abc\b\bX\n", "aXc"),
+        ("abc\rX\n", "X"),
+        ("abc\b\bX\n", "aX"),
         ("abc\r\n", "abc"),
         ("long line\rshort\x1b[K\n", "short"),
         ("long line\rshort    \n", "short"),
         ("\b\b\babc\n", "abc"),
         ("a\tb\n", "a       b"),
         ("abc\x1b[2K\rd\n", "d"),
-        ("abc\x1b[2Dx\n", "axc"),
-        ("ab\x1b[1G_\n", "_b"),
+        ("\x1b[31mabc\rX\n", "\x1b[31mX\x1b[0m"),
         ("\x1b]0;a title\x07text\n", "text"),
         ("\x1b[2J\x1b[10;1Htext\n", "text"),
+        ("\x1b[>4;2mtext\x1b[?25l\x1b7\n", "text"),
         ("\x1b[31mred\x1b[0m plain\n", "\x1b[31mred\x1b[0m plain"),
         ("\x1b[1m\x1b[32mx\n", "\x1b[1m\x1b[32mx\x1b[0m"),
-        ("\x1b[31mred\x1b[0;1mbold\x1b[m\n", "\x1b[31mred\x1b[0m\x1b[1mbold\x1b[0m"),
+        ("\x1b[31mred\x1b[0;1mbold\x1b[m\n", "\x1b[31mred\x1b[0;1mbold\x1b[m"),
     ],
 )
-def test_a_line_is_what_a_terminal_would_show(written: str, seen: str) -> None:
+def test_of_redraws_the_last_is_the_line(written: str, seen: str) -> None:
     assert shown(written) == [seen]
+
+
+def test_a_colour_lasts_until_it_is_reset() -> None:
+    assert shown("\x1b[31mred\nstill\x1b[0m\nplain\n") == ["\x1b[31mred\x1b[0m", "\x1b[31mstill\x1b[0m", "plain"]
 
 
 def test_a_keras_progress_bar_is_one_line_with_its_last_state() -> None:

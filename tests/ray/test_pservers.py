@@ -10,8 +10,7 @@ import pytest
 
 from tfps.config import Config, Security
 from tfps.errors import ConfigError, WaitTimeoutError
-from tfps.launch.job import Job
-from tfps.launch.secret import lasting_secret_file
+from tfps.launch.job import Job, lasting_secret_file
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Argument
 from tfps.wire.control import Pserver
@@ -19,8 +18,7 @@ from tfps.wire.status import status_of
 
 ray = pytest.importorskip("ray", reason=on_ray.NEEDS_RAY)
 
-from tfps.ray.pservers import Pservers  # noqa: E402 (it imports ray)
-from tfps.ray.replies import Deadline  # noqa: E402
+from tfps.ray.pservers import Deadline, Pservers  # noqa: E402 (it imports ray)
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 SECRET = "the-token-of-this-job-0123456789"

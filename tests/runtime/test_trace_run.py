@@ -30,7 +30,7 @@ from tfps.runtime.step_spans import StepSpans
 from tfps.runtime.transfers import DeferredUpdate
 from tfps.trace.capture import Capture, Span
 from tfps.trace.capture_file import read
-from tfps.trace.intervals import clip, total, union
+from tfps.trace.step_times import clip, total, union
 from tfps.trace.summary import summarize
 from tfps.types import Argument, Array, Logs, Options, Structure, Value
 

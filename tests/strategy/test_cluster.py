@@ -138,7 +138,7 @@ def test_an_embedded_pserver_does_not_stand_in_for_those_that_several_processes_
         monkeypatch.setenv(name, value)
     for name in met:  # until the processes have met; the test's own end removes them
         monkeypatch.delenv(name)
-    monkeypatch.setattr("tfps.strategy.cluster.meet", lambda *_: met)
+    monkeypatch.setattr("tfps.strategy.cluster.rendezvous", lambda *_: met)
     with pytest.raises(tfps.ConfigError, match="has started 4 processes, but none of them has started a pserver"):
         find(None, tfps.Config())
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tfps.errors import TfpsError
 from tfps.trace.capture import Capture, CapturedBucket, Kind, Process, Span, lane_of
-from tfps.trace.intervals import Intervals, clip, difference, intersection, total, union
+from tfps.trace.step_times import Intervals, clip, difference, intersection, total, union
 from tfps.trace.summary import Summary, summarize
 from tfps.types import Argument
 from tools import model_profiles, simulation

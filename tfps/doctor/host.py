@@ -1,15 +1,44 @@
-"""This host: open files, memory, memory to share."""
+"""This host: versions, settings, token and certificates, GPUs, open files, memory, memory to share."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import json
+import platform
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tfps.config import Config
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from tfps.config import Config, Security, unknown_variables
 from tfps.doctor.report import Check
+from tfps.errors import ConfigError
+from tfps.types import Json
+from tfps.version import __version__
+from tfps.wire.control import PROTOCOL_VERSION, Pserver
+from tfps.wire.job_token import JobToken, is_open_to_others
 from tfps.wire.memory import machine_bytes
 from tfps.wire.shared_memory import Arena
 
+_NEEDED = ("grpcio", "protobuf", "numpy")  # everywhere
+_TENSORFLOW = ("tensorflow", "tensorflow-cpu")  # either of these
+_NOWHERE = "127.0.0.1:1"  # a channel connects when it is used, which this one is not
+IMPORT_S = 120.0  # for TensorFlow to be imported on a busy machine
+_WAIT_S = 0.5
+_ASK = """
+import json, os
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+import tensorflow as tf
+names = [device.name for device in tf.config.list_physical_devices("GPU")]
+print(json.dumps({"gpus": len(names), "version": tf.__version__, "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}))
+"""
 _FILES, _FILES_PER_PEER = 128, 4  # that a process opens by itself, and for each worker or pserver
 _USUAL_FILES = 1024
 _LOW_BYTES = 2**30
@@ -20,6 +49,203 @@ _CGROUP_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
+
+
+def side_of(version: str, limits: SpecifierSet) -> int:
+    """-1 if `version` is older than `limits` allow, 1 if newer (or no version), else 0. 2.22.0rc1 is as 2.22.0."""
+    try:
+        own = Version(version).base_version
+    except InvalidVersion:
+        return 1
+    outside = [each.operator for each in limits if own not in each]
+    return 0 if not outside else -1 if outside[0] in (">=", ">", "==", "~=") else 1
+
+
+def versions(
+    installed: Mapping[str, str] | None = None, limits: Mapping[str, str] | None = None, python: str | None = None
+) -> list[Check]:
+    """One check per distribution.
+
+    Args:
+        installed: distribution -> version; None: what is installed.
+        limits: distribution -> supported versions, "python" too; None: as tfps was installed.
+        python: version of Python; None: this one's.
+    """
+    known = _limits() if limits is None else limits
+    found = _installed() if installed is None else installed
+    lines = [_check("python", platform.python_version() if python is None else python, known.get("python", ""))]
+    lines.append(
+        Check(
+            "tfps",
+            "ok",
+            f"{__version__}, protocol version {PROTOCOL_VERSION}",
+            values={"version": __version__, "protocol_version": PROTOCOL_VERSION},
+        )
+    )
+    lines += [_check(name, found.get(name, ""), known.get(name, "")) for name in _NEEDED]
+    tensorflow = next((name for name in _TENSORFLOW if name in found), "")
+    if not tensorflow:
+        lines.append(
+            Check("tensorflow", "skipped", "not installed: enough for pservers; workers need tfps[tensorflow]")
+        )
+        return lines
+    lines.append(_check("tensorflow", found[tensorflow], known.get(tensorflow, "")))
+    lines.append(_check("keras", found.get("keras", ""), known.get("keras", "")))
+    return lines
+
+
+def _check(name: str, version: str, limits: str) -> Check:
+    values = {"version": version or None, "supported": limits or None}
+    if not version:
+        return Check(name, "failed", "not installed", f'pip install "{name}{limits}"', "missing", values)
+    text = f"{version} (supported: {limits})" if limits else version
+    if (side := side_of(version, SpecifierSet(limits))) == 0:
+        return Check(name, "ok", text, values=values)
+    do = f"install Python {limits}" if name == "python" else f'pip install "{name}{limits}"'
+    if side < 0:
+        return Check(name, "failed", f"{text}: too old", f"{name} {version} is too old: {do}", "old", values)
+    advice = f"{name} {version} is newer than what tfps was tested with; if it fails: {do}"
+    return Check(name, "warning", f"{text}: not tested", advice, "new", values)
+
+
+def supported(requirements: Sequence[str]) -> dict[str, str]:
+    """Distribution -> limits, from requirements as package metadata have them."""
+    found = [Requirement(each) for each in requirements]
+    return {each.name.lower(): str(each.specifier) for each in reversed(found)}  # the first of a name wins
+
+
+def _limits() -> dict[str, str]:
+    """What tfps supports, as it was installed; empty if it runs from a folder that is not installed."""
+    try:
+        about = importlib.metadata.metadata("tfps")
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    return {**supported(about.get_all("Requires-Dist") or []), "python": about["Requires-Python"] or ""}
+
+
+def _installed() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in (*_NEEDED, *_TENSORFLOW, "keras"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def settings(environment: Mapping[str, str]) -> tuple[Config, Check]:
+    """The settings in `TFPS_...` variables; the defaults if they are malformed."""
+    try:
+        config = Config.from_environment(environment)
+    except ConfigError as error:
+        return Config(), Check("settings", "failed", "malformed", str(error), "malformed")
+    if unknown := unknown_variables(environment):
+        text = f"{len(unknown)} unknown variable{'s' * (len(unknown) > 1)}"
+        return config, Check("settings", "warning", text, "; ".join(unknown), "unknown")
+    return config, Check("settings", "ok", "as a worker would take them")
+
+
+def token(security: Security) -> Check:
+    """The file with the job token: whether it can be used, and who else may read it."""
+    path = security.token_file
+    if not path:
+        return Check("token", "ok", "none", values={"path": None})
+    values = {"path": path}
+    try:
+        status = Path(path).stat()
+        JobToken.read(path)
+    except (ConfigError, OSError) as error:
+        text = str(error) if isinstance(error, ConfigError) else f"token_file '{path}' cannot be read: {error.strerror}"
+        return Check("token", "failed", "cannot be used", text, "unusable", values)
+    if is_open_to_others(status):
+        text = f"{path} has mode {stat.S_IMODE(status.st_mode):04o}: others may use it"
+        return Check("token", "warning", text, f"chmod 600 '{path}', the job token", "readable", values)
+    return Check("token", "ok", path, values=values)
+
+
+def tls(security: Security) -> Check:
+    """Whether TLS is on, and its files can be used."""
+    if not security.tls_ca:
+        return Check("tls", "ok", "off", values={"on": False})
+    try:
+        Pserver(
+            _NOWHERE, Security(tls_ca=security.tls_ca, tls_cert=security.tls_cert, tls_key=security.tls_key)
+        ).close()
+    except ConfigError as error:
+        return Check("tls", "failed", "files cannot be used", str(error), "unusable", {"on": True})
+    own = "with a certificate" if security.tls_cert else "without a certificate"
+    return Check("tls", "ok", f"on, {own} of this host: slices go through gRPC", values={"on": True})
+
+
+class TensorFlowGpus:
+    """Asks TensorFlow meanwhile: importing it takes seconds. `check` waits for the answer."""
+
+    def __init__(self, program: str = _ASK) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, errors="replace",
+        )  # fmt: skip
+
+    def check(self, count: int, timeout_s: float = IMPORT_S) -> Check:
+        """What it sees.
+
+        Args:
+            count: of the GPUs that the driver would show to a worker.
+        """
+        try:
+            output, errors = self._communicate(time.monotonic() + timeout_s)
+        except subprocess.TimeoutExpired:
+            self.close()
+            advice = f"TensorFlow could not be imported within {timeout_s:.0f} s: try python -c 'import tensorflow'"
+            return Check("gpus", "warning", "TensorFlow does not answer", advice, "slow", _values(count, None))
+        seen = _answer(output)
+        if seen is None:
+            last = (errors.strip() or "no message").splitlines()[-1][:200]
+            advice = f"TensorFlow cannot be imported: {last}"
+            return Check("gpus", "failed", "TensorFlow fails", advice, "import", _values(count, None))
+        if count and not seen["gpus"]:
+            what = f"CUDA_VISIBLE_DEVICES={seen['visible']!r}" if seen["visible"] is not None else "its CUDA libraries"
+            advice = (
+                f"TensorFlow sees none of the {count} GPUs of this host: look at {what}; "
+                "pip install 'tensorflow[and-cuda]' brings the libraries"
+            )
+            text = f"none of {count} seen by TensorFlow"
+            return Check("gpus", "warning", text, advice, "unseen", _values(count, 0))
+        text = f"{seen['gpus']} seen by TensorFlow" if seen["gpus"] else "none"
+        return Check("gpus", "ok", text, values=_values(count, int(seen["gpus"])))
+
+    def _communicate(self, end_s: float) -> tuple[str, str]:
+        """In short waits, between which Python notices Ctrl-C that has come to another thread."""
+        while True:
+            left_s = end_s - time.monotonic()
+            try:
+                return self._process.communicate(timeout=min(max(left_s, 0.0), _WAIT_S))
+            except subprocess.TimeoutExpired:
+                if left_s <= _WAIT_S:
+                    raise
+
+    def close(self) -> None:
+        """Ends the process, if it still runs."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def gpus_without_tensorflow(count: int) -> Check:
+    """What the driver says."""
+    return Check("gpus", "ok", str(count) if count else "none", values=_values(count, None))
+
+
+def _answer(output: str) -> Json | None:
+    """The last line, if it is the answer: programs that are started with Python may print something, too."""
+    try:
+        found = json.loads(output.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        return None
+    return found if isinstance(found, dict) and "gpus" in found else None
+
+
+def _values(count: int, seen: int | None) -> dict[str, Json]:
+    return {"visible": count, "seen_by_tensorflow": seen}
 
 
 def open_files(peers: int, limit: int | None = None) -> Check:

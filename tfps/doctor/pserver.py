@@ -1,31 +1,234 @@
-"""One pserver: whether it can be reached, would take a worker of this host, and how far away it is."""
+"""One pserver: whether it can be reached, would take a worker of this host, how far away and how fast it is."""
 
 from __future__ import annotations
 
 import contextlib
+import statistics
+import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
 
 from tfps.config import Config, Security
-from tfps.doctor import bandwidth
-from tfps.doctor.bandwidth import Bandwidth
 from tfps.doctor.report import Check
-from tfps.doctor.verdicts import clock, distance, of_version, stranger, unreached
-from tfps.errors import ConfigError, ConnectError, PserverLostError, TfpsError
-from tfps.launch.places import Cluster
+from tfps.errors import ConfigError, ConnectError, PserverLostError, TfpsError, WaitTimeoutError
+from tfps.launch.cluster_spec import Cluster
 from tfps.protos import tfps_pb2 as pb
+from tfps.types import Json
 from tfps.wire import reach
-from tfps.wire.clocks import compare
-from tfps.wire.control import PROTOCOL_VERSION, Pserver, memory_message
-from tfps.wire.measuring import SECONDS
-from tfps.wire.reach import Unreached, split
+from tfps.wire.clocks import Compared, compare
+from tfps.wire.connection import introduce
+from tfps.wire.control import PROTOCOL_VERSION, Pserver, memory_message, version_text
+from tfps.wire.measuring import SECONDS, Direction, Measured, measure_connection, measure_grpc, purpose
+from tfps.wire.reach import Answers, Unreached, split
 from tfps.wire.shared_memory import Arena
-from tfps.wire.status import JobStatus, status_of
+from tfps.wire.status import JobStatus, MemberStatus, status_of
 from tfps.wire.tls import diagnose
 
+_FAR_S = 0.02  # beyond this hosts are hardly in one data centre
+_CLOCKS_S = 1.0  # by which times of day may differ
+_AGAIN_S = 0.1  # between two attempts, while another client measures
+_LEAST_BUSY_S = 0.02  # of a running job, to say something
+_SLOW = 0.5  # of the median of all pservers
+_MTU = (
+    "calls are answered, but bulk data does not arrive. Look at the MTU of the path: ping -M do -s 1472 HOST gets no "
+    "answer where it is below 1500"
+)
 _BUSY = ("joining", "running", "ending")
+
+
+def unreached(found: Unreached, port: int) -> Check:
+    """The check of a control port to which there is no connection."""
+    advice = f"{found.text}: look at the address, the route and firewalls"
+    if found.problem == "refused":
+        advice = (
+            f"nothing listens on port {port} there: is tfps_pserver running, with --port {port}? Without --token-file "
+            "or TLS it listens on its own host only"
+        )
+    elif found.problem == "timeout":
+        advice = f"a firewall drops what goes to port {port} (open it between hosts), or there is no such host"
+    return Check("port", "failed", f"{port}: {found.text}", advice, found.problem, {"port": port})
+
+
+def stranger(who: Answers, said: str, error: str) -> Check:
+    """The check of a port where no pserver answers."""
+    lines = {
+        "http": (
+            "an HTTP server or a proxy answers",
+            f"{said}: that is no pserver. Give the address of --port, not of a proxy or of --metrics-port",
+            "http",
+        ),
+        "data_port": (
+            "that is a data port",
+            "give the address of --port (7070 by default), not of --data-port",
+            "data_port",
+        ),
+        "other": (
+            "something else answers",
+            f"what answers there is no pserver ({said}): correct the address, or go around the proxy",
+            "stranger",
+        ),
+        "closes": (
+            "connections are closed at once",
+            "connections are taken and closed: a proxy or load balancer without a pserver behind it, perhaps",
+            "closes",
+        ),
+        "silent": (
+            "takes connections and does not answer",
+            "connections are taken, but nobody answers: the process there hangs, or a firewall or proxy holds them",
+            "silent",
+        ),
+        "grpc": ("does not answer in time", f"gRPC is there, but the call failed: {error}", "lost"),
+    }
+    text, advice, problem = lines[who]
+    return Check("pserver", "failed", text, advice, problem)
+
+
+def of_version(protocol: int, version: str) -> Check:
+    """The check of the versions that a pserver tells; `version` is "" if it is too old to tell."""
+    values = {"protocol_version": protocol, "version": version or None}
+    if protocol != PROTOCOL_VERSION:
+        text = f"protocol version {protocol}, here {PROTOCOL_VERSION}"
+        return Check("pserver", "failed", text, version_text(protocol, PROTOCOL_VERSION), "version", values)
+    if not version:
+        advice = "is of an older tfps, which can be checked no further: install the same version on all hosts"
+        return Check("pserver", "warning", "an older tfps", advice, "old", values)
+    return Check("pserver", "ok", f"tfps {version}, protocol version {protocol}", values=values)
+
+
+def distance(call_s: float, network_s: float | None) -> Check:
+    """The check of round trips: of a call, and of the network alone if that is known."""
+    values = {"call_s": call_s, "network_s": network_s}
+    shown_s = call_s if network_s is None else network_s
+    text = f"{shown_s * 1e3:.2g} ms, a call {call_s * 1e3:.2g} ms"
+    if shown_s <= _FAR_S:
+        return Check("round trip", "ok", text, values=values)
+    advice = f"a round trip takes {shown_s * 1e3:.0f} ms: workers and pservers belong into one data centre"
+    return Check("round trip", "warning", text, advice, "far", values)
+
+
+def clock(found: Compared) -> Check:
+    """The check of the two hosts' clocks."""
+    error_s = found.error_ns / 1e9
+    wall_s = None if found.wall_offset_ns is None else found.wall_offset_ns / 1e9
+    values = {"offset_s": found.offset_ns / 1e9, "error_s": error_s, "wall_offset_s": wall_s}
+    text = f"known within {error_s * 1e3:.2g} ms"
+    if wall_s is None:
+        return Check("clock", "ok", text, values=values)
+    text += f"; times of day differ by {abs(wall_s):.2g} s"
+    if abs(wall_s) <= _CLOCKS_S + error_s:
+        return Check("clock", "ok", text, values=values)
+    advice = f"times of day differ by {abs(wall_s):.3g} s, logs do not fit and certificates may seem invalid: use NTP"
+    return Check("clock", "warning", text, advice, "differs", values)
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """Payload bytes per second in each direction; 0.0 where too little came to say.
+
+    Attributes:
+        path: "tcp" or "grpc".
+    """
+
+    push: float
+    pull: float
+    path: str
+
+    @property
+    def least(self) -> float:
+        return min(self.push, self.pull)
+
+    @property
+    def text(self) -> str:
+        path = "data connection" if self.path == "tcp" else "gRPC"
+        return f"push {mbit(self.push)}, pull {mbit(self.pull)} ({path})"
+
+    @property
+    def values(self) -> dict[str, Json]:
+        return {"push_bytes_per_s": self.push, "pull_bytes_per_s": self.pull, "path": self.path}
+
+
+def mbit(bytes_per_s: float) -> str:
+    """For people."""
+    return f"{bytes_per_s * 8 / 1e6:.3g} Mbit/s" if bytes_per_s < 125e6 else f"{bytes_per_s * 8 / 1e9:.3g} Gbit/s"
+
+
+def measure_bandwidth(
+    pserver: Pserver, data_port: int, timeout_s: float, seconds: float = SECONDS
+) -> Bandwidth | Check:
+    """Measures both directions, one after the other.
+
+    Args:
+        data_port: 0: over gRPC.
+        timeout_s: for an answer, and for other clients to end their measurement.
+        seconds: of each direction.
+
+    Raises:
+        OSError, TfpsError: it broke, or the pserver refuses.
+    """
+    try:
+        push = _patiently(pserver, "push", data_port, timeout_s, seconds)
+        pull = _patiently(pserver, "pull", data_port, timeout_s, seconds)
+    except WaitTimeoutError as error:
+        return Check("bandwidth", "skipped", f"not measured: {error}")
+    except TimeoutError:
+        return Check("bandwidth", "failed", "bulk data does not arrive", _MTU, "stalls")
+    return Bandwidth(push.bytes_per_s, pull.bytes_per_s, "tcp" if data_port else "grpc")
+
+
+def _patiently(pserver: Pserver, direction: Direction, data_port: int, timeout_s: float, seconds: float) -> Measured:
+    end_s, tick = time.monotonic() + timeout_s, threading.Event()
+    while True:
+        try:
+            if not data_port:
+                return measure_grpc(pserver, direction, seconds)
+            connected = introduce(pserver.address, data_port, pserver.token, purpose(direction), 0, timeout_s)
+            return measure_connection(connected, direction, seconds, timeout_s)
+        except WaitTimeoutError:
+            if time.monotonic() >= end_s:
+                raise
+            tick.wait(_AGAIN_S)
+
+
+def bandwidth_of_job(members: Sequence[MemberStatus]) -> Check:
+    """What the replies of a running job have shown, which is not disturbed."""
+    rates = {
+        member.rank: member.busy_bytes / member.busy_s
+        for member in members
+        if not member.shared_memory and member.busy_s >= _LEAST_BUSY_S
+    }
+    if not rates:
+        return Check("bandwidth", "skipped", "not measured: there is a job")
+    rank = min(rates, key=lambda each: rates[each])
+    text = f"not measured: there is a job; its replies reach rank {rank}, the slowest, at {mbit(rates[rank])}"
+    return Check("bandwidth", "skipped", text, values={"job_bytes_per_s": rates[rank], "rank": rank})
+
+
+def compare_bandwidths(found: Mapping[str, Bandwidth]) -> dict[str, Check]:
+    """One check per address; a pserver that is much slower than the others is a warning."""
+    median = statistics.median_high([each.least for each in found.values()]) if found else 0.0
+    checks = {}
+    for address, each in found.items():
+        if each.least <= 0:
+            advice = "too little arrived to say how fast the network is: measure again, on an idle host"
+            checks[address] = Check("bandwidth", "warning", each.text, advice, "unknown", each.values)
+        elif each.least < _SLOW * median:
+            advice = (
+                f"slow: {mbit(each.least)}, while half of the pservers reach {mbit(median)}: every step waits for the "
+                "slowest"
+            )
+            checks[address] = Check("bandwidth", "warning", each.text, advice, "slow", each.values)
+        else:
+            checks[address] = Check("bandwidth", "ok", each.text, values=each.values)
+    return checks
+
+
+def broken_bandwidth(error: TfpsError | OSError) -> Check:
+    """A measurement that broke, although small calls are answered."""
+    advice = f"the measurement broke: {error}; see the pserver's log"
+    return Check("bandwidth", "warning", "broke", advice, "broken")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +297,17 @@ class Visit:
         if self._pserver is None or not self._may_measure:
             return None
         if busy:
-            self.checks.append(bandwidth.of_job(self._job.members if self._job is not None else ()))
+            self.checks.append(bandwidth_of_job(self._job.members if self._job is not None else ()))
             return None
         try:
-            found = bandwidth.measure(self._pserver, self._data_port, self._client.timeout_s, seconds)
+            found = measure_bandwidth(self._pserver, self._data_port, self._client.timeout_s, seconds)
         except (TfpsError, OSError) as error:
-            found = bandwidth.failed(error)
+            found = broken_bandwidth(error)
         if isinstance(found, Bandwidth):
             return found
         with contextlib.suppress(TfpsError):
             if self._ask_for_job(self._pserver).state in _BUSY:  # it has begun meanwhile, and ended the measurement
-                found = bandwidth.of_job(())
+                found = bandwidth_of_job(())
         self.checks.append(found)
         return None
 

@@ -17,6 +17,8 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 
+from packaging.version import Version
+
 from tfps.errors import TfpsError, outlined
 from tfps.graph.private_names import needs
 from tfps.types import Structure
@@ -26,7 +28,7 @@ _OLDEST, _NEWEST, _OLDEST_KERAS = (2, 18), (2, 21), (3, 8)
 
 
 def _minor(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])
+    return Version(version).release[:2]
 
 
 def _installed_keras() -> str | None:

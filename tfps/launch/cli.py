@@ -15,12 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tfps.errors import ConfigError
-from tfps.launch.hosts import LOOPBACK, Placement
-from tfps.launch.job import READY, START_S, Job
+from tfps.launch.job import LOOPBACK, READY, START_S, Job, LocalRank, Placement, secret_file
 from tfps.launch.options import Plan, parse
-from tfps.launch.quiet import is_note, wanted
-from tfps.launch.secret import secret_file
-from tfps.launch.where import trace_variables, where_to_look
 
 if TYPE_CHECKING:
     from tfps.launch.engine import Engine, Task
@@ -67,15 +63,15 @@ def with_token(plan: Plan, environment: Mapping[str, str]) -> Iterator[Plan]:
         yield replace(plan, token_file=path)
 
 
-def worker_task(plan: Plan, rank: int, job: Job, among: tuple[int, int]) -> Task:
-    """What runs as one worker, the place of which `among` those of its host is told."""
+def worker_task(plan: Plan, rank: int, job: Job, local_rank: LocalRank) -> Task:
+    """What runs as one worker."""
     from tfps.launch.engine import Task
 
     program = ["-m", plan.script] if plan.is_module else [plan.script]
     colour = _WORKER_COLOURS[rank % len(_WORKER_COLOURS)]
     argv = (sys.executable, *program, *plan.args)
-    variables = {**job.worker_variables(rank), **trace_variables(plan.logdir)}
-    return Task(f"worker {rank}", argv, variables, colour, among)
+    variables = {**job.worker_variables(rank), **plan.trace_variables}
+    return Task(f"worker {rank}", argv, variables, colour, local_rank)
 
 
 def pserver_task(plan: Plan, index: int, job: Job, host: str) -> Task:
@@ -94,9 +90,8 @@ def engine_of(plan: Plan, environment: Mapping[str, str]) -> Engine:
     Raises:
         ConfigError: an option does not fit the place, or the token file cannot be read.
     """
-    from tfps.launch.engine import Local
+    from tfps.launch.engine import Local, Ssh
     from tfps.launch.slurm import Slurm, allocated
-    from tfps.launch.ssh import Ssh
 
     hosts = allocated(environment) if plan.slurm else plan.hosts
     chosen = plan.chosen(environment)
@@ -177,12 +172,12 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> Outcome:
     if late := [pserver for index, pserver in enumerate(pservers) if index not in addresses]:
         return Outcome(1, _describe_late(late))
 
-    for line in where_to_look(plan.logdir, place, plan.metrics_port):
+    for line in hints(plan, place):
         print(f"tfps_launch: {line}", file=sys.stderr, flush=True)
     job = job.at([addresses[index] for index in range(len(pservers))])
     workers = [
         # Rank 0 shows the progress bar, so it gets a terminal if there is one. On another host there is none.
-        start(host, worker_task(plan, rank, job, place.neighbors(rank)), terminal=rank == 0 and is_local)
+        start(host, worker_task(plan, rank, job, place.local_rank(rank)), terminal=rank == 0 and is_local)
         for rank, host in enumerate(place.workers)
     ]
     failed: list[Process] = []
@@ -205,6 +200,28 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> Outcome:
     too_early = " while workers were still running" if first.code == 0 else ""
     message = f"{first.command.title} {first.describe_end()}{_explain(first, engine)}{too_early}; all others were ended"
     return Outcome(exit_code(first.code or 1), message)
+
+
+def hints(plan: Plan, place: Placement) -> list[str]:
+    """Where to look at a job with a logdir while it runs: a command that can be pasted, and addresses.
+
+    With metrics on port 0 only the pservers know where, and say so themselves.
+    """
+    if plan.logdir is None:
+        return []
+
+    def elsewhere(host: str, text: str) -> str:
+        return "" if host in LOOPBACK else text.format(host)
+
+    # Rank 0 writes, on its host.
+    lines = [f"tensorboard --logdir {shlex.quote(plan.logdir)}{elsewhere(place.workers[0], '  # on {}')}"]
+    if plan.metrics_port:
+        urls = [
+            f"http://127.0.0.1:{plan.metrics_port + index}/metrics{elsewhere(host, ' (on {})')}"
+            for index, host in enumerate(place.pservers)
+        ]
+        lines.append(f"metrics at {' '.join(urls)}")
+    return lines
 
 
 def _explain(process: Process, engine: Engine) -> str:
@@ -231,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.platform == "win32":
         print("tfps_launch: needs Linux or macOS; start tfps_pserver and the workers by hand", file=sys.stderr)
         return 1
-    from tfps.launch.engine import SILENCE_S
+    from tfps.launch.engine import SILENCE_S, is_note, wants_notes
     from tfps.launch.supervisor import Interrupted, Supervisor
     from tfps.launch.terminal import Console
 
@@ -243,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ConfigError, OSError) as error:
             print(f"tfps_launch: {error}", file=sys.stderr)
             return 2
-        shown = [] if wanted([*os.environ, *plan.variables]) else [is_note]
+        shown = [] if wants_notes([*os.environ, *plan.variables]) else [is_note]
         supervisor = Supervisor(Console(sys.stdout, sys.stderr, log, *shown), plan.grace_s)
         try:
             plan = stack.enter_context(with_token(plan, os.environ))

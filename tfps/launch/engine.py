@@ -1,24 +1,50 @@
-"""Where the processes of a job run: on this machine, or on hosts that an engine reaches. An engine is one module."""
+"""Where the processes of a job run: on this machine, or on hosts that ssh reaches; or srun (`tfps.launch.slurm`)."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tfps.launch.gpus import share_of_gpus
-from tfps.launch.hosts import LOOPBACK, Placement, has_only_ipv6
-from tfps.launch.quiet import QUIET
+from tfps.launch.job import LOOPBACK, LocalRank, Placement, has_only_ipv6
 from tfps.launch.remote import Request
 from tfps.launch.supervisor import Command
 
 SILENCE_S = 120.0  # a host that hears nothing of the launcher for so long ends what it runs for it
 _CARRIED = ("TFPS_", "TF_", "KERAS_", "PYTHON")
 _NOT_FOUND = (126, 127)  # exit codes of a shell
+_SSH_FAILED = 255  # what ssh reports of itself
+_SSH_OPTIONS = (
+    "-T",
+    *("-o", "BatchMode=yes"),  # a question would hang
+    *("-o", "ConnectTimeout=20"),
+    *("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"),  # a host that is silent for a minute is lost
+    *("-o", "ControlMaster=no"),  # a connection that is shared already is used, but no process shares its own
+    *("-o", "ClearAllForwardings=yes"),  # the ports would be taken after the first process
+)
+_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+QUIET = {_LEVEL: "2"}  # errors only; by default for all processes
+# TensorFlow writes these before it reads the level.
+_NOTE = re.compile(
+    r"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
+    r"|I0000 .*\] oneDNN custom operations are on\."
+)
+
+
+def is_note(line: str) -> bool:
+    """Whether `line` says nothing but how TensorFlow was built."""
+    return _NOTE.match(line) is not None
+
+
+def wants_notes(variables: Iterable[str]) -> bool:
+    """Whether the user wants TensorFlow's notes; `variables`: those that are set, NAME or NAME=VALUE."""
+    return any(each.partition("=")[0] == _LEVEL for each in variables)
 
 
 @dataclass(frozen=True)
@@ -28,14 +54,14 @@ class Task:
     Args:
         name: as shown: "worker 0".
         variables: of its environment, besides those of its host.
-        among: a worker's place among those of its host, and their number: they share its GPUs. None: not a worker.
+        local_rank: None: not a worker.
     """
 
     name: str
     argv: tuple[str, ...]
     variables: Mapping[str, str]
     colour: int
-    among: tuple[int, int] | None = None
+    local_rank: LocalRank | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +117,7 @@ class Local(Engine):
         }
         # Unbuffered: lines are shown as they are written.
         variables = {"PYTHONUNBUFFERED": "1", **QUIET, **kept, **self.chosen, **task.variables}
-        return Command(task.name, task.argv, {**variables, **share_of_gpus(variables, task.among)}, task.colour)
+        return Command(task.name, task.argv, {**variables, **share_of_gpus(variables, task.local_rank)}, task.colour)
 
 
 @dataclass(frozen=True)
@@ -133,7 +159,7 @@ class Remote(Engine):
         }
         variables = {**QUIET, **carried, **self.chosen, **task.variables}
         request = Request(
-            task.argv, self.directory, variables, self.grace_s, task.among, self.token, silence_s=SILENCE_S
+            task.argv, self.directory, variables, self.grace_s, task.local_rank, self.token, silence_s=SILENCE_S
         )
         python = [sys.executable, "-m", "tfps.launch.remote"]
         if path := self.environment.get("PYTHONPATH"):
@@ -149,3 +175,24 @@ class Remote(Engine):
         if code in _NOT_FOUND:
             return f"{host} needs the same Python as this host, at {sys.executable}"
         return f"`{sys.executable} -m tfps.launch.remote` must run on {host}: install the same tfps there"
+
+
+@dataclass(frozen=True)
+class Ssh(Remote):
+    """Starts processes with the installed OpenSSH.
+
+    Args:
+        program: ssh and its options, which win over ours.
+    """
+
+    program: tuple[str, ...] = ("ssh",)
+
+    def reach(self, host: str, command: str) -> list[str]:
+        return [*self.program, *_SSH_OPTIONS, host.strip("[]"), command]
+
+    def explain(self, host: str, code: int, answered: bool) -> str:
+        if code != _SSH_FAILED:
+            return super().explain(host, code, answered)
+        if answered:
+            return f"ssh says so when it loses {host}"
+        return f"`{shlex.join([*self.program, host.strip('[]'), 'true'])}` must work without a question"

@@ -9,6 +9,8 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from tfps.launch.job import LocalRank
+
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 _NAME = r"[0-9]+|(GPU|MIG)-\S+"
 _LINE = re.compile(r"(?P<indent>\s*)(?:GPU|MIG) .*\(UUID:\s*(?P<uuid>(?:GPU|MIG)-[^)\s]+)\)")
@@ -16,20 +18,20 @@ _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 _ASK_S = 20.0  # nvidia-smi starts slowly where the driver is not kept loaded
 
 
-def share_of_gpus(environment: Mapping[str, str], among: tuple[int, int] | None) -> dict[str, str]:
+def share_of_gpus(environment: Mapping[str, str], local_rank: LocalRank | None) -> dict[str, str]:
     """Returns the variables that limit a worker to its share, none if there is nothing to divide.
 
     Args:
         environment: may limit the host's GPUs already.
-        among: the worker's place among those of its host, and their number; None: not a worker.
+        local_rank: None: not a worker.
     """
-    if among is None or among[1] == 1:
+    if local_rank is None or local_rank.workers == 1:
         return {}
     visible = visible_gpus(environment)
     if not visible:
         return {}
-    variables = {_VARIABLE: ",".join(share(visible, *among))}
-    if len(visible) < among[1] and _GROWTH not in environment:
+    variables = {_VARIABLE: ",".join(share(visible, *local_rank))}
+    if len(visible) < local_rank.workers and _GROWTH not in environment:
         variables[_GROWTH] = "true"  # else the first of those that share a GPU would take all of its memory
     return variables
 

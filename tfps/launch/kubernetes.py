@@ -1,35 +1,52 @@
-"""`tfps_launch --kubernetes --print`: writes the manifests of a job for `kubectl apply -f -`."""
+"""`tfps_launch --kubernetes --print`: writes the manifests of a job for `kubectl apply -f -`.
+
+The files in `templates` are the manifests; what is here checks what is asked for and fills them. Tested in
+tests/launch/test_kubernetes.py, and with processes in tests/integration/test_kubernetes.py.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import secrets
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import PurePath
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath, PurePosixPath
+from string import Template
 
 from tfps.errors import ConfigError
-from tfps.launch import kubeflow
-from tfps.launch.manifests import (
-    MAX_NAME,
-    TOKEN_FILE,
-    KubernetesJob,
-    Manifest,
-    manifests,
-    metadata,
-    service_monitor,
-)
-from tfps.types import Argument
+from tfps.launch.job import Job
+from tfps.types import Json
 
-_FORMS: dict[str, Callable[[KubernetesJob], list[Manifest]]] = {
-    "job": manifests,
-    "jobset": kubeflow.job_set,
-    "tfjob": kubeflow.tf_job,
-    "runtime": kubeflow.training_runtime,
+PORT = 7070  # where workers reach a pserver; slices go to the next port
+_TEMPLATES = Path(__file__).with_name("templates")
+_FORMS = ("job", "jobset", "runtime", "tfjob")
+_TOKEN_FILE = "/run/secrets/tfps/token/token"
+# Set by the Job controller on every pod of an Indexed Job, from 0 on; a pod that replaces another has its index.
+_RANK = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+# Kubeflow's trainer makes a JobSet with the name of its TrainJob, which the runtime does not know.
+_JOB_SET_NAME = "metadata.labels['jobset.sigs.k8s.io/jobset-name']"
+# What its training operator looks for. It puts the port into the addresses of TF_CONFIG.
+_TF_CONTAINER, _TF_PORT = "tensorflow", ("tfjob-port", 2222)
+_CONNECT_TIMEOUT_S = 600  # pods start at different times: images are pulled, nodes are added
+_MAX_NAME = 40  # with what controllers append, names of pods stay below the 63 characters of a DNS label
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_INSTEAD_OF = {
+    "TFPS_RANK": "leave it out, each pod learns its own",
+    "TFPS_WORKERS": "use --workers",
+    "TFPS_PSERVERS": "use --pservers, whose addresses it gets",
+    "TFPS_JOB": "use --name",
+    "TFPS_TOKEN_FILE": "use --token-secret",
+    "TFPS_TLS_*": "use --tls-secret",
 }
+_NOT_IN_YAML = re.compile(r"[\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff\ufffe\uffff]")
+_MAY_EXCEED = ("cpu", "ephemeral-storage")  # what is requested of these is no limit; of devices it has to be one
 _USAGE = (
     "tfps_launch --kubernetes --print --image IMAGE [options] script.py [args ...]\n"
     "       tfps_launch --kubernetes --print --image IMAGE [options] -m module [args ...]"
@@ -37,22 +54,104 @@ _USAGE = (
 
 
 @dataclass(frozen=True)
-class Order:
-    """What to write: a job, its form, and what else belongs into the manifests."""
+class KubernetesJob:
+    """What to run, and on what: the options of the command, whose help describes them.
 
-    job: KubernetesJob
+    Args:
+        name: of the job; other objects have names that begin with it.
+        command: what a worker executes in `image`.
+        worker_resources, pserver_resources: what a pod requests. All but cpu and ephemeral-storage is also the limit.
+            By that of memory a pserver knows how much a job may declare.
+        metrics_port: None: no metrics, probes only connect.
+        volumes: pairs of a PersistentVolumeClaim and its path in workers.
+
+    Raises:
+        ConfigError: a value is out of range or malformed; the message names the option.
+    """
+
+    name: str
+    image: str
+    command: tuple[str, ...]
+    workers: int = 1
+    pservers: int = 1
+    pserver_image: str = ""
+    namespace: str = ""
+    worker_resources: Mapping[str, str] = field(default_factory=lambda: {"cpu": "2", "memory": "4Gi"})
+    pserver_resources: Mapping[str, str] = field(default_factory=lambda: {"cpu": "1", "memory": "2Gi"})
+    gpus: int = 0
+    gpu_resource: str = "nvidia.com/gpu"
+    token_secret: str = ""
+    tls_secret: str = ""
+    metrics_port: int | None = 9100
+    restarts: int = 3
+    volumes: Sequence[tuple[str, str]] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    user: int = 10001
     form: str = "job"
     generate_token: bool = False
-    monitor: bool = False
+    service_monitor: bool = False
 
     def __post_init__(self) -> None:
-        if self.monitor and self.form != "job":
+        if len(self.name) > _MAX_NAME or not _NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"--name must be up to {_MAX_NAME} lowercase letters, digits and '-', beginning with a letter and not "
+                f"ending with '-', got {self.name!r}"
+            )
+        for name, least in (("workers", 1), ("pservers", 1), ("gpus", 0), ("restarts", 0), ("user", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"--{name} must be at least {least}, got {getattr(self, name)}")
+        for role in ("worker", "pserver"):
+            for name, quantity in getattr(self, f"{role}_resources").items():
+                if not _QUANTITY.fullmatch(quantity):
+                    raise ConfigError(
+                        f"--{role}-resources: {name} must be a quantity such as 4 or 8Gi, got {quantity!r}"
+                    )
+        for name in self.variables:
+            if not _VARIABLE.fullmatch(name):
+                raise ConfigError(f"--env must be NAME=VALUE, got the name {name!r}")
+            if instead := _INSTEAD_OF.get("TFPS_TLS_*" if name.startswith("TFPS_TLS_") else name):
+                raise ConfigError(f"--env must not be a variable that tfps_launch sets itself, got {name}; {instead}")
+        paths = [PurePosixPath(path) for _, path in self.volumes]
+        for claim, path in self.volumes:
+            if not path.startswith("/"):
+                raise ConfigError(f"--volume must be CLAIM=PATH with an absolute path, got {claim}={path}")
+        if twice := {path for path in paths if paths.count(path) > 1}:
+            raise ConfigError(f"--volume must have another PATH each time, got {min(twice)} more than once; change one")
+        if self.service_monitor and self.form != "job":
             raise ConfigError(
                 f"--service-monitor must come with --as job, whose Service it selects, got --as {self.form}"
             )
+        if self.service_monitor and self.metrics_port is None:
+            raise ConfigError("--service-monitor must come with metrics, got --no-metrics")
+        port = self.port[1]
+        if self.metrics_port is not None and (
+            not 0 < self.metrics_port < 65536 or self.metrics_port in (port, port + 1)
+        ):
+            raise ConfigError(
+                f"--metrics-port must be from 1 to 65535 and not {port} or {port + 1}, which are a pserver's own, got "
+                f"{self.metrics_port}"
+            )
+
+    @property
+    def secret(self) -> str:
+        """The name of the Secret with the job token."""
+        return self.token_secret or f"{self.name}-token"
+
+    @property
+    def port(self) -> tuple[str, int]:
+        """The name and number of a pserver's port."""
+        return _TF_PORT if self.form == "tfjob" else ("grpc", PORT)
+
+    def hosts(self, name: str) -> list[str]:
+        """The pservers' hosts as workers call them. Short names: pods look in their own namespace."""
+        pattern = {
+            "job": f"{name}-pserver-{{}}.{name}-pserver",  # POD.SERVICE
+            "tfjob": f"{name}-ps-{{}}.{self.namespace or 'NAMESPACE'}.svc",
+        }.get(self.form, f"{name}-pserver-0-{{}}.{name}")  # JOBSET-JOB-REPLICA-INDEX.SUBDOMAIN
+        return [pattern.format(index) for index in range(self.pservers)]
 
 
-def parse(argv: Sequence[str]) -> Order:
+def parse(argv: Sequence[str]) -> KubernetesJob:
     """Parses what follows `--kubernetes`; exits with usage and code 2 if it is malformed."""
     parser = argparse.ArgumentParser(
         prog="tfps_launch --kubernetes",
@@ -65,8 +164,8 @@ def parse(argv: Sequence[str]) -> Order:
     add(
         "--as",
         dest="form",
-        choices=sorted(_FORMS),
-        default="job",
+        choices=_FORMS,
+        default=KubernetesJob.form,
         help="Job and StatefulSet, JobSet, TFJob, or ClusterTrainingRuntime and TrainJob (default: job)",
     )
     add("--image", required=True, help="has the script, tfps and TensorFlow (deploy/docker/worker.Dockerfile)")
@@ -106,39 +205,26 @@ def parse(argv: Sequence[str]) -> Order:
         metavar="N",
         help="how often the workers may start anew after a failure (default %(default)s)",
     )
-    add("--volume", type=_pair, action="append", default=[], metavar="CLAIM=PATH", help="a volume claim for workers")
-    add("--env", type=_pair, action="append", default=[], metavar="NAME=VALUE", help="a variable for workers")
+    for name, dest, form, what in (
+        ("--volume", "volumes", "CLAIM=PATH", "a volume claim for workers"),
+        ("--env", "variables", "NAME=VALUE", "a variable for workers"),
+    ):
+        add(name, dest=dest, type=_pair, action="append", default=[], metavar=form, help=what)
     add("--user", type=int, default=KubernetesJob.user, metavar="ID", help="that pods run as (default %(default)s)")
     add("-m", dest="is_module", action="store_true", help="the script is the name of a module")
     add("command", nargs=argparse.REMAINDER, metavar="script.py [args ...]", help="what workers run in the image")
-    options = parser.parse_args(argv)
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    given = vars(parser.parse_args(argv))
+    prints, is_module, command = (given.pop(name) for name in ("print", "is_module", "command"))
+    command = command[1:] if command[:1] == ["--"] else command
     if not command:
         parser.error("what to run is missing: tfps_launch --kubernetes --print --image IMAGE script.py")
-    if not options.print:
+    if not prints:
         parser.error("--print is missing: tfps_launch writes manifests, `kubectl apply -f -` starts them")
-    resources = {name: given for name in ("worker_resources", "pserver_resources") if (given := getattr(options, name))}
+    given["name"] = given["name"] or _name_of(command[0], is_module)
+    given["variables"] = dict(given["variables"])
+    given = {name: value for name, value in given.items() if value is not None or name == "metrics_port"}
     try:
-        job = KubernetesJob(
-            name=options.name or _name_of(command[0], options.is_module),
-            image=options.image,
-            command=("python", *(["-m"] if options.is_module else []), *command),
-            workers=options.workers,
-            pservers=options.pservers,
-            pserver_image=options.pserver_image,
-            namespace=options.namespace,
-            gpus=options.gpus,
-            gpu_resource=options.gpu_resource,
-            token_secret=options.token_secret,
-            tls_secret=options.tls_secret,
-            metrics_port=options.metrics_port,
-            restarts=options.restarts,
-            volumes=tuple(options.volume),
-            variables=dict(options.env),
-            user=options.user,
-            **resources,
-        )
-        return Order(job, options.form, options.generate_token, options.service_monitor)
+        return KubernetesJob(command=("python", *(["-m"] if is_module else []), *command), **given)
     except ConfigError as error:
         parser.error(str(error))
 
@@ -157,43 +243,189 @@ def _pairs(text: str) -> dict[str, str]:
 def _name_of(script: str, is_module: bool) -> str:
     """A name made of that of a script or module."""
     stem = script.rpartition(".")[2] if is_module else PurePath(script).stem
-    return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:MAX_NAME].strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:_MAX_NAME].strip("-")
 
 
-def documents(order: Order) -> list[Manifest]:
-    """The manifests of the order.
+def as_yaml(job: KubernetesJob, argv: Sequence[str]) -> str:
+    """The manifests as one file; `argv`: what asked for them."""
+    lines = (part for line in _comment(job, argv) for part in line.splitlines())  # arguments may have line breaks
+    made = "".join(f"# {_escaped(line)}\n" for line in lines)
+    values: dict[str, Json] = {
+        "name": job.name,
+        "namespace": _text(job.namespace) if job.namespace else "",
+        "workers": job.workers,
+        "pservers": job.pservers,
+        **{f"{role}_labels": _labels(job, role) for role in ("pserver", "worker", "token", "runtime")},
+        "labels": _labels(job, "job"),
+    }
+    if job.generate_token:
+        made += _filled("token", **values, secret=_text(job.secret), token=secrets.token_hex(32))
+    made += _filled(job.form, **values, **_pods(job))
+    if job.form != "runtime":
+        made += _filled("budgets", **values)
+    return made + (_filled("service_monitor", **values) if job.service_monitor else "")
 
-    Raises:
-        ConfigError: what is asked for does not fit together.
+
+def _filled(template: str, /, **values: Json) -> str:
+    """A template with its values: texts as they are, others as JSON, which is YAML.
+
+    A line that ends with "# if NAME" is there only if that value is true. A line with nothing but `$NAME` becomes the
+    lines of that value, indented like it.
     """
-    made = _FORMS[order.form](order.job)
-    if order.monitor:
-        made.append(service_monitor(order.job))
-    if order.generate_token:
-        made.insert(0, token_secret(order.job, secrets.token_hex(32)))
-    return made
+    lines: list[str] = []
+    ready = {key: value if isinstance(value, str) else _text(value) for key, value in values.items()}
+    for full in (_TEMPLATES / f"{template}.yaml").read_text(encoding="utf-8").splitlines():
+        line, _, condition = full.partition("  # if ")
+        if not condition or values[condition]:
+            filled = Template(line).substitute(ready)
+            indent, _, _ = line.partition("$")
+            is_block = not indent.strip()
+            lines += textwrap.indent(filled.strip(), indent).splitlines() if is_block else [filled]
+    return "\n".join(lines) + "\n"
 
 
-def token_secret(job: KubernetesJob, token: str) -> Manifest:
-    """The Secret with the job token, in clear: whoever reads this manifest has it."""
+def _text(value: Json) -> str:
+    """`value` as JSON that YAML reads alike."""
+    return _escaped(json.dumps(value, ensure_ascii=False))
+
+
+def _escaped(text: str) -> str:
+    """`text` without the characters that YAML does not allow, or takes for line breaks."""
+    return _NOT_IN_YAML.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _items(values: Iterable[Json]) -> str:
+    """A list, an item a line."""
+    return "\n".join(f"- {_text(value)}" for value in values)
+
+
+def _labels(job: KubernetesJob, role: str) -> str:
+    """What all pods of a role have, and nothing else."""
+    names = {"name": "tfps", "instance": f'"{job.name}"', "component": role}
+    return f"{{{', '.join(f'app.kubernetes.io/{name}: {value}' for name, value in names.items())}}}"
+
+
+def _pods(job: KubernetesJob) -> dict[str, Json]:
+    """What the template of a form needs to know of pods and of the Jobs that make them."""
+    of_job, of_trainer, of_operator = (job.form == form for form in ("job", "runtime", "tfjob"))
+    launch = Job("$(TFPS_JOB)" if of_trainer else job.name, job.workers, token_file=_TOKEN_FILE)
+    launch = launch.at([f"{host}:{PORT}" for host in job.hosts(launch.name)])
+    variables = launch.worker_variables()
+    named = [_from_field("TFPS_JOB", variables.pop("TFPS_JOB") and _JOB_SET_NAME)] if of_trainer else []
+    place = [*named, _from_field("TFPS_RANK", _RANK), *_environment(variables)]
+    if of_operator:  # which sets TF_CONFIG
+        place = _environment({"TFPS_JOB": job.name, **launch.pserver_variables()})
+    port, number = job.port
+    ports = {port: number}
+    arguments = launch.pserver_arguments("0.0.0.0", number, job.metrics_port)
+    if not job.tls_secret:  # data connections have no TLS
+        ports["data"] = number + 1
+        arguments += ["--data-port", str(number + 1)]
+    if job.metrics_port is not None:
+        ports["metrics"] = job.metrics_port
+        arguments += ["--metrics-host", "0.0.0.0"]
+    settings = {
+        "TFPS_CONNECT_TIMEOUT_S": str(_CONNECT_TIMEOUT_S),
+        "PYTHONUNBUFFERED": "1",
+        **{name: _literal(value) for name, value in job.variables.items()},
+    }
+    claims = {claim: f"volume-{index}" for index, claim in enumerate(dict(job.volumes))}  # each may have several paths
+    common: dict[str, Json] = {
+        "secret": _text(job.secret),
+        "tls": _text(job.tls_secret) if job.tls_secret else "",
+        "user": job.user,
+        "not_root": job.user != 0,
+    }
+    pserver = _filled(
+        "pod",
+        **common,
+        **dict.fromkeys(("worker", "shm", "settings", "volumes", "mounts"), ""),
+        pserver=True,
+        labels=_labels(job, "pserver"),
+        container=_TF_CONTAINER if of_operator else "pserver",
+        image=_text(job.pserver_image or job.image),
+        command=["tfps_pserver"],
+        args=arguments,
+        env=_items([*named, *_environment(launch.pserver_variables())]),
+        ports=_items({"name": name, "containerPort": listens} for name, listens in ports.items()),
+        probe=f"tcpSocket: {{port: {port}}}"
+        if job.metrics_port is None
+        else "httpGet: {path: /healthz, port: metrics}",
+        resources=_resources(job.pserver_resources, {}),
+        never=not of_job and not of_operator,
+    )
+    role = "node" if of_trainer else "worker"  # as the trainer calls it
+    worker = _filled(
+        "pod",
+        **common,
+        **dict.fromkeys(("pserver", "args", "ports", "probe"), ""),
+        worker=True,
+        labels=_labels(job, "worker"),
+        container=_TF_CONTAINER if of_operator else role,
+        image=_text(job.image),
+        command=[_literal(part) for part in job.command],
+        env=_items(place),
+        settings=_items(_environment(settings)),
+        resources=_resources(job.worker_resources, {job.gpu_resource: str(job.gpus)} if job.gpus else {}),
+        volumes=_items({"name": name, "persistentVolumeClaim": {"claimName": claim}} for claim, name in claims.items()),
+        mounts=_items({"name": claims[claim], "mountPath": path} for claim, path in job.volumes),
+        shm=job.gpus > 1,
+        never=not of_operator,
+    )
+    # One worker that fails makes all others fail. If these counted together, each would double the wait for a restart.
+    failures = f"backoffLimitPerIndex: {job.restarts}\nmaxFailedIndexes: 0" if of_job else "backoffLimit: 0"
+    jobs = {
+        name: _filled(
+            "indexed_job", count=count, pod=pod, failures=failures, disrupted="Ignore" if of_job else "FailJob"
+        )
+        for name, count, pod in (("pserver_job", job.pservers, pserver), ("worker_job", job.workers, worker))
+    }
     return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": metadata(job, job.secret, "token"),
-        "type": "Opaque",
-        "stringData": {"token": token},
+        **jobs,
+        "job_set": _filled(
+            "job_set_spec",
+            **jobs,
+            name=job.name,
+            worker=role,
+            trainer=of_trainer,
+            subdomain=not of_trainer,
+            restarts=job.restarts,
+        ),
+        "pserver_pod": pserver,
+        "worker_pod": worker,
+        "all_restarts": job.restarts * job.workers + 1,
+        "service_ports": _items({"name": name, "port": port, "targetPort": name} for name, port in ports.items()),
     }
 
 
-def comment(order: Order, argv: Sequence[str]) -> list[str]:
+def _resources(requests: Mapping[str, str], gpus: Mapping[str, str]) -> Json:
+    limits = {name: quantity for name, quantity in requests.items() if name not in _MAY_EXCEED}
+    return {"requests": {**requests, **gpus}, "limits": {**limits, **gpus}}
+
+
+def _literal(text: str) -> str:
+    """`text` so that Kubernetes leaves it as it is: in arguments and values it replaces $(NAME), and $$ by $."""
+    return text.replace("$", "$$")
+
+
+def _from_field(name: str, path: str) -> Json:
+    """A variable whose value is a field of the pod."""
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _environment(variables: Mapping[str, str]) -> list[Json]:
+    """Variables in their order: a value may use those before it as $(NAME)."""
+    return [{"name": name, "value": value} for name, value in variables.items()]
+
+
+def _comment(job: KubernetesJob, argv: Sequence[str]) -> list[str]:
     """What somebody who has only the manifests must know."""
-    job = order.job
     place = f"kubectl -n {job.namespace}" if job.namespace else "kubectl"
     lines = [f"Written by: {shlex.join(['tfps_launch', '--kubernetes', *argv])}"]
-    if order.generate_token:
+    if job.generate_token:
         lines.append(f"The Secret {job.secret} has the job token in clear: do not commit this.")
     else:
-        key = PurePath(TOKEN_FILE).name
+        key = PurePath(_TOKEN_FILE).name
         lines += [
             f"The job token is in the Secret {job.secret}, which is not here. Make it once, for this job only:",
             f"  openssl rand -hex 32 | {place} create secret generic {job.secret} --from-file={key}=/dev/stdin",
@@ -201,51 +433,14 @@ def comment(order: Order, argv: Sequence[str]) -> list[str]:
     if job.tls_secret:
         lines += [
             f"Nor is the Secret {job.tls_secret}. Its ca.crt must have signed its tls.crt, which must name pservers:",
-            *(f"  {name}" for name in _certificate_names(order)),
+            *(f"  {name}" for name in job.hosts(job.name)),
         ]
-    if order.form == "runtime":
+    if job.form == "runtime":
         lines.append(f"A TrainJob must have {job.workers} nodes: pservers wait for so many workers.")
     return lines
 
 
-def _certificate_names(order: Order) -> list[str]:
-    """The host names of pservers as workers call them."""
-    job = order.job
-    patterns = {"job": job.pserver_host, "tfjob": f"{job.name}-ps-{{}}.{job.namespace or 'NAMESPACE'}.svc"}
-    pattern = patterns.get(order.form, kubeflow.pserver_host(job.name))
-    return [pattern.format(index) for index in range(job.pservers)]
-
-
-def as_yaml(order: Order, argv: Sequence[str]) -> str:
-    """The manifests as one file.
-
-    Raises:
-        ConfigError: PyYAML is missing, or what is asked for does not fit together.
-    """
-    try:
-        import yaml
-    except ImportError as error:
-        raise ConfigError(
-            "--kubernetes needs the package PyYAML, which is not installed: pip install 'tfps[kubernetes]'"
-        ) from error
-
-    class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: Argument) -> bool:  # people would not expect references
-            return True
-
-    made = documents(order)
-    lines = (part for line in comment(order, argv) for part in line.splitlines())  # arguments may have line breaks
-    head = "".join(f"# {line}\n" for line in lines)
-    # A width at which no line is folded.
-    return head + yaml.dump_all(made, Dumper=Dumper, sort_keys=False, explicit_start=True, width=10_000)
-
-
 def main(argv: Sequence[str]) -> int:
     """Writes what `argv`, which follows `--kubernetes`, asks for to standard output; the exit code."""
-    order = parse(argv)
-    try:
-        sys.stdout.write(as_yaml(order, argv))
-    except ConfigError as error:
-        sys.stderr.write(f"tfps_launch: {error}\n")
-        return 2
+    sys.stdout.write(as_yaml(parse(argv), argv))
     return 0

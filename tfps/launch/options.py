@@ -8,15 +8,14 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from tfps.errors import ConfigError
-from tfps.launch.hosts import Host, parse_hosts
-from tfps.launch.where import FIRST, LAST, check_logdir
+from tfps.launch.job import Host, parse_hosts
+from tfps.types import Argument
 from tfps.version import __version__
 
 _PORTS = 65536
-_T = TypeVar("_T")
+_FIRST, _LAST = 10, 20  # steps to record: until then TensorFlow traces the model and slice sizes are tuned
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,8 @@ class Plan:
                 f"--metrics-port must be from 0 to {_PORTS - pservers} with {pservers} pservers, which take "
                 f"one port each, got {self.metrics_port}"
             )
-        check_logdir(self.logdir)
+        if self.logdir is not None and not self.logdir.strip():  # as by a variable of a shell that is not set
+            raise ConfigError(f"--logdir must name a directory, as in --logdir logs, got {self.logdir!r}")
         if not (math.isfinite(self.grace_s) and self.grace_s >= 0):
             raise ConfigError(f"--grace must be a number of seconds, 0 or more, got {self.grace_s}")
         try:
@@ -83,6 +83,11 @@ class Plan:
                 raise ConfigError(f"--env {name}: there is no such variable here; set it, or write --env {name}=VALUE")
             found[name] = value if given else environment[name]
         return found
+
+    @property
+    def trace_variables(self) -> dict[str, str]:
+        """The variables by which a worker records steps to `logdir`; they win over what the launcher inherits."""
+        return {} if self.logdir is None else {"TFPS_TRACE": f"{self.logdir}:{_FIRST}-{_LAST}"}
 
 
 def parse(argv: Sequence[str]) -> Plan:
@@ -133,8 +138,8 @@ def parse(argv: Sequence[str]) -> Plan:
     parser.add_argument(
         "--logdir",
         metavar="DIR",
-        help=f"record the training steps {FIRST} to {LAST} for TensorBoard in this directory, as "
-        f"TFPS_TRACE=DIR:{FIRST}-{LAST} does, and say where to look",
+        help=f"record the training steps {_FIRST} to {_LAST} for TensorBoard in this directory, as "
+        f"TFPS_TRACE=DIR:{_FIRST}-{_LAST} does, and say where to look",
     )
     parser.add_argument(
         "-x",
@@ -149,6 +154,7 @@ def parse(argv: Sequence[str]) -> Plan:
     parser.add_argument("--log", metavar="FILE", help="also write all output to this file, without colours")
     parser.add_argument(
         "--grace",
+        dest="grace_s",
         type=float,
         default=Plan.grace_s,
         metavar="SECONDS",
@@ -160,52 +166,36 @@ def parse(argv: Sequence[str]) -> Plan:
     )
     parser.add_argument("-m", dest="is_module", action="store_true", help="the script is the name of a module")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="script.py [args ...]", help="what to run")
-    options = parser.parse_args(argv)
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    if options.kubernetes:
+    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    command = given.pop("command")
+    command = command[1:] if command[:1] == ["--"] else command
+    if given.pop("kubernetes"):
         parser.error("--kubernetes must be the first option: tfps_launch --kubernetes --print ... script.py")
     if not command:
         parser.error("what to run is missing: tfps_launch --workers 2 --pservers 2 script.py")
     try:
-        hosts = parse_hosts(options.hosts) if options.hosts is not None else ()
-        _check_together(options)
-        return Plan(
-            script=command[0],
-            args=tuple(command[1:]),
-            is_module=options.is_module,
-            workers=sum(host.workers for host in hosts) or _given(options.workers, 1),
-            pservers=_given(options.pservers, 1),
-            grace_s=options.grace,
-            log=options.log,
-            metrics_port=options.metrics_port,
-            token_file=options.token_file,
-            hosts=hosts,
-            slurm=options.slurm,
-            pservers_per_host=_given(options.pservers_per_host, 1),
-            ssh=_given(options.ssh, "ssh"),
-            logdir=options.logdir,
-            variables=tuple(options.variables),
-        )
+        _check_together(given)
+        if "hosts" in given:
+            given["hosts"] = parse_hosts(given["hosts"])
+            given["workers"] = sum(host.workers for host in given["hosts"])
+        given["variables"] = tuple(given["variables"])
+        return Plan(command[0], tuple(command[1:]), **given)
     except ConfigError as error:
         parser.error(str(error))
 
 
-def _given(value: _T | None, default: _T) -> _T:
-    return default if value is None else value
-
-
-def _check_together(options: argparse.Namespace) -> None:
+def _check_together(given: Mapping[str, Argument]) -> None:
     """Raises ConfigError for options that do not go together."""
-    several = "--hosts" if options.hosts is not None else "--slurm" if options.slurm else ""
-    for name in ("workers", "pservers") if several else ():
-        if getattr(options, name) is not None:
+    several = "--hosts" if "hosts" in given else "--slurm" if given["slurm"] else ""
+    for name in ("workers", "pservers"):
+        if several and name in given:
             instead = "--hosts a:4,b:4 says how many workers each host gets"
-            if options.slurm:
+            if given["slurm"]:
                 instead = "the allocation's tasks are the workers"
             if name == "pservers":
                 instead = "use --pservers-per-host"
             raise ConfigError(f"--{name} does not go with {several}: {instead}")
-    if options.pservers_per_host is not None and not several:
+    if "pservers_per_host" in given and not several:
         raise ConfigError("--pservers-per-host needs --hosts or --slurm; on this machine alone use --pservers")
-    if options.ssh is not None and options.hosts is None:
+    if "ssh" in given and "hosts" not in given:
         raise ConfigError("--ssh needs --hosts")

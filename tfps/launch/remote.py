@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import IO
 
 from tfps.launch.gpus import share_of_gpus
-from tfps.launch.groups import end_with_parent, signal_group
-from tfps.launch.secret import secret_file
-from tfps.launch.supervisor import HELLO, KILL_S
+from tfps.launch.job import LocalRank, secret_file
+from tfps.launch.supervisor import HELLO, KILL_S, end_with_parent, signal_group
 from tfps.version import __version__
 
 _MAX_LINE_BYTES = 4 << 20
@@ -39,7 +38,7 @@ class Request:
     Args:
         variables: of its environment, besides those of the host.
         grace_s: from SIGTERM to SIGKILL, once the launcher asks for the end.
-        among: see `tfps.launch.engine.Task`.
+        local_rank: None: not a worker.
         token: of the job; the process gets a file that has it.
         silence_s: without a sign of life for so long, the launcher is gone.
         version: of the launcher's tfps.
@@ -49,7 +48,7 @@ class Request:
     directory: str
     variables: Mapping[str, str]
     grace_s: float
-    among: tuple[int, int] | None = None
+    local_rank: LocalRank | None = None
     token: str = field(default="", repr=False)
     silence_s: float = 120.0
     version: str = __version__
@@ -71,8 +70,8 @@ class Request:
             raise ValueError(
                 f"this host has tfps {__version__}, but tfps_launch is of tfps {theirs}; install the same on all hosts"
             )
-        among = found.pop("among")
-        return cls(**{**found, "argv": tuple(found["argv"]), "among": tuple(among) if among else None})
+        local_rank = found.pop("local_rank")
+        return cls(**{**found, "argv": tuple(found["argv"]), "local_rank": local_rank and LocalRank(*local_rank)})
 
 
 def main() -> int:
@@ -94,7 +93,7 @@ def main() -> int:
         if request.token:
             variables["TFPS_TOKEN_FILE"] = stack.enter_context(secret_file(request.token))
         variables.pop("TF_CONFIG", None)  # it would describe another job
-        variables |= share_of_gpus(variables, request.among)
+        variables |= share_of_gpus(variables, request.local_rank)
         try:
             child = subprocess.Popen(
                 request.argv,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from tfps.errors import ConfigError
 from tfps.launch.engine import Remote, Task
-from tfps.launch.hosts import Host, checked_hosts
+from tfps.launch.job import Host, checked_hosts
 from tfps.launch.supervisor import Command
 
 _ASK_S = 60.0  # for Slurm's controller to answer

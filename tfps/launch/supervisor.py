@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import ctypes
 import errno
 import os
 import re
 import selectors
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
+from typing import IO
 
-from tfps.launch.groups import end_with_parent, signal_group
-from tfps.launch.remote_input import Beats, RemoteInput
 from tfps.launch.terminal import Console, LineAssembler, resize
 
 DRAIN_S = 1.0  # how long to read output after a process has ended: its children may hold its pipe
@@ -26,6 +28,8 @@ HELLO = "tfps_launch: this host answers"  # the first line of a process on anoth
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _READ_BYTES = 65536
 _SSH_FAILED = 255  # the exit code of ssh itself
+BEAT_S = 10.0  # between signs of life
+_PR_SET_PDEATHSIG = 1
 
 
 class Interrupted(Exception):
@@ -34,6 +38,93 @@ class Interrupted(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(f"ended by {signal.Signals(number).name}")
         self.number = number
+
+
+def signal_group(leader: int, number: int) -> None:
+    """Signals the process group of process `leader`."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty; macOS says EPERM
+        os.killpg(leader, number)
+
+
+def end_with_parent() -> Callable[[], None] | None:
+    """A `preexec_fn` that makes a child end with this process; None if unsupported.
+
+    Nothing else helps if this process gets SIGKILL. Linux ties it to the thread that forks: the main thread.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None).prctl
+    parent = os.getpid()
+
+    def follow() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # the parent ended in between
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return follow
+
+
+class RemoteInput:
+    """The pipe to the standard input of one process. For any thread.
+
+    Args:
+        name: of the process.
+    """
+
+    def __init__(self, name: str, pipe: IO[bytes]) -> None:
+        self._name, self._pipe = name, pipe
+        self._lock = threading.Lock()  # guards that _pipe is open: its number may soon be another file's
+        os.set_blocking(pipe.fileno(), False)
+
+    def send(self, line: bytes) -> None:
+        """Says what to run.
+
+        Raises:
+            OSError: it does not fit into a pipe at once.
+        """
+        try:
+            sent = os.write(self._pipe.fileno(), line)
+        except BrokenPipeError:
+            return  # the process has ended already, and its output says why
+        if sent < len(line):
+            raise OSError(f"{self._name}: arguments and variables of {len(line)} bytes are too long to send")
+
+    def beat(self) -> None:
+        """Says that the launcher lives."""
+        with self._lock:
+            if not self._pipe.closed:
+                with contextlib.suppress(OSError):  # the pipe is full, or its reader gone
+                    os.write(self._pipe.fileno(), b"\n")
+
+    def close(self) -> None:
+        """Asks for the end."""
+        with self._lock:
+            self._pipe.close()
+
+
+class Beats:
+    """Thread "tfps-launch-beats" sends signs of life, also while nobody reads the launcher's output (Ctrl-S)."""
+
+    def __init__(self) -> None:
+        self._inputs: list[RemoteInput] = []
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, remote_input: RemoteInput) -> None:
+        self._inputs.append(remote_input)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="tfps-launch-beats", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(BEAT_S):
+            for remote_input in list(self._inputs):
+                remote_input.beat()
 
 
 @dataclass(frozen=True)

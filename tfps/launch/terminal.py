@@ -1,7 +1,6 @@
 """Turns terminal output (redraws, colours) into lines, and shows lines of several programs on one terminal.
 
-A progress bar redraws one line with carriage returns and backspaces. To prefix lines without printing every redraw, we
-have to follow that as a terminal would.
+A progress bar redraws one line with carriage returns and backspaces: only its last state becomes a line.
 """
 
 from __future__ import annotations
@@ -19,111 +18,86 @@ from typing import BinaryIO, TextIO
 MAX_LINE = 65536  # characters; longer lines are cut, so that a program without newlines cannot fill the memory
 
 _MAX_STYLE = 100  # characters of colour sequences, for programs that never reset
-
-_CSI = r"\x1b\[[0-?]*[ -/]*[@-~]"
-_OSC = r"\x1b\][^\x07\x1b]{0,4096}(?:\x07|\x1b\\)"
-_TOKEN = re.compile(
-    rf"(?P<text>[^\x00-\x1f\x7f]+)|(?P<csi>{_CSI})|(?P<osc>{_OSC})|(?P<escape>\x1b[@-Z\\-_a-z0-9=>])|(?P<other>.)", re.S
+_RESET = "\x1b[0m"
+_SGR = re.compile(r"\x1b\[[0-9;:]*m")
+# All but colours, backspaces and tabs. An incomplete sequence at the end waits for its rest.
+_DROPPED = re.compile(
+    r"\x1b\[(?![0-9;:]*m)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]{0,4096}(?:\x07|\x1b\\)"
+    r"|\x1b(?!\[[0-9;:]*m)[@-Z\\-_a-z0-9=>]?|[\x00-\x07\x0b-\x1a\x1c-\x1f\x7f]"
 )
 _UNFINISHED = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]{0,4096}\x1b?)?\Z")
-_SGR = re.compile(r"\x1b\[[0-9;:]*m")
-_RESET = "\x1b[0m"
 
 
 class LineAssembler:
-    """Follows one program's output as a terminal would, and returns lines once a newline finishes them.
+    """Makes lines of one program's output, as they stand when a newline finishes them. Not thread-safe.
 
-    Understands carriage return, backspace, tabulator, "erase line" and colours; other control sequences (titles, cursor
-    movement between lines) are dropped, because the lines of other programs stand in between. Not thread-safe.
+    A carriage return begins the line anew, a backspace takes back a character, colours last. Other control sequences
+    (titles, movements of the cursor) are dropped: the lines of other programs stand in between.
     """
 
     def __init__(self) -> None:
-        self._cells: list[tuple[str, str]] = []  # (colour sequences in force, character) per column
-        self._cursor = 0
-        self._style = ""
-        self._rest = ""  # the beginning of an incomplete control sequence
+        self._rest = ""  # an unfinished line, as it was written
+        self._style = ""  # colour sequences in force where it begins
 
     def feed(self, text: str) -> list[str]:
         """Takes the next piece of output, of any size, and returns the lines that it finished, without newlines."""
-        text = self._rest + text
-        cut = _UNFINISHED.search(text)
-        self._rest = text[cut.start() :] if cut else ""
-        finished: list[str] = []
-        for token in _TOKEN.finditer(text, 0, cut.start() if cut else len(text)):
-            value = token.group()
-            if token.lastgroup == "text":
-                self._put(value)
-            elif token.lastgroup == "csi":
-                self._control(value)
-            elif value == "\n":
-                finished.append(self._take())
-            elif value == "\r":
-                self._cursor = 0
-            elif value == "\b":
-                self._cursor = max(0, self._cursor - 1)
-            elif value == "\t":
-                self._put(" " * (8 - self._cursor % 8))
-            if len(self._cells) > MAX_LINE:
-                finished.append(self._take())
-        return finished
+        *finished, self._rest = (self._rest + text).split("\n")
+        if len(self._rest) > MAX_LINE:
+            finished.append(self._rest)
+            self._rest = ""
+        lines = [self._take(line) for line in finished]
+        before, self._rest = _redrawn(self._rest)
+        self._style = _style_after(self._style + before)
+        return lines
 
     def partial(self) -> str:
         """The unfinished line as it stands now."""
-        return _render(self._cells)
+        return _shown(_UNFINISHED.sub("", self._rest), self._style)[0]
 
     def finish(self) -> list[str]:
         """Ends the output; returns the unfinished line, if not empty."""
+        line = self.partial()
         self._rest = ""
-        return [line] if (line := self._take()) else []
+        return [line] if line else []
 
-    def _put(self, text: str) -> None:
-        if self._cursor > len(self._cells):
-            self._cells.extend([("", " ")] * (self._cursor - len(self._cells)))
-        self._cells[self._cursor : self._cursor + len(text)] = [(self._style, char) for char in text]
-        self._cursor += len(text)
-
-    def _control(self, sequence: str) -> None:
-        kind, argument = sequence[-1], sequence[2:-1]
-        number = int(argument) if argument.isdigit() else 1
-        if kind == "m":
-            # "0" forgets everything before; a sequence that begins with it forgets and sets.
-            reset = re.match(r"0*(;|\Z)", argument)
-            kept = argument[reset.end() :] if reset else argument
-            before = "" if reset or len(self._style) > _MAX_STYLE else self._style
-            self._style = before + (f"\x1b[{kept}m" if kept else "")
-        elif kind == "K" and argument in ("", "0"):
-            del self._cells[self._cursor :]
-        elif kind == "K":
-            self._cells.clear() if argument == "2" else self._blank(self._cursor + 1)
-        elif kind == "C":
-            self._cursor = min(self._cursor + number, MAX_LINE)
-        elif kind == "D":
-            self._cursor = max(0, self._cursor - number)
-        elif kind == "G":
-            self._cursor = min(max(0, number - 1), MAX_LINE)
-
-    def _blank(self, columns: int) -> None:
-        columns = min(columns, len(self._cells))
-        self._cells[:columns] = [("", " ")] * columns
-
-    def _take(self) -> str:
-        line = _render(self._cells)
-        self._cells, self._cursor = [], 0
-        return line
+    def _take(self, line: str) -> str:
+        shown, self._style = _shown(line, self._style)
+        return shown
 
 
-def _render(cells: list[tuple[str, str]]) -> str:
-    end = len(cells)
-    while end and cells[end - 1] == ("", " "):  # what a shorter redraw has blanked out
-        end -= 1
-    parts: list[str] = []
-    before = ""
-    for style, char in cells[:end]:
-        if style != before:
-            parts.append((_RESET if before else "") + style)
-            before = style
-        parts.append(char)
-    return "".join(parts) + (_RESET if before else "")
+def _redrawn(line: str) -> tuple[str, str]:
+    """What is no longer seen of a line, and the rest. A carriage return at its end has not begun it anew yet."""
+    end = len(line.rstrip("\r"))
+    begin = line.rfind("\r", 0, end) + 1
+    return line[:begin], line[begin:]
+
+
+def _shown(line: str, style: str) -> tuple[str, str]:
+    """A line as it is seen, with nothing in force at its end, and what was."""
+    before, line = _redrawn(line)
+    line = _DROPPED.sub("", line)
+    if "\b" in line:
+        kept: list[str] = []
+        for part in re.findall(rf"{_SGR.pattern}|.", line, re.DOTALL):
+            if part != "\b":
+                kept.append(part)
+            elif kept:
+                kept.pop()
+        line = "".join(kept)
+    line = _style_after(style + before) + line.expandtabs().rstrip(" ")  # with spaces a shorter line hides a longer one
+    after = _style_after(line)
+    return (line + _RESET if after else line) if plain(line) else "", after
+
+
+def _style_after(text: str) -> str:
+    """The colour sequences that are in force after `text`."""
+    found = ""
+    for sequence in _SGR.findall(text):
+        if reset := re.match(r"\x1b\[0*(m|;)", sequence):
+            found = "" if reset[1] == "m" else sequence
+        else:
+            found += sequence
+    return found if len(found) <= _MAX_STYLE else ""
 
 
 def plain(line: str) -> str:

@@ -15,10 +15,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tfps.errors import ConfigError, PserverLostError, TfpsError, WaitTimeoutError, WorkerLostError
 from tfps.launch.job import Job
-from tfps.ray.place import program, take_place
-from tfps.ray.pservers import Pservers
-from tfps.ray.replies import Deadline, failure, line, node
-from tfps.ray.wanted import as_options, check_count, check_placement, check_pservers, check_timeout
+from tfps.ray.job import as_options, check_count, check_placement, check_pservers, check_timeout, program, take_place
+from tfps.ray.pservers import Deadline, Pservers, failure, line, node
 from tfps.types import Function, Options
 
 _T = TypeVar("_T")
@@ -33,7 +31,7 @@ class TfpsWorker:
         self._rank = rank
 
     def node(self) -> str:
-        """See `replies.node`."""
+        """See `pservers.node`."""
         return node()
 
     def train(self, job: Job, token: str, train_fn: Function) -> object:

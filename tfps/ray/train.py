@@ -17,10 +17,8 @@ from ray.train.backend import Backend
 
 from tfps.errors import WaitTimeoutError
 from tfps.launch.job import Job
-from tfps.ray.place import program, take_place
-from tfps.ray.pservers import Pservers
-from tfps.ray.replies import Deadline, node, wait_all
-from tfps.ray.wanted import check_pservers, check_timeout
+from tfps.ray.job import check_pservers, check_timeout, program, take_place
+from tfps.ray.pservers import Deadline, Pservers, node, wait_all
 from tfps.types import Function, Library
 
 

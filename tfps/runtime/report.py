@@ -20,8 +20,18 @@ from tfps.exchange.codecs import codec_of
 from tfps.exchange.codecs import sent_bytes as codec_bytes
 from tfps.exchange.interface import BucketSpec, Link
 from tfps.runtime.stepping import STEP_BY_STEP, Stepping
-from tfps.trace.intervals import Interval, Intervals, clip, union
-from tfps.trace.step_times import NEGLIGIBLE, Limit, StepTimes, limit_of, overlap, step_times
+from tfps.trace.step_times import (
+    NEGLIGIBLE,
+    Interval,
+    Intervals,
+    Limit,
+    StepTimes,
+    clip,
+    limit_of,
+    overlap,
+    step_times,
+    union,
+)
 
 MIN_STEPS = 4
 _LINK = " link ("  # in a limit

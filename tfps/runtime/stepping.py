@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tfps.trace.intervals import Interval, Intervals, clip, total, union
+from tfps.trace.step_times import Interval, Intervals, clip, total, union
 
 _HALVINGS = 50
 

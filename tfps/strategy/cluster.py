@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from tfps.config import Config, Launch, Security
 from tfps.errors import ConfigError
-from tfps.launch.meeting import meet
-from tfps.launch.places import Cluster, Tasks, cluster_of, from_tasks, locate, pservers_of, started_with
+from tfps.launch.cluster_spec import Cluster, Tasks, cluster_of, from_tasks, locate, pservers_of, started_with
+from tfps.launch.rendezvous import rendezvous
 
 __all__ = ["Cluster", "find", "resolve"]
 
@@ -35,7 +35,7 @@ def find(pservers: Sequence[str] | tf.distribute.cluster_resolver.ClusterResolve
             f"the pservers that processes of {cluster.others.source} start for themselves have no TLS, but tls_ca is "
             "set; start tfps_pserver with its certificates and set TFPS_PSERVERS"
         )
-    os.environ.update(meet(cluster.others, security.token_file, config.connect_timeout_s))
+    os.environ.update(rendezvous(cluster.others, security.token_file, config.connect_timeout_s))
     found = resolve(None)
     if not found.pservers:  # an embedded one would let each process train alone
         raise ConfigError(

@@ -1,10 +1,19 @@
-"""What a user asks Ray for: checked, and in Ray's words. Needs no Ray."""
+"""A job as far as it needs no Ray: what a user asks for, checked and in Ray's words, and how a process takes its place.
+
+The job token comes as an argument of a call, from the driver (or Ray Train's controller) straight to the process. It
+goes on through a file in memory, which no other user may read and which ends with the process, however that ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from tfps.errors import ConfigError
+from tfps.launch.job import Job, lasting_secret_file
 from tfps.types import Options
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -69,3 +78,26 @@ def check_timeout(timeout_s: float) -> None:
     """Checks that `start_timeout_s` is a time that ends."""
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
         raise ConfigError(f"start_timeout_s must be a positive number of seconds, got {timeout_s!r}")
+
+
+def take_place(job: Job, rank: int, token: str) -> None:
+    """Sets the variables by which `tfps.Strategy()` finds the job, in this process."""
+    os.environ.pop("TF_CONFIG", None)  # describes another job, or this one without its pservers
+    os.environ.update(replace(job, token_file=lasting_secret_file(token)).worker_variables(rank))
+
+
+@contextlib.contextmanager
+def program() -> Iterator[None]:
+    """What a training function runs in: at its end this process leaves the job, as at the end of a script."""
+    try:
+        yield
+    except BaseException as error:
+        _leave(error)
+        raise
+    _leave()
+
+
+def _leave(failure: BaseException | None = None) -> None:
+    strategies = sys.modules.get("tfps.strategy.strategy")  # if it has not been imported, there is nothing to leave
+    if strategies is not None:
+        strategies.close_all(failure)

@@ -1,12 +1,13 @@
-"""Ranks from the variables of mpirun and srun."""
+"""Where a process of several is; more in tests/strategy/test_cluster.py, with TensorFlow's resolvers."""
 
 from __future__ import annotations
 
 import pytest
 
 from tfps.errors import ConfigError
-from tfps.launch.ranks import Ranks, ranks_of
+from tfps.launch.cluster_spec import Cluster, Ranks, locate, ranks_of
 
+PMIX = {"PMIX_RANK": "1", "PMIX_NAMESPACE": "j"}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -18,6 +19,30 @@ OPEN_MPI = {
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
 STEP = {**BATCH, "SLURM_PROCID": "2", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}
+
+
+def test_processes_of_pmix_that_are_to_train_alone_do() -> None:
+    assert locate(None, {**PMIX, "TFPS_WORKERS": "1"}) == Cluster()
+    assert locate(None, {**PMIX, "PMIX_RANK": "0", "TFPS_WORKERS": "1"}) == Cluster()
+
+
+def test_pmix_gives_the_rank_where_the_number_is_named() -> None:
+    cluster = locate(None, {**PMIX, "TFPS_WORKERS": "2"})
+    assert cluster.others is not None
+    assert (cluster.others.rank, cluster.others.workers) == (1, 2)
+    assert locate(["x:1"], {**PMIX, "TFPS_WORKERS": "2"}) == Cluster(("x:1",), 1, 2)
+
+
+@pytest.mark.parametrize("pservers", [None, ["x:1"]])
+def test_a_number_of_workers_that_the_rank_of_pmix_exceeds_is_refused(pservers: list[str] | None) -> None:
+    message = "TFPS_WORKERS must be the number of processes that PMIx has started, above PMIX_RANK=3, got 3; set it to"
+    with pytest.raises(ConfigError, match=message):
+        locate(pservers, {**PMIX, "PMIX_RANK": "3", "TFPS_WORKERS": "3"})
+
+
+def test_a_rank_that_somebody_names_wins_over_that_of_pmix() -> None:
+    found = locate(["x:1"], {"PMIX_RANK": "3", "TFPS_RANK": "0", "TFPS_WORKERS": "2"})
+    assert found == Cluster(("x:1",), 0, 2)
 
 
 def test_open_mpi_says_all() -> None:
