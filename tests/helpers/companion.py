@@ -19,7 +19,7 @@ from jobs import DEADLINE_S
 
 import tfps
 from tfps.exchange.interface import BucketSpec, Exchange, OnPart, OnReply, Reply
-from tfps.keras_hooks.random_states import SPEC
+from tfps.keras_hooks.random_numbers import SPEC
 from tfps.pserver.server import ParameterServer
 from tfps.types import Array, Value
 from tfps.worker.worker import Worker

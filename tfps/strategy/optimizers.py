@@ -1,0 +1,215 @@
+"""What a strategy makes of optimizers: in its scope, with what its policy prepares, and in loops outside of `run`.
+
+`Model.compile` enters its model's scope automatically: programs compile a model again outside of it, as fine-tuning
+guides do. Optimizers and metrics created outside get variables of the strategy as soon as it is known: an optimizer
+when it is built for variables, a metric when it is compiled.
+
+Custom training loops without `strategy.run`, as Keras' guides have them, run on every worker by itself, each with a
+loss that is the whole of what that worker has read. Where such a loop applies gradients, outside of replica functions,
+they are exchanged: each counts 1 / workers. If all workers read the same, as programs do that know nothing of workers,
+the result is that of one process.
+
+Tested in tests/strategy/test_compiling.py, tests/programs/test_taught.py, tests/integration/test_local.py and
+tests/integration/test_async.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+
+import keras
+import tensorflow as tf
+
+from tfps.graph.patches import BaseStrategy, Patch, replica_context, strategy_of
+from tfps.graph.shares import in_keras_step, keras_step
+from tfps.keras_hooks.checkpoint import carry_extra_states
+from tfps.keras_hooks.keras_private import Trainer, adopt_optimizer, in_symbolic_scope, trained_variables
+from tfps.keras_hooks.variables import RemoteVariable, of_tensorflow
+from tfps.types import Function, Model, Optimizer, Value, Variable
+from tfps.updates.variables import GatedVariable, current_replica
+
+
+def _compile(original: Function) -> Function:
+    def compile_in_scope(self: Model, *arguments: object, **options: object) -> object:
+        if (strategy := strategy_of(self)) is None:
+            return original(self, *arguments, **options)
+        for each in keras.tree.flatten((arguments, options)):
+            if isinstance(each, keras.Metric):
+                _adopt(each.variables, strategy)
+        with strategy.scope():
+            return original(self, *arguments, **options)
+
+    return compile_in_scope
+
+
+def _build(original: Function) -> Function:
+    def build(self: Optimizer, variables: Sequence[Variable]) -> object:
+        _prepare(self, variables)
+        return original(self, variables)
+
+    return build
+
+
+def _build_with_scaling(original: Function) -> Function:
+    def build(self: Optimizer, variables: Sequence[Variable]) -> object:
+        with _scope_of(variables):
+            built = original(self, variables)
+            _prepare(self, variables)  # with Keras 3.8 it is not built as other optimizers are
+        return built
+
+    return build
+
+
+def _prepare(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
+    gated = [each for each in map(of_tensorflow, variables) if isinstance(each, GatedVariable)]
+    strategies = {each.distribute_strategy for each in gated}
+    if len(strategies) == 1:
+        (strategy,) = strategies
+        if not all(map(_distributed, optimizer.variables)):
+            _adopt(optimizer.variables, strategy)
+            adopt_optimizer(optimizer, strategy)
+        strategy.extended.group_gates(gated)
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            for variable in (optimizer.dynamic_scale, optimizer.step_counter):  # no statistics of rows
+                variable.value.never_combined = True
+    _update_elsewhere_if_asked(optimizer, variables)
+    if len(strategies) == 1:  # what a checkpoint has of it may be restored now
+        carry_extra_states(optimizer, strategy, gated)
+
+
+def _apply(original: Function) -> Function:
+    def apply(self: Optimizer, grads: Sequence[Value], trainable_variables: Iterable[Variable] | None = None) -> object:
+        variables = None if trainable_variables is None else list(trainable_variables)
+        trained = map(of_tensorflow, trained_variables(self) if variables is None else variables)
+        first = next((each for each in trained if isinstance(each, GatedVariable)), None)
+        strategy = None if first is None else first.distribute_strategy
+        if not isinstance(strategy, BaseStrategy):
+            return original(self, grads, variables)
+        policy = strategy.extended.policy
+        if _exchanges_outside_run(strategy):
+            policy.check_outside_run(len(strategy.extended.worker_devices))
+            if not self.built and variables is not None:
+                with strategy.scope():
+                    self.build(variables)
+            strategy.extended.agree_outside_run()
+            with keras_step(trains=True):
+                return strategy.run(lambda: original(self, grads, variables))
+        with policy.step(self, grads, variables):
+            scales = isinstance(self, keras.optimizers.LossScaleOptimizer)  # which builds in the scope by itself
+            if variables is not None and not self.built and not scales:
+                with _scope_of(variables), keras.name_scope(self.name, caller=self):
+                    self.build(variables)
+            return original(self, grads, variables)
+
+    return apply
+
+
+def _exchanges_outside_run(strategy: BaseStrategy) -> bool:
+    """Whether gradients of `strategy` are applied now outside of its replica functions, and it has several replicas."""
+    if in_symbolic_scope() or strategy.extended._num_replicas_in_sync == 1:
+        return False
+    if not strategy.extended.policy.exchanges_gradients:  # refuses by itself
+        return False
+    context = tf.distribute.get_replica_context()
+    return context is None or context.strategy is not strategy
+
+
+def _clip(original: Function) -> Function:
+    """Clips a worker's own gradient where workers do not step together (docs/modes.md).
+
+    In replica functions of `strategy.run`, Keras divides a loss by the number of replicas of all workers and clips what
+    that gives. In these modes a gradient is multiplied by the number of workers only after it: limits would be so many
+    times too loose.
+    """
+
+    def clip(self: Optimizer, grads: list[Value]) -> list[Value]:
+        factor, context = 1, replica_context()
+        if (self.clipnorm or self.global_clipnorm or self.clipvalue) and context is not None and not in_keras_step():
+            factor = context.strategy.extended.policy.gradient_factor
+        if factor == 1:
+            return original(self, grads)
+        clipped = original(self, _changed(grads, lambda values: values * tf.cast(factor, values.dtype)))
+        return _changed(clipped, lambda values: values / tf.cast(factor, values.dtype))
+
+    return clip
+
+
+def _changed(gradients: Sequence[Value], change: Callable[[tf.Tensor], tf.Tensor]) -> list[Value]:
+    """`gradients`, some of which may be None or IndexedSlices, with changed values."""
+    changed: list[Value] = []
+    for each in gradients:
+        if isinstance(each, tf.IndexedSlices):
+            changed.append(tf.IndexedSlices(change(each.values), each.indices, each.dense_shape))
+        else:
+            changed.append(None if each is None else change(each))
+    return changed
+
+
+def _scope_of(variables: Sequence[Variable]) -> contextlib.AbstractContextManager[object]:
+    """Returns the scope to create slots in: that of `variables` for a program outside of any, as in an eager loop."""
+    gated = [each for each in map(of_tensorflow, variables) if isinstance(each, GatedVariable)]
+    strategies = {each.distribute_strategy for each in gated}
+    if len(strategies) != 1 or tf.distribute.has_strategy():
+        return contextlib.nullcontext()
+    scope: contextlib.AbstractContextManager[object] = strategies.pop().scope()
+    return scope
+
+
+def _update_elsewhere_if_asked(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
+    """Makes pservers update `variables`, or workers exchange them between many steps, if their strategy asks for it.
+
+    Raises:
+        UnsupportedError: what `optimizer` or a variable does forbids it, or the variables are not all of one strategy.
+    """
+    updated = list(map(of_tensorflow, variables))
+    strategies = {each.distribute_strategy if isinstance(each, GatedVariable) else None for each in updated}
+    for strategy in filter(None, strategies):
+        strategy.extended.policy.prepare(optimizer, variables, alone=len(strategies) == 1)
+
+
+def _distributed(variable: Variable) -> bool:
+    return isinstance(variable, RemoteVariable) or isinstance(variable.value, tf.distribute.DistributedValues)
+
+
+def _adopt(variables: Iterable[Variable], strategy: tf.distribute.Strategy) -> None:
+    """Recreates those of `variables` that belong to no strategy under `strategy`; they keep their values."""
+    with tf.init_scope(), contextlib.ExitStack() as scope:
+        if current_replica(strategy) is None:
+            scope.enter_context(strategy.scope())
+        for variable in variables:
+            if not _distributed(variable):
+                value = variable.numpy()
+                variable._initialize(value)
+                variable.assign(value)  # else each replica of a SUM variable would hold the whole
+
+
+_COMPILING, _TAUGHT = "tests/strategy/test_compiling.py", "tests/programs/test_taught.py"
+_OPTIMIZER, _SCALING = keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer
+PATCHES = (
+    Patch(Trainer, "compile", _compile, "enters the model's scope, and adopts metrics created outside", _COMPILING),
+    Patch(
+        _OPTIMIZER,
+        "build",
+        _build,
+        "adopts an optimizer created outside, and prepares what its updates, gates and checkpoints need",
+        _COMPILING,
+    ),
+    Patch(_SCALING, "build", _build_with_scaling, "as `Optimizer.build`", _COMPILING),
+    Patch(
+        _OPTIMIZER,
+        "apply",
+        _apply,
+        "exchanges gradients applied outside of replica functions, counts a step where workers train alone, and builds "
+        "in the scope",
+        _TAUGHT,
+    ),
+    Patch(_SCALING, "apply", _apply, "as `Optimizer.apply`", _TAUGHT),
+    Patch(
+        _OPTIMIZER,
+        "_clip_gradients",
+        _clip,
+        "limits are of a worker's own gradient where workers do not step together",
+        "tests/integration/test_local.py",
+    ),
+)
