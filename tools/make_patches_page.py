@@ -45,8 +45,7 @@ def made(table: Iterable[Patch]) -> str:
 
 
 def _module(patch: Patch) -> str:
-    wrap = getattr(patch.wrap, "func", patch.wrap)  # of a partial
-    source = inspect.getsourcefile(wrap)
+    source = inspect.getsourcefile(inspect.unwrap(getattr(patch.wrap, "func", patch.wrap)))
     return "" if source is None else str(pathlib.Path(source).relative_to(ROOT))
 
 

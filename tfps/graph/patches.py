@@ -15,7 +15,7 @@ from types import ModuleType
 
 import tensorflow as tf
 
-from tfps.types import Function, Model
+from tfps.types import Callback, Function, Model
 
 
 class BaseStrategy(tf.distribute.Strategy):
@@ -31,7 +31,7 @@ class Patch:
         name: of its attribute.
         wrap: makes the replacement from the original.
         why: what for, for docs/keras_patches.md.
-        test: a file of tests that fail without it.
+        test: a file with tests of what it does.
     """
 
     owner: type | ModuleType
@@ -64,3 +64,33 @@ def replica_context() -> tf.distribute.ReplicaContext | None:
     """Returns the context of the replica function of a strategy of tfps that this thread runs, if any."""
     context = tf.distribute.get_replica_context()
     return context if context is not None and isinstance(context.strategy, BaseStrategy) else None
+
+
+def for_models(hook: Function) -> Callable[[Function], Function]:
+    """Lets `hook(original, strategy, model, ...)` take the place of a method of models that have a strategy of tfps."""
+
+    @functools.wraps(hook)
+    def wrap(original: Function) -> Function:
+        def method(self: Model, *arguments: object, **options: object) -> object:
+            if (strategy := strategy_of(self)) is None:
+                return original(self, *arguments, **options)
+            return hook(original, strategy, self, *arguments, **options)
+
+        return method
+
+    return wrap
+
+
+def for_callbacks(hook: Function) -> Callable[[Function], Function]:
+    """Lets `hook(original, strategy, callback, ...)` take the place of a method of callbacks of such models."""
+
+    @functools.wraps(hook)
+    def wrap(original: Function) -> Function:
+        def method(self: Callback, *arguments: object, **options: object) -> object:
+            if (strategy := strategy_of(self.model)) is None:
+                return original(self, *arguments, **options)
+            return hook(original, strategy, self, *arguments, **options)
+
+        return method
+
+    return wrap

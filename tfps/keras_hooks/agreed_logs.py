@@ -21,60 +21,48 @@ import numpy as np
 import tensorflow as tf
 
 from tfps.errors import MismatchError
-from tfps.graph.patches import Patch, replica_context, strategy_of
+from tfps.graph.patches import BaseStrategy, Patch, for_callbacks, for_models, replica_context
 from tfps.graph.shares import UNKNOWN, current_share
 from tfps.keras_hooks.weighing import mean
 from tfps.types import Array, Callback, Function, Logs, Model, Optimizer, Structure
 
 
-def _end_epoch(original: Function) -> Function:
+@for_models
+def _end_epoch(original: Function, strategy: BaseStrategy, model: Model, logs: Logs) -> Logs:
     """Does what all ranks do where an epoch or a call of `evaluate` ends: Keras asks for its logs there."""
-
-    def get_metrics_result_or_logs(self: Model, logs: Logs) -> Logs:
-        if (strategy := strategy_of(self)) is None:
-            return original(self, logs)
-        extended = strategy.extended
-        extended.policy.end_epoch(self)  # first: it brings the ranks together
-        results = original(self, logs)
-        if strategy.num_replicas_in_sync > 1:
-            results = _agreed(strategy, self, logs, results is not logs)
-            if extended.states is not None:
-                extended.states.compare("when an epoch or evaluate() ended")
-        extended.compressing.collect()  # so that one rank may save in `on_epoch_end`
-        return results
-
-    return get_metrics_result_or_logs
+    extended = strategy.extended
+    extended.policy.end_epoch(model)  # first: it brings the ranks together
+    results = original(model, logs)
+    if strategy.num_replicas_in_sync > 1:
+        results = _agreed(strategy, model, logs, results is not logs)
+        if extended.states is not None:
+            extended.states.compare("when an epoch or evaluate() ended")
+    extended.compressing.collect()  # so that one rank may save in `on_epoch_end`
+    return results
 
 
-def _stop_together(original: Function) -> Function:
-    def on_batch_end(self: Callback, batch: int, logs: Logs | None = None) -> None:
-        strategy = _of_several(self.model)
-        if strategy is not None and not strategy.extended.policy.together:
-            return  # the others do not take their batches together with this one: see _stop_at_epoch_end
-        if strategy is not None and logs and logs.get("loss") is not None:
-            # If one rank's loss is not finite, all stop at this batch; else the others would wait for that rank.
-            loss = tf.cast(logs["loss"], tf.float64)
-            logs = {**logs, "loss": strategy.reduce(tf.distribute.ReduceOp.MEAN, loss, axis=None).numpy()}
-        original(self, batch, logs)
-
-    return on_batch_end
-
-
-def _stop_at_epoch_end(original: Function) -> Function:
-    def on_epoch_end(self: Callback, epoch: int, logs: Logs | None = None) -> None:
-        original(self, epoch, logs)
-        strategy = _of_several(self.model)
-        if strategy is not None and not strategy.extended.policy.together:
-            # Keras' own, by logs which all ranks have alike.
-            keras.callbacks.TerminateOnNaN.on_batch_end.__wrapped__(self, epoch, logs)
-
-    return on_epoch_end
+@for_callbacks
+def _stop_together(
+    original: Function, strategy: BaseStrategy, callback: Callback, batch: int, logs: Logs | None = None
+) -> None:
+    several = strategy.num_replicas_in_sync > 1
+    if several and not strategy.extended.policy.together:
+        return  # the others do not take their batches together with this one: see _stop_at_epoch_end
+    if several and logs and logs.get("loss") is not None:
+        # If one rank's loss is not finite, all stop at this batch; else the others would wait for that rank.
+        loss = tf.cast(logs["loss"], tf.float64)
+        logs = {**logs, "loss": strategy.reduce(tf.distribute.ReduceOp.MEAN, loss, axis=None).numpy()}
+    original(callback, batch, logs)
 
 
-def _of_several(model: Model) -> tf.distribute.Strategy | None:
-    """Returns the strategy of `model` if it has several replicas."""
-    strategy = strategy_of(model)
-    return strategy if strategy is not None and strategy.num_replicas_in_sync > 1 else None
+@for_callbacks
+def _stop_at_epoch_end(
+    original: Function, strategy: BaseStrategy, callback: Callback, epoch: int, logs: Logs | None = None
+) -> None:
+    original(callback, epoch, logs)
+    if strategy.num_replicas_in_sync > 1 and not strategy.extended.policy.together:
+        # Keras' own, by logs which all ranks have alike.
+        keras.callbacks.TerminateOnNaN.on_batch_end.__wrapped__(callback, epoch, logs)
 
 
 def _check_finite_everywhere(original: Function) -> Function:
@@ -280,6 +268,7 @@ def _equal(leaf: object, result: object) -> bool:
     return np.allclose(mine.number().ravel(), own.number().ravel(), rtol=within, atol=0.0, equal_nan=True)
 
 
+_PROGRAMS = "tests/integration/test_programs.py"
 PATCHES = (
     Patch(
         keras.Model,
@@ -287,14 +276,10 @@ PATCHES = (
         _end_epoch,
         "ends an epoch: workers that do not step together meet, logs become the same on all ranks, which compare what "
         "they must have alike and collect the residuals of compression; in this order",
-        "tests/integration/test_programs.py",
+        _PROGRAMS,
     ),
     Patch(
-        keras.callbacks.TerminateOnNaN,
-        "on_batch_end",
-        _stop_together,
-        "all ranks stop at the same batch",
-        "tests/integration/test_programs.py",
+        keras.callbacks.TerminateOnNaN, "on_batch_end", _stop_together, "all ranks stop at the same batch", _PROGRAMS
     ),
     Patch(
         keras.callbacks.TerminateOnNaN,
@@ -308,6 +293,6 @@ PATCHES = (
         "check_finite",
         _check_finite_everywhere,
         "a gradient that is not finite on one rank skips the step on all",
-        "tests/integration/test_programs.py",
+        _PROGRAMS,
     ),
 )

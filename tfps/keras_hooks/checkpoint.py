@@ -37,7 +37,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfps.graph.patches import BaseStrategy, Patch, strategy_of
+from tfps.graph.patches import BaseStrategy, Patch, for_callbacks, for_models, strategy_of
 from tfps.keras_hooks.agreed_logs import agreed_logs
 from tfps.keras_hooks.keras_private import legacy_h5_format, saving_lib
 from tfps.keras_hooks.variables import of_tensorflow, take_from_first_rank
@@ -88,7 +88,7 @@ class Residuals(ExtraState):
     Every rank must save or restore it in a checkpoint, or call `strategy.combine()` before one rank saves.
     """
 
-    name, file, title = "tfps_held_back", "tfps_error_feedback.npz", "what compression had held back"
+    name, file, title = "tfps_held_back", "tfps_error_feedback.npz", "the residual of compression"
 
     def __init__(self, strategy: BaseStrategy, variables: Sequence[Variable]) -> None:
         """`variables` are TensorFlow's."""
@@ -107,7 +107,7 @@ class Residuals(ExtraState):
         if (alive := self._alive()) is None:
             return {}
         strategy, variables = alive
-        arrays = {str(place): value for place, value in strategy.extended.compressing.held(variables).items()}
+        arrays = {str(place): value for place, value in strategy.extended.compressing.residuals(variables).items()}
         for place, each in strategy.extended.compressing.ahead(variables).items():
             arrays |= {f"{_EXACT}{place}": each.exact, f"{_SHOWN}{place}": np.array(each.shown, np.uint32)}
         return arrays
@@ -201,55 +201,45 @@ def _beside(callback: Callback, state: ExtraState) -> str:
 # BackupAndRestore.
 
 
-def _restore_backup(original: Function) -> Function:
-    def on_train_begin(self: Callback, logs: Logs | None = None) -> None:
-        strategy, model = strategy_of(self.model), self.model
-        if strategy is None:
-            original(self, logs)
-            return
-        restored = False
+@for_callbacks
+def _restore_backup(
+    original: Function, strategy: BaseStrategy, callback: Callback, *arguments: object, **options: object
+) -> None:
+    model, restored = callback.model, False
+    if strategy.rank == 0:
+        restored = tf.io.gfile.exists(str(callback._weights_path))  # Keras looks for it, too
+        original(callback, *arguments, **options)
+    if strategy.num_workers > 1:
+        _take_from_first_rank(strategy, model, restored)
+    for state in _extra_states(strategy, model.optimizer, [each.value for each in model.trainable_variables]):
+        state.collect()  # on all ranks; only the first knows whether there is a backup
+        found = _read(callback, state) if strategy.rank == 0 else None
+        if found is not None:
+            state.restore(found)
+        state.share(found is not None)
+
+
+@for_callbacks
+def _save_backup(original: Function, strategy: BaseStrategy, callback: Callback) -> None:
+    model = callback.model
+    if strategy.num_workers > 1:
+        strategy.extended.policy.check_saves_now("BackupAndRestore")
+    if strategy.rank == 0:
+        original(callback)
+    else:
+        _first_rank_only(strategy, model.save_weights, callback._weights_path)
+    for state in _extra_states(strategy, model.optimizer, [each.value for each in model.trainable_variables]):
+        state.collect()
         if strategy.rank == 0:
-            restored = tf.io.gfile.exists(str(self._weights_path))  # Keras looks for it, too
-            original(self, logs)
-        if strategy.num_workers > 1:
-            _take_from_first_rank(strategy, model, restored)
-        for state in _extra_states(strategy, model.optimizer, [each.value for each in model.trainable_variables]):
-            state.collect()  # on all ranks; only the first knows whether there is a backup
-            found = _read(self, state) if strategy.rank == 0 else None
-            if found is not None:
-                state.restore(found)
-            state.share(found is not None)
-
-    return on_train_begin
+            _write(callback, state)
 
 
-def _save_backup(original: Function) -> Function:
-    def save_model(self: Callback) -> None:
-        strategy, model = strategy_of(self.model), self.model
-        if strategy is None:
-            original(self)
-            return
-        if strategy.num_workers > 1:
-            strategy.extended.policy.check_saves_now("BackupAndRestore")
-        if strategy.rank == 0:
-            original(self)
-        else:
-            _first_rank_only(strategy, model.save_weights, self._weights_path)
-        for state in _extra_states(strategy, model.optimizer, [each.value for each in model.trainable_variables]):
-            state.collect()
-            if strategy.rank == 0:
-                _write(self, state)
-
-    return save_model
-
-
-def _delete_backup(original: Function) -> Function:
-    def on_train_end(self: Callback, logs: Logs | None = None) -> None:
-        strategy = strategy_of(self.model)
-        if strategy is None or strategy.rank == 0:
-            original(self, logs)
-
-    return on_train_end
+@for_callbacks
+def _delete_backup(
+    original: Function, strategy: BaseStrategy, callback: Callback, *arguments: object, **options: object
+) -> None:
+    if strategy.rank == 0:
+        original(callback, *arguments, **options)
 
 
 def _take_from_first_rank(strategy: BaseStrategy, model: Model, restored: bool) -> None:
@@ -293,25 +283,31 @@ def _under_way() -> Iterator[None]:
         _saving.under_way = False
 
 
-def _saves(one_file: Callable[..., bool], original: Function) -> Function:
+def _saves(one_file: Callable[..., bool]) -> Callable[[Function], Function]:
     """Wraps what saves a model; `one_file` says whether it writes one local file."""
 
-    def save(self: Model, filepath: str | os.PathLike[str], *arguments: object, **options: object) -> object:
-        if (strategy := strategy_of(self)) is None:
-            return original(self, filepath, *arguments, **options)
+    @for_models
+    def save(
+        original: Function,
+        strategy: BaseStrategy,
+        model: Model,
+        filepath: str | os.PathLike[str],
+        *arguments: object,
+        **options: object,
+    ) -> object:
         is_path = isinstance(filepath, str | os.PathLike)
         with strategy.extended.policy.shown_parameters():
             if strategy.num_workers == 1 or _saving.under_way or not is_path:
-                return original(self, filepath, *arguments, **options)
+                return original(model, filepath, *arguments, **options)
             with _under_way():
                 if not one_file(str(filepath), *arguments, **options):
-                    call = functools.partial(original, self)
+                    call = functools.partial(original, model)
                     return _first_rank_only(strategy, call, filepath, *arguments, **options)
                 path = Path(filepath)
                 # The name keeps its suffix: Keras picks the format by it.
                 part = path.with_name(f".rank{strategy.rank}.{path.name}")
                 try:
-                    result = original(self, part, *arguments, **options)
+                    result = original(model, part, *arguments, **options)
                     _replace(part, path, strategy)
                 finally:
                     part.unlink(missing_ok=True)
@@ -320,25 +316,21 @@ def _saves(one_file: Callable[..., bool], original: Function) -> Function:
     return save
 
 
-def _export(original: Function) -> Function:
-    def export(self: Model, filepath: str | os.PathLike[str], *arguments: object, **options: object) -> object:
-        strategy, call = strategy_of(self), functools.partial(original, self)
-        if strategy is None:
-            return call(filepath, *arguments, **options)
-        with strategy.extended.policy.shown_parameters():
-            return _first_rank_only(strategy, call, filepath, *arguments, **options)
-
-    return export
+@for_models
+def _export(
+    original: Function, strategy: BaseStrategy, model: Model, filepath: str, *arguments: object, **options: object
+) -> object:
+    call = functools.partial(original, model)
+    with strategy.extended.policy.shown_parameters():
+        return _first_rank_only(strategy, call, filepath, *arguments, **options)
 
 
-def _save_shown(original: Function) -> Function:
-    def save(model: Model, *arguments: object, **options: object) -> object:
-        if (strategy := strategy_of(model)) is None:
-            return original(model, *arguments, **options)
-        with strategy.extended.policy.shown_parameters():
-            return original(model, *arguments, **options)
-
-    return save
+@for_models
+def _save_shown(
+    original: Function, strategy: BaseStrategy, model: Model, *arguments: object, **options: object
+) -> object:
+    with strategy.extended.policy.shown_parameters():
+        return original(model, *arguments, **options)
 
 
 def _first_rank_only(
@@ -466,38 +458,34 @@ def _set_model(original: Function) -> Function:
     return set_model
 
 
-def _save_checkpoint(original: Function) -> Function:
-    def save_model(self: Callback, epoch: int, batch: int | None, logs: Logs) -> None:
-        strategy = strategy_of(self.model)
-        if strategy is not None and strategy.num_workers > 1:
-            if batch is not None:  # within an epoch logs are local; ranks would decide and name files differently
-                strategy.extended.policy.check_saves_now("ModelCheckpoint")
-                logs = agreed_logs(self.model, logs or {})
-            if "://" not in str(self.filepath):
-                # Several ranks may create it at once, which Keras does not expect.
-                Path(self._get_file_path(epoch, batch, logs)).parent.mkdir(parents=True, exist_ok=True)
-        original(self, epoch, batch, logs)
+@for_callbacks
+def _save_checkpoint(
+    original: Function, strategy: BaseStrategy, callback: Callback, epoch: int, batch: int | None, logs: Logs
+) -> None:
+    if strategy.num_workers > 1:
+        if batch is not None:  # within an epoch logs are local; ranks would decide and name files differently
+            strategy.extended.policy.check_saves_now("ModelCheckpoint")
+            logs = agreed_logs(callback.model, logs or {})
+        if "://" not in str(callback.filepath):
+            # Several ranks may create it at once, which Keras does not expect.
+            Path(callback._get_file_path(epoch, batch, logs)).parent.mkdir(parents=True, exist_ok=True)
+    original(callback, epoch, batch, logs)
 
-    return save_model
 
-
-def _append_alike(original: Function) -> Function:
+@for_callbacks
+def _append_alike(
+    original: Function, strategy: BaseStrategy, callback: Callback, *arguments: object, **options: object
+) -> None:
     """Makes ranks that append to one file write each line at the same place, so that it is there once.
 
     Logs are the same on all ranks, and no rank ends an epoch before all have begun to train.
     """
-
-    def on_train_begin(self: Callback, logs: Logs | None = None) -> None:
-        original(self, logs)
-        strategy = strategy_of(self.model)
-        several = strategy is not None and strategy.num_workers > 1
-        if not several or not self.append or not _is_local(str(self.filename)):
-            return
-        self.csv_file.close()
-        self.csv_file = open(self.filename, "r+")  # noqa: SIM115, PTH123  # closed by Keras
-        self.csv_file.seek(0, os.SEEK_END)
-
-    return on_train_begin
+    original(callback, *arguments, **options)
+    if strategy.num_workers == 1 or not callback.append or not _is_local(str(callback.filename)):
+        return
+    callback.csv_file.close()
+    callback.csv_file = open(callback.filename, "r+")  # noqa: SIM115, PTH123  # closed by Keras
+    callback.csv_file.seek(0, os.SEEK_END)
 
 
 # Variables.
@@ -531,18 +519,15 @@ _PROGRAMS, _LOCAL = "tests/integration/test_programs.py", "tests/integration/tes
 _ONE_FILE = "each rank writes a whole file, of global parameters where workers train alone; the last one is rank 0's"
 _CALLED = "as `Model.save`, however a program has imported what calls it"
 _backup, _checkpoint = keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint
+_OUTER = "tests/policies/test_outer.py"
 PATCHES = (
-    Patch(keras.Model, "save", functools.partial(_saves, _is_model_file), _ONE_FILE, _PROGRAMS),
-    Patch(keras.Model, "save_weights", functools.partial(_saves, _is_weights_file), "as `Model.save`", _PROGRAMS),
-    Patch(saving_lib, "save_model", functools.partial(_saves, _is_zip), _CALLED, _PROGRAMS),
-    Patch(saving_lib, "save_weights_only", functools.partial(_saves, _is_whole), _CALLED, _PROGRAMS),
-    Patch(legacy_h5_format, "save_model_to_hdf5", functools.partial(_saves, _is_local), _CALLED, _PROGRAMS),
+    Patch(keras.Model, "save", _saves(_is_model_file), _ONE_FILE, _PROGRAMS),
+    Patch(keras.Model, "save_weights", _saves(_is_weights_file), "as `Model.save`", _PROGRAMS),
+    Patch(saving_lib, "save_model", _saves(_is_zip), _CALLED, _PROGRAMS),
+    Patch(saving_lib, "save_weights_only", _saves(_is_whole), _CALLED, _PROGRAMS),
+    Patch(legacy_h5_format, "save_model_to_hdf5", _saves(_is_local), _CALLED, _PROGRAMS),
     Patch(
-        saving_lib,
-        "_save_model_to_fileobj",
-        _save_shown,
-        "pickles global parameters where workers train alone",
-        "tests/policies/test_outer.py",
+        saving_lib, "_save_model_to_fileobj", _save_shown, "pickles global parameters where workers train alone", _OUTER
     ),
     Patch(keras.Model, "export", _export, "rank 0 writes the folder, with global parameters", _PROGRAMS),
     Patch(
@@ -580,6 +565,6 @@ PATCHES = (
         "_serialize_to_tensors",
         _serialize_global,
         "a checkpoint has the global parameters where workers train alone",
-        "tests/policies/test_outer.py",
+        _OUTER,
     ),
 )

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from tfps.graph.patches import Patch, strategy_of
+from tfps.graph.patches import BaseStrategy, Patch, for_models
 from tfps.keras_hooks.keras_private import distributed_dataset, fully_built, losses_of, nn_module
 from tfps.keras_hooks.variables import of_tensorflow
 from tfps.types import Argument, Batches, Function, Layer, Model, Structure, Value
@@ -32,42 +32,37 @@ from tfps.types import Argument, Batches, Function, Layer, Model, Structure, Val
 logger = logging.getLogger("tfps")
 
 
-def _build_if_possible(original: Function) -> Function:
+@for_models
+def _build_if_possible(
+    original: Function, strategy: BaseStrategy, model: Model, iterator: Batches = None, data_batch: Structure = None
+) -> None:
     """Builds by one replica's batch, if Keras can.
 
     Keras takes the mean of the replicas' first batches, which fails if sizes differ. The dataset's spec suffices where
     complete. Taking a batch would give a shuffled dataset its second order in the first epoch.
     """
-
-    def maybe_symbolic_build(self: Model, iterator: Batches = None, data_batch: Structure = None) -> None:
-        strategy = strategy_of(self)
-        if strategy is None:
-            original(self, iterator, data_batch)
-            return
-        if type(self).call is keras.Model.call:  # no `call()`: Keras would warn of layers that are not built
-            return
-        if iterator is not None:
-            data_batch = _described_batch(iterator)
-            if data_batch is None:
-                _, _, batches = next(iter(iterator))
-                data_batch = keras.tree.map_structure(_example, next(batches))
-        optimizer = None if self.optimizer is None or self.optimizer.built else self.optimizer
+    if type(model).call is keras.Model.call:  # no `call()`: Keras would warn of layers that are not built
+        return
+    if iterator is not None:
+        data_batch = _described_batch(iterator)
+        if data_batch is None:
+            _, _, batches = next(iter(iterator))
+            data_batch = keras.tree.map_structure(_example, next(batches))
+    optimizer = None if model.optimizer is None or model.optimizer.built else model.optimizer
+    if optimizer is not None:
+        optimizer.built = True  # for Keras: it may only be built with all variables
+    try:
+        original(model, None, data_batch)
+    except Exception as error:
+        # What is wrong with the model, the first step will say.
+        logger.debug("tfps: the first step builds %s, as Keras cannot: %s", model.name, error)
+        return
+    finally:
         if optimizer is not None:
-            optimizer.built = True  # for Keras: it may only be built with all variables
-        try:
-            original(self, None, data_batch)
-        except Exception as error:
-            # What is wrong with the model, the first step will say.
-            logger.debug("tfps: the first step builds %s, as Keras cannot: %s", self.name, error)
-            return
-        finally:
-            if optimizer is not None:
-                optimizer.built = False
-        if optimizer is not None and fully_built(self):
-            with strategy.scope():
-                optimizer.build(self.trainable_variables)
-
-    return maybe_symbolic_build
+            optimizer.built = False
+    if optimizer is not None and fully_built(model):
+        with strategy.scope():
+            optimizer.build(model.trainable_variables)
 
 
 def _described_batch(epochs: Batches) -> Structure:

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 
 import keras
 
-from tfps.graph.patches import BaseStrategy, Patch, strategy_of
+from tfps.graph.patches import BaseStrategy, Patch, for_callbacks, for_models
 from tfps.keras_hooks.keras_private import strategy_of_epochs, trainer_module
 from tfps.keras_hooks.lookup_tables import compared_tables
-from tfps.types import Batches, Callback, Function, Logs, Model
+from tfps.types import Batches, Callback, Function, Model
 
 
 class Sharding(threading.local):
@@ -139,72 +139,59 @@ def _catch_stop_iteration(original: Function) -> Function:
     return catch_stop_iteration
 
 
-def _end_training(original: Function) -> Function:
-    def on_train_end(self: Callback, logs: Logs | None = None) -> None:
-        if (strategy := strategy_of(self.model)) is not None:
-            strategy.extended.policy.end_training()
-        original(self, logs)
-
-    return on_train_end
+@for_callbacks
+def _end_training(
+    original: Function, strategy: BaseStrategy, callbacks: Callback, *arguments: object, **options: object
+) -> None:
+    strategy.extended.policy.end_training()
+    original(callbacks, *arguments, **options)
 
 
 # Calls of models.
 
 
-def _fit(original: Function) -> Function:
-    def fit(self: Model, *arguments: object, **options: object) -> object:
-        if (strategy := strategy_of(self)) is None:
-            return original(self, *arguments, **options)
-        with compared_tables(strategy, self):
-            return original(self, *arguments, **options)
-
-    return fit
+@for_models
+def _fit(original: Function, strategy: BaseStrategy, model: Model, *arguments: object, **options: object) -> object:
+    with compared_tables(strategy, model):
+        return original(model, *arguments, **options)
 
 
-def _evaluate(original: Function) -> Function:
-    def evaluate(self: Model, *arguments: object, **options: object) -> object:
-        if (strategy := strategy_of(self)) is None:
-            return original(self, *arguments, **options)
-        if not options.get("_use_cached_eval_dataset"):  # not in `fit`
-            strategy.extended.policy.begin_evaluation()
-        shown, evaluating = strategy.extended.policy.shown_parameters(), strategy.extended.sharding.evaluating()
-        with shown, compared_tables(strategy, self), evaluating:
-            return original(self, *arguments, **options)
-
-    return evaluate
+@for_models
+def _evaluate(
+    original: Function, strategy: BaseStrategy, model: Model, *arguments: object, **options: object
+) -> object:
+    policy, evaluating = strategy.extended.policy, strategy.extended.sharding.evaluating()
+    if not options.get("_use_cached_eval_dataset"):  # not in `fit`
+        policy.begin_evaluation()
+    with policy.shown_parameters(), compared_tables(strategy, model), evaluating:
+        return original(model, *arguments, **options)
 
 
-def _predict(original: Function) -> Function:
-    def predict(self: Model, *arguments: object, **options: object) -> object:
-        if (strategy := strategy_of(self)) is None:
-            return original(self, *arguments, **options)
-        with strategy.extended.policy.shown_parameters(), strategy.extended.sharding.off():
-            return original(self, *arguments, **options)
-
-    return predict
+@for_models
+def _predict(original: Function, strategy: BaseStrategy, model: Model, *arguments: object, **options: object) -> object:
+    with strategy.extended.policy.shown_parameters(), strategy.extended.sharding.off():
+        return original(model, *arguments, **options)
 
 
-def _test_on_batch(original: Function) -> Function:
-    def test_on_batch(self: Model, *arguments: object, **options: object) -> object:
-        if (strategy := strategy_of(self)) is None:
-            return original(self, *arguments, **options)
-        with strategy.extended.policy.shown_parameters():
-            return original(self, *arguments, **options)
-
-    return test_on_batch
+@for_models
+def _test_on_batch(
+    original: Function, strategy: BaseStrategy, model: Model, *arguments: object, **options: object
+) -> object:
+    with strategy.extended.policy.shown_parameters():
+        return original(model, *arguments, **options)
 
 
-def _keep_shown_weights(original: Function) -> Function:
-    def on_epoch_end(self: Callback, epoch: int, logs: Logs | None = None) -> None:
-        if (strategy := strategy_of(self.model)) is None:
-            original(self, epoch, logs)
-            return
-        with strategy.extended.policy.shown_parameters():
-            original(self, epoch, logs)
-
-    return on_epoch_end
+@for_callbacks
+def _keep_shown_weights(
+    original: Function, strategy: BaseStrategy, callback: Callback, *arguments: object, **options: object
+) -> None:
+    with strategy.extended.policy.shown_parameters():
+        original(callback, *arguments, **options)
 
 
+_PROGRAMS = "tests/integration/test_programs.py"
+_LOCAL = "tests/integration/test_local_programs.py"
+_SEMANTICS = "tests/integration/test_semantics.py"
 PATCHES = (
     Patch(
         trainer_module.TFEpochIterator,
@@ -218,35 +205,29 @@ PATCHES = (
         "_enumerate_iterator",
         _enumerate_iterator,
         "the same; and staging reads no further than an epoch of a `PyDataset`",
-        "tests/integration/test_programs.py",
+        _PROGRAMS,
     ),
     Patch(
         trainer_module.TFEpochIterator,
         "catch_stop_iteration",
         _catch_stop_iteration,
         "notes that this thread is within an epoch, and where it ends",
-        "tests/integration/test_programs.py",
+        _PROGRAMS,
     ),
     Patch(
         keras.callbacks.CallbackList,
         "on_train_end",
         _end_training,
         "ends the last round of modes `diloco` and `local` before callbacks save",
-        "tests/integration/test_local_programs.py",
+        _LOCAL,
     ),
-    Patch(
-        keras.Model,
-        "fit",
-        _fit,
-        "compares what layers have adapted to between ranks",
-        "tests/integration/test_programs.py",
-    ),
+    Patch(keras.Model, "fit", _fit, "compares what layers have adapted to between ranks", _PROGRAMS),
     Patch(
         keras.Model,
         "evaluate",
         _evaluate,
         "compares that, too; evaluates global parameters where workers train alone, and divides batches beforehand",
-        "tests/integration/test_local_programs.py",
+        _LOCAL,
     ),
     Patch(
         keras.Model,
@@ -260,20 +241,14 @@ PATCHES = (
         "predict",
         _predict,
         "gives every rank all predictions, by global parameters where workers train alone",
-        "tests/integration/test_semantics.py",
+        _SEMANTICS,
     ),
-    Patch(
-        keras.Model,
-        "predict_on_batch",
-        _predict,
-        "as `predict`: they share a traced function",
-        "tests/integration/test_semantics.py",
-    ),
+    Patch(keras.Model, "predict_on_batch", _predict, "as `predict`: they share a traced function", _SEMANTICS),
     Patch(
         keras.callbacks.EarlyStopping,
         "on_epoch_end",
         _keep_shown_weights,
         "keeps the weights that were evaluated, as it restores them on every rank",
-        "tests/integration/test_local_programs.py",
+        _LOCAL,
     ),
 )

@@ -174,28 +174,23 @@ def stateful_apart(graph: tf.Graph, rank: int) -> Iterator[None]:
         graph.seed = before
 
 
+_UNSEEDED = "tests/integration/test_unseeded.py"
 PATCHES = (
     Patch(
         data_seeds,
         "get_seed",
         _seed_dataset,
         "datasets that shuffle without a seed get the same one on all ranks",
-        "tests/integration/test_unseeded.py",
+        _UNSEEDED,
     ),
     Patch(
         ArrayDataAdapter,
         "get_tf_dataset",
         _shuffle_arrays_alike,
         "arrays that `fit` shuffles get the same orders on all ranks",
-        "tests/integration/test_unseeded.py",
+        _UNSEEDED,
     ),
-    Patch(
-        tf.random,
-        "shuffle",
-        _shuffle,
-        "does that while Keras makes a dataset of arrays; else nothing",
-        "tests/integration/test_unseeded.py",
-    ),
+    Patch(tf.random, "shuffle", _shuffle, "does that while Keras makes a dataset of arrays; else nothing", _UNSEEDED),
     Patch(
         keras.random.SeedGenerator,
         "next",

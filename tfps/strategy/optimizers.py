@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 import keras
 import tensorflow as tf
 
-from tfps.graph.patches import BaseStrategy, Patch, replica_context, strategy_of
+from tfps.graph.patches import BaseStrategy, Patch, for_models, replica_context
 from tfps.graph.shares import in_keras_step, keras_step
 from tfps.keras_hooks.checkpoint import carry_extra_states
 from tfps.keras_hooks.keras_private import Trainer, adopt_optimizer, in_symbolic_scope, trained_variables
@@ -30,17 +30,13 @@ from tfps.types import Function, Model, Optimizer, Value, Variable
 from tfps.updates.variables import GatedVariable, current_replica
 
 
-def _compile(original: Function) -> Function:
-    def compile_in_scope(self: Model, *arguments: object, **options: object) -> object:
-        if (strategy := strategy_of(self)) is None:
-            return original(self, *arguments, **options)
-        for each in keras.tree.flatten((arguments, options)):
-            if isinstance(each, keras.Metric):
-                _adopt(each.variables, strategy)
-        with strategy.scope():
-            return original(self, *arguments, **options)
-
-    return compile_in_scope
+@for_models
+def _compile(original: Function, strategy: BaseStrategy, model: Model, *arguments: object, **options: object) -> object:
+    for each in keras.tree.flatten((arguments, options)):
+        if isinstance(each, keras.Metric):
+            _adopt(each.variables, strategy)
+    with strategy.scope():
+        return original(model, *arguments, **options)
 
 
 def _build(original: Function) -> Function:
