@@ -62,9 +62,7 @@ class Companion:
             self.specs.extend(specs)
             return ids
 
-        def push_both(
-            bucket: int, payload: Value, on_reply: OnReply, numbers: bytes = b""
-        ) -> None:
+        def push_both(bucket: int, payload: Value, on_reply: OnReply, numbers: bytes = b"") -> None:
             push(bucket, payload, on_reply, numbers)
             with self._lock:
                 if held := self.holds(self.specs[bucket]):

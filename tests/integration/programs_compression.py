@@ -65,7 +65,7 @@ def _held(job: Job, model: Model) -> dict[str, np.ndarray]:
     job.strategy.combine()
     compressing: Compressing = job.strategy.extended.compressing
     variables = [each.value for each in model.trainable_variables]
-    held = {f"held {place}": each for place, each in compressing.held(variables).items()}
+    held = {f"held {place}": each for place, each in compressing.residuals(variables).items()}
     return held | {f"exact {place}": each.exact for place, each in compressing.ahead(variables).items()}
 
 

@@ -143,9 +143,7 @@ def counts_what_travels(strategy: tfps.Strategy) -> None:
     runtime = strategy._runtime
     push = runtime.exchange.push
 
-    def counted(
-        bucket: int, payload: Payload | None, on_reply: OnReply, numbers: bytes = b""
-    ) -> None:
+    def counted(bucket: int, payload: Payload | None, on_reply: OnReply, numbers: bytes = b"") -> None:
         pushed.append(runtime.declared.spec(bucket).name)
         push(bucket, payload, on_reply, numbers)
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 import training
 
 import tfps
-from tfps.keras_hooks.remote_variable import RemoteVariable
+from tfps.keras_hooks.variables import RemoteVariable
 
 STEPS, GLOBAL_BATCH = 50, 48
 

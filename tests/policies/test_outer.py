@@ -97,7 +97,7 @@ def test_compressed_changes_come_late_but_are_not_lost_bitwise_as_by_hand(start:
     check(trajectory(model, 11), simulation.trajectory[0])
     assert difference(model.get_weights(), simulation.shared) == 0.0
     variables, kernels = [each.value for each in model.trainable_variables], (0, 2, 4)
-    ahead, held = strategy.extended.compressing.ahead(variables), strategy.extended.compressing.held(variables)
+    ahead, held = strategy.extended.compressing.ahead(variables), strategy.extended.compressing.residuals(variables)
     assert set(ahead) == set(kernels)
     assert set(held) == (set() if settings.compression == "bfloat16" else set(kernels))
     for place in kernels:
@@ -194,6 +194,8 @@ def test_evaluation_prediction_and_files_have_the_global_parameters(start: Start
     plain.compile(loss=local_training.loss())
     np.testing.assert_allclose(model.evaluate(x, y, verbose=0), plain.evaluate(x, y, verbose=0), rtol=1e-6)
     np.testing.assert_allclose(model.predict(x, verbose=0), plain.predict(x, verbose=0), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(model.test_on_batch(x, y), plain.test_on_batch(x, y), rtol=1e-6)
+    np.testing.assert_allclose(model.predict_on_batch(x), plain.predict_on_batch(x), rtol=1e-4, atol=1e-6)
     model.save(tmp_path / "model.keras")
     model.save_weights(tmp_path / "model.weights.h5")
     tf.train.Checkpoint(model=model).write(str(tmp_path / "checkpoint"))

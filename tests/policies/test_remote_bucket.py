@@ -18,7 +18,7 @@ from keras_versions import KERAS_3_8
 
 import tfps
 from tfps.errors import UnsupportedError
-from tfps.keras_hooks.remote_variable import RemoteVariable
+from tfps.keras_hooks.variables import RemoteVariable
 from tfps.pserver.server import ParameterServer
 from tfps.types import Argument, Array, Model, Options
 

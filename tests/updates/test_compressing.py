@@ -175,11 +175,11 @@ def test_restoring_one_model_leaves_what_is_held_back_of_another_alone(start: St
     variables = [[each.value for each in model.trainable_variables] for model in models]
     checkpoint = tf.train.Checkpoint(optimizer=models[1].optimizer)
     path = checkpoint.write(str(tmp_path / "second"))
-    before = [strategy.extended.compressing.held(each) for each in variables]
+    before = [strategy.extended.compressing.residuals(each) for each in variables]
     assert all(np.abs(held[0]).max() > 0 for held in before)
     models[1].fit(*training.digits(), batch_size=64, verbose=0)
     checkpoint.read(path).assert_consumed()
-    after = [strategy.extended.compressing.held(each) for each in variables]
+    after = [strategy.extended.compressing.residuals(each) for each in variables]
     for own, others in zip(before, after, strict=True):
         np.testing.assert_equal(own, others)
 

@@ -10,7 +10,6 @@ Tested in tests/test_versions.py.
 # ruff: noqa: F401
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import os
 import threading
@@ -19,7 +18,7 @@ from collections.abc import Callable, Mapping
 
 from packaging.version import Version
 
-from tfps.errors import TfpsError, outlined
+from tfps.errors import TfpsError, in_graph_error, outlined
 from tfps.graph.private_names import needs
 from tfps.types import Structure
 
@@ -97,7 +96,7 @@ try:
         record,  # whether a gradient tape is recording
     )
     from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction  # see flat_call
-    from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function  # see translate_errors
+    from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function  # see _translate_errors
     from tensorflow.python.framework import (
         auto_control_deps_utils,  # the attribute for read-only inputs
         ops,  # the graph under construction, init_scope that leaves it
@@ -109,6 +108,8 @@ try:
         control_flow_v2_func_graphs,  # which graphs are branches of a tf.cond
     )
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # a variable outside of any strategy
+
+    from tfps.graph.patches import Patch  # here, as it needs TensorFlow
 
     # What Extended overrides: if one of these is gone, TensorFlow never calls the override. The first one decides
     # whether a strategy uses merge_call.
@@ -241,51 +242,33 @@ def flat_call(function: ConcreteFunction) -> Callable[..., Structure]:
     return call
 
 
-@functools.cache
-def translate_errors(translated: Callable[[str], Exception | None]) -> None:
-    """Makes functions raise `translated(message)` instead of a graph's error, unless that is None.
+def _translate_errors(original: Callable[..., Structure]) -> Callable[..., Structure]:
+    """Raises an error of tfps that a graph's error carries, without frames of tfps.
 
-    Errors of tfps itself lose its own frames, as others lose TensorFlow's: `tf.debugging.disable_traceback_filtering()`
-    shows all.
-
-    TensorFlow derives error classes from codes, of which none is free: tfps ops raise InvalidArgumentError with a text.
-    Wraps every call of a tf.function, those of Keras included; done once per process.
+    `tf.debugging.disable_traceback_filtering()` shows all. TensorFlow derives error classes from codes, of which none
+    is free: tfps ops raise InvalidArgumentError with a text.
     """
 
-    def translating(original: Callable[..., Structure]) -> Callable[..., Structure]:
-        @functools.wraps(original)
-        def call(self: Function, *arguments: object, **named: object) -> Structure:
-            try:
-                return original(self, *arguments, **named)
-            except tf.errors.InvalidArgumentError as error:
-                if (better := translated(error.message)) is None:
-                    raise
-            except TfpsError as error:
-                if not tf.debugging.is_traceback_filtering_enabled():
-                    raise
-                better = outlined(error)
-            raise better
+    def call(self: Function, *arguments: object, **named: object) -> Structure:
+        try:
+            return original(self, *arguments, **named)
+        except tf.errors.InvalidArgumentError as error:
+            if (better := in_graph_error(error.message)) is None:
+                raise
+        except TfpsError as error:
+            if not tf.debugging.is_traceback_filtering_enabled():
+                raise
+            better = outlined(error)
+        raise better
 
-        return call
-
-    for owner in (Function, ConcreteFunction):
-        owner.__call__ = translating(owner.__call__)
+    return call
 
 
-@functools.cache
-def before_calls(prepare: Callable[[FuncGraph], None]) -> None:
-    """Calls `prepare` with the graph of each function right before it runs, or before a graph calls it.
-
-    The function is fully traced then; no public hook lies between that and its first run. Done once per process.
-    """
-    call_flat = ConcreteFunction._call_flat
-
-    @functools.wraps(call_flat)
-    def call(self: ConcreteFunction, *arguments: object, **named: object) -> Structure:
-        prepare(self.graph)
-        return call_flat(self, *arguments, **named)
-
-    ConcreteFunction._call_flat = call
+_ERRORS = "a call of a function, those of Keras' steps included, raises errors of tfps as they are"
+PATCHES = (
+    Patch(Function, "__call__", _translate_errors, _ERRORS, "tests/test_errors.py"),
+    Patch(ConcreteFunction, "__call__", _translate_errors, _ERRORS, "tests/test_errors.py"),
+)
 
 
 def stopped() -> bool:

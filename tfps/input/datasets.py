@@ -29,7 +29,7 @@ from tfps.input.first_batches import FirstBatches, is_same_on_all
 from tfps.input.handing_out import Group, Groups, Stream
 from tfps.input.loops import Loop, LoopIterator
 from tfps.input.staging import END, GO, TOKEN, Feed, Staging
-from tfps.keras_hooks.random_states import of_its_own
+from tfps.keras_hooks.random_numbers import of_its_own
 from tfps.types import Argument, Batches, Function, Structure
 
 PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA

@@ -1,15 +1,16 @@
-"""Makes Keras' logs, by which callbacks decide, equal on all ranks.
+"""What Keras decides by is the same on all ranks: logs, and whether gradients are finite.
 
 Metrics are combined over ranks when read. The logs that a `train_step` or `test_step` returns are local and may be
 nested: at the end of an epoch all ranks exchange them once and draw the same conclusions. A value that equals a
 metric's result on every rank becomes that metric's global result; values for each row are joined; other numbers become
-their mean.
+their mean. Whether a gradient is finite, by which loss scaling skips steps, is agreed on in each step.
+
+Tested in tests/keras_hooks/test_agreed_logs.py and tests/integration/test_programs.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,55 +21,67 @@ import numpy as np
 import tensorflow as tf
 
 from tfps.errors import MismatchError
-from tfps.graph.shares import UNKNOWN
+from tfps.graph.patches import BaseStrategy, Patch, for_callbacks, for_models, replica_context
+from tfps.graph.shares import UNKNOWN, current_share
 from tfps.keras_hooks.weighing import mean
-from tfps.types import Array, Callback, Json, Logs, Model
+from tfps.types import Array, Callback, Function, Json, Logs, Model, Optimizer, Structure
 
 
-@functools.cache
-def agree_on_logs(strategy_class: type[tf.distribute.Strategy]) -> None:
-    """Makes Keras ask all ranks, for models of a `strategy_class` with several replicas; done once per process."""
+@for_models
+def _end_epoch(original: Function, strategy: BaseStrategy, model: Model, logs: Logs) -> Logs:
+    """Does what all ranks do where an epoch or a call of `evaluate` ends: Keras asks for its logs there."""
+    extended = strategy.extended
+    extended.policy.end_epoch(model)  # first: it brings the ranks together
+    results = original(model, logs)
+    if strategy.num_replicas_in_sync > 1:
+        results = _agreed(strategy, model, logs, results is not logs)
+        if extended.states is not None:
+            extended.states.compare("when an epoch or evaluate() ended")
+    extended.compressing.collect()  # so that one rank may save in `on_epoch_end`
+    return results
 
-    def strategy_of(model: Model) -> tf.distribute.Strategy | None:
-        strategy = getattr(model, "distribute_strategy", None)
-        return strategy if isinstance(strategy, strategy_class) and strategy.num_replicas_in_sync > 1 else None
 
-    epoch_logs = keras.Model._get_metrics_result_or_logs
+@for_callbacks
+def _stop_together(
+    original: Function, strategy: BaseStrategy, callback: Callback, batch: int, logs: Logs | None = None
+) -> None:
+    several = strategy.num_replicas_in_sync > 1
+    if several and not strategy.extended.policy.together:
+        return  # the others do not take their batches together with this one: see _stop_at_epoch_end
+    if several and logs and logs.get("loss") is not None:
+        # If one rank's loss is not finite, all stop at this batch; else the others would wait for that rank.
+        loss = tf.cast(logs["loss"], tf.float64)
+        logs = {**logs, "loss": strategy.reduce(tf.distribute.ReduceOp.MEAN, loss, axis=None).numpy()}
+    original(callback, batch, logs)
 
-    @functools.wraps(epoch_logs)
-    def get_metrics_result_or_logs(self: Model, logs: Logs) -> Logs:
-        strategy = strategy_of(self)
-        if strategy is not None:
-            strategy.extended.policy.end_epoch(self)
-        results = epoch_logs(self, logs)
-        if strategy is None:
-            return results
-        agreed = _agreed(strategy, self, logs, results is not logs)
-        if strategy.extended.states is not None:
-            strategy.extended.states.compare("when an epoch or evaluate() ended")
-        return agreed
 
-    keras.Model._get_metrics_result_or_logs = get_metrics_result_or_logs
-    stop = keras.callbacks.TerminateOnNaN.on_batch_end
+@for_callbacks
+def _stop_at_epoch_end(
+    original: Function, strategy: BaseStrategy, callback: Callback, epoch: int, logs: Logs | None = None
+) -> None:
+    original(callback, epoch, logs)
+    if strategy.num_replicas_in_sync > 1 and not strategy.extended.policy.together:
+        # Keras' own, by logs which all ranks have alike.
+        keras.callbacks.TerminateOnNaN.on_batch_end.__wrapped__(callback, epoch, logs)
 
-    @functools.wraps(stop)
-    def on_batch_end(self: Callback, batch: int, logs: Logs | None = None) -> None:
-        strategy = strategy_of(self.model)
-        if strategy is not None and not strategy.extended.policy.together:
-            return  # the others do not take their batches together with this one: see on_epoch_end
-        if strategy is not None and logs and logs.get("loss") is not None:
-            # If one rank's loss is not finite, all stop at this batch; else the others would wait for that rank.
-            loss = tf.cast(logs["loss"], tf.float64)
-            logs = {**logs, "loss": strategy.reduce(tf.distribute.ReduceOp.MEAN, loss, axis=None).numpy()}
-        stop(self, batch, logs)
 
-    def on_epoch_end(self: Callback, epoch: int, logs: Logs | None = None) -> None:
-        strategy = strategy_of(self.model)
-        if strategy is not None and not strategy.extended.policy.together:
-            stop(self, epoch, logs)  # which all ranks have alike
+def _check_finite_everywhere(original: Function) -> Function:
+    """Lets a gradient that is not finite on one rank skip the step on all.
 
-    keras.callbacks.TerminateOnNaN.on_batch_end = on_batch_end
-    keras.callbacks.TerminateOnNaN.on_epoch_end = on_epoch_end
+    Keras decides by one worker's gradients. If ranks decided differently, some would wait for gradients that others
+    never send, and the loss scales would diverge. A rank without rows has no say: what it computes is often NaN.
+    """
+
+    def check_finite(self: Optimizer, grads: Structure) -> tf.Tensor:
+        finite, context = original(self, grads), replica_context()
+        if context is None or context.num_replicas_in_sync == 1:
+            return finite
+        if (share := current_share()) is not None:
+            finite = share.only_if_rows(finite, True)
+        bad = tf.cast(tf.logical_not(finite), tf.float32)
+        return tf.equal(context.all_reduce(tf.distribute.ReduceOp.SUM, bad), 0.0)
+
+    return check_finite
 
 
 def agreed_logs(model: Model, logs: Logs) -> Logs:
@@ -252,3 +265,33 @@ def _equal(leaf: object, result: object) -> bool:
     dtype = tf.as_dtype(own.dtype)
     within = 8 * float(ml_dtypes.finfo(dtype.as_numpy_dtype).eps) if dtype.is_floating else 0.0
     return np.allclose(mine.number().ravel(), own.number().ravel(), rtol=within, atol=0.0, equal_nan=True)
+
+
+_PROGRAMS = "tests/integration/test_programs.py"
+PATCHES = (
+    Patch(
+        keras.Model,
+        "_get_metrics_result_or_logs",
+        _end_epoch,
+        "ends an epoch: workers that do not step together meet, logs become the same on all ranks, which compare what "
+        "they must have alike and collect the residuals of compression; in this order",
+        _PROGRAMS,
+    ),
+    Patch(
+        keras.callbacks.TerminateOnNaN, "on_batch_end", _stop_together, "all ranks stop at the same batch", _PROGRAMS
+    ),
+    Patch(
+        keras.callbacks.TerminateOnNaN,
+        "on_epoch_end",
+        _stop_at_epoch_end,
+        "the same for workers that do not step together: at the end of an epoch",
+        "tests/integration/test_async.py",
+    ),
+    Patch(
+        keras.optimizers.LossScaleOptimizer,
+        "check_finite",
+        _check_finite_everywhere,
+        "a gradient that is not finite on one rank skips the step on all",
+        _PROGRAMS,
+    ),
+)

@@ -29,7 +29,7 @@ try:
         global_state as global_state,
     )  # has the generator of keras.random without a seed
     from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope  # its graphs never run
-    from keras.src.backend.tensorflow import nn as nn_module  # has functions that XLA compiles (convolutions.py)
+    from keras.src.backend.tensorflow import nn as nn_module  # has functions that XLA compiles (layers.py)
     from keras.src.backend.tensorflow import trainer as trainer_module  # combines the results of replicas' steps
     from keras.src.legacy.saving import legacy_h5_format as legacy_h5_format  # what writes files, see below
     from keras.src.losses import loss as loss_module  # where a loss becomes a mean, divided by the number of replicas
@@ -50,32 +50,33 @@ try:
 
     needs(nn_module, "conv")
 
-    # Wrapped because replicas' first batches differ in size, and not every model can be built (building.py).
+    # Wrapped because replicas' first batches differ in size, and not every model can be built (layers.py).
     needs(keras.Model, "_maybe_symbolic_build", "_flatten_layers")  # takes a batch to infer shapes
     needs(trainer_module.TFEpochIterator, "_distributed_dataset")  # has the spec of its batches
 
-    # Where ranks would otherwise shuffle differently (random_states.py).
+    # Where ranks would otherwise shuffle differently (random_numbers.py).
     needs(global_state, "get_global_attribute", "set_global_attribute")
     needs(seed_generator, "global_seed_generator")
     needs(ArrayDataAdapter, "get_tf_dataset")
+    needs(tf.random, "shuffle")
 
-    # Wrapped where workers do not step together (epochs.py): an epoch then ends with the data, not after so many steps.
-    # And to read no further than an epoch (epoch_ends.py).
+    # Wrapped where workers do not step together: an epoch then ends with the data, not after so many steps. And to
+    # read no further than an epoch (loops.py).
     needs(trainer_module.TFEpochIterator, "reset", "catch_stop_iteration", "_enumerate_iterator", "tf_sync")
     needs(trainer_module.TFEpochIterator, "_distribute_strategy")
     needs(trainer_module.TFEpochIterator, "steps_per_epoch", "steps_per_execution", "data_adapter", "_num_batches")
     needs(keras.Model, "evaluate")
     needs(keras.optimizers.Optimizer, "_iterations")  # of batches, where `iterations` is of updates
-    needs(keras.optimizers.Optimizer, "_clip_gradients")  # limits are of a worker's own gradient (clipping.py)
+    needs(keras.optimizers.Optimizer, "_clip_gradients")  # limits are of a worker's own gradient (optimizers.py)
 
     # Wrapped because ranks and replicas would otherwise act or decide separately.
     needs(keras.Model, "distribute_strategy")  # tells which models to handle
     needs(keras.Model, "_get_metrics_result_or_logs")  # logs that `fit` and `evaluate` report (agreed_logs.py)
-    needs(keras.callbacks.TerminateOnNaN, "on_batch_end")  # agreed_logs.py
-    needs(keras.Model, "predict", "predict_on_batch")  # predictions.py
-    needs(keras.optimizers.LossScaleOptimizer, "check_finite")  # loss_scaling.py
-    needs(keras.random.SeedGenerator, "next")  # source of all seeds of layers and keras.random (seeds.py)
-    needs(keras.Layer, "add_loss", "_losses")  # added_losses.py
+    needs(keras.callbacks.TerminateOnNaN, "on_batch_end", "on_epoch_end")  # agreed_logs.py
+    needs(keras.Model, "predict", "predict_on_batch")  # loops.py
+    needs(keras.optimizers.LossScaleOptimizer, "check_finite")  # agreed_logs.py
+    needs(keras.random.SeedGenerator, "next")  # source of all seeds of layers and keras.random (random_numbers.py)
+    needs(keras.Layer, "add_loss", "_losses")  # layers.py
 
     # Wrapped where pservers update (remote_optimizers.py): what would update here, and what creates slots; then what a
     # slot without memory overrides.
@@ -91,7 +92,7 @@ try:
     needs(keras.Variable, "_serialize_to_tensors", "_restore_from_tensors", "_shared_name")
     needs(keras.Variable, "_export_to_saved_model_graph", "_trackable_children")
 
-    # Wrapped where workers train alone (outer_steps.py): what counts a step, evaluates, ends `fit`, saves.
+    # Wrapped where workers train alone (policies/diloco.py): what counts a step, evaluates, ends `fit`, saves.
     needs(keras.optimizers.Optimizer, "apply", "use_ema")
     needs(keras.optimizers.LossScaleOptimizer, "apply")
     needs(keras.Model, "evaluate", "test_on_batch")
@@ -100,7 +101,7 @@ try:
     needs(keras.callbacks.ModelCheckpoint, "set_model")
     needs(keras.callbacks.BackupAndRestore, "set_model")
 
-    # Wrapped because several ranks save (saving.py): where callbacks decide to save, and build paths from logs.
+    # Wrapped because several ranks save (checkpoint.py): where callbacks decide to save, and build paths from logs.
     needs(keras.Model, "save", "save_weights", "export")
     # What `keras.saving.save_model` and `save_weights` call: a program may have imported these before.
     needs(saving_lib, "save_model", "save_weights_only", "_save_model_to_fileobj")
@@ -111,10 +112,10 @@ try:
     needs(keras.callbacks.RemoteMonitor, "on_epoch_end")
     if hasattr(keras.callbacks, "OrbaxCheckpoint"):  # since Keras 3.14
         needs(keras.callbacks.OrbaxCheckpoint, "set_model", "on_train_batch_end", "checkpointer")
-    needs(keras.Model, "fit")  # compares before it begins (lookup_tables.py)
+    needs(keras.Model, "fit")  # compares before it begins (loops.py)
     needs(keras.Model, "_initial_epoch")  # set by BackupAndRestore: the first epoch of `fit`
 
-    # For models and optimizers created outside of the scope (compiling.py). `compile` is replaced in the class that
+    # For models and optimizers created outside of the scope (optimizers.py). `compile` is replaced in the class that
     # defines it, not in `keras.Model`: `compile_from_config` skips a model whose `compile` is not that class's.
     Trainer = _class_that_defines(keras.Model, "compile")
     needs(Trainer, "compile")

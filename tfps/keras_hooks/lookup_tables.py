@@ -9,10 +9,10 @@ Tested in tests/integration/test_programs.py.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import hashlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import keras
 import numpy as np
@@ -21,33 +21,30 @@ import tensorflow as tf
 from tfps.errors import MismatchError
 from tfps.keras_hooks.agreed_logs import said_by_all
 from tfps.keras_hooks.keras_private import layers_of
-from tfps.types import Function, Layer, Model
+from tfps.types import Layer, Model
 
 Digest = tuple[str, int, str]  # name of the layer, how many terms or numbers, a hash of them
 
 
-@functools.cache
-def compare_tables(strategy_class: type[tf.distribute.Strategy]) -> None:
-    """Makes `fit` and `evaluate` compare, for models of a `strategy_class` with several workers; done once."""
-    within: weakref.WeakSet[Model] = weakref.WeakSet()  # models that fit now: their evaluation compares nothing
+_within: weakref.WeakSet[Model] = weakref.WeakSet()  # models that fit or are evaluated now
 
-    def comparing(original: Function) -> Function:
-        @functools.wraps(original)
-        def compared(self: Model, *arguments: object, **options: object) -> object:
-            strategy = getattr(self, "distribute_strategy", None)
-            outermost = self not in within
-            if outermost and isinstance(strategy, strategy_class) and _compares(strategy):
-                _compare(strategy, list(map(_digest, _adapted(self))))
-            within.add(self)
-            try:
-                return original(self, *arguments, **options)
-            finally:
-                if outermost:
-                    within.discard(self)
 
-        return compared
+@contextlib.contextmanager
+def compared_tables(strategy: tf.distribute.Strategy, model: Model) -> Iterator[None]:
+    """Compares before the block, in which `model` is trained or evaluated; within another such block it does not.
 
-    keras.Model.fit, keras.Model.evaluate = comparing(keras.Model.fit), comparing(keras.Model.evaluate)
+    Raises:
+        MismatchError: the layers of `model` have adapted to different data.
+    """
+    outermost = model not in _within
+    if outermost and _compares(strategy):
+        _compare(strategy, list(map(_digest, _adapted(model))))
+    _within.add(model)
+    try:
+        yield
+    finally:
+        if outermost:
+            _within.discard(model)
 
 
 def _compares(strategy: tf.distribute.Strategy) -> bool:

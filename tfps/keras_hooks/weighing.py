@@ -1,4 +1,4 @@
-"""Weighs Keras' losses, metrics and gradients by rows when a batch does not divide evenly between replicas.
+"""Weighs losses, metrics, gradients and a program's own reductions by rows where a batch does not divide evenly.
 
 Keras divides a replica's mean by the number of replicas, and gradients are summed. In Keras' own steps (`fit`,
 `train_on_batch`, `evaluate`) nothing is divided here: whatever such a step computes is that of its own rows, as in one
@@ -20,83 +20,84 @@ import keras
 import tensorflow as tf
 
 from tfps.errors import TfpsError, outlined
-from tfps.graph.shares import Share, current_share, in_keras_step, keras_step, reducing_gradients, say_once, with_values
+from tfps.graph.patches import BaseStrategy, Patch, strategy_of
+from tfps.graph.shares import (
+    Share,
+    current_share,
+    in_keras_step,
+    is_reducing_gradients,
+    keras_step,
+    reducing_gradients,
+    say_once,
+    with_values,
+)
 from tfps.graph.tf_private import is_differentiated
 from tfps.keras_hooks.keras_private import Stepper, loss_module, trainer_module
 from tfps.types import Function, Model, Optimizer, Structure, Value, Variable
 
+_SUM, _MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 _WHOLE = "_tfps_whole"  # marks a loss that is the replica's mean, while its gradient is weighed by the share
 
 
-@functools.cache
-def weigh_by_rows(strategy_class: type[tf.distribute.Strategy]) -> None:
-    """Makes Keras weigh replicas, in replica functions of tfps strategies; done once per process."""
-    _mark_steps(strategy_class)
-    _weigh_losses(strategy_class)
-    _weigh_average_losses()
-    _track_whole_losses()
-    _weigh_tracked_scalars()
-    _weigh_gradients()
-    _weigh_results(strategy_class)
-    _say_what_is_no_mean()
+def _mark_steps(made: str, trains: bool, original: Function) -> Function:
+    """Wraps what makes Keras' steps, the attribute `made` of a model."""
 
-
-def _mark_steps(strategy_class: type[tf.distribute.Strategy]) -> None:
-    def marking(original: Function, made: str, trains: bool) -> Function:
-        @functools.wraps(original)
-        def make(self: Model, force: bool = False) -> object:
-            before = getattr(self, made)
-            result = original(self, force=force)
-            function = getattr(self, made)
-            if function in (None, before) or not isinstance(self.distribute_strategy, strategy_class):
-                return result
-
-            @functools.wraps(function)
-            def step(*arguments: object) -> object:
-                try:
-                    with keras_step(trains=trains):
-                        return function(*arguments)
-                except TfpsError as error:
-                    if not tf.debugging.is_traceback_filtering_enabled():
-                        raise
-                    raise outlined(error)  # noqa: B904  # the same error
-
-            setattr(self, made, step)
+    def make(self: Model, force: bool = False) -> object:
+        before = getattr(self, made)
+        result = original(self, force=force)
+        function = getattr(self, made)
+        if function in (None, before) or strategy_of(self) is None:
             return result
 
-        return make
+        @functools.wraps(function)
+        def step(*arguments: object) -> object:
+            try:
+                with keras_step(trains=trains):
+                    return function(*arguments)
+            except TfpsError as error:
+                if not tf.debugging.is_traceback_filtering_enabled():
+                    raise
+                raise outlined(error)  # noqa: B904  # the same error
 
-    Stepper.make_train_function = marking(Stepper.make_train_function, "train_function", True)
-    Stepper.make_test_function = marking(Stepper.make_test_function, "test_function", False)
+        setattr(self, made, step)
+        return result
+
+    return make
 
 
-def _weigh_losses(strategy_class: type[tf.distribute.Strategy]) -> None:
-    scale, unscale = loss_module.scale_loss_for_distribution, loss_module.unscale_loss_for_distribution
-    reduce_values = loss_module.reduce_weighted_values
+# Losses.
 
-    def is_whole() -> bool:
-        """Whether a loss is that of what it is computed from: in steps of Keras, and outside of replica functions."""
-        if in_keras_step():
-            return True
-        return tf.distribute.in_cross_replica_context() and isinstance(tf.distribute.get_strategy(), strategy_class)
 
-    @functools.wraps(scale)
+def _is_whole() -> bool:
+    """Whether a loss is that of what it is computed from: in steps of Keras, and outside of replica functions."""
+    if in_keras_step():
+        return True
+    return tf.distribute.in_cross_replica_context() and isinstance(tf.distribute.get_strategy(), BaseStrategy)
+
+
+def _scale(original: Function) -> Function:
     def scale_loss(value: Value) -> Value:
-        if is_whole():
+        if _is_whole():
             return value
         share = current_share()
         if share is None:
-            return scale(value)
+            return original(value)
         return share.only_if_rows(value) * share.weight(_even(share, value.dtype))
 
-    @functools.wraps(unscale)
+    return scale_loss
+
+
+def _unscale(original: Function) -> Function:
     def unscale_loss(value: Value) -> Value:
-        if is_whole() or hasattr(value, _WHOLE):
+        if _is_whole() or hasattr(value, _WHOLE):
             return value
         share = current_share()
-        return unscale(value) if share is None else _unscaled(share, value)
+        return original(value) if share is None else _unscaled(share, value)
 
-    @functools.wraps(reduce_values)
+    return unscale_loss
+
+
+def _reduce(original: Function) -> Function:
     def reduce_weighted_values(
         values: Structure,
         sample_weight: Value = None,
@@ -107,10 +108,10 @@ def _weigh_losses(strategy_class: type[tf.distribute.Strategy]) -> None:
         share = current_share()
 
         def reduced() -> Value:
-            loss = reduce_values(values, sample_weight, mask, reduction, dtype)
+            loss = original(values, sample_weight, mask, reduction, dtype)
             if share is None or in_keras_step() or reduction in (None, "none", "sum") or _rank(values) != 0:
                 return loss
-            return scale_loss(loss)  # Keras does not divide what is a number already
+            return loss_module.scale_loss_for_distribution(loss)  # Keras does not divide what is a number already
 
         weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
         masks = mask is not None and reduction not in (None, "none", "sum")
@@ -135,9 +136,7 @@ def _weigh_losses(strategy_class: type[tf.distribute.Strategy]) -> None:
         with share.counting(amount, _even(share, tf.float64)):
             return reduced()
 
-    loss_module.scale_loss_for_distribution = scale_loss
-    loss_module.unscale_loss_for_distribution = unscale_loss
-    loss_module.reduce_weighted_values = reduce_weighted_values
+    return reduce_weighted_values
 
 
 def _rank(values: Structure) -> int | None:
@@ -145,48 +144,42 @@ def _rank(values: Structure) -> int | None:
     return rank
 
 
-def _weigh_average_losses() -> None:
-    """Makes what programs for tf.distribute divide by the rows of the whole job count whole in steps of Keras."""
-    average, regularization = tf.nn.compute_average_loss, tf.nn.scale_regularization_loss
+def _average_loss(original: Function) -> Function:
+    """Counts whole, in steps of Keras, what programs for tf.distribute divide by the rows of the whole job."""
 
-    @functools.wraps(average)
     def compute_average_loss(
         per_example_loss: Value, sample_weight: Value = None, global_batch_size: Value = None
     ) -> Value:
         share = current_share()
         if not in_keras_step() or share is None:
-            return average(per_example_loss, sample_weight, global_batch_size)
+            return original(per_example_loss, sample_weight, global_batch_size)
         if global_batch_size is None:
-            return average(per_example_loss, sample_weight, tf.shape(per_example_loss)[0])
-        loss = average(per_example_loss, sample_weight, global_batch_size)
+            return original(per_example_loss, sample_weight, tf.shape(per_example_loss)[0])
+        loss = original(per_example_loss, sample_weight, global_batch_size)
         return loss * share.of_whole_sum(loss.dtype)
 
-    @functools.wraps(regularization)
+    return compute_average_loss
+
+
+def _regularization_loss(original: Function) -> Function:
     def scale_regularization_loss(regularization_loss: Value) -> Value:
-        return tf.reduce_sum(regularization_loss) if in_keras_step() else regularization(regularization_loss)
+        return tf.reduce_sum(regularization_loss) if in_keras_step() else original(regularization_loss)
 
-    tf.nn.compute_average_loss, tf.nn.scale_regularization_loss = compute_average_loss, scale_regularization_loss
+    return scale_regularization_loss
 
 
-def _say_what_is_no_mean() -> None:
+def _say_that_it_is_no_mean(kind: type, original: Function) -> Function:
     """Logs once that a loss couples the rows of a batch: the mean over replicas is then not that over the batch."""
 
-    def watch(kind: type) -> None:
-        original = kind.call  # type: ignore[attr-defined]
+    def call(self: keras.losses.Loss, *arguments: Value, **options: Value) -> Value:
+        if current_share() is not None and getattr(self, "axis", None) is None:
+            say_once(
+                f"keras.losses.{kind.__name__} is no mean over rows: each replica computes it for its own rows, so "
+                "the result is not that of one process"
+            )
+        return original(self, *arguments, **options)
 
-        @functools.wraps(original)
-        def call(self: keras.losses.Loss, *arguments: Value, **options: Value) -> Value:
-            if current_share() is not None and getattr(self, "axis", None) is None:
-                say_once(
-                    f"keras.losses.{kind.__name__} is no mean over rows: each replica computes it for its own rows, so "
-                    "the result is not that of one process"
-                )
-            return original(self, *arguments, **options)
-
-        kind.call = call  # type: ignore[attr-defined]
-
-    for kind in (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle):
-        watch(kind)
+    return call
 
 
 def _even(share: Share, dtype: str) -> Value:
@@ -209,11 +202,9 @@ def _amount(sample_weight: Value, mask: Value, dtype: str, reduction: str) -> Va
     return tf.reduce_sum(loss_module.apply_mask(weights, mask, dtype=dtype, reduction=reduction))
 
 
-def _track_whole_losses() -> None:
-    """Makes `compute_loss` return the whole loss, for a `train_step` that tracks it; the gradient is of the share."""
-    original = keras.Model.compute_loss
+def _whole_loss(original: Function) -> Function:
+    """Returns the whole loss, for a `train_step` that tracks it; the gradient is of the share."""
 
-    @functools.wraps(original)
     def compute_loss(self: Model, *arguments: object, **options: object) -> Value:
         loss = original(self, *arguments, **options)
         share = current_share()
@@ -229,13 +220,10 @@ def _track_whole_losses() -> None:
         setattr(result, _WHOLE, True)
         return result
 
-    keras.Model.compute_loss = compute_loss
+    return compute_loss
 
 
-def _weigh_tracked_scalars() -> None:
-    original = keras.metrics.Mean.update_state
-
-    @functools.wraps(original)
+def _tracked_scalar(original: Function) -> Function:
     def update_state(self: keras.metrics.Mean, values: Structure, sample_weight: Value = None) -> object:
         share = current_share()
         if share is not None and sample_weight is None and _is_scalar(values):
@@ -248,7 +236,7 @@ def _weigh_tracked_scalars() -> None:
             sample_weight = share.only_if_rows(share.relative(tf.as_dtype(self.dtype)))
         return original(self, values, sample_weight)
 
-    keras.metrics.Mean.update_state = update_state
+    return update_state
 
 
 def _is_scalar(values: Structure) -> bool:
@@ -256,10 +244,10 @@ def _is_scalar(values: Structure) -> bool:
     return isinstance(values, (int, float)) or (shape is not None and tf.TensorShape(shape).rank == 0)
 
 
-def _weigh_gradients() -> None:
-    original = keras.optimizers.Optimizer._backend_apply_gradients
+# Gradients and results of steps.
 
-    @functools.wraps(original)
+
+def _weigh_gradients(original: Function) -> Function:
     def apply_gradients(self: Optimizer, grads: Structure, trainable_variables: Sequence[Variable]) -> object:
         share, accumulates = current_share(), bool(self.gradient_accumulation_steps)
         if accumulates and share is not None:
@@ -273,22 +261,20 @@ def _weigh_gradients() -> None:
         with reducing_gradients(replicas, weighted=accumulates):
             return original(self, grads, trainable_variables)
 
-    keras.optimizers.Optimizer._backend_apply_gradients = apply_gradients
+    return apply_gradients
 
 
-def _weigh_results(strategy_class: type[tf.distribute.Strategy]) -> None:
-    """Makes results of replicas' steps count by rows, too."""
-    original = trainer_module.reduce_per_replica
+def _weigh_results(original: Function) -> Function:
+    """Lets results of replicas' steps count by rows, too."""
 
-    @functools.wraps(original)
     def reduce_per_replica(values: Structure, strategy: tf.distribute.Strategy, reduction: str) -> Structure:
-        if not isinstance(strategy, strategy_class) or reduction != "auto" or strategy.extended.last_batch is None:
+        if not isinstance(strategy, BaseStrategy) or reduction != "auto" or strategy.extended.last_batch is None:
             return original(values, strategy, reduction)
         last = strategy.extended.last_batch
         _note_fixed(last.fixed, values)
         return keras.tree.map_structure(functools.partial(_joined, last.given()), values)
 
-    trainer_module.reduce_per_replica = reduce_per_replica
+    return reduce_per_replica
 
 
 def _note_fixed(fixed: set[str], values: Structure) -> None:
@@ -325,3 +311,156 @@ def mean(rows: tf.Tensor, value: Value) -> Value:
     weighed = tf.where(counts > 0, each * tf.cast(counts, each.dtype), tf.zeros_like(each))
     uneven = tf.reduce_all(rows >= 0) & tf.reduce_any(rows != rows[0])
     return tf.where(uneven, tf.reduce_sum(weighed, 0) / tf.cast(tf.reduce_sum(rows), each.dtype), plain)
+
+
+# What a program itself reduces in a replica function. A replica without rows adds nothing, and a mean is one over rows.
+# In steps of Keras gradients are weighted only where they are exchanged: between two replicas they pass as parts of the
+# weighted whole, so that what reaches another one, and is weighted there again, is right.
+
+
+def _share_of(context: tf.distribute.ReplicaContext) -> Share | None:
+    return None if not isinstance(context.strategy, BaseStrategy) or is_reducing_gradients() else current_share()
+
+
+def _all_reduce(original: Function) -> Function:
+    def all_reduce(
+        self: tf.distribute.ReplicaContext,
+        reduce_op: tf.distribute.ReduceOp | str,
+        value: Structure,
+        options: object = None,
+    ) -> Structure:
+        share = _share_of(self)
+        if share is None:
+            return original(self, reduce_op, value, options)
+        reduce_op = tf.distribute.ReduceOp(reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
+        flat = [each if isinstance(each, tf.IndexedSlices) else tf.convert_to_tensor(each) for each in _flat(value)]
+        if reduce_op == _MEAN:
+            if not all(isinstance(each, tf.Tensor) and each.dtype.is_floating for each in flat):
+                return original(self, reduce_op, value, options)
+            even = tf.constant(1 / share.replicas, tf.float64)
+            weight = share.weight(even, exchange=True)
+            flat = [each * tf.cast(weight, each.dtype) for each in flat]
+        own = [_leaving(share, share.only_if_rows(each)) if share.depends_on_rows(each) else each for each in flat]
+        summed = original(self, _SUM, own, options)
+        return tf.nest.pack_sequence_as(value, [share.alike(_arriving(share, each)) for each in summed])
+
+    return all_reduce
+
+
+def _all_gather(original: Function) -> Function:
+    def all_gather(self: tf.distribute.ReplicaContext, value: Structure, axis: Value, options: object = None) -> Value:
+        share = _share_of(self)
+        if share is None or tf.get_static_value(axis) != 0:
+            return original(self, value, axis, options)
+
+        def own(each: Value) -> Value:
+            each = tf.convert_to_tensor(each)
+            if not each.shape.rank or not share.depends_on_rows(each):
+                return each
+            if share.may_be_empty:
+                each = each[: tf.where(share.has_rows, tf.shape(each)[0], 0)]
+            return _leaving(share, each)
+
+        gathered = original(self, tf.nest.map_structure(own, value), axis, options)
+        return tf.nest.map_structure(lambda each: share.alike(_arriving(share, each)), gathered)
+
+    return all_gather
+
+
+def _flat(value: Structure) -> list[Value]:
+    flat: list[Value] = tf.nest.flatten(value)
+    return flat
+
+
+def _leaving(share: Share, value: Value) -> Value:
+    """Returns `value`, whose gradient comes from the whole job: this replica's weight is taken from it."""
+    return _with_gradient(share, value, tf.math.divide_no_nan)
+
+
+def _arriving(share: Share, value: Value) -> Value:
+    """Returns `value`, whose gradient goes to the whole job, by this replica's weight."""
+    return _with_gradient(share, value, tf.multiply)
+
+
+def _with_gradient(share: Share, value: Value, change: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> Value:
+    if not in_keras_step() or not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
+        return value
+    relative = share.relative(value.dtype)
+
+    @tf.custom_gradient
+    def weighted(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        return tf.identity(value), lambda gradient: change(gradient, relative)
+
+    return weighted(value)
+
+
+_ROWS = "tests/integration/test_rows.py"
+_MEAN_OF_ROWS = "a loss is a mean over rows where batches do not divide evenly between replicas"
+_LOSSES_THAT_COUPLE_ROWS = (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle)
+PATCHES = (
+    Patch(
+        Stepper,
+        "make_train_function",
+        functools.partial(_mark_steps, "train_function", True),
+        "marks Keras' steps, whose losses are of their own rows and whose gradients are weighed",
+        _ROWS,
+    ),
+    Patch(
+        Stepper,
+        "make_test_function",
+        functools.partial(_mark_steps, "test_function", False),
+        "marks Keras' steps, as for training",
+        _ROWS,
+    ),
+    Patch(loss_module, "scale_loss_for_distribution", _scale, _MEAN_OF_ROWS, _ROWS),
+    Patch(loss_module, "unscale_loss_for_distribution", _unscale, "the whole loss again", _ROWS),
+    Patch(
+        loss_module,
+        "reduce_weighted_values",
+        _reduce,
+        "counts masks, sample weights and sums over the whole batch",
+        _ROWS,
+    ),
+    Patch(
+        tf.nn,
+        "compute_average_loss",
+        _average_loss,
+        "what programs divide by the rows of the job counts whole in steps of Keras",
+        _ROWS,
+    ),
+    Patch(
+        tf.nn,
+        "scale_regularization_loss",
+        _regularization_loss,
+        "what programs divide by the replicas counts whole in steps of Keras",
+        _ROWS,
+    ),
+    *(
+        Patch(
+            kind,
+            "call",
+            functools.partial(_say_that_it_is_no_mean, kind),
+            "says once that this loss couples rows, so that a mean over replicas is another number",
+            _ROWS,
+        )
+        for kind in _LOSSES_THAT_COUPLE_ROWS
+    ),
+    Patch(keras.Model, "compute_loss", _whole_loss, "a `train_step` may track the loss it returns", _ROWS),
+    Patch(keras.metrics.Mean, "update_state", _tracked_scalar, "a scalar counts by the replica's rows", _ROWS),
+    Patch(
+        keras.optimizers.Optimizer,
+        "_backend_apply_gradients",
+        _weigh_gradients,
+        "gradients count by the replica's rows",
+        _ROWS,
+    ),
+    Patch(trainer_module, "reduce_per_replica", _weigh_results, "results of replicas' steps count by rows", _ROWS),
+    Patch(
+        tf.distribute.ReplicaContext,
+        "all_reduce",
+        _all_reduce,
+        "what a program sums or averages itself counts by rows",
+        _ROWS,
+    ),
+    Patch(tf.distribute.ReplicaContext, "all_gather", _all_gather, "a replica without rows adds none", _ROWS),
+)

@@ -1,11 +1,20 @@
 """Mode "async": pservers apply each gradient as it comes; workers get the newest parameters where they meet.
 
+Keras takes as many steps in an epoch of `fit` as the dataset has batches, divided alike. Here batches are handed out,
+so the number differs between workers, and an epoch ends where the data does. With `steps_per_epoch` it ends after so
+many steps per worker on average. All begin the next epoch together: what a rank reads or saves between two epochs is of
+one state.
+
 Tested in tests/policies/test_asynchronous.py and tests/integration/test_async.py.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import tensorflow as tf
@@ -15,14 +24,27 @@ from tfps.config import Config
 from tfps.errors import UnsupportedError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec
 from tfps.graph.ops import HOST
-from tfps.keras_hooks.keras_private import batch_counter
+from tfps.keras_hooks.keras_private import batch_counter, distributed_dataset, without_limit
 from tfps.policies.policy import Policy
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.stepping import Stepping
-from tfps.types import Model
+from tfps.types import Batches, Function, Model
 from tfps.updates.initial_values import INITIAL_VALUES
 from tfps.updates.reductions import Reductions
 from tfps.updates.variables import GatedVariable
+
+
+@dataclass(eq=False)
+class _Epochs:
+    """What is known of an epoch iterator of Keras.
+
+    Args:
+        steps: `steps_per_epoch`, as the program gave it.
+        taken: times that the current epoch has asked for a step.
+    """
+
+    steps: int | None
+    taken: int = 0
 
 
 class Asynchronous(Policy):
@@ -40,6 +62,7 @@ class Asynchronous(Policy):
         self.together = runtime.exchange.workers == 1
         self.hands_out = not self.together
         self.in_epoch, self._meetings = False, 0
+        self._epochs: weakref.WeakKeyDictionary[Batches, _Epochs] = weakref.WeakKeyDictionary()
         self._variables: weakref.WeakValueDictionary[str, GatedVariable] = weakref.WeakValueDictionary()
         if not self.together:
             runtime.before_exchange = runtime.declared.before = self._prepare
@@ -79,6 +102,77 @@ class Asynchronous(Policy):
             mean = round(self.meet(own) / self._strategy.num_workers)
             counter.assign(mean + (own - mean) % every)
             optimizer = getattr(optimizer, "inner_optimizer", None)
+
+    def reset_epochs(self, epochs: Batches) -> None:
+        """Lets an epoch of `fit` take steps while there are batches, where Keras resets its iterator `epochs`."""
+        self.in_epoch = False
+        if self._ends_with_data(epochs):
+            without_limit(epochs)  # already here, where `fit` asks how many steps a progress bar shows
+            if _hands_out(epochs):
+                distributed_dataset(epochs).begin_anew()
+
+    def epoch_steps(self, epochs: Batches, original: Function) -> Iterator[tuple[object, ...]]:
+        """Yields what Keras' `original(epochs)` does, until a step finds that the epoch has ended."""
+        known = self._known(epochs)
+        self.in_epoch = False  # the last one may have taken just one batch, to build the model
+        self.meet()
+        self.in_epoch, known.taken = True, 0
+        if self._ends_with_data(epochs):
+            if _hands_out(epochs):
+                distributed_dataset(epochs).steps = self._steps_of_all(epochs)
+            without_limit(epochs)
+        for each in original(epochs):
+            known.taken += 1
+            yield each
+
+    @contextlib.contextmanager
+    def epoch(self, epochs: Batches, original: Function) -> Iterator[None]:
+        """In the block `fit` takes the steps of an epoch; `original(epochs)` is Keras' block."""
+        try:
+            if not self._ends_with_data(epochs):
+                with original(epochs):
+                    yield
+                return
+            try:
+                yield
+                epochs.tf_sync()
+            except (StopIteration, tf.errors.OutOfRangeError):
+                epochs.data_adapter.on_epoch_end()
+                self._check_steps(self._known(epochs))
+        finally:
+            self.in_epoch = False
+
+    def _known(self, epochs: Batches) -> _Epochs:
+        if epochs not in self._epochs:
+            self._epochs[epochs] = _Epochs(epochs.steps_per_epoch)
+        return self._epochs[epochs]
+
+    def _ends_with_data(self, epochs: Batches) -> bool:
+        """Whether an epoch has as many steps as there are batches for this worker, not a number that Keras counts."""
+        return self._known(epochs).steps is None or _hands_out(epochs)
+
+    def _steps_of_all(self, epochs: Batches) -> int | None:
+        """Returns how many steps all workers take together in an epoch; None: as many as there are batches."""
+        steps, at_once = self._known(epochs).steps, epochs.steps_per_execution
+        if steps is None:
+            return None
+        return math.ceil(steps / at_once) * int(at_once * self._runtime.exchange.workers)
+
+    def _check_steps(self, known: _Epochs) -> None:
+        """Checks that the epoch that has ended had a step for this worker.
+
+        Raises:
+            UnsupportedError: it had not; the job has failed.
+        """
+        if known.taken > 1:
+            return
+        exchange = self._runtime.exchange
+        error = UnsupportedError(
+            f"mode='async' needs at least one batch for each worker in an epoch; rank {exchange.rank} of "
+            f"{exchange.workers} got none: use fewer workers, or smaller batches"
+        )
+        exchange.fail(error)
+        raise error
 
     def note_remote(self, variable: GatedVariable) -> None:
         self._variables[variable._unique_id] = variable
@@ -144,3 +238,7 @@ class Asynchronous(Policy):
             variable.remote.newest = True
         for component in variable._values:  # not as an assignment of the program: pservers have it
             component.assign(value)
+
+
+def _hands_out(epochs: Batches) -> bool:
+    return getattr(distributed_dataset(epochs), "whole", None) is not None

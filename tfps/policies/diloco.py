@@ -3,7 +3,8 @@
 Ranks may have different numbers of batches. Where they meet, at the end of an epoch or in `Strategy.synchronize`, one
 that has made fewer steps takes part in the exchanges that others wait for, and goes on from where the last of them is.
 
-Tested in tests/policies/test_outer.py and tests/integration/test_local.py.
+Tested in tests/policies/test_outer.py, tests/policies/test_outer_refusals.py, tests/integration/test_local.py and
+tests/integration/test_local_programs.py.
 """
 
 from __future__ import annotations
@@ -11,25 +12,45 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
+import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from tfps.collectives.collectives import AllGather
 from tfps.config import Config
 from tfps.errors import MismatchError, UnsupportedError, WaitTimeoutError, WorkerLostError
-from tfps.policies.diloco_keras import train_alone
+from tfps.keras_hooks.checkpoint import ExtraState
+from tfps.keras_hooks.keras_private import trained_variables
+from tfps.keras_hooks.variables import check_variable, of_tensorflow, slots_from_first_rank
 from tfps.policies.outer_optimizer import OuterOptimizer, OuterRule, copy_of, make_copy
 from tfps.policies.policy import DEFAULT, Policy
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.stepping import Stepping
-from tfps.types import Optimizer, Variable
+from tfps.types import Array, Model, Optimizer, Structure, Variable
 from tfps.updates.emitter import Emitter
 from tfps.updates.initial_values import InitialValues
 from tfps.updates.names import own_name
 from tfps.updates.reductions import Reductions
 from tfps.updates.variables import GatedVariable
+
+logger = logging.getLogger("tfps")
+_INSTEAD = "use mode='sync' (tfps.Config, the default)"
+# They compute weights anew from slots. Not all versions of Keras have all of them.
+_WEIGHTS_IN_SLOTS = ("Ftrl", "ScheduleFreeAdamW")
+
+
+class _Applying(threading.local):
+    """How many calls of `apply` this thread is in: an optimizer may wrap another."""
+
+    depth = 0
+
+
+_applying = _Applying()
 
 
 class DiLoCo(Policy):
@@ -45,6 +66,7 @@ class DiLoCo(Policy):
         self._numbers, self._meetings = itertools.count(), 0
         self._emitter: Emitter  # see attach
         self._known: weakref.WeakSet[OuterOptimizer] = weakref.WeakSet()
+        self._of_optimizers: weakref.WeakKeyDictionary[Optimizer, OuterOptimizer] = weakref.WeakKeyDictionary()
         # By unique id, those that have a global copy.
         self._variables: weakref.WeakValueDictionary[str, GatedVariable] = weakref.WeakValueDictionary()
         self._own: dict[str, list[tf.Tensor]] | None = None  # values by unique id while global ones take their place
@@ -89,9 +111,19 @@ class DiLoCo(Policy):
 
     def prepare(self, optimizer: Optimizer, variables: Sequence[Variable], *, alone: bool) -> None:
         self._check_alone(alone, self.setting, DEFAULT)
-        train_alone(optimizer, variables, self)
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            self._of_optimizers[optimizer] = self._of_optimizers[optimizer.inner_optimizer]  # built before
+            return
+        _check_optimizer(optimizer, self.setting)
+        for variable in variables:
+            constrained = getattr(variable, "constraint", None) is not None
+            why = "has a constraint, which the mean of workers' parameters need not fulfil" if constrained else ""
+            check_variable(variable, self.setting, "average", _INSTEAD, why)
+        known, updated = self._of_optimizers.get(optimizer), list(map(of_tensorflow, variables))
+        if known is None or list(map(id, known.variables)) != list(map(id, updated)):
+            self._of_optimizers[optimizer] = self._build(updated, type(optimizer).__name__)
 
-    def build(self, variables: Sequence[GatedVariable], optimizer: str) -> OuterOptimizer:
+    def _build(self, variables: Sequence[GatedVariable], optimizer: str) -> OuterOptimizer:
         """Returns the outer optimizer of an optimizer of `variables`, with this name; their global copies are made.
 
         Raises:
@@ -119,7 +151,44 @@ class DiLoCo(Policy):
         self._known.add(steps)
         return steps
 
+    @contextlib.contextmanager
+    def step(self, optimizer: Optimizer, gradients: Structure, variables: Sequence[Variable] | None) -> Iterator[None]:
+        """Counts a step, if no other optimizer calls this one."""
+        outermost = not _applying.depth
+        if outermost:
+            self._check_place()
+            if (known := self._of_optimizers.get(optimizer)) is not None:  # before anything is updated
+                known.check_trained(_with_gradients(optimizer, gradients, variables))
+        _applying.depth += 1
+        try:
+            yield
+        finally:
+            _applying.depth -= 1
+        if outermost and (known := self._of_optimizers.get(optimizer)) is not None and len(gradients):
+            known.check_trained(_with_gradients(optimizer, gradients, variables))  # maybe built only now
+            known.after_step()
+
+    def _check_place(self) -> None:
+        context = tf.distribute.get_replica_context()
+        if context is None or context.strategy is not self._strategy:
+            raise UnsupportedError(
+                f"with {self.setting} an optimizer's gradients must be applied in a replica function, where its steps "
+                f"are counted: call its `apply` within strategy.run, or {_INSTEAD}"
+            )
+
     # Where ranks meet.
+
+    def end_epoch(self, model: Model) -> None:
+        if self._own is None:  # else this evaluates, and has met
+            self.meet()
+
+    def begin_evaluation(self) -> None:
+        self.meet()
+
+    def end_training(self) -> None:
+        self.synchronize()
+        if self._strategy is not None:  # ending the round has sent more: one rank may save from here on
+            self._strategy.extended.compressing.collect()
 
     def meet(self) -> list[OuterOptimizer]:
         """Brings all ranks to the same step of each optimizer; every rank must call it.
@@ -208,10 +277,18 @@ class DiLoCo(Policy):
                 _assign(variable, own[variable._unique_id])
         self._own = None
 
-    @property
-    def shows_global(self) -> bool:
-        """Whether this is within a block of `shown_parameters`."""
-        return self._own is not None
+    # Saving.
+
+    def check_save_freq(self, what: str, frequency: object) -> None:
+        if frequency != "epoch":
+            raise UnsupportedError(
+                f"{what}(save_freq={frequency!r}) with {self.setting}: within an epoch workers are at different steps; "
+                f"use save_freq='epoch', or {_INSTEAD}"
+            )
+
+    def checkpoint_state(self, optimizer: Optimizer) -> ExtraState | None:
+        known = self._of_optimizers.get(optimizer)
+        return None if known is None or self._strategy is None else _OuterState(known, self._strategy)
 
     def note_assigned(self, variable: GatedVariable) -> None:
         """Notes that the program has assigned `variable`: it keeps that value after `shown_parameters`."""
@@ -226,6 +303,37 @@ class LocalSGD(DiLoCo):
 
     def rule(self, copies: Sequence[GatedVariable]) -> OuterRule:
         return OuterRule(self._runtime.exchange, copies, learning_rate=1.0, momentum=0.0)
+
+
+def _check_optimizer(optimizer: Optimizer, setting: str) -> None:
+    name = type(optimizer).__name__
+    if optimizer.use_ema:
+        raise UnsupportedError(
+            f"use_ema with {setting} would average each worker's own parameters, not the global ones that are "
+            f"evaluated and saved; leave it out, or {_INSTEAD}"
+        )
+    if _is_a(optimizer, *_WEIGHTS_IN_SLOTS):
+        raise UnsupportedError(
+            f"{name} with {setting}: it computes weights anew from its slots, which workers do not exchange, and so "
+            f"would undo each exchange; take another optimizer, such as Adam, or {_INSTEAD}"
+        )
+    if _is_a(optimizer, "MultiOptimizer"):
+        raise UnsupportedError(
+            f"{name} with {setting}: backups and checkpoints would lack the outer state of the optimizers within; "
+            f"compile the model with one optimizer, or {_INSTEAD}"
+        )
+
+
+def _is_a(optimizer: Optimizer, *names: str) -> bool:
+    """Whether `optimizer` is of one of Keras' classes with these names, as far as this Keras has them."""
+    kinds = (getattr(keras.optimizers, name, None) for name in names)
+    return any(kind is not None and isinstance(optimizer, kind) for kind in kinds)
+
+
+def _with_gradients(optimizer: Optimizer, gradients: Structure, variables: Sequence[Variable] | None) -> list[Variable]:
+    """The variables of TensorFlow that a call of `apply` updates."""
+    given = trained_variables(optimizer) if variables is None else variables
+    return [of_tensorflow(each) for each, gradient in zip(given, gradients, strict=False) if gradient is not None]
 
 
 def _alike(variable: GatedVariable) -> bool:
@@ -254,3 +362,57 @@ def _explained() -> Iterator[None]:
             "workers meet at the end of each epoch of fit, at its end, and in strategy.synchronize(), which every rank "
             f"must call. {error}"
         ) from error
+
+
+class _OuterState(ExtraState):
+    """The outer optimizer's momentum, and the position in the round; global parameters are saved for the own ones.
+
+    A rank may save a checkpoint with it alone; all must restore it.
+    """
+
+    name, file, title = "tfps_outer", "tfps_outer_steps.npz", "the state of the outer optimizer"
+    _STEPS = "steps"
+
+    def __init__(self, outer: OuterOptimizer, strategy: tf.distribute.Strategy) -> None:
+        self._outer, self._strategy = weakref.ref(outer), weakref.ref(strategy)
+
+    def collect(self) -> None:
+        """Rank 0 can read all of it."""
+
+    def arrays(self) -> dict[str, Array]:
+        if (outer := self._outer()) is None:
+            return {}
+        slots = {name: slot.read() for name, slot in outer.slots().items()}
+        return {self._STEPS: np.array(outer.steps, np.int64), **slots}
+
+    def restore(self, arrays: Mapping[str, Array]) -> None:
+        outer = self._outer()
+        if outer is None or self._STEPS not in arrays:
+            return
+        made = int(arrays[self._STEPS])
+        outer.set_steps(made, made)
+        for name, slot in outer.slots().items():
+            if name in arrays and arrays[name].shape == slot.shape:
+                slot.assign(arrays[name])
+            else:
+                logger.warning(
+                    "tfps: the outer momentum of %s is not in the checkpoint, or has another shape", slot.name
+                )
+        _note_trained(outer)
+
+    def share(self, restored: bool) -> None:
+        outer, strategy = self._outer(), self._strategy()
+        if outer is None or strategy is None:
+            return
+        with strategy.scope():
+            made = tf.Variable(outer.steps if restored else -1, dtype=tf.int64, trainable=False, name="steps")
+        strategy.extended.take_from_first_rank([made])
+        if (count := int(made.numpy())) >= 0:
+            outer.set_steps(count, count)
+            slots_from_first_rank(list(outer.slots().values()), strategy)
+            _note_trained(outer)
+
+
+def _note_trained(outer: OuterOptimizer) -> None:
+    """Notes which variables have been trained before, by the momentum that was restored."""
+    outer.note_trained([int(place) for place, slot in outer.slots().items() if slot.offered().any()])

@@ -15,10 +15,11 @@ import tensorflow as tf
 
 from tfps.config import Config
 from tfps.errors import UnsupportedError
+from tfps.keras_hooks.checkpoint import ExtraState
 from tfps.policies.remote_optimizers import update_on_pservers
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.stepping import Stepping
-from tfps.types import Model, Optimizer, Variable
+from tfps.types import Model, Optimizer, Structure, Variable
 from tfps.updates.emitter import Emitter
 from tfps.updates.initial_values import InitialValues
 from tfps.updates.reductions import Reductions
@@ -56,7 +57,8 @@ class Policy:
         setting: what asks for it, for messages.
         together: whether all workers take their steps, batches and decisions together, so that they can be compared.
         exchanges_gradients: whether each step exchanges its gradients.
-        hands_out: whether each batch of training is one worker's, instead of parts of each batch for all.
+        hands_out: whether each batch of training is one worker's, instead of parts of each batch for all. Then it has
+            methods for epochs of `fit`; see `Asynchronous`.
         keeps_global: whether there are global parameters beside the workers' own.
         gets_changes: whether pservers that update variables with a codec reply with changes, the same for all.
     """
@@ -146,10 +148,22 @@ class Policy:
             "strategy.run runs"
         )
 
+    def step(
+        self, optimizer: Optimizer, gradients: Structure, variables: Sequence[Variable] | None
+    ) -> contextlib.AbstractContextManager[None]:
+        """In the block `optimizer` applies `gradients`, of `variables` or, if None, of those that it is built for."""
+        return contextlib.nullcontext()
+
     # Epochs.
 
     def end_epoch(self, model: Model) -> None:
         """Does what ends an epoch of `fit`, or a call of `evaluate`, before anything else that ranks do together."""
+
+    def begin_evaluation(self) -> None:
+        """Does what ranks do together before a call of `evaluate` that is not within `fit`."""
+
+    def end_training(self) -> None:
+        """Does what ends `fit`, before callbacks are told."""
 
     def synchronize(self) -> None:
         """See `Strategy.synchronize`."""
@@ -174,6 +188,17 @@ class Policy:
         Raises:
             UnsupportedError: the ranks are at different batches.
         """
+
+    def check_save_freq(self, what: str, frequency: object) -> None:
+        """Checks that `what`, a callback, may save this often, with several workers.
+
+        Raises:
+            UnsupportedError: the ranks would be at different batches.
+        """
+
+    def checkpoint_state(self, optimizer: Optimizer) -> ExtraState | None:
+        """Returns what checkpoints of `optimizer` have to have beside what Keras has in them, if anything."""
+        return None
 
     @staticmethod
     def _check_alone(alone: bool, setting: str, instead: str) -> None:

@@ -18,9 +18,9 @@ import tensorflow as tf
 
 from tfps.errors import UnsupportedError
 from tfps.exchange.update_spec import AVERAGE, SLOTS, UpdateSpec
-from tfps.keras_hooks.exchanged_variable import check_variable, of_tensorflow
+from tfps.graph.patches import Patch
 from tfps.keras_hooks.keras_private import decays, trained_variables
-from tfps.keras_hooks.remote_variable import RemoteVariable
+from tfps.keras_hooks.variables import RemoteVariable, check_variable, of_tensorflow
 from tfps.policies.update_rules import READINGS, step_numbers
 from tfps.runtime.remote import RULES, RemoteParameter, RemoteRule, RemoteSlot
 from tfps.types import Argument, Callback, Function, Optimizer, Structure, Value, Variable
@@ -182,48 +182,20 @@ def _check_variable(variable: Variable) -> None:
     check_variable(variable, "update='server'", "update", _INSTEAD, why)
 
 
-@functools.cache
-def serve_updates() -> None:
-    """Wraps the methods of Keras' optimizers; done once per process. Optimizers that are not remote do as before."""
-    optimizers = keras.optimizers.Optimizer
+def _instead(remote: Function, original: Function) -> Function:
+    """Wraps a method of optimizers: those that are remote call `remote`."""
 
-    def instead(original: Function, remote: Function) -> Function:
-        @functools.wraps(original)
-        def method(self: Optimizer, *arguments: object, **options: object) -> Structure:
-            known = _remote.get(self)
-            if known is None:
-                return original(self, *arguments, **options)
-            return remote(known, *arguments, **options)
+    def method(self: Optimizer, *arguments: object, **options: object) -> Structure:
+        known = _remote.get(self)
+        if known is None:
+            return original(self, *arguments, **options)
+        return remote(known, *arguments, **options)
 
-        return method
-
-    def nothing(remote: RemoteOptimizer, *_: object) -> None:
-        """Pservers do it."""
-
-    optimizers._backend_update_step = instead(optimizers._backend_update_step, RemoteOptimizer.update)
-    optimizers._apply_weight_decay = instead(optimizers._apply_weight_decay, nothing)
-    average = optimizers._update_model_variables_moving_average
-    optimizers._update_model_variables_moving_average = instead(average, nothing)
-    overwrite = optimizers._overwrite_model_variables_with_average_value
-    optimizers._overwrite_model_variables_with_average_value = instead(overwrite, _overwrite)
-    _make_slots(optimizers)
-    _swap_by_assigning()
+    return method
 
 
-def _swap_by_assigning() -> None:
-    """Makes SwapEMAWeights assign averages that live on pservers: it would compute with them on each device."""
-    callback = keras.callbacks.SwapEMAWeights
-    swap, finalize = callback._tf_swap_variables, callback._tf_finalize_ema_values
-
-    @functools.wraps(swap)
-    def swap_variables(self: Callback, optimizer: Optimizer) -> None:
-        (self._backend_swap_variables if optimizer in _remote else functools.partial(swap, self))(optimizer)
-
-    @functools.wraps(finalize)
-    def finalize_values(self: Callback, optimizer: Optimizer) -> None:
-        (self._backend_finalize_ema_values if optimizer in _remote else functools.partial(finalize, self))(optimizer)
-
-    callback._tf_swap_variables, callback._tf_finalize_ema_values = swap_variables, finalize_values
+def _nothing(remote: RemoteOptimizer, *_: object) -> None:
+    """Pservers do it."""
 
 
 def _overwrite(remote: RemoteOptimizer, variables: Sequence[Variable]) -> None:
@@ -236,27 +208,40 @@ def _overwrite(remote: RemoteOptimizer, variables: Sequence[Variable]) -> None:
             variable.assign(average.read())
 
 
-def _make_slots(optimizers: type[Optimizer]) -> None:
-    """Makes remote optimizers create their slots as `RemoteVariable`, under Keras' names."""
-    from_reference, add_variable = optimizers.add_variable_from_reference, optimizers.add_variable
+def _swap(original: Function) -> Function:
+    def swap_variables(self: Callback, optimizer: Optimizer) -> None:
+        (self._backend_swap_variables if optimizer in _remote else functools.partial(original, self))(optimizer)
 
-    @functools.wraps(from_reference)
+    return swap_variables
+
+
+def _finalize(original: Function) -> Function:
+    def finalize_values(self: Callback, optimizer: Optimizer) -> None:
+        (self._backend_finalize_ema_values if optimizer in _remote else functools.partial(original, self))(optimizer)
+
+    return finalize_values
+
+
+def _slot_from_reference(original: Function) -> Function:
     def add_variable_from_reference(
         self: Optimizer, reference_variable: Variable, name: str | None = None, *arguments: object, **options: object
     ) -> Variable:
         remote = _remote.get(self)
         if remote is None or name == "gradient_accumulator":
-            return from_reference(self, reference_variable, name, *arguments, **options)
+            return original(self, reference_variable, name, *arguments, **options)
         _making.current = remote, of_tensorflow(reference_variable), name or "var"
         try:
-            return from_reference(self, reference_variable, name, *arguments, **options)
+            return original(self, reference_variable, name, *arguments, **options)
         finally:
             _making.current = None
 
-    @functools.wraps(add_variable)
-    def add(self: Optimizer, *arguments: object, **options: Argument) -> Variable:
+    return add_variable_from_reference
+
+
+def _slot(original: Function) -> Function:
+    def add_variable(self: Optimizer, *arguments: object, **options: Argument) -> Variable:
         if _making.current is None:
-            return add_variable(self, *arguments, **options)
+            return original(self, *arguments, **options)
         remote, variable, name = _making.current
         wanted = {"trainable": False, "aggregation": "none", "initializer": "zeros", **options}
         wanted.pop("layout", None)
@@ -265,4 +250,49 @@ def _make_slots(optimizers: type[Optimizer]) -> None:
         self._track_variable(slot)
         return slot
 
-    optimizers.add_variable_from_reference, optimizers.add_variable = add_variable_from_reference, add
+    return add_variable
+
+
+_SERVED = "tests/integration/test_served.py"
+_OPTIMIZER, _SWAP = keras.optimizers.Optimizer, keras.callbacks.SwapEMAWeights
+_ASSIGN = "assigns averages that live on pservers: Keras would compute with them on each device"
+PATCHES = (
+    Patch(
+        _OPTIMIZER,
+        "_backend_update_step",
+        functools.partial(_instead, RemoteOptimizer.update),
+        "sends gradients to pservers, which update (`update='server'`)",
+        _SERVED,
+    ),
+    Patch(
+        _OPTIMIZER,
+        "_apply_weight_decay",
+        functools.partial(_instead, _nothing),
+        "nothing where pservers update: they do it",
+        _SERVED,
+    ),
+    Patch(
+        _OPTIMIZER,
+        "_update_model_variables_moving_average",
+        functools.partial(_instead, _nothing),
+        "nothing where pservers update: they do it",
+        _SERVED,
+    ),
+    Patch(
+        _OPTIMIZER,
+        "_overwrite_model_variables_with_average_value",
+        functools.partial(_instead, _overwrite),
+        "assigns averages that live on pservers, when training ends",
+        _SERVED,
+    ),
+    Patch(
+        _OPTIMIZER,
+        "add_variable_from_reference",
+        _slot_from_reference,
+        "makes slots that live on pservers where these update",
+        _SERVED,
+    ),
+    Patch(_OPTIMIZER, "add_variable", _slot, "makes these slots", _SERVED),
+    Patch(_SWAP, "_tf_swap_variables", _swap, _ASSIGN, _SERVED),
+    Patch(_SWAP, "_tf_finalize_ema_values", _finalize, _ASSIGN, _SERVED),
+)

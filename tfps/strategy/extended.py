@@ -29,9 +29,9 @@ from tfps.graph.tf_private import (
 )
 from tfps.input import datasets, generators
 from tfps.input.staging import Staging
-from tfps.keras_hooks.added_losses import own_losses
-from tfps.keras_hooks.predictions import Sharding
-from tfps.keras_hooks.seeds import stateful_apart
+from tfps.keras_hooks.layers import own_losses
+from tfps.keras_hooks.loops import Sharding
+from tfps.keras_hooks.random_numbers import stateful_apart
 from tfps.policies.choice import policy_of
 from tfps.policies.remote_bucket import plan, update_eagerly
 from tfps.runtime.remote import RemoteRule

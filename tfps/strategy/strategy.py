@@ -16,36 +16,18 @@ from collections.abc import Callable, Iterator, Sequence
 import tensorflow as tf
 
 from tfps.config import Config, TraceRequest, unknown_variables
-from tfps.errors import ConfigError, TfpsError, in_a_line, in_graph_error, outlined
+from tfps.errors import ConfigError, TfpsError, in_a_line, outlined
 from tfps.exchange.interface import Exchange
 from tfps.graph.effects import check_effects
-from tfps.graph.program_reductions import count_rows
+from tfps.graph.patches import BaseStrategy
 from tfps.graph.shares import in_keras_step, say_once
-from tfps.graph.tf_private import translate_errors
-from tfps.keras_hooks.added_losses import note_added_losses
-from tfps.keras_hooks.agreed_logs import agree_on_logs
-from tfps.keras_hooks.building import build_if_possible
-from tfps.keras_hooks.convolutions import read_kernels_before
-from tfps.keras_hooks.epoch_ends import stop_at_epoch_ends
-from tfps.keras_hooks.error_feedback import back_up_held_back
-from tfps.keras_hooks.lookup_tables import compare_tables
-from tfps.keras_hooks.loss_scaling import agree_on_finite
-from tfps.keras_hooks.predictions import predict_everything
-from tfps.keras_hooks.random_states import share_random_states
-from tfps.keras_hooks.saving import save_what_functions_use, share_files
-from tfps.keras_hooks.seeds import draw_apart
-from tfps.keras_hooks.weighing import weigh_by_rows
-from tfps.policies.asynchronous_epochs import run_epochs_apart
-from tfps.policies.clipping import clip_own_gradients
-from tfps.policies.diloco_keras import exchange_between_steps
-from tfps.policies.remote_optimizers import serve_updates
+from tfps.keras_hooks.random_numbers import share_random_states
 from tfps.runtime.report import Report
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.trace_run import TraceRun, record_unattended
 from tfps.strategy.cluster import Cluster, find
-from tfps.strategy.compiling import compile_in_scope
 from tfps.strategy.extended import Extended
-from tfps.strategy.outside_run import exchange_outside_run
+from tfps.strategy.patches import install_all
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument, Batches
 from tfps.worker.embedded import EmbeddedExchange
@@ -55,7 +37,7 @@ logger = logging.getLogger("tfps")
 _collective_key_bases = itertools.count(1_000, 1_000)
 
 
-class Strategy(tf.distribute.Strategy):
+class Strategy(BaseStrategy):
     """Data-parallel training; gradients are exchanged while the step still runs.
 
     Each worker process creates one, builds and compiles its model in `scope()` and calls `fit`. Each gradient is sent
@@ -117,27 +99,7 @@ class Strategy(tf.distribute.Strategy):
         _strategies.add(self)
         if self.extended.staging is not None:
             ends.append(self.extended.staging.close)
-        translate_errors(in_graph_error)
-        compile_in_scope(Strategy)
-        agree_on_finite(Strategy)
-        draw_apart(Strategy)
-        agree_on_logs(Strategy)
-        predict_everything(Strategy)
-        run_epochs_apart(Strategy)
-        stop_at_epoch_ends(Strategy)
-        compare_tables(Strategy)
-        share_files(Strategy)
-        save_what_functions_use()
-        back_up_held_back(Strategy)
-        build_if_possible(Strategy)
-        read_kernels_before()
-        weigh_by_rows(Strategy)
-        count_rows(Strategy)
-        clip_own_gradients(Strategy)
-        serve_updates()
-        note_added_losses()
-        exchange_between_steps(Strategy)
-        exchange_outside_run(Strategy)
+        install_all()
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -103,7 +103,7 @@ class Compressing:
         for number, held in collect(self._runtime, used).items():
             self._buckets[number].held, self._buckets[number].steps = held, state.steps(number)
 
-    def held(self, variables: Sequence[GatedVariable]) -> dict[int, Floats]:
+    def residuals(self, variables: Sequence[GatedVariable]) -> dict[int, Floats]:
         """What is held back of each of `variables` by its place among them, flat, as last collected or restored.
 
         Variables of which nothing is held back are left out.
@@ -140,7 +140,7 @@ class Compressing:
     def restore(
         self, variables: Sequence[GatedVariable], values: Mapping[int, Floats], ahead: Mapping[int, Ahead]
     ) -> None:
-        """Holds back `values` as `held` has returned them, instead of what is held back now; for every rank.
+        """Holds back `values` as `residuals` has returned them, instead of what is held back now; for every rank.
 
         What `ahead` has returned counts from the next push on, if `variables` have the values that belong to it then.
 

@@ -20,9 +20,11 @@ from tfps.compression import LEAST_BYTES
 from tfps.errors import TfpsError
 from tfps.exchange.interface import BucketSpec
 from tfps.graph import ops as graph_ops
-from tfps.graph.tf_private import before_calls, ops, outer_graphs
+from tfps.graph.patches import Patch
+from tfps.graph.tf_private import ConcreteFunction, ops, outer_graphs
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import UNDECLARED, Pull
+from tfps.types import Function, Structure
 
 logger = logging.getLogger("tfps")
 _NAME = "_tfps_pulls"
@@ -57,7 +59,6 @@ def pull(
 
     `key` is the same for the same call on every rank and in every retrace.
     """
-    before_calls(_prepare)
     graph, transfer = ops.get_default_graph(), Pull(spec)
     runtime.adopt(transfer, graph)
     pulled = graph_ops.pull(runtime.queue, transfer.id, data, indices)
@@ -122,3 +123,23 @@ def _declare_late(runtime: Runtime, pulls: _Pulls | None, name: str) -> None:
     if pulls is None:
         raise TfpsError(f"the graph that reduces {name} is gone")
     _declare([each for each in pulls.traced if each.runtime is runtime])
+
+
+def _prepare_first(original: Function) -> Function:
+    def call(self: ConcreteFunction, *arguments: object, **named: object) -> Structure:
+        _prepare(self.graph)
+        return original(self, *arguments, **named)
+
+    return call
+
+
+PATCHES = (
+    Patch(
+        ConcreteFunction,
+        "_call_flat",
+        _prepare_first,
+        "declares what a function sends right before it first runs: it is fully traced then, and no public hook lies "
+        "between",
+        "tests/updates/test_pulls.py",
+    ),
+)

@@ -1,39 +1,46 @@
-"""Lets all ranks draw the same random numbers where a program, the same on all, prepares its data without a seed.
+"""Random numbers: the same on all ranks where a program prepares its data, different in each replica of a step.
 
 Every rank shuffles the whole data and takes its part of each batch: with different orders, parts would overlap and rows
 be missing. So at the start all ranks get rank 0's state of NumPy's and Python's global generators and of Keras', which
 changes nothing where the program has seeded them alike. Datasets that shuffle without a seed, and arrays in `fit`, get
 seeds from one more generator. TensorFlow's global seed stays unset: with it each eager random op would be kept.
 
-What replicas draw in a step stays different on each of them, see seeds.py.
+With equal numbers in a step, n replicas would draw one n-th of the noise. Stored state stays equal everywhere: seed
+generators have rank 0's state, which is checkpointed and restored. Only the drawn seed has the replica id mixed in.
+Replica 0 draws what a single process would.
 
-Tested in tests/integration/test_unseeded.py.
+Tested in tests/integration/test_unseeded.py and tests/integration/test_semantics.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import random
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tfps.collectives.collectives import Broadcast
 from tfps.graph.ops import HOST
+from tfps.graph.patches import Patch, replica_context
 from tfps.graph.tf_private import ResourceVariable, data_seeds, is_seeded
 from tfps.keras_hooks.keras_private import ArrayDataAdapter, forget_global_seeds, global_seeds, set_global_seeds
 from tfps.runtime.runtime import Runtime
-from tfps.types import Batches, Value
+from tfps.types import Argument, Batches, Function, Value
+
+_APART = 0x9E3779B1  # odd, so that no two ranks get the same seed
+_SEEDS = 2**31 - 1  # number of seeds that TensorFlow distinguishes
 
 
 class _Shared:
-    """Where seeds of datasets come from; None: from TensorFlow. Used by the main thread."""
+    """Where seeds of datasets come from, and what shuffles now; None: TensorFlow. Used by the main thread."""
 
     seeds: random.Random | None = None
+    shuffle: Callable[[Value], tf.Tensor] | None = None
 
 
 def share_random_states(runtime: Runtime) -> None:
@@ -45,7 +52,6 @@ def share_random_states(runtime: Runtime) -> None:
     exchange = runtime.exchange
     if exchange.workers == 1:
         return
-    _seed_datasets()
     (said,) = Broadcast(runtime, "random states")(json.dumps(_states()).encode())
     first = json.loads(said)
     if exchange.rank:
@@ -77,26 +83,23 @@ def _take(first: dict[str, Value]) -> None:
     random.setstate((version, tuple(state), gauss))
 
 
-@functools.cache
-def _seed_datasets() -> None:
-    """Makes datasets without a seed, and arrays that `fit` shuffles, take shared seeds; done once per process."""
-    get_seed, get_dataset = data_seeds.get_seed, ArrayDataAdapter.get_tf_dataset
-
-    @functools.wraps(get_seed)
-    def get_shared_seed(seed: Value) -> tuple[tf.Tensor, tf.Tensor]:
+def _seed_dataset(original: Function) -> Function:
+    def get_seed(seed: Value) -> tuple[tf.Tensor, tf.Tensor]:
         if seed is None and _Shared.seeds is not None and not is_seeded():
             seed = _Shared.seeds.randrange(1, 2**31)
-        return get_seed(seed)
+        return original(seed)
 
-    @functools.wraps(get_dataset)
+    return get_seed
+
+
+def _shuffle_arrays_alike(original: Function) -> Function:
     def get_tf_dataset(self: Batches) -> tf.data.Dataset:
         if _Shared.seeds is None or is_seeded():
-            return get_dataset(self)
+            return original(self)
         with _shuffled_alike(_Shared.seeds.randrange(2**31)):
-            return get_dataset(self)
+            return original(self)
 
-    data_seeds.get_seed = get_shared_seed
-    ArrayDataAdapter.get_tf_dataset = get_tf_dataset
+    return get_tf_dataset
 
 
 @contextlib.contextmanager
@@ -105,19 +108,27 @@ def _shuffled_alike(seed: int) -> Iterator[None]:
 
     An op with a seed would begin anew in every epoch.
     """
-    shuffle = tf.random.shuffle
     with tf.init_scope(), tf.device(HOST):
         count = ResourceVariable(0, dtype=tf.int64, trainable=False, name="tfps_shuffles")
 
-    def shuffle_alike(value: Value, **_: object) -> tf.Tensor:
+    def shuffle_alike(value: Value) -> tf.Tensor:
         number = count.assign_add(1, read_value=True)
         return tf.random.experimental.stateless_shuffle(value, tf.stack([tf.constant(seed, tf.int64), number]))
 
-    tf.random.shuffle = shuffle_alike
+    _Shared.shuffle = shuffle_alike
     try:
         yield
     finally:
-        tf.random.shuffle = shuffle
+        _Shared.shuffle = None
+
+
+def _shuffle(original: Function) -> Function:
+    def shuffle(value: Value, *arguments: Argument, **options: Argument) -> tf.Tensor:
+        if _Shared.shuffle is not None:
+            return _Shared.shuffle(value)
+        return original(value, *arguments, **options)
+
+    return shuffle
 
 
 @contextlib.contextmanager
@@ -128,3 +139,60 @@ def of_its_own() -> Iterator[None]:
         yield
     finally:
         _Shared.seeds = shared
+
+
+def _draw_apart(original: Function) -> Function:
+    def draw(self: keras.random.SeedGenerator, *arguments: object, **options: object) -> Value:
+        seed = original(self, *arguments, **options)
+        context = replica_context()
+        if context is None or not tf.is_tensor(seed):
+            return seed
+        replica = context.strategy.extended.draws_as(context)
+        if replica == 0:
+            return seed
+        return tf.random.experimental.stateless_fold_in(seed, tf.constant(replica, seed.dtype))
+
+    return draw
+
+
+@contextlib.contextmanager
+def stateful_apart(graph: tf.Graph, rank: int) -> Iterator[None]:
+    """In the block, `tf.random.normal` and the like, traced in `graph`, draw different numbers on each rank.
+
+    Replicas of one worker have separate ops, whose seeds TensorFlow makes different. Without `tf.random.set_seed`
+    processes differ anyway.
+    """
+    before = graph.seed
+    if before is not None:
+        graph.seed = (before + rank * _APART) % _SEEDS if rank else before
+    try:
+        yield
+    finally:
+        graph.seed = before
+
+
+_UNSEEDED = "tests/integration/test_unseeded.py"
+PATCHES = (
+    Patch(
+        data_seeds,
+        "get_seed",
+        _seed_dataset,
+        "datasets that shuffle without a seed get the same one on all ranks",
+        _UNSEEDED,
+    ),
+    Patch(
+        ArrayDataAdapter,
+        "get_tf_dataset",
+        _shuffle_arrays_alike,
+        "arrays that `fit` shuffles get the same orders on all ranks",
+        _UNSEEDED,
+    ),
+    Patch(tf.random, "shuffle", _shuffle, "does that while Keras makes a dataset of arrays; else nothing", _UNSEEDED),
+    Patch(
+        keras.random.SeedGenerator,
+        "next",
+        _draw_apart,
+        "mixes the replica's id into a seed that is drawn in a replica function",
+        "tests/integration/test_semantics.py",
+    ),
+)

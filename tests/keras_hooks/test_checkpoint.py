@@ -11,8 +11,8 @@ from pathlib import Path
 import h5py
 import pytest
 
-from tfps.keras_hooks import shared_files
-from tfps.keras_hooks.shared_files import bring
+from tfps.keras_hooks import checkpoint
+from tfps.keras_hooks.checkpoint import bring
 
 WORKERS = 3
 
@@ -74,15 +74,15 @@ def test_rank_0_wins_though_it_comes_while_another_rank_looks(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     brings(tmp_path, 0, "old", "run/1")
-    look = shared_files._mark_of
+    look = checkpoint._mark_of
 
     def meanwhile(path: Path) -> str:
-        monkeypatch.setattr(shared_files, "_mark_of", look)
+        monkeypatch.setattr(checkpoint, "_mark_of", look)
         found = look(path) if when == "before" else ""
         brings(tmp_path, 0, "rank 0", "run/2")
         return found or look(path)
 
-    monkeypatch.setattr(shared_files, "_mark_of", meanwhile)
+    monkeypatch.setattr(checkpoint, "_mark_of", meanwhile)
     assert brings(tmp_path, 1, "rank 1", "run/2") == "rank 0"
     assert names(tmp_path) == ["file"]
 

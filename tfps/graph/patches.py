@@ -1,0 +1,96 @@
+"""How an attribute of Keras or TensorFlow is replaced, and how a replacement knows the models of tfps.
+
+A module that replaces something lists it in a tuple `PATCHES`; `tfps/strategy/patches.py` is the table of all. Each
+attribute is replaced once. What has to happen there in an order, its one replacement calls.
+
+Tested in tests/strategy/test_patches.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import ModuleType
+
+import tensorflow as tf
+
+from tfps.types import Callback, Function, Model
+
+
+class BaseStrategy(tf.distribute.Strategy):
+    """What tells `tfps.Strategy` from others in the folders below it."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One attribute that is replaced.
+
+    Args:
+        owner: a class or module.
+        name: of its attribute.
+        wrap: makes the replacement from the original.
+        why: what for, for docs/keras_patches.md.
+        test: a file with tests of what it does.
+    """
+
+    owner: type | ModuleType
+    name: str
+    wrap: Callable[[Function], Function]
+    why: str
+    test: str
+
+    @property
+    def place(self) -> str:
+        """The attribute as a reader knows it."""
+        owner = self.owner.__name__.replace("tensorflow._api.v2.", "tf.")
+        return f"{owner}.{self.name}"
+
+
+def install(patches: Iterable[Patch]) -> None:
+    """Replaces the attributes."""
+    for patch in patches:
+        original = getattr(patch.owner, patch.name)
+        setattr(patch.owner, patch.name, functools.wraps(original)(patch.wrap(original)))
+
+
+def strategy_of(model: Model) -> BaseStrategy | None:
+    """Returns the strategy of `model` if it is one of tfps."""
+    strategy = getattr(model, "distribute_strategy", None)
+    return strategy if isinstance(strategy, BaseStrategy) else None
+
+
+def replica_context() -> tf.distribute.ReplicaContext | None:
+    """Returns the context of the replica function of a strategy of tfps that this thread runs, if any."""
+    context = tf.distribute.get_replica_context()
+    return context if context is not None and isinstance(context.strategy, BaseStrategy) else None
+
+
+def for_models(hook: Function) -> Callable[[Function], Function]:
+    """Lets `hook(original, strategy, model, ...)` take the place of a method of models that have a strategy of tfps."""
+
+    @functools.wraps(hook)
+    def wrap(original: Function) -> Function:
+        def method(self: Model, *arguments: object, **options: object) -> object:
+            if (strategy := strategy_of(self)) is None:
+                return original(self, *arguments, **options)
+            return hook(original, strategy, self, *arguments, **options)
+
+        return method
+
+    return wrap
+
+
+def for_callbacks(hook: Function) -> Callable[[Function], Function]:
+    """Lets `hook(original, strategy, callback, ...)` take the place of a method of callbacks of such models."""
+
+    @functools.wraps(hook)
+    def wrap(original: Function) -> Function:
+        def method(self: Callback, *arguments: object, **options: object) -> object:
+            if (strategy := strategy_of(self.model)) is None:
+                return original(self, *arguments, **options)
+            return hook(original, strategy, self, *arguments, **options)
+
+        return method
+
+    return wrap

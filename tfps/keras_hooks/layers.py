@@ -1,0 +1,150 @@
+"""Layers under a strategy: built before the first step, kernels read before XLA, added losses kept for each replica.
+
+Keras builds models before the first step under every strategy but not without one; plain Keras creates in the first
+step what is missing. So does tfps where Keras cannot build: a model without `call()`, whose `train_step` uses layers
+and models of its own (GANs, VAEs, diffusion), or one whose `call()` is only a part.
+
+Keras compiles convolutions with `groups`, and Conv3D with `channels_first`, by XLA, as TensorFlow has no kernels for
+CPUs. Nothing can wait for a kernel in there, so it is read before.
+
+Losses of `add_loss` are kept in the layer, which the replicas of a worker share. In eager mode replicas run one after
+the other until each needs a sum over all: the second forward pass would overwrite the first replica's losses unread.
+
+Tested in tests/keras_hooks/test_building.py, test_convolutions.py there and tests/integration/test_rows.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import weakref
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+from tfps.graph.patches import BaseStrategy, Patch, for_models
+from tfps.keras_hooks.keras_private import distributed_dataset, fully_built, losses_of, nn_module
+from tfps.keras_hooks.variables import of_tensorflow
+from tfps.types import Argument, Batches, Function, Layer, Model, Structure, Value
+
+logger = logging.getLogger("tfps")
+
+
+@for_models
+def _build_if_possible(
+    original: Function, strategy: BaseStrategy, model: Model, iterator: Batches = None, data_batch: Structure = None
+) -> None:
+    """Builds by one replica's batch, if Keras can.
+
+    Keras takes the mean of the replicas' first batches, which fails if sizes differ. The dataset's spec suffices where
+    complete. Taking a batch would give a shuffled dataset its second order in the first epoch.
+    """
+    if type(model).call is keras.Model.call:  # no `call()`: Keras would warn of layers that are not built
+        return
+    if iterator is not None:
+        data_batch = _described_batch(iterator)
+        if data_batch is None:
+            _, _, batches = next(iter(iterator))
+            data_batch = keras.tree.map_structure(_example, next(batches))
+    optimizer = None if model.optimizer is None or model.optimizer.built else model.optimizer
+    if optimizer is not None:
+        optimizer.built = True  # for Keras: it may only be built with all variables
+    try:
+        original(model, None, data_batch)
+    except Exception as error:
+        # What is wrong with the model, the first step will say.
+        logger.debug("tfps: the first step builds %s, as Keras cannot: %s", model.name, error)
+        return
+    finally:
+        if optimizer is not None:
+            optimizer.built = False
+    if optimizer is not None and fully_built(model):
+        with strategy.scope():
+            optimizer.build(model.trainable_variables)
+
+
+def _described_batch(epochs: Batches) -> Structure:
+    """Returns the specs of one replica's batch in `fit`, None if any size but the first is undefined.
+
+    An optional (a generator's None) becomes None, as in Keras' steps.
+    """
+    dataset = distributed_dataset(epochs)
+    spec = dataset.sources[0].element_spec if hasattr(dataset, "sources") else dataset.element_spec
+    spec = keras.tree.map_structure(lambda each: None if isinstance(each, tf.OptionalSpec) else each, spec)
+    for each in filter(None, keras.tree.flatten(spec)):
+        if not isinstance(each, tf.TensorSpec) or not each.shape[1:].is_fully_defined():
+            return None
+    return spec
+
+
+def _example(value: Value) -> Value:
+    """Returns the first replica's part of `value`, with at least one row: Keras takes losses of no rows for vectors."""
+    if isinstance(value, tf.distribute.DistributedValues):
+        value = value.values[0]
+    if isinstance(value, tf.Tensor) and value.shape.rank and value.shape[0] == 0:
+        return tf.zeros([1, *value.shape[1:]], value.dtype)
+    return value
+
+
+def _read_kernel_before(original: Function) -> Function:
+    def conv(inputs: Value, kernel: Value, *arguments: Argument, **options: Argument) -> Value:
+        if isinstance(kernel, keras.Variable) and isinstance(of_tensorflow(kernel), tf.distribute.DistributedValues):
+            kernel = tf.convert_to_tensor(kernel)
+        return original(inputs, kernel, *arguments, **options)
+
+    return conv
+
+
+class _Layers(threading.local):
+    """Layers to which this thread has added losses."""
+
+    def __init__(self) -> None:
+        self.layers: weakref.WeakSet[Layer] = weakref.WeakSet()
+
+
+_thread = _Layers()
+
+
+def _note_added_loss(original: Function) -> Function:
+    def add_loss(self: Layer, loss: Value) -> None:
+        original(self, loss)
+        _thread.layers.add(self)
+
+    return add_loss
+
+
+@contextlib.contextmanager
+def own_losses() -> Iterator[None]:
+    """Preserves this thread's added losses while its replica function waits and others run."""
+    mine = [(layer, list(losses_of(layer))) for layer in _thread.layers]
+    yield
+    for layer, losses in mine:
+        losses_of(layer)[:] = losses
+
+
+PATCHES = (
+    Patch(
+        keras.Model,
+        "_maybe_symbolic_build",
+        _build_if_possible,
+        "builds by one replica's batch, as replicas' batches may differ in size, and lets the first step build what "
+        "Keras cannot",
+        "tests/keras_hooks/test_building.py",
+    ),
+    Patch(
+        nn_module,
+        "conv",
+        _read_kernel_before,
+        "reads the kernel before a function that XLA compiles",
+        "tests/keras_hooks/test_convolutions.py",
+    ),
+    Patch(
+        keras.Layer,
+        "add_loss",
+        _note_added_loss,
+        "notes the layers whose losses each replica must keep while others run",
+        "tests/integration/test_rows.py",
+    ),
+)
