@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase as fnmatch
 import numpy as np
 
 from tfps.types import Value
-from tools.fuzzing.cases import Case, Evaluate, Fit, OnBatch, Recompile, Resume, Save, features
+from tools.fuzzing.cases import Case, Evaluate, Fit, Loop, OnBatch, Recompile, Resume, Save, features
 from tools.fuzzing.expressions import SCALAR
 
 Found = Mapping[str, Value]
@@ -54,6 +54,11 @@ def _several(case: Case) -> bool:
 
 def _uses(case: Case, *layers: str) -> bool:
     return any(layer in case.network.layers for layer in layers)
+
+
+def _looks_up_positions_eagerly(case: Case) -> bool:
+    in_loop = any(isinstance(each, Loop) and each.how == "eager steps" for each in case.actions)
+    return (case.eager or in_loop) and _uses(case, "positions")
 
 
 def _clips(case: Case) -> bool:
@@ -158,7 +163,7 @@ RULES = (
     ),
     Rule(
         "positions eagerly",
-        lambda case: _several(case) and case.eager and _uses(case, "positions") and case.optimizer.name != "SGD",
+        lambda case: _several(case) and _looks_up_positions_eagerly(case) and case.optimizer.name != "SGD",
         "in eager steps nobody knows which lookups do not come from the batch",
         NOTHING,
     ),
