@@ -18,6 +18,8 @@ def questions(text: str) -> list[int]:
     found = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Compare):
+            if all(isinstance(each, ast.Constant) and each.value is None for each in node.comparators):
+                continue  # a bucket's rule is None where pservers do not update it
             asked = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)} & {"mode", "update"}
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
             asked = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} & POLICIES

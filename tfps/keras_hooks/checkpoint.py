@@ -335,11 +335,7 @@ def _save_shown(
 
 
 def _first_rank_only(
-    strategy: BaseStrategy,
-    save: Function,
-    filepath: str | os.PathLike[str],
-    *arguments: object,
-    **options: object,
+    strategy: BaseStrategy, save: Function, filepath: str | os.PathLike[str], *arguments: object, **options: object
 ) -> object:
     """Saves on rank 0; other ranks write to a temporary directory, so they take part in any collective work."""
     if strategy.rank == 0:

@@ -253,7 +253,7 @@ def _slot(original: Function) -> Function:
     return add_variable
 
 
-_SERVED = "tests/integration/test_served.py"
+_REMOTE = "tests/integration/test_remote_updates.py"
 _OPTIMIZER, _SWAP = keras.optimizers.Optimizer, keras.callbacks.SwapEMAWeights
 _ASSIGN = "assigns averages that live on pservers: Keras would compute with them on each device"
 PATCHES = (
@@ -262,37 +262,37 @@ PATCHES = (
         "_backend_update_step",
         functools.partial(_instead, RemoteOptimizer.update),
         "sends gradients to pservers, which update (`update='server'`)",
-        _SERVED,
+        _REMOTE,
     ),
     Patch(
         _OPTIMIZER,
         "_apply_weight_decay",
         functools.partial(_instead, _nothing),
         "nothing where pservers update: they do it",
-        _SERVED,
+        _REMOTE,
     ),
     Patch(
         _OPTIMIZER,
         "_update_model_variables_moving_average",
         functools.partial(_instead, _nothing),
         "nothing where pservers update: they do it",
-        _SERVED,
+        _REMOTE,
     ),
     Patch(
         _OPTIMIZER,
         "_overwrite_model_variables_with_average_value",
         functools.partial(_instead, _overwrite),
         "assigns averages that live on pservers, when training ends",
-        _SERVED,
+        _REMOTE,
     ),
     Patch(
         _OPTIMIZER,
         "add_variable_from_reference",
         _slot_from_reference,
         "makes slots that live on pservers where these update",
-        _SERVED,
+        _REMOTE,
     ),
-    Patch(_OPTIMIZER, "add_variable", _slot, "makes these slots", _SERVED),
-    Patch(_SWAP, "_tf_swap_variables", _swap, _ASSIGN, _SERVED),
-    Patch(_SWAP, "_tf_finalize_ema_values", _finalize, _ASSIGN, _SERVED),
+    Patch(_OPTIMIZER, "add_variable", _slot, "makes these slots", _REMOTE),
+    Patch(_SWAP, "_tf_swap_variables", _swap, _ASSIGN, _REMOTE),
+    Patch(_SWAP, "_tf_finalize_ema_values", _finalize, _ASSIGN, _REMOTE),
 )
