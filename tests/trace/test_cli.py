@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,20 @@ def test_it_prints_the_summary(file: Path, capsys: pytest.CaptureFixture[str]) -
     assert rows[str(step.step)][1:3] == [f"{step.totals.duration_ns / 1e6:.4g}", "ms"]
     assert f"{summary.totals.overlap:.1%}" in rows["mean"]
     assert summary.costs[0].variable in rows
+
+
+def test_of_a_log_directory_it_shows_the_newest_capture(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path)]) == 1
+    assert "no capture is in" in capsys.readouterr().err
+    for run, of in (("old", 1), ("new", 2)):
+        path = chrome_path(tmp_path / "of a program", run)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(file.read_bytes() if run == "new" else b"broken")
+        os.utime(path, (of, of))
+    assert main([str(tmp_path)]) == 0
+    assert "limited by" in capsys.readouterr().out
 
 
 def test_in_a_pipe_no_row_is_broken(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ QUIET = {_LEVEL: "2"}  # errors only; by default for all processes
 # TensorFlow writes these before it reads the level.
 _NOTE = re.compile(
     r"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
-    r"|I0000 .*\] oneDNN custom operations are on\."
+    r"|I0000 .*\] (oneDNN custom operations are on\.|Could not find cuda drivers on your machine)"
 )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from tfps.errors import TfpsError
-from tfps.trace.capture_file import read
+from tfps.trace.capture_file import SUFFIX, read
 from tfps.trace.summary import LinkUse, Summary, Totals, summarize
 from tfps.version import __version__
 
@@ -31,14 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tfps_trace", description="Shows where the time of captured steps went.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE", help="<log_dir>/plugins/tfps/<run>.trace.json.gz"
+        "files", nargs="+", type=Path, metavar="FILE", help="a capture, or a log directory: its newest capture"
     )
     parser.add_argument(
         "--csv", type=Path, metavar="FILE", help="write a row per step to FILE ('-': the terminal) instead"
     )
     options = parser.parse_args(arguments)
     try:
-        summaries = [summarize(read(file)) for file in options.files]
+        summaries = [summarize(read(_capture(path))) for path in options.files]
         if options.csv is None:
             _show(summaries)
         elif str(options.csv) == "-":
@@ -50,6 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tfps_trace: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _capture(path: Path) -> Path:
+    """The file itself, or the newest capture of a log directory."""
+    if not path.is_dir():
+        return path
+    found = sorted(path.rglob(f"plugins/tfps/*{SUFFIX}"), key=lambda each: each.stat().st_mtime_ns)
+    if not found:
+        raise TfpsError(f"no capture is in {path}: record one with `tfps_launch --logdir {path}` or TFPS_TRACE")
+    return found[-1]
 
 
 def write_csv(summaries: Sequence[Summary], file: IO[str]) -> None:
