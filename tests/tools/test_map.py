@@ -22,6 +22,11 @@ def test_the_path_of_a_gradient_is_up_to_date() -> None:
     assert page.filled(TEXT) == TEXT, f"run {page.PROGRAM}"
 
 
+def test_every_folder_has_a_section() -> None:
+    headings = [line for line in TEXT.splitlines() if line.startswith("## ")]
+    assert {name for line in headings for name in re.findall(r"`(\w+)/`", line)} == set(FOLDERS) - {page.TOP}
+
+
 def test_a_class_that_is_gone_is_named() -> None:
     with pytest.raises(MapError, match=r"no module in tfps/graph has Gate\.lost; name in tools/make_map\.py"):
         page.path([Step("graph", ("Gate.lost",), "", "")])
