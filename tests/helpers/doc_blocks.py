@@ -14,11 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # What README.md, which has no room for comments, shows and no test can run.
-_OF_README = {
-    "tools/demo.sh": "installs, and runs all tests",
-    "train.py --my-option": "is a pattern",
-    "tfps_launch --hosts": "needs several hosts",
-}
+_OF_README = {"tools/demo.sh": "installs, and runs all tests"}
 _BLOCK = re.compile(
     r"^(?:<!-- (?P<what>not run|file): (?P<said>.+?) -->\n+)?(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^ *```$",
     re.MULTILINE | re.DOTALL,
