@@ -16,12 +16,13 @@ from google.protobuf.message import Message
 
 from tfps.config import Security
 from tfps.errors import ClosedError, ConfigError, ConnectError, ProtocolError, PserverLostError, TfpsError
+from tfps.membership.members import Applicant
+from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.calls import JOB_CALLS, rank_of, refusal
 from tfps.pserver.data_port import DataPort, Session
 from tfps.pserver.guard import Guard, Rate, check_host, parse, reachable, try_to_listen
 from tfps.pserver.job import ErrorCounts, Job
-from tfps.pserver.membership import applicant_of
 from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument
@@ -140,7 +141,7 @@ class ParameterServer:
         return 0 if self._data is None else self._data.port
 
     def _new_job(self) -> Job:
-        return Job(self.workers, self._job_name, self._recorder, self._errors, self._max_memory)
+        return Job(View.first(self.workers), self._job_name, self._recorder, self._errors, self._max_memory)
 
     def stop(self, grace_s: float = 2.0) -> None:
         """Fails the current job, if any, and stops the server. May be called again."""
@@ -228,7 +229,7 @@ class ParameterServer:
             if wait_s := self._join_rate.take():
                 raise ConnectError(f"too many workers join this pserver at once; the next may in {wait_s:.2g} s")
             config = config_of(request.settings)
-            applicant = applicant_of(request)
+            applicant = _applicant(request)
             self._wait_for_end(context)
             with self._lock:
                 if self._stopped:
@@ -236,8 +237,7 @@ class ParameterServer:
                 if self._job.over:
                     self._job = self._new_job()
                 first = not self._job.incarnation
-                member = self._job.join(applicant, config, _attached(request))
-                reply.rank, reply.shared_memory = member.rank, member.memory is not None
+                reply.rank, reply.shared_memory = self._job.join(applicant, config, _attached(request))
                 self._jobs += first
                 reply.workers, reply.incarnation, reply.data_port = self.workers, self._job.incarnation, self._data_port
         except TfpsError as error:  # caught here: a refusal must carry the protocol version, too
@@ -351,6 +351,26 @@ class ParameterServer:
 
     def _failed(self, when: str, error: Exception) -> TfpsError:
         return TfpsError(f"pserver {self.address}: failed {when}: {error!r}; its log says where")
+
+
+def _applicant(request: pb.JoinRequest) -> Applicant:
+    """The worker that sends this request.
+
+    Raises:
+        ConnectError: see `Applicant`.
+    """
+    return Applicant(
+        job=request.job,
+        rank=request.rank if request.rank >= 0 else None,
+        workers=request.workers,
+        uid=request.uid,
+        host=request.host,
+        pid=request.pid,
+        pserver_index=request.pserver_index,
+        pservers=request.pservers,
+        incarnation=request.incarnation,
+        settings={field.name: getattr(request.settings, field.name) for field in pb.Settings.DESCRIPTOR.fields},
+    )
 
 
 def _attached(request: pb.JoinRequest | pb.ProbeRequest) -> Attached | None:

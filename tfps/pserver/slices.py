@@ -43,8 +43,7 @@ class Push(NamedTuple):
 
     def reply(self, flags: int = 0) -> Header:
         """The header of what answers it."""
-        _, _, bucket, index, priority, step, _ = self.header
-        return Header(Kind.REPLY, flags, bucket, index, priority, step)
+        return self.header._replace(kind=Kind.REPLY, flags=flags, received=0)
 
     def part(self, format_: SliceFormat) -> Part | None:
         """What it contributes; None: nothing.
@@ -387,7 +386,7 @@ class SumAdmission(RoundAdmission):
 
     def _finish(self, push: Push, last: bool) -> tuple[list[Answer], int, int]:
         payload, flags = self._state.finish(self.round, last)
-        header, everyone, targets = push.reply(flags), range(self.round.workers), self._targets
+        header, everyone, targets = push.reply(flags), self.round.view.ranks, self._targets
         if not targets:
             return [Answer(everyone, header, payload)], self.nbytes, push.header.index
         self._targets = {}
@@ -411,7 +410,7 @@ class GatherAdmission(RoundAdmission):
         self.round.add(push.rank, header.step, header.index, push.payload, bool(header.flags & LAST))
 
     def _finish(self, push: Push, last: bool) -> tuple[list[Answer], int, int]:
-        result, everyone = self.round.finish(), range(self.round.workers)
+        result, everyone = self.round.finish(), self.round.view.ranks
         pieces = cut(len(result), self.round.slice_bytes)
         answers = []
         for index, piece in enumerate(pieces):
@@ -422,15 +421,15 @@ class GatherAdmission(RoundAdmission):
 
 def record(recorder: Recorder, push: Push, begin_ns: int, nbytes: int, index: int) -> None:
     """Records what `push` has completed: one span, also for all pieces of a gather."""
-    _, _, bucket, _, priority, step, _ = push.header
+    header = push.header
     recorder.span(
         "aggregate",
         begin_ns,
         recorder.clock(),
-        step=step,
-        bucket=bucket,
+        step=header.step,
+        bucket=header.bucket,
         slice=index,
-        priority=priority,
+        priority=header.priority,
         nbytes=nbytes,
         rank=push.rank,
     )

@@ -19,6 +19,7 @@ from tfps.exchange.aggregate import split_gathered
 from tfps.exchange.codecs import ITEM_BYTES, Codec, Floats
 from tfps.exchange.interface import BucketSpec, FailureState, OnReply, Reply, declared
 from tfps.exchange.layout import Cutting, Placer, Slice, cut, cut_sum
+from tfps.membership.view import View
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
 from tfps.types import Array
@@ -95,10 +96,11 @@ class Push:
     copied: set[int] = field(default_factory=set)  # the ones whose bytes are in `buffer`
     parts: list[memoryview] = field(default_factory=list)  # a gather's result
 
-    def send_numbers(self, bucket: int, queue: SendQueue) -> None:
+    def send_numbers(self, bucket: int, queue: SendQueue, generation: int) -> None:
         """Puts the step's numbers, if it has any, before the slices into the queue to an owner."""
         if self.numbers:
-            queue.put_urgent(frames.encode(Header(Kind.SCALARS, bucket=bucket, step=self.step), self.numbers))
+            header = Header(Kind.SCALARS, bucket=bucket, step=self.step, generation=generation)
+            queue.put_urgent(frames.encode(header, self.numbers))
 
 
 @dataclass(slots=True)
@@ -172,7 +174,9 @@ class PushedBucket:
         last = len(pieces) - 1
         return [(index, piece, empty | (LAST if index == last else 0)) for index, piece in enumerate(pieces)]
 
-    def frames(self, number: int, push: Push, piece_bytes: int, memory: Sharing) -> Iterator[tuple[int, Outgoing]]:
+    def frames(
+        self, number: int, push: Push, piece_bytes: int, memory: Sharing, generation: int
+    ) -> Iterator[tuple[int, Outgoing]]:
         """Yields pserver and frame for each message of `push`; `number` is this bucket's."""
         owners = self.cutting.owners
         compression = self.compression
@@ -182,7 +186,7 @@ class PushedBucket:
             push.region = memory.allocate(self.spec.nbytes)
         for index, piece, flags in self.pieces(push.payload, piece_bytes):
             flags |= WHOLE if push.whole else 0
-            header = Header(Kind.PUSH, flags, number, index, self.spec.priority, push.step)
+            header = Header(Kind.PUSH, flags, number, index, self.spec.priority, push.step, generation=generation)
             payload = None if push.payload is None else push.payload[piece.offset : piece.offset + piece.nbytes]
             owner = owners[index if self.spec.kind == "sum" else 0]
             if compression is not None and push.payload is not None:
@@ -212,7 +216,7 @@ class PushedBucket:
         return buffer[where.offset : where.offset + where.nbytes].data
 
     def take(
-        self, pserver: int, push: Push, header: Header, payload: memoryview, place: Place | None, workers: int
+        self, pserver: int, push: Push, header: Header, payload: memoryview, place: Place | None, view: View
     ) -> Reply | None:
         """Takes one frame of the reply to `push`; returns the reply once complete.
 
@@ -226,7 +230,7 @@ class PushedBucket:
             return self._take_slice(pserver, push, header, payload, place)
         if place is not None:
             raise ProtocolError(f"a piece of bucket '{self.spec.name}' must be in its frame, got a place")
-        return self._take_piece(pserver, push, header, payload, workers)
+        return self._take_piece(pserver, push, header, payload, view)
 
     def _take_slice(
         self, pserver: int, push: Push, header: Header, payload: memoryview, place: Place | None
@@ -276,7 +280,7 @@ class PushedBucket:
                 push.buffer = aligned_empty(self.spec.nbytes) if push.region is None else push.region.array
             return push.buffer
 
-    def _take_piece(self, pserver: int, push: Push, header: Header, payload: memoryview, workers: int) -> Reply | None:
+    def _take_piece(self, pserver: int, push: Push, header: Header, payload: memoryview, view: View) -> Reply | None:
         if self.cutting.owners[0] != pserver or header.index != len(push.parts):
             raise ProtocolError(
                 f"piece {len(push.parts)} of bucket '{self.spec.name}' must come next, got {header.index}"
@@ -285,7 +289,7 @@ class PushedBucket:
         if not header.flags & LAST:
             return None
         result = push.parts[0] if len(push.parts) == 1 else memoryview(b"".join(push.parts))
-        return Reply(parts=list(split_gathered(result, workers)))
+        return Reply(parts=list(split_gathered(result, view)))
 
 
 class Incoming:
@@ -293,7 +297,7 @@ class Incoming:
 
     Args:
         buckets: all declared buckets, by number; grows over time.
-        workers: returns the job's number of workers, once this one has joined.
+        view: returns the job's view, once this worker has joined.
         start_next: begins the next push of a bucket; called with the bucket's lock held.
         on_notice: gets every LAYOUT and TRACE.
     """
@@ -304,12 +308,12 @@ class Incoming:
         buckets: Sequence[PushedBucket],
         state: FailureState,
         recorder: Recorder,
-        workers: Callable[[], int],
+        view: Callable[[], View],
         start_next: Callable[[int, PushedBucket], None],
         on_notice: Callable[[int, Header, memoryview], None],
     ) -> None:
         self._pserver, self._buckets, self._state, self._recorder = pserver, buckets, state, recorder
-        self._workers, self._start_next, self._on_notice = workers, start_next, on_notice
+        self._view, self._start_next, self._on_notice = view, start_next, on_notice
 
     def memory(self, header: Header, nbytes: int) -> memoryview | None:
         if header.kind != Kind.REPLY or header.flags & SHARED:
@@ -324,7 +328,7 @@ class Incoming:
             self._recorder.arrived(now_ns, header.step, header.bucket, header.index, NONE, self._pserver)
         if push is None:
             return
-        reply = bucket.take(self._pserver, push, header, payload, place, self._workers())
+        reply = bucket.take(self._pserver, push, header, payload, place, self._view())
         if reply is None:
             return
         with bucket.lock:
@@ -335,14 +339,16 @@ class Incoming:
         push.on_reply(reply)
 
     def notice(self, header: Header, payload: memoryview) -> None:
+        self._view().check(header.generation)
         self._on_notice(self._pserver, header, payload)
 
     def _pushed(self, header: Header) -> tuple[PushedBucket, Push | None]:
         """Returns the bucket and push that a reply answers; no push once the exchange has ended.
 
         Raises:
-            ProtocolError: the reply matches no push.
+            ProtocolError: the reply matches no push, or is of another view.
         """
+        self._view().check(header.generation)
         bucket = declared(self._buckets, header.bucket)
         with bucket.lock:
             push = bucket.current

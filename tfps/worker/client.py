@@ -7,7 +7,6 @@ tests/worker/test_client.py, tests/worker/test_waits.py, tests/worker/test_kept.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import socket
@@ -15,7 +14,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -26,6 +24,7 @@ from tfps.config import Config
 from tfps.errors import InterruptError, ProtocolError, PserverLostError, TfpsError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec, FailureState, Payload, as_bytes, declared
 from tfps.exchange.layout import Layout
+from tfps.membership.view import Membership, View
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Array
 from tfps.wire.control import (
@@ -49,26 +48,6 @@ _ASK_TIMEOUT_S = 5.0  # for whom a worker waits
 _LEAVE_TIMEOUT_S, _CALL_TIMEOUT_S, _TUNE_TIMEOUT_S = 5.0, 10.0, 30.0
 _LOOK_S = 1.0  # interval at which a wait for other ranks checks whether to stop
 _ANSWER_MARGIN_S = 10.0  # by how much a call's deadline exceeds the pserver's
-
-
-@dataclass(frozen=True, slots=True)
-class Membership:
-    """A worker's place in its job: the first pserver's answer to Join; all pservers of a job know it.
-
-    Attributes:
-        rank: this worker's number, from 0.
-        workers: how many the job has.
-        incarnation: tells this run of the job from others; members know it.
-    """
-
-    rank: int
-    workers: int
-    incarnation: str
-
-    @property
-    def run(self) -> str:
-        """Tells this run from others as well, to anybody: the incarnation cannot be found out by it."""
-        return hashlib.sha256(self.incarnation.encode()).hexdigest()[:16]
 
 
 class Joined(NamedTuple):
@@ -110,10 +89,10 @@ class PserverClient:
     Args:
         buckets: all declared ones, by number; grows over time.
         failures: of the exchange: once it has ended, nothing is asked any more.
-        membership: as requested, without an incarnation.
+        rank: -1 to get one.
 
     Attributes:
-        membership: as the first pserver has answered, once it has.
+        membership: what the first pserver has answered to Join, once it has; before that, the only worker's.
     """
 
     def __init__(
@@ -122,9 +101,10 @@ class PserverClient:
         config: Config,
         buckets: Sequence[PushedBucket],
         failures: FailureState,
-        membership: Membership,
+        rank: int = -1,
     ) -> None:
-        self.pservers, self.membership = pservers, membership
+        self.pservers = pservers
+        self.membership = Membership(rank, View.first(1, len(pservers)), incarnation="")
         self._config, self._buckets, self._failures = config, buckets, failures
         self._declarations = 0  # so far
 
@@ -134,10 +114,11 @@ class PserverClient:
 
     # Joining and leaving
 
-    def join(self, job: str, memory: Sharing, deadline_s: float) -> Iterator[Joined]:
+    def join(self, job: str, workers: int, memory: Sharing, deadline_s: float) -> Iterator[Joined]:
         """Joins one pserver per item. The first one assigns rank and number of workers, which the others are told.
 
         Args:
+            workers: how many the user says the job has; 0: as many as the pservers say.
             memory: offered to all of them.
             deadline_s: of `time.monotonic`.
 
@@ -149,7 +130,7 @@ class PserverClient:
             protocol_version=PROTOCOL_VERSION,
             job=job,
             rank=self.membership.rank,
-            workers=self.membership.workers,
+            workers=workers,
             uid=uuid.uuid4().hex,
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -163,7 +144,8 @@ class PserverClient:
                 left_s = max(deadline_s - time.monotonic(), 0.1)
                 reply = pserver.join(request, left_s, self._config.connect_timeout_s)
             request.rank, request.workers, request.incarnation = reply.rank, reply.workers, reply.incarnation
-            self.membership = Membership(reply.rank, reply.workers, reply.incarnation)
+            view = View.first(reply.workers, len(self.pservers))
+            self.membership = Membership(reply.rank, view, reply.incarnation)
             yield Joined(reply.shared_memory, reply.data_port)
 
     def leave(self, failure: TfpsError | None, reason: str = "") -> None:

@@ -27,6 +27,7 @@ from tfps.exchange.interface import (
     declared,
 )
 from tfps.exchange.layout import Layout, Placer, cut_anew, tunable
+from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.trace.capture import Setting
 from tfps.trace.recorder import Recorder
@@ -39,7 +40,7 @@ from tfps.wire.send_queue import Outgoing, SendQueue
 from tfps.wire.shared_memory import Sharing
 from tfps.worker.bucket import Incoming, Push, PushedBucket
 from tfps.worker.captures import WorkerCaptures
-from tfps.worker.client import Membership, PserverClient, WaitLog
+from tfps.worker.client import PserverClient, WaitLog
 from tfps.worker.tuner import Tuner
 
 _REASON_S = 1.0  # in which streams say why a call broke, if the job has failed
@@ -178,7 +179,6 @@ class Worker:
         self._failures = FailureState()
         self._buckets: list[PushedBucket] = []
         self._declaring = threading.Lock()  # serializes declarations
-        self._placer = Placer(len(addresses), config.placement)
         self._memory = Sharing(config.shared_memory)
         self._step = 0  # for messages
         self._farewell: TfpsError | None = None  # why this worker failed, for the pservers
@@ -187,8 +187,8 @@ class Worker:
         self._wake = threading.Event()  # set by a failure and by close
         security = Security.of_worker(config)
         self._pservers = [Pserver(address, security) for address in addresses]
-        requested = Membership(-1 if rank is None else rank, workers or 0, incarnation="")
-        self._client = PserverClient(self._pservers, config, self._buckets, self._failures, requested)
+        wanted = -1 if rank is None else rank
+        self._client = PserverClient(self._pservers, config, self._buckets, self._failures, wanted)
         self._waits = WaitLog(self._client, self._buckets)
         self.peers = self._client
         self.state = WorkerState(self._client, self._buckets, self._push)
@@ -204,7 +204,8 @@ class Worker:
         self._watch = threading.Thread(target=self._watch_deadlines, name="tfps-deadlines", daemon=True)
         try:
             deadline_s = time.monotonic() + config.connect_timeout_s
-            self._join(job, deadline_s)
+            self._join(job, workers or 0, deadline_s)
+            self._placer = Placer(self.view.pservers, config.placement)
             for pserver in self._pservers:
                 pserver.explain = self._explain
             self.captures = WorkerCaptures(self._recorder, self._client, self._buckets, self.info.settings)
@@ -223,8 +224,8 @@ class Worker:
         return self._client.membership.rank
 
     @property
-    def workers(self) -> int:
-        return self._client.membership.workers
+    def view(self) -> View:
+        return self._client.membership.view
 
     @property
     def failure(self) -> TfpsError | None:
@@ -241,7 +242,7 @@ class Worker:
             self._buckets,
             self._failures,
             self._recorder,
-            lambda: self.workers,  # not known before it has joined
+            lambda: self.view,
             self._start_next,
             self._take_notice,
         )
@@ -249,9 +250,9 @@ class Worker:
     def _when(self) -> str:
         return f"at step {self._step}"
 
-    def _join(self, job: str, deadline_s: float) -> None:
+    def _join(self, job: str, workers: int, deadline_s: float) -> None:
         opening = Opening(self.config.transport, self._when)
-        for index, joined in enumerate(self._client.join(job, self._memory, deadline_s)):
+        for index, joined in enumerate(self._client.join(job, workers, self._memory, deadline_s)):
             membership = self._client.membership
             path = opening.open(
                 self._pservers[index],
@@ -387,7 +388,7 @@ class Worker:
     def _cut_anew(self, layout: Layout) -> None:
         self.info.slice_bytes, self.info.window_bytes = layout.slice_bytes, layout.window_bytes
         specs = [bucket.spec for bucket in list(self._buckets)]
-        for number, cutting in cut_anew(specs, layout, len(self._pservers), self.config.placement).items():
+        for number, cutting in cut_anew(specs, layout, self.view.pservers, self.config.placement).items():
             self._buckets[number].cut_anew(cutting)
 
     # Pushing
@@ -418,11 +419,12 @@ class Worker:
             return
         self._step = max(self._step, push.step)
         shards: list[list[Outgoing]] = [[] for _ in self._queues]
-        for owner, item in bucket.frames(number, push, self.config.first_slice_bytes, self._memory):
+        generation = self.view.generation
+        for owner, item in bucket.frames(number, push, self.config.first_slice_bytes, self._memory, generation):
             shards[owner].append(item)
         for queue, items in zip(self._queues, shards, strict=True):
             if items:
-                push.send_numbers(number, queue)
+                push.send_numbers(number, queue, generation)
                 queue.put(items)
 
     # Deadlines
