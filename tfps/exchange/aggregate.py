@@ -112,10 +112,6 @@ class SumRound(Round):
         Args:
             whole: whether it is the rank's residual.
             owned: whether `part` may be written to.
-
-        Raises:
-            ProtocolError: this is not the current step, the rank has contributed to it already, or one rank collects
-                residuals while another trains.
         """
         self._check(rank, step)
         if not self.arrived:
@@ -181,11 +177,7 @@ class GatherRound(Round):
         self._pieces: dict[int, list[memoryview]] = {rank: [] for rank in view.ranks}
 
     def add(self, rank: int, step: int, index: int, piece: memoryview, last: bool) -> None:
-        """Takes the next piece of `rank`.
-
-        Raises:
-            ProtocolError: wrong step, index or size, or the rank's last piece has come already.
-        """
+        """Takes the next piece of `rank`."""
         self._check(rank, step)
         pieces = self._pieces[rank]
         if index != len(pieces):
@@ -208,11 +200,7 @@ class GatherRound(Round):
 
 
 def split_gathered(result: memoryview, view: View) -> list[memoryview]:
-    """The payloads of all ranks in the result of a gather, as views.
-
-    Raises:
-        ProtocolError: the sizes in the result do not fit its length.
-    """
+    """The payloads of all ranks in the result of a gather, as views."""
     head = 8 * view.workers
     if len(result) < head:
         raise ProtocolError(f"a gather of {view.workers} workers must have at least {head} bytes, got {len(result)}")

@@ -330,13 +330,7 @@ class Exchange(Protocol):
             TfpsError: the exchange failed meanwhile or was closed.
         """
 
-    def push(
-        self,
-        bucket: int,
-        payload: Payload | None,
-        on_reply: OnReply,
-        numbers: bytes = b"",
-    ) -> None:
+    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, numbers: bytes = b"") -> None:
         """Gives this rank's contribution to the next step of `bucket`; never blocks on the network.
 
         A push of a bucket whose earlier push is outstanding waits its turn inside the engine. `on_reply` is called

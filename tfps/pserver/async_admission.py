@@ -94,9 +94,6 @@ class RankScalars:
     def take(self, rank: int, step: int, data: memoryview) -> TfpsError | None:
         """Takes the scalars of `rank` for `step`, packed; returns why the job must fail: it has assigned other values
         than another rank.
-
-        Raises:
-            ProtocolError: they are malformed, or of a step that the rank has begun already.
         """
         scalars = StepScalars.unpack(data, self.spec)
         with self._lock:

@@ -52,7 +52,8 @@ class Declaration:
 class Job:
     """All a pserver knows of one job. Called by the threads of all streams and control calls.
 
-    A failure ends the job for all its members; a new job needs a new object.
+    A failure ends the job for all its members: calls raise it from then on, and a new job needs a new object. Else they
+    raise ConnectError for who is no member, and ProtocolError for what does not fit.
 
     Args:
         view: its workers; how many pservers it has the first of them says.
@@ -102,11 +103,7 @@ class Job:
             return self._failure is not None or self._membership.over
 
     def join(self, applicant: Applicant, config: Config, memory: Attached | None = None) -> tuple[int, bool]:
-        """Adds a worker, which shares `memory`, as a member; returns its rank and whether its memory is used.
-
-        Raises:
-            ConnectError, MismatchError: see `Members.join`.
-        """
+        """Adds a worker, which shares `memory`, as a member; returns its rank and whether its memory is used."""
         with self._changed:
             first = not self._membership.members
             member = self._membership.join(applicant, time.monotonic())
@@ -127,10 +124,6 @@ class Job:
 
         Args:
             end: ends the stream once the other has ended. "Pull" ends with the queue.
-
-        Raises:
-            ConnectError: the rank has not joined, or has such a stream.
-            TfpsError: the job has failed.
         """
         with self._changed:
             self._raise_failure()
@@ -228,12 +221,7 @@ class Job:
     ) -> None:
         """Blocks until all ranks have declared the same. Number 0 waits until all have joined.
 
-        Raises:
-            ConnectError: the rank has not joined.
-            ConfigError: the buckets would take more memory than this pserver may use.
-            MismatchError: they differ; the job has failed.
-            WaitTimeoutError: names the missing ranks. The declaration is withdrawn and may be repeated.
-            TfpsError: the job has failed, or this rank has left meanwhile.
+        A declaration that times out is withdrawn, and may be repeated; the WaitTimeoutError names the missing ranks.
         """
         lines = [*details, *map(str, specs)]
         with self._changed:
@@ -293,13 +281,7 @@ class Job:
         return True
 
     def tune(self, layout: Layout) -> None:
-        """Cuts buckets anew, from the steps in `layout` on, and tells all workers.
-
-        Raises:
-            ProtocolError: the layout does not fit the buckets.
-            ConfigError: so many slices would take more memory than this pserver may use.
-            TfpsError: the job has failed.
-        """
+        """Cuts buckets anew, from the steps in `layout` on, and tells all workers."""
         with self._changed:
             self._raise_failure()
             self._shard.cut_anew(layout)
@@ -308,12 +290,7 @@ class Job:
                 queue.set_window(layout.window_bytes)
 
     def trace(self, number: int, on: bool) -> None:
-        """Starts or stops recording a capture, and tells all workers.
-
-        Raises:
-            ClosedError: there is no such capture.
-            TfpsError: the job has failed.
-        """
+        """Starts or stops recording a capture, and tells all workers."""
         with self._changed:
             self._raise_failure()
             if on:
@@ -336,9 +313,6 @@ class Job:
 
         Args:
             place: where the slice is in the rank's shared memory, if not in `payload`.
-
-        Raises:
-            ProtocolError: the frame fits no declared slice, or is of another step or view.
         """
         buckets = self._shard.buckets
         if self._failure is not None:
@@ -382,12 +356,7 @@ class Job:
             self.fail(error)
 
     def bucket(self, number: int) -> OwnedBucket:
-        """A declared bucket.
-
-        Raises:
-            ProtocolError: there is none of this number.
-            TfpsError: the job has failed.
-        """
+        """A declared bucket."""
         with self._changed:
             self._raise_failure()
             if not 0 <= number < len(self._shard.buckets):
@@ -447,11 +416,7 @@ class Job:
     # Mode "async"
 
     def quiesce(self, rank: int) -> None:
-        """`rank` pushes nothing more before all are quiesced; see RestRequest.
-
-        Raises:
-            TfpsError: the job has failed, or fails because others wait for this rank.
-        """
+        """`rank` pushes nothing more before all are quiesced; see RestRequest."""
         for bucket, item in self._shard.slices(asynchronous=True):
             if item.late([rank]) is not None:
                 self.fail(MismatchError(_not_assigned(self._membership.describe(rank), bucket)))
@@ -487,11 +452,7 @@ class Counters:
         self._drawn: dict[str, tuple[set[int], int]] = {}
 
     def fetch_add(self, name: str, rank: int) -> int:
-        """The next number of the counter `name` for `rank`.
-
-        Raises:
-            ProtocolError: there is no such rank, or the name is too long.
-        """
+        """The next number of the counter `name` for `rank`."""
         if rank not in self._view.ranks or len(name) > _MAX_NAME:
             raise ProtocolError(
                 f"a number must be drawn by one of the {self._view.workers} ranks, from a counter whose name has at "

@@ -68,11 +68,7 @@ class Shard:
         self.bound = StalenessBound(view, config.staleness)  # of mode "async"
 
     def check(self, specs: Sequence[BucketSpec]) -> None:
-        """Checks that there is memory for `specs` beside the buckets that are here.
-
-        Raises:
-            ConfigError: there is not.
-        """
+        """Checks that there is memory for `specs` beside the buckets that are here."""
         self._check([*(bucket.spec for bucket in self.buckets), *specs], self.config.first_slice_bytes)
 
     def _check(self, specs: Sequence[BucketSpec], slice_bytes: int) -> None:
@@ -103,12 +99,7 @@ class Shard:
             self.buckets.append(bucket)
 
     def cut_anew(self, layout: Layout) -> None:
-        """Prepares the cuttings of `layout`, each from its step on.
-
-        Raises:
-            ProtocolError: the layout does not fit the buckets.
-            ConfigError: so many slices take more memory than there is.
-        """
+        """Prepares the cuttings of `layout`, each from its step on."""
         specs = [bucket.spec for bucket in self.buckets]
         if layout.slice_bytes > 0:  # else it does not fit
             self._check(specs, layout.slice_bytes)

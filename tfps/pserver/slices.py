@@ -46,11 +46,7 @@ class Push(NamedTuple):
         return self.header._replace(kind=Kind.REPLY, flags=flags, received=0)
 
     def part(self, format_: SliceFormat) -> Part | None:
-        """What it contributes; None: nothing.
-
-        Raises:
-            ProtocolError: it does not fit the slice.
-        """
+        """What it contributes; None: nothing."""
         flags, payload, target = self.header.flags, self.payload, self.target
         encoded, whole = format_.codec is not None, bool(flags & WHOLE)
         expected = 0 if flags & EMPTY else format_.part_bytes(whole)
@@ -140,7 +136,7 @@ class Admission(abc.ABC):
 
 
 class OwnedSlice:
-    """A slice, or a whole gather, on its owner; any thread.
+    """A slice, or a whole gather, on its owner; any thread. A push that does not fit it raises ProtocolError.
 
     Attributes:
         lock: guards `admission` and `parameters`.
@@ -158,9 +154,6 @@ class OwnedSlice:
 
         Args:
             upcoming: steps from which the bucket is cut anew, so that this slice ends.
-
-        Raises:
-            ProtocolError: the frame does not fit the slice or its step.
         """
         now_ns = self._recorder.clock()
         with self.lock:
@@ -237,11 +230,7 @@ class UpdatedState:
         return self._updated(round_), 0
 
     def _updated(self, round_: SumRound) -> memoryview:
-        """The new parameters.
-
-        Raises:
-            ProtocolError: the scalars of the step, or the parameters, have not come.
-        """
+        """The new parameters."""
         scalars = self._scalars.at(round_.step)
         self._parameters.take_put()
         return self._parameters.update(round_.finish(), scalars)
@@ -282,9 +271,6 @@ class RoundScalars:
         """Takes the scalars of `rank` for `step`, packed; returns why the job must fail, if another rank's differ.
 
         A rank sends those of the next step when it has the whole reply to this one: nobody needs this one's any more.
-
-        Raises:
-            ProtocolError: they are malformed, of another step, or the rank has sent them already.
         """
         scalars = StepScalars.unpack(data, self.spec)
         with self._lock:
@@ -311,11 +297,7 @@ class RoundScalars:
                 self._step, self._by_rank = step + 1, {}
 
     def at(self, step: int) -> StepScalars:
-        """Rank 0's scalars of `step`, which is complete.
-
-        Raises:
-            ProtocolError: a rank has pushed without scalars.
-        """
+        """Rank 0's scalars of `step`, which is complete."""
         with self._lock:
             if step != self._step or 0 not in self._by_rank:
                 raise ProtocolError(f"step scalars of bucket '{self.name}' must come before the slices of step {step}")

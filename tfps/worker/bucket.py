@@ -50,11 +50,6 @@ class Compression:
         self._codec, self._failed = codec, failed
         self.residual: Floats | None = np.zeros(nbytes // ITEM_BYTES, np.float32) if codec.feeds_back else None
 
-    @classmethod
-    def of(cls, spec: BucketSpec, failed: Failed) -> Compression | None:
-        """For the bucket `spec`; None if it has no codec."""
-        return None if spec.codec is None else cls(spec.codec, spec.nbytes, failed)
-
     def wire_bytes(self, piece: Slice) -> int:
         """Encoded size of a slice."""
         return self._codec.wire_bytes(piece.nbytes // ITEM_BYTES)
@@ -67,11 +62,7 @@ class Compression:
         return Encoding(self._codec, values, residual, self._failed)
 
     def decode(self, payload: memoryview, out: Array) -> None:
-        """Decodes a slice into its bytes of the sum.
-
-        Raises:
-            ProtocolError: it is malformed.
-        """
+        """Decodes a slice into its bytes of the sum."""
         self._codec.decode(np.frombuffer(payload, np.uint8), out.view(np.float32))
 
     def copy_residual(self) -> memoryview:
@@ -123,7 +114,8 @@ class PushedBucket:
         """A bucket that has just been declared; `failed` as for `Encoding`."""
         if spec.kind == "gather":
             return cls(spec, Cutting([], [placer.place_gather(spec.common_name)]))
-        return cls(spec, cut_sum(spec, slice_bytes, placer), compression=Compression.of(spec, failed))
+        compression = None if spec.codec is None else Compression(spec.codec, spec.nbytes, failed)
+        return cls(spec, cut_sum(spec, slice_bytes, placer), compression=compression)
 
     def start_next(self) -> Push | None:
         """Starts and returns the oldest waiting push, if none is outstanding and it may start. Caller holds lock."""
@@ -201,9 +193,6 @@ class PushedBucket:
     def place(self, pserver: int, push: Push, header: Header, nbytes: int) -> memoryview | None:
         """Returns the memory to receive a slice of the reply into; None for a gather, which keeps its pieces, and for
         what has to be decoded.
-
-        Raises:
-            ProtocolError: the slice does not belong to the reply, or is a duplicate.
         """
         if self.spec.kind != "sum":
             return None
@@ -222,9 +211,6 @@ class PushedBucket:
 
         Args:
             place: location of the slice if it is not in the payload.
-
-        Raises:
-            ProtocolError: the frame does not belong to the reply, or is a duplicate.
         """
         if self.spec.kind == "sum":
             return self._take_slice(pserver, push, header, payload, place)
@@ -343,11 +329,7 @@ class Incoming:
         self._on_notice(self._pserver, header, payload)
 
     def _pushed(self, header: Header) -> tuple[PushedBucket, Push | None]:
-        """Returns the bucket and push that a reply answers; no push once the exchange has ended.
-
-        Raises:
-            ProtocolError: the reply matches no push, or is of another view.
-        """
+        """Returns the bucket and push that a reply answers; no push once the exchange has ended."""
         self._view().check(header.generation)
         bucket = declared(self._buckets, header.bucket)
         with bucket.lock:

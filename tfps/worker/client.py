@@ -121,10 +121,6 @@ class PserverClient:
             workers: how many the user says the job has; 0: as many as the pservers say.
             memory: offered to all of them.
             deadline_s: of `time.monotonic`.
-
-        Raises:
-            ConnectError: a pserver cannot be reached or refuses this worker.
-            MismatchError: the settings differ between workers.
         """
         request = pb.JoinRequest(
             protocol_version=PROTOCOL_VERSION,
@@ -170,14 +166,7 @@ class PserverClient:
         timeout_s: float,
         stop: threading.Event | None = None,
     ) -> None:
-        """Returns when all ranks have declared the same: on all pservers once all ranks declare, else nowhere.
-
-        Raises:
-            InterruptError: `stop` was set meanwhile; nothing has been declared.
-            MismatchError: the ranks differ.
-            WaitTimeoutError: some ranks did not declare in time; the message names them.
-            TfpsError: the job has failed.
-        """
+        """Returns when all ranks have declared the same: on all pservers once all ranks declare, else nowhere."""
         buckets = [
             pb.Bucket(
                 names=spec.common_names,

@@ -177,13 +177,7 @@ class EmbeddedExchange:
             self.state.keep(bucket)
         return ids
 
-    def push(
-        self,
-        bucket: int,
-        payload: Payload | None,
-        on_reply: OnReply,
-        numbers: bytes = b"",
-    ) -> None:
+    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, numbers: bytes = b"") -> None:
         view, spec = as_bytes(payload), declared(self._specs, bucket)
         check_payload(spec, view)
         if (end := self._failures.end) is not None:

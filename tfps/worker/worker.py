@@ -31,7 +31,6 @@ from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.trace.capture import Setting
 from tfps.trace.recorder import Recorder
-from tfps.types import Array
 from tfps.wire.control import Pserver, layout_of
 from tfps.wire.frames import Header, Kind
 from tfps.wire.memory import tune_malloc
@@ -81,11 +80,7 @@ class WorkerInfo:
         return self._buckets[bucket].progress()
 
     def begin(self) -> None:
-        """Notes the pservers' CPU time before the first step; later calls do nothing.
-
-        Raises:
-            TfpsError: a pserver did not answer.
-        """
+        """Notes the pservers' CPU time before the first step; later calls do nothing."""
         self._cpu_s = self._cpu_s or self._client.cpu_s()
 
     def links(self) -> list[Link]:
@@ -106,22 +101,13 @@ class WorkerInfo:
 
 
 class WorkerState:
-    """The `State` of a worker's buckets.
-
-    Args:
-        push: takes the push of a bucket.
-    """
+    """The `State` of a worker's buckets; `push` takes the push of one."""
 
     def __init__(
         self, client: PserverClient, buckets: Sequence[PushedBucket], push: Callable[[int, Push], None]
     ) -> None:
         self._client, self._buckets, self._push = client, buckets, push
-
-    def write(self, bucket: int, array: int, begin: int, values: Payload) -> None:
-        self._client.write(bucket, array, begin, values)
-
-    def read(self, bucket: int, array: int, begin: int, nbytes: int) -> Array:
-        return self._client.read(bucket, array, begin, nbytes)
+        self.write, self.read = client.write, client.read
 
     def steps(self, bucket: int) -> int:
         return self._buckets[bucket].steps
@@ -289,9 +275,8 @@ class Worker:
         """Tells every pserver once that this worker leaves, if it has joined any."""
         with self._leaving:
             first, self._left = not self._left, True
-        if not first:
-            return
-        self._client.leave(self._farewell, reason)
+        if first:
+            self._client.leave(self._farewell, reason)
 
     def fail(self, error: TfpsError) -> None:
         self._fail(error, told=False)
@@ -355,9 +340,6 @@ class Worker:
         """Recuts all buckets from the step after next on all workers and pservers; changes the window at once.
 
         For rank 0 only; see Layout in protos/tfps.proto.
-
-        Raises:
-            TfpsError: a pserver did not accept it; the exchange has failed.
         """
         steps = {}
         for number, bucket in enumerate(list(self._buckets)):
@@ -393,13 +375,7 @@ class Worker:
 
     # Pushing
 
-    def push(
-        self,
-        bucket: int,
-        payload: Payload | None,
-        on_reply: OnReply,
-        numbers: bytes = b"",
-    ) -> None:
+    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, numbers: bytes = b"") -> None:
         self._push(bucket, Push(as_bytes(payload), on_reply, numbers=numbers))
 
     def _push(self, bucket: int, push: Push) -> None:
