@@ -261,3 +261,16 @@ def test_a_rank_that_collects_while_another_trains_is_named() -> None:
     summing.add(1, 0, PARTS[1])
     with pytest.raises(ProtocolError, match=r"step 0: rank 0 collects while rank 1 trains: .*strategy.combine\(\)"):
         summing.add(0, 0, VALUES[0], whole=True)
+
+
+def test_a_round_is_complete_when_all_ranks_of_its_view_have_come() -> None:
+    view = View.first(3).next(left=[1])
+    sum_, gather = SumRound(SliceFormat("x", FLOAT, 4), view, deterministic=True), GatherRound("g", view, 16)
+    for rank in (2, 0):
+        assert not sum_.complete and not gather.complete
+        sum_.add(rank, 0, np.full(1, rank + 1, np.float32))
+        gather.add(rank, 0, 0, memoryview(b"r%d" % rank), last=True)
+    assert sum_.complete and gather.complete
+    assert np.frombuffer(sum_.finish(), np.float32).tolist() == [4]
+    assert list(map(bytes, split_gathered(gather.finish(), view))) == [b"r0", b"r2"]
+    assert sum_.missing() == gather.missing() == [0, 2]

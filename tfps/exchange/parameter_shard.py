@@ -76,7 +76,7 @@ class ParameterShard:
         return self._arrays[number].view(np.uint8)[begin : begin + nbytes].tobytes()
 
     def update(self, gradient: Buffer, scalars: StepScalars) -> memoryview:
-        """Applies the rule to what is here; returns the bytes of the new parameters, which change with the next update."""
+        """Applies the rule to what is here; returns the new parameters, which change with the next update."""
         parameters = self.parameters
         slots = {name: each for (name, _), each in zip(self.spec.slots, self._arrays[1:], strict=False)}
         g = np.frombuffer(gradient, np.uint8).view(np.float32)
