@@ -78,6 +78,7 @@ class Push:
     on_reply: OnReply
     whole: bool = False  # of the residual, which is not encoded
     numbers: bytes = b""
+    view: View = field(init=False)  # in force when it began; its round is of that view
     step: int = 0
     started_s: float = 0.0
     region: Region | None = None  # for slices of pservers on this host; holds the whole result
@@ -87,10 +88,10 @@ class Push:
     copied: set[int] = field(default_factory=set)  # the ones whose bytes are in `buffer`
     parts: list[memoryview] = field(default_factory=list)  # a gather's result
 
-    def send_numbers(self, bucket: int, queue: SendQueue, generation: int) -> None:
+    def send_numbers(self, bucket: int, queue: SendQueue) -> None:
         """Puts the step's numbers, if it has any, before the slices into the queue to an owner."""
         if self.numbers:
-            header = Header(Kind.SCALARS, bucket=bucket, step=self.step, generation=generation)
+            header = Header(Kind.SCALARS, bucket=bucket, step=self.step, generation=self.view.generation)
             queue.put_urgent(frames.encode(header, self.numbers))
 
 
@@ -117,13 +118,13 @@ class PushedBucket:
         compression = None if spec.codec is None else Compression(spec.codec, spec.nbytes, failed)
         return cls(spec, cut_sum(spec, slice_bytes, placer), compression=compression)
 
-    def start_next(self) -> Push | None:
+    def start_next(self, view: View) -> Push | None:
         """Starts and returns the oldest waiting push, if none is outstanding and it may start. Caller holds lock."""
         if self.current is not None or not self.waiting or self.steps == self.hold_at:
             return None
         self.cutting = self.next.pop(self.steps, self.cutting)
         self.current = push = self.waiting.popleft()
-        push.step, push.started_s = self.steps, time.monotonic()
+        push.view, push.step, push.started_s = view, self.steps, time.monotonic()
         self.started_s = push.started_s
         self.steps += 1
         return push
@@ -166,11 +167,9 @@ class PushedBucket:
         last = len(pieces) - 1
         return [(index, piece, empty | (LAST if index == last else 0)) for index, piece in enumerate(pieces)]
 
-    def frames(
-        self, number: int, push: Push, piece_bytes: int, memory: Sharing, generation: int
-    ) -> Iterator[tuple[int, Outgoing]]:
+    def frames(self, number: int, push: Push, piece_bytes: int, memory: Sharing) -> Iterator[tuple[int, Outgoing]]:
         """Yields pserver and frame for each message of `push`; `number` is this bucket's."""
-        owners = self.cutting.owners
+        owners, generation = self.cutting.owners, push.view.generation
         compression = self.compression
         if push.whole and compression is not None:
             push.payload, compression = compression.copy_residual(), None
@@ -204,9 +203,7 @@ class PushedBucket:
         push.placed.add(index)
         return buffer[where.offset : where.offset + where.nbytes].data
 
-    def take(
-        self, pserver: int, push: Push, header: Header, payload: memoryview, place: Place | None, view: View
-    ) -> Reply | None:
+    def take(self, pserver: int, push: Push, header: Header, payload: memoryview, place: Place | None) -> Reply | None:
         """Takes one frame of the reply to `push`; returns the reply once complete.
 
         Args:
@@ -216,7 +213,7 @@ class PushedBucket:
             return self._take_slice(pserver, push, header, payload, place)
         if place is not None:
             raise ProtocolError(f"a piece of bucket '{self.spec.name}' must be in its frame, got a place")
-        return self._take_piece(pserver, push, header, payload, view)
+        return self._take_piece(pserver, push, header, payload)
 
     def _take_slice(
         self, pserver: int, push: Push, header: Header, payload: memoryview, place: Place | None
@@ -266,7 +263,7 @@ class PushedBucket:
                 push.buffer = aligned_empty(self.spec.nbytes) if push.region is None else push.region.array
             return push.buffer
 
-    def _take_piece(self, pserver: int, push: Push, header: Header, payload: memoryview, view: View) -> Reply | None:
+    def _take_piece(self, pserver: int, push: Push, header: Header, payload: memoryview) -> Reply | None:
         if self.cutting.owners[0] != pserver or header.index != len(push.parts):
             raise ProtocolError(
                 f"piece {len(push.parts)} of bucket '{self.spec.name}' must come next, got {header.index}"
@@ -275,7 +272,7 @@ class PushedBucket:
         if not header.flags & LAST:
             return None
         result = push.parts[0] if len(push.parts) == 1 else memoryview(b"".join(push.parts))
-        return Reply(parts=list(split_gathered(result, view)))
+        return Reply(parts=list(split_gathered(result, push.view)))
 
 
 class Incoming:
@@ -283,7 +280,6 @@ class Incoming:
 
     Args:
         buckets: all declared buckets, by number; grows over time.
-        view: returns the job's view, once this worker has joined.
         start_next: begins the next push of a bucket; called with the bucket's lock held.
         on_notice: gets every LAYOUT and TRACE.
     """
@@ -294,12 +290,11 @@ class Incoming:
         buckets: Sequence[PushedBucket],
         state: FailureState,
         recorder: Recorder,
-        view: Callable[[], View],
         start_next: Callable[[int, PushedBucket], None],
         on_notice: Callable[[int, Header, memoryview], None],
     ) -> None:
         self._pserver, self._buckets, self._state, self._recorder = pserver, buckets, state, recorder
-        self._view, self._start_next, self._on_notice = view, start_next, on_notice
+        self._start_next, self._on_notice = start_next, on_notice
 
     def memory(self, header: Header, nbytes: int) -> memoryview | None:
         if header.kind != Kind.REPLY or header.flags & SHARED:
@@ -314,7 +309,7 @@ class Incoming:
             self._recorder.arrived(now_ns, header.step, header.bucket, header.index, NONE, self._pserver)
         if push is None:
             return
-        reply = bucket.take(self._pserver, push, header, payload, place, self._view())
+        reply = bucket.take(self._pserver, push, header, payload, place)
         if reply is None:
             return
         with bucket.lock:
@@ -325,12 +320,10 @@ class Incoming:
         push.on_reply(reply)
 
     def notice(self, header: Header, payload: memoryview) -> None:
-        self._view().check(header.generation)
         self._on_notice(self._pserver, header, payload)
 
     def _pushed(self, header: Header) -> tuple[PushedBucket, Push | None]:
         """Returns the bucket and push that a reply answers; no push once the exchange has ended."""
-        self._view().check(header.generation)
         bucket = declared(self._buckets, header.bucket)
         with bucket.lock:
             push = bucket.current
@@ -338,6 +331,7 @@ class Incoming:
                 if self._state.end is not None:
                     return bucket, None
                 raise ProtocolError(f"a reply of bucket '{bucket.spec.name}' must follow a push, got one without")
+            push.view.check(header.generation)
             if header.step != push.step:
                 raise ProtocolError(f"step of bucket '{bucket.spec.name}' must be {push.step}, got {header.step}")
             return bucket, push

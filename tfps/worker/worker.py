@@ -228,7 +228,6 @@ class Worker:
             self._buckets,
             self._failures,
             self._recorder,
-            lambda: self.view,
             self._start_next,
             self._take_notice,
         )
@@ -360,6 +359,7 @@ class Worker:
 
     def _take_notice(self, pserver: int, header: Header, payload: memoryview) -> None:
         """Handles a TRACE or a layout: the first pserver's layout recuts the buckets, each sets its own window."""
+        self.view.check(header.generation)
         if header.kind == Kind.TRACE:
             self.captures.take(header)
             return
@@ -391,16 +391,15 @@ class Worker:
 
     def _start_next(self, number: int, bucket: PushedBucket) -> None:
         """Sends the oldest waiting push if none is outstanding. Caller holds the bucket's lock."""
-        if (push := bucket.start_next()) is None:
+        if (push := bucket.start_next(self.view)) is None:
             return
         self._step = max(self._step, push.step)
         shards: list[list[Outgoing]] = [[] for _ in self._queues]
-        generation = self.view.generation
-        for owner, item in bucket.frames(number, push, self.config.first_slice_bytes, self._memory, generation):
+        for owner, item in bucket.frames(number, push, self.config.first_slice_bytes, self._memory):
             shards[owner].append(item)
         for queue, items in zip(self._queues, shards, strict=True):
             if items:
-                push.send_numbers(number, queue, generation)
+                push.send_numbers(number, queue)
                 queue.put(items)
 
     # Deadlines
