@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tfps.errors import ProtocolError
 from tfps.exchange.aggregate import GatherRound, SliceFormat, SumRound, pack_sparse, split_gathered, unpack_sparse
 from tfps.exchange.codecs import known
+from tfps.membership.view import View
 from tfps.types import Array
 
 FLOAT = np.dtype("float32")
@@ -34,7 +35,7 @@ def test_deterministic_sums_do_not_depend_on_the_order_of_arrival(rows: list[lis
     for part in parts[1:]:
         expected = expected + part
     order = data.draw(st.permutations(range(len(parts))))
-    result = total(SumRound(SliceFormat("x", FLOAT, 12), len(parts), deterministic=True), order, parts)
+    result = total(SumRound(SliceFormat("x", FLOAT, 12), View.first(len(parts)), deterministic=True), order, parts)
     assert result.tobytes() == expected.tobytes()
 
 
@@ -45,7 +46,9 @@ def test_sums_are_right_in_any_order_and_leave_the_parts_alone(rows: list[list[i
     parts = [np.array(row, "int64") for row in rows]
     before = [part.copy() for part in parts]
     order = data.draw(st.permutations(range(len(parts))))
-    result = total(SumRound(SliceFormat("x", np.dtype("int64"), 16), len(parts), deterministic=False), order, parts)
+    result = total(
+        SumRound(SliceFormat("x", np.dtype("int64"), 16), View.first(len(parts)), deterministic=False), order, parts
+    )
     assert result.tolist() == np.sum(rows, axis=0).tolist()
     assert all((part == old).all() for part, old in zip(parts, before, strict=True))
 
@@ -58,7 +61,7 @@ def test_only_parts_that_may_be_written_to_are(rows: list[list[float]], data: st
     expected = before[0]
     for part in before[1:]:
         expected = expected + part
-    round_ = SumRound(SliceFormat("x", FLOAT, 12), len(parts), data.draw(st.booleans()))
+    round_ = SumRound(SliceFormat("x", FLOAT, 12), View.first(len(parts)), data.draw(st.booleans()))
     for rank, part in enumerate(parts):
         round_.add(rank, 0, part, owned=owned[rank])
     assert bytes(round_.finish()) == expected.tobytes()
@@ -71,18 +74,18 @@ def test_the_only_contribution_comes_back_bit_for_bit(deterministic: bool) -> No
     bits = np.array([0x80000000, 0x7FA00001, 1], np.uint32)  # -0.0, a signalling NaN, a denormal
     for rank in range(3):
         parts = [bits.view(FLOAT) if r == rank else None for r in range(3)]
-        result = total(SumRound(SliceFormat("x", FLOAT, 12), 3, deterministic), range(3), parts)
+        result = total(SumRound(SliceFormat("x", FLOAT, 12), View.first(3), deterministic), range(3), parts)
         assert result.tobytes() == bits.tobytes()
 
 
 def test_without_contributions_the_sum_is_zero() -> None:
-    assert total(SumRound(SliceFormat("x", FLOAT, 8), 2, False), [1, 0], [None, None]).tolist() == [0, 0]
+    assert total(SumRound(SliceFormat("x", FLOAT, 8), View.first(2), False), [1, 0], [None, None]).tolist() == [0, 0]
 
 
 def test_nan_and_infinity_pass_as_arithmetic_has_it() -> None:
     parts = [np.array([np.nan, np.inf, 1], FLOAT), np.array([1, -np.inf, 1], FLOAT)]
     with np.errstate(invalid="ignore"):
-        result = total(SumRound(SliceFormat("x", FLOAT, 12), 2, False), [0, 1], parts)
+        result = total(SumRound(SliceFormat("x", FLOAT, 12), View.first(2), False), [0, 1], parts)
     assert np.isnan(result[:2]).all()
     assert result[2] == 2
 
@@ -90,12 +93,12 @@ def test_nan_and_infinity_pass_as_arithmetic_has_it() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "float64", "int32", "uint8", "complex64", "bool"])
 def test_every_numeric_dtype_is_summed(dtype: str) -> None:
     part = np.array([1, 0, 1], dtype)
-    round_ = SumRound(SliceFormat("x", part.dtype, part.nbytes), 2, False)
+    round_ = SumRound(SliceFormat("x", part.dtype, part.nbytes), View.first(2), False)
     assert total(round_, [0, 1], [part, part]).tolist() == (part + part).tolist()
 
 
 def test_steps_follow_each_other() -> None:
-    round_ = SumRound(SliceFormat("x", FLOAT, 4), 2, False)
+    round_ = SumRound(SliceFormat("x", FLOAT, 4), View.first(2), False)
     for step in range(3):
         parts = [np.array([step], FLOAT), np.array([1], FLOAT)]
         assert total(round_, [0, 1], parts, step).tolist() == [step + 1]
@@ -103,14 +106,14 @@ def test_steps_follow_each_other() -> None:
 
 @pytest.mark.parametrize("step", [0, 2])
 def test_another_step_than_the_current_is_refused(step: int) -> None:
-    round_ = SumRound(SliceFormat("slice 3 of bucket 'x'", FLOAT, 4), 1, False)
+    round_ = SumRound(SliceFormat("slice 3 of bucket 'x'", FLOAT, 4), View.first(1), False)
     total(round_, [0], [np.zeros(1, FLOAT)])
     with pytest.raises(ProtocolError, match=f"step of slice 3 of bucket 'x' must be 1, got {step}"):
         round_.add(0, step, None)
 
 
 def test_a_rank_that_comes_twice_is_refused() -> None:
-    round_ = SumRound(SliceFormat("slice 3 of bucket 'x'", FLOAT, 4), 2, False)
+    round_ = SumRound(SliceFormat("slice 3 of bucket 'x'", FLOAT, 4), View.first(2), False)
     round_.add(0, 0, None)
     with pytest.raises(ProtocolError, match="slice 3 of bucket 'x' must be pushed once in step 0, got it twice"):
         round_.add(0, 0, None)
@@ -122,7 +125,7 @@ def pieces(payload: bytes, size: int) -> list[bytes]:
 
 @given(payloads=st.lists(st.binary(max_size=50), min_size=1, max_size=4), size=st.integers(1, 20), data=st.data())
 def test_gathered_payloads_come_back_in_rank_order(payloads: list[bytes], size: int, data: st.DataObject) -> None:
-    round_ = GatherRound("g", len(payloads), size)
+    round_ = GatherRound("g", View.first(len(payloads)), size)
     left = {rank: list(enumerate(pieces(payload, size))) for rank, payload in enumerate(payloads)}
     while left:
         rank = data.draw(st.sampled_from(sorted(left)))
@@ -132,7 +135,7 @@ def test_gathered_payloads_come_back_in_rank_order(payloads: list[bytes], size: 
         if last:
             del left[rank]
     assert not round_.missing()
-    assert list(map(bytes, split_gathered(round_.finish(), len(payloads)))) == payloads
+    assert list(map(bytes, split_gathered(round_.finish(), View.first(len(payloads))))) == payloads
     assert round_.step == 1
 
 
@@ -146,11 +149,11 @@ def test_gathered_payloads_come_back_in_rank_order(payloads: list[bytes], size: 
 )
 def test_malformed_pieces_of_a_gather_are_refused(index: int, nbytes: int, last: bool, rule: str) -> None:
     with pytest.raises(ProtocolError, match=rule):
-        GatherRound("g", 2, 4).add(0, 0, index, memoryview(bytes(nbytes)), last)
+        GatherRound("g", View.first(2), 4).add(0, 0, index, memoryview(bytes(nbytes)), last)
 
 
 def test_a_gather_ends_with_the_last_piece() -> None:
-    round_ = GatherRound("g", 2, 4)
+    round_ = GatherRound("g", View.first(2), 4)
     round_.add(0, 0, 0, memoryview(b"ab"), True)
     with pytest.raises(ProtocolError, match="twice"):
         round_.add(0, 0, 1, memoryview(b"ab"), True)
@@ -159,7 +162,7 @@ def test_a_gather_ends_with_the_last_piece() -> None:
 @given(result=st.binary(max_size=64), workers=st.integers(1, 4))
 def test_a_malformed_gather_result_is_refused(result: bytes, workers: int) -> None:
     try:
-        parts = split_gathered(memoryview(result), workers)
+        parts = split_gathered(memoryview(result), View.first(workers))
     except ProtocolError:
         return
     assert len(parts) == workers
@@ -169,7 +172,7 @@ def test_a_malformed_gather_result_is_refused(result: bytes, workers: int) -> No
 def test_orders_of_arrival_matter_without_deterministic() -> None:
     parts = [np.array([value], FLOAT) for value in (1e8, -1e8, 1.0)]
     results = {
-        total(SumRound(SliceFormat("x", FLOAT, 4), 3, False), order, parts).tobytes()
+        total(SumRound(SliceFormat("x", FLOAT, 4), View.first(3), False), order, parts).tobytes()
         for order in itertools.permutations(range(3))
     }
     assert len(results) > 1  # else the test of deterministic sums shows nothing
@@ -178,7 +181,7 @@ def test_orders_of_arrival_matter_without_deterministic() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_sum_of_one_part_is_not_in_memory_that_its_rank_may_write_to(deterministic: bool) -> None:
     part = np.array([1, 2, 3], FLOAT)
-    result = total(SumRound(SliceFormat("x", FLOAT, 12), 2, deterministic), [1, 0], [part, None])
+    result = total(SumRound(SliceFormat("x", FLOAT, 12), View.first(2), deterministic), [1, 0], [part, None])
     part[:] = 0  # its rank has its reply, and pushes the next step, while the other one's is still being sent
     assert result.tolist() == [1, 2, 3]
 
@@ -210,7 +213,7 @@ PARTS = [INT8.encode(values) for values in VALUES]
 
 
 def round_of(workers: int, deterministic: bool = False) -> SumRound:
-    return SumRound(SliceFormat("slice 0 of bucket 'x'", FLOAT, 4 * ITEMS, INT8), workers, deterministic)
+    return SumRound(SliceFormat("slice 0 of bucket 'x'", FLOAT, 4 * ITEMS, INT8), View.first(workers), deterministic)
 
 
 def encoded_total(order: tuple[int, ...], deterministic: bool) -> bytes:
@@ -258,3 +261,16 @@ def test_a_rank_that_collects_while_another_trains_is_named() -> None:
     summing.add(1, 0, PARTS[1])
     with pytest.raises(ProtocolError, match=r"step 0: rank 0 collects while rank 1 trains: .*strategy.combine\(\)"):
         summing.add(0, 0, VALUES[0], whole=True)
+
+
+def test_a_round_is_complete_when_all_ranks_of_its_view_have_come() -> None:
+    view = View.first(3).next(left=[1])
+    sum_, gather = SumRound(SliceFormat("x", FLOAT, 4), view, deterministic=True), GatherRound("g", view, 16)
+    for rank in (2, 0):
+        assert not sum_.complete and not gather.complete
+        sum_.add(rank, 0, np.full(1, rank + 1, np.float32))
+        gather.add(rank, 0, 0, memoryview(b"r%d" % rank), last=True)
+    assert sum_.complete and gather.complete
+    assert np.frombuffer(sum_.finish(), np.float32).tolist() == [4]
+    assert list(map(bytes, split_gathered(gather.finish(), view))) == [b"r0", b"r2"]
+    assert sum_.missing() == gather.missing() == [0, 2]

@@ -62,7 +62,7 @@ GATHER = BucketSpec(("g",), "gather", 0, "uint8", 1)
 
 def test_ranks_are_numbered(ranks: list[Exchange]) -> None:
     assert [rank.rank for rank in ranks] == list(range(len(ranks)))
-    assert {rank.workers for rank in ranks} == {len(ranks)}
+    assert {(rank.view.generation, rank.view.ranks) for rank in ranks} == {(1, tuple(range(len(ranks))))}
     assert {rank.failure for rank in ranks} == {None}
 
 

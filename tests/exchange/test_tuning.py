@@ -36,7 +36,7 @@ from tfps.types import Argument
 from tfps.wire.send_queue import SendQueue, Throughput
 from tfps.wire.shared_memory import Sharing
 from tfps.worker.bucket import PushedBucket
-from tfps.worker.client import Membership, PserverClient
+from tfps.worker.client import PserverClient
 from tfps.worker.tuner import Tuner, measure, message_s, ratio
 from tfps.worker.worker import Worker
 
@@ -59,12 +59,12 @@ def train(worker: Worker, steps: range) -> None:
     for step in steps:
         values = np.arange(5000, dtype=np.float32) + step + worker.rank
         pending = [push(worker, 0, values), push(worker, 1, values[:100]), push(worker, 2, bytes([worker.rank] * 3000))]
-        ranks = np.arange(worker.workers, dtype=np.float32)
-        expected = worker.workers * (np.arange(5000, dtype=np.float32) + step) + ranks.sum()
+        ranks = np.arange(worker.view.workers, dtype=np.float32)
+        expected = worker.view.workers * (np.arange(5000, dtype=np.float32) + step) + ranks.sum()
         np.testing.assert_array_equal(summed(pending[0].wait()), expected)
         np.testing.assert_array_equal(summed(pending[1].wait()), expected[:100])
         parts = pending[2].wait().parts or []
-        assert [bytes(part) for part in parts] == [bytes([rank] * 3000) for rank in range(worker.workers)]
+        assert [bytes(part) for part in parts] == [bytes([rank] * 3000) for rank in range(worker.view.workers)]
 
 
 @pytest.mark.parametrize(("workers", "pservers"), [(1, 1), (3, 2), (2, 3)])
@@ -216,7 +216,7 @@ def test_what_small_slices_could_not_show_is_seen_at_a_second_look(
         sizes.append(cast(tuple[int, int], chosen))
         trained.next[0] = Cutting([], [])
 
-    client = PserverClient([raw.pserver], Config(), [], FailureState(), Membership(0, 1, ""))
+    client = PserverClient([raw.pserver], Config(), [], FailureState(), 0)
     tuner = Tuner(Config(), client, queues, Sharing(wanted=False), tune)
     tuner.probe()
     for steps in range(1, 20):
@@ -323,7 +323,7 @@ def test_messages_over_a_data_connection_cost_what_they_cost_there(
 
 
 def test_a_layout_places_by_balance_over_the_listed_buckets() -> None:
-    found = cut_anew(SPECS, Layout(2000, 1, {0: 7}), 2, "balanced")
+    found = cut_anew(SPECS, Layout(2000, 1, {0: 7}), range(2), "balanced")
     assert list(found) == [0]
     assert found[0].step == 7
     assert [piece.nbytes for piece in found[0].slices] == [2000] * 10

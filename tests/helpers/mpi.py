@@ -36,7 +36,7 @@ os.environ.update(variables)
 pservers = variables["TFPS_PSERVERS"].split(",")
 worker = Worker(pservers, rank=ranks.rank, workers=ranks.workers, job=variables["TFPS_JOB"], config=Config())
 # In one piece: processes share the output.
-sys.stdout.write(f"member {worker.rank} {worker.workers} {len(pservers)} {variables['TFPS_JOB']}\\n")
+sys.stdout.write(f"member {worker.rank} {worker.view.workers} {len(pservers)} {variables['TFPS_JOB']}\\n")
 worker.close()
 """
 

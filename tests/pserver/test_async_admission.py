@@ -15,6 +15,7 @@ from tfps.exchange.aggregate import SliceFormat
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.parameter_shard import ParameterShard
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
+from tfps.membership.view import View
 from tfps.pserver.async_admission import AsyncAdmission, RankScalars, StalenessBound
 from tfps.pserver.shard import Shard
 from tfps.pserver.slices import Answer, OwnedSlice, Push
@@ -29,8 +30,8 @@ class Ranks:
     """The ranks of one slice of four ones, from which each push takes one."""
 
     def __init__(self, workers: int, staleness: int | None) -> None:
-        self.bound = StalenessBound(workers, staleness)
-        self.scalars = RankScalars("w", SGD, workers)
+        self.bound = StalenessBound(View.first(workers), staleness)
+        self.scalars = RankScalars("w", SGD, View.first(workers))
         parameters = ParameterShard("slice 0 of bucket 'w'", SGD, 0, 16)
         parameters.put(0, 0, np.ones(4, np.float32).data)
         format_ = SliceFormat("slice 0 of bucket 'w'", np.dtype(np.float32), 16)
@@ -112,7 +113,7 @@ def test_a_rank_alone_is_told_whom_it_waits_for() -> None:
 
 
 def test_the_first_rank_with_other_values_is_told() -> None:
-    numbers = RankScalars("w", SGD, 3)
+    numbers = RankScalars("w", SGD, View.first(3))
     assert numbers.take(2, 0, memoryview(StepScalars(ASSIGNED + 1, (0.0, 1.0)).pack())) is None
     assert numbers.take(0, 0, memoryview(StepScalars(0, (0.0, 0.5)).pack())) is None
     error = numbers.take(1, 4, memoryview(StepScalars(ASSIGNED, (4.0, 1.0)).pack()))
@@ -124,7 +125,7 @@ def test_what_ranks_have_takes_memory_if_delay_is_compensated() -> None:
     spec = BucketSpec(("w",), "sum", 16, "float32", 0, update=SGD)
     for delay, workers, fits in ((0.0, 3, True), (0.5, 3, False), (0.5, 1, True)):
         config = Config(mode="async", update="server", slice_bytes=1024, delay_compensation=delay)
-        shard = Shard(config, workers, 1, 0, Recorder(), max_memory=1024 + 4 * 16)
+        shard = Shard(config, View.first(workers), 0, Recorder(), max_memory=1024 + 4 * 16)
         if fits:
             shard.check([spec])
         else:

@@ -137,7 +137,7 @@ def test_who_says_nothing_is_closed_after_a_while(cluster: Cluster, monkeypatch:
 def test_who_says_it_byte_by_byte_gets_no_more_time(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tfps.pserver.data_port._GREETING_S", 0.3)
     server = cluster.pserver(1)
-    greeting = struct.pack("<4sHHHI", b"tfps", 3, 0, 256, 0) + bytes(256)
+    greeting = struct.pack("<4sHHHI", b"tfps", 4, 0, 256, 0) + bytes(256)
     with socket.create_connection(("127.0.0.1", data_port(server)), 0.05) as stranger:
         assert _trickled(stranger, greeting) < len(greeting)
     jobs.poll(lambda: not len(data(server)._strangers))
@@ -184,7 +184,7 @@ def test_without_a_second_thread_for_its_connection_a_worker_is_told_why(cluster
         jobs.poll(lambda: "tfps-data" in threads())
         before = threading.stack_size(2**46)  # no thread gets that
         try:
-            connected.sendall(struct.pack("<4sHHHI", b"tfps", 3, 0, len(incarnation), member.rank) + incarnation)
+            connected.sendall(struct.pack("<4sHHHI", b"tfps", 4, 0, len(incarnation), member.rank) + incarnation)
             assert decode_part(connected.recv(PART_BYTES)).header.kind == Kind.ACK
             part = decode_part(connected.recv(PART_BYTES))
             assert part.header.kind == Kind.ERROR
@@ -208,7 +208,7 @@ def test_a_worker_that_did_not_wait_for_the_answer_to_its_greeting_may_use_grpc(
     member = cluster.raw(server.address)
     incarnation = member.incarnation.encode()
     with socket.create_connection(("127.0.0.1", data_port(server)), jobs.DEADLINE_S) as connected:
-        connected.sendall(struct.pack("<4sHHHI", b"tfps", 3, 0, len(incarnation), member.rank) + incarnation)
+        connected.sendall(struct.pack("<4sHHHI", b"tfps", 4, 0, len(incarnation), member.rank) + incarnation)
         connected.shutdown(socket.SHUT_WR)
         assert connected.recv(1) == b""
     jobs.poll(lambda: not len(data(server)._strangers))

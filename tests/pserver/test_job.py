@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfps.errors import ConnectError, WorkerLostError
+from tfps.errors import ConnectError, ProtocolError, WorkerLostError
+from tfps.membership.members import Applicant, first_difference
+from tfps.membership.view import View
 from tfps.pserver.job import Counters, ErrorCounts, Job
-from tfps.pserver.membership import Applicant, first_difference
 from tfps.trace.recorder import Recorder
 from tfps.wire.control import PULL, PUSH
 
@@ -34,7 +35,7 @@ def test_the_first_difference_names_what_every_rank_has() -> None:
 
 
 def joined(workers: int) -> Job:
-    job = Job(workers, "", Recorder(), ErrorCounts())
+    job = Job(View.first(workers), "", Recorder(), ErrorCounts())
     for rank in range(workers):
         applicant = Applicant(
             job="",
@@ -79,7 +80,7 @@ def test_a_stream_comes_once(stream: str) -> None:
 
 
 def test_counters_that_were_drawn_from_last_are_kept() -> None:
-    counters = Counters(2)
+    counters = Counters(View.first(2))
     assert [counters.fetch_add("outer", 1) for _ in range(2)] == [1, 2]
     for number in range(3 * 1023):
         counters.fetch_add(str(number), 0)
@@ -88,3 +89,10 @@ def test_counters_that_were_drawn_from_last_are_kept() -> None:
     for number in range(1024):
         counters.fetch_add(str(number), 0)
     assert counters.fetch_add("outer", 1) == 1
+
+
+def test_the_first_numbers_of_a_counter_go_to_the_ranks_of_the_view() -> None:
+    counters = Counters(View.first(3).next(left=[1]))
+    assert [counters.fetch_add("a", rank) for rank in (2, 0, 0, 2)] == [1, 0, 2, 3]
+    with pytest.raises(ProtocolError, match=r"one of the 2 ranks, .* got rank 1 "):
+        counters.fetch_add("a", 1)

@@ -100,7 +100,7 @@ def test_a_slice_comes_back_to_all_when_all_have_pushed(cluster: Cluster) -> Non
         member.send(frames.encode(slice_push(), np.ones(256, np.float32).tobytes()))
     for member in members:
         header, payload = member.read()
-        assert header._replace(received=0) == Header(Kind.REPLY, priority=3)
+        assert header._replace(received=0) == Header(Kind.REPLY, priority=3, generation=1)
         assert np.frombuffer(payload, np.float32).tolist() == [2] * 256
 
 
@@ -129,6 +129,10 @@ MALFORMED = {
     "undeclared bucket": (frames.encode(GOOD._replace(bucket=2), bytes(1024)), "one of the 2 declared ones, got 2"),
     "unknown slice": (frames.encode(GOOD._replace(index=2), bytes(1024)), "bucket 'dense' has no slice 2"),
     "wrong step": (frames.encode(GOOD._replace(step=1), bytes(1024)), "step of slice 0 .* must be 0, got 1"),
+    "another view": (
+        frames.encode(GOOD._replace(generation=2), bytes(1024)),
+        "generation .* must be 1, .*got 2",
+    ),
     "wrong priority": (frames.encode(GOOD._replace(priority=0), bytes(1024)), "priority of bucket 'dense' must be 3"),
     "receipt for nothing": (frames.encode(Header(Kind.ACK, received=1)), "at most the 0 sent, got 1"),
     "piece out of order": (frames.encode(Header(Kind.PUSH, LAST, 1, 1, 1), b""), "index of bucket 'words' must be 0"),
@@ -142,7 +146,7 @@ OVER = {
     "tcp": [what for what in MALFORMED if what not in MESSAGES],
     "grpc": [*MALFORMED],
     # Of slices; wrong places are in tests/wire/test_shared_memory.py.
-    "shared memory": ["truncated payload", "oversized payload", "unknown slice", "wrong step", "wrong priority"],
+    "shared memory": ["truncated payload", "oversized payload", "unknown slice", "wrong step", "another view"],
 }
 
 
@@ -270,7 +274,7 @@ def test_a_stream_of_a_stranger_is_refused_alone(
 def test_other_protocol_versions_refuse_each_other_by_name(cluster: Cluster) -> None:
     address = cluster.pserver(1).address
     with pytest.raises(
-        ConnectError, match=f"pserver {address}: the pserver speaks protocol version 7, the worker versi"
+        ConnectError, match=f"pserver {address}: the pserver speaks protocol version 8, the worker versi"
     ):
         cluster.raw(address, protocol_version=1)
 
@@ -305,13 +309,28 @@ def test_a_malformed_setting_is_refused(cluster: Cluster) -> None:
         cluster.raw(cluster.pserver(1).address, settings=pb.Settings(slice_bytes=0, window_bytes=1))
 
 
+def reply(**fields: int) -> Callable[[], bytes]:
+    return lambda: frames.encode(Header(Kind.REPLY, generation=1)._replace(**fields))
+
+
 MALFORMED_REPLIES: dict[str, tuple[Callable[[], bytes], str]] = {
     "garbage": (lambda: b"garbage", "a frame must have 32 to"),
     "a push": (lambda: frames.encode(Header(Kind.PUSH)), "must be REPLY, ACK or ERROR here, got PUSH"),
-    "undeclared bucket": (lambda: frames.encode(Header(Kind.REPLY, bucket=9)), "declared ones, got 9"),
-    "unknown slice": (lambda: frames.encode(Header(Kind.REPLY, index=9)), "has no slice 9 on this pserver"),
-    "wrong step": (lambda: frames.encode(Header(Kind.REPLY, step=4)), "step of bucket 'b' must be 0, got 4"),
-    "wrong size": (lambda: frames.encode(Header(Kind.REPLY), b"1234"), "must have 8 bytes, got 4"),
+    "undeclared bucket": (reply(bucket=9), "declared ones, got 9"),
+    "unknown slice": (
+        reply(index=9),
+        "has no slice 9 on this pserver",
+    ),
+    "wrong step": (
+        reply(step=4),
+        "step of bucket 'b' must be 0, got 4",
+    ),
+    "another view": (
+        reply(generation=2),
+        "generation .* must be 1, .*got 2",
+    ),
+    "a layout of no view": (lambda: frames.encode(Header(Kind.LAYOUT)), "generation .* must be 1, .*got 0"),
+    "wrong size": (lambda: frames.encode(Header(Kind.REPLY, generation=1), b"1234"), "must have 8 bytes, got 4"),
     "receipt for nothing": (lambda: frames.encode(Header(Kind.ACK, received=99)), "at most the [08] sent, got 99"),
 }
 

@@ -9,6 +9,7 @@ from tfps.errors import ProtocolError
 from tfps.exchange.aggregate import SumRound
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.layout import Layout
+from tfps.membership.view import View
 from tfps.pserver.shard import Shard
 from tfps.pserver.slices import OwnedSlice, SumAdmission
 from tfps.trace.recorder import Recorder
@@ -22,7 +23,7 @@ SPECS = [
 
 
 def shards(pservers: int) -> list[Shard]:
-    made = [Shard(CONFIG, 2, pservers, index, Recorder()) for index in range(pservers)]
+    made = [Shard(CONFIG, View.first(2, pservers), index, Recorder()) for index in range(pservers)]
     for shard in made:
         shard.add(SPECS)
     return made

@@ -12,6 +12,7 @@ from tfps.exchange.aggregate import GatherRound, SliceFormat, SumRound
 from tfps.exchange.codecs import codec_of, known
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
+from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.shard import kept_arrays
 from tfps.pserver.slices import (
@@ -45,7 +46,7 @@ def floats(value: float) -> bytes:
 
 def sum_of(workers: int, codec: str = "none") -> OwnedSlice:
     format_ = SliceFormat("slice 0 of bucket 'w'", np.dtype(np.float32), 16, codec_of(codec))
-    round_ = SumRound(format_, workers, deterministic=False)
+    round_ = SumRound(format_, View.first(workers), deterministic=False)
     return OwnedSlice(Recorder(), SumAdmission(Recorder(), round_, SumState(format_)))
 
 
@@ -83,7 +84,7 @@ def test_an_encoded_sum_is_one_encoding_for_all_and_its_residual_comes_back_whol
 
 
 def test_a_gather_answers_all_ranks_piece_by_piece() -> None:
-    item = OwnedSlice(Recorder(), GatherAdmission(Recorder(), GatherRound("bucket 'words'", 2, 16)))
+    item = OwnedSlice(Recorder(), GatherAdmission(Recorder(), GatherRound("bucket 'words'", View.first(2), 16)))
     assert pushed(item, 1, b"x" * 3, flags=LAST) == []
     first, last = pushed(item, 0, b"y" * 5, flags=LAST)
     assert (list(first.ranks), list(last.ranks)) == ([0, 1], [0, 1])

@@ -120,7 +120,7 @@ def test_declares_of_ranks_that_do_not_exist_hold_no_thread(cluster: Cluster) ->
 def test_no_call_waits_longer_than_the_pserver_allows(
     wait_s: float, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tfps.pserver.calls._MAX_WAIT_S", 0.1)
+    monkeypatch.setattr("tfps.pserver.server._MAX_WAIT_S", 0.1)
     member = cluster.raw(cluster.pserver(2).address).open()
     with pytest.raises(TfpsError, match="not joined: rank 1"):
         member.declare(timeout_s=wait_s)

@@ -109,12 +109,12 @@ def place(config: Options) -> tuple[Launch, str, bool]:
     """Without TensorFlow: joins the job; rank 1 of two then fails."""
     worker = on_ray.join()
     launch = Launch.from_environment()
-    if worker.workers == 2 and worker.rank == 1:
+    if worker.view.workers == 2 and worker.rank == 1:
         on_ray.wait_for(config["folder"] / "joined")
         worker.close()
         raise ValueError("no such column: 'price'")
     (config["folder"] / "joined").touch()
-    if worker.workers == 2:
+    if worker.view.workers == 2:
         worker.declare([on_ray.SUM])
     worker.close()
     return launch, os.environ.get("TF_CONFIG", "none"), "TF_USE_LEGACY_KERAS" in os.environ

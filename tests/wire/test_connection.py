@@ -233,7 +233,7 @@ def test_who_has_no_token_is_told_so_before_anything_else_is_read(
 ) -> None:
     here, there = pair
     sent = token.reveal()
-    here.sendall(struct.pack("<4sHHHI", b"tfps", 3, len(sent), 200, 0) + sent)  # the 200 bytes never come
+    here.sendall(struct.pack("<4sHHHI", b"tfps", 4, len(sent), 200, 0) + sent)  # the 200 bytes never come
     with pytest.raises(ConnectError, match=r"the pserver (wants|has another) .*job token"):
         greet(there, JobToken("the-token-0123456789"), jobs.DEADLINE_S)
 

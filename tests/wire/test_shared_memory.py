@@ -23,7 +23,6 @@ from jobs import push, summed, together
 from tfps.errors import ProtocolError
 from tfps.exchange.interface import BucketSpec
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver.membership import Member
 from tfps.pserver.server import ParameterServer
 from tfps.types import Argument, Array
 from tfps.wire import frames, shared_memory
@@ -38,10 +37,6 @@ def job(cluster: jobs.Cluster, server: ParameterServer, workers: int, **options:
     members = cluster.workers([server.address], workers, **options)
     together(*(functools.partial(worker.declare, SPECS) for worker in members))
     return members
-
-
-def member(server: ParameterServer, rank: int) -> Member:
-    return server._job._membership.members[rank]
 
 
 def exchange(members: list[Worker], value: float) -> list[Array]:
@@ -224,7 +219,7 @@ def test_a_pserver_lets_go_of_the_memory_of_who_has_left(cluster: jobs.Cluster) 
     server = cluster.pserver(2)
     members = job(cluster, server, 2)
     exchange(members, 1)
-    maps = [weakref.ref(cast(Attached, member(server, rank).memory)._map) for rank in range(2)]
+    maps = [weakref.ref(server._job._memory[rank]._map) for rank in range(2)]
     for worker in members:
         worker.close()
 

@@ -16,7 +16,7 @@ from tfps.exchange.interface import BucketSpec, FailureState
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire.control import Pserver
 from tfps.wire.shared_memory import Sharing
-from tfps.worker.client import Joined, Membership, PserverClient
+from tfps.worker.client import Joined, PserverClient
 
 
 def client_of(cluster: Cluster, addresses: list[str], rank: int = -1) -> PserverClient:
@@ -24,12 +24,12 @@ def client_of(cluster: Cluster, addresses: list[str], rank: int = -1) -> Pserver
     pservers = [Pserver(address) for address in addresses]
     for pserver in pservers:
         cluster.callback(pserver.close)
-    return PserverClient(pservers, jobs.CONFIG, [], FailureState(), Membership(rank, 0, ""))
+    return PserverClient(pservers, jobs.CONFIG, [], FailureState(), rank)
 
 
 def joining(client: PserverClient) -> Iterator[Joined]:
     """Joins pserver after pserver, without shared memory."""
-    return client.join("", Sharing(False), time.monotonic() + jobs.DEADLINE_S)
+    return client.join("", 0, Sharing(False), time.monotonic() + jobs.DEADLINE_S)
 
 
 def joined(cluster: Cluster, addresses: list[str], rank: int = -1) -> PserverClient:
@@ -44,7 +44,7 @@ def test_all_pservers_give_a_worker_the_same_place(cluster: Cluster) -> None:
     for requested, rank in ((2, 2), (-1, 0)):
         client = client_of(cluster, addresses, requested)
         places = {client.membership for _ in joining(client)}
-        assert [(place.rank, place.workers) for place in places] == [(rank, 3)]
+        assert [(place.rank, place.view.workers) for place in places] == [(rank, 3)]
         incarnations |= {place.incarnation for place in places}
     assert len(incarnations) == 1 and "" not in incarnations
 

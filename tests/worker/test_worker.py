@@ -16,7 +16,7 @@ from recorded import note_in_flight, sends
 from tfps.config import Config, Placement
 from tfps.errors import TfpsError
 from tfps.exchange.interface import BucketSpec
-from tfps.pserver.membership import State
+from tfps.membership.members import State
 from tfps.trace.recorder import Recorder
 from tfps.worker.worker import Worker
 

@@ -30,7 +30,7 @@ def test_ranks_follow_the_order_of_joining(cluster: Cluster) -> None:
     addresses = cluster.pservers(2, 3)
     workers = together(*[lambda: cluster.worker(addresses)] * 3)
     assert sorted(worker.rank for worker in workers) == [0, 1, 2]
-    assert {worker.workers for worker in workers} == {3}
+    assert {worker.view.workers for worker in workers} == {3}
 
 
 def test_pservers_may_start_later_than_workers(cluster: Cluster) -> None:
@@ -50,7 +50,7 @@ def test_pservers_may_start_later_than_workers(cluster: Cluster) -> None:
 
     worker, _ = together(join, serve)
     assert worker is not None
-    assert worker.workers == 1
+    assert worker.view.workers == 1
 
 
 def test_no_pserver_at_an_address_is_named_within_the_timeout(cluster: Cluster) -> None:

@@ -2,7 +2,8 @@
 
 A collective is an object with a name. Its first call declares it, unless `declare` or `later` has: ranks whose
 declarations differ get an error. Every rank must make the same calls in the same order. A sum of a number is a barrier,
-too: it comes when all ranks have given theirs.
+too: it comes when all ranks have given theirs. Numbers that ranks draw without waiting for each other come from a
+counter on a pserver, `exchange.peers.fetch_add`.
 
 Tested in tests/collectives/test_collectives.py.
 """

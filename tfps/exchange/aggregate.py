@@ -11,6 +11,7 @@ import numpy as np
 
 from tfps.errors import ProtocolError
 from tfps.exchange.codecs import ITEM_BYTES, Codec
+from tfps.membership.view import View
 from tfps.types import Array, Buffer, DType
 
 Part = Array
@@ -18,24 +19,22 @@ _INDICES_SIZE = struct.Struct("<Q")
 
 
 class Round:
-    """The ranks that have contributed to the current step; `label` is for messages."""
+    """The ranks of `view` that have contributed to the current step; `label` is for messages."""
 
-    __slots__ = ("arrived", "label", "step", "workers")
+    __slots__ = ("arrived", "label", "step", "view")
 
-    def __init__(self, label: str, workers: int, step: int) -> None:
-        self.label = label
-        self.workers = workers
-        self.step = step
+    def __init__(self, label: str, view: View, step: int) -> None:
+        self.label, self.view, self.step = label, view, step
         self.arrived: set[int] = set()
 
     def missing(self) -> list[int]:
         """The ranks that have not contributed yet."""
-        return [rank for rank in range(self.workers) if rank not in self.arrived]
+        return [rank for rank in self.view.ranks if rank not in self.arrived]
 
     @property
     def complete(self) -> bool:
         """Whether all ranks have contributed."""
-        return len(self.arrived) == self.workers
+        return len(self.arrived) == self.view.workers
 
     @property
     def started(self) -> bool:
@@ -98,8 +97,8 @@ class SumRound(Round):
 
     __slots__ = ("_deterministic", "_owned", "_parts", "_sum", "format", "whole")
 
-    def __init__(self, format_: SliceFormat, workers: int, deterministic: bool, step: int = 0) -> None:
-        super().__init__(format_.label, workers, step)
+    def __init__(self, format_: SliceFormat, view: View, deterministic: bool, step: int = 0) -> None:
+        super().__init__(format_.label, view, step)
         self.format = format_
         self.whole = False  # known once a rank has contributed
         self._deterministic = deterministic
@@ -113,10 +112,6 @@ class SumRound(Round):
         Args:
             whole: whether it is the rank's residual.
             owned: whether `part` may be written to.
-
-        Raises:
-            ProtocolError: this is not the current step, the rank has contributed to it already, or one rank collects
-                residuals while another trains.
         """
         self._check(rank, step)
         if not self.arrived:
@@ -150,7 +145,7 @@ class SumRound(Round):
         self._advance()
         if result is None:
             return memoryview(bytes(self.format.nbytes))
-        if result.flags.writeable and not owned and self.workers > 1:
+        if result.flags.writeable and not owned and self.view.workers > 1:
             result = result.copy()
         return result.view(np.uint8).data
 
@@ -176,17 +171,13 @@ class GatherRound(Round):
 
     __slots__ = ("_pieces", "slice_bytes")
 
-    def __init__(self, label: str, workers: int, slice_bytes: int) -> None:
-        super().__init__(label, workers, 0)
+    def __init__(self, label: str, view: View, slice_bytes: int) -> None:
+        super().__init__(label, view, 0)
         self.slice_bytes = slice_bytes
-        self._pieces: list[list[memoryview]] = [[] for _ in range(workers)]
+        self._pieces: dict[int, list[memoryview]] = {rank: [] for rank in view.ranks}
 
     def add(self, rank: int, step: int, index: int, piece: memoryview, last: bool) -> None:
-        """Takes the next piece of `rank`.
-
-        Raises:
-            ProtocolError: wrong step, index or size, or the rank's last piece has come already.
-        """
+        """Takes the next piece of `rank`."""
         self._check(rank, step)
         pieces = self._pieces[rank]
         if index != len(pieces):
@@ -200,23 +191,20 @@ class GatherRound(Round):
 
     def finish(self) -> memoryview:
         """The bytes of the completed step's result."""
-        sizes = struct.pack(f"<{self.workers}Q", *(sum(map(len, pieces)) for pieces in self._pieces))
-        result = b"".join([sizes, *(piece for pieces in self._pieces for piece in pieces)])
-        self._pieces = [[] for _ in range(self.workers)]
+        parts = self._pieces.values()
+        sizes = struct.pack(f"<{self.view.workers}Q", *(sum(map(len, pieces)) for pieces in parts))
+        result = b"".join([sizes, *(piece for pieces in parts for piece in pieces)])
+        self._pieces = {rank: [] for rank in self.view.ranks}
         self._advance()
         return memoryview(result)
 
 
-def split_gathered(result: memoryview, workers: int) -> list[memoryview]:
-    """The payloads of all ranks in the result of a gather, as views.
-
-    Raises:
-        ProtocolError: the sizes in the result do not fit its length.
-    """
-    head = 8 * workers
+def split_gathered(result: memoryview, view: View) -> list[memoryview]:
+    """The payloads of all ranks in the result of a gather, as views."""
+    head = 8 * view.workers
     if len(result) < head:
-        raise ProtocolError(f"a gather of {workers} workers must have at least {head} bytes, got {len(result)}")
-    sizes = struct.unpack(f"<{workers}Q", result[:head])
+        raise ProtocolError(f"a gather of {view.workers} workers must have at least {head} bytes, got {len(result)}")
+    sizes = struct.unpack(f"<{view.workers}Q", result[:head])
     if sum(sizes) != len(result) - head:
         raise ProtocolError(f"the sizes in a gather must add up to {len(result) - head} bytes, got {sum(sizes)}")
     ends = list(itertools.accumulate(sizes, initial=head))

@@ -13,6 +13,7 @@ import numpy as np
 from tfps.errors import ClosedError, ConfigError, ProtocolError, TfpsError
 from tfps.exchange.codecs import Codec, Floats
 from tfps.exchange.update_spec import UpdateSpec
+from tfps.membership.view import View
 from tfps.trace.capture import Capture, CapturedBucket, Setting
 from tfps.types import Array, Buffer, DType
 
@@ -240,7 +241,7 @@ class Peers(Protocol):
     def fetch_add(self, counter: str) -> int:
         """Draws a number that no rank has drawn from `counter` (at most 256 characters).
 
-        Each rank's first is its rank, the others count up from the number of workers. Costs a round trip.
+        Each rank's first is its place in the view, the others count up from the number of workers. Costs a round trip.
         """
 
     def is_awaited(self, bucket: int) -> bool:
@@ -288,8 +289,8 @@ class Exchange(Protocol):
         """This worker's number, from 0."""
 
     @property
-    def workers(self) -> int:
-        """How many workers the job has."""
+    def view(self) -> View:
+        """Who takes part in the job now."""
 
     @property
     def info(self) -> Info:
@@ -329,13 +330,7 @@ class Exchange(Protocol):
             TfpsError: the exchange failed meanwhile or was closed.
         """
 
-    def push(
-        self,
-        bucket: int,
-        payload: Payload | None,
-        on_reply: OnReply,
-        numbers: bytes = b"",
-    ) -> None:
+    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, numbers: bytes = b"") -> None:
         """Gives this rank's contribution to the next step of `bucket`; never blocks on the network.
 
         A push of a bucket whose earlier push is outstanding waits its turn inside the engine. `on_reply` is called

@@ -58,19 +58,17 @@ def bucket_limit(before: int, slice_bytes: int, first_bytes: int) -> int:
 
 
 class Placer:
-    """Places the slices of one bucket after another on pservers 0 to `pservers` - 1. Not thread-safe.
+    """Places the slices of one bucket after another on `pservers`, those of a view. Not thread-safe.
 
     `"balanced"` takes the pserver with the fewest bytes so far, so that any two differ by at most one slice;
     `"round_robin"` takes them in turn; `"hash"` takes the one given by the slice's name alone.
     """
 
-    def __init__(self, pservers: int, placement: Placement) -> None:
-        if pservers < 1:
-            raise ConfigError(f"pservers must be at least 1, got {pservers}")
-        self._placement = placement
-        self._bytes = [0] * pservers
-        self._occasional = [0] * pservers
-        self._gathers = [0] * pservers
+    def __init__(self, pservers: Sequence[int], placement: Placement) -> None:
+        self._pservers, self._placement = pservers, placement
+        self._bytes = [0] * len(pservers)
+        self._occasional = [0] * len(pservers)
+        self._gathers = [0] * len(pservers)
         self._turn = 0
 
     @property
@@ -83,16 +81,16 @@ class Placer:
         load = self._occasional if occasional else self._bytes
         owners = []
         for index, nbytes in enumerate(sizes):
-            owner = self._next(f"{name}:{index}", load)
-            load[owner] += nbytes
-            owners.append(owner)
+            place = self._next(f"{name}:{index}", load)
+            load[place] += nbytes
+            owners.append(self._pservers[place])
         return owners
 
     def place_gather(self, name: str) -> int:
         """The owner of a gather. Gathers are counted instead of bytes, as their sizes are unknown."""
-        owner = self._next(f"{name}:0", self._gathers)
-        self._gathers[owner] += 1
-        return owner
+        place = self._next(f"{name}:0", self._gathers)
+        self._gathers[place] += 1
+        return self._pservers[place]
 
     def _next(self, key: str, load: list[int]) -> int:
         if self._placement == "balanced":
@@ -138,7 +136,9 @@ def tunable(spec: BucketSpec) -> bool:
     return spec.kind == "sum" and not spec.occasional and spec.nbytes > 0 and not spec.update
 
 
-def cut_anew(specs: Sequence[BucketSpec], layout: Layout, pservers: int, placement: Placement) -> dict[int, Cutting]:
+def cut_anew(
+    specs: Sequence[BucketSpec], layout: Layout, pservers: Sequence[int], placement: Placement
+) -> dict[int, Cutting]:
     """The new cutting of every bucket in `layout`; `specs` has all buckets, by number.
 
     Raises:

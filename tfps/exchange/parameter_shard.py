@@ -47,9 +47,6 @@ class ParameterShard:
 
         Writing array 0 also overwrites the worker view: every rank has just assigned it. Write that last if it must
         differ.
-
-        Raises:
-            ProtocolError: there is no such part.
         """
         self._check(number, begin, memoryview(values).nbytes)
         self._put.append((number, begin, bytes(values)))
@@ -74,20 +71,12 @@ class ParameterShard:
         self._put = []
 
     def get(self, number: int, begin: int, nbytes: int) -> bytes:
-        """A copy of `nbytes` from `begin` on of array `number`, as of the last update.
-
-        Raises:
-            ProtocolError: there is no such part.
-        """
+        """A copy of `nbytes` from `begin` on of array `number`, as of the last update."""
         self._check(number, begin, nbytes)
         return self._arrays[number].view(np.uint8)[begin : begin + nbytes].tobytes()
 
     def update(self, gradient: Buffer, scalars: StepScalars) -> memoryview:
-        """Applies the rule to what is here; returns the bytes of the new parameters, which change with the next update.
-
-        Raises:
-            ProtocolError: the parameters have not been put.
-        """
+        """Applies the rule to what is here; returns the new parameters, which change with the next update."""
         parameters = self.parameters
         slots = {name: each for (name, _), each in zip(self.spec.slots, self._arrays[1:], strict=False)}
         g = np.frombuffer(gradient, np.uint8).view(np.float32)
@@ -97,11 +86,7 @@ class ParameterShard:
 
     @property
     def parameters(self) -> Floats:
-        """They change with the next update.
-
-        Raises:
-            ProtocolError: they have not been put.
-        """
+        """They change with the next update."""
         if self._missing:
             missing = sum(end - first for first, end in self._missing)
             raise ProtocolError(

@@ -130,7 +130,7 @@ class Lockstep:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self._workers, self._rank = runtime.exchange.workers, runtime.exchange.rank
+        self._workers, self._rank = runtime.exchange.view.workers, runtime.exchange.rank
         # Guards everything below and every Line. Reentrant: a failing push calls `_failed`.
         self._lock = threading.RLock()
         self._lines: weakref.WeakValueDictionary[int, Line] = weakref.WeakValueDictionary()

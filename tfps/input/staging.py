@@ -59,8 +59,8 @@ class Staging:
         self.devices, self.depth, self.last_batch = tuple(devices), depth, last_batch
         self.spans, self._runtime = runtime.spans, runtime
         self.closed, self.compares = False, compares
-        self.lockstep = Lockstep.of(runtime) if runtime.exchange.workers > 1 and together else None
-        self.workers = runtime.exchange.workers
+        self.lockstep = Lockstep.of(runtime) if runtime.exchange.view.workers > 1 and together else None
+        self.workers = runtime.exchange.view.workers
         self.fetch_add = runtime.exchange.peers.fetch_add
         self.keys = itertools.count()
         self.number = next(_numbers)

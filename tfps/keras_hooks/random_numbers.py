@@ -50,7 +50,7 @@ def share_random_states(runtime: Runtime) -> None:
         TfpsError: another rank did not call it in time.
     """
     exchange = runtime.exchange
-    if exchange.workers == 1:
+    if exchange.view.workers == 1:
         return
     (said,) = Broadcast(runtime, "random states")(json.dumps(_states()).encode())
     first = json.loads(said)

@@ -59,7 +59,7 @@ class Asynchronous(Policy):
 
     def __init__(self, runtime: Runtime, config: Config) -> None:
         super().__init__(runtime, config)
-        self.together = runtime.exchange.workers == 1
+        self.together = runtime.exchange.view.workers == 1
         self.hands_out = not self.together
         self.in_epoch, self._meetings = False, 0
         self._epochs: weakref.WeakKeyDictionary[Batches, _Epochs] = weakref.WeakKeyDictionary()
@@ -72,7 +72,7 @@ class Asynchronous(Policy):
 
     @property
     def gradient_factor(self) -> int:
-        return int(self._runtime.exchange.workers)
+        return int(self._runtime.exchange.view.workers)
 
     def stepping(self) -> Stepping:
         waits = not self.together and self._config.staleness is not None
@@ -156,7 +156,7 @@ class Asynchronous(Policy):
         steps, at_once = self._known(epochs).steps, epochs.steps_per_execution
         if steps is None:
             return None
-        return math.ceil(steps / at_once) * int(at_once * self._runtime.exchange.workers)
+        return math.ceil(steps / at_once) * int(at_once * self._runtime.exchange.view.workers)
 
     def _check_steps(self, known: _Epochs) -> None:
         """Checks that the epoch that has ended had a step for this worker.
@@ -169,7 +169,7 @@ class Asynchronous(Policy):
         exchange = self._runtime.exchange
         error = UnsupportedError(
             f"mode='async' needs at least one batch for each worker in an epoch; rank {exchange.rank} of "
-            f"{exchange.workers} got none: use fewer workers, or smaller batches"
+            f"{exchange.view.workers} got none: use fewer workers, or smaller batches"
         )
         exchange.fail(error)
         raise error

@@ -62,7 +62,7 @@ class DiLoCo(Policy):
 
     def __init__(self, runtime: Runtime, config: Config) -> None:
         super().__init__(runtime, config)
-        self.together = runtime.exchange.workers == 1
+        self.together = runtime.exchange.view.workers == 1
         self._numbers, self._meetings = itertools.count(), 0
         self._emitter: Emitter  # see attach
         self._known: weakref.WeakSet[OuterOptimizer] = weakref.WeakSet()
@@ -71,7 +71,7 @@ class DiLoCo(Policy):
         self._variables: weakref.WeakValueDictionary[str, GatedVariable] = weakref.WeakValueDictionary()
         self._own: dict[str, list[tf.Tensor]] | None = None  # values by unique id while global ones take their place
         self._said = AllGather(runtime, "steps of each worker")
-        if runtime.exchange.workers > 1:
+        if runtime.exchange.view.workers > 1:
             self._said.later()  # with the first exchange: nothing new is declared within an epoch
 
     def attach(self, strategy: tf.distribute.Strategy, emitter: Emitter, initial_values: InitialValues) -> None:
@@ -90,7 +90,7 @@ class DiLoCo(Policy):
 
     @property
     def gradient_factor(self) -> int:
-        return int(self._runtime.exchange.workers)
+        return int(self._runtime.exchange.view.workers)
 
     def stepping(self) -> Stepping:
         config = self._config
@@ -201,7 +201,7 @@ class DiLoCo(Policy):
         """
         known = self._exchanged()
         self._check_counted(known)
-        if self._runtime.exchange.workers == 1:
+        if self._runtime.exchange.view.workers == 1:
             return known
         with tf.init_scope(), _explained():
             bucket = self._said.declare()

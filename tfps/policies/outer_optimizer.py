@@ -224,7 +224,7 @@ class OuterOptimizer:
         for variable in variables:
             own, shared = variable._get_replica(replica), copy_of(variable)._get_replica(replica)
             with tf.device(own.device):
-                change = (shared.read_value() - own.read_value()) / tf.cast(exchange.workers, own.dtype)
+                change = (shared.read_value() - own.read_value()) / tf.cast(exchange.view.workers, own.dtype)
             gated = self._gated(variable)
             trained[gated._unique_id] = variable
             order[gated._unique_id] = first_use.get(variable._unique_id, len(first_use))

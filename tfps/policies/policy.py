@@ -87,7 +87,7 @@ class Policy:
 
     def staging_depth(self, wanted: int) -> int:
         """Returns how many batches are staged ahead, 0: none; workers must agree on where data ends."""
-        return max(wanted, int(self._runtime.exchange.workers > 1))
+        return max(wanted, int(self._runtime.exchange.view.workers > 1))
 
     @property
     def remote_parameters(self) -> bool:
@@ -101,7 +101,7 @@ class Policy:
 
     def stepping(self) -> Stepping:
         """Returns how steps follow each other, for reports."""
-        return Stepping(waits=self._runtime.exchange.workers > 1)
+        return Stepping(waits=self._runtime.exchange.view.workers > 1)
 
     # Optimizers and variables.
 

@@ -8,7 +8,7 @@ there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from tfps.exchange.aggregate import SliceFormat
 from tfps.exchange.codecs import Floats
 from tfps.exchange.parameter_shard import ParameterShard
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
+from tfps.membership.view import View
 from tfps.pserver.slices import Admission, Answer, Late, Push, Taken, record
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
@@ -45,11 +46,11 @@ class StalenessBound:
         phase: replaced as a whole, so that it is read without a lock.
     """
 
-    def __init__(self, workers: int, staleness: int | None) -> None:
-        self.workers, self.staleness = workers, staleness
+    def __init__(self, view: View, staleness: int | None) -> None:
+        self.view, self.staleness = view, staleness
         self._lock = threading.Lock()  # guards what follows
         self._gone: set[int] = set()
-        self.phase = Phase(0, frozenset(range(workers)))
+        self.phase = Phase(0, frozenset(view.ranks))
 
     def quiesce(self, rank: int) -> None:
         """`rank` steps no further in this phase."""
@@ -65,15 +66,15 @@ class StalenessBound:
     def _without(self, rank: int) -> None:
         number, active = self.phase.number, self.phase.active - {rank}
         if not active:
-            number, active = number + 1, frozenset(range(self.workers)) - self._gone
+            number, active = number + 1, frozenset(self.view.ranks) - self._gone
         self.phase = Phase(number, active)
 
     def quiesced(self) -> list[int]:
         """The ranks that are quiesced while others step."""
         active = self.phase.active
-        return [rank for rank in range(self.workers) if rank not in active and rank not in self._gone]
+        return [rank for rank in self.view.ranks if rank not in active and rank not in self._gone]
 
-    def slower(self, steps: Sequence[int], rank: int) -> list[int]:
+    def slower(self, steps: Mapping[int, int], rank: int) -> list[int]:
         """The ranks for which `rank` has to wait, given the steps of each rank in this phase."""
         limit = self.staleness
         if limit is None:
@@ -84,8 +85,8 @@ class StalenessBound:
 class RankScalars:
     """The scalars of each rank's latest step of a bucket; ranks step for themselves. Any thread."""
 
-    def __init__(self, name: str, spec: UpdateSpec, workers: int) -> None:
-        self.name, self.spec, self._workers = name, spec, workers
+    def __init__(self, name: str, spec: UpdateSpec, view: View) -> None:
+        self.name, self.spec, self._view = name, spec, view
         self._lock = threading.Lock()  # guards the next two
         self._latest: dict[int, tuple[int, StepScalars]] = {}
         self._marks: dict[int, int] = {}  # of ranks that have assigned values and wait for others to do so
@@ -93,9 +94,6 @@ class RankScalars:
     def take(self, rank: int, step: int, data: memoryview) -> TfpsError | None:
         """Takes the scalars of `rank` for `step`, packed; returns why the job must fail: it has assigned other values
         than another rank.
-
-        Raises:
-            ProtocolError: they are malformed, or of a step that the rank has begun already.
         """
         scalars = StepScalars.unpack(data, self.spec)
         with self._lock:
@@ -115,7 +113,7 @@ class RankScalars:
                         "alike: between epochs, or after strategy.synchronize()"
                     )
             self._marks[rank] = scalars.mark
-            if len(self._marks) == self._workers:
+            if len(self._marks) == self._view.workers:
                 self._marks = {}
         return None
 
@@ -158,8 +156,8 @@ class AsyncAdmission(Admission):
         self._recorder, self._format, self._parameters = recorder, format_, parameters
         self._scalars, self._bound, self._delay_compensation = scalars, bound, delay_compensation
         self.nbytes = format_.nbytes
-        self._steps = [0] * bound.workers  # pushes of each rank
-        self._done = [0] * bound.workers  # steps of each rank in this phase
+        self._steps = dict.fromkeys(bound.view.ranks, 0)  # pushes of each rank
+        self._done = dict.fromkeys(bound.view.ranks, 0)  # steps of each rank in this phase
         self._phase = bound.phase.number
         self._marked: dict[int, _Pushed] = {}  # wait for all ranks' assignments
         self._held: dict[int, Push] = {}  # applied, but their ranks are too far ahead
@@ -190,7 +188,7 @@ class AsyncAdmission(Admission):
             self._apply(pushed)
         else:
             self._marked[rank] = pushed
-            if len(self._marked) == self._bound.workers:
+            if len(self._marked) == self._bound.view.workers:
                 self._take_assigned()
         return Taken(self._ready())
 
@@ -202,7 +200,7 @@ class AsyncAdmission(Admission):
         return self._bound.quiesced()
 
     def missing(self, asking: int | None) -> list[int]:
-        everyone = range(self._bound.workers)
+        everyone = self._bound.view.ranks
         late = {rank for each in (self._marked, self._whole) if each for rank in everyone if rank not in each}
         for rank in self._held:
             if asking in (None, rank):
@@ -220,7 +218,7 @@ class AsyncAdmission(Admission):
 
     def _collected(self) -> list[Answer]:
         """Once all ranks have pushed their residuals, the sum for all of them, added in rank order."""
-        if len(self._whole) < self._bound.workers:
+        if len(self._whole) < self._bound.view.workers:
             return []
         total = np.zeros(self.nbytes // 4, np.float32)
         for rank in sorted(self._whole):
@@ -233,7 +231,7 @@ class AsyncAdmission(Admission):
         """In a new phase nobody is ahead."""
         number = self._bound.phase.number
         if self._phase != number:
-            self._phase, self._done = number, [0] * self._bound.workers
+            self._phase, self._done = number, dict.fromkeys(self._bound.view.ranks, 0)
 
     def _take_assigned(self) -> None:
         """All ranks have assigned values: rank 0's count, then their gradients, in rank order."""

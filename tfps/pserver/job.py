@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 from tfps.config import Config
 from tfps.errors import (
@@ -20,7 +21,8 @@ from tfps.errors import (
 )
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.layout import Layout
-from tfps.pserver.membership import Applicant, Declaration, Member, Membership, State, first_difference
+from tfps.membership.members import Applicant, Member, Members, State, first_difference
+from tfps.membership.view import View
 from tfps.pserver.recording import Recording
 from tfps.pserver.shard import OwnedBucket, Shard
 from tfps.pserver.slices import Answer, Late, Push, send
@@ -38,25 +40,35 @@ _MAX_COUNTERS = 1024  # of which those drawn from last are kept; a loop over a d
 _MAX_NAME = 256
 
 
+@dataclass(slots=True)
+class Declaration:
+    """The ranks' declarations of one number."""
+
+    lines: dict[int, list[str]] = field(default_factory=dict)
+    specs: Sequence[BucketSpec] = ()
+    agreed: bool = False
+
+
 class Job:
     """All a pserver knows of one job. Called by the threads of all streams and control calls.
 
-    A failure ends the job for all its members; a new job needs a new object.
+    A failure ends the job for all its members: calls raise it from then on, and a new job needs a new object. Else they
+    raise ConnectError for who is no member, and ProtocolError for what does not fit.
 
     Args:
+        view: its workers; how many pservers it has the first of them says.
         max_memory: bytes that it may declare.
     """
 
-    def __init__(
-        self, workers: int, name: str, recorder: Recorder, errors: ErrorCounts, max_memory: int = 2**63
-    ) -> None:
+    def __init__(self, view: View, name: str, recorder: Recorder, errors: ErrorCounts, max_memory: int = 2**63) -> None:
         self._recorder, self._errors, self._max_memory = recorder, errors, max_memory
         self.recording = Recording(recorder)
-        self.counters = Counters(workers)
+        self.counters = Counters(view)
         self._changed = threading.Condition()  # guards all below; notified when a waiting declare may go on
-        self._membership = Membership(workers, name)
-        self._shard = Shard(Config(), workers, 1, 0, recorder, max_memory)  # replaced when the first worker joins
+        self._membership = Members(view, name)
+        self._shard = Shard(Config(), view, 0, recorder, max_memory)  # replaced when the first worker joins
         self._queues: dict[int, SendQueue] = {}
+        self._memory: dict[int, Attached] = {}  # of the members that share theirs
         self._ends: dict[int, Callable[[], object]] = {}  # end the push streams
         self._declarations: list[Declaration] = []
         self._failure: TfpsError | None = None
@@ -90,35 +102,28 @@ class Job:
             self._changed.wait_for(lambda: self._failure is not None or not self._membership.ending, timeout_s)
             return self._failure is not None or self._membership.over
 
-    def join(self, applicant: Applicant, config: Config, memory: Attached | None = None) -> Member:
-        """Adds a worker, which shares `memory`, as a member.
-
-        Raises:
-            ConnectError, MismatchError: see `Membership.join`.
-        """
+    def join(self, applicant: Applicant, config: Config, memory: Attached | None = None) -> tuple[int, bool]:
+        """Adds a worker, which shares `memory`, as a member; returns its rank and whether its memory is used."""
         with self._changed:
             first = not self._membership.members
             member = self._membership.join(applicant, time.monotonic())
             if first:
-                of = self._membership.workers, applicant.pservers, applicant.pserver_index
-                self._shard = Shard(config, *of, self._recorder, self._max_memory)
-                self._log(f"begins: {member} is the first of {self._membership.workers} workers")
+                view, index = self._membership.view, applicant.pserver_index
+                self._shard = Shard(config, view, index, self._recorder, self._max_memory)
+                self._log(f"begins: {member} is the first of {view.workers} workers")
             if member.state is State.JOINED:
-                member.memory = memory
+                if memory is not None:
+                    self._memory[member.rank] = memory
                 window, policy, recorder = config.first_window_bytes, config.policy, self._recorder
                 queue = SendQueue(window, policy, piggyback=False, recorder=recorder, rank=member.rank)
                 self._queues[member.rank] = queue
-            return member
+            return member.rank, member.rank in self._memory
 
     def open_stream(self, rank: int, stream: str, end: Callable[[], object] | None = None) -> SendQueue:
         """Registers a `stream`, "Push" or "Pull"; returns the rank's queue. With both the rank takes part.
 
         Args:
             end: ends the stream once the other has ended. "Pull" ends with the queue.
-
-        Raises:
-            ConnectError: the rank has not joined, or has such a stream.
-            TfpsError: the job has failed.
         """
         with self._changed:
             self._raise_failure()
@@ -142,8 +147,7 @@ class Job:
         if lost:  # before `go`: else a push in between would report that it left
             self.fail(WorkerLostError(f"{member} died at step {member.step}: its connection ended without a leave"))
         with self._changed:
-            member.go(ended=1, lost=lost)
-            self._some_left = True
+            self._go(member, ended=1, lost=lost)
             end = self._ends.pop(rank, None)
             self._changed.notify_all()
         if end is not None:
@@ -159,8 +163,7 @@ class Job:
             self.fail(failure)  # first, as above
         with self._changed:
             member.reason = reason
-            member.go()
-            self._some_left = True
+            self._go(member)
             if self._failure is None and self._membership.over:
                 self._log("has ended: all its workers have left")
             self._changed.notify_all()
@@ -173,6 +176,11 @@ class Job:
                 self._fail_left(late, bucket)
                 return
         self._release()
+
+    def _go(self, member: Member, *, ended: int = 0, lost: bool = False) -> None:
+        self._some_left = True
+        if member.go(ended=ended, lost=lost):
+            self._memory.pop(member.rank, None)
 
     def fail(self, error: TfpsError) -> None:
         """Fails the job: every member's streams end with `error`. Only the first error counts."""
@@ -213,12 +221,7 @@ class Job:
     ) -> None:
         """Blocks until all ranks have declared the same. Number 0 waits until all have joined.
 
-        Raises:
-            ConnectError: the rank has not joined.
-            ConfigError: the buckets would take more memory than this pserver may use.
-            MismatchError: they differ; the job has failed.
-            WaitTimeoutError: names the missing ranks. The declaration is withdrawn and may be repeated.
-            TfpsError: the job has failed, or this rank has left meanwhile.
+        A declaration that times out is withdrawn, and may be repeated; the WaitTimeoutError names the missing ranks.
         """
         lines = [*details, *map(str, specs)]
         with self._changed:
@@ -236,7 +239,7 @@ class Job:
             members, gone = self._membership, self._membership.gone()
             if rank in gone:
                 raise ClosedError("the worker has left the job")
-            late = [r for r in range(members.workers) if r not in declaration.lines]
+            late = [r for r in members.view.ranks if r not in declaration.lines]
             what = "declared its variables" if number else "joined"
             if lost := [r for r in late if r in gone]:
                 member = members.members[lost[0]]
@@ -258,7 +261,7 @@ class Job:
             raise ProtocolError(f"declaration {number} must come once from rank {rank}, got it twice")
         declaration.lines[rank] = lines
         declaration.specs = specs
-        if len(declaration.lines) == self._membership.workers:
+        if len(declaration.lines) == self._membership.view.workers:
             if (difference := first_difference(declaration.lines, self._membership.describe)) is not None:
                 self.fail(MismatchError(difference))
             self._changed.notify_all()
@@ -269,7 +272,7 @@ class Job:
         gone = self._membership.gone()
         if any(r == rank or r not in declaration.lines for r in gone):
             return True
-        if len(declaration.lines) < self._membership.workers or self._membership.not_streaming():
+        if len(declaration.lines) < self._membership.view.workers or self._membership.not_streaming():
             return False
         self._shard.add(declaration.specs)
         declaration.agreed = True
@@ -278,13 +281,7 @@ class Job:
         return True
 
     def tune(self, layout: Layout) -> None:
-        """Cuts buckets anew, from the steps in `layout` on, and tells all workers.
-
-        Raises:
-            ProtocolError: the layout does not fit the buckets.
-            ConfigError: so many slices would take more memory than this pserver may use.
-            TfpsError: the job has failed.
-        """
+        """Cuts buckets anew, from the steps in `layout` on, and tells all workers."""
         with self._changed:
             self._raise_failure()
             self._shard.cut_anew(layout)
@@ -293,16 +290,11 @@ class Job:
                 queue.set_window(layout.window_bytes)
 
     def trace(self, number: int, on: bool) -> None:
-        """Starts or stops recording a capture, and tells all workers.
-
-        Raises:
-            ClosedError: there is no such capture.
-            TfpsError: the job has failed.
-        """
+        """Starts or stops recording a capture, and tells all workers."""
         with self._changed:
             self._raise_failure()
             if on:
-                others = set(range(1, self._membership.workers)) - set(self._membership.gone())
+                others = set(self._membership.view.ranks[1:]) - set(self._membership.gone())
                 self.recording.start(number, () if self._shard.index else others)
             else:
                 self.recording.stop(number, self._shard.index)
@@ -310,7 +302,7 @@ class Job:
 
     def _announce(self, header: Header, payload: bytes = b"") -> None:
         """Sends a frame outside the windows to all workers."""
-        frame = frames.encode(header, payload)
+        frame = frames.encode(header._replace(generation=self._membership.view.generation), payload)
         for queue in self._queues.values():
             queue.put_urgent(frame)
 
@@ -321,13 +313,11 @@ class Job:
 
         Args:
             place: where the slice is in the rank's shared memory, if not in `payload`.
-
-        Raises:
-            ProtocolError: the frame fits no declared slice, or has the wrong step.
         """
         buckets = self._shard.buckets
         if self._failure is not None:
             return  # its stream is about to end
+        self._membership.view.check(header.generation)
         if not 0 <= header.bucket < len(buckets):
             raise ProtocolError(f"bucket must be one of the {len(buckets)} declared ones, got {header.bucket}")
         bucket = buckets[header.bucket]
@@ -343,7 +333,7 @@ class Job:
             raise ProtocolError(f"bucket '{bucket.spec.name}' has no slice {header.index} on this pserver")
         member, target = self._membership.members[rank], None
         if place is not None:
-            if gather or (memory := member.memory) is None:
+            if gather or (memory := self._memory.get(rank)) is None:
                 raise ProtocolError(f"bucket '{bucket.spec.name}' must come in frames, got {place} in shared memory")
             target = Target(place, memory.view(place))
             payload = payload[:0] if header.flags & EMPTY else target.memory.data
@@ -359,16 +349,14 @@ class Job:
 
     def take_scalars(self, rank: int, header: Header, payload: memoryview) -> None:
         """Takes the SCALARS that come before the slices of a push; see `OwnedBucket.take_scalars`."""
-        if self._failure is None and (error := self.bucket(header.bucket).take_scalars(rank, header.step, payload)):
+        if self._failure is not None:
+            return
+        self._membership.view.check(header.generation)
+        if error := self.bucket(header.bucket).take_scalars(rank, header.step, payload):
             self.fail(error)
 
     def bucket(self, number: int) -> OwnedBucket:
-        """A declared bucket.
-
-        Raises:
-            ProtocolError: there is none of this number.
-            TfpsError: the job has failed.
-        """
+        """A declared bucket."""
         with self._changed:
             self._raise_failure()
             if not 0 <= number < len(self._shard.buckets):
@@ -387,7 +375,7 @@ class Job:
             self._raise_failure()
             ranks = set(self._membership.not_streaming())
             if self._declarations and not (last := self._declarations[-1]).agreed:
-                ranks.update(rank for rank in range(self._membership.workers) if rank not in last.lines)
+                ranks.update(rank for rank in self._membership.view.ranks if rank not in last.lines)
             return [self._membership.describe(rank) for rank in sorted(ranks)]
 
     def status(self) -> JobStatus:
@@ -399,7 +387,7 @@ class Job:
             present = [members.members[rank] for rank in sorted(members.members)]
             return JobStatus(
                 job=present[0].applicant.job if present else "",
-                workers=members.workers,
+                workers=members.view.workers,
                 state=_state(members, self._failure),
                 reason=str(self._failure or ""),
                 buckets=len(buckets),
@@ -415,7 +403,7 @@ class Job:
                         step=member.step,
                         wait_s=member.wait_s,
                         awaited_slices=sum(member.rank in ranks for ranks in awaited),
-                        shared_memory=member.memory is not None,
+                        shared_memory=member.rank in self._memory,
                         **self._queues[member.rank].load._asdict(),
                     )
                     for member in present
@@ -428,11 +416,7 @@ class Job:
     # Mode "async"
 
     def quiesce(self, rank: int) -> None:
-        """`rank` pushes nothing more before all are quiesced; see RestRequest.
-
-        Raises:
-            TfpsError: the job has failed, or fails because others wait for this rank.
-        """
+        """`rank` pushes nothing more before all are quiesced; see RestRequest."""
         for bucket, item in self._shard.slices(asynchronous=True):
             if item.late([rank]) is not None:
                 self.fail(MismatchError(_not_assigned(self._membership.describe(rank), bucket)))
@@ -459,39 +443,35 @@ def _not_assigned(rank: str, bucket: str) -> str:
 
 
 class Counters:
-    """Numbers that ranks draw, each once. Each rank's first is its rank, the others count up from `workers`."""
+    """Numbers that ranks draw, each once: each rank's first is its place in the view, then they count up from there."""
 
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
+    def __init__(self, view: View) -> None:
+        self._view = view
         self._lock = threading.Lock()  # guards _drawn
         # By name, in the order of last use: the ranks that have their first, the next number.
         self._drawn: dict[str, tuple[set[int], int]] = {}
 
     def fetch_add(self, name: str, rank: int) -> int:
-        """The next number of the counter `name` for `rank`.
-
-        Raises:
-            ProtocolError: there is no such rank, or the name is too long.
-        """
-        if not 0 <= rank < self._workers or len(name) > _MAX_NAME:
+        """The next number of the counter `name` for `rank`."""
+        if rank not in self._view.ranks or len(name) > _MAX_NAME:
             raise ProtocolError(
-                f"a number must be drawn by one of the {self._workers} ranks, from a counter whose name has at most "
-                f"{_MAX_NAME} characters, got rank {rank} and {len(name)} characters"
+                f"a number must be drawn by one of the {self._view.workers} ranks, from a counter whose name has at "
+                f"most {_MAX_NAME} characters, got rank {rank} and {len(name)} characters"
             )
         with self._lock:
-            begun, following = self._drawn.pop(name, (set[int](), self._workers))
+            begun, following = self._drawn.pop(name, (set[int](), self._view.workers))
             if len(self._drawn) == _MAX_COUNTERS:
                 del self._drawn[next(iter(self._drawn))]
             if rank in begun:
                 number, following = following, following + 1
             else:
-                number = rank
+                number = self._view.place(rank)
                 begun.add(rank)
             self._drawn[name] = begun, following
             return number
 
 
-def _state(membership: Membership, failure: TfpsError | None) -> str:
+def _state(membership: Members, failure: TfpsError | None) -> str:
     if failure is not None:
         return "failed"
     if not membership.members or membership.over:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from tfps.errors import ConfigError
+from tfps.membership.members import State
 from tfps.pserver.guard import Newest, listen
-from tfps.pserver.membership import State
 from tfps.pserver.server import ParameterServer
 from tfps.types import Argument, Function
 from tfps.wire.status import MemberStatus

@@ -15,6 +15,8 @@ from tfps.wire.control import record_messages
 class Recording:
     """The capture of a job as one of its pservers sees it; see Records in protos/tfps.proto. Any thread.
 
+    What is asked of a capture that is unknown or over raises ClosedError.
+
     Attributes:
         number: of the current capture, until all is collected; 0 if none.
     """
@@ -42,11 +44,7 @@ class Recording:
             self._changed.notify_all()
 
     def stop(self, number: int, index: int) -> None:
-        """Stops recording; `index` is this pserver's place in the workers' list.
-
-        Raises:
-            ClosedError: the capture is unknown or over.
-        """
+        """Stops recording; `index` is this pserver's place in the workers' list."""
         with self._changed:
             self._check(number)
             if self._runs:
@@ -56,11 +54,7 @@ class Recording:
                 self._changed.notify_all()
 
     def upload(self, number: int, rank: int, part: pb.Records) -> None:
-        """Takes a part of a worker's records.
-
-        Raises:
-            ClosedError: the capture is unknown or over.
-        """
+        """Takes a part of a worker's records."""
         with self._changed:
             self._check(number)
             self._parts.append(part)
@@ -69,12 +63,7 @@ class Recording:
             self._changed.notify_all()
 
     def collect(self, number: int, timeout_s: float) -> pb.Records | None:
-        """Waits for the next part. None ends the capture: all is collected, or the time is up.
-
-        Raises:
-            ClosedError: the capture is unknown or over.
-            TfpsError: the job has failed.
-        """
+        """Waits for the next part. None ends the capture: all is collected, or the time is up."""
         with self._changed:
             self._check(number)
             self._changed.wait_for(

@@ -1,4 +1,8 @@
-"""A pserver: the gRPC side of `Job`."""
+"""A pserver: the gRPC side of `Job`, its streams and the calls of its members.
+
+Tested in tests/pserver/test_server.py, tests/pserver/test_slices.py (Put, Get) and tests/worker/test_async.py (Rest,
+Take).
+"""
 
 from __future__ import annotations
 
@@ -8,20 +12,26 @@ import hmac
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
 import grpc
 from google.protobuf.message import Message
 
+from tfps.compression import NONE
 from tfps.config import Security
 from tfps.errors import ClosedError, ConfigError, ConnectError, ProtocolError, PserverLostError, TfpsError
+from tfps.exchange.codecs import codec_of
+from tfps.exchange.interface import BucketKind, BucketSpec
+from tfps.exchange.parameter_shard import ParameterShard
+from tfps.exchange.update_spec import UpdateSpec
+from tfps.membership.members import Applicant
+from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver.calls import JOB_CALLS, rank_of, refusal
 from tfps.pserver.data_port import DataPort, Session
 from tfps.pserver.guard import Guard, Rate, check_host, parse, reachable, try_to_listen
 from tfps.pserver.job import ErrorCounts, Job
-from tfps.pserver.membership import applicant_of
+from tfps.pserver.slices import OwnedSlice
 from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument
@@ -29,14 +39,18 @@ from tfps.version import __version__
 from tfps.wire import frames, shared_memory
 from tfps.wire.control import (
     INCARNATION_KEY,
+    KEPT_PIECE_BYTES,
     MEASURE,
     PROTOCOL_VERSION,
     PULL,
     PUSH,
+    RANK_KEY,
     SERVICE,
     Fallible,
     config_of,
     failure_of,
+    layout_of,
+    reply_type,
     server_options,
     version_text,
 )
@@ -52,6 +66,7 @@ from tfps.wire.tls import server_credentials
 
 logger = logging.getLogger("tfps")
 _MAX_JOIN_S = 600.0  # that a Join may wait, whatever its client says
+_MAX_WAIT_S = 60.0  # of another call
 _JOIN_MARGIN_S = 1.0  # before a caller's deadline: tells it why it waits instead of timing out
 _PROBES_PER_S, _PROBES = 20.0, 200.0  # that are answered, in the long run and at once
 _MEASURED_PER_S, _MEASURED = 0.2, 32.0  # measurements, one direction each, in the long run and at once
@@ -140,7 +155,7 @@ class ParameterServer:
         return 0 if self._data is None else self._data.port
 
     def _new_job(self) -> Job:
-        return Job(self.workers, self._job_name, self._recorder, self._errors, self._max_memory)
+        return Job(View.first(self.workers), self._job_name, self._recorder, self._errors, self._max_memory)
 
     def stop(self, grace_s: float = 2.0) -> None:
         """Fails the current job, if any, and stops the server. May be called again."""
@@ -181,9 +196,9 @@ class ParameterServer:
                 try:
                     reply = call(parse(name, request), context)
                 except TfpsError as error:
-                    reply = refusal(name, error)
+                    reply = _refusal(name, error)
                 except Exception as error:
-                    reply = refusal(name, self._bug(f"in {name}", error))
+                    reply = _refusal(name, self._bug(f"in {name}", error))
                 if name != "Leave" and reply.HasField("failure"):
                     failure = cast(Fallible, reply).failure
                     self._errors.add(name, error_from(failure.code, failure.text))
@@ -201,7 +216,7 @@ class ParameterServer:
             "Probe": self._probe,
             "Leave": self._leave,
         }
-        calls |= {name: functools.partial(self._of_job, call) for name, call in JOB_CALLS.items()}
+        calls |= {name: functools.partial(self._of_job, name) for name in _JOB_CALLS}
         handlers = {name: unary(call, name) for name, call in calls.items()}
         handlers[PUSH] = grpc.stream_unary_rpc_method_handler(self._push)
         handlers[PULL] = grpc.unary_stream_rpc_method_handler(self._pull)
@@ -228,7 +243,7 @@ class ParameterServer:
             if wait_s := self._join_rate.take():
                 raise ConnectError(f"too many workers join this pserver at once; the next may in {wait_s:.2g} s")
             config = config_of(request.settings)
-            applicant = applicant_of(request)
+            applicant = _applicant(request)
             self._wait_for_end(context)
             with self._lock:
                 if self._stopped:
@@ -236,8 +251,7 @@ class ParameterServer:
                 if self._job.over:
                     self._job = self._new_job()
                 first = not self._job.incarnation
-                member = self._job.join(applicant, config, _attached(request))
-                reply.rank, reply.shared_memory = member.rank, member.memory is not None
+                reply.rank, reply.shared_memory = self._job.join(applicant, config, _attached(request))
                 self._jobs += first
                 reply.workers, reply.incarnation, reply.data_port = self.workers, self._job.incarnation, self._data_port
         except TfpsError as error:  # caught here: a refusal must carry the protocol version, too
@@ -255,9 +269,10 @@ class ParameterServer:
         finally:
             self._joining.release()
 
-    def _of_job(self, call: Callable[..., Message], request: Argument, context: object) -> Message:
-        """Answers a call of JOB_CALLS."""
-        return call(self._job_of(request.incarnation), request)
+    def _of_job(self, name: str, request: Argument, context: object) -> Message:
+        """Answers a call of _JOB_CALLS."""
+        reply: Message = reply_type(name)(**(_JOB_CALLS[name](self._job_of(request.incarnation), request) or {}))
+        return reply
 
     def _clock(self, request: pb.ClockRequest, context: grpc.ServicerContext) -> pb.ClockReply:
         return pb.ClockReply(time_ns=self._recorder.clock(), wall_ns=time.time_ns())
@@ -291,7 +306,7 @@ class ParameterServer:
         self, stream: str, context: grpc.ServicerContext, end: Callable[[], object] | None = None
     ) -> tuple[Job, int, SendQueue]:
         metadata = dict(context.invocation_metadata())
-        rank = rank_of(metadata)
+        rank = _rank_of(metadata)
         job = self._job_of(metadata.get(INCARNATION_KEY, ""))
         return job, rank, job.open_stream(rank, stream, end)
 
@@ -351,6 +366,115 @@ class ParameterServer:
 
     def _failed(self, when: str, error: Exception) -> TfpsError:
         return TfpsError(f"pserver {self.address}: failed {when}: {error!r}; its log says where")
+
+
+# The calls of a job's members: each returns the fields of the reply. All raise TfpsError if the job has failed.
+
+Fields = Mapping[str, object]
+
+
+def _declare(job: Job, request: pb.DeclareRequest) -> None:
+    specs = [_spec(bucket) for bucket in request.buckets]
+    job.declare(request.rank, request.number, request.details, specs, _bounded(request.timeout_s))
+
+
+def _waiting(job: Job, request: pb.WaitingRequest) -> Fields:
+    return {"missing": job.undeclared() if request.declaration else job.missing(request.bucket, request.rank)}
+
+
+def _put(job: Job, request: pb.PutRequest) -> None:
+    owned, parameters = _parameters(job, request)
+    nbytes = len(request.values)
+    if request.rank or nbytes > KEPT_PIECE_BYTES or nbytes % 4 or request.begin % 4:
+        raise ProtocolError(
+            f"a call of Put must be rank 0's, with at most {KEPT_PIECE_BYTES} bytes, a multiple of 4 bytes from a "
+            f"multiple of 4 on, got {nbytes} bytes from {request.begin} on of rank {request.rank}"
+        )
+    with owned.lock:
+        parameters.put(request.number, request.begin, request.values)
+
+
+def _get(job: Job, request: pb.GetRequest) -> Fields:
+    owned, parameters = _parameters(job, request)
+    if request.nbytes > KEPT_PIECE_BYTES:
+        raise ProtocolError(f"a call of Get must ask for at most {KEPT_PIECE_BYTES} bytes, got {request.nbytes}")
+    with owned.lock:
+        return {"values": parameters.get(request.number, request.begin, request.nbytes)}
+
+
+_JOB_CALLS: dict[str, Callable[[Job, Argument], Fields | None]] = {
+    "Declare": _declare,
+    "Waiting": _waiting,
+    "Put": _put,
+    "Get": _get,
+    "Rest": lambda job, request: job.quiesce(request.rank),
+    "Take": lambda job, request: {"number": job.counters.fetch_add(request.counter, request.rank)},
+    "Tune": lambda job, request: job.tune(layout_of(request.layout)),
+    "Trace": lambda job, request: job.trace(request.number, request.on),
+    "Upload": lambda job, request: job.recording.upload(request.number, request.rank, request.records),
+    "Collect": lambda job, request: {"records": job.recording.collect(request.number, _bounded(request.timeout_s))},
+}
+
+
+def _bounded(wait_s: float) -> float:
+    """How long a call may wait: `wait_s`, if it is a time, up to a bound."""
+    return max(wait_s, 0.0) if wait_s < _MAX_WAIT_S else _MAX_WAIT_S
+
+
+def _spec(bucket: pb.Bucket) -> BucketSpec:
+    """A declared bucket. Here, and only here, the texts of its codec and update are parsed."""
+    return BucketSpec(
+        names=tuple(bucket.names),
+        kind=cast("BucketKind", bucket.kind),
+        nbytes=bucket.nbytes,
+        dtype=bucket.dtype,
+        priority=bucket.priority,
+        occasional=bucket.occasional,
+        codec=codec_of(bucket.codec or NONE),
+        update=UpdateSpec.parse(bucket.update) if bucket.update else None,
+    )
+
+
+def _parameters(job: Job, request: pb.PutRequest | pb.GetRequest) -> tuple[OwnedSlice, ParameterShard]:
+    bucket = job.bucket(request.bucket)
+    owned = bucket.slices.get(request.slice)
+    if owned is None or owned.parameters is None:
+        raise ProtocolError(f"bucket '{bucket.spec.name}' has no slice {request.slice} here that keeps anything")
+    return owned, owned.parameters
+
+
+# What else they need
+
+
+def _rank_of(metadata: dict[str, object]) -> int:
+    """The rank that a stream is of."""
+    text = str(metadata.get(RANK_KEY, ""))
+    if not text.isdigit():
+        raise ConnectError(f"metadata {RANK_KEY} must be a number, got {text!r}")
+    return int(text)
+
+
+def _refusal(name: str, error: TfpsError) -> Message:
+    """The reply to a control call that has failed."""
+    version = {"protocol_version": PROTOCOL_VERSION} if name in ("Join", "Probe") else {}
+    reply: Message = reply_type(name)(**({} if name == "Leave" else {"failure": failure_of(error)}), **version)
+    return reply
+
+
+def _applicant(request: pb.JoinRequest) -> Applicant:
+    """The worker that sends this request."""
+    return Applicant(
+        job=request.job,
+        rank=request.rank if request.rank >= 0 else None,
+        workers=request.workers,
+        uid=request.uid,
+        host=request.host,
+        pid=request.pid,
+        pserver_index=request.pserver_index,
+        pservers=request.pservers,
+        incarnation=request.incarnation,
+        settings={field.name: getattr(request.settings, field.name) for field in pb.Settings.DESCRIPTOR.fields},
+    )
 
 
 def _attached(request: pb.JoinRequest | pb.ProbeRequest) -> Attached | None:

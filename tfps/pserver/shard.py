@@ -11,6 +11,7 @@ from tfps.exchange.aggregate import GatherRound, SliceFormat, SumRound
 from tfps.exchange.interface import BucketSpec, parse_dtype
 from tfps.exchange.layout import Cutting, Layout, Placer, Slice, cut_anew, cut_sum
 from tfps.exchange.parameter_shard import ParameterShard
+from tfps.membership.view import View
 from tfps.pserver.async_admission import AsyncAdmission, RankScalars, StalenessBound
 from tfps.pserver.slices import (
     DeltaState,
@@ -55,40 +56,34 @@ class Shard:
     """What one pserver owns. The caller's lock guards all changes and the buckets' `next`.
 
     Args:
-        workers: number of workers in the job.
-        pservers: number of pservers; `index` is this one's place in the workers' lists.
+        view: of the job; `index` is this pserver's place in the workers' lists.
         max_memory: bytes that the buckets may take.
     """
 
-    def __init__(
-        self, config: Config, workers: int, pservers: int, index: int, recorder: Recorder, max_memory: int = 2**63
-    ) -> None:
-        self.config, self.index, self._max_memory = config, index, max_memory
+    def __init__(self, config: Config, view: View, index: int, recorder: Recorder, max_memory: int = 2**63) -> None:
+        self.config, self.view, self.index, self._max_memory = config, view, index, max_memory
         self.buckets: list[OwnedBucket] = []  # only grows, until `clear`: streams read it without the lock
-        self._workers, self._pservers, self._recorder = workers, pservers, recorder
-        self._placer = Placer(pservers, config.placement)
-        self.bound = StalenessBound(workers, config.staleness)  # of mode "async"
+        self._recorder = recorder
+        self._placer = Placer(view.pservers, config.placement)
+        self.bound = StalenessBound(view, config.staleness)  # of mode "async"
 
     def check(self, specs: Sequence[BucketSpec]) -> None:
-        """Checks that there is memory for `specs` beside the buckets that are here.
-
-        Raises:
-            ConfigError: there is not.
-        """
+        """Checks that there is memory for `specs` beside the buckets that are here."""
         self._check([*(bucket.spec for bucket in self.buckets), *specs], self.config.first_slice_bytes)
 
     def _check(self, specs: Sequence[BucketSpec], slice_bytes: int) -> None:
         # Of a slice, that are kept. In mode "async" pushes may wait for each other, and each reply is a copy.
-        parts = self._workers if self.config.deterministic or self.config.applies_each_push else 1
-        copies = self._workers if self.config.delay_compensation else 0  # of parameters, as each rank has them
+        workers, pservers = self.view.workers, len(self.view.pservers)
+        parts = workers if self.config.deterministic or self.config.applies_each_push else 1
+        copies = workers if self.config.delay_compensation else 0  # of parameters, as each rank has them
         kept = sum(spec.nbytes * (kept_arrays(spec) + copies * (spec.update is not None)) for spec in specs)
-        payload = (sum(spec.nbytes * parts for spec in specs) + kept) // self._pservers
+        payload = (sum(spec.nbytes * parts for spec in specs) + kept) // pservers
         slices = sum(spec.nbytes // slice_bytes + 1 for spec in specs)
         if payload + slices * _SLICE_BYTES > self._max_memory:
             raise ConfigError(
                 f"what a job declares must fit into the {self._max_memory} bytes that a pserver may use "
                 f"(--max-memory), got {payload} bytes here in {slices} slices of up to {slice_bytes} bytes on all of "
-                f"the {self._pservers} pservers"
+                f"the {pservers} pservers"
             )
 
     def add(self, specs: Sequence[BucketSpec]) -> None:
@@ -99,21 +94,16 @@ class Shard:
             if spec.kind == "sum":
                 bucket.slices = self._slices(bucket, cut_sum(spec, slice_bytes, self._placer))
             elif self._placer.place_gather(spec.common_name) == self.index:
-                round_ = GatherRound(f"bucket '{spec.name}'", self._workers, slice_bytes)
+                round_ = GatherRound(f"bucket '{spec.name}'", self.view, slice_bytes)
                 bucket.slices[0] = OwnedSlice(self._recorder, GatherAdmission(self._recorder, round_))
             self.buckets.append(bucket)
 
     def cut_anew(self, layout: Layout) -> None:
-        """Prepares the cuttings of `layout`, each from its step on.
-
-        Raises:
-            ProtocolError: the layout does not fit the buckets.
-            ConfigError: so many slices take more memory than there is.
-        """
+        """Prepares the cuttings of `layout`, each from its step on."""
         specs = [bucket.spec for bucket in self.buckets]
         if layout.slice_bytes > 0:  # else it does not fit
             self._check(specs, layout.slice_bytes)
-        for number, cutting in cut_anew(specs, layout, self._pservers, self.config.placement).items():
+        for number, cutting in cut_anew(specs, layout, self.view.pservers, self.config.placement).items():
             self.buckets[number].next[cutting.step] = self._slices(self.buckets[number], cutting)
 
     def slices(self, asynchronous: bool = False) -> Iterator[tuple[str, OwnedSlice]]:
@@ -131,7 +121,7 @@ class Shard:
         if spec.update is None:
             return None
         if self.config.applies_each_push:
-            return RankScalars(spec.name, spec.update, self._workers)
+            return RankScalars(spec.name, spec.update, self.view)
         return RoundScalars(spec.name, spec.update)
 
     def _slices(self, bucket: OwnedBucket, cutting: Cutting) -> dict[int, OwnedSlice]:
@@ -163,7 +153,7 @@ class Shard:
             state = UpdatedState(parameters, scalars)
         else:
             state = DeltaState(parameters, scalars, spec.codec)
-        round_ = SumRound(format_, self._workers, config.deterministic, step)
+        round_ = SumRound(format_, self.view, config.deterministic, step)
         return OwnedSlice(recorder, SumAdmission(recorder, round_, state), parameters)
 
 

@@ -43,15 +43,10 @@ class Push(NamedTuple):
 
     def reply(self, flags: int = 0) -> Header:
         """The header of what answers it."""
-        _, _, bucket, index, priority, step, _ = self.header
-        return Header(Kind.REPLY, flags, bucket, index, priority, step)
+        return self.header._replace(kind=Kind.REPLY, flags=flags, received=0)
 
     def part(self, format_: SliceFormat) -> Part | None:
-        """What it contributes; None: nothing.
-
-        Raises:
-            ProtocolError: it does not fit the slice.
-        """
+        """What it contributes; None: nothing."""
         flags, payload, target = self.header.flags, self.payload, self.target
         encoded, whole = format_.codec is not None, bool(flags & WHOLE)
         expected = 0 if flags & EMPTY else format_.part_bytes(whole)
@@ -141,7 +136,7 @@ class Admission(abc.ABC):
 
 
 class OwnedSlice:
-    """A slice, or a whole gather, on its owner; any thread.
+    """A slice, or a whole gather, on its owner; any thread. A push that does not fit it raises ProtocolError.
 
     Attributes:
         lock: guards `admission` and `parameters`.
@@ -159,9 +154,6 @@ class OwnedSlice:
 
         Args:
             upcoming: steps from which the bucket is cut anew, so that this slice ends.
-
-        Raises:
-            ProtocolError: the frame does not fit the slice or its step.
         """
         now_ns = self._recorder.clock()
         with self.lock:
@@ -238,11 +230,7 @@ class UpdatedState:
         return self._updated(round_), 0
 
     def _updated(self, round_: SumRound) -> memoryview:
-        """The new parameters.
-
-        Raises:
-            ProtocolError: the scalars of the step, or the parameters, have not come.
-        """
+        """The new parameters."""
         scalars = self._scalars.at(round_.step)
         self._parameters.take_put()
         return self._parameters.update(round_.finish(), scalars)
@@ -283,9 +271,6 @@ class RoundScalars:
         """Takes the scalars of `rank` for `step`, packed; returns why the job must fail, if another rank's differ.
 
         A rank sends those of the next step when it has the whole reply to this one: nobody needs this one's any more.
-
-        Raises:
-            ProtocolError: they are malformed, of another step, or the rank has sent them already.
         """
         scalars = StepScalars.unpack(data, self.spec)
         with self._lock:
@@ -312,11 +297,7 @@ class RoundScalars:
                 self._step, self._by_rank = step + 1, {}
 
     def at(self, step: int) -> StepScalars:
-        """Rank 0's scalars of `step`, which is complete.
-
-        Raises:
-            ProtocolError: a rank has pushed without scalars.
-        """
+        """Rank 0's scalars of `step`, which is complete."""
         with self._lock:
             if step != self._step or 0 not in self._by_rank:
                 raise ProtocolError(f"step scalars of bucket '{self.name}' must come before the slices of step {step}")
@@ -387,7 +368,7 @@ class SumAdmission(RoundAdmission):
 
     def _finish(self, push: Push, last: bool) -> tuple[list[Answer], int, int]:
         payload, flags = self._state.finish(self.round, last)
-        header, everyone, targets = push.reply(flags), range(self.round.workers), self._targets
+        header, everyone, targets = push.reply(flags), self.round.view.ranks, self._targets
         if not targets:
             return [Answer(everyone, header, payload)], self.nbytes, push.header.index
         self._targets = {}
@@ -411,7 +392,7 @@ class GatherAdmission(RoundAdmission):
         self.round.add(push.rank, header.step, header.index, push.payload, bool(header.flags & LAST))
 
     def _finish(self, push: Push, last: bool) -> tuple[list[Answer], int, int]:
-        result, everyone = self.round.finish(), range(self.round.workers)
+        result, everyone = self.round.finish(), self.round.view.ranks
         pieces = cut(len(result), self.round.slice_bytes)
         answers = []
         for index, piece in enumerate(pieces):
@@ -422,15 +403,15 @@ class GatherAdmission(RoundAdmission):
 
 def record(recorder: Recorder, push: Push, begin_ns: int, nbytes: int, index: int) -> None:
     """Records what `push` has completed: one span, also for all pieces of a gather."""
-    _, _, bucket, _, priority, step, _ = push.header
+    header = push.header
     recorder.span(
         "aggregate",
         begin_ns,
         recorder.clock(),
-        step=step,
-        bucket=bucket,
+        step=header.step,
+        bucket=header.bucket,
         slice=index,
-        priority=priority,
+        priority=header.priority,
         nbytes=nbytes,
         rank=push.rank,
     )

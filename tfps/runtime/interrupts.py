@@ -41,7 +41,7 @@ def indivisible(exchange: Exchange, what: str) -> Iterator[None]:
     except TfpsError:
         raise
     except BaseException as error:
-        if exchange.workers > 1:
+        if exchange.view.workers > 1:
             how = "interrupted (Ctrl-C)" if isinstance(error, KeyboardInterrupt) else f"stopped by {error!r}"
             exchange.fail(
                 InterruptError(

@@ -67,7 +67,7 @@ class TraceRun:
         spans, exchange = self._runtime.spans, self._runtime.exchange
         steps = [number for number, begin_ns in list(spans.steps) if begin_ns >= self._begin_ns]
         settings: dict[str, Setting] = {
-            "workers": exchange.workers,
+            "workers": exchange.view.workers,
             "tfps": __version__,
             "tensorflow": tf.__version__,
         }

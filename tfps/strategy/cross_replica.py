@@ -45,7 +45,7 @@ class CrossReplica(mirrored_strategy.MirroredExtended):
                 counts.append(self._num_replicas_in_sync)
             elif len(self._devices) == 1 or reduce_op == MEAN:  # all local replicas have it
                 local.append(as_tensor(each))
-                counts.append(self._runtime.exchange.workers)
+                counts.append(self._runtime.exchange.view.workers)
             else:
                 raise ValueError(f"a sum over replicas needs one value per replica, got {each!r}")
         with tf.device(None):

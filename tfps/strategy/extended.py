@@ -70,7 +70,7 @@ class Extended(CrossReplica):
     def __init__(
         self, strategy: tf.distribute.Strategy, devices: Sequence[str], runtime: Runtime, config: Config
     ) -> None:
-        self.exchange, workers = runtime.exchange, runtime.exchange.workers
+        self.exchange, workers = runtime.exchange, runtime.exchange.view.workers
         self.policy = policy_of(config, runtime)
         self._runtime = runtime  # before the base class, which reads the number of replicas
         super().__init__(strategy, devices=list(devices))
@@ -111,7 +111,7 @@ class Extended(CrossReplica):
 
     @property
     def _num_replicas_in_sync(self) -> int:
-        return len(self._devices) * self._runtime.exchange.workers
+        return len(self._devices) * self._runtime.exchange.view.workers
 
     def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
         return self._runtime.exchange.rank * len(self._devices) + replica_id
@@ -152,14 +152,14 @@ class Extended(CrossReplica):
         if not self.shards:
             return tf.distribute.InputContext(num_replicas_in_sync=len(self._devices))
         return tf.distribute.InputContext(
-            num_input_pipelines=self._runtime.exchange.workers,
+            num_input_pipelines=self._runtime.exchange.view.workers,
             input_pipeline_id=self._runtime.exchange.rank,
             num_replicas_in_sync=self._num_replicas_in_sync,
         )
 
     def _experimental_distribute_dataset(self, dataset: Batches, options: tf.distribute.InputOptions | None) -> Batches:
         context = self._make_input_context()
-        in_python = self.shards and self._runtime.exchange.workers > 1 and generators.of_whole_job(dataset)
+        in_python = self.shards and self._runtime.exchange.view.workers > 1 and generators.of_whole_job(dataset)
         if in_python or (context.num_replicas_in_sync > 1 and generators.has_scalars(dataset)):
             return datasets.distribute_rows(self, self.staging, dataset, context, options)
         return datasets.distribute_dataset(self, self.staging, dataset, context, options)

@@ -120,7 +120,7 @@ class Strategy(BaseStrategy):
     @property
     def num_workers(self) -> int:
         """How many workers train together."""
-        return self._runtime.exchange.workers
+        return self._runtime.exchange.view.workers
 
     @property
     def pservers(self) -> tuple[str, ...]:
@@ -337,7 +337,7 @@ def _forget(connection: _Connection, user: int) -> None:
     """
 
     def end() -> None:
-        if connection.runtime.exchange.workers == 1:
+        if connection.runtime.exchange.view.workers == 1:
             _disconnect(connection, user)
             return
         with _connecting:

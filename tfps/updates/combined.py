@@ -76,7 +76,7 @@ class Combiner:
 
     def __init__(self, runtime: Runtime, replicas: int) -> None:
         """`replicas`: number on this worker."""
-        self._runtime, self._total = runtime, replicas * runtime.exchange.workers
+        self._runtime, self._total = runtime, replicas * runtime.exchange.view.workers
         self._name = f"_tfps_writes_{next(_numbers)}"
         self._graphs: list[_Writes] = []
         self._eager: dict[str, Variable] = {}
@@ -136,7 +136,7 @@ class Combiner:
             if not parts or (variable is not None and all(each is not variable for each in written)):
                 return False
             with self._saying(written[0]):
-                if self._runtime.exchange.workers > 1:
+                if self._runtime.exchange.view.workers > 1:
                     for part in parts:
                         part.sum = self._sum_of(part)
                         part.sum.declare()

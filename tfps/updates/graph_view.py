@@ -57,7 +57,7 @@ def picture(graph: tf.Graph, runtime: Runtime) -> Picture:
                         reads.append(read)
     return Picture(
         function=graph.name,
-        workers=runtime.exchange.workers,
+        workers=runtime.exchange.view.workers,
         reads=[Read(read.key, read.variable, [key for key in read.after if key in sent]) for read in reads],
         sent=list(sent.values()),
     )

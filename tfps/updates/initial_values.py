@@ -45,7 +45,7 @@ class InitialValues:
 
     def created(self, variable: Variable) -> None:
         """Notes a new distributed variable."""
-        if self._runtime.exchange.workers > 1:
+        if self._runtime.exchange.view.workers > 1:
             self._created.append(variable)
 
     def agree(self, *, used: bool = False, written: Collection[str] = ()) -> None:

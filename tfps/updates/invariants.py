@@ -57,7 +57,7 @@ class Invariants:
     def __init__(self, runtime: Runtime, every: int) -> None:
         self._runtime, self._every = runtime, every
         self._rows = min(every, _MOST_ROWS)
-        workers = runtime.exchange.workers
+        workers = runtime.exchange.view.workers
         self._spec = BucketSpec(
             names=(f"checks every {every} steps",),  # refuses a rank with another number
             kind="sum",
@@ -80,7 +80,7 @@ class Invariants:
     @staticmethod
     def of(runtime: Runtime, every: int) -> Invariants | None:
         """Returns the instance that all strategies of `runtime` share; None if there is nothing to compare."""
-        if not every or runtime.exchange.workers == 1:
+        if not every or runtime.exchange.view.workers == 1:
             return None
         return runtime.shared(Invariants, lambda: Invariants(runtime, every))
 
@@ -139,7 +139,7 @@ class Invariants:
             if len(self._outbox) < self._rows:
                 return
             rows, self._outbox = self._outbox, []
-            said = np.zeros([self._runtime.exchange.workers, self._rows, _WIDTH], np.int64)
+            said = np.zeros([self._runtime.exchange.view.workers, self._rows, _WIDTH], np.int64)
             said[self._runtime.exchange.rank] = rows
             # Declared together with the buckets of the updates: no wait.
             (bucket,) = self._runtime.buckets([("checks", self._spec)])

@@ -36,7 +36,7 @@ class Reductions:
 
     def estimated(self, values: list[Value]) -> list[Value]:
         """Returns the sums of `values` over the workers if all workers had the same."""
-        workers = self._runtime.exchange.workers
+        workers = self._runtime.exchange.view.workers
         return [with_values(value, lambda each: each * tf.cast(workers, each.dtype)) for value in values]
 
     def sum_all(self, values: list[Value], key: tuple[Hashable, ...]) -> list[Value]:
@@ -101,7 +101,7 @@ class Reductions:
     def _pull(self, value: Value, key: tuple[Hashable, ...]) -> Value:
         spec = _spec(value)
         pulled = pull(self._runtime, key, spec, *_encode(value))
-        return _decode(value, spec, pulled[0], pulled[1], self._runtime.exchange.workers)
+        return _decode(value, spec, pulled[0], pulled[1], self._runtime.exchange.view.workers)
 
     def _now(self, value: Value) -> Value:
         spec = _spec(value)
@@ -111,7 +111,7 @@ class Reductions:
         else:
             total = AllReduce(self._runtime, spec.name, [spec.nbytes // np.dtype(spec.dtype).itemsize], spec.dtype)
             data, indices = total(data.view(total.dtype)).view(np.uint8), np.empty(0, np.uint8)
-        return _decode(value, spec, tf.constant(data), tf.constant(indices), self._runtime.exchange.workers)
+        return _decode(value, spec, tf.constant(data), tf.constant(indices), self._runtime.exchange.view.workers)
 
 
 def check_one_device(setting: str, devices: int) -> None:

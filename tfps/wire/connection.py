@@ -24,7 +24,7 @@ from tfps.wire.send_queue import Next, SendQueue
 from tfps.wire.stream import Receiver, take, write_shared
 
 _HELLO = struct.Struct("<4sHHHI")  # magic, version, bytes of the job token and of the incarnation, rank; then these two
-_MAGIC, _VERSION, _MAX_INCARNATION_BYTES = b"tfps", 3, 256
+_MAGIC, _VERSION, _MAX_INCARNATION_BYTES = b"tfps", 4, 256
 _LINGER_S, _UNREAD, _MAX_UNREAD = 1.0, 4096, 64 * 1024  # seconds and bytes that a refused connection may still send
 _ACK = Header(Kind.ACK)
 _IDLE_S = 5e-4  # a longer wait for data means an idle link

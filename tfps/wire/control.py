@@ -21,7 +21,7 @@ from tfps.wire.reach import trouble
 from tfps.wire.shared_memory import Offer
 from tfps.wire.tls import channel_credentials, diagnose
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 SERVICE = "tfps.v1.ParameterServer"
 PUSH, PULL = "Push", "Pull"  # the streams, one per direction
 MEASURE = "Measure"  # a stream, too; see wire/measuring.py

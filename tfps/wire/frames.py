@@ -20,7 +20,7 @@ from tfps.config import MAX_SLICE_BYTES
 from tfps.errors import ProtocolError, TfpsError
 from tfps.wire.shared_memory import Place
 
-_LAYOUT = struct.Struct("<BBHIIIQQ")  # kind, flags, reserved, bucket, index, priority, step, received
+_LAYOUT = struct.Struct("<BBHIIIQQ")  # kind, flags, generation, bucket, index, priority, step, received
 HEADER_BYTES = _LAYOUT.size
 MAX_FRAME_BYTES = HEADER_BYTES + MAX_SLICE_BYTES
 _MAX_ERROR_BYTES = 64 * 1024
@@ -59,6 +59,7 @@ class Header(NamedTuple):
     priority: int = 0
     step: int = 0
     received: int = 0  # payload bytes that the sender of this frame has received so far on the other stream
+    generation: int = 0  # of the view that the frame belongs to; ACK and ERROR belong to the stream, and have 0
 
 
 _KINDS = frozenset(Kind)
@@ -83,8 +84,8 @@ def encode(header: Header, payload: bytes | memoryview = b"") -> bytes:
 
 def pack_header(header: Header, received: int | None = None) -> bytes:
     """The first `HEADER_BYTES` of a frame, with `received` instead of the header's if given."""
-    kind, flags, bucket, index, priority, step, own = header
-    return _LAYOUT.pack(kind, flags, 0, bucket, index, priority, step, own if received is None else received)
+    kind, flags, bucket, index, priority, step, own, generation = header
+    return _LAYOUT.pack(kind, flags, generation, bucket, index, priority, step, own if received is None else received)
 
 
 def encode_shared(header: Header, place: Place) -> bytes:
@@ -122,12 +123,12 @@ def unpack_header(data: bytes | bytearray | memoryview) -> Header:
     Raises:
         ProtocolError: the kind or a flag is unknown.
     """
-    kind, flags, reserved, bucket, index, priority, step, received = _LAYOUT.unpack_from(data)
+    kind, flags, generation, bucket, index, priority, step, received = _LAYOUT.unpack_from(data)
     if kind not in _KINDS:
         raise ProtocolError(f"kind of a frame must be one of {', '.join(f'{k} ({k.name})' for k in Kind)}, got {kind}")
-    if flags & ~_ALL_FLAGS or reserved:
-        raise ProtocolError(f"unknown flags of a frame must be 0, got flags {flags} and reserved {reserved}")
-    return Header(kind, flags, bucket, index, priority, step, received)
+    if flags & ~_ALL_FLAGS:
+        raise ProtocolError(f"unknown flags of a frame must be 0, got flags {flags}")
+    return Header(kind, flags, bucket, index, priority, step, received, generation)
 
 
 def error_code(error: TfpsError) -> int:

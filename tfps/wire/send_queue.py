@@ -336,7 +336,7 @@ class SendQueue:
             self._changed.notify_all()
 
     def _record(self, item: Outgoing, put_ns: int) -> None:
-        _, _, bucket, index, priority, step, _ = item.header
+        _, _, bucket, index, priority, step, *_ = item.header
         recorder, nbytes = self._recorder, item.nbytes
         recorder.sent(put_ns, recorder.clock(), step, bucket, index, priority, nbytes, self._rank, self._pserver)
 

@@ -19,6 +19,7 @@ from tfps.exchange.aggregate import split_gathered
 from tfps.exchange.codecs import ITEM_BYTES, Codec, Floats
 from tfps.exchange.interface import BucketSpec, FailureState, OnReply, Reply, declared
 from tfps.exchange.layout import Cutting, Placer, Slice, cut, cut_sum
+from tfps.membership.view import View
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
 from tfps.types import Array
@@ -49,11 +50,6 @@ class Compression:
         self._codec, self._failed = codec, failed
         self.residual: Floats | None = np.zeros(nbytes // ITEM_BYTES, np.float32) if codec.feeds_back else None
 
-    @classmethod
-    def of(cls, spec: BucketSpec, failed: Failed) -> Compression | None:
-        """For the bucket `spec`; None if it has no codec."""
-        return None if spec.codec is None else cls(spec.codec, spec.nbytes, failed)
-
     def wire_bytes(self, piece: Slice) -> int:
         """Encoded size of a slice."""
         return self._codec.wire_bytes(piece.nbytes // ITEM_BYTES)
@@ -66,11 +62,7 @@ class Compression:
         return Encoding(self._codec, values, residual, self._failed)
 
     def decode(self, payload: memoryview, out: Array) -> None:
-        """Decodes a slice into its bytes of the sum.
-
-        Raises:
-            ProtocolError: it is malformed.
-        """
+        """Decodes a slice into its bytes of the sum."""
         self._codec.decode(np.frombuffer(payload, np.uint8), out.view(np.float32))
 
     def copy_residual(self) -> memoryview:
@@ -86,6 +78,7 @@ class Push:
     on_reply: OnReply
     whole: bool = False  # of the residual, which is not encoded
     numbers: bytes = b""
+    view: View = field(init=False)  # in force when it began; its round is of that view
     step: int = 0
     started_s: float = 0.0
     region: Region | None = None  # for slices of pservers on this host; holds the whole result
@@ -98,7 +91,8 @@ class Push:
     def send_numbers(self, bucket: int, queue: SendQueue) -> None:
         """Puts the step's numbers, if it has any, before the slices into the queue to an owner."""
         if self.numbers:
-            queue.put_urgent(frames.encode(Header(Kind.SCALARS, bucket=bucket, step=self.step), self.numbers))
+            header = Header(Kind.SCALARS, bucket=bucket, step=self.step, generation=self.view.generation)
+            queue.put_urgent(frames.encode(header, self.numbers))
 
 
 @dataclass(slots=True)
@@ -121,15 +115,16 @@ class PushedBucket:
         """A bucket that has just been declared; `failed` as for `Encoding`."""
         if spec.kind == "gather":
             return cls(spec, Cutting([], [placer.place_gather(spec.common_name)]))
-        return cls(spec, cut_sum(spec, slice_bytes, placer), compression=Compression.of(spec, failed))
+        compression = None if spec.codec is None else Compression(spec.codec, spec.nbytes, failed)
+        return cls(spec, cut_sum(spec, slice_bytes, placer), compression=compression)
 
-    def start_next(self) -> Push | None:
+    def start_next(self, view: View) -> Push | None:
         """Starts and returns the oldest waiting push, if none is outstanding and it may start. Caller holds lock."""
         if self.current is not None or not self.waiting or self.steps == self.hold_at:
             return None
         self.cutting = self.next.pop(self.steps, self.cutting)
         self.current = push = self.waiting.popleft()
-        push.step, push.started_s = self.steps, time.monotonic()
+        push.view, push.step, push.started_s = view, self.steps, time.monotonic()
         self.started_s = push.started_s
         self.steps += 1
         return push
@@ -174,7 +169,7 @@ class PushedBucket:
 
     def frames(self, number: int, push: Push, piece_bytes: int, memory: Sharing) -> Iterator[tuple[int, Outgoing]]:
         """Yields pserver and frame for each message of `push`; `number` is this bucket's."""
-        owners = self.cutting.owners
+        owners, generation = self.cutting.owners, push.view.generation
         compression = self.compression
         if push.whole and compression is not None:
             push.payload, compression = compression.copy_residual(), None
@@ -182,7 +177,7 @@ class PushedBucket:
             push.region = memory.allocate(self.spec.nbytes)
         for index, piece, flags in self.pieces(push.payload, piece_bytes):
             flags |= WHOLE if push.whole else 0
-            header = Header(Kind.PUSH, flags, number, index, self.spec.priority, push.step)
+            header = Header(Kind.PUSH, flags, number, index, self.spec.priority, push.step, generation=generation)
             payload = None if push.payload is None else push.payload[piece.offset : piece.offset + piece.nbytes]
             owner = owners[index if self.spec.kind == "sum" else 0]
             if compression is not None and push.payload is not None:
@@ -197,9 +192,6 @@ class PushedBucket:
     def place(self, pserver: int, push: Push, header: Header, nbytes: int) -> memoryview | None:
         """Returns the memory to receive a slice of the reply into; None for a gather, which keeps its pieces, and for
         what has to be decoded.
-
-        Raises:
-            ProtocolError: the slice does not belong to the reply, or is a duplicate.
         """
         if self.spec.kind != "sum":
             return None
@@ -211,22 +203,17 @@ class PushedBucket:
         push.placed.add(index)
         return buffer[where.offset : where.offset + where.nbytes].data
 
-    def take(
-        self, pserver: int, push: Push, header: Header, payload: memoryview, place: Place | None, workers: int
-    ) -> Reply | None:
+    def take(self, pserver: int, push: Push, header: Header, payload: memoryview, place: Place | None) -> Reply | None:
         """Takes one frame of the reply to `push`; returns the reply once complete.
 
         Args:
             place: location of the slice if it is not in the payload.
-
-        Raises:
-            ProtocolError: the frame does not belong to the reply, or is a duplicate.
         """
         if self.spec.kind == "sum":
             return self._take_slice(pserver, push, header, payload, place)
         if place is not None:
             raise ProtocolError(f"a piece of bucket '{self.spec.name}' must be in its frame, got a place")
-        return self._take_piece(pserver, push, header, payload, workers)
+        return self._take_piece(pserver, push, header, payload)
 
     def _take_slice(
         self, pserver: int, push: Push, header: Header, payload: memoryview, place: Place | None
@@ -276,7 +263,7 @@ class PushedBucket:
                 push.buffer = aligned_empty(self.spec.nbytes) if push.region is None else push.region.array
             return push.buffer
 
-    def _take_piece(self, pserver: int, push: Push, header: Header, payload: memoryview, workers: int) -> Reply | None:
+    def _take_piece(self, pserver: int, push: Push, header: Header, payload: memoryview) -> Reply | None:
         if self.cutting.owners[0] != pserver or header.index != len(push.parts):
             raise ProtocolError(
                 f"piece {len(push.parts)} of bucket '{self.spec.name}' must come next, got {header.index}"
@@ -285,7 +272,7 @@ class PushedBucket:
         if not header.flags & LAST:
             return None
         result = push.parts[0] if len(push.parts) == 1 else memoryview(b"".join(push.parts))
-        return Reply(parts=list(split_gathered(result, workers)))
+        return Reply(parts=list(split_gathered(result, push.view)))
 
 
 class Incoming:
@@ -293,7 +280,6 @@ class Incoming:
 
     Args:
         buckets: all declared buckets, by number; grows over time.
-        workers: returns the job's number of workers, once this one has joined.
         start_next: begins the next push of a bucket; called with the bucket's lock held.
         on_notice: gets every LAYOUT and TRACE.
     """
@@ -304,12 +290,11 @@ class Incoming:
         buckets: Sequence[PushedBucket],
         state: FailureState,
         recorder: Recorder,
-        workers: Callable[[], int],
         start_next: Callable[[int, PushedBucket], None],
         on_notice: Callable[[int, Header, memoryview], None],
     ) -> None:
         self._pserver, self._buckets, self._state, self._recorder = pserver, buckets, state, recorder
-        self._workers, self._start_next, self._on_notice = workers, start_next, on_notice
+        self._start_next, self._on_notice = start_next, on_notice
 
     def memory(self, header: Header, nbytes: int) -> memoryview | None:
         if header.kind != Kind.REPLY or header.flags & SHARED:
@@ -324,7 +309,7 @@ class Incoming:
             self._recorder.arrived(now_ns, header.step, header.bucket, header.index, NONE, self._pserver)
         if push is None:
             return
-        reply = bucket.take(self._pserver, push, header, payload, place, self._workers())
+        reply = bucket.take(self._pserver, push, header, payload, place)
         if reply is None:
             return
         with bucket.lock:
@@ -338,11 +323,7 @@ class Incoming:
         self._on_notice(self._pserver, header, payload)
 
     def _pushed(self, header: Header) -> tuple[PushedBucket, Push | None]:
-        """Returns the bucket and push that a reply answers; no push once the exchange has ended.
-
-        Raises:
-            ProtocolError: the reply matches no push.
-        """
+        """Returns the bucket and push that a reply answers; no push once the exchange has ended."""
         bucket = declared(self._buckets, header.bucket)
         with bucket.lock:
             push = bucket.current
@@ -350,6 +331,7 @@ class Incoming:
                 if self._state.end is not None:
                     return bucket, None
                 raise ProtocolError(f"a reply of bucket '{bucket.spec.name}' must follow a push, got one without")
+            push.view.check(header.generation)
             if header.step != push.step:
                 raise ProtocolError(f"step of bucket '{bucket.spec.name}' must be {push.step}, got {header.step}")
             return bucket, push

@@ -118,7 +118,7 @@ class WorkerCaptures:
     def _warn(self, parts: Sequence[pb.Records]) -> None:
         """Logs what is missing."""
         there = {part.number for part in parts if part.last and not part.pserver}
-        if missing := [f"rank {rank}" for rank in range(1, self._client.membership.workers) if rank not in there]:
+        if missing := [f"rank {rank}" for rank in self._client.membership.view.ranks[1:] if rank not in there]:
             logger.warning(
                 "tfps: the capture lacks the records of %s: they did not come within %.0f s, or the worker has left",
                 ", ".join(missing),
@@ -133,7 +133,7 @@ class WorkerCaptures:
     def _recorded(self, parts: Sequence[pb.Records], clocks: Sequence[Compared]) -> list[Recorded]:
         """Returns each process's records, workers first."""
         found = [Recorded(Process("worker", 0, socket.gethostname()), self._recorder.records())]
-        for rank in range(1, self._client.membership.workers):
+        for rank in self._client.membership.view.ranks[1:]:
             own = [part for part in parts if not part.pserver and part.number == rank]
             first = own[0] if own else pb.Records()
             process = Process("worker", rank, first.host, first.clock_offset_ns, first.clock_error_ns)

@@ -7,7 +7,6 @@ tests/worker/test_client.py, tests/worker/test_waits.py, tests/worker/test_kept.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import socket
@@ -15,9 +14,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +24,9 @@ from tfps.config import Config
 from tfps.errors import InterruptError, ProtocolError, PserverLostError, TfpsError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec, FailureState, Payload, as_bytes, declared
 from tfps.exchange.layout import Layout
+from tfps.membership.view import Membership, View
 from tfps.protos import tfps_pb2 as pb
-from tfps.types import Array
+from tfps.types import Argument, Array
 from tfps.wire.control import (
     KEPT_PIECE_BYTES,
     PROTOCOL_VERSION,
@@ -51,26 +50,6 @@ _LOOK_S = 1.0  # interval at which a wait for other ranks checks whether to stop
 _ANSWER_MARGIN_S = 10.0  # by how much a call's deadline exceeds the pserver's
 
 
-@dataclass(frozen=True, slots=True)
-class Membership:
-    """A worker's place in its job: the first pserver's answer to Join; all pservers of a job know it.
-
-    Attributes:
-        rank: this worker's number, from 0.
-        workers: how many the job has.
-        incarnation: tells this run of the job from others; members know it.
-    """
-
-    rank: int
-    workers: int
-    incarnation: str
-
-    @property
-    def run(self) -> str:
-        """Tells this run from others as well, to anybody: the incarnation cannot be found out by it."""
-        return hashlib.sha256(self.incarnation.encode()).hexdigest()[:16]
-
-
 class Joined(NamedTuple):
     """One pserver's answer to Join.
 
@@ -91,16 +70,6 @@ class Holdup(NamedTuple):
     error: TfpsError | None = None
 
 
-class _Request(Protocol):
-    """A request of a member of a job."""
-
-    incarnation: str
-    rank: int
-
-
-_R = TypeVar("_R", bound=_Request)
-
-
 class PserverClient:
     """A worker's side of the protocol's calls. Any thread, but for `join` and `declare`; blocks on the network.
 
@@ -110,10 +79,10 @@ class PserverClient:
     Args:
         buckets: all declared ones, by number; grows over time.
         failures: of the exchange: once it has ended, nothing is asked any more.
-        membership: as requested, without an incarnation.
+        rank: -1 to get one.
 
     Attributes:
-        membership: as the first pserver has answered, once it has.
+        membership: what the first pserver has answered to Join, once it has; before that, the only worker's.
     """
 
     def __init__(
@@ -122,34 +91,33 @@ class PserverClient:
         config: Config,
         buckets: Sequence[PushedBucket],
         failures: FailureState,
-        membership: Membership,
+        rank: int = -1,
     ) -> None:
-        self.pservers, self.membership = pservers, membership
+        self.pservers = pservers
+        self.membership = Membership(rank, View.first(1, len(pservers)), incarnation="")
         self._config, self._buckets, self._failures = config, buckets, failures
         self._declarations = 0  # so far
 
-    def _signed(self, request: _R) -> _R:
-        request.incarnation, request.rank = self.membership.incarnation, self.membership.rank
-        return request
+    @property
+    def _me(self) -> dict[str, Argument]:
+        """The fields with which a member signs a request."""
+        return {"incarnation": self.membership.incarnation, "rank": self.membership.rank}
 
     # Joining and leaving
 
-    def join(self, job: str, memory: Sharing, deadline_s: float) -> Iterator[Joined]:
+    def join(self, job: str, workers: int, memory: Sharing, deadline_s: float) -> Iterator[Joined]:
         """Joins one pserver per item. The first one assigns rank and number of workers, which the others are told.
 
         Args:
+            workers: how many the user says the job has; 0: as many as the pservers say.
             memory: offered to all of them.
             deadline_s: of `time.monotonic`.
-
-        Raises:
-            ConnectError: a pserver cannot be reached or refuses this worker.
-            MismatchError: the settings differ between workers.
         """
         request = pb.JoinRequest(
             protocol_version=PROTOCOL_VERSION,
             job=job,
             rank=self.membership.rank,
-            workers=self.membership.workers,
+            workers=workers,
             uid=uuid.uuid4().hex,
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -163,7 +131,8 @@ class PserverClient:
                 left_s = max(deadline_s - time.monotonic(), 0.1)
                 reply = pserver.join(request, left_s, self._config.connect_timeout_s)
             request.rank, request.workers, request.incarnation = reply.rank, reply.workers, reply.incarnation
-            self.membership = Membership(reply.rank, reply.workers, reply.incarnation)
+            view = View.first(reply.workers, len(self.pservers))
+            self.membership = Membership(reply.rank, view, reply.incarnation)
             yield Joined(reply.shared_memory, reply.data_port)
 
     def leave(self, failure: TfpsError | None, reason: str = "") -> None:
@@ -176,7 +145,7 @@ class PserverClient:
         farewell = None if failure is None else failure_of(failure)
         for pserver in self.pservers if self.membership.incarnation else ():
             with contextlib.suppress(TfpsError):
-                request = self._signed(pb.LeaveRequest(failure=farewell, reason=reason))
+                request = pb.LeaveRequest(**self._me, failure=farewell, reason=reason)
                 pserver.call("Leave", request, _LEAVE_TIMEOUT_S)
 
     # Declaring
@@ -188,14 +157,7 @@ class PserverClient:
         timeout_s: float,
         stop: threading.Event | None = None,
     ) -> None:
-        """Returns when all ranks have declared the same: on all pservers once all ranks declare, else nowhere.
-
-        Raises:
-            InterruptError: `stop` was set meanwhile; nothing has been declared.
-            MismatchError: the ranks differ.
-            WaitTimeoutError: some ranks did not declare in time; the message names them.
-            TfpsError: the job has failed.
-        """
+        """Returns when all ranks have declared the same: on all pservers once all ranks declare, else nowhere."""
         buckets = [
             pb.Bucket(
                 names=spec.common_names,
@@ -209,7 +171,7 @@ class PserverClient:
             )
             for spec in specs
         ]
-        request = self._signed(pb.DeclareRequest(number=self._declarations, details=details, buckets=buckets))
+        request = pb.DeclareRequest(**self._me, number=self._declarations, details=details, buckets=buckets)
         for index, pserver in enumerate(self.pservers):
             with saying(partial(self._not_declared, pserver)):
                 self._declare(pserver, request, timeout_s, None if index else stop)
@@ -243,7 +205,7 @@ class PserverClient:
     def _not_declared(self, pserver: Pserver) -> str:
         """The ranks that have yet to join, or to declare what this worker has; "" if none."""
         try:
-            missing = self.others(self._missing(pserver, pb.WaitingRequest(declaration=True), _ASK_TIMEOUT_S))
+            missing = self.others(self._missing(pserver, _ASK_TIMEOUT_S, declaration=True))
         except TfpsError as error:
             return str(error)
         what = "declare the same variables" if self._declarations else "join"
@@ -256,18 +218,19 @@ class PserverClient:
         view = as_bytes(values) or memoryview(b"")
         for piece in self._pieces(bucket, begin, len(view)):
             part = bytes(view[piece.at : piece.at + piece.nbytes])
-            request = pb.PutRequest(bucket=bucket, slice=piece.slice, number=array, begin=piece.begin, values=part)
-            self.pservers[piece.pserver].call("Put", self._signed(request), self._config.step_timeout_s)
+            request = pb.PutRequest(
+                **self._me, bucket=bucket, slice=piece.slice, number=array, begin=piece.begin, values=part
+            )
+            self.pservers[piece.pserver].call("Put", request, self._config.step_timeout_s)
 
     def read(self, bucket: int, array: int, begin: int, nbytes: int) -> Array:
         """See `State.read`."""
         found = np.empty(nbytes, np.uint8)
         for piece in self._pieces(bucket, begin, nbytes):
             request = pb.GetRequest(
-                bucket=bucket, slice=piece.slice, number=array, begin=piece.begin, nbytes=piece.nbytes
+                **self._me, bucket=bucket, slice=piece.slice, number=array, begin=piece.begin, nbytes=piece.nbytes
             )
-            pserver = self.pservers[piece.pserver]
-            values = pserver.call("Get", self._signed(request), self._config.step_timeout_s).values
+            values = self.pservers[piece.pserver].call("Get", request, self._config.step_timeout_s).values
             if len(values) != piece.nbytes:
                 raise ProtocolError(f"Get must return {piece.nbytes} bytes, got {len(values)}")
             found[piece.at : piece.at + piece.nbytes] = np.frombuffer(values, np.uint8)
@@ -292,19 +255,19 @@ class PserverClient:
         """See `Peers.quiesce`."""
         self._failures.check()
         for pserver in self.pservers:
-            pserver.call("Rest", self._signed(pb.RestRequest()), self._config.step_timeout_s)
+            pserver.call("Rest", pb.RestRequest(**self._me), self._config.step_timeout_s)
 
     def fetch_add(self, counter: str) -> int:
         """See `Peers.fetch_add`."""
         self._failures.check()
-        request = self._signed(pb.TakeRequest(counter=counter))
+        request = pb.TakeRequest(**self._me, counter=counter)
         return int(self.pservers[0].call("Take", request, self._config.step_timeout_s).number)
 
     def is_awaited(self, bucket: int) -> bool:
         """See `Peers.is_awaited`. One slice tells: all of a bucket's are pushed together."""
         self._failures.check()
         owner = self.pservers[declared(self._buckets, bucket).cutting.owners[0]]
-        missing = self._missing(owner, pb.WaitingRequest(bucket=bucket), self._config.step_timeout_s)
+        missing = self._missing(owner, self._config.step_timeout_s, bucket=bucket)
         return len(self.others(missing)) < len(missing)
 
     def extend_deadline(self, bucket: int) -> None:
@@ -321,8 +284,7 @@ class PserverClient:
             owners = sorted({owner for index, owner in enumerate(bucket.cutting.owners) if index not in push.arrived})
         for pserver in (self.pservers[owner] for owner in owners):
             try:
-                missing = self._missing(pserver, pb.WaitingRequest(bucket=number), _ASK_TIMEOUT_S)
-                answers.append(Holdup(pserver.address, missing))
+                answers.append(Holdup(pserver.address, self._missing(pserver, _ASK_TIMEOUT_S, bucket=number)))
             except TfpsError as error:
                 answers.append(Holdup(pserver.address, error=error))
         return answers
@@ -331,8 +293,8 @@ class PserverClient:
         """`ranks` as pservers name them without this worker, whose message may still be in flight."""
         return [rank for rank in ranks if not rank.startswith(f"rank {self.membership.rank} ")]
 
-    def _missing(self, pserver: Pserver, request: pb.WaitingRequest, timeout_s: float) -> list[str]:
-        return list(pserver.call("Waiting", self._signed(request), timeout_s).missing)
+    def _missing(self, pserver: Pserver, timeout_s: float, **what: Argument) -> list[str]:
+        return list(pserver.call("Waiting", pb.WaitingRequest(**self._me, **what), timeout_s).missing)
 
     # Measuring and tuning
 
@@ -348,7 +310,7 @@ class PserverClient:
 
     def tune(self, layout: Layout) -> None:
         """Tells all pservers, and through them all workers, of a layout; see Layout in protos/tfps.proto."""
-        request = self._signed(pb.TuneRequest(layout=layout_message(layout)))
+        request = pb.TuneRequest(**self._me, layout=layout_message(layout))
         for pserver in self.pservers:
             pserver.call("Tune", request, _TUNE_TIMEOUT_S)
 
@@ -358,7 +320,7 @@ class PserverClient:
         """Begins or ends a capture on all pservers."""
         self._failures.check()
         for pserver in self.pservers:
-            pserver.call("Trace", self._signed(pb.TraceRequest(number=number, on=on)), _CALL_TIMEOUT_S)
+            pserver.call("Trace", pb.TraceRequest(**self._me, number=number, on=on), _CALL_TIMEOUT_S)
 
     def collect(self, number: int, timeout_s: float) -> list[pb.Records]:
         """All records of a capture that come within `timeout_s`."""
@@ -367,7 +329,7 @@ class PserverClient:
         for pserver in self.pservers:
             while True:
                 left_s = max(deadline_s - time.monotonic(), 0.0)
-                request = self._signed(pb.CollectRequest(number=number, timeout_s=left_s))
+                request = pb.CollectRequest(**self._me, number=number, timeout_s=left_s)
                 reply = pserver.call("Collect", request, left_s + _CALL_TIMEOUT_S)
                 if not reply.HasField("records"):
                     break
@@ -376,7 +338,7 @@ class PserverClient:
 
     def upload(self, number: int, records: pb.Records, timeout_s: float) -> None:
         """Gives the first pserver a part of this worker's records."""
-        self.pservers[0].call("Upload", self._signed(pb.UploadRequest(number=number, records=records)), timeout_s)
+        self.pservers[0].call("Upload", pb.UploadRequest(**self._me, number=number, records=records), timeout_s)
 
 
 class _Piece(NamedTuple):

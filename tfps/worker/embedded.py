@@ -26,6 +26,7 @@ from tfps.exchange.interface import (
 )
 from tfps.exchange.parameter_shard import Delta, ParameterShard
 from tfps.exchange.update_spec import StepScalars
+from tfps.membership.view import View
 from tfps.trace.assembly import Recorded, assemble
 from tfps.trace.capture import Capture, CapturedBucket, Process, Setting
 from tfps.trace.recorder import Recorder
@@ -151,7 +152,7 @@ class EmbeddedExchange:
     """
 
     rank = 0
-    workers = 1
+    view = View.first(1)
 
     def __init__(self, config: Config | None = None, recorder: Recorder | None = None) -> None:
         self.config = config or Config()
@@ -176,13 +177,7 @@ class EmbeddedExchange:
             self.state.keep(bucket)
         return ids
 
-    def push(
-        self,
-        bucket: int,
-        payload: Payload | None,
-        on_reply: OnReply,
-        numbers: bytes = b"",
-    ) -> None:
+    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, numbers: bytes = b"") -> None:
         view, spec = as_bytes(payload), declared(self._specs, bucket)
         check_payload(spec, view)
         if (end := self._failures.end) is not None:

@@ -77,11 +77,7 @@ class Tuner:
         self._steps_then = 0  # the second measurement is after this step
 
     def probe(self) -> None:
-        """Measures round trips while nothing else is in flight. The slowest pserver counts.
-
-        Raises:
-            PserverLostError: a pserver did not answer.
-        """
+        """Measures round trips while nothing else is in flight. The slowest pserver counts."""
         if self.done or self._round_trip_s:
             return
         if len(self._memory.pservers) == len(self._client.pservers):

@@ -27,10 +27,10 @@ from tfps.exchange.interface import (
     declared,
 )
 from tfps.exchange.layout import Layout, Placer, cut_anew, tunable
+from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.trace.capture import Setting
 from tfps.trace.recorder import Recorder
-from tfps.types import Array
 from tfps.wire.control import Pserver, layout_of
 from tfps.wire.frames import Header, Kind
 from tfps.wire.memory import tune_malloc
@@ -39,7 +39,7 @@ from tfps.wire.send_queue import Outgoing, SendQueue
 from tfps.wire.shared_memory import Sharing
 from tfps.worker.bucket import Incoming, Push, PushedBucket
 from tfps.worker.captures import WorkerCaptures
-from tfps.worker.client import Membership, PserverClient, WaitLog
+from tfps.worker.client import PserverClient, WaitLog
 from tfps.worker.tuner import Tuner
 
 _REASON_S = 1.0  # in which streams say why a call broke, if the job has failed
@@ -80,11 +80,7 @@ class WorkerInfo:
         return self._buckets[bucket].progress()
 
     def begin(self) -> None:
-        """Notes the pservers' CPU time before the first step; later calls do nothing.
-
-        Raises:
-            TfpsError: a pserver did not answer.
-        """
+        """Notes the pservers' CPU time before the first step; later calls do nothing."""
         self._cpu_s = self._cpu_s or self._client.cpu_s()
 
     def links(self) -> list[Link]:
@@ -105,22 +101,13 @@ class WorkerInfo:
 
 
 class WorkerState:
-    """The `State` of a worker's buckets.
-
-    Args:
-        push: takes the push of a bucket.
-    """
+    """The `State` of a worker's buckets; `push` takes the push of one."""
 
     def __init__(
         self, client: PserverClient, buckets: Sequence[PushedBucket], push: Callable[[int, Push], None]
     ) -> None:
         self._client, self._buckets, self._push = client, buckets, push
-
-    def write(self, bucket: int, array: int, begin: int, values: Payload) -> None:
-        self._client.write(bucket, array, begin, values)
-
-    def read(self, bucket: int, array: int, begin: int, nbytes: int) -> Array:
-        return self._client.read(bucket, array, begin, nbytes)
+        self.write, self.read = client.write, client.read
 
     def steps(self, bucket: int) -> int:
         return self._buckets[bucket].steps
@@ -178,7 +165,6 @@ class Worker:
         self._failures = FailureState()
         self._buckets: list[PushedBucket] = []
         self._declaring = threading.Lock()  # serializes declarations
-        self._placer = Placer(len(addresses), config.placement)
         self._memory = Sharing(config.shared_memory)
         self._step = 0  # for messages
         self._farewell: TfpsError | None = None  # why this worker failed, for the pservers
@@ -187,8 +173,8 @@ class Worker:
         self._wake = threading.Event()  # set by a failure and by close
         security = Security.of_worker(config)
         self._pservers = [Pserver(address, security) for address in addresses]
-        requested = Membership(-1 if rank is None else rank, workers or 0, incarnation="")
-        self._client = PserverClient(self._pservers, config, self._buckets, self._failures, requested)
+        wanted = -1 if rank is None else rank
+        self._client = PserverClient(self._pservers, config, self._buckets, self._failures, wanted)
         self._waits = WaitLog(self._client, self._buckets)
         self.peers = self._client
         self.state = WorkerState(self._client, self._buckets, self._push)
@@ -204,7 +190,8 @@ class Worker:
         self._watch = threading.Thread(target=self._watch_deadlines, name="tfps-deadlines", daemon=True)
         try:
             deadline_s = time.monotonic() + config.connect_timeout_s
-            self._join(job, deadline_s)
+            self._join(job, workers or 0, deadline_s)
+            self._placer = Placer(self.view.pservers, config.placement)
             for pserver in self._pservers:
                 pserver.explain = self._explain
             self.captures = WorkerCaptures(self._recorder, self._client, self._buckets, self.info.settings)
@@ -223,8 +210,8 @@ class Worker:
         return self._client.membership.rank
 
     @property
-    def workers(self) -> int:
-        return self._client.membership.workers
+    def view(self) -> View:
+        return self._client.membership.view
 
     @property
     def failure(self) -> TfpsError | None:
@@ -241,7 +228,6 @@ class Worker:
             self._buckets,
             self._failures,
             self._recorder,
-            lambda: self.workers,  # not known before it has joined
             self._start_next,
             self._take_notice,
         )
@@ -249,9 +235,9 @@ class Worker:
     def _when(self) -> str:
         return f"at step {self._step}"
 
-    def _join(self, job: str, deadline_s: float) -> None:
+    def _join(self, job: str, workers: int, deadline_s: float) -> None:
         opening = Opening(self.config.transport, self._when)
-        for index, joined in enumerate(self._client.join(job, self._memory, deadline_s)):
+        for index, joined in enumerate(self._client.join(job, workers, self._memory, deadline_s)):
             membership = self._client.membership
             path = opening.open(
                 self._pservers[index],
@@ -288,9 +274,8 @@ class Worker:
         """Tells every pserver once that this worker leaves, if it has joined any."""
         with self._leaving:
             first, self._left = not self._left, True
-        if not first:
-            return
-        self._client.leave(self._farewell, reason)
+        if first:
+            self._client.leave(self._farewell, reason)
 
     def fail(self, error: TfpsError) -> None:
         self._fail(error, told=False)
@@ -354,9 +339,6 @@ class Worker:
         """Recuts all buckets from the step after next on all workers and pservers; changes the window at once.
 
         For rank 0 only; see Layout in protos/tfps.proto.
-
-        Raises:
-            TfpsError: a pserver did not accept it; the exchange has failed.
         """
         steps = {}
         for number, bucket in enumerate(list(self._buckets)):
@@ -377,6 +359,7 @@ class Worker:
 
     def _take_notice(self, pserver: int, header: Header, payload: memoryview) -> None:
         """Handles a TRACE or a layout: the first pserver's layout recuts the buckets, each sets its own window."""
+        self.view.check(header.generation)
         if header.kind == Kind.TRACE:
             self.captures.take(header)
             return
@@ -387,18 +370,12 @@ class Worker:
     def _cut_anew(self, layout: Layout) -> None:
         self.info.slice_bytes, self.info.window_bytes = layout.slice_bytes, layout.window_bytes
         specs = [bucket.spec for bucket in list(self._buckets)]
-        for number, cutting in cut_anew(specs, layout, len(self._pservers), self.config.placement).items():
+        for number, cutting in cut_anew(specs, layout, self.view.pservers, self.config.placement).items():
             self._buckets[number].cut_anew(cutting)
 
     # Pushing
 
-    def push(
-        self,
-        bucket: int,
-        payload: Payload | None,
-        on_reply: OnReply,
-        numbers: bytes = b"",
-    ) -> None:
+    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, numbers: bytes = b"") -> None:
         self._push(bucket, Push(as_bytes(payload), on_reply, numbers=numbers))
 
     def _push(self, bucket: int, push: Push) -> None:
@@ -414,7 +391,7 @@ class Worker:
 
     def _start_next(self, number: int, bucket: PushedBucket) -> None:
         """Sends the oldest waiting push if none is outstanding. Caller holds the bucket's lock."""
-        if (push := bucket.start_next()) is None:
+        if (push := bucket.start_next(self.view)) is None:
             return
         self._step = max(self._step, push.step)
         shards: list[list[Outgoing]] = [[] for _ in self._queues]

@@ -47,7 +47,7 @@ def make_plan(profile: Profile, cluster: Cluster, settings: Settings) -> Plan:
     """Buckets and pieces as tfps makes them, or, for the policies with barriers, as PaddlePaddle does."""
     fuse_bytes = settings.slice_bytes if settings.fuse_bytes is None else settings.fuse_bytes
     layers = _fused(profile, 0 if settings.barriers or not settings.fuse else fuse_bytes, settings.first_bytes)
-    placer = Placer(cluster.pservers, "round_robin" if settings.barriers else "balanced")
+    placer = Placer(range(cluster.pservers), "round_robin" if settings.barriers else "balanced")
     pieces, number = [], 0
     for bucket, members in enumerate(layers):
         nbytes = sum(profile.layers[layer].nbytes for layer in members)

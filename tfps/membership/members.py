@@ -1,16 +1,15 @@
-"""The members of a job, as one pserver sees them: decisions only, no I/O and no locks."""
+"""The members of a job, as one pserver sees them, and who may join. Decisions only: no I/O, no locks."""
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tfps.errors import ConnectError, MismatchError
-from tfps.exchange.interface import BucketSpec
-from tfps.protos import tfps_pb2 as pb
-from tfps.wire.shared_memory import Attached
+from tfps.membership.view import View
 
 _MAX_TEXT = 256  # characters of a name that a worker sends
 _MAX_PSERVERS = 4096
@@ -62,27 +61,6 @@ class Applicant:
         return f"{self.host}:{self.pid}"
 
 
-def applicant_of(request: pb.JoinRequest) -> Applicant:
-    """The worker that sends this request.
-
-    Raises:
-        ConnectError: see `Applicant`.
-    """
-    settings = {field.name: getattr(request.settings, field.name) for field in pb.Settings.DESCRIPTOR.fields}
-    return Applicant(
-        job=request.job,
-        rank=request.rank if request.rank >= 0 else None,
-        workers=request.workers,
-        uid=request.uid,
-        host=request.host,
-        pid=request.pid,
-        pserver_index=request.pserver_index,
-        pservers=request.pservers,
-        incarnation=request.incarnation,
-        settings=settings,
-    )
-
-
 @dataclass(slots=True)
 class Member:
     """A worker that has joined."""
@@ -93,7 +71,6 @@ class Member:
     state: State = State.JOINED
     streams: set[str] = field(default_factory=set)  # those opened: "Push", "Pull"
     ended: int = 0  # how many of them have ended
-    memory: Attached | None = None  # shared with this pserver
     step: int = 0  # the highest pushed
     wait_s: float = 0.0  # sum over slices of its delay after the first rank's push
     reason: str = ""  # why it has left, if it said so
@@ -101,32 +78,26 @@ class Member:
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.applicant})"
 
-    def go(self, *, ended: int = 0, lost: bool = False) -> None:
-        """Marks it as gone (left or died). Drops its memory once none of its frames can come any more, or count.
+    def go(self, *, ended: int = 0, lost: bool = False) -> bool:
+        """Marks it as gone (left or died); returns whether none of its frames can come any more, or count.
 
         Args:
             ended: streams that have ended by now and had not before.
             lost: whether it died.
         """
         self.state, self.ended = State.GONE, self.ended + ended
-        if lost or self.ended >= len(self.streams):
-            self.memory = None
+        return lost or self.ended >= len(self.streams)
 
 
-@dataclass(slots=True)
-class Declaration:
-    """The ranks' declarations of one number."""
+class Members:
+    """The members of one job. The first to join sets what the others must match.
 
-    lines: dict[int, list[str]] = field(default_factory=dict)
-    specs: Sequence[BucketSpec] = ()
-    agreed: bool = False
+    Attributes:
+        view: who is to take part; its pservers are known once the first worker has joined.
+    """
 
-
-class Membership:
-    """The members of one job. The first to join sets what the others must match."""
-
-    def __init__(self, workers: int, job: str = "") -> None:
-        self.workers = workers
+    def __init__(self, view: View, job: str = "") -> None:
+        self.view = view
         self.incarnation = ""
         self.members: dict[int, Member] = {}
         self._job = job
@@ -147,6 +118,7 @@ class Membership:
         rank = self._rank_for(applicant)
         if not self.members:
             self.incarnation = applicant.incarnation or secrets.token_hex(16)
+            self.view = dataclasses.replace(self.view, pservers=tuple(range(applicant.pservers)))
         self.members[rank] = Member(rank, applicant, now_s)
         return self.members[rank]
 
@@ -162,8 +134,8 @@ class Membership:
 
     def not_streaming(self) -> list[int]:
         """Ranks that have not fully joined, or are gone."""
-        ranks = range(self.workers)
-        return [rank for rank in ranks if rank not in self.members or self.members[rank].state is not State.STREAMING]
+        streaming = {rank for rank, member in self.members.items() if member.state is State.STREAMING}
+        return [rank for rank in self.view.ranks if rank not in streaming]
 
     def gone(self) -> list[int]:
         """Ranks that have left or died."""
@@ -185,9 +157,9 @@ class Membership:
                 del self.members[rank]
 
     def _check_job(self, new: Applicant) -> None:
-        if new.workers and new.workers != self.workers:
+        if new.workers and new.workers != self.view.workers:
             raise ConnectError(
-                f"the pserver was started with --workers {self.workers}, this worker expects {new.workers}; "
+                f"the pserver was started with --workers {self.view.workers}, this worker expects {new.workers}; "
                 "start both with the same number"
             )
         if self._job and new.job != self._job:
@@ -224,16 +196,17 @@ class Membership:
 
     def _rank_for(self, new: Applicant) -> int:
         if new.rank is None:
-            free = [rank for rank in range(self.workers) if rank not in self.members]
+            free = [rank for rank in self.view.ranks if rank not in self.members]
             if not free:
                 members = ", ".join(map(str, self.members.values()))
                 raise ConnectError(
-                    f"all {self.workers} ranks of the job are taken ({members}); start the pserver with a larger "
+                    f"all {self.view.workers} ranks of the job are taken ({members}); start the pserver with a larger "
                     "--workers, or give another job pservers of its own"
                 )
             return free[0]
-        if not 0 <= new.rank < self.workers:
-            raise ConnectError(f"rank must be from 0 to {self.workers - 1} (--workers {self.workers}), got {new.rank}")
+        if new.rank not in self.view.ranks:
+            workers = self.view.workers
+            raise ConnectError(f"rank must be from 0 to {workers - 1} (--workers {workers}), got {new.rank}")
         if new.rank in self.members:
             raise ConnectError(
                 f"two workers have rank {new.rank}: {self.members[new.rank].applicant} and {new} (this one); "
