@@ -212,7 +212,7 @@ def test_the_bandwidth_of_a_link_of_100_mbit_is_found(
     with Netlab(2, 100) as lab:
         lab.probe()
         one, two = lab.hosts
-        serve = [sys.executable, "-m", "tfps.cli", "--workers=1", "--port=7070"]
+        serve = [sys.executable, "-m", "tfps.pserver.cli", "--workers=1", "--port=7070"]
         server = one.popen(serve, env=environment, stdout=subprocess.PIPE, text=True)
         assert server.stdout is not None
         assert server.stdout.readline().startswith("tfps_pserver ready at ")

@@ -16,6 +16,7 @@ from guarded import OTHER, SECRET, SUM, data, settings, still_sums
 from jobs import Cluster
 from measured import enough
 
+from tfps import __version__
 from tfps.config import Config, Security
 from tfps.doctor.pserver import (
     Bandwidth,
@@ -38,7 +39,6 @@ from tfps.launch.cluster_spec import Cluster as Places
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.server import ParameterServer
 from tfps.threads import DaemonPool
-from tfps.version import __version__
 from tfps.wire import reach
 from tfps.wire.clocks import Compared
 from tfps.wire.connection import introduce

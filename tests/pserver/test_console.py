@@ -24,7 +24,7 @@ from tfps.exchange.interface import BucketSpec
 from tfps.pserver.console import Look, rates, table
 from tfps.wire.status import ErrorCount, JobStatus, MemberStatus, PserverStatus
 
-SERVE = ("-m", "tfps.cli", "--host=127.0.0.1", "--port=0")
+SERVE = ("-m", "tfps.pserver.cli", "--host=127.0.0.1", "--port=0")
 START_S = 1.0  # of CPU time, that a pserver with metrics may take to start; where Python itself is slow,
 START_FACTOR = 4  # so many times what this takes:
 BARE = "import time, grpc, numpy, prometheus_client; print(time.process_time())"
@@ -152,7 +152,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _status(address: str, *options: str, **environment: str) -> str:
-    with jobs.python("-m", "tfps.cli", "--status", address, *options, **environment) as process:
+    with jobs.python("-m", "tfps.pserver.cli", "--status", address, *options, **environment) as process:
         out, log = process.communicate(timeout=jobs.DEADLINE_S)
     assert (process.returncode, log) == (0, "")
     return out
@@ -162,7 +162,7 @@ def _live(address: str) -> None:
     """The live view on a terminal: it comes, is drawn again, and ends at Ctrl-C."""
     ours, theirs = os.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "160", "LINES": "40", "PYTHONPATH": str(jobs.ROOT)}
-    command = [sys.executable, "-m", "tfps.cli", "--status", address]
+    command = [sys.executable, "-m", "tfps.pserver.cli", "--status", address]
     with subprocess.Popen(command, env=environment, stdout=theirs, stdin=subprocess.DEVNULL) as process:
         os.close(theirs)
         text, deadline_s = "", time.monotonic() + jobs.DEADLINE_S
@@ -187,7 +187,7 @@ def _live(address: str) -> None:
     ],
 )
 def test_malformed_arguments_are_refused(arguments: list[str], code: int, rule: str) -> None:
-    with jobs.python("-m", "tfps.cli", *arguments) as process:
+    with jobs.python("-m", "tfps.pserver.cli", *arguments) as process:
         out, log = process.communicate(timeout=jobs.DEADLINE_S)
     assert (process.returncode, out) == (code, "")
     assert rule in log

@@ -16,11 +16,11 @@ from guarded import OTHER, SECRET, SUM, data, settings, still_sums
 from jobs import Cluster
 from measured import enough
 
+from tfps import __version__
 from tfps.config import Security
 from tfps.errors import ConnectError, TfpsError, WaitTimeoutError
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.server import ParameterServer
-from tfps.version import __version__
 from tfps.wire.connection import introduce
 from tfps.wire.control import MEASURE, PROTOCOL_VERSION, Pserver, memory_message, method
 from tfps.wire.job_token import JobToken

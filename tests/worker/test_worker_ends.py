@@ -219,7 +219,7 @@ def test_a_stopped_pserver_is_named(cluster: Cluster) -> None:
 
 
 def test_a_killed_pserver_is_named(cluster: Cluster) -> None:
-    with jobs.python("-m", "tfps.cli", "--host=127.0.0.1", "--port=0", "--workers=1") as process:
+    with jobs.python("-m", "tfps.pserver.cli", "--host=127.0.0.1", "--port=0", "--workers=1") as process:
         assert process.stdout is not None
         address = process.stdout.readline().split()[3]
         worker = cluster.worker([address])

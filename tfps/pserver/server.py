@@ -14,6 +14,7 @@ from typing import cast
 import grpc
 from google.protobuf.message import Message
 
+from tfps import __version__
 from tfps.config import Security
 from tfps.errors import ClosedError, ConfigError, ConnectError, ProtocolError, PserverLostError, TfpsError
 from tfps.protos import tfps_pb2 as pb
@@ -25,7 +26,6 @@ from tfps.pserver.membership import applicant_of
 from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument
-from tfps.version import __version__
 from tfps.wire import frames, shared_memory
 from tfps.wire.control import (
     INCARNATION_KEY,
