@@ -193,8 +193,8 @@ def test_a_running_job_goes_on_before_during_and_after_and_its_sums_are_right(
             assert report.healthy
     for server in servers:
         status = server.status()
-        assert (status.job.state, status.jobs, status.errors) == ("running", 1, ())
-        assert len(status.job.members) == 2
+        assert (status.state, status.jobs, list(status.errors)) == ("running", 1, [])
+        assert len(status.members) == 2
     assert [pserver.status().jobs for pserver in (free,)] == [0]
 
 

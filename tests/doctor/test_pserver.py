@@ -47,7 +47,6 @@ from tfps.wire.job_token import JobToken
 from tfps.wire.measuring import Measured, purpose
 from tfps.wire.reach import Answers, Unreached
 from tfps.wire.shared_memory import Arena
-from tfps.wire.status import MemberStatus
 from tools.certificates import Authority, Certificate
 
 SHORT_S = 0.1
@@ -195,8 +194,8 @@ def test_too_little_to_say_is_a_warning() -> None:
     assert compare_bandwidths({"a": Bandwidth(0.0, 1e8, "grpc")})["a"].problem == "unknown"
 
 
-def member(rank: int, busy_bytes: int, busy_s: float, shared: bool = False) -> MemberStatus:
-    return MemberStatus(rank, "h", 1, "streaming", 1, 1, 1, 1, 1, 0, 0, 0, 0.0, 0, shared, busy_bytes, busy_s)
+def member(rank: int, busy_bytes: int, busy_s: float, shared: bool = False) -> pb.MemberStatus:
+    return pb.MemberStatus(rank=rank, shared_memory=shared, busy_bytes=busy_bytes, busy_s=busy_s)
 
 
 def test_of_a_running_job_its_slowest_rank_is_told() -> None:
@@ -259,7 +258,7 @@ def test_a_good_pserver_is_looked_at_from_all_sides(cluster: Cluster, files: dic
     assert abs(found["clock"].values["offset_s"]) <= found["clock"].values["error_s"]  # one process, one clock
     assert abs(found["clock"].values["wall_offset_s"]) < jobs.DEADLINE_S
     assert found["bandwidth"].values["path"] == "tcp"
-    assert server.status().errors == ()  # nothing that an operator would wonder about
+    assert not server.status().errors  # nothing that an operator would wonder about
 
 
 def test_the_round_trip_is_to_the_address_that_answered(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

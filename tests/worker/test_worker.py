@@ -131,13 +131,13 @@ def test_a_reply_stays_as_it_was_while_the_only_rank_that_contributed_pushes_the
         server = cluster.pserver(2)
 
         def join_second() -> Worker:
-            jobs.poll(lambda: bool(server.status().job.members))  # replies go out in the order of joining
+            jobs.poll(lambda: bool(server.status().members))  # replies go out in the order of joining
             return cluster.worker([server.address], 1, config=dataclasses.replace(jobs.CONFIG, shared_memory=False))
 
         first, second = together(lambda: cluster.worker([server.address], 0), join_second)
         declare([first, second], bucket(1024))
         theirs = push(second, 0, None)
-        jobs.poll(lambda: server.status().job.open_slices == 1)
+        jobs.poll(lambda: server.status().open_slices == 1)
         with server._job._queues[1]._changed:  # rank 1's reply is not sent yet
             assert summed(push(first, 0, np.full(256, 1, np.float32)).wait()).tolist() == [1] * 256
             ours = push(first, 0, np.full(256, 2, np.float32))

@@ -24,7 +24,6 @@ from tfps.wire.control import PROTOCOL_VERSION, Pserver, memory_message, version
 from tfps.wire.measuring import SECONDS, Direction, Measured, measure_connection, measure_grpc, purpose
 from tfps.wire.reach import Answers, Unreached, split
 from tfps.wire.shared_memory import Arena
-from tfps.wire.status import JobStatus, MemberStatus, status_of
 from tfps.wire.tls import diagnose
 
 _FAR_S = 0.02  # beyond this hosts are hardly in one data centre
@@ -192,7 +191,7 @@ def _patiently(pserver: Pserver, direction: Direction, data_port: int, timeout_s
             tick.wait(_AGAIN_S)
 
 
-def bandwidth_of_job(members: Sequence[MemberStatus]) -> Check:
+def bandwidth_of_job(members: Sequence[pb.MemberStatus]) -> Check:
     """What the replies of a running job have shown, which is not disturbed."""
     rates = {
         member.rank: member.busy_bytes / member.busy_s
@@ -260,7 +259,7 @@ class Visit:
         self.address, self._client = address, client
         self.checks: list[Check] = []
         self.busy = False
-        self._job: JobStatus | None = None
+        self._job: pb.StatusReply | None = None
         self._pserver: Pserver | None = None
         self._data_port = 0  # through which slices would go; 0: through gRPC
         self._may_measure = False
@@ -363,9 +362,9 @@ class Visit:
         who, said = reach.who_answers(host, port, self._client.timeout_s)
         return stranger(*(("other", "HTTP/2 without tfps") if who == "grpc" else (who, said)), "")
 
-    def _ask_for_job(self, pserver: Pserver) -> JobStatus:
+    def _ask_for_job(self, pserver: Pserver) -> pb.StatusReply:
         """Raises TfpsError if the pserver does not answer."""
-        return status_of(pserver.call("Status", pb.StatusRequest(details=True), self._client.timeout_s)).job
+        return pserver.call("Status", pb.StatusRequest(details=True), self._client.timeout_s)
 
     def _look_at_job(self, pserver: Pserver, reply: pb.ProbeReply) -> None:
         job = self._job = self._ask_for_job(pserver)

@@ -159,7 +159,7 @@ def _stop_when_unneeded(server: ParameterServer, stop: Flag) -> None:
         pass
     ended_s = time.monotonic()
     while not stop.wait(_LOOK_S):
-        states = {member.state for member in server.status().job.members}
+        states = {member.state for member in server.status().members}
         if "streaming" not in states and ("joined" not in states or time.monotonic() - ended_s > _JOINING_S):
             stop.set()
 

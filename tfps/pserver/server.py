@@ -46,7 +46,6 @@ from tfps.wire.measuring import Measuring
 from tfps.wire.memory import machine_bytes, resident_bytes, tune_malloc
 from tfps.wire.send_queue import SendQueue
 from tfps.wire.shared_memory import Attached, Offer, Place
-from tfps.wire.status import PserverStatus, status_message
 from tfps.wire.stream import not_expected, outgoing, receive
 from tfps.wire.tls import server_credentials
 
@@ -161,19 +160,22 @@ class ParameterServer:
         """Whether `stop` has been called."""
         return self._stopped
 
-    def status(self) -> PserverStatus:
+    def status(self) -> pb.StatusReply:
         """The pserver's status, computed on request: nothing is measured in between."""
         with self._lock:
             job, jobs = self._job, self._jobs
-        return PserverStatus(
-            version=__version__,
-            cpu_s=time.process_time(),
-            uptime_s=time.monotonic() - self._started_s,
-            memory_bytes=resident_bytes(),
-            jobs=jobs,
-            errors=self._errors.all(),
-            job=job.status(),
+        status = job.status()
+        status.MergeFrom(
+            pb.StatusReply(
+                version=__version__,
+                cpu_s=time.process_time(),
+                uptime_s=time.monotonic() - self._started_s,
+                memory_bytes=resident_bytes(),
+                jobs=jobs,
+                errors=self._errors.all(),
+            )
         )
+        return status
 
     def _handlers(self) -> grpc.GenericRpcHandler:
         def unary(call: Callable[..., Message], name: str) -> grpc.RpcMethodHandler:
@@ -263,7 +265,7 @@ class ParameterServer:
         return pb.ClockReply(time_ns=self._recorder.clock(), wall_ns=time.time_ns())
 
     def _status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
-        return status_message(self.status()) if request.details else pb.StatusReply(cpu_s=time.process_time())
+        return self.status() if request.details else pb.StatusReply(cpu_s=time.process_time())
 
     def _probe(self, request: pb.ProbeRequest, context: grpc.ServicerContext) -> pb.ProbeReply:
         """Answers what this pserver would offer a worker."""
