@@ -40,12 +40,12 @@ from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.server import ParameterServer
 from tfps.threads import DaemonPool
 from tfps.wire import reach
-from tfps.wire.clocks import Compared
 from tfps.wire.connection import introduce
-from tfps.wire.control import PROTOCOL_VERSION, SERVICE, Pserver
+from tfps.wire.control import PROTOCOL_VERSION, SERVICE, ClockOffset, Pserver
 from tfps.wire.job_token import JobToken
-from tfps.wire.measuring import Measured, purpose
+from tfps.wire.measuring import purpose
 from tfps.wire.reach import Answers, Unreached
+from tfps.wire.send_queue import Throughput
 from tfps.wire.shared_memory import Arena
 from tools.certificates import Authority, Certificate
 
@@ -77,7 +77,7 @@ def test_a_long_way_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     ("wall_offset_ns", "status"), [(None, "ok"), (10**9, "ok"), (-(10**9), "ok"), (2 * 10**9, "warning")]
 )
 def test_times_of_day_that_differ_are_a_warning(wall_offset_ns: int | None, status: str) -> None:
-    check = clock(Compared(-5 * 10**9, 10**6, 2 * 10**6, wall_offset_ns))
+    check = clock(ClockOffset(-5 * 10**9, 10**6, 2 * 10**6, wall_offset_ns))
     assert check.status == status
     assert check.values["offset_s"] == -5.0
     assert check.values["error_s"] == 0.001
@@ -159,10 +159,10 @@ def test_it_does_not_wait_for_ever(path: str, cluster: Cluster) -> None:
 def test_where_bulk_data_does_not_arrive_the_mtu_is_named(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     server = cluster.pserver(1)
 
-    def lose(connected: socket.socket, _: float) -> Measured:
+    def lose(connected: socket.socket, _: float) -> Throughput:
         connected.settimeout(jobs.DEADLINE_S)
         connected.recv(1)
-        return Measured(0, 0.0)
+        return Throughput(0, 0.0)
 
     monkeypatch.setattr(server._measuring, "_receive", lose)
     found = measure_bandwidth(connected(cluster, server), data(server).port, jobs.DEADLINE_S, jobs.DEADLINE_S)

@@ -28,23 +28,24 @@ from tfps.wire.measuring import (
     CHUNK,
     DIRECTION_KEY,
     Direction,
-    Measured,
     measure_connection,
     measure_grpc,
+    pack_result,
     purpose,
 )
+from tfps.wire.send_queue import Throughput
 from tfps.wire.shared_memory import Arena, Offer
 
-Measure = Callable[[ParameterServer, Direction, float], Measured]
+Measure = Callable[[ParameterServer, Direction, float], Throughput]
 SHORT_S = 0.1
 
 
-def over_tcp(server: ParameterServer, direction: Direction, seconds: float = SHORT_S, token: str = "") -> Measured:
+def over_tcp(server: ParameterServer, direction: Direction, seconds: float = SHORT_S, token: str = "") -> Throughput:
     connected = asked(server, direction, token)
     return measure_connection(connected, direction, seconds, jobs.DEADLINE_S)
 
 
-def over_grpc(server: ParameterServer, direction: Direction, seconds: float = SHORT_S) -> Measured:
+def over_grpc(server: ParameterServer, direction: Direction, seconds: float = SHORT_S) -> Throughput:
     pserver = Pserver(server.address)
     try:
         return measure_grpc(pserver, direction, seconds)
@@ -110,7 +111,7 @@ def test_a_job_that_begins_ends_the_measurement(
         jobs.poll(lambda: free(server))
         connected.settimeout(jobs.DEADLINE_S)
         if direction == "push":
-            assert connected.recv(1000) == Measured(0, 0.0).encode()
+            assert connected.recv(1000) == pack_result(Throughput(0, 0.0))
 
 
 @both_directions
@@ -149,7 +150,7 @@ def test_strangers_do_not_push_out_who_measures(cluster: Cluster, monkeypatch: p
         strangers = [stack.enter_context(socket.create_connection(address, jobs.DEADLINE_S)) for _ in range(70)]
         assert strangers[0].recv(1) == b""  # the oldest make room
         connected.shutdown(socket.SHUT_WR)
-        assert connected.recv(1000) == Measured(0, 0.0).encode()
+        assert connected.recv(1000) == pack_result(Throughput(0, 0.0))
 
 
 @both_paths
@@ -163,7 +164,7 @@ def test_one_client_measures_at_a_time(measure: Measure, cluster: Cluster, monke
 def test_many_clients_at_once_are_served_one_by_one(cluster: Cluster) -> None:
     server = cluster.pserver(1)
 
-    def patiently() -> Measured:
+    def patiently() -> Throughput:
         for _ in range(1000):
             try:
                 return over_tcp(server, "pull", seconds=0.05)

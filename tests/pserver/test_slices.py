@@ -27,8 +27,8 @@ from tfps.pserver.slices import (
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.control import KEPT_PIECE_BYTES
-from tfps.wire.encoding import Encoding
 from tfps.wire.frames import LAST, SHARED, WHOLE, Header, Kind
+from tfps.wire.send_queue import Encoding
 from tfps.wire.shared_memory import Place, Target
 
 SGD = UpdateSpec("sgd", (("momentum", 0.0), ("nesterov", 0.0)), (), (4,), (False,))

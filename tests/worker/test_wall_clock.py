@@ -12,7 +12,7 @@ import jobs
 import pytest
 
 PACKAGE = jobs.ROOT / "tfps"
-SHOWN = {"pserver/server.py", "runtime/step_spans.py", "runtime/trace_run.py", "wire/clocks.py"}  # in captures
+SHOWN = {"pserver/server.py", "runtime/step_spans.py", "runtime/trace_run.py", "wire/control.py"}  # in captures
 
 
 def test_only_what_captures_show_is_of_the_wall_clock() -> None:

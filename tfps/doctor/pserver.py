@@ -18,18 +18,17 @@ from tfps.launch.cluster_spec import Cluster
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Json
 from tfps.wire import reach
-from tfps.wire.clocks import Compared, compare
 from tfps.wire.connection import introduce
-from tfps.wire.control import PROTOCOL_VERSION, Pserver, memory_message, version_text
-from tfps.wire.measuring import SECONDS, Direction, Measured, measure_connection, measure_grpc, purpose
+from tfps.wire.control import PROTOCOL_VERSION, ClockOffset, Pserver, compare_clocks, memory_message, version_text
+from tfps.wire.measuring import SECONDS, Direction, measure_connection, measure_grpc, purpose
 from tfps.wire.reach import Answers, Unreached, split
+from tfps.wire.send_queue import Throughput
 from tfps.wire.shared_memory import Arena
 from tfps.wire.tls import diagnose
 
 _FAR_S = 0.02  # beyond this hosts are hardly in one data centre
 _CLOCKS_S = 1.0  # by which times of day may differ
 _AGAIN_S = 0.1  # between two attempts, while another client measures
-_LEAST_BUSY_S = 0.02  # of a running job, to say something
 _SLOW = 0.5  # of the median of all pservers
 _MTU = (
     "calls are answered, but bulk data does not arrive. Look at the MTU of the path: ping -M do -s 1472 HOST gets no "
@@ -108,7 +107,7 @@ def distance(call_s: float, network_s: float | None) -> Check:
     return Check("round trip", "warning", text, advice, "far", values)
 
 
-def clock(found: Compared) -> Check:
+def clock(found: ClockOffset) -> Check:
     """The check of the two hosts' clocks."""
     error_s = found.error_ns / 1e9
     wall_s = None if found.wall_offset_ns is None else found.wall_offset_ns / 1e9
@@ -177,7 +176,7 @@ def measure_bandwidth(
     return Bandwidth(push.bytes_per_s, pull.bytes_per_s, "tcp" if data_port else "grpc")
 
 
-def _patiently(pserver: Pserver, direction: Direction, data_port: int, timeout_s: float, seconds: float) -> Measured:
+def _patiently(pserver: Pserver, direction: Direction, data_port: int, timeout_s: float, seconds: float) -> Throughput:
     end_s, tick = time.monotonic() + timeout_s, threading.Event()
     while True:
         try:
@@ -194,9 +193,9 @@ def _patiently(pserver: Pserver, direction: Direction, data_port: int, timeout_s
 def bandwidth_of_job(members: Sequence[pb.MemberStatus]) -> Check:
     """What the replies of a running job have shown, which is not disturbed."""
     rates = {
-        member.rank: member.busy_bytes / member.busy_s
+        member.rank: rate
         for member in members
-        if not member.shared_memory and member.busy_s >= _LEAST_BUSY_S
+        if not member.shared_memory and (rate := Throughput(member.busy_bytes, member.busy_s).bytes_per_s)
     }
     if not rates:
         return Check("bandwidth", "skipped", "not measured: there is a job")
@@ -427,7 +426,7 @@ class Visit:
             self.checks.append(Check("data port", "warning", f"{port}: {found.text}", advice, found.problem, values))
 
     def _look_at_clock(self, pserver: Pserver, address: str, port: int) -> None:
-        found = compare(pserver, time.monotonic_ns, self._client.timeout_s)
+        found = compare_clocks(pserver, time.monotonic_ns, self._client.timeout_s)
         network_s = reach.round_trip_s(address, port, self._client.timeout_s)
         self.checks.append(distance(found.round_trip_ns / 1e9, network_s))
         self.checks.append(clock(found))

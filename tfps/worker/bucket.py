@@ -23,10 +23,9 @@ from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
 from tfps.types import Array
 from tfps.wire import frames
-from tfps.wire.encoding import Encoding
 from tfps.wire.frames import EMPTY, LAST, SHARED, WHOLE, Header, Kind
 from tfps.wire.memory import aligned_empty
-from tfps.wire.send_queue import Outgoing, SendQueue
+from tfps.wire.send_queue import Encoding, Outgoing, SendQueue
 from tfps.wire.shared_memory import Place, Region, Sharing
 
 Failed = Callable[[Exception], Exception]
