@@ -85,14 +85,11 @@ def stranger(who: Answers, said: str, error: str) -> Check:
 
 
 def of_version(protocol: int, version: str) -> Check:
-    """The check of the versions that a pserver tells; `version` is "" if it is too old to tell."""
-    values = {"protocol_version": protocol, "version": version or None}
+    """The check of the versions that a pserver tells."""
+    values = {"protocol_version": protocol, "version": version}
     if protocol != PROTOCOL_VERSION:
         text = f"protocol version {protocol}, here {PROTOCOL_VERSION}"
         return Check("pserver", "failed", text, version_text(protocol, PROTOCOL_VERSION), "version", values)
-    if not version:
-        advice = "is of an older tfps, which can be checked no further: install the same version on all hosts"
-        return Check("pserver", "warning", "an older tfps", advice, "old", values)
     return Check("pserver", "ok", f"tfps {version}, protocol version {protocol}", values=values)
 
 
@@ -110,12 +107,9 @@ def distance(call_s: float, network_s: float | None) -> Check:
 def clock(found: ClockOffset) -> Check:
     """The check of the two hosts' clocks."""
     error_s = found.error_ns / 1e9
-    wall_s = None if found.wall_offset_ns is None else found.wall_offset_ns / 1e9
+    wall_s = found.wall_offset_ns / 1e9
     values = {"offset_s": found.offset_ns / 1e9, "error_s": error_s, "wall_offset_s": wall_s}
-    text = f"known within {error_s * 1e3:.2g} ms"
-    if wall_s is None:
-        return Check("clock", "ok", text, values=values)
-    text += f"; times of day differ by {abs(wall_s):.2g} s"
+    text = f"known within {error_s * 1e3:.2g} ms; times of day differ by {abs(wall_s):.2g} s"
     if abs(wall_s) <= _CLOCKS_S + error_s:
         return Check("clock", "ok", text, values=values)
     advice = f"times of day differ by {abs(wall_s):.3g} s, logs do not fit and certificates may seem invalid: use NTP"
@@ -344,7 +338,8 @@ class Visit:
         """Why Probe was not answered."""
         code = error.__cause__.code() if isinstance(error.__cause__, grpc.Call) else None
         if code is grpc.StatusCode.UNIMPLEMENTED:
-            return self._older(host, port)
+            who, said = reach.who_answers(host, port, self._client.timeout_s)
+            return stranger(*(("other", "HTTP/2 without tfps") if who == "grpc" else (who, said)), "")
         wrong = diagnose(self.address, self._client.security, self._client.timeout_s)
         if wrong:
             return Check("pserver", "failed", "TLS: the two ends do not agree", wrong, "tls")
@@ -352,14 +347,6 @@ class Visit:
         if self._client.security.tls_ca and wrong == "":
             who, said = "grpc", ""  # what it says is encrypted
         return stranger(who, said, str(error))
-
-    def _older(self, host: str, port: int) -> Check:
-        """A gRPC server without Probe: a pserver of another version, or something else."""
-        with contextlib.suppress(TfpsError):
-            if self._pserver is not None:
-                return of_version(self._pserver.protocol_version(self._client.timeout_s), "")
-        who, said = reach.who_answers(host, port, self._client.timeout_s)
-        return stranger(*(("other", "HTTP/2 without tfps") if who == "grpc" else (who, said)), "")
 
     def _ask_for_job(self, pserver: Pserver) -> pb.StatusReply:
         """Raises TfpsError if the pserver does not answer."""

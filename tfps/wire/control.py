@@ -257,20 +257,6 @@ class Pserver:
         raise_failure(reply, f"pserver {self.address}: ")
         return reply
 
-    def protocol_version(self, timeout_s: float) -> int:
-        """The pserver's, which it tells when it refuses a Join of version 0; for those that do not know Probe.
-
-        Raises:
-            ConnectError: the pserver wants another job token.
-            PserverLostError: the call failed.
-        """
-        request = pb.JoinRequest(protocol_version=0)
-        try:
-            return int(self._calls["Join"](request, timeout=timeout_s, metadata=self.metadata).protocol_version)
-        except grpc.RpcError as error:
-            self._raise_stranger(error)
-            raise lost(self.address, error, "in Join") from error
-
     def _answer(self, call: grpc.Future) -> pb.JoinReply:
         """Waits for the answer to `call`, and looks meanwhile whether both ends agree on TLS."""
         agreed = False
@@ -363,13 +349,13 @@ class ClockOffset(NamedTuple):
     Attributes:
         offset_ns: to add to the pserver's times of captures to get this process's.
         error_ns: the most by which the two offsets may be wrong.
-        wall_offset_ns: the same of the times of day; None if the pserver does not tell, as it is older.
+        wall_offset_ns: the same of the times of day.
     """
 
     offset_ns: int
     error_ns: int
     round_trip_ns: int
-    wall_offset_ns: int | None
+    wall_offset_ns: int
 
 
 def compare_clocks(pserver: Pserver, clock: Callable[[], int], timeout_s: float = _CLOCK_TIMEOUT_S) -> ClockOffset:
@@ -388,7 +374,7 @@ def compare_clocks(pserver: Pserver, clock: Callable[[], int], timeout_s: float 
         there = pserver.call("Clock", pb.ClockRequest(), timeout_s)
         after_ns = clock()
         took_ns = after_ns - before_ns
-        wall_offset_ns = wall_ns + took_ns // 2 - there.wall_ns if there.wall_ns else None
+        wall_offset_ns = wall_ns + took_ns // 2 - there.wall_ns
         offset_ns = (before_ns + after_ns) // 2 - there.time_ns
         found.append(ClockOffset(offset_ns, (took_ns + 1) // 2, took_ns, wall_offset_ns))
     return min(found, key=lambda each: each.round_trip_ns)

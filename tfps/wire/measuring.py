@@ -19,7 +19,7 @@ from typing import Literal
 
 import grpc
 
-from tfps.errors import ConnectError, ProtocolError, PserverLostError, TfpsError, UnsupportedError, WaitTimeoutError
+from tfps.errors import ConnectError, ProtocolError, TfpsError, WaitTimeoutError
 from tfps.wire.connection import acknowledge, refuse
 from tfps.wire.control import MEASURE, Pserver, lost, method
 from tfps.wire.send_queue import Throughput
@@ -187,7 +187,6 @@ def measure_grpc(pserver: Pserver, direction: Direction, seconds: float) -> Thro
     Raises:
         ConnectError: the pserver refuses this client.
         WaitTimeoutError: the pserver has a job, or somebody else measures.
-        UnsupportedError: the pserver is too old to measure.
         PserverLostError: the call failed.
     """
 
@@ -218,14 +217,11 @@ def measure_grpc(pserver: Pserver, direction: Direction, seconds: float) -> Thro
 
 def _refusal(pserver: Pserver, error: grpc.RpcError) -> TfpsError:
     code, details = error.code(), str(error.details())
-    if code is grpc.StatusCode.UNIMPLEMENTED:
-        return UnsupportedError(f"pserver {pserver.address} is of an older tfps that cannot measure: install the same")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return WaitTimeoutError(details)
     if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED):
         return ConnectError(details)
-    found: PserverLostError = lost(pserver.address, error, "while measuring")
-    return found
+    return lost(pserver.address, error, "while measuring")
 
 
 # The pserver's end
