@@ -38,7 +38,7 @@ _OF_MODES: dict[str, tuple[Mode, ...]] = {  # settings that only some modes have
 }
 BUCKET_BYTES = 2**20  # up to which small variables are fused if slices are tuned
 # Sizes with update="server": slices keep what they have, so they are not tuned.
-_SERVED_SLICE_BYTES, _SERVED_WINDOW_BYTES = 512 * 1024, 2 * 2**20
+_STATE_SLICE_BYTES, _STATE_WINDOW_BYTES = 512 * 1024, 2 * 2**20
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class Config:
             raise ConfigError("deterministic goes with mode='sync', 'diloco' and 'local': in 'async' order is chance")
 
     @property
-    def _kept(self) -> bool:
+    def _keeps_state(self) -> bool:
         """Whether pservers keep parameters: their slices are not tuned."""
         return self.update == "server" or self.mode in _LOCAL_MODES
 
@@ -229,7 +229,7 @@ class Config:
     @property
     def first_slice_bytes(self) -> int:
         """Slice size before tuning."""
-        first = _SERVED_SLICE_BYTES if self._kept else FIRST_SLICE_BYTES
+        first = _STATE_SLICE_BYTES if self._keeps_state else FIRST_SLICE_BYTES
         return first if self.slice_bytes == "auto" else self.slice_bytes
 
     @property
@@ -240,7 +240,7 @@ class Config:
     @property
     def first_window_bytes(self) -> int:
         """Window size before tuning."""
-        first = _SERVED_WINDOW_BYTES if self._kept else FIRST_WINDOW_BYTES
+        first = _STATE_WINDOW_BYTES if self._keeps_state else FIRST_WINDOW_BYTES
         return first if self.window_bytes == "auto" else self.window_bytes
 
     @classmethod

@@ -20,7 +20,7 @@ from tfps.exchange.update_spec import UpdateSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.job import Job
 from tfps.pserver.slices import OwnedSlice
-from tfps.wire.control import KEPT_PIECE_BYTES, PROTOCOL_VERSION, RANK_KEY, failure_of, layout_of, reply_type
+from tfps.wire.control import PROTOCOL_VERSION, RANK_KEY, STATE_PIECE_BYTES, failure_of, layout_of, reply_type
 
 _MAX_WAIT_S = 60.0  # of a call, whatever its client says
 
@@ -63,9 +63,9 @@ def _put(job: Job, request: pb.PutRequest) -> pb.PutReply:
     """Raises ProtocolError: there is no such part, it is not rank 0 that puts, or more than one call takes."""
     owned, parameters = _parameters(job, request)
     nbytes = len(request.values)
-    if request.rank or nbytes > KEPT_PIECE_BYTES or nbytes % 4 or request.begin % 4:
+    if request.rank or nbytes > STATE_PIECE_BYTES or nbytes % 4 or request.begin % 4:
         raise ProtocolError(
-            f"a call of Put must be rank 0's, with at most {KEPT_PIECE_BYTES} bytes, a multiple of 4 bytes from a "
+            f"a call of Put must be rank 0's, with at most {STATE_PIECE_BYTES} bytes, a multiple of 4 bytes from a "
             f"multiple of 4 on, got {nbytes} bytes from {request.begin} on of rank {request.rank}"
         )
     with owned.lock:
@@ -76,8 +76,8 @@ def _put(job: Job, request: pb.PutRequest) -> pb.PutReply:
 def _get(job: Job, request: pb.GetRequest) -> pb.GetReply:
     """Raises ProtocolError: there is no such part, or it is larger than one call returns."""
     owned, parameters = _parameters(job, request)
-    if request.nbytes > KEPT_PIECE_BYTES:
-        raise ProtocolError(f"a call of Get must ask for at most {KEPT_PIECE_BYTES} bytes, got {request.nbytes}")
+    if request.nbytes > STATE_PIECE_BYTES:
+        raise ProtocolError(f"a call of Get must ask for at most {STATE_PIECE_BYTES} bytes, got {request.nbytes}")
     with owned.lock:
         return pb.GetReply(values=parameters.get(request.number, request.begin, request.nbytes))
 

@@ -31,7 +31,7 @@ PUSH, PULL = "Push", "Pull"  # the streams, one per direction
 MEASURE = "Measure"  # a stream, too; see wire/measuring.py
 INCARNATION_KEY, RANK_KEY = "tfps-incarnation", "tfps-rank"  # their metadata
 
-KEPT_PIECE_BYTES = 4 * 2**20  # of what slices keep, in one call of Put or Get
+STATE_PIECE_BYTES = 4 * 2**20  # of what slices keep, in one call of Put or Get
 _RECORDS_BYTES = 50_000 * RECORD.itemsize  # of a capture, in one message
 _CLOCK_TIMEOUT_S, _ROUND_TRIPS = 10.0, 20
 _LOOK_S = 1.0  # how long a Join may go unanswered before the worker looks whether both ends agree on TLS

@@ -325,11 +325,7 @@ def _next_bytes(messages: Iterator[bytes]) -> int:
 
 
 def _wait_for_end(connected: socket.socket) -> None:
-    """Reads on until the client has closed its end: closing first could take from it what was sent last.
-
-    Raises:
-        OSError: the client is gone, or does not close for too long.
-    """
+    """Reads on until the client has closed its end: closing first could take from it what was sent last."""
     connected.shutdown(socket.SHUT_WR)
     end_s, memory = time.monotonic() + _END_S, bytearray(len(CHUNK))
     while time.monotonic() < end_s:

@@ -29,8 +29,8 @@ from tfps.exchange.layout import Layout
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Array
 from tfps.wire.control import (
-    KEPT_PIECE_BYTES,
     PROTOCOL_VERSION,
+    STATE_PIECE_BYTES,
     Pserver,
     failure_of,
     layout_message,
@@ -282,8 +282,8 @@ class PserverClient:
             )
         for index, (part, owner) in enumerate(zip(target.cutting.slices, target.cutting.owners, strict=True)):
             first, last = max(begin, part.offset), min(begin + nbytes, part.offset + part.nbytes)
-            for start in range(first, last, KEPT_PIECE_BYTES):
-                yield _Piece(owner, index, start - part.offset, min(KEPT_PIECE_BYTES, last - start), start - begin)
+            for start in range(first, last, STATE_PIECE_BYTES):
+                yield _Piece(owner, index, start - part.offset, min(STATE_PIECE_BYTES, last - start), start - begin)
 
     # Other ranks
 
