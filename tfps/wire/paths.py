@@ -13,7 +13,7 @@ from collections.abc import Callable
 import grpc
 
 from tfps.config import Transport
-from tfps.errors import ConfigError, ConnectError, ProtocolError, PserverLostError, TfpsError
+from tfps.errors import ConnectError, ProtocolError, PserverLostError, TfpsError
 from tfps.wire.connection import BrokenConnectionError, Connection, dial
 from tfps.wire.control import INCARNATION_KEY, PULL, PUSH, RANK_KEY, Pserver, lost, method
 from tfps.wire.frames import Kind
@@ -130,15 +130,9 @@ class Opening:
             data_port: the pserver's; 0 if it takes no data connections, as it uses TLS.
 
         Raises:
-            ConfigError: `transport` is "tcp" and the pserver uses TLS.
             ConnectError: `transport` is "tcp" and the pserver's data port cannot be reached.
             TfpsError: the error with which the pserver refuses this worker.
         """
-        if self._transport == "tcp" and not data_port:
-            raise ConfigError(
-                f'transport must be "auto" or "grpc" with TLS, got "tcp": pserver {pserver.address} uses TLS, and data '
-                "connections are not encrypted"
-            )
         if not data_port and self._transport != "grpc":
             logger.info("tfps: pserver %s uses TLS: slices go through gRPC", pserver.address)
         elif self._transport != "grpc":
