@@ -16,7 +16,7 @@ from tfps.types import Argument, Options
 
 Mode = Literal["sync", "async", "diloco", "local"]
 Policy = Literal["priority", "fifo"]
-Placement = Literal["balanced", "round_robin", "hash"]
+Placement = Literal["balanced", "round_robin"]
 Transport = Literal["auto", "tcp", "grpc"]
 Update = Literal["worker", "server"]
 Auto = Literal["auto"]
@@ -53,7 +53,7 @@ class Config:
             as above.
         policy: `"priority"` sends what the forward pass needs first (P3, https://anandj.in/wp-content/uploads/sysml.pdf);
             `"fifo"` sends in the order in which the backward pass produces gradients.
-        placement: which pserver owns a slice: `"balanced"` by bytes, `"round_robin"` or `"hash"` of its name.
+        placement: which pserver owns a slice: `"balanced"` by bytes, or `"round_robin"`.
         deterministic: sum in rank order, so runs repeat bitwise; costs pserver memory (one slice per worker).
         update: where the optimizer runs: `"worker"`, or `"server"`: on the pservers, which then hold its slots; Keras'
             elementwise optimizers only (docs/update_on_server.md). Slices of `"auto"` then have 512 KiB.

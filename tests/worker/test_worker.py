@@ -13,7 +13,7 @@ import pytest
 from jobs import Cluster, bucket, declare, job, push, summed, together
 from recorded import note_in_flight, sends
 
-from tfps.config import Config, Placement
+from tfps.config import Config
 from tfps.errors import TfpsError
 from tfps.exchange.interface import BucketSpec
 from tfps.pserver.membership import State
@@ -104,9 +104,8 @@ def test_slices_are_spread_evenly_over_pservers(cluster: Cluster) -> None:
     assert max(per_pserver.values()) - min(per_pserver.values()) <= 1024
 
 
-@pytest.mark.parametrize("placement", ["round_robin", "hash"])
-def test_other_placements_work_alike(cluster: Cluster, placement: Placement) -> None:
-    config = Config(slice_bytes=1024, window_bytes=4096, placement=placement)
+def test_the_other_placement_works_alike(cluster: Cluster) -> None:
+    config = Config(slice_bytes=1024, window_bytes=4096, placement="round_robin")
     specs = [bucket(10_000, 0, "x"), BucketSpec(("g",), "gather", 0, "uint8", 0), bucket(3000, 0, "y")]
     workers = job(cluster, 2, *specs, pservers=3, config=config)
     for pending in [push(w, b, np.ones(n, np.float32)) for w in workers for b, n in ((0, 2500), (2, 750))]:

@@ -119,7 +119,7 @@ class PushedBucket:
     def new(cls, spec: BucketSpec, slice_bytes: int, placer: Placer, failed: Failed) -> PushedBucket:
         """A bucket that has just been declared; `failed` as for `Encoding`."""
         if spec.kind == "gather":
-            return cls(spec, Cutting([], [placer.place_gather(spec.common_name)]))
+            return cls(spec, Cutting([], [placer.place_gather()]))
         return cls(spec, cut_sum(spec, slice_bytes, placer), compression=Compression.of(spec, failed))
 
     def start_next(self) -> Push | None:
