@@ -61,7 +61,7 @@ def index_page() -> str:
 
 setup(
     name="tfps",
-    version=run_path(str(HERE / "tfps" / "version.py"))["__version__"],
+    version=run_path(str(HERE / "tfps" / "__init__.py"))["__version__"],
     description="A tf.distribute strategy for Keras 3 that trains through gRPC parameter servers and hides the network",
     long_description=index_page(),
     long_description_content_type="text/markdown",

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
         ("window_bytes", -1, "window_bytes must be positive, got -1"),
         ("window_bytes", True, "window_bytes must be a whole number of bytes or 'auto', got True"),
         ("policy", "lifo", "policy must be one of 'priority', 'fifo', got 'lifo'"),
-        ("placement", "random", "placement must be one of 'balanced', 'round_robin', 'hash', got 'random'"),
+        ("placement", "random", "placement must be one of 'balanced', 'round_robin', got 'random'"),
         ("compression", "gzip", "compression must be one of 'none', 'bfloat16', .*'topk:0.01', got 'gzip'"),
         ("compression", "", "compression must be one of .* got ''"),
         ("compression", 8, "compression must be a text or a mapping of patterns of names to codecs, got 8"),

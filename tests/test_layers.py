@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "tfps"
 MAX_LINES = 620  # about 600
 TOP, GROUND = "tfps", "ground"
-USED_EVERYWHERE = {"compression", "config", "errors", "modes", "threads", "types", "version", "protos"}
+USED_EVERYWHERE = {"compression", "config", "errors", "threads", "types", "__version__", "protos"}
 LOWEST_WITH_TENSORFLOW, ALONE_WITH_TENSORFLOW = "graph", "tfps.callbacks"
 
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "protos" not in path.relative_to(PACKAGE).parts)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tfps.version import __version__
+from tfps import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD_S, INSTALL_S, DEMO_S = 240.0, 1500.0, 600.0

@@ -174,7 +174,7 @@ def test_the_changelog_ends_with_this_version_or_with_one_before_it_while_the_ne
         assert versions[:1] == [own]
 
 
-@pytest.mark.parametrize("module", ["tfps.launch", "tfps.cli", "tfps.trace_cli", "tfps.doctor"])
+@pytest.mark.parametrize("module", ["tfps.launch", "tfps.pserver.cli", "tfps.trace.cli", "tfps.doctor"])
 def test_every_program_says_its_version(module: str) -> None:
     done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
     assert re.fullmatch(rf"tfps_(launch|pserver|trace|doctor) {re.escape(tfps.__version__)}\n", done.stdout), done

@@ -207,11 +207,6 @@ class Trace(keras.callbacks.Callback):
 
 
 def _strategy_of(callback: keras.callbacks.Callback) -> Strategy:
-    """Returns the strategy of the callback's model.
-
-    Raises:
-        ConfigError: it is not a `tfps.Strategy`.
-    """
     strategy = callback.model.distribute_strategy
     if not isinstance(strategy, Strategy):
         raise ConfigError(

@@ -12,11 +12,11 @@ from typing import Literal, get_args
 
 from tfps.compression import Rules, parse
 from tfps.errors import ConfigError
-from tfps.modes import LOCAL_MODES, Mode, check_mode
 from tfps.types import Argument, Options
 
+Mode = Literal["sync", "async", "diloco", "local"]
 Policy = Literal["priority", "fifo"]
-Placement = Literal["balanced", "round_robin", "hash"]
+Placement = Literal["balanced", "round_robin"]
 Transport = Literal["auto", "tcp", "grpc"]
 Update = Literal["worker", "server"]
 Auto = Literal["auto"]
@@ -25,9 +25,20 @@ MAX_SLICE_BYTES = 64 * 2**20  # one gRPC message; beyond this nothing overlaps
 # Initial sizes if tuned: small, so that even a small model fills the window; only then can bandwidth be measured.
 FIRST_SLICE_BYTES, FIRST_WINDOW_BYTES = 128 * 1024, 512 * 1024
 _FILES = ("token_file", "tls_ca", "tls_cert", "tls_key")
+_LOCAL_MODES: tuple[Mode, ...] = ("diloco", "local")  # workers train for themselves between two exchanges
+_OF_MODES: dict[str, tuple[Mode, ...]] = {  # settings that only some modes have
+    "staleness": ("async",),
+    "delay_compensation": ("async",),
+    "inner_steps": _LOCAL_MODES,
+    "fragments": _LOCAL_MODES,
+    "overlap_steps": _LOCAL_MODES,
+    "own_share": _LOCAL_MODES,
+    "outer_learning_rate": ("diloco",),
+    "outer_momentum": ("diloco",),
+}
 BUCKET_BYTES = 2**20  # up to which small variables are fused if slices are tuned
 # Sizes with update="server": slices keep what they have, so they are not tuned.
-_SERVED_SLICE_BYTES, _SERVED_WINDOW_BYTES = 512 * 1024, 2 * 2**20
+_STATE_SLICE_BYTES, _STATE_WINDOW_BYTES = 512 * 1024, 2 * 2**20
 
 
 @dataclass(frozen=True)
@@ -42,7 +53,7 @@ class Config:
             as above.
         policy: `"priority"` sends what the forward pass needs first (P3, https://anandj.in/wp-content/uploads/sysml.pdf);
             `"fifo"` sends in the order in which the backward pass produces gradients.
-        placement: which pserver owns a slice: `"balanced"` by bytes, `"round_robin"` or `"hash"` of its name.
+        placement: which pserver owns a slice: `"balanced"` by bytes, or `"round_robin"`.
         deterministic: sum in rank order, so runs repeat bitwise; costs pserver memory (one slice per worker).
         update: where the optimizer runs: `"worker"`, or `"server"`: on the pservers, which then hold its slots; Keras'
             elementwise optimizers only (docs/update_on_server.md). Slices of `"auto"` then have 512 KiB.
@@ -118,7 +129,7 @@ class Config:
             value = getattr(self, name)
             if value == "auto":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int):
+            if not _is_whole(value):
                 raise ConfigError(f"{name} must be a whole number of bytes or 'auto', got {value!r}")
             if value <= 0:
                 raise ConfigError(f"{name} must be positive, got {value}")
@@ -131,33 +142,79 @@ class Config:
             ("update", Update),
             ("mode", Mode),
         ):
-            value = getattr(self, name)
-            if value not in get_args(choices):
-                raise ConfigError(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}")
+            if getattr(self, name) not in get_args(choices):
+                known = ", ".join(map(repr, get_args(choices)))
+                raise ConfigError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
         for name in ("deterministic", "shared_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         object.__setattr__(self, "compression", str(parse(self.compression)))  # one spelling of each
-        fields = {field.name: field.default for field in dataclasses.fields(self)}
-        check_mode({name: getattr(self, name) for name in fields}, fields)
-        depth = self.staging_depth
-        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0 or depth == 1:
-            raise ConfigError(f"staging_depth must be 0 (off) or a whole number from 2, got {depth!r}")
-        every = self.check_every
-        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-            raise ConfigError(f"check_every must be 0 (never) or a positive number of steps, got {every!r}")
-        for name in ("connect_timeout_s", "step_timeout_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-                raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}")
+        self._check_ranges()
+        self._check_mode()
         for name in _FILES:
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} must be the path of a file, a string, got {getattr(self, name)!r}")
 
+    def _check_ranges(self) -> None:
+        staleness, steps, depth, every = self.staleness, self.inner_steps, self.staging_depth, self.check_every
+        if staleness is not None and (not _is_whole(staleness) or staleness < 0):
+            raise ConfigError(f"staleness must be a number of steps from 0, or None (no limit), got {staleness!r}")
+        for name, least in (("inner_steps", 1), ("fragments", 1), ("overlap_steps", 0)):
+            value = getattr(self, name)
+            if not _is_whole(value) or value < least:
+                raise ConfigError(f"{name} must be a whole number from {least}, got {value!r}")
+        for name, most in (("fragments", steps), ("overlap_steps", steps - 1)):
+            if getattr(self, name) > most:
+                raise ConfigError(
+                    f"{name} must be at most {most} with inner_steps={steps}: each fragment is exchanged once in so "
+                    f"many steps, and comes back before it leaves again, got {getattr(self, name)}"
+                )
+        for name, below in (("own_share", 1.0), ("outer_momentum", 1.0), ("delay_compensation", float("inf"))):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 <= value < below:
+                limit = f" and below {below:g}" if below == 1.0 else ""
+                raise ConfigError(f"{name} must be a number from 0 on{limit}, got {value!r}")
+        rate = self.outer_learning_rate
+        if not _is_number(rate) or not 0 < rate < float("inf"):
+            raise ConfigError(f"outer_learning_rate must be a positive number, got {rate!r}")
+        if not _is_whole(depth) or depth < 0 or depth == 1:
+            raise ConfigError(f"staging_depth must be 0 (off) or a whole number from 2, got {depth!r}")
+        if not _is_whole(every) or every < 0:
+            raise ConfigError(f"check_every must be 0 (never) or a positive number of steps, got {every!r}")
+        for name in ("connect_timeout_s", "step_timeout_s"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 < value < float("inf"):
+                raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}")
+
+    def _check_mode(self) -> None:
+        mode, update = self.mode, self.update
+        for name, modes in _OF_MODES.items():
+            if mode not in modes and getattr(self, name) != getattr(Config, name):
+                raise ConfigError(
+                    f"{name} is for mode={' and mode='.join(map(repr, modes))}, got {getattr(self, name)!r} with "
+                    f"mode={mode!r}; leave it out, or choose that mode"
+                )
+        if self.own_share != Config.own_share and not self.overlap_steps:
+            raise ConfigError(
+                f"own_share is for overlap_steps above 0: else a worker goes on with the global parameters, got "
+                f"{self.own_share!r}"
+            )
+        if mode == "async" and update != "server":
+            raise ConfigError(
+                f"mode='async' needs update='server', which applies each gradient as it comes, got {update!r}"
+            )
+        if mode in _LOCAL_MODES and update != "worker":
+            raise ConfigError(
+                f"mode={mode!r} needs update='worker', as each worker trains for itself between exchanges, got "
+                f"{update!r}"
+            )
+        if mode == "async" and self.deterministic:
+            raise ConfigError("deterministic goes with mode='sync', 'diloco' and 'local': in 'async' order is chance")
+
     @property
-    def _kept(self) -> bool:
+    def _keeps_state(self) -> bool:
         """Whether pservers keep parameters: their slices are not tuned."""
-        return self.update == "server" or self.mode in LOCAL_MODES
+        return self.update == "server" or self.mode in _LOCAL_MODES
 
     @property
     def applies_each_push(self) -> bool:
@@ -172,7 +229,7 @@ class Config:
     @property
     def first_slice_bytes(self) -> int:
         """Slice size before tuning."""
-        first = _SERVED_SLICE_BYTES if self._kept else FIRST_SLICE_BYTES
+        first = _STATE_SLICE_BYTES if self._keeps_state else FIRST_SLICE_BYTES
         return first if self.slice_bytes == "auto" else self.slice_bytes
 
     @property
@@ -183,7 +240,7 @@ class Config:
     @property
     def first_window_bytes(self) -> int:
         """Window size before tuning."""
-        first = _SERVED_WINDOW_BYTES if self._kept else FIRST_WINDOW_BYTES
+        first = _STATE_WINDOW_BYTES if self._keeps_state else FIRST_WINDOW_BYTES
         return first if self.window_bytes == "auto" else self.window_bytes
 
     @classmethod
@@ -202,6 +259,14 @@ class Config:
                 whole = size or field.name == "staleness"
                 values[field.name] = _parse(name, environment[name], 0 if whole else field.default)
         return cls(**{**values, **explicit})
+
+
+def _is_whole(value: Argument) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Argument) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _parse(name: str, text: str, default: Argument) -> Argument:
@@ -369,7 +434,7 @@ def check_steps(what: str, steps: object) -> tuple[int, int]:
         ConfigError: it is not; the message begins with `what`.
     """
     numbers = list(steps) if isinstance(steps, (tuple, list)) else []
-    whole = len(numbers) == 2 and all(isinstance(each, int) and not isinstance(each, bool) for each in numbers)
+    whole = len(numbers) == 2 and all(map(_is_whole, numbers))
     if not whole or not 0 <= numbers[0] <= numbers[1]:
         raise ConfigError(
             f"{what} must be the first and the last, both included and counted from 0, such as (10, 20), got {steps!r}"

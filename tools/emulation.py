@@ -126,7 +126,12 @@ class Emulation:
     def __enter__(self) -> Emulation:  # noqa: PYI034 (typing.Self is not in Python 3.10)
         with contextlib.ExitStack() as stack:
             me = [sys.executable, "-u", __file__, str(self._part_bytes)]
-            cli = [sys.executable, "-u", "-m", "tfps.cli"]  # without what else is imported here: its memory is measured
+            cli = [
+                sys.executable,
+                "-u",
+                "-m",
+                "tfps.pserver.cli",
+            ]  # without what else is imported here: its memory is measured
             self._addresses, self._processes = {}, {}
             for hold, command in ((False, [*me, "pserver"] if self._part_bytes else cli), (True, [*me, "holding"])):
                 started = []

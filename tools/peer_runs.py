@@ -156,7 +156,7 @@ def _tfps(session: Session) -> list[Role]:
         session.start(
             f"pserver {index}",
             work.workers + index,
-            "tfps.cli",
+            "tfps.pserver.cli",
             *(
                 "--host",
                 place.address(work.workers + index),

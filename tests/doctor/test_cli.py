@@ -193,8 +193,8 @@ def test_a_running_job_goes_on_before_during_and_after_and_its_sums_are_right(
             assert report.healthy
     for server in servers:
         status = server.status()
-        assert (status.job.state, status.jobs, status.errors) == ("running", 1, ())
-        assert len(status.job.members) == 2
+        assert (status.state, status.jobs, list(status.errors)) == ("running", 1, [])
+        assert len(status.members) == 2
     assert [pserver.status().jobs for pserver in (free,)] == [0]
 
 
@@ -212,7 +212,7 @@ def test_the_bandwidth_of_a_link_of_100_mbit_is_found(
     with Netlab(2, 100) as lab:
         lab.probe()
         one, two = lab.hosts
-        serve = [sys.executable, "-m", "tfps.cli", "--workers=1", "--port=7070"]
+        serve = [sys.executable, "-m", "tfps.pserver.cli", "--workers=1", "--port=7070"]
         server = one.popen(serve, env=environment, stdout=subprocess.PIPE, text=True)
         assert server.stdout is not None
         assert server.stdout.readline().startswith("tfps_pserver ready at ")

@@ -40,7 +40,7 @@ def still_sums(worker: Worker) -> None:
 @contextlib.contextmanager
 def serving(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A pserver as a process: its address."""
-    with jobs.python("-m", "tfps.cli", "--port=0", "--host=127.0.0.1", *options) as process:
+    with jobs.python("-m", "tfps.pserver.cli", "--port=0", "--host=127.0.0.1", *options) as process:
         assert process.stdout is not None
         yield process.stdout.readline().split()[3], process
 

@@ -83,7 +83,7 @@ class Cluster(contextlib.ExitStack):
         self.folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="tfps-pods-")))
         self.folder.chmod(0o755)
         self.image = self._folder("image")
-        for name, command in (("python", ""), ("tfps_pserver", " -m tfps.cli")):
+        for name, command in (("python", ""), ("tfps_pserver", " -m tfps.pserver.cli")):
             program = self._folder("image/bin") / name
             program.write_text(f'#!/bin/sh\nexec {sys.executable}{command} "$@"\n')
             program.chmod(0o755)

@@ -39,7 +39,7 @@ def test_a_killed_worker_ends_the_others_with_an_error_that_names_its_rank(serve
         for process in running:
             read_until(process, "training")
         # Rank 0 is in a step: it has pushed gradients, not just whether it has a next batch (one slice).
-        jobs.poll(lambda: server.status().job.members[1].awaited_slices > 1)
+        jobs.poll(lambda: server.status().members[1].awaited_slices > 1)
         running[1].send_signal(signal.SIGKILL)
         ((code, output),) = processes.finish(running[:1])
     assert code == 1

@@ -150,7 +150,7 @@ def test_a_killed_worker_ends_the_others_with_an_error_that_names_its_rank(serve
         for process in running:
             read_until(process, "training")
         # Its second exchange: with the first one rank 1 may only be late, and between two exchanges weights are whole.
-        jobs.poll(lambda: server.status().job.members[0].step == 1)
+        jobs.poll(lambda: server.status().members[0].step == 1)
         running[1].send_signal(signal.SIGKILL)
         ((code, output),) = processes.finish(running[:1])
     assert code == 1

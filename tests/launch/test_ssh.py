@@ -180,7 +180,7 @@ def test_a_second_ctrl_c_ends_the_grace_on_all_hosts(hosts: SshHosts, write_scri
         read_until(launcher.stdout, "] ready", 2)
         launcher.send_signal(signal.SIGINT)
         # The pservers end, the workers do not.
-        jobs.poll(lambda: not [line for line in hosts.running() if "tfps.cli" in line])
+        jobs.poll(lambda: not [line for line in hosts.running() if "tfps.pserver.cli" in line])
         launcher.send_signal(signal.SIGINT)
         _, errors = launcher.communicate(timeout=ssh_hosts.END_S)
     assert launcher.returncode == 128 + signal.SIGINT

@@ -152,7 +152,7 @@ def test_a_pserver_that_dies_ends_the_job(write_script: WriteScript) -> None:
         """
         import psutil
         siblings = psutil.Process(os.getppid()).children()
-        next(process for process in siblings if "tfps.cli" in process.cmdline()).kill()
+        next(process for process in siblings if "tfps.pserver.cli" in process.cmdline()).kill()
         signal.pause()
         """
     )

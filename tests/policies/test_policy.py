@@ -9,7 +9,7 @@ import pytest
 import test_programs
 
 PACKAGE = Path(__file__).resolve().parents[2] / "tfps"
-MAY_ASK = ("policies/", "config.py", "modes.py")
+MAY_ASK = ("policies/", "config.py")
 POLICIES = {"Policy", "Asynchronous", "DiLoCo", "LocalSGD", "WorkerUpdates", "PserverUpdates"}
 
 

@@ -21,7 +21,7 @@ from tfps.exchange.interface import BucketSpec
 from tfps.types import Options
 from tfps.worker.worker import Worker
 
-SERVE = ("-m", "tfps.cli", "--host=127.0.0.1", "--port=0")
+SERVE = ("-m", "tfps.pserver.cli", "--host=127.0.0.1", "--port=0")
 
 
 def ready(process: subprocess.Popen[str]) -> str:
@@ -111,7 +111,7 @@ def test_it_starts_without_tensorflow() -> None:
 def test_a_port_in_use_is_said_and_ends_with_1() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with jobs.python("-m", "tfps.cli", "--host=127.0.0.1", f"--port={port}", "--workers=1") as process:
+        with jobs.python("-m", "tfps.pserver.cli", "--host=127.0.0.1", f"--port={port}", "--workers=1") as process:
             out, log = process.communicate(timeout=jobs.DEADLINE_S)
     assert process.returncode == 1
     assert out == ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import os
@@ -21,27 +20,35 @@ from jobs import Cluster
 
 from tfps.errors import ConfigError
 from tfps.exchange.interface import BucketSpec
+from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.console import Look, rates, table
-from tfps.wire.status import ErrorCount, JobStatus, MemberStatus, PserverStatus
+from tfps.types import Options
 
-SERVE = ("-m", "tfps.cli", "--host=127.0.0.1", "--port=0")
+SERVE = ("-m", "tfps.pserver.cli", "--host=127.0.0.1", "--port=0")
 START_S = 1.0  # of CPU time, that a pserver with metrics may take to start; where Python itself is slow,
 START_FACTOR = 4  # so many times what this takes:
 BARE = "import time, grpc, numpy, prometheus_client; print(time.process_time())"
-BEFORE = MemberStatus(0, "host", 7, "streaming", 10, 1000, 10, 2000, 10, 0, 0, 4096, 1.0, 0)
 
 
-def look(*members: MemberStatus, state: str = "running", reason: str = "") -> Look:
+def member(*values: float | str | bool) -> pb.MemberStatus:
+    """A member whose first fields have these values."""
+    names = [field.name for field in pb.MemberStatus.DESCRIPTOR.fields]
+    fields: Options = dict(zip(names, values, strict=False))
+    return pb.MemberStatus(**fields)
+
+
+BEFORE = member(0, "host", 7, "streaming", 10, 1000, 10, 2000, 10, 0, 0, 4096, 1.0, 0)
+NOW = member(0, "host", 7, "streaming", 30, 5000, 50, 3000, 20, 2, 3000, 4096, 1.2, 0)
+SLOW = member(1, "other", 8, "streaming", 28, 4000, 40, 3000, 20, 0, 0, 4096, 9.0, 3, True)
+
+
+def look(*members: pb.MemberStatus, state: str = "running", reason: str = "") -> Look:
     """Two seconds lie between the two looks."""
-    job = JobStatus("digits", 2, state, reason, 3, 5, 2048, 1, (BEFORE,))
-    before = PserverStatus("1.0", 1.0, 100.0, 2**20, 1, (), job)
-    errors = (ErrorCount("Join", "ConnectError", 2),)
-    job = JobStatus("digits", 2, state, reason, 3, 5, 2048, 1, members)
-    return Look("host:1", before, PserverStatus("1.0", 2.0, 102.0, 2**20, 1, errors, job))
-
-
-NOW = MemberStatus(0, "host", 7, "streaming", 30, 5000, 50, 3000, 20, 2, 3000, 4096, 1.2, 0)
-SLOW = MemberStatus(1, "other", 8, "streaming", 28, 4000, 40, 3000, 20, 0, 0, 4096, 9.0, 3, shared_memory=True)
+    job: Options = {"job": "digits", "workers": 2, "state": state, "reason": reason, "buckets": 3, "slices": 5}
+    job |= {"version": "1.0", "memory_bytes": 2**20, "jobs": 1, "shard_bytes": 2048, "open_slices": 1}
+    errors = [pb.ErrorCount(where="Join", error="ConnectError", count=2)]
+    before = pb.StatusReply(cpu_s=1.0, uptime_s=100.0, members=[BEFORE], **job)
+    return Look("host:1", before, pb.StatusReply(cpu_s=2.0, uptime_s=102.0, members=members, errors=errors, **job))
 
 
 def test_rates_are_differences_per_second() -> None:
@@ -50,8 +57,8 @@ def test_rates_are_differences_per_second() -> None:
     assert found.late_s == pytest.approx(0.2 / 40)
 
 
-@pytest.mark.parametrize("before", [None, NOW, MemberStatus(0, "host", 6, "gone", 1, 1, 1, 1, 1, 1, 1, 1, 1, 1)])
-def test_a_member_of_a_new_job_has_no_rates_yet(before: MemberStatus | None) -> None:
+@pytest.mark.parametrize("before", [None, NOW, member(0, "host", 6, "gone", 1, 1, 1, 1, 1, 1, 1, 1, 1, 1)])
+def test_a_member_of_a_new_job_has_no_rates_yet(before: pb.MemberStatus | None) -> None:
     assert rates(before, BEFORE, 2.0).received_bytes_per_s == 0
 
 
@@ -83,8 +90,11 @@ def test_what_others_have_named_is_no_markup() -> None:
 
     console = Console(width=200)
     foreign = "x[/x][red]:smile:\\"
+    other = pb.MemberStatus()
+    other.CopyFrom(NOW)
+    other.host = foreign
     with console.capture() as captured:
-        console.print(table(look(dataclasses.replace(NOW, host=foreign), state="failed", reason=foreign)))
+        console.print(table(look(other, state="failed", reason=foreign)))
     assert f"{foreign}:7" in captured.get()
     assert f"failed: {foreign}" in captured.get()
 
@@ -152,7 +162,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _status(address: str, *options: str, **environment: str) -> str:
-    with jobs.python("-m", "tfps.cli", "--status", address, *options, **environment) as process:
+    with jobs.python("-m", "tfps.pserver.cli", "--status", address, *options, **environment) as process:
         out, log = process.communicate(timeout=jobs.DEADLINE_S)
     assert (process.returncode, log) == (0, "")
     return out
@@ -162,7 +172,7 @@ def _live(address: str) -> None:
     """The live view on a terminal: it comes, is drawn again, and ends at Ctrl-C."""
     ours, theirs = os.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "160", "LINES": "40", "PYTHONPATH": str(jobs.ROOT)}
-    command = [sys.executable, "-m", "tfps.cli", "--status", address]
+    command = [sys.executable, "-m", "tfps.pserver.cli", "--status", address]
     with subprocess.Popen(command, env=environment, stdout=theirs, stdin=subprocess.DEVNULL) as process:
         os.close(theirs)
         text, deadline_s = "", time.monotonic() + jobs.DEADLINE_S
@@ -187,7 +197,7 @@ def _live(address: str) -> None:
     ],
 )
 def test_malformed_arguments_are_refused(arguments: list[str], code: int, rule: str) -> None:
-    with jobs.python("-m", "tfps.cli", *arguments) as process:
+    with jobs.python("-m", "tfps.pserver.cli", *arguments) as process:
         out, log = process.communicate(timeout=jobs.DEADLINE_S)
     assert (process.returncode, out) == (code, "")
     assert rule in log

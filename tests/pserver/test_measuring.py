@@ -16,11 +16,11 @@ from guarded import OTHER, SECRET, SUM, data, settings, still_sums
 from jobs import Cluster
 from measured import enough
 
+from tfps import __version__
 from tfps.config import Security
 from tfps.errors import ConnectError, TfpsError, WaitTimeoutError
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.server import ParameterServer
-from tfps.version import __version__
 from tfps.wire.connection import introduce
 from tfps.wire.control import MEASURE, PROTOCOL_VERSION, Pserver, memory_message, method
 from tfps.wire.job_token import JobToken
@@ -28,23 +28,24 @@ from tfps.wire.measuring import (
     CHUNK,
     DIRECTION_KEY,
     Direction,
-    Measured,
     measure_connection,
     measure_grpc,
+    pack_result,
     purpose,
 )
+from tfps.wire.send_queue import Throughput
 from tfps.wire.shared_memory import Arena, Offer
 
-Measure = Callable[[ParameterServer, Direction, float], Measured]
+Measure = Callable[[ParameterServer, Direction, float], Throughput]
 SHORT_S = 0.1
 
 
-def over_tcp(server: ParameterServer, direction: Direction, seconds: float = SHORT_S, token: str = "") -> Measured:
+def over_tcp(server: ParameterServer, direction: Direction, seconds: float = SHORT_S, token: str = "") -> Throughput:
     connected = asked(server, direction, token)
     return measure_connection(connected, direction, seconds, jobs.DEADLINE_S)
 
 
-def over_grpc(server: ParameterServer, direction: Direction, seconds: float = SHORT_S) -> Measured:
+def over_grpc(server: ParameterServer, direction: Direction, seconds: float = SHORT_S) -> Throughput:
     pserver = Pserver(server.address)
     try:
         return measure_grpc(pserver, direction, seconds)
@@ -82,7 +83,7 @@ def test_both_directions_are_measured_over_both_paths(measure: Measure, directio
     server = cluster.pserver(1)
     assert rate(server, direction, measure) > 1e5
     jobs.poll(lambda: free(server))
-    assert server.status().job.state == "idle"
+    assert server.status().state == "idle"
     assert server.status().jobs == 0
 
 
@@ -110,7 +111,7 @@ def test_a_job_that_begins_ends_the_measurement(
         jobs.poll(lambda: free(server))
         connected.settimeout(jobs.DEADLINE_S)
         if direction == "push":
-            assert connected.recv(1000) == Measured(0, 0.0).encode()
+            assert connected.recv(1000) == pack_result(Throughput(0, 0.0))
 
 
 @both_directions
@@ -149,7 +150,7 @@ def test_strangers_do_not_push_out_who_measures(cluster: Cluster, monkeypatch: p
         strangers = [stack.enter_context(socket.create_connection(address, jobs.DEADLINE_S)) for _ in range(70)]
         assert strangers[0].recv(1) == b""  # the oldest make room
         connected.shutdown(socket.SHUT_WR)
-        assert connected.recv(1000) == Measured(0, 0.0).encode()
+        assert connected.recv(1000) == pack_result(Throughput(0, 0.0))
 
 
 @both_paths
@@ -163,7 +164,7 @@ def test_one_client_measures_at_a_time(measure: Measure, cluster: Cluster, monke
 def test_many_clients_at_once_are_served_one_by_one(cluster: Cluster) -> None:
     server = cluster.pserver(1)
 
-    def patiently() -> Measured:
+    def patiently() -> Throughput:
         for _ in range(1000):
             try:
                 return over_tcp(server, "pull", seconds=0.05)
@@ -251,7 +252,7 @@ def test_a_probe_tells_what_a_worker_would_get_and_joins_nothing(cluster: Cluste
     assert reply.same_host and not reply.shared_memory
     reply = pserver.call("Probe", pb.ProbeRequest(), jobs.DEADLINE_S)
     assert not reply.same_host and not reply.shared_memory
-    assert (server.status().jobs, server.status().job.members) == (0, ())
+    assert (server.status().jobs, list(server.status().members)) == (0, [])
 
 
 def test_probes_come_at_a_bounded_rate(cluster: Cluster) -> None:

@@ -86,7 +86,7 @@ def test_a_program_with_settings_of_its_own_takes_the_token_from_the_environment
 
 def test_the_token_shows_nowhere(files: dict[str, str]) -> None:
     """A whole job at the most talkative log level: logs, status, errors, captures, arguments."""
-    serve = ("-m", "tfps.cli", "--port=0", "--host=127.0.0.1", "--workers=1", "--token-file", files[SECRET])
+    serve = ("-m", "tfps.pserver.cli", "--port=0", "--host=127.0.0.1", "--workers=1", "--token-file", files[SECRET])
     seen: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
@@ -123,7 +123,7 @@ def test_the_token_shows_nowhere(files: dict[str, str]) -> None:
 
 
 def _status(address: str, *more: str) -> str:
-    with jobs.python("-m", "tfps.cli", "--status", address, "--json", *more) as process:
+    with jobs.python("-m", "tfps.pserver.cli", "--status", address, "--json", *more) as process:
         return "".join(process.communicate(timeout=jobs.DEADLINE_S))
 
 
@@ -140,7 +140,7 @@ def test_it_listens_on_this_host_only_unless_told_whom_it_serves(files: dict[str
         ),
         (("--token-file", files[SECRET]), "", ""),
     ):
-        with jobs.python("-m", "tfps.cli", "--port=0", "--workers=1", *options) as process:
+        with jobs.python("-m", "tfps.pserver.cli", "--port=0", "--workers=1", *options) as process:
             assert process.stdout is not None
             line = process.stdout.readline()
             assert line.startswith(f"tfps_pserver ready at {host}"), line
@@ -150,7 +150,7 @@ def test_it_listens_on_this_host_only_unless_told_whom_it_serves(files: dict[str
 
 
 def test_a_host_for_others_without_a_token_ends_with_1() -> None:
-    with jobs.python("-m", "tfps.cli", "--port=0", "--workers=1", "--host=0.0.0.0") as process:
+    with jobs.python("-m", "tfps.pserver.cli", "--port=0", "--workers=1", "--host=0.0.0.0") as process:
         out, log = process.communicate(timeout=jobs.DEADLINE_S)
     assert (process.returncode, out) == (1, "")
     assert "must be a loopback address such as 127.0.0.1, got '0.0.0.0': give it --token-file FILE" in log
@@ -158,7 +158,7 @@ def test_a_host_for_others_without_a_token_ends_with_1() -> None:
 
 def test_metrics_listen_on_this_host_whatever_the_pserver_does(files: dict[str, str]) -> None:
     options = ("--port=0", "--workers=1", "--metrics-port=0", "--token-file", files[SECRET])
-    with jobs.python("-m", "tfps.cli", *options) as process:
+    with jobs.python("-m", "tfps.pserver.cli", *options) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGTERM)

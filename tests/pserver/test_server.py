@@ -237,7 +237,7 @@ def test_a_stream_that_breaks_fails_the_job_and_ends_the_other(cluster: Cluster,
 def test_a_worker_with_one_stream_is_waited_for_by_name(cluster: Cluster, last: int) -> None:
     server = cluster.pserver(2)
     members = [cluster.raw(server.address, 0).open(), cluster.raw(server.address, 1).open_pull()]
-    jobs.poll(lambda: server.status().job.members[0].state == "streaming")
+    jobs.poll(lambda: server.status().members[0].state == "streaming")
 
     def declare_last() -> None:
         jobs.poll(lambda: bool(server._job._declarations))  # else the other would be missing, too

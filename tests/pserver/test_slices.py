@@ -27,9 +27,9 @@ from tfps.pserver.slices import (
 )
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
-from tfps.wire.control import KEPT_PIECE_BYTES
-from tfps.wire.encoding import Encoding
+from tfps.wire.control import STATE_PIECE_BYTES
 from tfps.wire.frames import LAST, SHARED, WHOLE, Header, Kind
+from tfps.wire.send_queue import Encoding
 from tfps.wire.shared_memory import Place, Target
 
 SGD = UpdateSpec("sgd", (("momentum", 0.0), ("nesterov", 0.0)), (), (4,), (False,))
@@ -147,12 +147,12 @@ def test_numbers_for_a_bucket_without_an_update_and_too_large_gets_are_refused(c
     plain = pb.Bucket(names=["b"], kind="sum", nbytes=16, dtype="float32")
     served = pb.Bucket(names=["w"], kind="sum", nbytes=16, dtype="float32", update=SGD.text())
     raw.declare(plain, served, number=1)
-    request = pb.GetRequest(incarnation=raw.incarnation, bucket=1, nbytes=KEPT_PIECE_BYTES + 1)
+    request = pb.GetRequest(incarnation=raw.incarnation, bucket=1, nbytes=STATE_PIECE_BYTES + 1)
     with pytest.raises(ProtocolError, match="a call of Get must ask for at most"):
         raw.pserver.call("Get", request, jobs.DEADLINE_S)
     with pytest.raises(ProtocolError, match="bucket 'b' has no slice 0 here that keeps anything"):
         raw.pserver.call("Put", pb.PutRequest(incarnation=raw.incarnation, bucket=0, values=bytes(4)), jobs.DEADLINE_S)
-    for rank, begin, nbytes in ((1, 0, 4), (0, 2, 4), (0, 0, 3), (0, 0, KEPT_PIECE_BYTES + 4)):
+    for rank, begin, nbytes in ((1, 0, 4), (0, 2, 4), (0, 0, 3), (0, 0, STATE_PIECE_BYTES + 4)):
         put = pb.PutRequest(incarnation=raw.incarnation, rank=rank, bucket=1, begin=begin, values=bytes(nbytes))
         with pytest.raises(ProtocolError, match=r"a call of Put must be rank 0's, .* multiple of 4 on, got"):
             raw.pserver.call("Put", put, jobs.DEADLINE_S)

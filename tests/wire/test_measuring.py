@@ -15,13 +15,15 @@ from tfps.wire.measuring import (
     MAX_BYTES,
     SECONDS,
     Direction,
-    Measured,
     Meter,
     direction_of,
     drop,
     measure_connection,
+    pack_result,
     purpose,
+    unpack_result,
 )
+from tfps.wire.send_queue import Throughput
 
 MS = 1_000_000
 
@@ -49,10 +51,10 @@ def test_the_first_quarter_does_not_count() -> None:
 
 def test_what_is_too_short_has_no_rate() -> None:
     meter = Meter()
-    assert meter.measured() == Measured(0, 0.0)
+    assert meter.measured() == Throughput(0, 0.0)
     for now_ms in (5, 6):
         meter.add(100, now_ms * MS)
-        assert meter.measured() == Measured(100 * (now_ms - 4), 0.0)
+        assert meter.measured() == Throughput(100 * (now_ms - 4), 0.0)
     assert meter.measured().bytes_per_s == 0.0
 
 
@@ -76,10 +78,10 @@ def test_enough_is_a_time_or_so_many_bytes() -> None:
 
 
 def test_a_result_crosses_the_wire() -> None:
-    measured = Measured(2**40, 0.75)
-    assert Measured.decode(measured.encode()) == measured
+    measured = Throughput(2**40, 0.75)
+    assert unpack_result(pack_result(measured)) == measured
     with pytest.raises(ProtocolError, match="the result of a measurement must have 16 bytes, got 3"):
-        Measured.decode(b"abc")
+        unpack_result(b"abc")
 
 
 @pytest.mark.parametrize("direction", ["push", "pull"])
@@ -125,7 +127,7 @@ def test_a_push_of_which_nothing_arrives_is_an_error(ends: tuple[socket.socket, 
 
     def answer() -> None:
         other.recv(1)
-        other.sendall(Measured(0, 0.0).encode())
+        other.sendall(pack_result(Throughput(0, 0.0)))
 
     answering = threading.Thread(target=answer, daemon=True)
     answering.start()

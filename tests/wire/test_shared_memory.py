@@ -197,7 +197,7 @@ def test_memory_is_used_again_step_after_step(cluster: jobs.Cluster) -> None:
     server = cluster.pserver(2)
     members = job(cluster, server, 2)
     assert [worker._memory.pservers for worker in members] == [{0}, {0}]
-    assert [each.shared_memory for each in server.status().job.members] == [True, True]
+    assert [each.shared_memory for each in server.status().members] == [True, True]
     exchange(members, 1)
     arenas = [cast(Arena, worker._memory._arena) for worker in members]
     step_nbytes = min(arena._end for arena in arenas)
@@ -237,7 +237,7 @@ def test_workers_may_differ_in_what_they_share(cluster: jobs.Cluster) -> None:
         *(functools.partial(cluster.worker, [server.address], rank, config=configs[rank]) for rank in range(3))
     )
     together(*(functools.partial(worker.declare, SPECS) for worker in members))
-    assert [each.shared_memory for each in server.status().job.members] == [True, False, True]
+    assert [each.shared_memory for each in server.status().members] == [True, False, True]
     for step in range(3):
         exchange(members, step)
 
@@ -260,7 +260,7 @@ def test_a_system_without_such_memory_is_no_error(cluster: jobs.Cluster, monkeyp
     monkeypatch.delattr(os, "memfd_create")
     server = cluster.pserver(1)
     exchange(job(cluster, server, 1), 1)
-    assert not server.status().job.members[0].shared_memory
+    assert not server.status().members[0].shared_memory
 
 
 def test_another_network_namespace_is_another_host(cluster: jobs.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +268,7 @@ def test_another_network_namespace_is_another_host(cluster: jobs.Cluster, monkey
     monkeypatch.setattr(shared_memory, "host", lambda: next(hosts))
     server = cluster.pserver(1)
     exchange(job(cluster, server, 1), 1)
-    assert not server.status().job.members[0].shared_memory
+    assert not server.status().members[0].shared_memory
 
 
 # Protocol

@@ -63,7 +63,7 @@ def test_shared_memory_stays_in_use_with_tls(cluster: Cluster, authority: Author
     worker = cluster.worker([server.address], config=of_worker(authority))
     worker.declare([SUM])
     assert jobs.push(worker, 0, bytes(40_000)).wait().error is None
-    assert server.status().job.members[0].shared_memory
+    assert server.status().members[0].shared_memory
 
 
 def test_tcp_is_refused_with_tls(authority: Authority) -> None:
@@ -127,7 +127,7 @@ def test_a_status_says_which_end_lacks_tls(
             watcher.look(0.0)
     with contextlib.closing(Watcher(encrypted.address, Security(tls_ca=authority.file))) as watcher:
         look = watcher.look(0.0)
-    assert look is not None and look.now.job.state == "idle"
+    assert look is not None and look.now.state == "idle"
 
 
 def test_where_nothing_answers_nothing_is_wrong_with_tls(authority: Authority) -> None:

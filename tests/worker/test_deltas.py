@@ -196,7 +196,7 @@ def test_both_directions_are_encoded(cluster: Cluster) -> None:
     ranks.step([random(1)])
     encoded = ITEMS + 4 * -(-ITEMS // 256)
     assert sum(each.nbytes for each in sends(recorder)) == encoded
-    (member,) = server.status().job.members
+    (member,) = server.status().members
     assert member.sent_bytes == member.received_bytes == encoded
 
 

@@ -15,7 +15,7 @@ from tfps.config import Config
 from tfps.errors import MismatchError, ProtocolError, TfpsError
 from tfps.exchange.interface import BucketSpec, Exchange
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
-from tfps.wire.control import KEPT_PIECE_BYTES
+from tfps.wire.control import STATE_PIECE_BYTES
 from tfps.worker.embedded import EmbeddedExchange
 
 ITEMS = 5000
@@ -96,8 +96,8 @@ def test_a_rank_without_a_contribution_gets_the_parameters_too(cluster: Cluster)
 
 
 def test_large_slices_are_put_and_got_in_pieces(cluster: Cluster) -> None:
-    items = 3 * KEPT_PIECE_BYTES // 8 + 1
-    config = Config(slice_bytes=2 * KEPT_PIECE_BYTES, update="server")
+    items = 3 * STATE_PIECE_BYTES // 8 + 1
+    config = Config(slice_bytes=2 * STATE_PIECE_BYTES, update="server")
     (worker,) = job(cluster, 1, momentum(items), config=config)
     values = np.arange(items, dtype=np.float32)
     worker.state.write(0, 0, 0, values)

@@ -119,7 +119,7 @@ def test_a_worker_that_still_belongs_to_an_earlier_job_is_named(cluster: Cluster
 
 def test_a_pserver_that_hangs_is_named(cluster: Cluster, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_ASK_TIMEOUT_S", 0.5)
-    with jobs.python("-m", "tfps.cli", "--host=127.0.0.1", "--port=0", "--workers=1") as process:
+    with jobs.python("-m", "tfps.pserver.cli", "--host=127.0.0.1", "--port=0", "--workers=1") as process:
         assert process.stdout is not None
         address = process.stdout.readline().split()[3]
         worker = cluster.worker([address])

@@ -12,7 +12,7 @@ import jobs
 import pytest
 
 PACKAGE = jobs.ROOT / "tfps"
-SHOWN = {"pserver/server.py", "runtime/step_spans.py", "runtime/trace_run.py", "wire/clocks.py"}  # in captures
+SHOWN = {"pserver/server.py", "runtime/step_spans.py", "runtime/trace_run.py", "wire/control.py"}  # in captures
 
 
 def test_only_what_captures_show_is_of_the_wall_clock() -> None:
@@ -33,7 +33,7 @@ def test_jumps_of_the_wall_clock_stall_no_exchange_and_no_wait(shared: str, tran
     offset.write_bytes(bytes(8))
     clock = {"LD_PRELOAD": str(library), "CLOCK_OFFSET_FILE": str(offset)}
     helpers = {"PYTHONPATH": f"{jobs.ROOT}:{source.parent}", "TFPS_SHARED_MEMORY": shared, "TFPS_TRANSPORT": transport}
-    serve = ("-m", "tfps.cli", "--host=127.0.0.1", "--port=0", "--workers=2")
+    serve = ("-m", "tfps.pserver.cli", "--host=127.0.0.1", "--port=0", "--workers=2")
     with jobs.python(*serve, **clock) as pserver:
         assert pserver.stdout is not None
         address = pserver.stdout.readline().split()[3]

@@ -13,7 +13,7 @@ import pytest
 from jobs import Cluster, bucket, declare, job, push, summed, together
 from recorded import note_in_flight, sends
 
-from tfps.config import Config, Placement
+from tfps.config import Config
 from tfps.errors import TfpsError
 from tfps.exchange.interface import BucketSpec
 from tfps.membership.members import State
@@ -104,9 +104,8 @@ def test_slices_are_spread_evenly_over_pservers(cluster: Cluster) -> None:
     assert max(per_pserver.values()) - min(per_pserver.values()) <= 1024
 
 
-@pytest.mark.parametrize("placement", ["round_robin", "hash"])
-def test_other_placements_work_alike(cluster: Cluster, placement: Placement) -> None:
-    config = Config(slice_bytes=1024, window_bytes=4096, placement=placement)
+def test_the_other_placement_works_alike(cluster: Cluster) -> None:
+    config = Config(slice_bytes=1024, window_bytes=4096, placement="round_robin")
     specs = [bucket(10_000, 0, "x"), BucketSpec(("g",), "gather", 0, "uint8", 0), bucket(3000, 0, "y")]
     workers = job(cluster, 2, *specs, pservers=3, config=config)
     for pending in [push(w, b, np.ones(n, np.float32)) for w in workers for b, n in ((0, 2500), (2, 750))]:
@@ -131,13 +130,13 @@ def test_a_reply_stays_as_it_was_while_the_only_rank_that_contributed_pushes_the
         server = cluster.pserver(2)
 
         def join_second() -> Worker:
-            jobs.poll(lambda: bool(server.status().job.members))  # replies go out in the order of joining
+            jobs.poll(lambda: bool(server.status().members))  # replies go out in the order of joining
             return cluster.worker([server.address], 1, config=dataclasses.replace(jobs.CONFIG, shared_memory=False))
 
         first, second = together(lambda: cluster.worker([server.address], 0), join_second)
         declare([first, second], bucket(1024))
         theirs = push(second, 0, None)
-        jobs.poll(lambda: server.status().job.open_slices == 1)
+        jobs.poll(lambda: server.status().open_slices == 1)
         with server._job._queues[1]._changed:  # rank 1's reply is not sent yet
             assert summed(push(first, 0, np.full(256, 1, np.float32)).wait()).tolist() == [1] * 256
             ours = push(first, 0, np.full(256, 2, np.float32))

@@ -143,7 +143,7 @@ def test_a_pserver_accepts_the_next_job_after_a_failure(cluster: Cluster) -> Non
     workers[0].fail(TfpsError("broken"))
     jobs.Failed(workers[1]).wait()
     # One pserver tells it; that the other knows is no earlier.
-    jobs.poll(lambda: {server.status().job.state for server in servers} == {"failed"})
+    jobs.poll(lambda: {server.status().state for server in servers} == {"failed"})
     workers = cluster.workers(addresses, 2)
     declare(workers, bucket(8))
     for pending in [push(w, 0, bytes(8)) for w in workers]:
@@ -219,7 +219,7 @@ def test_a_stopped_pserver_is_named(cluster: Cluster) -> None:
 
 
 def test_a_killed_pserver_is_named(cluster: Cluster) -> None:
-    with jobs.python("-m", "tfps.cli", "--host=127.0.0.1", "--port=0", "--workers=1") as process:
+    with jobs.python("-m", "tfps.pserver.cli", "--host=127.0.0.1", "--port=0", "--workers=1") as process:
         assert process.stdout is not None
         address = process.stdout.readline().split()[3]
         worker = cluster.worker([address])

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
+from tfps import __version__
 from tfps.config import Config, Security
 from tfps.doctor import host
 from tfps.doctor.pserver import Client, Visit, compare_bandwidths
@@ -22,7 +23,6 @@ from tfps.errors import ConfigError
 from tfps.launch.cluster_spec import Cluster, locate
 from tfps.launch.gpus import visible_gpus
 from tfps.threads import DaemonPool
-from tfps.version import __version__
 from tfps.wire.measuring import SECONDS
 from tfps.wire.shared_memory import Arena
 

@@ -17,11 +17,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from tfps import __version__
 from tfps.config import Config, Security, unknown_variables
 from tfps.doctor.report import Check
 from tfps.errors import ConfigError
 from tfps.types import Json
-from tfps.version import __version__
 from tfps.wire.control import PROTOCOL_VERSION, Pserver
 from tfps.wire.job_token import JobToken, is_open_to_others
 from tfps.wire.memory import machine_bytes

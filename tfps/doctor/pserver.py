@@ -18,19 +18,17 @@ from tfps.launch.cluster_spec import Cluster
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Json
 from tfps.wire import reach
-from tfps.wire.clocks import Compared, compare
 from tfps.wire.connection import introduce
-from tfps.wire.control import PROTOCOL_VERSION, Pserver, memory_message, version_text
-from tfps.wire.measuring import SECONDS, Direction, Measured, measure_connection, measure_grpc, purpose
+from tfps.wire.control import PROTOCOL_VERSION, ClockOffset, Pserver, compare_clocks, memory_message, version_text
+from tfps.wire.measuring import SECONDS, Direction, measure_connection, measure_grpc, purpose
 from tfps.wire.reach import Answers, Unreached, split
+from tfps.wire.send_queue import Throughput
 from tfps.wire.shared_memory import Arena
-from tfps.wire.status import JobStatus, MemberStatus, status_of
 from tfps.wire.tls import diagnose
 
 _FAR_S = 0.02  # beyond this hosts are hardly in one data centre
 _CLOCKS_S = 1.0  # by which times of day may differ
 _AGAIN_S = 0.1  # between two attempts, while another client measures
-_LEAST_BUSY_S = 0.02  # of a running job, to say something
 _SLOW = 0.5  # of the median of all pservers
 _MTU = (
     "calls are answered, but bulk data does not arrive. Look at the MTU of the path: ping -M do -s 1472 HOST gets no "
@@ -87,14 +85,11 @@ def stranger(who: Answers, said: str, error: str) -> Check:
 
 
 def of_version(protocol: int, version: str) -> Check:
-    """The check of the versions that a pserver tells; `version` is "" if it is too old to tell."""
-    values = {"protocol_version": protocol, "version": version or None}
+    """The check of the versions that a pserver tells."""
+    values = {"protocol_version": protocol, "version": version}
     if protocol != PROTOCOL_VERSION:
         text = f"protocol version {protocol}, here {PROTOCOL_VERSION}"
         return Check("pserver", "failed", text, version_text(protocol, PROTOCOL_VERSION), "version", values)
-    if not version:
-        advice = "is of an older tfps, which can be checked no further: install the same version on all hosts"
-        return Check("pserver", "warning", "an older tfps", advice, "old", values)
     return Check("pserver", "ok", f"tfps {version}, protocol version {protocol}", values=values)
 
 
@@ -109,15 +104,12 @@ def distance(call_s: float, network_s: float | None) -> Check:
     return Check("round trip", "warning", text, advice, "far", values)
 
 
-def clock(found: Compared) -> Check:
+def clock(found: ClockOffset) -> Check:
     """The check of the two hosts' clocks."""
     error_s = found.error_ns / 1e9
-    wall_s = None if found.wall_offset_ns is None else found.wall_offset_ns / 1e9
+    wall_s = found.wall_offset_ns / 1e9
     values = {"offset_s": found.offset_ns / 1e9, "error_s": error_s, "wall_offset_s": wall_s}
-    text = f"known within {error_s * 1e3:.2g} ms"
-    if wall_s is None:
-        return Check("clock", "ok", text, values=values)
-    text += f"; times of day differ by {abs(wall_s):.2g} s"
+    text = f"known within {error_s * 1e3:.2g} ms; times of day differ by {abs(wall_s):.2g} s"
     if abs(wall_s) <= _CLOCKS_S + error_s:
         return Check("clock", "ok", text, values=values)
     advice = f"times of day differ by {abs(wall_s):.3g} s, logs do not fit and certificates may seem invalid: use NTP"
@@ -178,7 +170,7 @@ def measure_bandwidth(
     return Bandwidth(push.bytes_per_s, pull.bytes_per_s, "tcp" if data_port else "grpc")
 
 
-def _patiently(pserver: Pserver, direction: Direction, data_port: int, timeout_s: float, seconds: float) -> Measured:
+def _patiently(pserver: Pserver, direction: Direction, data_port: int, timeout_s: float, seconds: float) -> Throughput:
     end_s, tick = time.monotonic() + timeout_s, threading.Event()
     while True:
         try:
@@ -192,12 +184,12 @@ def _patiently(pserver: Pserver, direction: Direction, data_port: int, timeout_s
             tick.wait(_AGAIN_S)
 
 
-def bandwidth_of_job(members: Sequence[MemberStatus]) -> Check:
+def bandwidth_of_job(members: Sequence[pb.MemberStatus]) -> Check:
     """What the replies of a running job have shown, which is not disturbed."""
     rates = {
-        member.rank: member.busy_bytes / member.busy_s
+        member.rank: rate
         for member in members
-        if not member.shared_memory and member.busy_s >= _LEAST_BUSY_S
+        if not member.shared_memory and (rate := Throughput(member.busy_bytes, member.busy_s).bytes_per_s)
     }
     if not rates:
         return Check("bandwidth", "skipped", "not measured: there is a job")
@@ -260,7 +252,7 @@ class Visit:
         self.address, self._client = address, client
         self.checks: list[Check] = []
         self.busy = False
-        self._job: JobStatus | None = None
+        self._job: pb.StatusReply | None = None
         self._pserver: Pserver | None = None
         self._data_port = 0  # through which slices would go; 0: through gRPC
         self._may_measure = False
@@ -346,7 +338,8 @@ class Visit:
         """Why Probe was not answered."""
         code = error.__cause__.code() if isinstance(error.__cause__, grpc.Call) else None
         if code is grpc.StatusCode.UNIMPLEMENTED:
-            return self._older(host, port)
+            who, said = reach.who_answers(host, port, self._client.timeout_s)
+            return stranger(*(("other", "HTTP/2 without tfps") if who == "grpc" else (who, said)), "")
         wrong = diagnose(self.address, self._client.security, self._client.timeout_s)
         if wrong:
             return Check("pserver", "failed", "TLS: the two ends do not agree", wrong, "tls")
@@ -355,17 +348,9 @@ class Visit:
             who, said = "grpc", ""  # what it says is encrypted
         return stranger(who, said, str(error))
 
-    def _older(self, host: str, port: int) -> Check:
-        """A gRPC server without Probe: a pserver of another version, or something else."""
-        with contextlib.suppress(TfpsError):
-            if self._pserver is not None:
-                return of_version(self._pserver.protocol_version(self._client.timeout_s), "")
-        who, said = reach.who_answers(host, port, self._client.timeout_s)
-        return stranger(*(("other", "HTTP/2 without tfps") if who == "grpc" else (who, said)), "")
-
-    def _ask_for_job(self, pserver: Pserver) -> JobStatus:
+    def _ask_for_job(self, pserver: Pserver) -> pb.StatusReply:
         """Raises TfpsError if the pserver does not answer."""
-        return status_of(pserver.call("Status", pb.StatusRequest(details=True), self._client.timeout_s)).job
+        return pserver.call("Status", pb.StatusRequest(details=True), self._client.timeout_s)
 
     def _look_at_job(self, pserver: Pserver, reply: pb.ProbeReply) -> None:
         job = self._job = self._ask_for_job(pserver)
@@ -428,7 +413,7 @@ class Visit:
             self.checks.append(Check("data port", "warning", f"{port}: {found.text}", advice, found.problem, values))
 
     def _look_at_clock(self, pserver: Pserver, address: str, port: int) -> None:
-        found = compare(pserver, time.monotonic_ns, self._client.timeout_s)
+        found = compare_clocks(pserver, time.monotonic_ns, self._client.timeout_s)
         network_s = reach.round_trip_s(address, port, self._client.timeout_s)
         self.checks.append(distance(found.round_trip_ns / 1e9, network_s))
         self.checks.append(clock(found))

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from tfps import __version__
 from tfps.types import Json
-from tfps.version import __version__
 from tfps.wire.control import PROTOCOL_VERSION
 
 if TYPE_CHECKING:

@@ -51,7 +51,7 @@ class BucketSpec:
         priority: 0 = most urgent.
         occasional: not exchanged every step; balanced over pservers apart from the others.
         codec: of the slices of a sum of float32 on the wire; None: they travel as they are.
-        alike: names common to all ranks, for comparison and placement, if `names` contain numbers counted per rank.
+        alike: names common to all ranks, for comparison, if `names` contain numbers counted per rank.
             Empty: `names`.
         update: the rule by which pservers update what they keep; None: they only sum. With a codec they reply with the
             change of the parameters.

@@ -7,7 +7,6 @@ Tested in tests/exchange/test_layout.py and tests/exchange/test_tuning.py.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -61,7 +60,7 @@ class Placer:
     """Places the slices of one bucket after another on `pservers`, those of a view. Not thread-safe.
 
     `"balanced"` takes the pserver with the fewest bytes so far, so that any two differ by at most one slice;
-    `"round_robin"` takes them in turn; `"hash"` takes the one given by the slice's name alone.
+    `"round_robin"` takes them in turn.
     """
 
     def __init__(self, pservers: Sequence[int], placement: Placement) -> None:
@@ -76,27 +75,25 @@ class Placer:
         """Bytes that each pserver owns so far, without gathers and occasional buckets."""
         return list(self._bytes)
 
-    def place(self, name: str, sizes: Sequence[int], occasional: bool = False) -> list[int]:
-        """The owner of each slice of bucket `name`; `sizes` in bytes. Occasional ones are balanced apart."""
+    def place(self, sizes: Sequence[int], occasional: bool = False) -> list[int]:
+        """The owner of each slice of a bucket; `sizes` in bytes. Occasional ones are balanced apart."""
         load = self._occasional if occasional else self._bytes
         owners = []
-        for index, nbytes in enumerate(sizes):
-            place = self._next(f"{name}:{index}", load)
+        for nbytes in sizes:
+            place = self._next(load)
             load[place] += nbytes
             owners.append(self._pservers[place])
         return owners
 
-    def place_gather(self, name: str) -> int:
+    def place_gather(self) -> int:
         """The owner of a gather. Gathers are counted instead of bytes, as their sizes are unknown."""
-        place = self._next(f"{name}:0", self._gathers)
+        place = self._next(self._gathers)
         self._gathers[place] += 1
         return self._pservers[place]
 
-    def _next(self, key: str, load: list[int]) -> int:
+    def _next(self, load: list[int]) -> int:
         if self._placement == "balanced":
             return load.index(min(load))
-        if self._placement == "hash":
-            return zlib.crc32(key.encode()) % len(load)
         self._turn += 1
         return (self._turn - 1) % len(load)
 
@@ -128,7 +125,7 @@ class Cutting:
 def cut_sum(spec: BucketSpec, slice_bytes: int, placer: Placer, step: int = 0) -> Cutting:
     """Slices of a bucket and their owners."""
     slices = cut(spec.nbytes, slice_bytes, parse_dtype(spec.dtype).itemsize)
-    return Cutting(slices, placer.place(spec.common_name, [piece.nbytes for piece in slices], spec.occasional), step)
+    return Cutting(slices, placer.place([piece.nbytes for piece in slices], spec.occasional), step)
 
 
 def tunable(spec: BucketSpec) -> bool:

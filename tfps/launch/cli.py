@@ -80,7 +80,13 @@ def pserver_task(plan: Plan, index: int, job: Job, host: str) -> Task:
 
     metrics_port = plan.metrics_port and plan.metrics_port + index
     # What becomes of the job its workers and the launcher say.
-    argv = (sys.executable, "-m", "tfps.cli", *job.pserver_arguments(host, metrics_port=metrics_port), "--quiet")
+    argv = (
+        sys.executable,
+        "-m",
+        "tfps.pserver.cli",
+        *job.pserver_arguments(host, metrics_port=metrics_port),
+        "--quiet",
+    )
     return Task(f"pserver {index}", argv, job.pserver_variables(), _PSERVER_COLOUR)
 
 

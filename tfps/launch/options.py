@@ -9,10 +9,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tfps import __version__
 from tfps.errors import ConfigError
 from tfps.launch.job import Host, parse_hosts
 from tfps.types import Argument
-from tfps.version import __version__
 
 _PORTS = 65536
 _FIRST, _LAST = 10, 20  # steps to record: until then TensorFlow traces the model and slice sizes are tuned

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
+from tfps import __version__
 from tfps.launch.gpus import share_of_gpus
 from tfps.launch.job import LocalRank, secret_file
 from tfps.launch.supervisor import HELLO, KILL_S, end_with_parent, signal_group
-from tfps.version import __version__
 
 _MAX_LINE_BYTES = 4 << 20
 _LINE_S = 60  # for what to run to arrive

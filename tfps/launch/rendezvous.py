@@ -390,7 +390,7 @@ def start_pserver(job: Job, *, on_one_host: bool) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TFPS_TLS_")}
     with _on_all_cpus():
         pserver = subprocess.Popen(
-            [sys.executable, "-m", "tfps.cli", *arguments, "--while-needed", "--quiet"],
+            [sys.executable, "-m", "tfps.pserver.cli", *arguments, "--while-needed", "--quiet"],
             env={**environment, **job.pserver_variables()},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

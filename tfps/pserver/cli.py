@@ -13,12 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from tfps import __version__
 from tfps.config import Security
 from tfps.errors import TfpsError
 from tfps.pserver.guard import LOOPBACK, check_host, default_host, is_loopback, reachable
 from tfps.pserver.server import ParameterServer
 from tfps.threads import Flag
-from tfps.version import __version__
 from tfps.wire.memory import tune_malloc
 
 logger = logging.getLogger("tfps")
@@ -159,7 +159,7 @@ def _stop_when_unneeded(server: ParameterServer, stop: Flag) -> None:
         pass
     ended_s = time.monotonic()
     while not stop.wait(_LOOK_S):
-        states = {member.state for member in server.status().job.members}
+        states = {member.state for member in server.status().members}
         if "streaming" not in states and ("joined" not in states or time.monotonic() - ended_s > _JOINING_S):
             stop.set()
 
@@ -223,3 +223,7 @@ def _status(options: argparse.Namespace) -> int:
     finally:
         watcher.close()
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,12 +13,13 @@ from tfps.protos import tfps_pb2 as pb
 from tfps.threads import Flag
 from tfps.types import Json
 from tfps.wire.control import Pserver
-from tfps.wire.status import MemberStatus, PserverStatus, status_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _TIMEOUT_S = 10.0
+_OF_PROCESS = ("version", "cpu_s", "uptime_s", "memory_bytes", "jobs")  # fields of a status
+_OF_JOB = ("workers", "state", "reason", "buckets", "slices", "shard_bytes", "open_slices")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Rates:
     late_s: float
 
 
-def rates(before: MemberStatus | None, now: MemberStatus, seconds: float) -> Rates:
+def rates(before: pb.MemberStatus | None, now: pb.MemberStatus, seconds: float) -> Rates:
     """Rates of the member `now`; all 0 if it was not there `before`."""
     if before is None or before.pid != now.pid or before.received_slices > now.received_slices or seconds <= 0:
         return Rates(0.0, 0.0, 0.0, 0.0)
@@ -53,8 +54,8 @@ class Look:
     """Two successive statuses of a pserver."""
 
     address: str
-    before: PserverStatus
-    now: PserverStatus
+    before: pb.StatusReply
+    now: pb.StatusReply
 
     @property
     def seconds(self) -> float:
@@ -65,24 +66,32 @@ class Look:
         """Cores in use."""
         return (self.now.cpu_s - self.before.cpu_s) / self.seconds if self.seconds > 0 else 0.0
 
-    def members(self) -> list[tuple[MemberStatus, Rates, int]]:
+    def members(self) -> list[tuple[pb.MemberStatus, Rates, int]]:
         """Every member, its rates, and how many steps it is behind the leader."""
-        earlier = {member.rank: member for member in self.before.job.members}
-        first = max((member.step for member in self.now.job.members), default=0)
+        earlier = {member.rank: member for member in self.before.members}
+        first = max((member.step for member in self.now.members), default=0)
         return [
             (member, rates(earlier.get(member.rank), member, self.seconds), first - member.step)
-            for member in self.now.job.members
+            for member in self.now.members
         ]
 
     def as_json(self) -> dict[str, Json]:
         """Everything as plain values."""
-        found: dict[str, Json] = {"pserver": self.address, **dataclasses.asdict(self.now), "cpu": self.cpu}
-        found["job"] = {"name": found["job"].pop("job"), **found["job"]}
-        found["job"]["members"] = [
-            {**dataclasses.asdict(member), **dataclasses.asdict(rate), "steps_behind": behind}
+        members = [
+            {**_values(member), **dataclasses.asdict(rate), "steps_behind": behind}
             for member, rate, behind in self.members()
         ]
-        return found
+        return {
+            "pserver": self.address,
+            **{name: getattr(self.now, name) for name in _OF_PROCESS},
+            "errors": [_values(each) for each in self.now.errors],
+            "job": {"name": self.now.job, **{name: getattr(self.now, name) for name in _OF_JOB}, "members": members},
+            "cpu": self.cpu,
+        }
+
+
+def _values(message: pb.MemberStatus | pb.ErrorCount) -> dict[str, Json]:
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
 class Watcher:
@@ -94,7 +103,7 @@ class Watcher:
 
     def __init__(self, address: str, security: Security = Security()) -> None:  # noqa: B008 (it is immutable)
         self._pserver = Pserver(check_address(address), security)
-        self._last: PserverStatus | None = None
+        self._last: pb.StatusReply | None = None
         self._stop = Flag()
 
     def stop(self) -> None:
@@ -115,9 +124,9 @@ class Watcher:
     def close(self) -> None:
         self._pserver.close()
 
-    def _ask(self) -> PserverStatus:
+    def _ask(self) -> pb.StatusReply:
         try:
-            return status_of(self._pserver.call("Status", pb.StatusRequest(details=True), _TIMEOUT_S))
+            return self._pserver.call("Status", pb.StatusRequest(details=True), _TIMEOUT_S)
         except PserverLostError:
             if why := self._pserver.misunderstanding():
                 raise ConnectError(f"pserver {self._pserver.address} {why}") from None
@@ -159,7 +168,7 @@ def table(look: Look) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    status, job = look.now, look.now.job
+    status = look.now
     found = Table(box=None, pad_edge=False, header_style="bold")
     for name in (*_COLUMNS, "late", "awaited"):
         found.add_column(name, justify="left" if name in ("process", "state") else "right", no_wrap=True)
@@ -180,11 +189,11 @@ def table(look: Look) -> RenderableType:
             str(member.awaited_slices),
         )
         # As Text: in plain strings rich reads markup, and a host may be called "x[/x]".
-        found.add_row(*map(Text, cells), style="yellow" if slow and job.state == "running" else "")
+        found.add_row(*map(Text, cells), style="yellow" if slow and status.state == "running" else "")
     lines: list[RenderableType] = [Text(line, no_wrap=True) for line in _head(look)]
-    if job.reason:
-        lines.append(Text(f"failed: {job.reason}", style="red"))
-    if job.members:
+    if status.reason:
+        lines.append(Text(f"failed: {status.reason}", style="red"))
+    if status.members:
         lines += [Text(""), found]
     if status.errors:
         counts = ", ".join(f"{each.where}: {each.count} {each.error}" for each in status.errors)
@@ -193,15 +202,15 @@ def table(look: Look) -> RenderableType:
 
 
 def _head(look: Look) -> Sequence[str]:
-    status, job = look.now, look.now.job
-    name = f"job {job.job!r}" if job.job else "job"
+    status = look.now
+    name = f"job {status.job!r}" if status.job else "job"
     process = (
         f"pserver {look.address}, tfps {status.version}, up {_time(status.uptime_s)}, "
         f"{look.cpu:.0%} of a core, {_size(status.memory_bytes)} of memory"
     )
     work = (
-        f"{name} {job.state}: {len(job.members)} of {job.workers} workers, {job.buckets} buckets, here {job.slices} "
-        f"slices with {_size(job.shard_bytes)}, {job.open_slices} of them wait for ranks"
+        f"{name} {status.state}: {len(status.members)} of {status.workers} workers, {status.buckets} buckets, "
+        f"here {status.slices} slices with {_size(status.shard_bytes)}, {status.open_slices} of them wait for ranks"
     )
     return process, work
 

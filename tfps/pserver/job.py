@@ -23,6 +23,7 @@ from tfps.exchange.interface import BucketSpec
 from tfps.exchange.layout import Layout
 from tfps.membership.members import Applicant, Member, Members, State, first_difference
 from tfps.membership.view import View
+from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.recording import Recording
 from tfps.pserver.shard import OwnedBucket, Shard
 from tfps.pserver.slices import Answer, Late, Push, send
@@ -32,7 +33,6 @@ from tfps.wire.control import PULL, PUSH, layout_message
 from tfps.wire.frames import EMPTY, Header, Kind
 from tfps.wire.send_queue import SendQueue
 from tfps.wire.shared_memory import Attached, Place, Target
-from tfps.wire.status import ErrorCount, JobStatus, MemberStatus
 
 logger = logging.getLogger("tfps")
 _SHOWN = 1000  # characters of an error in the log
@@ -378,14 +378,14 @@ class Job:
                 ranks.update(rank for rank in self._membership.view.ranks if rank not in last.lines)
             return [self._membership.describe(rank) for rank in sorted(ranks)]
 
-    def status(self) -> JobStatus:
-        """The job's status. Streams keep running, so their numbers may be a slice apart."""
+    def status(self) -> pb.StatusReply:
+        """The job's part of a status. Streams keep running, so their numbers may be a slice apart."""
         with self._changed:
             members, buckets = self._membership, self._shard.buckets
             slices = [item for _, item in self._shard.slices()]
             awaited = [ranks for item in slices if (ranks := item.missing())]
             present = [members.members[rank] for rank in sorted(members.members)]
-            return JobStatus(
+            return pb.StatusReply(
                 job=present[0].applicant.job if present else "",
                 workers=members.view.workers,
                 state=_state(members, self._failure),
@@ -394,8 +394,8 @@ class Job:
                 slices=len(slices),
                 shard_bytes=sum(item.admission.nbytes for item in slices),
                 open_slices=len(awaited),
-                members=tuple(
-                    MemberStatus(
+                members=[
+                    pb.MemberStatus(
                         rank=member.rank,
                         host=member.applicant.host,
                         pid=member.applicant.pid,
@@ -407,7 +407,7 @@ class Job:
                         **self._queues[member.rank].load._asdict(),
                     )
                     for member in present
-                ),
+                ],
             )
 
     def _send(self, answers: Collection[Answer]) -> None:
@@ -492,6 +492,7 @@ class ErrorCounts:
         with self._lock:
             self._counts[where, type(error).__name__] += 1
 
-    def all(self) -> tuple[ErrorCount, ...]:
+    def all(self) -> list[pb.ErrorCount]:
         with self._lock:
-            return tuple(ErrorCount(*key, count) for key, count in sorted(self._counts.items()))
+            counts = sorted(self._counts.items())
+        return [pb.ErrorCount(where=where, error=error, count=count) for (where, error), count in counts]

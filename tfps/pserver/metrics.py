@@ -13,10 +13,10 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from tfps.errors import ConfigError
 from tfps.membership.members import State
+from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.guard import Newest, listen
 from tfps.pserver.server import ParameterServer
 from tfps.types import Argument, Function
-from tfps.wire.status import MemberStatus
 
 try:
     from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
@@ -32,7 +32,7 @@ _MAX_REQUESTS = 16  # at a time; another one ends the oldest
 _BACKLOG = 16  # connections that wait in the kernel
 
 # Per member: name, whether a total, value, help text.
-_PER_RANK: tuple[tuple[str, bool, Callable[[MemberStatus], float], str], ...] = (
+_PER_RANK: tuple[tuple[str, bool, Callable[[pb.MemberStatus], float], str], ...] = (
     ("tfps_step", False, lambda m: m.step, "Highest step that the rank has pushed"),
     ("tfps_received_bytes", True, lambda m: m.received_bytes, "Payload of the rank's pushes"),
     ("tfps_received_slices", True, lambda m: m.received_slices, "Slices that the rank has pushed"),
@@ -59,22 +59,23 @@ class PserverCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         status = self._server.status()
-        job = status.job
         yield InfoMetricFamily("tfps", "Version of tfps", {"version": status.version})
-        yield GaugeMetricFamily("tfps_workers", "Workers that a job has", job.workers)
+        yield GaugeMetricFamily("tfps_workers", "Workers that a job has", status.workers)
         members = GaugeMetricFamily("tfps_members", "Members of the current job by state", labels=["state"])
         for state in State:
-            members.add_metric([state.value], sum(member.state == state.value for member in job.members))
+            members.add_metric([state.value], sum(member.state == state.value for member in status.members))
         yield members
-        yield GaugeMetricFamily("tfps_buckets", "Buckets that the current job has declared", job.buckets)
-        yield GaugeMetricFamily("tfps_slices", "Slices of them on this pserver", job.slices)
-        yield GaugeMetricFamily("tfps_shard_bytes", "Size of these slices, without those of gathers", job.shard_bytes)
+        yield GaugeMetricFamily("tfps_buckets", "Buckets that the current job has declared", status.buckets)
+        yield GaugeMetricFamily("tfps_slices", "Slices of them on this pserver", status.slices)
         yield GaugeMetricFamily(
-            "tfps_open_slices", "Slices that some ranks have pushed and others not", job.open_slices
+            "tfps_shard_bytes", "Size of these slices, without those of gathers", status.shard_bytes
+        )
+        yield GaugeMetricFamily(
+            "tfps_open_slices", "Slices that some ranks have pushed and others not", status.open_slices
         )
         for name, total, value, text in _PER_RANK:
             family = (CounterMetricFamily if total else GaugeMetricFamily)(name, text, labels=["rank"])
-            for member in job.members:
+            for member in status.members:
                 family.add_metric([str(member.rank)], value(member))
             yield family
         yield CounterMetricFamily("tfps_jobs", "Jobs that have begun", status.jobs)

@@ -18,6 +18,7 @@ from typing import cast
 import grpc
 from google.protobuf.message import Message
 
+from tfps import __version__
 from tfps.compression import NONE
 from tfps.config import Security
 from tfps.errors import ClosedError, ConfigError, ConnectError, ProtocolError, PserverLostError, TfpsError
@@ -35,17 +36,16 @@ from tfps.pserver.slices import OwnedSlice
 from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument
-from tfps.version import __version__
 from tfps.wire import frames, shared_memory
 from tfps.wire.control import (
     INCARNATION_KEY,
-    KEPT_PIECE_BYTES,
     MEASURE,
     PROTOCOL_VERSION,
     PULL,
     PUSH,
     RANK_KEY,
     SERVICE,
+    STATE_PIECE_BYTES,
     Fallible,
     config_of,
     failure_of,
@@ -60,7 +60,6 @@ from tfps.wire.measuring import Measuring
 from tfps.wire.memory import machine_bytes, resident_bytes, tune_malloc
 from tfps.wire.send_queue import SendQueue
 from tfps.wire.shared_memory import Attached, Offer, Place
-from tfps.wire.status import PserverStatus, status_message
 from tfps.wire.stream import not_expected, outgoing, receive
 from tfps.wire.tls import server_credentials
 
@@ -176,19 +175,22 @@ class ParameterServer:
         """Whether `stop` has been called."""
         return self._stopped
 
-    def status(self) -> PserverStatus:
+    def status(self) -> pb.StatusReply:
         """The pserver's status, computed on request: nothing is measured in between."""
         with self._lock:
             job, jobs = self._job, self._jobs
-        return PserverStatus(
-            version=__version__,
-            cpu_s=time.process_time(),
-            uptime_s=time.monotonic() - self._started_s,
-            memory_bytes=resident_bytes(),
-            jobs=jobs,
-            errors=self._errors.all(),
-            job=job.status(),
+        status = job.status()
+        status.MergeFrom(
+            pb.StatusReply(
+                version=__version__,
+                cpu_s=time.process_time(),
+                uptime_s=time.monotonic() - self._started_s,
+                memory_bytes=resident_bytes(),
+                jobs=jobs,
+                errors=self._errors.all(),
+            )
         )
+        return status
 
     def _handlers(self) -> grpc.GenericRpcHandler:
         def unary(call: Callable[..., Message], name: str) -> grpc.RpcMethodHandler:
@@ -278,7 +280,7 @@ class ParameterServer:
         return pb.ClockReply(time_ns=self._recorder.clock(), wall_ns=time.time_ns())
 
     def _status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
-        return status_message(self.status()) if request.details else pb.StatusReply(cpu_s=time.process_time())
+        return self.status() if request.details else pb.StatusReply(cpu_s=time.process_time())
 
     def _probe(self, request: pb.ProbeRequest, context: grpc.ServicerContext) -> pb.ProbeReply:
         """Answers what this pserver would offer a worker."""
@@ -385,9 +387,9 @@ def _waiting(job: Job, request: pb.WaitingRequest) -> Fields:
 def _put(job: Job, request: pb.PutRequest) -> None:
     owned, parameters = _parameters(job, request)
     nbytes = len(request.values)
-    if request.rank or nbytes > KEPT_PIECE_BYTES or nbytes % 4 or request.begin % 4:
+    if request.rank or nbytes > STATE_PIECE_BYTES or nbytes % 4 or request.begin % 4:
         raise ProtocolError(
-            f"a call of Put must be rank 0's, with at most {KEPT_PIECE_BYTES} bytes, a multiple of 4 bytes from a "
+            f"a call of Put must be rank 0's, with at most {STATE_PIECE_BYTES} bytes, a multiple of 4 bytes from a "
             f"multiple of 4 on, got {nbytes} bytes from {request.begin} on of rank {request.rank}"
         )
     with owned.lock:
@@ -396,8 +398,8 @@ def _put(job: Job, request: pb.PutRequest) -> None:
 
 def _get(job: Job, request: pb.GetRequest) -> Fields:
     owned, parameters = _parameters(job, request)
-    if request.nbytes > KEPT_PIECE_BYTES:
-        raise ProtocolError(f"a call of Get must ask for at most {KEPT_PIECE_BYTES} bytes, got {request.nbytes}")
+    if request.nbytes > STATE_PIECE_BYTES:
+        raise ProtocolError(f"a call of Get must ask for at most {STATE_PIECE_BYTES} bytes, got {request.nbytes}")
     with owned.lock:
         return {"values": parameters.get(request.number, request.begin, request.nbytes)}
 

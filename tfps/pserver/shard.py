@@ -93,7 +93,7 @@ class Shard:
             bucket = OwnedBucket(spec, scalars=self._scalars(spec))
             if spec.kind == "sum":
                 bucket.slices = self._slices(bucket, cut_sum(spec, slice_bytes, self._placer))
-            elif self._placer.place_gather(spec.common_name) == self.index:
+            elif self._placer.place_gather() == self.index:
                 round_ = GatherRound(f"bucket '{spec.name}'", self.view, slice_bytes)
                 bucket.slices[0] = OwnedSlice(self._recorder, GatherAdmission(self._recorder, round_))
             self.buckets.append(bucket)

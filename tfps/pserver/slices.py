@@ -27,9 +27,8 @@ from tfps.exchange.parameter_shard import Delta, ParameterShard
 from tfps.exchange.update_spec import StepScalars, UpdateSpec, difference
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
-from tfps.wire.encoding import Encoding
 from tfps.wire.frames import EMPTY, LAST, WHOLE, Header, Kind
-from tfps.wire.send_queue import Outgoing, SendQueue, put_in_all
+from tfps.wire.send_queue import Encoding, Outgoing, SendQueue, put_in_all
 from tfps.wire.shared_memory import Target
 
 

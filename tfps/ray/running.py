@@ -141,11 +141,7 @@ def _nodes(actors: Sequence[ray.actor.ActorHandle], deadline: Deadline) -> list[
 
 
 def _results(actors: Sequence[ray.actor.ActorHandle], running: Sequence[ray.ObjectRef]) -> list[_T]:
-    """What the workers return.
-
-    Raises:
-        WorkerLostError, PserverLostError: one has failed; the others were given time to say what they saw.
-    """
+    """What the workers return. After a failure the others are given time to say what they saw."""
     pending = {reference: rank for rank, reference in enumerate(running)}
     results: dict[int, _T] = {}
     failures: dict[int, RayError] = {}

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import tensorflow as tf
 
+from tfps import __version__
 from tfps.config import TraceRequest
 from tfps.errors import ConfigError, TfpsError
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.xplane import overlapping_profiles, profile_path, write_xplane
 from tfps.trace.capture import Capture, Process, Setting
 from tfps.trace.capture_file import chrome_path, write_chrome
-from tfps.version import __version__
 
 logger = logging.getLogger("tfps")
 _SETTLE_S = 10.0  # for the updates of the last step

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from tfps import __version__
 from tfps.errors import TfpsError
 from tfps.trace.capture_file import SUFFIX, read
 from tfps.trace.summary import LinkUse, Summary, Totals, summarize
-from tfps.version import __version__
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -137,3 +137,7 @@ def _link(link: LinkUse, duration_ns: float, steps: int) -> tuple[str, ...]:
 
 def _ms(ns: float) -> str:
     return f"{ns / 1e6:.4g} ms"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -248,11 +248,7 @@ class Connection:
             self._fill(head[max(count - size, 0) :])
 
     def _fill(self, memory: memoryview, *, may_end: bool = False) -> bool:
-        """Receives all of `memory`; False if the connection ends before its first byte and `may_end`.
-
-        Raises:
-            BrokenConnectionError: it broke or ended.
-        """
+        """Receives all of `memory`; False if the connection ends before its first byte and `may_end`."""
         so_far, size = 0, len(memory)
         while so_far < size:
             try:

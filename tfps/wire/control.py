@@ -1,9 +1,13 @@
-"""Control calls: their names, the channel they share with the streams, and what gRPC's errors mean."""
+"""Control calls: their names, the channel they share with the streams, and what gRPC's errors mean.
+
+Tested in tests/wire/test_control.py; clocks in tests/worker/test_captures.py and tests/doctor/test_pserver.py.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Literal, Protocol, overload
+from typing import Literal, NamedTuple, Protocol, overload
 
 import grpc
 import grpc.experimental
@@ -27,8 +31,9 @@ PUSH, PULL = "Push", "Pull"  # the streams, one per direction
 MEASURE = "Measure"  # a stream, too; see wire/measuring.py
 INCARNATION_KEY, RANK_KEY = "tfps-incarnation", "tfps-rank"  # their metadata
 
-KEPT_PIECE_BYTES = 4 * 2**20  # of what slices keep, in one call of Put or Get
+STATE_PIECE_BYTES = 4 * 2**20  # of what slices keep, in one call of Put or Get
 _RECORDS_BYTES = 50_000 * RECORD.itemsize  # of a capture, in one message
+_CLOCK_TIMEOUT_S, _ROUND_TRIPS = 10.0, 20
 _LOOK_S = 1.0  # how long a Join may go unanswered before the worker looks whether both ends agree on TLS
 
 _OPTIONS = [
@@ -73,24 +78,14 @@ CHANNEL_OPTIONS = [
 # waited for gets all it needs, one round trip later.
 _LOOKAHEAD_BYTES, _LOOKAHEAD_OF_STRANGERS = 4 * 2**20, 128 * 1024
 
+_UNARY = (
+    *("Join", "Declare", "Put", "Get", "Rest", "Take", "Waiting", "Tune"),
+    *("Trace", "Clock", "Upload", "Collect", "Status", "Probe", "Leave"),
+)
 _TYPES: dict[str, tuple[type[Message], type[Message]]] = {
-    "Join": (pb.JoinRequest, pb.JoinReply),
-    "Declare": (pb.DeclareRequest, pb.DeclareReply),
-    "Put": (pb.PutRequest, pb.PutReply),
-    "Get": (pb.GetRequest, pb.GetReply),
-    "Rest": (pb.RestRequest, pb.RestReply),
-    "Take": (pb.TakeRequest, pb.TakeReply),
-    "Waiting": (pb.WaitingRequest, pb.WaitingReply),
-    "Tune": (pb.TuneRequest, pb.TuneReply),
-    "Trace": (pb.TraceRequest, pb.TraceReply),
-    "Clock": (pb.ClockRequest, pb.ClockReply),
-    "Upload": (pb.UploadRequest, pb.UploadReply),
-    "Collect": (pb.CollectRequest, pb.CollectReply),
-    "Status": (pb.StatusRequest, pb.StatusReply),
-    "Probe": (pb.ProbeRequest, pb.ProbeReply),
-    "Leave": (pb.LeaveRequest, pb.LeaveReply),
+    name: (getattr(pb, f"{name}Request"), getattr(pb, f"{name}Reply")) for name in _UNARY
 }
-CALLS = frozenset([*_TYPES, PUSH, PULL, MEASURE])  # the names of all that a pserver answers
+CALLS = frozenset([*_UNARY, PUSH, PULL, MEASURE])  # the names of all that a pserver answers
 
 
 def server_options(security: Security) -> list[tuple[str, int]]:
@@ -262,20 +257,6 @@ class Pserver:
         raise_failure(reply, f"pserver {self.address}: ")
         return reply
 
-    def protocol_version(self, timeout_s: float) -> int:
-        """The pserver's, which it tells when it refuses a Join of version 0; for those that do not know Probe.
-
-        Raises:
-            ConnectError: the pserver wants another job token.
-            PserverLostError: the call failed.
-        """
-        request = pb.JoinRequest(protocol_version=0)
-        try:
-            return int(self._calls["Join"](request, timeout=timeout_s, metadata=self.metadata).protocol_version)
-        except grpc.RpcError as error:
-            self._raise_stranger(error)
-            raise lost(self.address, error, "in Join") from error
-
     def _answer(self, call: grpc.Future) -> pb.JoinReply:
         """Waits for the answer to `call`, and looks meanwhile whether both ends agree on TLS."""
         agreed = False
@@ -360,3 +341,40 @@ def lost(address: str, error: grpc.RpcError, when: str) -> PserverLostError:
     code = error.code() if isinstance(error, grpc.Call) else None
     details = error.details() if isinstance(error, grpc.Call) else str(error)
     return PserverLostError(f"pserver {address}: {code.name if code else 'connection lost'} {when}: {details}")
+
+
+class ClockOffset(NamedTuple):
+    """From the shortest of several round trips, which took `round_trip_ns`.
+
+    Attributes:
+        offset_ns: to add to the pserver's times of captures to get this process's.
+        error_ns: the most by which the two offsets may be wrong.
+        wall_offset_ns: the same of the times of day.
+    """
+
+    offset_ns: int
+    error_ns: int
+    round_trip_ns: int
+    wall_offset_ns: int
+
+
+def compare_clocks(pserver: Pserver, clock: Callable[[], int], timeout_s: float = _CLOCK_TIMEOUT_S) -> ClockOffset:
+    """Compares this process's clocks with a pserver's.
+
+    Args:
+        clock: of this process's captures, nanoseconds.
+        timeout_s: of each of the calls.
+
+    Raises:
+        TfpsError: the pserver did not answer.
+    """
+    found: list[ClockOffset] = []
+    for _ in range(_ROUND_TRIPS):
+        before_ns, wall_ns = clock(), time.time_ns()
+        there = pserver.call("Clock", pb.ClockRequest(), timeout_s)
+        after_ns = clock()
+        took_ns = after_ns - before_ns
+        wall_offset_ns = wall_ns + took_ns // 2 - there.wall_ns
+        offset_ns = (before_ns + after_ns) // 2 - there.time_ns
+        found.append(ClockOffset(offset_ns, (took_ns + 1) // 2, took_ns, wall_offset_ns))
+    return min(found, key=lambda each: each.round_trip_ns)

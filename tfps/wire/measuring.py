@@ -15,13 +15,14 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import grpc
 
-from tfps.errors import ConnectError, ProtocolError, PserverLostError, TfpsError, UnsupportedError, WaitTimeoutError
+from tfps.errors import ConnectError, ProtocolError, TfpsError, WaitTimeoutError
 from tfps.wire.connection import acknowledge, refuse
 from tfps.wire.control import MEASURE, Pserver, lost, method
+from tfps.wire.send_queue import Throughput
 
 Direction = Literal["push", "pull"]  # as of slices: a worker pushes
 
@@ -30,7 +31,6 @@ MAX_BYTES = 512 * 2**20  # of one direction; a fifth of a second at 25 Gbit/s
 CHUNK = bytes(128 * 1024)  # what is sent at a time; over gRPC a message
 DEADLINE_S = 5.0  # the most that a call of Measure may have: until then it keeps others from measuring
 DIRECTION_KEY = "tfps-direction"  # metadata of Measure
-LEAST_S = 0.02  # shorter measurements say nothing
 _RESULT = struct.Struct("<QQ")  # bytes and nanoseconds that the receiver has counted
 RESULT_BYTES = _RESULT.size
 _TICK_NS = 2_000_000  # between two points of a measurement
@@ -43,32 +43,21 @@ _NOT_SENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 _PURPOSE = "measure "  # and the direction, in a greeting; an incarnation has no space
 
 
-class Measured(NamedTuple):
-    """What arrived, and in which time."""
+def pack_result(counted: Throughput) -> bytes:
+    """What the receiver has counted, as it tells the sender."""
+    return _RESULT.pack(counted.nbytes, round(counted.seconds * 1e9))
 
-    nbytes: int
-    seconds: float
 
-    @property
-    def bytes_per_s(self) -> float:
-        """0.0 if it was too short to say."""
-        return self.nbytes / self.seconds if self.seconds >= LEAST_S else 0.0
+def unpack_result(data: bytes) -> Throughput:
+    """The reverse of `pack_result`.
 
-    def encode(self) -> bytes:
-        """As the receiver tells it to the sender."""
-        return _RESULT.pack(self.nbytes, round(self.seconds * 1e9))
-
-    @classmethod
-    def decode(cls, data: bytes) -> Measured:
-        """The reverse of `encode`.
-
-        Raises:
-            ProtocolError: it has another size.
-        """
-        if len(data) != RESULT_BYTES:
-            raise ProtocolError(f"the result of a measurement must have {RESULT_BYTES} bytes, got {len(data)}")
-        nbytes, nanoseconds = _RESULT.unpack(data)
-        return cls(nbytes, nanoseconds / 1e9)
+    Raises:
+        ProtocolError: it has another size.
+    """
+    if len(data) != RESULT_BYTES:
+        raise ProtocolError(f"the result of a measurement must have {RESULT_BYTES} bytes, got {len(data)}")
+    nbytes, nanoseconds = _RESULT.unpack(data)
+    return Throughput(nbytes, nanoseconds / 1e9)
 
 
 class Meter:
@@ -99,16 +88,16 @@ class Meter:
         """Whether that is enough."""
         return self.nbytes >= MAX_BYTES or self.seconds >= SECONDS
 
-    def measured(self) -> Measured:
+    def measured(self) -> Throughput:
         """What came after the first quarter of the time; all of it, in no time, if it came at once."""
         if not self._points:
-            return Measured(0, 0.0)
+            return Throughput(0, 0.0)
         (first_ns, _), (last_ns, _) = self._points[0], self._last
         begin_ns = first_ns + (last_ns - first_ns) / _SKIPPED
         then_ns, before = next(point for point in [*self._points, self._last] if point[0] >= begin_ns)
         if then_ns == last_ns:
-            return Measured(self.nbytes, 0.0)
-        return Measured(self.nbytes - before, (last_ns - then_ns) / 1e9)
+            return Throughput(self.nbytes, 0.0)
+        return Throughput(self.nbytes - before, (last_ns - then_ns) / 1e9)
 
 
 def purpose(direction: Direction) -> str:
@@ -134,7 +123,7 @@ def drop(connected: socket.socket) -> None:
 # The client's end
 
 
-def measure_connection(connected: socket.socket, direction: Direction, seconds: float, timeout_s: float) -> Measured:
+def measure_connection(connected: socket.socket, direction: Direction, seconds: float, timeout_s: float) -> Throughput:
     """Measures over a data connection that was greeted with `purpose(direction)`; closes it.
 
     Args:
@@ -151,7 +140,7 @@ def measure_connection(connected: socket.socket, direction: Direction, seconds: 
         drop(connected)
 
 
-def _pull(connected: socket.socket, seconds: float) -> Measured:
+def _pull(connected: socket.socket, seconds: float) -> Throughput:
     meter, memory = Meter(), bytearray(len(CHUNK))
     try:
         while meter.seconds < seconds and (count := connected.recv_into(memory)):
@@ -163,7 +152,7 @@ def _pull(connected: socket.socket, seconds: float) -> Measured:
     return meter.measured()
 
 
-def _push(connected: socket.socket, seconds: float, timeout_s: float) -> Measured:
+def _push(connected: socket.socket, seconds: float, timeout_s: float) -> Throughput:
     """Sends until the pserver tells its result; it counts, as only the receiver knows what has arrived."""
     connected.setblocking(False)
     poll = select.poll()
@@ -186,19 +175,18 @@ def _push(connected: socket.socket, seconds: float, timeout_s: float) -> Measure
             elif sending:
                 with contextlib.suppress(BlockingIOError):
                     sent += connected.send(CHUNK)
-    measured = Measured.decode(result)
+    measured = unpack_result(result)
     if sent and not measured.nbytes:
         raise TimeoutError(f"nothing of {sent} bytes has arrived")
     return measured
 
 
-def measure_grpc(pserver: Pserver, direction: Direction, seconds: float) -> Measured:
+def measure_grpc(pserver: Pserver, direction: Direction, seconds: float) -> Throughput:
     """Measures over gRPC, as `measure_connection` does.
 
     Raises:
         ConnectError: the pserver refuses this client.
         WaitTimeoutError: the pserver has a job, or somebody else measures.
-        UnsupportedError: the pserver is too old to measure.
         PserverLostError: the call failed.
     """
 
@@ -216,7 +204,7 @@ def measure_grpc(pserver: Pserver, direction: Direction, seconds: float) -> Meas
             if not message:  # of a refusal, whose reason follows
                 continue
             if direction == "push":
-                return Measured.decode(message)
+                return unpack_result(message)
             meter.add(len(message), time.monotonic_ns())
             if meter.seconds >= seconds:
                 break
@@ -229,14 +217,11 @@ def measure_grpc(pserver: Pserver, direction: Direction, seconds: float) -> Meas
 
 def _refusal(pserver: Pserver, error: grpc.RpcError) -> TfpsError:
     code, details = error.code(), str(error.details())
-    if code is grpc.StatusCode.UNIMPLEMENTED:
-        return UnsupportedError(f"pserver {pserver.address} is of an older tfps that cannot measure: install the same")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return WaitTimeoutError(details)
     if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED):
         return ConnectError(details)
-    found: PserverLostError = lost(pserver.address, error, "while measuring")
-    return found
+    return lost(pserver.address, error, "while measuring")
 
 
 # The pserver's end
@@ -267,9 +252,12 @@ class Measuring:
                 acknowledge(connected)
                 end_s = time.monotonic() + _SERVED_S
                 if direction == "pull":
-                    self._send(connected, end_s)
+                    if _NOT_SENT_LOWAT is not None:  # else the client still gets megabytes after the end
+                        connected.setsockopt(socket.IPPROTO_TCP, _NOT_SENT_LOWAT, len(CHUNK))
+                    self._count(lambda: connected.send(CHUNK), end_s)
                 else:
-                    connected.sendall(self._receive(connected, end_s).encode())
+                    memory = bytearray(len(CHUNK))
+                    connected.sendall(pack_result(self._count(lambda: connected.recv_into(memory), end_s)))
                 if self._may_go_on():
                     _wait_for_end(connected)
         except TfpsError as error:
@@ -291,9 +279,12 @@ class Measuring:
                 raise ConnectError(f"a call of Measure must have a deadline of at most {DEADLINE_S:.0f} s")
             with self._taken():
                 if direction == "push":
-                    yield self._count(messages).encode()
-                else:
-                    yield from self._chunks()
+                    yield pack_result(self._count(lambda: _next_bytes(messages)))
+                    return
+                meter = Meter()
+                while not meter.over and self._may_go_on():
+                    meter.add(len(CHUNK), time.monotonic_ns())
+                    yield CHUNK
         except WaitTimeoutError as error:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except TfpsError as error:
@@ -316,45 +307,25 @@ class Measuring:
     def _may_go_on(self) -> bool:
         return not self._closed.is_set() and not self._has_job()
 
-    def _receive(self, connected: socket.socket, end_s: float) -> Measured:
-        meter, memory = Meter(), bytearray(len(CHUNK))
-        while not meter.over and time.monotonic() < end_s and self._may_go_on():
-            with contextlib.suppress(TimeoutError):
-                if not (count := connected.recv_into(memory)):
-                    break
-                meter.add(count, time.monotonic_ns())
-        return meter.measured()
-
-    def _send(self, connected: socket.socket, end_s: float) -> None:
-        if _NOT_SENT_LOWAT is not None:  # else the client still gets megabytes after the end
-            connected.setsockopt(socket.IPPROTO_TCP, _NOT_SENT_LOWAT, len(CHUNK))
+    def _count(self, transfer: Callable[[], int], end_s: float = float("inf")) -> Throughput:
+        """Calls `transfer`, which returns how many bytes it has moved, 0 at their end, until that is enough."""
         meter = Meter()
         while not meter.over and time.monotonic() < end_s and self._may_go_on():
             with contextlib.suppress(TimeoutError):
-                meter.add(connected.send(CHUNK), time.monotonic_ns())
-
-    def _count(self, messages: Iterator[bytes]) -> Measured:
-        meter = Meter()
-        with contextlib.suppress(Exception):  # gRPC raises when the client is gone or its deadline over
-            for message in messages:
-                meter.add(len(message), time.monotonic_ns())
-                if meter.over or not self._may_go_on():
+                if not (nbytes := transfer()):
                     break
+                meter.add(nbytes, time.monotonic_ns())
         return meter.measured()
 
-    def _chunks(self) -> Iterator[bytes]:
-        meter = Meter()
-        while not meter.over and self._may_go_on():
-            meter.add(len(CHUNK), time.monotonic_ns())
-            yield CHUNK
+
+def _next_bytes(messages: Iterator[bytes]) -> int:
+    with contextlib.suppress(Exception):  # gRPC raises when the client is gone or its deadline over
+        return len(next(messages, b""))
+    return 0
 
 
 def _wait_for_end(connected: socket.socket) -> None:
-    """Reads on until the client has closed its end: closing first could take from it what was sent last.
-
-    Raises:
-        OSError: the client is gone, or does not close for too long.
-    """
+    """Reads on until the client has closed its end: closing first could take from it what was sent last."""
     connected.shutdown(socket.SHUT_WR)
     end_s, memory = time.monotonic() + _END_S, bytearray(len(CHUNK))
     while time.monotonic() < end_s:

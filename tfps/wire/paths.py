@@ -9,12 +9,11 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 import grpc
 
 from tfps.config import Transport
-from tfps.errors import ConfigError, ConnectError, ProtocolError, PserverLostError, TfpsError
+from tfps.errors import ConnectError, ProtocolError, PserverLostError, TfpsError
 from tfps.wire.connection import BrokenConnectionError, Connection, dial
 from tfps.wire.control import INCARNATION_KEY, PULL, PUSH, RANK_KEY, Pserver, lost, method
 from tfps.wire.frames import Kind
@@ -27,26 +26,11 @@ _DIAL_S, _NEXT_DIAL_S = 5.0, 1.0
 _END_S = 5.0  # for a pserver to end the streams of a worker that has left
 
 
-class Path(Protocol):
-    """A worker's streams to and from one pserver: gRPC, or a data connection."""
-
-    def receive(self, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
-        """Receives to the end, or until the pserver sends an ERROR, which it returns.
-
-        Raises:
-            ProtocolError: a frame is malformed or of the wrong kind for this direction.
-            PserverLostError: the connection broke.
-        """
-
-    def finish(self) -> None:
-        """Ends both directions; for the receiving thread."""
-
-    def abort(self) -> None:
-        """Ends `receive` from another thread."""
-
-
 class TcpPath:
-    """A worker's data connection. The thread "tfps-send-<index>" pushes."""
+    """A worker's data connection. The thread "tfps-send-<index>" pushes.
+
+    `GrpcPath` has the same methods.
+    """
 
     def __init__(self, connection: Connection, address: str, index: int, queue: SendQueue, when: Callable[[], str]):
         self._connection, self._address, self._when, self._queue = connection, address, when, queue
@@ -56,6 +40,12 @@ class TcpPath:
         self._sender.start()
 
     def receive(self, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
+        """Receives to the end, or until the pserver sends an ERROR, which it returns.
+
+        Raises:
+            ProtocolError: a frame is malformed or of the wrong kind for this direction.
+            PserverLostError: the connection broke.
+        """
         try:
             ended = self._connection.receive(Kind.REPLY, queue, receiver)
         except BrokenConnectionError as broken:
@@ -69,12 +59,14 @@ class TcpPath:
             raise TfpsError(f"pserver {self._address}: sending failed {self._when()}: {self._bug!r}") from self._bug
 
     def finish(self) -> None:
+        """Ends both directions; for the receiving thread."""
         self._queue.close()
         self._connection.shut_down()
         self._sender.join()
         self._connection.close()
 
     def abort(self) -> None:
+        """Ends `receive` from another thread."""
         self._connection.shut_down()
 
     def _send(self) -> None:
@@ -116,6 +108,9 @@ class GrpcPath:
         self._pull.cancel()
 
 
+DataPath = TcpPath | GrpcPath
+
+
 class Opening:
     """Opens the data paths of a worker to one pserver after the other, as `transport` says.
 
@@ -126,22 +121,18 @@ class Opening:
     def __init__(self, transport: Transport, when: Callable[[], str]) -> None:
         self._transport, self._when, self._dial_s = transport, when, _DIAL_S
 
-    def open(self, pserver: Pserver, index: int, queue: SendQueue, data_port: int, incarnation: str, rank: int) -> Path:
+    def open(
+        self, pserver: Pserver, index: int, queue: SendQueue, data_port: int, incarnation: str, rank: int
+    ) -> DataPath:
         """Opens the data path to `pserver`, which the worker has joined.
 
         Args:
             data_port: the pserver's; 0 if it takes no data connections, as it uses TLS.
 
         Raises:
-            ConfigError: `transport` is "tcp" and the pserver uses TLS.
             ConnectError: `transport` is "tcp" and the pserver's data port cannot be reached.
             TfpsError: the error with which the pserver refuses this worker.
         """
-        if self._transport == "tcp" and not data_port:
-            raise ConfigError(
-                f'transport must be "auto" or "grpc" with TLS, got "tcp": pserver {pserver.address} uses TLS, and data '
-                "connections are not encrypted"
-            )
         if not data_port and self._transport != "grpc":
             logger.info("tfps: pserver %s uses TLS: slices go through gRPC", pserver.address)
         elif self._transport != "grpc":
@@ -190,9 +181,9 @@ class WorkerStream:
         self._when = when
         self._closed = False
         self._index = index
-        self._running: tuple[Path, threading.Thread] | None = None
+        self._running: tuple[DataPath, threading.Thread] | None = None
 
-    def start(self, path: Path) -> None:
+    def start(self, path: DataPath) -> None:
         """Starts receiving on `path`, which is sending already."""
         thread = threading.Thread(target=self._receive, args=(path,), name=f"tfps-recv-{self._index}", daemon=True)
         self._running = path, thread
@@ -211,7 +202,7 @@ class WorkerStream:
                 path.abort()
                 thread.join()
 
-    def _receive(self, path: Path) -> None:
+    def _receive(self, path: DataPath) -> None:
         told = False
         try:
             failure = path.receive(self._queue, self._receiver)

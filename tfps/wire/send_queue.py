@@ -1,4 +1,7 @@
-"""The send queue of one direction of one stream: most urgent first, bytes in flight limited by a window."""
+"""The send queue of one direction of one stream: most urgent first, bytes in flight limited by a window.
+
+A slice may be encoded only when its sender comes to it (`Encoding`): what waits in a queue costs nothing yet.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,82 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 from tfps.config import Policy
 from tfps.errors import ProtocolError, TfpsError
+from tfps.exchange.codecs import Bytes, Floats
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import UNKNOWN, Recorder
-from tfps.wire.encoding import Encoding
 from tfps.wire.frames import Header, encode
 from tfps.wire.shared_memory import Target
 
+LEAST_S = 0.02  # shorter measurements say nothing
 _MAX_PARTS = 64  # per call of `take_parts`
 _RECEIPT_BYTES = 2**20  # over a data connection an ACK is due after so many, if no frame carries the receipt
+
+
+class Encoder(Protocol):
+    """Makes bytes of numbers: a `Codec`, or a `Change` of parameters."""
+
+    def wire_bytes(self, items: int) -> int:
+        """Size of so many encoded numbers."""
+
+    def encode(self, values: Floats, residual: Floats | None = None) -> Bytes:
+        """Encodes `values`, which it does not change; see `Codec.encode`."""
+
+
+class Encoding:
+    """The encoded bytes of `values`, made once, by the first thread that asks; any thread.
+
+    However often they are sent, the residual is counted once.
+
+    Args:
+        residual: see `Codec.encode`. Nobody else uses it until the encoding is made.
+        failed: called with an error of encoding, such as a MemoryError; returns what to raise instead.
+    """
+
+    __slots__ = ("_data", "_encoder", "_error", "_failed", "_lock", "_residual", "_values", "nbytes")
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        values: Floats,
+        residual: Floats | None,
+        failed: Callable[[Exception], Exception] = lambda error: error,
+    ) -> None:
+        self.nbytes = encoder.wire_bytes(values.size)
+        self._encoder, self._residual, self._failed = encoder, residual, failed
+        self._values: Floats | None = values
+        self._lock = threading.Lock()  # guards what is below, and `residual`
+        self._data: memoryview | None = None
+        self._error: Exception | None = None
+
+    @property
+    def made(self) -> bool:
+        """Whether `data` returns at once."""
+        return self._data is not None
+
+    def data(self) -> memoryview:
+        """The bytes; makes them if nobody has.
+
+        Raises:
+            Exception: they could not be made.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._data is None and self._values is not None:
+                try:
+                    self._data = self._encoder.encode(self._values, self._residual).data
+                except Exception as error:
+                    self._error = self._failed(error)
+                    if self._error is error:
+                        raise
+                    raise self._error from error
+                self._values = self._residual = None  # frees the memory
+            return memoryview(b"") if self._data is None else self._data
 
 
 class Outgoing(NamedTuple):
@@ -49,10 +115,15 @@ class Next(NamedTuple):
 
 
 class Throughput(NamedTuple):
-    """Payload bytes and the seconds they took."""
+    """Bytes and the seconds they took."""
 
     nbytes: int = 0
     seconds: float = 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """0.0 if it was too short to say."""
+        return self.nbytes / self.seconds if self.seconds >= LEAST_S else 0.0
 
     def since(self, earlier: Throughput) -> Throughput:
         """What has been added since `earlier`."""

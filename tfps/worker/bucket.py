@@ -24,10 +24,9 @@ from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
 from tfps.types import Array
 from tfps.wire import frames
-from tfps.wire.encoding import Encoding
 from tfps.wire.frames import EMPTY, LAST, SHARED, WHOLE, Header, Kind
 from tfps.wire.memory import aligned_empty
-from tfps.wire.send_queue import Outgoing, SendQueue
+from tfps.wire.send_queue import Encoding, Outgoing, SendQueue
 from tfps.wire.shared_memory import Place, Region, Sharing
 
 Failed = Callable[[Exception], Exception]
@@ -114,7 +113,7 @@ class PushedBucket:
     def new(cls, spec: BucketSpec, slice_bytes: int, placer: Placer, failed: Failed) -> PushedBucket:
         """A bucket that has just been declared; `failed` as for `Encoding`."""
         if spec.kind == "gather":
-            return cls(spec, Cutting([], [placer.place_gather(spec.common_name)]))
+            return cls(spec, Cutting([], [placer.place_gather()]))
         compression = None if spec.codec is None else Compression(spec.codec, spec.nbytes, failed)
         return cls(spec, cut_sum(spec, slice_bytes, placer), compression=compression)
 

@@ -13,8 +13,7 @@ from tfps.protos import tfps_pb2 as pb
 from tfps.trace.assembly import Recorded, assemble
 from tfps.trace.capture import Capture, CapturedBucket, Process, Setting
 from tfps.trace.recorder import Recorder
-from tfps.wire.clocks import Compared, compare
-from tfps.wire.control import record_messages
+from tfps.wire.control import ClockOffset, compare_clocks, record_messages
 from tfps.wire.frames import Header
 from tfps.worker.bucket import PushedBucket
 from tfps.worker.client import PserverClient
@@ -103,7 +102,7 @@ class WorkerCaptures:
         if not self._switch.off():
             raise TfpsError(NOT_RUNNING)
         self._client.trace(self._number, False)
-        clocks = [compare(pserver, self._recorder.clock) for pserver in self._client.pservers]
+        clocks = [compare_clocks(pserver, self._recorder.clock) for pserver in self._client.pservers]
         parts = self._client.collect(self._number, COLLECT_TIMEOUT_S)
         self._warn(parts)
         known = named(buckets, [bucket.spec for bucket in list(self._buckets)])
@@ -130,7 +129,7 @@ class WorkerCaptures:
         if full:
             logger.warning("tfps: the capture lacks the first records of %s: there were too many", ", ".join(full))
 
-    def _recorded(self, parts: Sequence[pb.Records], clocks: Sequence[Compared]) -> list[Recorded]:
+    def _recorded(self, parts: Sequence[pb.Records], clocks: Sequence[ClockOffset]) -> list[Recorded]:
         """Returns each process's records, workers first."""
         found = [Recorded(Process("worker", 0, socket.gethostname()), self._recorder.records())]
         for rank in self._client.membership.view.ranks[1:]:
@@ -163,7 +162,7 @@ class WorkerCaptures:
         """Sends the records to the first pserver."""
         number, parts = self._number, record_messages(self._recorder, number=self._rank, host=socket.gethostname())
         try:
-            clock = compare(self._client.pservers[0], self._recorder.clock)
+            clock = compare_clocks(self._client.pservers[0], self._recorder.clock)
             for part in parts:
                 part.clock_offset_ns, part.clock_error_ns = -clock.offset_ns, clock.error_ns
                 self._client.upload(number, part, COLLECT_TIMEOUT_S)

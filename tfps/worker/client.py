@@ -28,8 +28,8 @@ from tfps.membership.view import Membership, View
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Argument, Array
 from tfps.wire.control import (
-    KEPT_PIECE_BYTES,
     PROTOCOL_VERSION,
+    STATE_PIECE_BYTES,
     Pserver,
     failure_of,
     layout_message,
@@ -38,7 +38,6 @@ from tfps.wire.control import (
 )
 from tfps.wire.reach import trouble
 from tfps.wire.shared_memory import Sharing
-from tfps.wire.status import MemberStatus, status_of
 from tfps.worker.bucket import Push, PushedBucket
 
 logger = logging.getLogger("tfps")
@@ -246,8 +245,8 @@ class PserverClient:
             )
         for index, (part, owner) in enumerate(zip(target.cutting.slices, target.cutting.owners, strict=True)):
             first, last = max(begin, part.offset), min(begin + nbytes, part.offset + part.nbytes)
-            for start in range(first, last, KEPT_PIECE_BYTES):
-                yield _Piece(owner, index, start - part.offset, min(KEPT_PIECE_BYTES, last - start), start - begin)
+            for start in range(first, last, STATE_PIECE_BYTES):
+                yield _Piece(owner, index, start - part.offset, min(STATE_PIECE_BYTES, last - start), start - begin)
 
     # Other ranks
 
@@ -303,10 +302,10 @@ class PserverClient:
         request = pb.StatusRequest(incarnation=self.membership.incarnation)
         return [float(pserver.call("Status", request, _CALL_TIMEOUT_S).cpu_s) for pserver in self.pservers]
 
-    def members(self, timeout_s: float) -> list[Sequence[MemberStatus]]:
+    def members(self, timeout_s: float) -> list[Sequence[pb.MemberStatus]]:
         """All workers, as each pserver sees them."""
         request = pb.StatusRequest(details=True)
-        return [status_of(pserver.call("Status", request, timeout_s)).job.members for pserver in self.pservers]
+        return [pserver.call("Status", request, timeout_s).members for pserver in self.pservers]
 
     def tune(self, layout: Layout) -> None:
         """Tells all pservers, and through them all workers, of a layout; see Layout in protos/tfps.proto."""
@@ -434,9 +433,9 @@ def saying(whom: Callable[[], str]) -> Iterator[None]:
 def _join_blocked_by(pserver: Pserver) -> str:
     """Why `pserver` does not answer a Join, "" if it is about to."""
     try:
-        status = status_of(pserver.call("Status", pb.StatusRequest(details=True), _ASK_TIMEOUT_S))
+        status = pserver.call("Status", pb.StatusRequest(details=True), _ASK_TIMEOUT_S)
     except TfpsError:
         why = trouble(pserver.address)
         return f"pserver {pserver.address}, which does not answer{why and f' ({why})'}; is tfps_pserver running there?"
-    members = ", ".join(f"rank {m.rank} ({m.host}:{m.pid})" for m in status.job.members if m.state != "gone")
+    members = ", ".join(f"rank {m.rank} ({m.host}:{m.pid})" for m in status.members if m.state != "gone")
     return f"pserver {pserver.address}, where an earlier job has not ended: {members} is there" if members else ""

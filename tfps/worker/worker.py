@@ -43,7 +43,6 @@ from tfps.worker.client import PserverClient, WaitLog
 from tfps.worker.tuner import Tuner
 
 _REASON_S = 1.0  # in which streams say why a call broke, if the job has failed
-_LEAST_BUSY_S = 0.02  # minimum for a meaningful throughput
 
 
 class WorkerInfo:
@@ -88,10 +87,8 @@ class WorkerInfo:
         now_s = self._client.cpu_s() if steps and self._cpu_s else []
         found = []
         for index, (pserver, queue) in enumerate(zip(self._client.pservers, self._queues, strict=True)):
-            busy = queue.throughput
-            rate = busy.nbytes / busy.seconds if busy.seconds >= _LEAST_BUSY_S else 0.0
             cpu_s = (now_s[index] - self._cpu_s[index]) / steps if now_s else None
-            found.append(Link(pserver.address, rate, cpu_s, index in self._memory.pservers))
+            found.append(Link(pserver.address, queue.throughput.bytes_per_s, cpu_s, index in self._memory.pservers))
         return found
 
     def settings(self) -> dict[str, Setting]:

@@ -92,7 +92,14 @@ def measure(hosts: Sequence[Host], name: str, task: Task, settings: Mapping[str,
     with contextlib.ExitStack() as stack:
         addresses = []
         for host in hosts[WORKERS:]:
-            serve = ["-m", "tfps.cli", "--port=7070", f"--host={host.address}", f"--workers={WORKERS}", "--insecure"]
+            serve = [
+                "-m",
+                "tfps.pserver.cli",
+                "--port=7070",
+                f"--host={host.address}",
+                f"--workers={WORKERS}",
+                "--insecure",
+            ]
             process = stack.enter_context(children.python(serve, popen=host.popen))
             addresses.append(children.answer(process, ANSWER_S).split()[3])
         work = [str(pathlib.Path(__file__)), *addresses, "--task", name, "--seed", str(seed)]

@@ -69,7 +69,7 @@ def measure(rate_mbit: float, transport: str, raw_bytes_per_s: float) -> dict[st
     """One run in fresh processes on two hosts; `raw_bytes_per_s` is what plain sockets carry per direction."""
     with Netlab(2, rate_mbit) as lab, contextlib.ExitStack() as stack:
         here, there = lab.hosts
-        serve = ["-m", "tfps.cli", f"--host={there.address}", "--port=0", "--workers=1", "--insecure"]
+        serve = ["-m", "tfps.pserver.cli", f"--host={there.address}", "--port=0", "--workers=1", "--insecure"]
         server = stack.enter_context(children.python(serve, popen=there.popen))
         address = children.answer(server, ANSWER_S).split()[3]
         worker = stack.enter_context(children.python([_ME, address, transport], popen=here.popen))

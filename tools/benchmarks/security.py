@@ -64,7 +64,15 @@ def _flood(pairs: int) -> list[dict[str, Json]]:
         token = stack.enter_context(tempfile.NamedTemporaryFile("w"))
         token.write(secrets.token_hex(32))
         token.flush()
-        serve = ["-m", "tfps.cli", "--host=127.0.0.1", "--port=0", "--workers=2", "--data-port", str(_free_port())]
+        serve = [
+            "-m",
+            "tfps.pserver.cli",
+            "--host=127.0.0.1",
+            "--port=0",
+            "--workers=2",
+            "--data-port",
+            str(_free_port()),
+        ]
         server = stack.enter_context(children.python([*serve, "--token-file", token.name], stderr=subprocess.DEVNULL))
         address = children.answer(server, ANSWER_S).split()[3]
         workers = [

@@ -49,7 +49,7 @@ def run(quick: bool) -> Outcome:
 def _start(stack: contextlib.ExitStack, count: int, workers: int) -> tuple[list[str], list[int]]:
     """Addresses and process ids of new pservers."""
     processes = [
-        stack.enter_context(children.python(["-m", "tfps.cli", "--port=0", f"--workers={workers}"]))
+        stack.enter_context(children.python(["-m", "tfps.pserver.cli", "--port=0", f"--workers={workers}"]))
         for _ in range(count)
     ]
     return [children.answer(each, ANSWER_S).split()[3] for each in processes], [each.pid for each in processes]

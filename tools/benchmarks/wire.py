@@ -98,7 +98,7 @@ def measure(row: Row, steps: int) -> dict[str, Json]:
         script = str(pathlib.Path(__file__))
         settings = dict(row.settings)
         if row.role == "work":
-            serve = ["-m", "tfps.cli", "--host=127.0.0.1", "--port=0", f"--workers={WORKERS}"]
+            serve = ["-m", "tfps.pserver.cli", "--host=127.0.0.1", "--port=0", f"--workers={WORKERS}"]
         else:
             serve = [script, f"{row.role}-echo"]
         if row.tls:

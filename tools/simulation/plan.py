@@ -53,9 +53,9 @@ def make_plan(profile: Profile, cluster: Cluster, settings: Settings) -> Plan:
         nbytes = sum(profile.layers[layer].nbytes for layer in members)
         if not settings.barriers:
             sizes = [piece.nbytes for piece in cut(nbytes, settings.slice_bytes, ITEM_BYTES)]
-            owners = placer.place(str(bucket), sizes)
+            owners = placer.place(sizes)
         elif nbytes < settings.split_parameters * ITEM_BYTES:
-            sizes, owners = [nbytes], placer.place(str(bucket), [nbytes])
+            sizes, owners = [nbytes], placer.place([nbytes])
         else:
             sizes = _evenly(nbytes, cluster.pservers)
             owners = list(range(len(sizes)))
