@@ -40,13 +40,13 @@ def embedded_words() -> keras.Model:
 def graph(request: pytest.FixtureRequest) -> Iterator[tf.Graph]:
     """The graph of a training step whose buckets have one variable or two."""
     strategy = tfps.Strategy(config=tfps.Config(slice_bytes=1024))
-    strategy.extended._emitter._first_bytes = 64
+    strategy.extended.scheduler._first_bytes = 64
     with strategy.scope():
         model = request.param()
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     x = np.ones((16, *model.input_shape[1:]), "float32")
     model.fit(x, np.zeros(16, "int64"), verbose=0)
-    (reference,) = strategy.extended._emitter.graphs.values()
+    (reference,) = strategy.extended.scheduler.graphs.values()
     yield reference()
     strategy.close()
 

@@ -7,7 +7,7 @@ import numpy as np
 from program import DEVICES, Job, Results, data, mlp, weights
 
 import tfps
-from tfps.policies.choice import POLICIES
+from tfps.policies import POLICIES
 from tfps.policies.policy import Policy
 from tfps.types import Model
 from tfps.updates.reductions import Reductions

@@ -10,16 +10,14 @@ import test_programs
 
 PACKAGE = Path(__file__).resolve().parents[2] / "tfps"
 MAY_ASK = ("policies/", "config.py")
-POLICIES = {"Policy", "Asynchronous", "DiLoCo", "LocalSGD", "WorkerUpdates", "PserverUpdates"}
+POLICIES = {"Policy", "Independent", "Asynchronous", "DiLoCo", "LocalSGD", "WorkerUpdates", "PserverUpdates"}
 
 
 def questions(text: str) -> list[int]:
     """Returns the lines that compare a mode, a place of updates or a policy's class."""
     found = []
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Compare):
-            if all(isinstance(each, ast.Constant) and each.value is None for each in node.comparators):
-                continue  # a bucket's rule is None where pservers do not update it
+        if isinstance(node, ast.Compare) and not isinstance(node.ops[0], ast.Is | ast.IsNot):
             asked = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)} & {"mode", "update"}
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
             asked = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} & POLICIES

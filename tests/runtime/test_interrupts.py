@@ -18,7 +18,7 @@ import tensorflow as tf
 import tfps
 from tfps.errors import InterruptError
 from tfps.exchange.interface import BucketSpec
-from tfps.runtime.declared import DeclaredBuckets
+from tfps.runtime.runtime import DeclaredBuckets
 from tfps.types import Argument, Value
 from tfps.worker.worker import Worker
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import tfps
 from tfps.exchange.interface import Link
-from tfps.runtime.report import History, Report, Round, make_report
-from tfps.runtime.stepping import Stepping
+from tfps.runtime.report import History, Report, Round, Stepping, make_report
 from tools import model_profiles
 
 LAYERS = [(0.010, 0.020, 400_000), (0.020, 0.040, 100_000), (0.010, 0.020, 4_000_000), (0.005, 0.010, 1_000_000)]

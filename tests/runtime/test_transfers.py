@@ -8,7 +8,8 @@ import pytest
 import tensorflow as tf
 
 from tfps.exchange.interface import BucketSpec
-from tfps.runtime.transfers import DeferredUpdate, Group, Rounds, Transfer
+from tfps.runtime.stopped_steps import Rounds
+from tfps.runtime.transfers import DeferredUpdate, Group, Transfer
 
 
 def test_a_round_with_several_replicas_starts_when_all_have_closed_their_gates() -> None:

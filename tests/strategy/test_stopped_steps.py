@@ -13,7 +13,7 @@ from training import compiled
 
 import tfps
 from tfps.errors import ClosedError
-from tfps.runtime import gate_watch
+from tfps.runtime import stopped_steps
 from tfps.strategy import strategy as strategies
 from tfps.types import Structure, Value
 
@@ -21,7 +21,7 @@ from tfps.types import Structure, Value
 def test_a_step_that_fails_in_backward_leaves_no_reader_waiting(
     strategy: tfps.Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate_watch, "_LOOK_S", 0.05)
+    monkeypatch.setattr(stopped_steps, "_LOOK_S", 0.05)
     model, x, y = compiled(strategy)
     model.fit(x, y, verbose=0)
     gate = model.trainable_variables[0].value.gates[0]

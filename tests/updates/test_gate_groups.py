@@ -12,7 +12,7 @@ import tensorflow as tf
 import training
 
 import tfps
-from tfps.updates.gate_groups import group_gates
+from tfps.updates.pending import group_gates
 from tfps.updates.variables import GatedVariable
 
 CONFIG = tfps.Config(slice_bytes=4096, window_bytes=8192, step_timeout_s=60)

@@ -15,7 +15,6 @@ import training
 
 import tfps
 from tfps.types import Structure, Value, Variable
-from tfps.updates import pulls
 
 SUM = tf.distribute.ReduceOp.SUM
 
@@ -32,7 +31,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise tfps.TfpsError("its first run was not seen")
 
-    monkeypatch.setattr(pulls, "_declare_late", refuse)
+    monkeypatch.setattr("tfps.updates.reductions._declare_late", refuse)
 
 
 def summed(value: Value) -> Value:

@@ -25,9 +25,9 @@ from tfps.errors import UnsupportedError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec
 from tfps.graph.ops import HOST
 from tfps.keras_hooks.keras_private import batch_counter, distributed_dataset, without_limit
-from tfps.policies.policy import Policy
+from tfps.policies.policy import Independent
+from tfps.runtime.report import Stepping
 from tfps.runtime.runtime import Runtime
-from tfps.runtime.stepping import Stepping
 from tfps.types import Batches, Function, Model
 from tfps.updates.initial_values import INITIAL_VALUES
 from tfps.updates.reductions import Reductions
@@ -47,7 +47,7 @@ class _Epochs:
     taken: int = 0
 
 
-class Asynchronous(Policy):
+class Asynchronous(Independent):
     """Pservers apply each gradient as it comes, and reply with the newest parameters; workers meet between epochs.
 
     Attributes:
@@ -59,9 +59,8 @@ class Asynchronous(Policy):
 
     def __init__(self, runtime: Runtime, config: Config) -> None:
         super().__init__(runtime, config)
-        self.together = runtime.exchange.view.workers == 1
         self.hands_out = not self.together
-        self.in_epoch, self._meetings = False, 0
+        self.in_epoch = False
         self._epochs: weakref.WeakKeyDictionary[Batches, _Epochs] = weakref.WeakKeyDictionary()
         self._variables: weakref.WeakValueDictionary[str, GatedVariable] = weakref.WeakValueDictionary()
         if not self.together:
@@ -70,17 +69,9 @@ class Asynchronous(Policy):
     def reductions(self) -> Reductions:
         return Reductions(self._runtime, estimates=not self.together)
 
-    @property
-    def gradient_factor(self) -> int:
-        return int(self._runtime.exchange.view.workers)
-
     def stepping(self) -> Stepping:
         waits = not self.together and self._config.staleness is not None
         return Stepping(waits=waits, whole_replies=True, every_step=False)
-
-    @property
-    def state(self) -> str | None:
-        return str(self._meetings)
 
     def check_saves_now(self, what: str) -> None:
         if self.in_epoch:
@@ -99,7 +90,7 @@ class Asynchronous(Policy):
             counter, every = batch_counter(optimizer), optimizer.gradient_accumulation_steps or 1
             own = int(counter.numpy())
             # The mean of the workers' steps is what each takes in mode "sync". What is accumulated stays as far.
-            mean = round(self.meet(own) / self._strategy.num_workers)
+            mean = round(self.barrier(own) / self._strategy.num_workers)
             counter.assign(mean + (own - mean) % every)
             optimizer = getattr(optimizer, "inner_optimizer", None)
 
@@ -115,7 +106,7 @@ class Asynchronous(Policy):
         """Yields what Keras' `original(epochs)` does, until a step finds that the epoch has ended."""
         known = self._known(epochs)
         self.in_epoch = False  # the last one may have taken just one batch, to build the model
-        self.meet()
+        self.barrier()
         self.in_epoch, known.taken = True, 0
         if self._ends_with_data(epochs):
             if _hands_out(epochs):
@@ -159,11 +150,7 @@ class Asynchronous(Policy):
         return math.ceil(steps / at_once) * int(at_once * self._runtime.exchange.view.workers)
 
     def _check_steps(self, known: _Epochs) -> None:
-        """Checks that the epoch that has ended had a step for this worker.
-
-        Raises:
-            UnsupportedError: it had not; the job has failed.
-        """
+        """Checks that the epoch that has ended had a step for this worker."""
         if known.taken > 1:
             return
         exchange = self._runtime.exchange
@@ -178,11 +165,7 @@ class Asynchronous(Policy):
         self._variables[variable._unique_id] = variable
 
     def _prepare(self, spec: BucketSpec) -> None:
-        """Prepares for an exchange with all ranks: waits until this rank's pushes have been answered, then rests.
-
-        Raises:
-            UnsupportedError: the ranks are within an epoch of `fit`, at different batches.
-        """
+        """Prepares for an exchange with all ranks: waits until this rank's pushes have been answered, then quiesces."""
         if self.in_epoch and spec.names != (INITIAL_VALUES,):
             raise UnsupportedError(
                 f"within an epoch of fit, mode='async' cannot exchange {spec.name} between the workers, which are at "
@@ -194,30 +177,25 @@ class Asynchronous(Policy):
             raise WaitTimeoutError(f"updates under way did not end within {timeout_s:.0f} s")
         self._runtime.exchange.peers.quiesce()
 
-    def meet(self, number: int = 0) -> int:
-        """Waits for all ranks; returns the sum of their numbers.
-
-        Raises:
-            WaitTimeoutError: a rank did not come in time; the message names it.
-            TfpsError: the exchange has failed.
-        """
+    def barrier(self, number: int = 0) -> int:
+        """Waits for all ranks; returns the sum of their numbers."""
         if self.together:
             return number
-        total = AllReduce(self._runtime, "meeting", [], np.int64)(np.array(number))
-        self._meetings += 1
+        total = AllReduce(self._runtime, "barrier", [], np.int64)(np.array(number))
+        self._barriers += 1
         return int(total)
 
     def synchronize(self) -> None:
         """Gives all ranks the parameters as all gradients so far have left them; every rank must call it."""
         if self.together:
             return
-        self.meet()
+        self.barrier()
         with tf.init_scope(), tf.device(HOST):
             for bucket, variables in self._held().items():
                 newest = np.asarray(self._runtime.exchange_now(bucket, None).sum)
                 for variable in variables:
                     self._take(variable, newest)
-        self.meet()  # nobody changes them before all have them
+        self.barrier()  # nobody changes them before all have them
 
     def _held(self) -> dict[int, list[GatedVariable]]:
         """The variables whose value pservers have, by bucket."""
@@ -235,7 +213,7 @@ class Asynchronous(Policy):
         nbytes = 4 * int(np.prod(shape, dtype=np.int64))
         value = newest[begin : begin + nbytes].view(np.float32).reshape(shape)
         if variable.remote is not None:
-            variable.remote.newest = True
+            variable.remote.synchronized = True
         for component in variable._values:  # not as an assignment of the program: pservers have it
             component.assign(value)
 

@@ -28,14 +28,14 @@ from tfps.keras_hooks.checkpoint import ExtraState
 from tfps.keras_hooks.keras_private import trained_variables
 from tfps.keras_hooks.variables import check_variable, of_tensorflow, slots_from_first_rank
 from tfps.policies.outer_optimizer import OuterOptimizer, OuterRule, copy_of, make_copy
-from tfps.policies.policy import DEFAULT, Policy
+from tfps.policies.policy import DEFAULT, Independent
+from tfps.runtime.report import Stepping
 from tfps.runtime.runtime import Runtime
-from tfps.runtime.stepping import Stepping
 from tfps.types import Array, Model, Optimizer, Structure, Variable
-from tfps.updates.emitter import Emitter
 from tfps.updates.initial_values import InitialValues
 from tfps.updates.names import own_name
 from tfps.updates.reductions import Reductions
+from tfps.updates.scheduler import UpdateScheduler
 from tfps.updates.variables import GatedVariable
 
 logger = logging.getLogger("tfps")
@@ -53,7 +53,7 @@ class _Applying(threading.local):
 _applying = _Applying()
 
 
-class DiLoCo(Policy):
+class DiLoCo(Independent):
     """Workers train alone for some steps; then an outer optimizer updates global parameters by what has changed."""
 
     setting = "mode='diloco'"
@@ -62,9 +62,7 @@ class DiLoCo(Policy):
 
     def __init__(self, runtime: Runtime, config: Config) -> None:
         super().__init__(runtime, config)
-        self.together = runtime.exchange.view.workers == 1
-        self._numbers, self._meetings = itertools.count(), 0
-        self._emitter: Emitter  # see attach
+        self._numbers = itertools.count()
         self._known: weakref.WeakSet[OuterOptimizer] = weakref.WeakSet()
         self._of_optimizers: weakref.WeakKeyDictionary[Optimizer, OuterOptimizer] = weakref.WeakKeyDictionary()
         # By unique id, those that have a global copy.
@@ -74,23 +72,21 @@ class DiLoCo(Policy):
         if runtime.exchange.view.workers > 1:
             self._said.later()  # with the first exchange: nothing new is declared within an epoch
 
-    def attach(self, strategy: tf.distribute.Strategy, emitter: Emitter, initial_values: InitialValues) -> None:
-        super().attach(strategy, emitter, initial_values)
-        self._emitter, self._initial_values = emitter, initial_values
+    def attach(
+        self, strategy: tf.distribute.Strategy, scheduler: UpdateScheduler, initial_values: InitialValues
+    ) -> None:
+        super().attach(strategy, scheduler, initial_values)
+        self._initial_values = initial_values
 
     def reductions(self) -> Reductions:
         return Reductions(self._runtime, estimates=True)
 
-    def staging_depth(self, wanted: int) -> int:
-        return wanted
+    def staging_depth(self, requested: int) -> int:
+        return requested
 
     @property
     def remote_parameters(self) -> bool:
         return True
-
-    @property
-    def gradient_factor(self) -> int:
-        return int(self._runtime.exchange.view.workers)
 
     def stepping(self) -> Stepping:
         config = self._config
@@ -98,15 +94,11 @@ class DiLoCo(Policy):
             config.inner_steps, config.fragments, config.overlap_steps, waits=not self.together, every_step=False
         )
 
-    @property
-    def state(self) -> str | None:
-        return str(self._meetings)
-
     def rule(self, copies: Sequence[GatedVariable]) -> OuterRule:
         """Returns how pservers update the global parameters `copies`: SGD with Nesterov momentum."""
         return OuterRule(self._runtime.exchange, copies, self._config.outer_learning_rate, self._config.outer_momentum)
 
-    def group_gates(self, emitter: Emitter, variables: Sequence[GatedVariable]) -> None:
+    def group_gates(self, variables: Sequence[GatedVariable]) -> None:
         """The outer optimizer groups those of each fragment."""
 
     def prepare(self, optimizer: Optimizer, variables: Sequence[Variable], *, alone: bool) -> None:
@@ -124,25 +116,21 @@ class DiLoCo(Policy):
             self._of_optimizers[optimizer] = self._build(updated, type(optimizer).__name__)
 
     def _build(self, variables: Sequence[GatedVariable], optimizer: str) -> OuterOptimizer:
-        """Returns the outer optimizer of an optimizer of `variables`, with this name; their global copies are made.
-
-        Raises:
-            ConfigError: there are fewer variables than fragments.
-        """
+        """Returns the outer optimizer of an optimizer of `variables`, with this name; their global copies are made."""
         overlaps = self._config.overlap_steps > 0
         apart = {each._unique_id for each in variables if each.global_copy is not None and not _alike(each)}
-        for variable in variables:
-            copy = make_copy(variable, own_gates=overlaps)
+        copies = [make_copy(variable, own_gates=overlaps) for variable in variables]
+        for variable, copy in zip(variables, copies, strict=True):
             self._variables[variable._unique_id] = variable
             self._runtime.gate_watch.add(copy.gates)
-            self._initial_values.leave_out([copy])
+        self._initial_values.forget(copies)
         steps = OuterOptimizer(
             self._strategy,
             self._runtime,
-            self._emitter,
+            self._scheduler,
             self._config,
             self.setting,
-            self.rule,
+            self.rule(copies),
             variables,
             optimizer,
             lambda: next(self._numbers),
@@ -180,24 +168,20 @@ class DiLoCo(Policy):
 
     def end_epoch(self, model: Model) -> None:
         if self._own is None:  # else this evaluates, and has met
-            self.meet()
+            self.barrier()
 
     def begin_evaluation(self) -> None:
-        self.meet()
+        self.barrier()
 
     def end_training(self) -> None:
         self.synchronize()
         if self._strategy is not None:  # ending the round has sent more: one rank may save from here on
             self._strategy.extended.compressing.collect()
 
-    def meet(self) -> list[OuterOptimizer]:
+    def barrier(self) -> list[OuterOptimizer]:
         """Brings all ranks to the same step of each optimizer; every rank must call it.
 
         Returns the outer steps that all ranks still have: when an optimizer is collected depends on the rank.
-
-        Raises:
-            TfpsError: another rank does not in time, or the exchange failed.
-            UnsupportedError: a variable has been trained in steps that were not counted; the job has failed.
         """
         known = self._exchanged()
         self._check_counted(known)
@@ -207,11 +191,11 @@ class DiLoCo(Policy):
             bucket = self._said.declare()
             own = {str(each.number): each.steps for each in known}
             said = list(map(json.loads, self._said(json.dumps(own).encode(), lambda _: self._make_up(known, bucket))))
-            self._meetings += 1
+            self._barriers += 1
             common = [each for each in known if all(str(each.number) in steps for steps in said)]
             for each in common:
                 number = str(each.number)
-                each.meet_at(max(steps[number] for steps in said), trained=own[number] > each.met)
+                each.catch_up(max(steps[number] for steps in said), trained=own[number] > each.last_barrier)
         return common
 
     def _check_counted(self, known: Sequence[OuterOptimizer]) -> None:
@@ -230,7 +214,7 @@ class DiLoCo(Policy):
                 raise error
 
     def synchronize(self) -> None:
-        for each in self.meet():
+        for each in self.barrier():
             each.end_round()
 
     def _exchanged(self) -> list[OuterOptimizer]:

@@ -34,15 +34,14 @@ from tfps.graph.ops import HOST
 from tfps.graph.tf_private import ResourceVariable, control_flow_free, distribute_lib, ops
 from tfps.graph.timestamps import Timestamps, now_after
 from tfps.policies.remote_bucket import RemoteBucket
-from tfps.runtime.inner_step import InnerStep
 from tfps.runtime.remote import RULES, RemoteParameter, RemoteRule, RemoteSlot
 from tfps.runtime.runtime import Runtime
-from tfps.runtime.step_spans import Awaited
+from tfps.runtime.step_spans import Awaited, InnerStep
 from tfps.types import Function
-from tfps.updates.deferred import Noted, Reduced, Reduction
-from tfps.updates.emitter import Emitter
 from tfps.updates.names import common_name, own_name
+from tfps.updates.pending import PendingUpdate, Reduced, Reduction
 from tfps.updates.reductions import check_one_device
+from tfps.updates.scheduler import UpdateScheduler
 from tfps.updates.variables import GatedVariable, current_replica
 
 
@@ -51,7 +50,7 @@ class OuterOptimizer:
 
     Args:
         setting: what asks for it, for messages.
-        rule: makes the rule of the global copies.
+        rule: of the global copies of `variables`.
         variables: what the optimizer updates, in its order; each has a global copy.
         optimizer: the name of its class, for messages.
         exchanged: called once, before the first exchange; returns this object's number, the same on all ranks.
@@ -61,10 +60,10 @@ class OuterOptimizer:
         self,
         strategy: tf.distribute.Strategy,
         runtime: Runtime,
-        emitter: Emitter,
+        scheduler: UpdateScheduler,
         config: Config,
         setting: str,
-        rule: Callable[[Sequence[GatedVariable]], OuterRule],
+        rule: OuterRule,
         variables: Sequence[GatedVariable],
         optimizer: str,
         exchanged: Callable[[], int],
@@ -73,18 +72,18 @@ class OuterOptimizer:
         self._trained: set[str] = set()  # unique ids of those that steps have updated
         self.apart: set[str] = set()  # of those whose own values were not the global ones before any step
         self.number: int | None = None  # None until the first exchange is traced
-        self.met = 0  # the step at which all ranks have last been together
+        self.last_barrier = 0  # the step at which all ranks have last been together
         self._graphs: list[weakref.ref[tf.Graph]] = []  # of training steps
-        self._strategy, self._runtime, self._emitter, self._exchanged = strategy, runtime, emitter, exchanged
+        self._strategy, self._runtime, self._scheduler, self._exchanged = strategy, runtime, scheduler, exchanged
         self._every, self._overlap, self._own_share = config.inner_steps, config.overlap_steps, config.own_share
-        self.rule = rule([copy_of(variable) for variable in variables])
+        self.rule = rule
         names = [own_name(variable) for variable in variables]
         sizes = [4 * int(variable.shape.num_elements()) for variable in variables]
         places = cut(names, sizes, config.fragments)
         self._fragments = [[self.variables[place] for place in fragment] for fragment in places]
         self._offsets = [number * self._every // config.fragments for number in range(config.fragments)]
         for fragment in self._fragments:
-            emitter.group_gates(map(self._gated, fragment))
+            scheduler.group_gates(map(self._gated, fragment))
         self._plans: list[list[list[str]]] = [[] for _ in self._fragments]  # unique ids of the variables of each bucket
         # Of each fragment: number, declaration and variables (unique ids) of its buckets.
         self._buckets: list[list[tuple[int, BucketSpec, list[str]]]] = [[] for _ in self._fragments]
@@ -116,7 +115,7 @@ class OuterOptimizer:
         if ended is None:
             ended = self._ended
         else:
-            self.met = steps
+            self.last_barrier = steps
         for state in self._states:
             state.assign([steps, ended])
 
@@ -132,11 +131,7 @@ class OuterOptimizer:
         self._trained |= {self.variables[place]._unique_id for place in places}
 
     def check_trained(self, updated: Sequence[GatedVariable]) -> None:
-        """Checks that a step updates what earlier ones have updated, and notes what it updates.
-
-        Raises:
-            UnsupportedError: it does not, and pservers would move a variable on without it.
-        """
+        """Checks that a step updates what earlier ones have updated, and notes what it updates."""
         ids = {variable._unique_id for variable in updated}
         for variable in self.variables:
             if variable._unique_id in self._trained - ids and (what := self._moves(variable)):
@@ -152,7 +147,7 @@ class OuterOptimizer:
         """What moves `variable` on in exchanges where workers have not changed it; "" if nothing does."""
         if self.rule.slots(copy_of(variable)):
             return "the outer momentum"
-        return "what compression holds back" if self._emitter.compressing.codec(variable) != NONE else ""
+        return "what compression holds back" if self._scheduler.compressing.codec(variable) != NONE else ""
 
     def after_step(self) -> None:
         """Counts an inner step and exchanges what is due; called in each replica function."""
@@ -166,11 +161,11 @@ class OuterOptimizer:
             self.advance(self.steps + 1)
             return
         state, graph = self._states[replica], ops.get_default_graph()
-        timestamps = self._emitter.timestamps(graph, replica)
+        timestamps = self._scheduler.timestamps(graph, replica)
         self._graphs.append(weakref.ref(control_flow_free(graph)))
         with tf.device(HOST):
             # A step that finds the end of the data does not count.
-            with tf.control_dependencies(self._emitter.inputs(graph)):
+            with tf.control_dependencies(self._scheduler.inputs(graph)):
                 state.assign_add([1, 0], read_value=False)
             step, ended = tf.unstack(state.read_value())
         mixed: list[tf.Tensor] = []
@@ -201,7 +196,7 @@ class OuterOptimizer:
                 times += noted.times[2:] or (0.0, 0.0)
         timestamps.done()
         self._runtime.adopt(transfer, graph)
-        order = self._emitter.first_use(graph)
+        order = self._scheduler.first_use(graph)
         # The step ends about when this one has been updated; its component is read behind no gate.
         last = min(self.variables, key=lambda each: order.get(each._unique_id, len(order)))._values[0]
         with tf.device(last.device):
@@ -215,12 +210,12 @@ class OuterOptimizer:
         graph, exchange = ops.get_default_graph(), self._runtime.exchange
         with tf.device(HOST):
             number = tf.cast((step + self._offsets[fragment]) // self._every, tf.float64)
-            numbers = tf.stack([number, tf.constant(self.rule.learning_rate, tf.float64)])
+            scalars = tf.stack([number, tf.constant(self.rule.learning_rate, tf.float64)])
         variables = self._fragments[fragment]
         reduction = Reduction(len(variables))
-        noted: list[Noted] = []
+        pending: list[PendingUpdate] = []
         trained: dict[str, GatedVariable] = {}
-        first_use, order = self._emitter.first_use(graph), {}
+        first_use, order = self._scheduler.first_use(graph), {}
         for variable in variables:
             own, shared = variable._get_replica(replica), copy_of(variable)._get_replica(replica)
             with tf.device(own.device):
@@ -228,27 +223,29 @@ class OuterOptimizer:
             gated = self._gated(variable)
             trained[gated._unique_id] = variable
             order[gated._unique_id] = first_use.get(variable._unique_id, len(first_use))
-            codec = self._emitter.compressing.codec(variable)
-            noted.append(Noted(gated, self.rule, (numbers,), Reduced(change, change, reduction), codec))
-        planned = self._planned(fragment, noted, order)
+            codec = self._scheduler.compressing.codec(variable)
+            pending.append(PendingUpdate(gated, self.rule, (scalars,), Reduced(change, change, reduction), codec))
+        planned = self._planned(fragment, pending, order)
         buckets = [
             OuterBucket(
                 self.rule, [trained[each.variable._unique_id] for each in bucket], bucket, graph, replica, order
             )
             for bucket in planned
         ]
-        self._emitter.emit(buckets, graph, replica, timed=False)
+        self._scheduler.emit(buckets, graph, replica, timed=False)
         numbers = self._runtime.buckets([(bucket.key, bucket.spec) for bucket in buckets])
         self._buckets[fragment] = [(n, bucket.spec, bucket.ids) for n, bucket in zip(numbers, buckets, strict=True)]
 
-    def _planned(self, fragment: int, noted: Sequence[Noted], order: dict[str, int]) -> list[list[Noted]]:
+    def _planned(
+        self, fragment: int, pending: Sequence[PendingUpdate], order: dict[str, int]
+    ) -> list[list[PendingUpdate]]:
         """Cuts a fragment into buckets: the same whenever and wherever it is traced again."""
         if self.number is None:
             self.number = self._exchanged()
         if not self._plans[fragment]:
-            fused = self._emitter.fuse(noted, order)
+            fused = self._scheduler.fuse(pending, order)
             self._plans[fragment] = [[each.variable._unique_id for each in bucket] for bucket in fused]
-        by_id = {each.variable._unique_id: each for each in noted}
+        by_id = {each.variable._unique_id: each for each in pending}
         return [[by_id[each] for each in bucket] for bucket in self._plans[fragment]]
 
     def _mix(self, fragment: int, replica: int, own_share: float) -> list[tf.Tensor]:
@@ -282,14 +279,14 @@ class OuterOptimizer:
                     if (step + offset) % self._every == 0:
                         self._run("push", fragment, step)
 
-    def meet_at(self, target: int, *, trained: bool) -> None:
+    def catch_up(self, target: int, *, trained: bool) -> None:
         """Goes on to the step of the rank that has made most; `trained`: whether this one has made any."""
-        if target > self.met and not trained:
+        if target > self.last_barrier and not trained:
             for graph in (ref() for ref in self._graphs):
                 if graph is not None:
                     self._strategy.extended.combiner.run_elsewhere(graph)
         self.advance(target)
-        self.met = target
+        self.last_barrier = target
 
     def make_up(self) -> bool:
         """Makes this worker's part of its next exchange if another rank waits for it; returns whether it did."""
@@ -337,7 +334,7 @@ class OuterOptimizer:
         @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
         def tfps_outer(step: tf.Tensor) -> tf.Tensor:
             graph = ops.get_default_graph()
-            self._emitter.begin_call(graph, [])
+            self._scheduler.begin_call(graph, [])
             for replica, device in enumerate(extended.worker_devices):
                 number = extended._get_replica_id_in_sync_group(replica)
                 with distribute_lib.ReplicaContext(self._strategy, number), tf.device(device):
@@ -345,7 +342,7 @@ class OuterOptimizer:
                         self._push(fragment, replica, step)
                     else:
                         self._mix(fragment, replica, self._own_share if what == "mix" else 0.0)
-            self._emitter.end_call(graph)
+            self._scheduler.end_call(graph)
             return step
 
         return tfps_outer.get_concrete_function()
@@ -390,7 +387,7 @@ class OuterRule(RemoteRule):
 
 
 class OuterBucket(RemoteBucket):
-    """A bucket of global parameters. `noted` has the variables whose gates are closed until it has come back: the
+    """A bucket of global parameters. `updates` has the variables whose gates are closed until it has come back: the
     trained ones, which then begin from the new global parameters, or only their global copies.
     """
 
@@ -398,12 +395,12 @@ class OuterBucket(RemoteBucket):
         self,
         rule: OuterRule,
         trained: Sequence[GatedVariable],
-        noted: Sequence[Noted],
+        updates: Sequence[PendingUpdate],
         graph: tf.Graph,
         replica: int,
         order: dict[str, int],
     ) -> None:
-        super().__init__(rule, noted, graph, replica, order)
+        super().__init__(rule, updates, graph, replica, order)
         self.trained = list(trained)
         self.kept = list(map(copy_of, trained))
         names, alike = tuple(map(own_name, trained)), tuple(map(common_name, trained))
@@ -456,9 +453,6 @@ def cut(names: Sequence[str], sizes: Sequence[int], parts: int) -> list[list[int
         names: of all variables in order of creation; those of a layer have its name before the last `/`. A layer stays
             whole, unless there are fewer layers than fragments.
         sizes: in bytes.
-
-    Raises:
-        ConfigError: there are fewer variables than `parts`.
     """
     if parts > len(names):
         raise ConfigError(

@@ -17,12 +17,12 @@ from tfps.config import Config
 from tfps.errors import UnsupportedError
 from tfps.keras_hooks.checkpoint import ExtraState
 from tfps.policies.remote_optimizers import update_on_pservers
+from tfps.runtime.report import Stepping
 from tfps.runtime.runtime import Runtime
-from tfps.runtime.stepping import Stepping
 from tfps.types import Model, Optimizer, Structure, Variable
-from tfps.updates.emitter import Emitter
 from tfps.updates.initial_values import InitialValues
 from tfps.updates.reductions import Reductions
+from tfps.updates.scheduler import UpdateScheduler
 from tfps.updates.variables import GatedVariable
 
 DEFAULT = "mode='sync' (tfps.Config, the default)"
@@ -74,10 +74,13 @@ class Policy:
         self._runtime, self._config = runtime, config
         self.updates = PserverUpdates() if config.update == "server" else WorkerUpdates()
         self._strategy: tf.distribute.Strategy | None = None
+        self._scheduler: UpdateScheduler  # see attach
 
-    def attach(self, strategy: tf.distribute.Strategy, emitter: Emitter, initial_values: InitialValues) -> None:
+    def attach(
+        self, strategy: tf.distribute.Strategy, scheduler: UpdateScheduler, initial_values: InitialValues
+    ) -> None:
         """Takes what it works with; called once, when the strategy has made it."""
-        self._strategy = strategy
+        self._strategy, self._scheduler = strategy, scheduler
 
     # Steps.
 
@@ -85,9 +88,9 @@ class Policy:
         """Returns what sums values over the workers."""
         return Reductions(self._runtime)
 
-    def staging_depth(self, wanted: int) -> int:
+    def staging_depth(self, requested: int) -> int:
         """Returns how many batches are staged ahead, 0: none; workers must agree on where data ends."""
-        return max(wanted, int(self._runtime.exchange.view.workers > 1))
+        return max(requested, int(self._runtime.exchange.view.workers > 1))
 
     @property
     def remote_parameters(self) -> bool:
@@ -105,9 +108,9 @@ class Policy:
 
     # Optimizers and variables.
 
-    def group_gates(self, emitter: Emitter, variables: Sequence[GatedVariable]) -> None:
+    def group_gates(self, variables: Sequence[GatedVariable]) -> None:
         """Lets small ones of an optimizer's `variables` share gates."""
-        emitter.group_gates(variables)
+        self._scheduler.group_gates(variables)
 
     def prepare(self, optimizer: Optimizer, variables: Sequence[Variable], *, alone: bool) -> None:
         """Prepares the updates of `variables`, of TensorFlow or Keras, which `optimizer` is built for.
@@ -207,3 +210,20 @@ class Policy:
                 f"with {setting} all variables of an optimizer must be trainable ones of one strategy; build the model "
                 f"within its scope, or use {instead}"
             )
+
+
+class Independent(Policy):
+    """Workers take their steps by themselves, unless there is one only."""
+
+    def __init__(self, runtime: Runtime, config: Config) -> None:
+        super().__init__(runtime, config)
+        self.together = runtime.exchange.view.workers == 1
+        self._barriers = 0  # how often all have been at one state
+
+    @property
+    def gradient_factor(self) -> int:
+        return int(self._runtime.exchange.view.workers)
+
+    @property
+    def state(self) -> str | None:
+        return str(self._barriers)

@@ -15,22 +15,22 @@ from tfps.runtime.remote import RemoteRule, RemoteUpdate, bring, check_moves, pi
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.types import Value
-from tfps.updates.deferred import Noted
 from tfps.updates.names import common_name, own_name
-from tfps.updates.planned_bucket import PlannedBucket
+from tfps.updates.pending import PendingUpdate
+from tfps.updates.planned_bucket import PlannedBucket, split
 from tfps.updates.variables import GatedVariable
 
 
-def plan(noted: Sequence[Noted], graph: tf.Graph, replica: int, order: dict[str, int]) -> PlannedBucket:
+def plan(updates: Sequence[PendingUpdate], graph: tf.Graph, replica: int, order: dict[str, int]) -> PlannedBucket:
     """Returns the planned bucket of updates that travel together."""
-    rule = noted[0].function
+    rule = updates[0].function
     if isinstance(rule, RemoteRule):
-        return RemoteBucket(rule, noted, graph, replica, order)
-    return PlannedBucket(noted, graph, replica, order)
+        return RemoteBucket(rule, updates, graph, replica, order)
+    return PlannedBucket(updates, graph, replica, order)
 
 
 class RemoteBucket(PlannedBucket):
-    """A bucket of variables that pservers update by one rule; the argument of its updates is the step's numbers.
+    """A bucket of variables that pservers update by one rule; the argument of its updates is the step's scalars.
 
     With a codec it gets changes of the parameters. All ranks add the same, but what one of them had changed by itself
     would stay, so weights are compared; without a codec they are replaced.
@@ -39,18 +39,25 @@ class RemoteBucket(PlannedBucket):
     remote = True
 
     def __init__(
-        self, rule: RemoteRule, noted: Sequence[Noted], graph: tf.Graph, replica: int, order: dict[str, int]
+        self, rule: RemoteRule, updates: Sequence[PendingUpdate], graph: tf.Graph, replica: int, order: dict[str, int]
     ) -> None:
-        super().__init__(noted, graph, replica, order)
+        super().__init__(updates, graph, replica, order)
         self.rule = rule
         self.spec = dataclasses.replace(self.spec, update=rule.spec(self.variables))
         self.kept = self.variables  # what pservers keep
         self.key = (*self.key, rule.number, self.spec.update)
 
     def transfer(self, number: int, messages: int, group: Group, runtime: Runtime) -> DeferredUpdate:
-        pieces = pieces_of(self.kept, self.rule)
-        of = number, self.spec, messages, group, runtime.exchange, pieces
-        return RemoteUpdate(*of, ahead=self._changes, apart=_apart(self.variables))
+        return RemoteUpdate(
+            number,
+            self.spec,
+            messages,
+            group,
+            runtime.exchange,
+            pieces_of(self.kept, self.rule),
+            ahead=self._changes,
+            apart=_apart(self.variables),
+        )
 
     def trace(self, strategy: tf.distribute.Strategy, compared: bool) -> None:
         super().trace(strategy, compared=compared and self._changes)
@@ -64,7 +71,7 @@ class RemoteBucket(PlannedBucket):
         self, strategy: tf.distribute.Strategy, data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor
     ) -> tf.Tensor:
         written: list[list[tf.Operation]] = []
-        for variable, value in zip(self.kept, _split(data, self.kept), strict=True):
+        for variable, value in zip(self.kept, _values(data, self.kept), strict=True):
             component = variable._values[self.replica]
             with tf.device(component.device):
                 write = component.assign_add if self._changes else component.assign
@@ -80,7 +87,7 @@ class RemoteBucket(PlannedBucket):
 
     def _payload(self, gradients: list[Value]) -> tuple[tf.Tensor, tf.Tensor | None]:
         data, _ = super()._payload(gradients)
-        return data, graph_ops.to_bytes(self.noted[0].arguments[0])
+        return data, graph_ops.to_bytes(self.updates[0].arguments[0])
 
     def _labels(self) -> tuple[tuple[str, ...], tuple[bool | None, ...]]:
         return (), ()
@@ -91,13 +98,9 @@ def update_eagerly(
     rule: RemoteRule,
     variables: Sequence[GatedVariable],
     gradients: Sequence[Value],
-    numbers: tf.Tensor,
+    scalars: tf.Tensor,
 ) -> None:
-    """Pushes float32 `gradients`, dense and as they are, waits for the new parameters and assigns them.
-
-    Raises:
-        TfpsError: the exchange failed.
-    """
+    """Pushes float32 `gradients`, dense and as they are, waits for the new parameters and assigns them."""
     update = rule.spec(variables)
     nbytes = sum(4 * int(variable.shape.num_elements()) for variable in variables)
     names, alike = tuple(map(own_name, variables)), tuple(map(common_name, variables))
@@ -109,11 +112,11 @@ def update_eagerly(
     pieces = pieces_of(variables, rule)
     if _apart(variables):
         check_moves(bucket, pieces)
-    packed = bring(runtime.exchange, bucket, pieces, numbers.numpy().tolist())
+    packed = bring(runtime.exchange, bucket, pieces, scalars.numpy().tolist())
     payload = np.concatenate([np.asarray(each.numpy(), np.float32).reshape(-1) for each in gradients])
-    reply = runtime.exchange_now(bucket, payload, numbers=packed)
+    reply = runtime.exchange_now(bucket, payload, step_scalars=packed)
     new = graph_ops.tensor_of(reply.sum)
-    for variable, value in zip(variables, _split(new, variables), strict=True):
+    for variable, value in zip(variables, _values(new, variables), strict=True):
         variable._values[0].assign(value)
 
 
@@ -126,9 +129,7 @@ def _policy(variables: Sequence[GatedVariable]) -> Value:
     return variables[0].distribute_strategy.extended.policy
 
 
-def _split(data: tf.Tensor, variables: Sequence[GatedVariable]) -> list[tf.Tensor]:
-    """The values of `variables` in a bucket's bytes."""
-    flat = graph_ops.from_bytes(data, tf.float32)
-    sizes = [int(variable.shape.num_elements()) for variable in variables]
-    pieces = [flat] if len(sizes) == 1 else tf.split(flat, sizes)
+def _values(data: tf.Tensor, variables: Sequence[GatedVariable]) -> list[tf.Tensor]:
+    """Returns the values of `variables` in a bucket's bytes."""
+    pieces = split(data, tf.float32, variables)
     return [tf.reshape(piece, variable.shape) for piece, variable in zip(pieces, variables, strict=True)]

@@ -1,7 +1,8 @@
 """Keras' optimizers whose rule runs on pservers (`update="server"`): their slots stay there, gradients go there.
 
 An optimizer is looked at when it is built. From then on its methods that would update variables here send instead, and
-those that pservers do with the update (weight decay, moving average) do nothing.
+those that pservers do with the update (weight decay, moving average) do nothing. What differs from step to step goes
+along as the step's scalars, computed with the same operations as in each optimizer's `update_step`, for the same bits.
 
 Tested in tests/integration/test_remote_updates.py.
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import keras
 import tensorflow as tf
@@ -19,14 +21,101 @@ import tensorflow as tf
 from tfps.errors import UnsupportedError
 from tfps.exchange.update_spec import AVERAGE, SLOTS, UpdateSpec
 from tfps.graph.patches import Patch
-from tfps.keras_hooks.keras_private import decays, trained_variables
+from tfps.keras_hooks.keras_private import decays, product_of_momentums, trained_variables
 from tfps.keras_hooks.variables import RemoteVariable, check_variable, of_tensorflow
-from tfps.policies.update_rules import READINGS, step_numbers
 from tfps.runtime.remote import RULES, RemoteParameter, RemoteRule, RemoteSlot
 from tfps.types import Argument, Callback, Function, Optimizer, Structure, Value, Variable
 
 _INSTEAD = "use update='worker' (tfps.Config, the default)"
 _remote: weakref.WeakKeyDictionary[Optimizer, RemoteOptimizer] = weakref.WeakKeyDictionary()
+
+
+ops = keras.ops
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How pservers update for one class of Keras' optimizers.
+
+    Args:
+        rule: as in `tfps.exchange.update_spec`.
+        constants: name of a constant -> the optimizer's attribute.
+        scalars: returns a step's scalars from the optimizer and the learning rate, float32 scalars.
+    """
+
+    rule: str
+    constants: dict[str, str]
+    scalars: Callable[[Optimizer, tf.Tensor], list[Value]] = lambda optimizer, lr: []
+
+    @property
+    def linear(self) -> bool:
+        """Whether rows of a sparse gradient may be added up first; other rules see each row by itself in Keras."""
+        return self.rule in ("sgd", "lion")
+
+
+def _same(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+def _power_left(optimizer: Optimizer, beta: float) -> Value:
+    """1 - beta ** (iterations + 1)"""
+    local_step = ops.cast(optimizer.iterations + 1, "float32")
+    return 1 - ops.power(ops.cast(beta, "float32"), local_step)
+
+
+def _of_adam(optimizer: Optimizer, lr: tf.Tensor) -> list[Value]:
+    local_step = ops.cast(optimizer.iterations + 1, "float32")
+    beta_1_power = ops.power(ops.cast(optimizer.beta_1, "float32"), local_step)
+    beta_2_power = ops.power(ops.cast(optimizer.beta_2, "float32"), local_step)
+    return [lr * ops.sqrt(1 - beta_2_power) / (1 - beta_1_power)]
+
+
+def _of_nadam(optimizer: Optimizer, lr: tf.Tensor) -> list[Value]:
+    local_step = ops.cast(optimizer.iterations + 1, "float32")
+    next_step = ops.cast(optimizer.iterations + 2, "float32")
+    decay, beta_1 = ops.cast(0.96, "float32"), ops.cast(optimizer.beta_1, "float32")
+    u_t = beta_1 * (1.0 - 0.5 * (ops.power(decay, local_step)))
+    u_t_1 = beta_1 * (1.0 - 0.5 * (ops.power(decay, next_step)))
+    u_product_t = ops.cast(product_of_momentums(optimizer), "float32")
+    return [u_t_1, 1 - u_product_t * u_t_1, 1 - u_t, 1 - u_product_t, _power_left(optimizer, optimizer.beta_2)]
+
+
+def _of_ftrl(optimizer: Optimizer, lr: tf.Tensor) -> list[Value]:
+    return [2 * (optimizer.l2_regularization_strength + optimizer.beta / (2.0 * lr))]
+
+
+_ADAM = Reading("adam", _same("beta_1", "beta_2", "epsilon"), _of_adam)
+READINGS: dict[type[Optimizer], Reading] = {
+    keras.optimizers.SGD: Reading("sgd", _same("momentum", "nesterov")),
+    keras.optimizers.Adam: _ADAM,
+    keras.optimizers.AdamW: _ADAM,
+    keras.optimizers.Adamax: Reading(
+        "adamax", _same("beta_1", "beta_2", "epsilon"), lambda optimizer, lr: [_power_left(optimizer, optimizer.beta_1)]
+    ),
+    keras.optimizers.Nadam: Reading("nadam", _same("beta_1", "beta_2", "epsilon"), _of_nadam),
+    keras.optimizers.RMSprop: Reading("rmsprop", _same("rho", "momentum", "epsilon")),
+    keras.optimizers.Adagrad: Reading("adagrad", _same("epsilon")),
+    keras.optimizers.Adadelta: Reading("adadelta", _same("rho", "epsilon")),
+    keras.optimizers.Ftrl: Reading(
+        "ftrl",
+        {"l1": "l1_regularization_strength", "l2_shrinkage": "l2_shrinkage_regularization_strength"},
+        _of_ftrl,
+    ),
+    keras.optimizers.Lion: Reading("lion", _same("beta_1", "beta_2")),
+}
+
+
+def step_scalars(optimizer: Optimizer, reading: Reading, learning_rate: Value) -> tf.Tensor:
+    """The scalars of a step, in the order of `UpdateSpec.numbers`, float64 [count]; computed where this is called."""
+    lr = ops.cast(learning_rate, "float32")
+    found = [lr, *reading.scalars(optimizer, lr)]
+    if optimizer.use_ema:
+        begun = ops.cast(ops.not_equal(optimizer.iterations, 0), "float32")
+        found.append(ops.multiply(begun, optimizer.ema_momentum))
+        every = optimizer.ema_overwrite_frequency
+        found.append(ops.equal((optimizer.iterations + 1) % every, 0) if every else False)
+    iteration = tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.float64)
+    return tf.stack([iteration, *(tf.cast(tf.convert_to_tensor(each), tf.float64) for each in found)])
 
 
 class _Making(threading.local):
@@ -43,9 +132,6 @@ class RemoteOptimizer(RemoteRule):
 
     Args:
         variables: of TensorFlow, which it updates.
-
-    Raises:
-        UnsupportedError: pservers cannot do what it does; the message says what and what to do.
     """
 
     def __init__(self, optimizer: Optimizer, strategy: tf.distribute.Strategy, variables: Sequence[Variable]) -> None:
@@ -95,11 +181,7 @@ class RemoteOptimizer(RemoteRule):
         )
 
     def update(self, gradients: Sequence[Value], variables: Sequence[Variable], learning_rate: Value) -> None:
-        """Sends this replica's gradients, in a replica function.
-
-        Raises:
-            UnsupportedError: it is none, or something does not go together.
-        """
+        """Sends this replica's gradients, in a replica function."""
         context = tf.distribute.get_replica_context()
         if context is None or context.strategy is not self.strategy:
             raise UnsupportedError(
@@ -113,20 +195,16 @@ class RemoteOptimizer(RemoteRule):
                 f"{len(variables)} for {len(trained_variables(optimizer))}; {_INSTEAD}"
             )
         dense = [self._dense(gradient, variable) for gradient, variable in zip(gradients, variables, strict=True)]
-        numbers = step_numbers(optimizer, self._reading, learning_rate)
+        scalars = step_scalars(optimizer, self._reading, learning_rate)
         if tf.executing_eagerly():
-            self.strategy.extended.update_eagerly(self, variables, dense, numbers)
+            self.strategy.extended.update_eagerly(self, variables, dense, scalars)
             return
         reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, dense)
         for variable, gradient in zip(variables, reduced, strict=True):
-            self.strategy.extended._replica_ctx_update(variable, self, (gradient, numbers), {}, False)
+            self.strategy.extended._replica_ctx_update(variable, self, (gradient, scalars), {}, False)
 
     def _dense(self, gradient: Value, variable: Variable) -> tf.Tensor:
-        """`gradient` as pservers take it: float32, all rows.
-
-        Raises:
-            UnsupportedError: it is sparse, and the rule would see sums of rows where in Keras it sees each row.
-        """
+        """`gradient` as pservers take it: float32, all rows."""
         if isinstance(gradient, tf.IndexedSlices):
             if not self._reading.linear:
                 raise UnsupportedError(
@@ -140,11 +218,7 @@ class RemoteOptimizer(RemoteRule):
 
 
 def update_on_pservers(optimizer: Optimizer, variables: Sequence[Variable], strategy: tf.distribute.Strategy) -> None:
-    """Makes pservers of `strategy` update `variables`, of TensorFlow or Keras, when it is built for them.
-
-    Raises:
-        UnsupportedError: pservers cannot do what it does; the message says what and what to do.
-    """
+    """Makes pservers of `strategy` update `variables`, of TensorFlow or Keras, when it is built for them."""
     if optimizer in _remote or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return  # loss scaling stays here; what it wraps is built by itself
     _check(optimizer)
@@ -208,18 +282,13 @@ def _overwrite(remote: RemoteOptimizer, variables: Sequence[Variable]) -> None:
             variable.assign(average.read())
 
 
-def _swap(original: Function) -> Function:
-    def swap_variables(self: Callback, optimizer: Optimizer) -> None:
-        (self._backend_swap_variables if optimizer in _remote else functools.partial(original, self))(optimizer)
+def _averages(on_values: Function, original: Function) -> Function:
+    """Wraps a method of a callback that assigns averages: those on pservers are assigned as `on_values` does."""
 
-    return swap_variables
+    def method(self: Callback, optimizer: Optimizer) -> None:
+        (on_values if optimizer in _remote else original)(self, optimizer)
 
-
-def _finalize(original: Function) -> Function:
-    def finalize_values(self: Callback, optimizer: Optimizer) -> None:
-        (self._backend_finalize_ema_values if optimizer in _remote else functools.partial(original, self))(optimizer)
-
-    return finalize_values
+    return method
 
 
 def _slot_from_reference(original: Function) -> Function:
@@ -243,17 +312,17 @@ def _slot(original: Function) -> Function:
         if _making.current is None:
             return original(self, *arguments, **options)
         remote, variable, name = _making.current
-        wanted = {"trainable": False, "aggregation": "none", "initializer": "zeros", **options}
-        wanted.pop("layout", None)
+        settings = {"trainable": False, "aggregation": "none", "initializer": "zeros", **options}
+        settings.pop("layout", None)
         with keras.name_scope(self.name, caller=self):
-            slot = RemoteVariable(functools.partial(remote.make_slot, variable, name), **wanted)
+            slot = RemoteVariable(functools.partial(remote.make_slot, variable, name), **settings)
         self._track_variable(slot)
         return slot
 
     return add_variable
 
 
-_REMOTE = "tests/integration/test_remote_updates.py"
+_TESTS = "tests/integration/test_remote_updates.py"
 _OPTIMIZER, _SWAP = keras.optimizers.Optimizer, keras.callbacks.SwapEMAWeights
 _ASSIGN = "assigns averages that live on pservers: Keras would compute with them on each device"
 PATCHES = (
@@ -262,37 +331,43 @@ PATCHES = (
         "_backend_update_step",
         functools.partial(_instead, RemoteOptimizer.update),
         "sends gradients to pservers, which update (`update='server'`)",
-        _REMOTE,
+        _TESTS,
     ),
     Patch(
         _OPTIMIZER,
         "_apply_weight_decay",
         functools.partial(_instead, _nothing),
         "nothing where pservers update: they do it",
-        _REMOTE,
+        _TESTS,
     ),
     Patch(
         _OPTIMIZER,
         "_update_model_variables_moving_average",
         functools.partial(_instead, _nothing),
         "nothing where pservers update: they do it",
-        _REMOTE,
+        _TESTS,
     ),
     Patch(
         _OPTIMIZER,
         "_overwrite_model_variables_with_average_value",
         functools.partial(_instead, _overwrite),
         "assigns averages that live on pservers, when training ends",
-        _REMOTE,
+        _TESTS,
     ),
     Patch(
         _OPTIMIZER,
         "add_variable_from_reference",
         _slot_from_reference,
         "makes slots that live on pservers where these update",
-        _REMOTE,
+        _TESTS,
     ),
-    Patch(_OPTIMIZER, "add_variable", _slot, "makes these slots", _REMOTE),
-    Patch(_SWAP, "_tf_swap_variables", _swap, _ASSIGN, _REMOTE),
-    Patch(_SWAP, "_tf_finalize_ema_values", _finalize, _ASSIGN, _REMOTE),
+    Patch(_OPTIMIZER, "add_variable", _slot, "makes these slots", _TESTS),
+    Patch(_SWAP, "_tf_swap_variables", functools.partial(_averages, _SWAP._backend_swap_variables), _ASSIGN, _TESTS),
+    Patch(
+        _SWAP,
+        "_tf_finalize_ema_values",
+        functools.partial(_averages, _SWAP._backend_finalize_ema_values),
+        _ASSIGN,
+        _TESTS,
+    ),
 )

@@ -15,11 +15,7 @@ _TICK_S = 0.2
 
 
 def wait(done: threading.Event, timeout_s: float = float("inf")) -> bool:
-    """Waits until `done` is set; returns False on timeout.
-
-    Raises:
-        KeyboardInterrupt: this thread was interrupted, or the thread for which it runs a replica function.
-    """
+    """Waits until `done` is set; returns False on timeout."""
     deadline_s = time.monotonic() + timeout_s
     while not done.wait(max(min(_TICK_S, deadline_s - time.monotonic()), 0.0)):
         if stopped():

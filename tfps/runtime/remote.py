@@ -1,10 +1,10 @@
 """Variables that pservers update: where their values and slots are, and what goes there with a push.
 
 A variable's current value is with one bucket, whose pservers have updated it last, or only on the workers, after the
-program has assigned it. The same holds for each slot, but for its initial value and what the program has assigned, no
-worker has it. What is not where the next push goes is put there right before: gates order this between two updates.
+program has assigned it. Workers never hold slots, except an initial value or one that was just assigned. What is not
+where the next push goes is written there right before: gates order this between two updates.
 
-Rank 0 puts. The others tell with their numbers whether their program has assigned the same.
+Rank 0 writes. The others tell with their scalars whether their program has assigned the same.
 
 Of buckets with a codec workers get encoded changes, so pservers' own parameters are ahead of what workers have (see
 exchange/parameter_shard.py). That goes along when a variable moves to another bucket, and into checkpoints; what the
@@ -44,11 +44,11 @@ class Ahead(NamedTuple):
 
     Attributes:
         exact: flat.
-        shown: checksum of the workers' value that belongs to it.
+        worker_view: checksum of the workers' value that belongs to it.
     """
 
     exact: NDArray[np.float32]
-    shown: int
+    worker_view: int
 
 
 class RemoteParameter:
@@ -57,39 +57,31 @@ class RemoteParameter:
     Attributes:
         holder: the bucket whose pservers have it; None: only the workers do, as after an assignment.
         begin: its first byte there.
-        newest: whether all ranks have had its newest value since the last push; for mode "async".
+        synchronized: whether all ranks have had its newest value since the last push; for mode "async".
         ahead: whether the pservers there may have another value than the workers.
         restored: from a checkpoint, for the next push.
     """
 
-    __slots__ = ("ahead", "begin", "holder", "newest", "restored")
+    __slots__ = ("ahead", "begin", "holder", "restored", "synchronized")
 
     def __init__(self) -> None:
         self.holder: int | None = None
-        self.begin, self.ahead, self.newest = 0, False, False
+        self.begin, self.ahead, self.synchronized = 0, False, False
         self.restored: Ahead | None = None
 
-    def exact(self, exchange: Exchange, shown: Array) -> Array | None:
-        """The pservers' own value, flat uint8, if workers may have another one: `shown`, the same way.
-
-        Raises:
-            TfpsError: a pserver does not answer, or the exchange has failed or was closed.
-        """
-        if self.restored is not None and self.restored.shown == zlib.crc32(shown.data):
+    def exact(self, exchange: Exchange, worker_view: Array) -> Array | None:
+        """The pservers' own value, flat uint8, if workers may have another one: `worker_view`, the same way."""
+        if self.restored is not None and self.restored.worker_view == zlib.crc32(worker_view.data):
             return self.restored.exact.view(np.uint8)
         if self.holder is None or not self.ahead:
             return None
-        return exchange.state.read(self.holder, 0, self.begin, len(shown))
+        return exchange.state.read(self.holder, 0, self.begin, len(worker_view))
 
     def read_ahead(self, exchange: Exchange, component: Variable) -> Ahead | None:
-        """The pservers' own value for a checkpoint; None if they have that of the `component`, which is current.
-
-        Raises:
-            TfpsError: see `exact`.
-        """
-        shown = value_of(component)
-        exact = self.exact(exchange, shown)
-        return None if exact is None else Ahead(exact.view(np.float32), zlib.crc32(shown.data))
+        """The pservers' own value for a checkpoint; None if they have that of the `component`, which is current."""
+        worker_view = value_of(component)
+        exact = self.exact(exchange, worker_view)
+        return None if exact is None else Ahead(exact.view(np.float32), zlib.crc32(worker_view.data))
 
 
 class _Home(NamedTuple):
@@ -105,8 +97,8 @@ class RemoteSlot:
 
     Attributes:
         home: where it is; None: nowhere yet.
-        pending: what was assigned and has not been put yet.
-        compared: whether ranks compare what is put; not at first, nor what all of them take from rank 0.
+        pending: what was assigned and has not been written yet.
+        compared: whether ranks compare what is written; not at first, nor what all of them take from rank 0.
 
     Args:
         name: for messages.
@@ -128,11 +120,7 @@ class RemoteSlot:
         return 4 * int(np.prod(self.shape, dtype=np.int64))
 
     def read(self) -> NDArray[np.float32]:
-        """The current value, collected from the pservers; other ranks need not take part.
-
-        Raises:
-            TfpsError: a pserver does not answer, or the exchange has failed or was closed.
-        """
+        """The current value, collected from the pservers; other ranks need not take part."""
         self._wait()
         if self.pending is not None:
             return self.pending.copy()
@@ -152,7 +140,7 @@ class RemoteSlot:
             self.pending = None
 
     def offered(self) -> NDArray[np.float32]:
-        """What was assigned and not put yet, flat; empty if nothing was."""
+        """What was assigned and not written yet, flat; empty if nothing was."""
         return np.zeros(0, np.float32) if self.pending is None else self.pending.reshape(-1)
 
     def take(self, value: NDArray[np.float32]) -> None:
@@ -217,14 +205,10 @@ def value_of(component: Variable) -> Array:
 
 
 def check_moves(bucket: int, pieces: Sequence[RemotePiece]) -> None:
-    """Checks that what comes to `bucket` from another one has the newest value: in mode "async".
-
-    Raises:
-        UnsupportedError: it has not; what slower ranks still push there would be lost.
-    """
+    """Checks that what comes to `bucket` from another one has the newest value: in mode "async"."""
     for piece in pieces:
         parameter = piece.parameter
-        if parameter.holder not in (None, bucket) and not parameter.newest:
+        if parameter.holder not in (None, bucket) and not parameter.synchronized:
             raise UnsupportedError(
                 f"variable {piece.component.name!r} comes in another bucket than in the last step, as in a function "
                 "that trains other variables; with mode='async' call strategy.synchronize() on every rank in between, "
@@ -233,27 +217,24 @@ def check_moves(bucket: int, pieces: Sequence[RemotePiece]) -> None:
 
 
 def bring(
-    exchange: Exchange, bucket: int, pieces: Sequence[RemotePiece], numbers: Sequence[float], ahead: bool = False
+    exchange: Exchange, bucket: int, pieces: Sequence[RemotePiece], scalars: Sequence[float], ahead: bool = False
 ) -> bytes:
-    """Puts what is not with `bucket` yet, right before a push of it; returns the push's numbers.
+    """Writes what is not with `bucket` yet, right before a push of it; returns the push's scalars.
 
     Args:
         ahead: whether the bucket has a codec, so that its pservers may be ahead of the workers.
-
-    Raises:
-        TfpsError: a pserver does not answer, or the exchange has failed.
     """
     first, mark = exchange.rank == 0, 0
-    puts: list[tuple[int, int, Array]] = []
+    writes: list[tuple[int, int, Array]] = []
     homes: list[tuple[RemoteSlot, _Home]] = []
     for index, piece in enumerate(pieces):
         parameter = piece.parameter
         if parameter.holder != bucket or parameter.restored is not None:
             values = value_of(piece.component)
             exact = parameter.exact(exchange, values) if first else None
-            puts.append((0, piece.begin, values if exact is None else exact))
+            writes.append((0, piece.begin, values if exact is None else exact))
             if exact is not None and ahead:
-                puts.append((len(piece.slots) + 1, piece.begin, values))
+                writes.append((len(piece.slots) + 1, piece.begin, values))
             if parameter.holder is None:
                 mark = _marked(mark, index, 0, values)
             elif parameter.holder != bucket:
@@ -263,32 +244,32 @@ def bring(
             home = _Home(bucket, number, piece.begin)
             if slot.pending is not None:
                 values = slot.pending.reshape(-1).view(np.uint8)
-                puts.append((number, piece.begin, values))
+                writes.append((number, piece.begin, values))
                 if slot.compared:
                     mark = _marked(mark, index, number, values)
             elif first and slot.home not in (None, home):
-                puts.append((number, piece.begin, slot.collect()))
+                writes.append((number, piece.begin, slot.collect()))
             homes.append((slot, home))
     if first:
-        _put(exchange, bucket, puts)
+        _write(exchange, bucket, writes)
     for piece in pieces:  # not earlier: after an interruption the next step brings all of it again
         parameter = piece.parameter
         parameter.holder, parameter.begin, parameter.ahead, parameter.restored = bucket, piece.begin, ahead, None
-        parameter.newest = False
+        parameter.synchronized = False
     for slot, home in homes:
         slot.home, slot.pending, slot.compared = home, None, True
-    return StepScalars(mark, tuple(numbers)).pack()
+    return StepScalars(mark, tuple(scalars)).pack()
 
 
 def _marked(mark: int, index: int, number: int, values: Array) -> int:
     return _ASSIGNED | zlib.crc32(values.data, zlib.crc32(_WHICH.pack(index, number), mark & (_ASSIGNED - 1)))
 
 
-def _put(exchange: Exchange, bucket: int, puts: list[tuple[int, int, Array]]) -> None:
-    """Puts parts of arrays, (number, begin, values); neighbors together."""
+def _write(exchange: Exchange, bucket: int, writes: list[tuple[int, int, Array]]) -> None:
+    """Writes parts of arrays, (number, begin, values); neighbors together."""
     together: list[Array] = []
     number = begin = end = 0
-    for each, start, values in sorted(puts, key=lambda put: put[:2]):
+    for each, start, values in sorted(writes, key=lambda write: write[:2]):
         if together and (each, start) != (number, end):
             exchange.state.write(bucket, number, begin, np.concatenate(together))
             together = []
@@ -302,7 +283,7 @@ def _put(exchange: Exchange, bucket: int, puts: list[tuple[int, int, Array]]) ->
 
 class RemoteUpdate(DeferredUpdate):
     """Takes the new parameters of a bucket from its pservers, or their change. The messages' indices are the step's
-    numbers, float64.
+    scalars, float64.
 
     Args:
         ahead: whether changes come back, so that pservers' own parameters may be ahead of the workers'.
@@ -334,5 +315,5 @@ class RemoteUpdate(DeferredUpdate):
         values = np.frombuffer(memoryview(indices), np.float64).tolist()
         if self._apart:
             check_moves(self.bucket, self._pieces)
-        self.numbers = bring(self._exchange, self.bucket, self._pieces, values, ahead=self._ahead)
+        self.step_scalars = bring(self._exchange, self.bucket, self._pieces, values, ahead=self._ahead)
         return number, data, _NO_BYTES

@@ -2,6 +2,9 @@
 
 Layers are not timed: the forward time of a bucket's layers is assumed proportional to the time between its gradient
 and the previous one. The factor is the one that explains when the next step's first gradient came.
+
+Where workers exchange in rounds, one ends where a part of the model, a fragment, is exchanged; the worker takes what
+comes back some steps later, all of it at once. Steps are not timed: a round has equal ones (`Stepping`).
 """
 
 from __future__ import annotations
@@ -19,7 +22,6 @@ from tfps.errors import TfpsError
 from tfps.exchange.codecs import codec_of
 from tfps.exchange.codecs import sent_bytes as codec_bytes
 from tfps.exchange.interface import BucketSpec, Link
-from tfps.runtime.stepping import STEP_BY_STEP, Stepping
 from tfps.trace.step_times import (
     NEGLIGIBLE,
     Interval,
@@ -30,6 +32,7 @@ from tfps.trace.step_times import (
     limit_of,
     overlap,
     step_times,
+    total,
     union,
 )
 
@@ -37,6 +40,61 @@ MIN_STEPS = 4
 _LINK = " link ("  # in a limit
 _SUGGESTED = ("bfloat16", "int8")
 _INNER_STEPS = 50  # as of Config
+
+
+_HALVINGS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Stepping:
+    """When workers exchange what.
+
+    Attributes:
+        inner_steps: from one exchange of a bucket to the next; 1: every step exchanges all.
+        fragments, overlap_steps: of `Config`.
+        waits: whether workers wait for each other's steps.
+        whole_replies: whether replies are parameters, not compressed as gradients are.
+        every_step: whether each step exchanges gradients that all wait for, so that other ways to train are faster.
+    """
+
+    inner_steps: int = 1
+    fragments: int = 1
+    overlap_steps: int = 0
+    waits: bool = True
+    whole_replies: bool = False
+    every_step: bool = True
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the model is exchanged in parts or behind further steps: then it does not wait layer by layer."""
+        return self.fragments > 1 or self.overlap_steps > 0
+
+    def waits_in(self, bounds: Interval, exchanges: Sequence[Interval]) -> Intervals:
+        """When a worker waited in a round from one exchange of all to the next.
+
+        Args:
+            bounds: of the round, in nanoseconds.
+            exchanges: from when a bucket was ready until its variables had come; of the rounds that `bounds` touches.
+        """
+
+        def waits(step_ns: float) -> Intervals:
+            begins = [(ready + round(self.overlap_steps * step_ns), done) for ready, done in exchanges]
+            return clip(union(begins), *bounds)
+
+        duration = bounds[1] - bounds[0]
+        # How long a step takes such that its steps and waits fill the round.
+        _, step_ns = _bisect(
+            duration / self.inner_steps, lambda step_ns: self.inner_steps * step_ns + total(waits(step_ns)) < duration
+        )
+        return waits(step_ns)
+
+    def round_s(self, compute_s: float, exchange_s: float) -> float:
+        """Returns a round in seconds: its steps take `compute_s` without waits, all that travels `exchange_s`."""
+        meanwhile_s = compute_s * self.overlap_steps / self.inner_steps
+        return compute_s + self.fragments * max(exchange_s / self.fragments - meanwhile_s, 0.0)
+
+
+_STEP_BY_STEP = Stepping()
 
 
 class Round(NamedTuple):
@@ -177,13 +235,9 @@ def make_report(
     links: Sequence[Link],
     slice_bytes: int = 0,
     window_bytes: int = 0,
-    stepping: Stepping = STEP_BY_STEP,
+    stepping: Stepping = _STEP_BY_STEP,
 ) -> Report:
-    """Returns the report; `slice_bytes` and `window_bytes` are the current sizes.
-
-    Raises:
-        TfpsError: too few steps so far.
-    """
+    """Returns the report; `slice_bytes` and `window_bytes` are the current sizes."""
     longest = max((len(history.rounds) for history in histories), default=0)
     if longest < MIN_STEPS:
         every = stepping.inner_steps
@@ -281,12 +335,19 @@ def _explain(
             clock_s = max(clock_s, one.done_s) + factor * weight
         return clock_s, union(waits)
 
-    low, high = 0.0, (end_s - start_s) / sum(weights) if sum(weights) else 0.0
-    for _ in range(50):
+    most = (end_s - start_s) / sum(weights) if sum(weights) else 0.0
+    factor, _ = _bisect(most, lambda factor: run(factor)[0] < end_s)
+    gates = clip(run(factor)[1], *_ns(start_s, end_s))
+    return step_times(bounds, [bounds], gates, [], union(exchanges)), factor
+
+
+def _bisect(high: float, is_below: Callable[[float], bool]) -> tuple[float, float]:
+    """Returns the bounds, within 0 and `high`, of the number up to which `is_below` holds."""
+    low = 0.0
+    for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if run(middle)[0] < end_s else (low, middle)
-    gates = clip(run(low)[1], *_ns(start_s, end_s))
-    return step_times(bounds, [bounds], gates, [], union(exchanges)), low
+        low, high = (middle, high) if is_below(middle) else (low, middle)
+    return low, high
 
 
 def _ns(begin_s: float, end_s: float) -> Interval:

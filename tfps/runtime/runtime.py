@@ -1,9 +1,10 @@
 """The host side of the graph: takes messages of send ops, exchanges them, and applies the replies.
 
 Thread "tfps-pump" moves messages from the TensorFlow queue into the exchange; threads "tfps-apply" run updates and
-answer pulls (see apply_threads.py). None blocks on the network; the exchange's receiver threads only hand replies over.
+answer pulls (see update_executor.py). None blocks on the network; the exchange's receiver threads only hand replies
+over.
 
-Tested in tests/strategy/test_strategy.py and tests/strategy/test_stopped_steps.py.
+Tested in tests/strategy/test_strategy.py, tests/strategy/test_stopped_steps.py and tests/runtime/test_interrupts.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
@@ -26,14 +27,14 @@ from tfps.exchange.aggregate import pack_sparse, unpack_sparse
 from tfps.exchange.interface import BucketSpec, Exchange, Payload, Reply, as_bytes
 from tfps.graph import tf_private
 from tfps.graph.ops import HOST, MESSAGE, tensor_of
-from tfps.runtime.apply_threads import ApplyThreads
-from tfps.runtime.declared import DeclaredBuckets, Key
-from tfps.runtime.gate_watch import GateWatch, stopped_step
 from tfps.runtime.interrupts import indivisible, wait
-from tfps.runtime.report import History, Report, Round, make_report
+from tfps.runtime.report import History, Report, Round, Stepping, make_report
 from tfps.runtime.step_spans import StepSpans
-from tfps.runtime.stepping import Stepping
-from tfps.runtime.transfers import DeferredUpdate, Pull, Rounds, Transfer
+from tfps.runtime.stopped_steps import GateWatch, Rounds, stopped_step
+from tfps.runtime.transfers import DeferredUpdate, Pull, Transfer
+from tfps.runtime.update_executor import UpdateExecutor
+from tfps.threads import sheltered
+from tfps.trace.capture import CapturedBucket
 from tfps.trace.recorder import Recorder
 from tfps.worker.client import PATIENCE_S
 
@@ -45,6 +46,7 @@ _CLOSED = -2  # in place of a transfer's id: the queue of messages is about to b
 _HISTORY_STEPS = 16
 _TICK_S = 0.2
 _T = TypeVar("_T")
+Key = str | tuple[Hashable, ...]  # names one bucket of this process
 
 
 class _Sent(NamedTuple):
@@ -55,6 +57,66 @@ class _Sent(NamedTuple):
     data: tf.Tensor | None
     round: int
     ready_s: float
+
+
+class DeclaredBuckets:
+    """Declares each key once. Thread-safe."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._declaring = threading.Lock()  # guards writes to all below
+        self._ids: dict[Key, int] = {}
+        self._declared: dict[int, tuple[Key, BucketSpec]] = {}  # by id
+        self._later: list[tuple[Key, BucketSpec]] = []  # to declare with the next new ones
+        self.before: Callable[[BucketSpec], None] | None = None  # called before new ones are, but for those of updates
+
+    def ids(self, buckets: Sequence[tuple[Key, BucketSpec]], details: Sequence[str] = ()) -> list[int]:
+        """Returns the ids of `buckets`, pairs of a key and the spec to declare if the key is new.
+
+        May be interrupted (Ctrl-C) on any rank and called again: either all ranks have declared the new keys, and the
+        next call knows them, or none has.
+        """
+        if new := [spec for key, spec in buckets if key not in self._ids]:
+            for spec in new:
+                if spec.occasional and self.before is not None:
+                    self.before(spec)
+            sheltered(lambda stop: self._declare(buckets, details, stop), wait)
+        return [self._ids[key] for key, _ in buckets]
+
+    def _declare(
+        self, buckets: Sequence[tuple[Key, BucketSpec]], details: Sequence[str], stop: threading.Event
+    ) -> None:
+        with self._declaring:
+            # They may be among the later ones.
+            new = {key: spec for key, spec in dict([*self._later, *buckets]).items() if key not in self._ids}
+            if not any(key in new for key, _ in buckets):
+                return  # declared by an interrupted call that has only just ended
+            ids = self._exchange.declare(list(new.values()), details, stop)
+            self._declared.update(zip(ids, new.items(), strict=True))
+            self._ids.update(zip(new, ids, strict=True))
+            self._later.clear()
+
+    def later(self, key: Key, spec: BucketSpec) -> None:
+        """Declares a bucket together with the next new ones, so it costs no extra wait."""
+        with self._declaring:
+            self._later.append((key, spec))
+
+    def has(self, key: Key) -> bool:
+        """Whether `key` has been declared."""
+        return key in self._ids
+
+    def spec(self, bucket: int) -> BucketSpec:
+        """Returns the declared spec."""
+        return self._declared[bucket][1]
+
+    def known(self) -> list[CapturedBucket]:
+        """Returns all buckets by id, as a capture describes them."""
+        declared, found = dict(self._declared), []
+        for bucket in range(len(declared)):
+            key, spec = declared[bucket]
+            variables = spec.names if key[0] == "update" else ()
+            found.append(CapturedBucket(spec.name, variables, spec.priority, spec.nbytes))
+        return found
 
 
 class Capturing(Protocol):
@@ -87,7 +149,7 @@ class Runtime:
         self._pushed: Counter[int] = Counter()  # rounds of each bucket; guarded by _progress
         self.compresses = False  # whether any gradients may be compressed; see compressing.py
         self._rounds = Rounds()
-        self._history: dict[int, deque[Round]] = {}  # last steps of updates, by bucket; apply threads write
+        self._history: dict[int, deque[Round]] = {}  # last steps of updates, by bucket; the update executor writes
         self._shared: dict[type, object] = {}
         self.capturing: Capturing | None = None  # the capture being recorded
         self._messages_seen = 0  # pump thread writes
@@ -98,7 +160,7 @@ class Runtime:
         self._under_way = 0  # messages whose transfer has not finished; guarded by _progress
         self.gate_watch = GateWatch(exchange, self._activity)
         exchange.add_failure_listener(self._report)
-        self._replies = ApplyThreads(_on_host)
+        self._replies = UpdateExecutor(_on_host)
         self._pump_thread = threading.Thread(target=_on_host, args=(self._pump,), name="tfps-pump", daemon=True)
         self._pump_thread.start()
 
@@ -118,19 +180,12 @@ class Runtime:
         """The queue that receives the messages of send ops."""
         return self._messages.queue_ref
 
-    def buckets(self, wanted: Sequence[tuple[Key, BucketSpec]], details: Sequence[str] = ()) -> list[int]:
-        """Returns the bucket ids of `wanted`, pairs of a key and the spec to declare if the key is new.
-
-        May be interrupted (Ctrl-C) and called again: buckets declared by then are known.
-
-        Raises:
-            MismatchError: the ranks disagree.
-            WaitTimeoutError: a rank did not declare in time.
-        """
-        return self.declared.ids(wanted, details)
+    def buckets(self, asked: Sequence[tuple[Key, BucketSpec]], details: Sequence[str] = ()) -> list[int]:
+        """See `DeclaredBuckets.ids`."""
+        return self.declared.ids(asked, details)
 
     def declare_later(self, key: Key, spec: BucketSpec) -> None:
-        """Declares a bucket together with the next new ones, so it costs no extra wait."""
+        """See `DeclaredBuckets.later`."""
         self.declared.later(key, spec)
 
     @property
@@ -168,47 +223,46 @@ class Runtime:
         return self._transfers.get(identity)
 
     def exchange_now(
-        self, bucket: int, payload: Payload | None, tick: Callable[[float], object] | None = None, numbers: bytes = b""
+        self,
+        bucket: int,
+        payload: Payload | None,
+        tick: Callable[[float], object] | None = None,
+        step_scalars: bytes = b"",
     ) -> Reply:
         """Pushes and waits for the reply on the calling thread; `tick` periodically gets the received fraction. If it
         returns true the wait begins anew.
-
-        Raises:
-            TfpsError: the exchange failed.
         """
-        with indivisible(self.exchange, self.declared.spec(bucket).name):
-            return self._exchange_now(bucket, payload, tick, numbers)
-
-    def _exchange_now(
-        self, bucket: int, payload: Payload | None, tick: Callable[[float], object] | None, numbers: bytes
-    ) -> Reply:
         spec = self.declared.spec(bucket)
-        if self.before_exchange is not None and not spec.update:
-            self.before_exchange(spec)
-        done, replies = threading.Event(), list[Reply]()
+        with indivisible(self.exchange, spec.name):
+            if self.before_exchange is not None and not spec.update:
+                self.before_exchange(spec)
+            done, replies = threading.Event(), list[Reply]()
 
-        def on_reply(reply: Reply) -> None:
-            replies.append(reply)
-            done.set()
+            def on_reply(reply: Reply) -> None:
+                replies.append(reply)
+                done.set()
 
-        self._exchanged_now += 1
-        begin = self.spans.now()
+            self._exchanged_now += 1
+            begin, step = self.spans.now(), self.next_round(bucket)
+            self.exchange.push(bucket, payload, on_reply, numbers=step_scalars)
+            deadline_s = time.monotonic() + self.wait_s * 2  # the exchange fails earlier and says why
+            while not wait(done, _TICK_S if tick else self.wait_s * 2) and time.monotonic() < deadline_s:
+                if tick is not None and tick(self.exchange.info.progress(bucket)):
+                    deadline_s = time.monotonic() + self.wait_s * 2
+            if not replies:
+                raise WaitTimeoutError(f"no reply for bucket {bucket} within {self.wait_s * 2:.0f} s")
+            if replies[0].error is not None:
+                raise replies[0].error
+            if self.recorder.enabled:
+                self.spans.ready(begin, bucket, spec, step, _size(as_bytes(payload)))
+                self.spans.waited(begin, self.spans.now(), bucket, spec, step)
+            return replies[0]
+
+    def next_round(self, bucket: int) -> int:
+        """Counts a round of `bucket`, and returns its number."""
         with self._progress:
-            step = self._pushed[bucket]
             self._pushed[bucket] += 1
-        self.exchange.push(bucket, payload, on_reply, numbers=numbers)
-        deadline_s = time.monotonic() + self.wait_s * 2  # the exchange fails earlier and says why
-        while not wait(done, _TICK_S if tick else self.wait_s * 2) and time.monotonic() < deadline_s:
-            if tick is not None and tick(self.exchange.info.progress(bucket)):
-                deadline_s = time.monotonic() + self.wait_s * 2
-        if not replies:
-            raise WaitTimeoutError(f"no reply for bucket {bucket} within {self.wait_s * 2:.0f} s")
-        if replies[0].error is not None:
-            raise replies[0].error
-        if self.recorder.enabled:
-            self.spans.ready(begin, bucket, spec, step, _size(as_bytes(payload)))
-            self.spans.waited(begin, self.spans.now(), bucket, spec, step)
-        return replies[0]
+            return self._pushed[bucket] - 1
 
     def before_close(self, callback: Callable[[], None]) -> None:
         """Registers `callback` to be called when the runtime begins to close."""
@@ -323,7 +377,7 @@ class Runtime:
     ) -> int:
         """Pushes `payload` (`data` as a tensor) and returns the bucket's round.
 
-        An apply thread will call `transfer.finish` or `fail`.
+        The update executor will call `transfer.finish` or `fail`.
         """
 
         def on_reply(reply: Reply) -> None:
@@ -331,12 +385,11 @@ class Runtime:
             self._replies.add(transfer.spec.priority, functools.partial(self._apply, transfer, sent, reply))
 
         ready_s = time.monotonic()
+        step = self.next_round(transfer.bucket)
         with self._progress:
             self._under_way += 1
-            step = self._pushed[transfer.bucket]
-            self._pushed[transfer.bucket] += 1
         try:
-            self.exchange.push(transfer.bucket, payload, on_reply, numbers=transfer.numbers)
+            self.exchange.push(transfer.bucket, payload, on_reply, numbers=transfer.step_scalars)
         except TfpsError:
             with self._progress:
                 self._under_way -= 1

@@ -2,7 +2,7 @@
 
 Notes are wall clock seconds, to the microsecond; spans use the recorder's clock.
 
-Tested in tests/runtime/test_trace_run.py.
+Tested in tests/runtime/test_trace_run.py and tests/runtime/test_inner_step.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfps.errors import TfpsError
 from tfps.exchange.interface import BucketSpec
-from tfps.runtime.transfers import DeferredUpdate, Transfer
+from tfps.runtime.transfers import UNDECLARED, DeferredUpdate, Transfer
 from tfps.trace.recorder import Recorder
 from tfps.types import Structure
 
@@ -61,7 +62,7 @@ class StepSpans:
         self.on_step: Callable[[int], None] | None = None  # called for each of them on the pump thread; must be short
         self.steps: deque[tuple[int, int]] = deque(maxlen=100_000)  # recorded steps: number, begin_ns
         self.reduced = False  # something was reduced outside of a graph
-        self.done: dict[int, tuple[int, int]] = {}  # by bucket: step and end of its last update; apply threads write
+        self.done: dict[int, tuple[int, int]] = {}  # by bucket: step and end of its last update; by tfps-apply
         self._offset_ns = 0  # wall clock minus the recorder's
         self._compared_ns = -_COMPARE_NS
         self._open: dict[int, _Step] = {}  # by graph run; pump thread only
@@ -214,3 +215,27 @@ class StepSpans:
     def _ns(self, seconds: float) -> int:
         """Converts a note to nanoseconds of the recorder's clock; 0 stays 0."""
         return round(seconds * 1e9) - self.wall_offset_ns() if seconds else 0
+
+
+_NOTHING = BucketSpec(("inner steps",), "gather", 0, "uint8", 0)
+
+
+class InnerStep(Transfer):
+    """Messages of one graph, one per step that exchanges nothing, or only sometimes: the step's number, its timestamps,
+    and two per bucket of `awaited`.
+    """
+
+    exchanges = False
+
+    def __init__(self, spans: StepSpans) -> None:
+        super().__init__(UNDECLARED, _NOTHING)
+        self.awaited: list[Awaited] = []
+        self._spans = spans
+
+    def collect(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor) -> None:
+        if self._spans.recorder.enabled:
+            self._spans.inner_step(int(graph_run), times.numpy().tolist(), self.awaited)
+        self._spans.count()
+
+    def fail(self, error: TfpsError) -> None:
+        """Nobody waits for it."""

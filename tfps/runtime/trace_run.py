@@ -32,10 +32,6 @@ class TraceRun:
         log_dir: the directory for `tensorboard --logdir`.
         name: of the run; None for the current time.
         of_fit: started by a callback, which is not told if an exception ends `fit`.
-
-    Raises:
-        ConfigError: `name` is not a file name.
-        TfpsError: a capture is already being recorded.
     """
 
     def __init__(self, runtime: Runtime, log_dir: str | Path, name: str | None = None, *, of_fit: bool = False) -> None:
@@ -56,10 +52,6 @@ class TraceRun:
         Args:
             choose: returns the requested steps among the recorded ones.
             settle: wait for pending updates; only while nothing is being sent.
-
-        Raises:
-            TfpsError: nothing could be collected.
-            OSError: the file cannot be written.
         """
         self._runtime.capturing = None
         if settle:
@@ -85,12 +77,7 @@ class TraceRun:
             self._runtime.exchange.captures.stop([], self._name, [], {})
 
     def write_profile(self) -> None:
-        """Writes the file for the Profile tab, merged with TensorFlow's profiles of the same time and directory.
-
-        Raises:
-            TfpsError: a profile is damaged.
-            OSError: a file cannot be written.
-        """
+        """Writes the file for the Profile tab, merged with TensorFlow's profiles of the same time and directory."""
         if self._capture is not None:
             profiles = overlapping_profiles(self._log_dir, self._begin_s)
             path = profile_path(self._log_dir, self._capture.name)
@@ -169,7 +156,7 @@ class _Unattended:
             except TfpsError as error:
                 self._runtime.spans.on_step = None
                 self._warn(error)
-        # Updates run one after the other: those of the last wanted step are recorded once one of the next step begins,
+        # Updates run one after the other: those of the last requested step are recorded once one of the next begins,
         # and the step just sent has waited for that one.
         if sent >= self._request.last + 3:
             self._runtime.spans.on_step = None
@@ -190,9 +177,9 @@ class _Unattended:
                 self._run.abandon()
             logger.warning("tfps: TFPS_TRACE asks for the steps from %d on, but there were only %d", first, there)
             return
-        wanted = range(first, self._request.last + 1)
+        requested = range(first, self._request.last + 1)
         try:
-            self._run.stop(lambda steps: [step for step in steps if step in wanted], settle=False)
+            self._run.stop(lambda steps: [step for step in steps if step in requested], settle=False)
             self._run.write_profile()
         except (TfpsError, OSError) as error:
             self._warn(error)

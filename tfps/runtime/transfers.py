@@ -31,12 +31,12 @@ class Transfer:
     """
 
     exchanges = True
-    numbers = b""  # of the round that is being pushed, for a bucket with an update; pump thread only
+    step_scalars = b""  # of the round that is being pushed, for a bucket with an update; pump thread only
 
     def __init__(self, bucket: int, spec: BucketSpec, messages: int = 1) -> None:
         self.id = -1
         self.bucket, self.spec, self.messages = bucket, spec, messages
-        self.round = 0  # the bucket's round that has come back; apply threads only, one at a time
+        self.round = 0  # the bucket's round that has come back; update executor only, one at a time
         self._arrived = 0  # this and the next two: pump thread only
         self._graph_run = 0
         self._carried: tuple[tf.Tensor, tf.Tensor] | None = None
@@ -64,11 +64,11 @@ class Transfer:
         return self._graph_run, *carried
 
     def finish(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
-        """Uses the reduced bytes (flat uint8). Called by an apply thread."""
+        """Uses the reduced bytes (flat uint8). Called by the update executor."""
         raise TypeError(f"{type(self).__name__} must say what becomes of a reply")
 
     def fail(self, error: TfpsError) -> None:
-        """Passes `error` to everything that waits for this round. Called by an apply thread."""
+        """Passes `error` to everything that waits for this round. Called by the update executor."""
         raise TypeError(f"{type(self).__name__} must say what becomes of a failure")
 
 
@@ -87,32 +87,6 @@ class Group:
 
     def __init__(self) -> None:
         self.transfers: weakref.WeakSet[DeferredUpdate] = weakref.WeakSet()
-
-
-class Rounds:
-    """Detects steps that an error stopped between two sends. Pump thread only.
-
-    Gates order the sends of one bucket: once a later step sends a bucket, an earlier step that has sent only others of
-    its group never will, and rounds would no longer belong to the same step on all ranks.
-    """
-
-    def __init__(self) -> None:
-        self._missing: dict[int, set[DeferredUpdate]] = {}  # by graph run: the group's unsent transfers
-
-    def skipped(self, graph_run: int, transfer: DeferredUpdate) -> bool:
-        """Notes that `transfer` is sent; returns whether an earlier step has skipped its bucket."""
-        for earlier, missing in self._missing.items():
-            if earlier == graph_run:
-                break
-            if any(each.bucket == transfer.bucket for each in missing):
-                return True
-        if graph_run not in self._missing:
-            self._missing[graph_run] = set(transfer.group.transfers)
-        missing = self._missing[graph_run]
-        missing.discard(transfer)
-        if not missing:
-            del self._missing[graph_run]
-        return False
 
 
 class DeferredUpdate(Transfer):
@@ -147,7 +121,7 @@ class DeferredUpdate(Transfer):
 class Pull(Transfer):
     """Returns the reduced bytes to the graph that waits for them.
 
-    If the result is used, the bucket is declared before the graph's first run (see pulls.py).
+    If the result is used, the bucket is declared before the graph's first run (see reductions.py).
     """
 
     def __init__(self, spec: BucketSpec) -> None:

@@ -41,9 +41,6 @@ def write_xplane(
     Lines are rows of lanes, since events of one line must not overlap. TensorFlow's lines count from the start of its
     profile, given in wall clock time; they are moved to the capture's clock if the difference is known
     (`wall_offset_ns`, the wall clock minus the capture's).
-
-    Raises:
-        TfpsError: one of `profiles` is not an XSpace.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """What tf.distribute asks of a strategy: variables, reductions, updates, datasets, replica count.
 
-Tested in tests/integration/test_semantics.py.
+Tested in tests/integration/test_semantics.py and tests/strategy/test_tape_errors.py.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import tensorflow as tf
 
 from tfps.config import Config
 from tfps.errors import TfpsError, UnsupportedError, from_text
+from tfps.exchange.interface import Exchange
 from tfps.graph import common_rows
 from tfps.graph.picture import Picture
 from tfps.graph.shares import Counted, LastBatch, counted, current_share, is_reducing_gradients, with_share
@@ -32,24 +33,21 @@ from tfps.input.staging import Staging
 from tfps.keras_hooks.layers import own_losses
 from tfps.keras_hooks.loops import Sharding
 from tfps.keras_hooks.random_numbers import stateful_apart
-from tfps.policies.choice import policy_of
+from tfps.policies import policy_of
 from tfps.policies.remote_bucket import plan, update_eagerly
 from tfps.runtime.remote import RemoteRule
 from tfps.runtime.runtime import Runtime
-from tfps.strategy.cross_replica import MEAN, SUM, CrossReplica
 from tfps.types import Argument, Batches, Function, Options, Structure, Value, Variable
 from tfps.updates.combined import Combiner
 from tfps.updates.compressing import Compressing
-from tfps.updates.deferred import Reduced, Reduction
-from tfps.updates.emitter import Emitter
 from tfps.updates.graph_view import picture, traced_function
 from tfps.updates.initial_values import InitialValues
 from tfps.updates.invariants import Invariants
-from tfps.updates.local_gather import LocalGather
 from tfps.updates.on_read_variable import OnReadVariable
-from tfps.updates.reductions import check_one_device, divide, identity
+from tfps.updates.pending import Reduced, Reduction
+from tfps.updates.reductions import LocalGather, as_tensor, check_one_device, divide, identity, sum_locally
+from tfps.updates.scheduler import UpdateScheduler
 from tfps.updates.states import States
-from tfps.updates.tape_errors import told
 from tfps.updates.variables import GatedVariable, container_of, updating
 
 _FLOATING = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
@@ -58,9 +56,10 @@ _VARIABLE_CLASSES = {
     tf.VariableSynchronization.ON_WRITE: GatedVariable,
     tf.VariableSynchronization.ON_READ: OnReadVariable,
 }
+_SUM, _MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 
 
-class Extended(CrossReplica):
+class Extended(mirrored_strategy.MirroredExtended):
     """Mirrors over local devices like MirroredStrategy, and connects workers through pservers.
 
     Avoids `merge_call`, which is impossible inside a `tf.cond`: under MirroredStrategy, gradient accumulation and loss
@@ -81,8 +80,7 @@ class Extended(CrossReplica):
         if depth:
             together = self.policy.together
             compares = workers > 1 and together and config.check_every > 0
-            given = runtime, self._devices, depth, self.last_batch
-            self.staging = Staging(*given, together=together, compares=compares)
+            self.staging = Staging(runtime, self._devices, depth, self.last_batch, together=together, compares=compares)
         self._reductions = self.policy.reductions()
         self._local_gather = LocalGather(self._devices)
         self._initial_values = InitialValues(runtime)
@@ -91,18 +89,20 @@ class Extended(CrossReplica):
         self.states: States | None = None
         if self._invariants is not None and self.staging is not None:
             self.states = States(runtime, self.combiner, self._initial_values, self.staging)
-        compressing = Compressing(config.compression_rules, runtime, self.policy.remote_parameters)
-        buckets = len(self._devices), config.bucket_bytes
-        self._emitter = Emitter(strategy, runtime, *buckets, self._invariants, compressing, plan)
-        self.policy.attach(strategy, self._emitter, self._initial_values)
+        self.compressing = Compressing(config.compression_rules, runtime, self.policy.remote_parameters)
+        self.scheduler = UpdateScheduler(
+            strategy,
+            runtime,
+            len(self._devices),
+            config.bucket_bytes,
+            self._invariants,
+            self.compressing,
+            plan,
+        )
+        self.policy.attach(strategy, self.scheduler, self._initial_values)
         self._in_eager_step = False  # whether replica functions run eagerly
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
         self._lifted: weakref.WeakKeyDictionary[Variable, Variable] = weakref.WeakKeyDictionary()
-
-    @property
-    def compressing(self) -> Compressing:
-        """Knows what compression holds back."""
-        return self._emitter.compressing
 
     # Replicas and workers.
 
@@ -227,11 +227,7 @@ class Extended(CrossReplica):
         self._initial_values.share(list(variables))
 
     def agree_outside_run(self) -> None:
-        """Gives new variables rank 0's values where a loop without `run` applies gradients.
-
-        Raises:
-            MismatchError: eagerly, gradients have been computed with other values on some rank.
-        """
+        """Gives new variables rank 0's values where a loop without `run` applies gradients."""
         self._initial_values.agree(used=tf.executing_eagerly(), written=self.combiner.written_eagerly())
 
     def note_local_write(self, variable: Variable) -> None:
@@ -239,7 +235,7 @@ class Extended(CrossReplica):
         graph = ops.get_default_graph()
         # Free: a branch may run on some workers only; what they combine must be the same.
         graph = graph if self.policy.together else control_flow_free(graph)
-        inputs = [] if tf.executing_eagerly() else self._emitter.inputs(graph)
+        inputs = [] if tf.executing_eagerly() else self.scheduler.inputs(graph)
         self.combiner.note_write(variable, graph, inputs)
 
     def of_first_replica(self, variable: GatedVariable, value: tf.Tensor) -> tf.Tensor:
@@ -250,7 +246,7 @@ class Extended(CrossReplica):
         if not tf.executing_eagerly() and ops.get_default_graph() is not self._replica_graph:
             # In a tf.cond or tf.while_loop, where merge_call is impossible.
             mine = value if context._replica_id == 0 else tf.zeros_like(value)
-            return super()._replica_ctx_all_reduce(SUM, [mine])[0]
+            return super()._replica_ctx_all_reduce(_SUM, [mine])[0]
 
         def of_first(strategy: tf.distribute.Strategy, value: Value) -> Value:
             return self._broadcast_to(strategy.experimental_local_results(value)[0], variable)
@@ -259,22 +255,13 @@ class Extended(CrossReplica):
             return context.merge_call(of_first, args=(value,))
 
     def check(self, token: str) -> None:
-        """Raises the error that a gate's token carries, if any.
-
-        Raises:
-            TfpsError: why the variable did not arrive.
-        """
+        """Raises the error that a gate's token carries, if any."""
         if token:
             raise self._runtime.exchange.failure or from_text(token) or TfpsError(token)
 
     def picture(self, function: str | None) -> Picture:
-        """Returns the picture of the traced function of this name, by default of the last one traced.
-
-        Raises:
-            ConfigError: there is no such function.
-            TfpsError: no traced function sends.
-        """
-        return picture(traced_function(self._emitter.graphs, function), self._runtime)
+        """Returns the picture of the traced function of this name, by default of the last one traced."""
+        return picture(traced_function(self.scheduler.graphs, function), self._runtime)
 
     def _call_for_each_replica(self, fn: Function, args: Argument, kwargs: Argument) -> Structure:
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
@@ -290,7 +277,7 @@ class Extended(CrossReplica):
             fn = self.sharding.kept_off(fn)
         self._initial_values.agree()
         if self.last_batch is not None:
-            sum_up = functools.partial(self._replica_ctx_all_reduce, SUM)
+            sum_up = functools.partial(self._replica_ctx_all_reduce, _SUM)
             fn = with_share(fn, self._num_replicas_in_sync, self.last_batch, sum_up)
         if tf.executing_eagerly():
             self._in_eager_step = True
@@ -307,30 +294,16 @@ class Extended(CrossReplica):
                     "step; use model.compile(..., jit_compile=False)"
                 )
             given = filter(tf.is_symbolic_tensor, tf.nest.flatten((args, kwargs), expand_composites=True))
-            self._emitter.begin_call(graph, [each for each in given if each.graph is graph])
+            self.scheduler.begin_call(graph, [each for each in given if each.graph is graph])
             self._replica_graph = graph
             try:
                 with stateful_apart(graph, self._runtime.exchange.rank if self.shards else 0):
                     result = super()._call_for_each_replica(fn, args, kwargs)
             finally:
                 self._replica_graph = None
-            self._emitter.end_call(graph)
+            self.scheduler.end_call(graph)
         self._initial_values.agree()
         return result
-
-    def note_access(self, variable: GatedVariable, graph: tf.Graph) -> list[tf.Tensor]:
-        """See `Emitter.note_access`."""
-        return self._emitter.note_access(variable, graph)
-
-    def note_passed(
-        self, variables: Sequence[GatedVariable], replica: int, graph: tf.Graph, passed: tf.Operation
-    ) -> None:
-        """See `Emitter.note_passed`."""
-        self._emitter.note_passed(variables, replica, graph, passed)
-
-    def group_gates(self, variables: Iterable[GatedVariable]) -> None:
-        """See `Emitter.group_gates`."""
-        self.policy.group_gates(self._emitter, list(variables))
 
     # Reductions and updates in replica context.
 
@@ -349,7 +322,7 @@ class Extended(CrossReplica):
         flat, common = self._with_common_rows(flat)
         local, own = flat, [count.part(each) for each in flat]
         replica = distribute_lib.get_replica_context()._replica_id
-        key = () if tf.executing_eagerly() else self._emitter.next_reduction(replica)
+        key = () if tf.executing_eagerly() else self.scheduler.next_reduction(replica)
         if len(self._devices) > 1:
             local = own = self._sum_locally(own, replica, key, options)
             count = Counted()
@@ -363,11 +336,11 @@ class Extended(CrossReplica):
                     summed[number] = common_rows.merge(each, self._num_replicas_in_sync)
                 elif is_reducing_gradients() and tf.executing_eagerly() and isinstance(each, tf.IndexedSlices):
                     common_rows.say_if_common(each, self._num_replicas_in_sync)
-        if key and reduce_op == SUM:
+        if key and reduce_op == _SUM:
             reduction = Reduction(len(flat), count)
             for number, (gradient, result) in enumerate(zip(local, summed, strict=True)):
-                self._emitter.note_reduced(Reduced(gradient, result, reduction, number in common))
-        if reduce_op == MEAN:
+                self.scheduler.note_reduced(Reduced(gradient, result, reduction, number in common))
+        if reduce_op == _MEAN:
             summed = [divide(each, self._num_replicas_in_sync) for each in summed]
         return tf.nest.pack_sequence_as(value, summed)
 
@@ -377,16 +350,16 @@ class Extended(CrossReplica):
             return gradients, set()
         share = current_share()
         marked = {
-            number: found
-            for number, each in enumerate(gradients)
+            place: found
+            for place, each in enumerate(gradients)
             if isinstance(each, tf.IndexedSlices) and (found := common_rows.mark(each, share)) is not None
         }
-        return [marked.get(number, each) for number, each in enumerate(gradients)], set(marked)
+        return [marked.get(place, each) for place, each in enumerate(gradients)], set(marked)
 
     def _sum_locally(self, own: list[Value], replica: int, key: tuple[Hashable, ...], options: object) -> list[Value]:
         """Sums `own` over the local replicas, in a graph; IndexedSlices are concatenated."""
         dense = {number: each for number, each in enumerate(own) if not isinstance(each, tf.IndexedSlices)}
-        sums = super()._replica_ctx_all_reduce(SUM, list(dense.values()), options) if dense else []
+        sums = super()._replica_ctx_all_reduce(_SUM, list(dense.values()), options) if dense else []
         summed = dict(zip(dense, sums, strict=True))
         return [
             summed[number] if number in dense else self._local_gather.gather(each, replica, (key[0], number))
@@ -403,13 +376,13 @@ class Extended(CrossReplica):
                 "model inside `with strategy.scope():`"
             )
         if isinstance(fn, RemoteRule):
-            if tf.executing_eagerly() or not self._emitter.defers(variable, fn, args[0], args[1:]):
+            if tf.executing_eagerly() or not self.scheduler.defers(variable, fn, args[0], args[1:]):
                 raise UnsupportedError(f"variable {variable.name!r} is updated by pservers: only in a traced step")
             return tf.no_op() if group else None
         if isinstance(variable, GatedVariable):
             variable.note_write()
         may_defer = bool(args) and not kwargs and self.policy.exchanges_gradients
-        if may_defer and self._emitter.defers(variable, fn, args[0], args[1:]):
+        if may_defer and self.scheduler.defers(variable, fn, args[0], args[1:]):
             return tf.no_op() if group else None
         with updating():
             result = super()._replica_ctx_update(variable, fn, args, kwargs or {}, group)
@@ -426,16 +399,84 @@ class Extended(CrossReplica):
         return result
 
     def update_eagerly(
-        self, rule: RemoteRule, variables: Sequence[GatedVariable], gradients: Sequence[Value], numbers: tf.Tensor
+        self, rule: RemoteRule, variables: Sequence[GatedVariable], gradients: Sequence[Value], scalars: tf.Tensor
     ) -> None:
         """Has pservers update `variables` in eager mode; see `remote_bucket.update_eagerly`."""
         check_one_device("update='server'", len(self._devices))
         own = [counted().part(each) for each in gradients]
         own = self._reductions.estimated(own) if self._reductions.estimates else own  # as in graphs
-        update_eagerly(self._runtime, rule, variables, own, numbers)
+        update_eagerly(self._runtime, rule, variables, own, scalars)
+
+    # Reductions and gathers in cross-replica context, outside of replica functions.
+
+    def _reduce_to(
+        self, reduce_op: tf.distribute.ReduceOp, value: Value, destinations: Value, options: object
+    ) -> Value:
+        if distribute_utils.is_mirrored(value):
+            if reduce_op == _MEAN:
+                return value
+            raise ValueError(f"a sum over replicas needs one value per replica, got {value!r}, which all share")
+        flat = tf.nest.flatten(value)
+        local, counts = [], []  # local sums, and how many values they sum over all workers
+        for each in flat:
+            if each is None and reduce_op == _MEAN:
+                continue  # kept as is, like in MirroredStrategy
+            if isinstance(each, values.DistributedValues):
+                local.append(sum_locally(each.values))
+                counts.append(self._num_replicas_in_sync)
+            elif len(self._devices) == 1 or reduce_op == _MEAN:  # all local replicas have it
+                local.append(as_tensor(each))
+                counts.append(self._runtime.exchange.view.workers)
+            else:
+                raise ValueError(f"a sum over replicas needs one value per replica, got {each!r}")
+        with tf.device(None):
+            summed = self._reductions.sum_all(local, self._cross_replica_key())
+        if reduce_op == _MEAN:
+            summed = [divide(each, count) for each, count in zip(summed, counts, strict=True)]
+        reduced = iter(summed)
+        return tf.nest.pack_sequence_as(
+            value, [each if each is None else self._to(next(reduced), destinations) for each in flat]
+        )
+
+    def _to(self, value: Value, destinations: Value) -> Value:
+        """Copies `value` to every local device if `destinations` has several, as `update` and `all_reduce` expect."""
+        if not isinstance(destinations, values.DistributedValues) or len(destinations._values) == 1:
+            return value
+        copies = []
+        for device in self._devices:
+            with tf.device(device):
+                copies.append(identity(value))
+        return distribute_utils.regroup(copies, wrap_class=values.Mirrored)
+
+    def _batch_reduce_to(
+        self, reduce_op: tf.distribute.ReduceOp, pairs: Sequence[tuple[Value, Value]], options: object
+    ) -> list[Value]:
+        return [self._reduce_to(reduce_op, value, to, options) for value, to in pairs]
+
+    def _gather_to_implementation(self, value: Value, destinations: Value, axis: Value, options: object) -> Value:
+        components = value.values if isinstance(value, values.DistributedValues) else [value]
+        with tf.device(None):
+            local = [as_tensor(each) for each in components]
+            gathered = self._reductions.gather(local, axis, self._cross_replica_key())
+        return self._to(gathered, destinations)
 
     def _cross_replica_key(self) -> tuple[Hashable, ...]:
-        return () if tf.executing_eagerly() else self._emitter.next_reduction("cross-replica")
+        return () if tf.executing_eagerly() else self.scheduler.next_reduction("cross-replica")
 
     def _local_results(self, val: Value) -> tuple[Value, ...]:
         return val.values if isinstance(val, GatedVariable) else super()._local_results(val)
+
+
+@contextlib.contextmanager
+def told(exchange: Exchange) -> Iterator[None]:
+    """Raises in a `SystemError`'s place why `exchange` has failed.
+
+    A tape asks in C for the handle of a variable that is read. What is raised there becomes "SystemError:
+    TFE_Py_TapeVariableAccessed returned a result with an exception set", and Keras' layers drop its cause.
+    """
+    try:
+        yield
+    except SystemError as error:
+        if exchange.failure is None:
+            raise
+        raise exchange.failure from error

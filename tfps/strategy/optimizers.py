@@ -65,18 +65,20 @@ def _build_with_scaling(original: Function) -> Function:
 
 
 def _prepare(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
-    gated = [each for each in map(of_tensorflow, variables) if isinstance(each, GatedVariable)]
+    updated = list(map(of_tensorflow, variables))
+    gated = [each for each in updated if isinstance(each, GatedVariable)]
     strategies = {each.distribute_strategy for each in gated}
     if len(strategies) == 1:
         (strategy,) = strategies
         if not all(map(_distributed, optimizer.variables)):
             _adopt(optimizer.variables, strategy)
             adopt_optimizer(optimizer, strategy)
-        strategy.extended.group_gates(gated)
+        strategy.extended.policy.group_gates(gated)
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             for variable in (optimizer.dynamic_scale, optimizer.step_counter):  # no statistics of rows
                 variable.value.never_combined = True
-    _update_elsewhere_if_asked(optimizer, variables)
+    for each in strategies:  # which may refuse
+        each.extended.policy.prepare(optimizer, variables, alone=len(strategies) == 1 and len(gated) == len(updated))
     if len(strategies) == 1:  # what a checkpoint has of it may be restored now
         carry_extra_states(optimizer, strategy, gated)
 
@@ -119,11 +121,7 @@ def _is_outside_run(strategy: BaseStrategy) -> bool:
 
 
 def _check_created_in_scope(optimizer: Optimizer, trained: Iterable[Variable]) -> None:
-    """Checks what a loop outside of `run` trains.
-
-    Raises:
-        UnsupportedError: a variable is outside of the strategy.
-    """
+    """Checks what a loop outside of `run` trains."""
     for variable in trained:
         if not isinstance(of_tensorflow(variable), tf.distribute.DistributedValues):
             raise UnsupportedError(
@@ -167,18 +165,6 @@ def _scope_of(variables: Sequence[Variable]) -> contextlib.AbstractContextManage
         return contextlib.nullcontext()
     scope: contextlib.AbstractContextManager[object] = strategies.pop().scope()
     return scope
-
-
-def _update_elsewhere_if_asked(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
-    """Makes pservers update `variables`, or workers exchange them between many steps, if their strategy asks for it.
-
-    Raises:
-        UnsupportedError: what `optimizer` or a variable does forbids it, or the variables are not all of one strategy.
-    """
-    updated = list(map(of_tensorflow, variables))
-    strategies = {each.distribute_strategy if isinstance(each, GatedVariable) else None for each in updated}
-    for strategy in filter(None, strategies):
-        strategy.extended.policy.prepare(optimizer, variables, alone=len(strategies) == 1)
 
 
 def _distributed(variable: Variable) -> bool:

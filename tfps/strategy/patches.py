@@ -15,11 +15,11 @@ from tfps.graph.patches import Patch
 from tfps.keras_hooks import agreed_logs, checkpoint, layers, loops, random_numbers, weighing
 from tfps.policies import remote_optimizers
 from tfps.strategy import optimizers
-from tfps.updates import pulls
+from tfps.updates import reductions
 
 TABLE: tuple[Patch, ...] = (
     *tf_private.PATCHES,  # functions
-    *pulls.PATCHES,
+    *reductions.PATCHES,
     *random_numbers.PATCHES,  # data and noise
     *layers.PATCHES,  # models
     *optimizers.PATCHES,

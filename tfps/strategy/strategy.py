@@ -275,11 +275,7 @@ _connecting = threading.RLock()  # reentrant: the garbage collector may finalize
 
 
 def _connect(cluster: Cluster, config: Config, user: int) -> _Connection:
-    """Connects, or reuses an earlier strategy's connection: a pserver knows each rank once.
-
-    Raises:
-        ConfigError: the earlier strategy has other settings.
-    """
+    """Connects, or reuses an earlier strategy's connection: a pserver knows each rank once."""
     with _connecting:
         found = _connections.get(cluster) if cluster.pservers else None
         if found is not None and found.runtime.exchange.failure is None:

@@ -121,9 +121,6 @@ class Combiner:
         """Combines what has been written since the last call; if anything was, every rank must call it.
 
         Returns whether anything was. With `variable` it does nothing unless that one was.
-
-        Raises:
-            TfpsError: another rank did not call it, or wrote other variables; the message says what to do.
         """
         if self.single:
             return False
@@ -198,11 +195,17 @@ class Combiner:
             "and others) were read after training steps, which combines them over all workers, so that every rank has "
             "to read them; to read or save on one rank only, call strategy.combine() on every rank before"
         )
+        timer = threading.Timer(_PATIENCE_S, logger.warning, ["tfps: waits: %s", what])
+        timer.name = "tfps-combine-patience"
+        timer.daemon = True
+        timer.start()
         try:
-            with _mentioned(what):
-                yield
+            yield
         except (WaitTimeoutError, MismatchError) as error:  # as when one rank reads alone
             raise type(error)(f"{what}. {error}") from error
+        finally:
+            timer.cancel()
+            timer.join()
 
 
 def _contribution(variable: Variable, dtype: DType, rank: int) -> Array:
@@ -220,17 +223,3 @@ def _of(variables: list[Variable], wide: type[np.float64 | np.int64]) -> list[Va
 
 def _elements(variable: Variable) -> int:
     return int(np.prod(variable.shape, dtype=np.int64))
-
-
-@contextlib.contextmanager
-def _mentioned(what: str) -> Iterator[None]:
-    """Logs `what` once if the block takes long."""
-    timer = threading.Timer(_PATIENCE_S, logger.warning, ["tfps: waits: %s", what])
-    timer.name = "tfps-combine-patience"
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()

@@ -1,8 +1,9 @@
-"""Which codec the gradients of a variable get, and what compression holds back of it.
+"""Which codec the gradients of a variable get, and the residuals that compression has of it.
 
-Codecs with error feedback (exchange/codecs.py) hold back what they could not express, on every rank and pserver. In a
-checkpoint that is one array per variable: the sum of all of it, what has not been applied yet. Where pservers update
-variables, their own parameters are ahead of the workers', and are in checkpoints, too. See docs/compression.md.
+Codecs with error feedback (exchange/codecs.py) keep what they could not express, on every rank and pserver. In a
+checkpoint that is one array per variable: the sum of all of it, what has not been applied yet. It is collected as one
+step of each bucket, between two training steps. Where pservers update variables, their own parameters are ahead of the
+workers', and are in checkpoints, too. See docs/compression.md.
 
 Tested in tests/updates/test_compressing.py and tests/integration/test_compression.py.
 """
@@ -11,21 +12,24 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from tfps.compression import NONE, Rules
+from tfps.errors import WaitTimeoutError
 from tfps.exchange.codecs import Floats, codec_of
-from tfps.exchange.interface import BucketSpec
-from tfps.runtime.collecting import collect, settle
+from tfps.exchange.interface import BucketSpec, OnReply, Reply
+from tfps.runtime.interrupts import indivisible, wait
 from tfps.runtime.remote import Ahead
 from tfps.runtime.runtime import Runtime
 from tfps.updates.names import common_name
 from tfps.updates.variables import GatedVariable
 
 logger = logging.getLogger("tfps")
+_RESIDUALS = "what compression holds back"  # in messages
 
 
 class _Part(NamedTuple):
@@ -37,16 +41,12 @@ class _Part(NamedTuple):
 
 
 class _Bucket:
-    """A bucket whose codec holds something back; `held` is the sum of that after its first `steps` steps."""
+    """A bucket whose codec feeds back; `residual` is the sum over the job after its first `steps` steps."""
 
     def __init__(self, parts: Sequence[_Part]) -> None:
         self.parts = parts
         self.steps = 0
-        self.held: Floats | None = None
-
-    @property
-    def items(self) -> int:
-        return self.parts[-1].end
+        self.residual: Floats | None = None
 
 
 class Compressing:
@@ -62,7 +62,7 @@ class Compressing:
 
     @property
     def has_state(self) -> bool:
-        """Whether anything may be held back, or pservers be ahead of the workers."""
+        """Whether there may be residuals, or pservers ahead of the workers."""
         codecs = map(codec_of, self._rules.codecs)
         return any(codec is not None and (codec.feeds_back or self._remote) for codec in codecs)
 
@@ -84,36 +84,37 @@ class Compressing:
             begin = end
         self._buckets[number] = bucket = _Bucket(parts)
         if any(part.variable in self._restored for part in parts):
-            self._hold(number, bucket)
+            self._put_back(number, bucket)
 
     def collect(self) -> None:
-        """Collects what is held back, if anything was sent since the last time; then every rank must call it.
-
-        Raises:
-            TfpsError: another rank did not, or the exchange failed.
-        """
+        """Collects the residuals, if anything was sent since the last time; then every rank must call it."""
         if not self._buckets:
             return
-        state = self._runtime.exchange.state
-        settle(self._runtime)  # so that all ranks see the same steps
+        runtime, state = self._runtime, self._runtime.exchange.state
+        if not runtime.settle(runtime.wait_s):  # so that all ranks see the same steps
+            raise WaitTimeoutError(
+                f"updates under way must end within {runtime.wait_s:.0f} s before a state is collected"
+            )
+        if (failure := runtime.exchange.failure) is not None:
+            raise failure
         # In an order that ranks share: one of them may have traced a function again, and used buckets are then moved.
         used = sorted(number for number, bucket in self._buckets.items() if state.steps(number) != bucket.steps)
         if not used:
             return
-        for number, held in collect(self._runtime, used).items():
-            self._buckets[number].held, self._buckets[number].steps = held, state.steps(number)
+        for number, residual in _collected(runtime, used).items():
+            self._buckets[number].residual, self._buckets[number].steps = residual, state.steps(number)
 
     def residuals(self, variables: Sequence[GatedVariable]) -> dict[int, Floats]:
-        """What is held back of each of `variables` by its place among them, flat, as last collected or restored.
+        """The residual of each of `variables` by its place among them, flat, as last collected or restored.
 
-        Variables of which nothing is held back are left out.
+        Variables without one are left out.
         """
         found: dict[int, Floats] = {}
         for place, variable in enumerate(variables):
             parts = [self._restored[variable._unique_id]] if variable._unique_id in self._restored else []
             for bucket in self._buckets.values():
                 own = [part for part in bucket.parts if part.variable == variable._unique_id]
-                parts += [bucket.held[part.begin : part.end] for part in own if bucket.held is not None]
+                parts += [bucket.residual[part.begin : part.end] for part in own if bucket.residual is not None]
             if parts:
                 found[place] = np.sum(parts, axis=0, dtype=np.float32)
         return found
@@ -122,17 +123,14 @@ class Compressing:
         """What pservers have of each of `variables` by its place among them; no other rank need take part.
 
         Variables of which they have what the workers have are left out.
-
-        Raises:
-            TfpsError: a pserver does not answer, or the exchange has failed or was closed.
         """
         found: dict[int, Ahead] = {}
         for place, variable in enumerate(variables):
-            kept = _kept(variable)
-            if kept.remote is None:
+            sharded = _sharded(variable)
+            if sharded.remote is None:
                 continue
-            kept.wait()
-            each = kept.remote.read_ahead(self._runtime.exchange, kept._values[0])
+            sharded.wait()
+            each = sharded.remote.read_ahead(self._runtime.exchange, sharded._values[0])
             if each is not None:
                 found[place] = each
         return found
@@ -140,15 +138,12 @@ class Compressing:
     def restore(
         self, variables: Sequence[GatedVariable], values: Mapping[int, Floats], ahead: Mapping[int, Ahead]
     ) -> None:
-        """Holds back `values` as `residuals` has returned them, instead of what is held back now; for every rank.
+        """Takes the residuals `values`, as `residuals` has returned them, in place of those of now; for every rank.
 
         What `ahead` has returned counts from the next push on, if `variables` have the values that belong to it then.
-
-        Raises:
-            TfpsError: see `collect`.
         """
         for place, variable in enumerate(variables):
-            if (remote := _kept(variable).remote) is not None:
+            if (remote := _sharded(variable).remote) is not None:
                 remote.restored = ahead.get(place)
             elif place in ahead:
                 logger.warning(
@@ -156,7 +151,7 @@ class Compressing:
                     "update='server', and workers update it here",
                     variable.name,
                 )
-        self.collect()  # so that neither ranks nor pservers hold anything but what is replaced here
+        self.collect()  # so that neither ranks nor pservers have anything but what is replaced here
         for place, variable in enumerate(variables):
             self._restored.pop(variable._unique_id, None)
             value = values.get(place)
@@ -174,21 +169,46 @@ class Compressing:
         replaced = {variable._unique_id for variable in variables}
         for number, bucket in reversed(list(self._buckets.items())):  # the last one is that which is in use
             if any(part.variable in replaced for part in bucket.parts):
-                self._hold(number, bucket, replaced)
+                self._put_back(number, bucket, replaced)
 
-    def _hold(self, number: int, bucket: _Bucket, replaced: Collection[str] = ()) -> None:
-        """Gives a bucket what has been restored of its variables, instead of what it holds of those `replaced`."""
-        held = np.zeros(bucket.items, np.float32) if bucket.held is None else bucket.held.copy()
+    def _put_back(self, number: int, bucket: _Bucket, replaced: Collection[str] = ()) -> None:
+        """Gives a bucket the restored residuals of its variables, in place of those that it has of the `replaced`."""
+        residual = np.zeros(bucket.parts[-1].end, np.float32) if bucket.residual is None else bucket.residual.copy()
         for part in bucket.parts:
             if part.variable in replaced:
-                held[part.begin : part.end] = 0
+                residual[part.begin : part.end] = 0
             if (value := self._restored.pop(part.variable, None)) is not None:
-                held[part.begin : part.end] = value
+                residual[part.begin : part.end] = value
         state = self._runtime.exchange.state
-        state.set_residual(number, held)
-        bucket.held, bucket.steps = held, state.steps(number)
+        state.set_residual(number, residual)
+        bucket.residual, bucket.steps = residual, state.steps(number)
 
 
-def _kept(variable: GatedVariable) -> GatedVariable:
-    """What pservers keep of `variable`: its global copy if workers train alone."""
+def _sharded(variable: GatedVariable) -> GatedVariable:
+    """What pservers have of `variable`: its global copy if workers train alone."""
     return variable if variable.global_copy is None else variable.global_copy
+
+
+def _collected(runtime: Runtime, buckets: Sequence[int]) -> dict[int, Floats]:
+    """The sum of the residuals of each of `buckets`; every rank must ask. See `State.collect_residual`."""
+    replies: dict[int, Reply] = {}
+    done = threading.Event()
+
+    def taking(bucket: int) -> OnReply:
+        def take(reply: Reply) -> None:
+            replies[bucket] = reply
+            if len(replies) == len(buckets):
+                done.set()
+
+        return take
+
+    with indivisible(runtime.exchange, _RESIDUALS):
+        for bucket in buckets:
+            runtime.next_round(bucket)  # so that later steps have the numbers of their rounds
+            runtime.exchange.state.collect_residual(bucket, taking(bucket))
+        if not wait(done, runtime.wait_s * 2):  # the exchange fails earlier and says why
+            raise WaitTimeoutError(f"no reply with {_RESIDUALS} within {runtime.wait_s * 2:.0f} s")
+        for reply in replies.values():
+            if reply.error is not None:
+                raise reply.error
+        return {bucket: np.asarray(reply.sum).view(np.float32) for bucket, reply in replies.items()}

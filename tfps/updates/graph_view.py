@@ -18,12 +18,7 @@ from tfps.types import Value
 
 
 def traced_function(graphs: Mapping[str, weakref.ref[tf.Graph]], name: str | None) -> tf.Graph:
-    """Returns the graph named `name`, by default the last one traced.
-
-    Raises:
-        ConfigError: no traced function has this name.
-        TfpsError: no function has been traced.
-    """
+    """Returns the graph named `name`, by default the last one traced."""
     traced = {each: graph for each, ref in graphs.items() if (graph := ref()) is not None}
     if not traced:
         raise TfpsError("there is nothing to draw before the first training step: no traced function sends gradients")

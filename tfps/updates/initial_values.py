@@ -54,10 +54,6 @@ class InitialValues:
         Args:
             used: gradients have been computed with their values on this rank already.
             written: unique ids of those that each rank has written for itself since then; they stay as they are.
-
-        Raises:
-            MismatchError: the ranks created different variables, or used other values.
-            WaitTimeoutError: a rank did not get here in time.
         """
         if not self._created:
             return
@@ -86,10 +82,6 @@ class InitialValues:
         """Gives `variables` their values on rank 0; every rank must call it.
 
         After an interruption (Ctrl-C), values that have arrived are not requested again.
-
-        Raises:
-            MismatchError: the variables differ between ranks.
-            WaitTimeoutError: a rank did not get here in time.
         """
         fixed = [variable for variable in variables if _has_fixed_size(variable)]
         total = sum(map(_nbytes, fixed)) if self._runtime.exchange.rank == 0 else 0  # only rank 0 shows it
@@ -101,10 +93,6 @@ class InitialValues:
         for variable in variables:
             if isinstance(variable, GatedVariable):
                 variable.note_assigned()
-
-    def leave_out(self, variables: list[Variable]) -> None:
-        """Forgets new `variables`: they get their values otherwise."""
-        self._forget(variables)
 
     @staticmethod
     def _named(variables: list[Variable]) -> Options:
@@ -128,7 +116,7 @@ class InitialValues:
                 value = received[start:end].view(variable.dtype.as_numpy_dtype).reshape(variable.shape)
                 self._take(variable, value)
                 start = end
-            self._forget(variables)
+            self.forget(variables)
         progress.add(total)
 
     def _gather(self, variables: list[Variable]) -> None:
@@ -145,7 +133,7 @@ class InitialValues:
                 value = tf.io.parse_tensor(first[start : start + size], variable.dtype)
                 self._take(variable, value)
                 start += size
-            self._forget(variables)
+            self.forget(variables)
 
     def _take(self, variable: Variable, value: Value) -> None:
         if variable._unique_id in self._written or (self._used and _on_read(variable)):
@@ -158,7 +146,8 @@ class InitialValues:
             for component in variable.values:  # waits for pending updates
                 component.assign(value)
 
-    def _forget(self, variables: list[Variable]) -> None:
+    def forget(self, variables: list[Variable]) -> None:
+        """Forgets new `variables`, which have their values."""
         agreed = {id(variable) for variable in variables}
         self.agreed += [weakref.ref(variable) for variable in self._created if id(variable) in agreed]
         self._created = [variable for variable in self._created if id(variable) not in agreed]

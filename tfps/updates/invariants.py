@@ -92,11 +92,7 @@ class Invariants:
         return (number + round_) % self._every == 0
 
     def note(self, transfer: DeferredUpdate, digests: Sequence[tf.Tensor]) -> None:
-        """Takes the digests that the update of `transfer` returned, one per local replica.
-
-        Raises:
-            MismatchError: the local replicas differ.
-        """
+        """Takes the digests that the update of `transfer` returned, one per local replica."""
         due = self._due(transfer.bucket, transfer.round)
         if not due and not transfer.leads:
             return
@@ -113,7 +109,7 @@ class Invariants:
 
     def note_eager(self, variable: Variable, function: Function, arguments: Sequence[Argument]) -> None:
         """Notes an eager update that just ran, if `variable` is trainable and this is the first local replica."""
-        gated = isinstance(variable, GatedVariable) and variable.gates and variable.owner is None
+        gated = isinstance(variable, GatedVariable) and variable.has_own_gates
         if not gated or distribute_lib.get_replica_context()._replica_id:
             return
         with self._lock:
@@ -146,7 +142,7 @@ class Invariants:
             self._runtime.push(_Comparison(self, bucket, self._spec), said)
 
     def compare(self, said: Array) -> None:
-        """Compares rows of all ranks, int64 [workers, rows, width]. Called by an apply thread."""
+        """Compares rows of all ranks, int64 [workers, rows, width]. Called by the update executor."""
         if (said == said[0]).all():
             return
         different = []

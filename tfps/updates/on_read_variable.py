@@ -16,7 +16,7 @@ from tfps.graph.tf_private import distribute_lib, values, values_util
 from tfps.keras_hooks.keras_private import in_symbolic_scope
 from tfps.types import Function, Value
 from tfps.updates.additive import adds_up
-from tfps.updates.conversions import Converted
+from tfps.updates.variables import Converted
 
 
 class OnReadVariable(Converted, values.SyncOnReadVariable):
@@ -112,11 +112,7 @@ class OnReadVariable(Converted, values.SyncOnReadVariable):
         return share.only_if_rows(tf.convert_to_tensor(value, self.dtype), before() if before else None)
 
     def _check_adds(self, value: Value) -> None:
-        """Checks that a replica adds to this variable if it is a sum; eagerly nobody can tell.
-
-        Raises:
-            UnsupportedError: it does something else, which does not add up over replicas.
-        """
+        """Checks that a replica adds to this variable if it is a sum; eagerly nobody can tell."""
         if self._aggregation != tf.VariableAggregation.SUM or tf.executing_eagerly():
             return
         share = current_share()

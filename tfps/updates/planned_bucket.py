@@ -25,30 +25,30 @@ from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.types import Value, Variable
 from tfps.updates import invariants
-from tfps.updates.deferred import Noted
 from tfps.updates.names import common_name, own_name
-from tfps.updates.variables import Deferral, deferring, updating
+from tfps.updates.pending import PendingUpdate
+from tfps.updates.variables import Deferral, GatedVariable, deferring, updating
 
 
 class PlannedBucket:
     """Updates that travel and run together, on one local replica. Used by the thread that traces.
 
     Args:
-        noted: the updates, in forward order; all of one kind.
-        graph: where they were noted.
+        updates: in forward order; all of one kind.
+        graph: where they were requested.
         order: of first use, by unique id of the variable.
     """
 
     remote = False  # whether pservers update its variables
 
-    def __init__(self, noted: Sequence[Noted], graph: tf.Graph, replica: int, order: dict[str, int]) -> None:
-        first = noted[0]
-        self.noted, self.graph, self.replica = noted, graph, replica
-        self.variables = [item.variable for item in noted]
+    def __init__(self, updates: Sequence[PendingUpdate], graph: tf.Graph, replica: int, order: dict[str, int]) -> None:
+        first = updates[0]
+        self.updates, self.graph, self.replica = updates, graph, replica
+        self.variables = [item.variable for item in updates]
         self.trained = self.variables  # whose gradients travel
         self.ids = [variable._unique_id for variable in self.variables]  # TensorFlow's
         kind: BucketKind = "gather" if first.sparse else "sum"
-        nbytes = 0 if first.sparse else sum(item.nbytes for item in noted)
+        nbytes = 0 if first.sparse else sum(item.nbytes for item in updates)
         self.spec = BucketSpec(
             names=tuple(map(own_name, self.variables)),
             alike=tuple(map(common_name, self.variables)),
@@ -73,9 +73,6 @@ class PlannedBucket:
 
         Args:
             compared: whether it returns a digest.
-
-        Raises:
-            Exception: whatever the optimizer raises, or ValueError if it must see a variable as of the step.
         """
         self.compared = compared
         planned = weakref.ref(self)  # TensorFlow keeps traced functions, and this bucket holds graph tensors
@@ -99,12 +96,10 @@ class PlannedBucket:
         self, strategy: tf.distribute.Strategy, data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor
     ) -> tf.Tensor:
         context = distribute_lib.ReplicaContext(strategy, strategy.extended._get_replica_id_in_sync_group(self.replica))
-        flat = graph_ops.from_bytes(data, self.noted[0].dtype)
-        sizes = [int(math.prod(variable.shape)) for variable in self.variables]
-        pieces = [flat] if len(sizes) == 1 else tf.split(flat, sizes)
+        pieces = split(data, self.updates[0].dtype, self.variables)
         components = [variable._values[self.replica] for variable in self.variables]
         written: list[list[tf.Operation]] = []
-        for item, component, piece in zip(self.noted, components, pieces, strict=True):
+        for item, component, piece in zip(self.updates, components, pieces, strict=True):
             before = len(ops.get_default_graph().get_operations())
             with tf.device(component.device), context:
                 gradient = _gradient(item, piece, indices)
@@ -133,11 +128,7 @@ class PlannedBucket:
         return result
 
     def _own_handles(self, function: ConcreteFunction) -> list[tf.Tensor]:
-        """Returns the handles of the update's own variables.
-
-        Raises:
-            ValueError: it uses a variable that is neither its own nor kept, and so must see it as of the step.
-        """
+        """Returns the handles of the update's own variables."""
         own = {}
         for variable in self.variables:
             for each in variable.with_slots():
@@ -157,7 +148,7 @@ class PlannedBucket:
 
     def update_in_graph(self) -> None:
         """Builds the updates in the graph instead of sending them: they wait for the result of `all_reduce`."""
-        for item in self.noted:
+        for item in self.updates:
             component = item.variable._get_replica(self.replica)
             with tf.device(component.device), updating():
                 item.function(component, item.reduced.result, *item.arguments)
@@ -177,7 +168,7 @@ class PlannedBucket:
         transfer.labels = self._labels()
         gates = {variable.gates[self.replica]: variable for variable in self.variables}  # with one that waits at it
         transfer.gates += gates
-        gradients = [item.reduced.gradient for item in self.noted]
+        gradients = [item.reduced.gradient for item in self.updates]
         data, indices = self._payload(gradients) if carries else (tf.constant([], tf.uint8), None)
         # After what is sent: of a gradient that is multiplied by a constant TensorFlow makes another constant, and a
         # gate would be closed before what the gradient still reads behind it (an accumulator).
@@ -196,7 +187,7 @@ class PlannedBucket:
 
     def _payload(self, gradients: list[Value]) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Returns the bytes of `gradients`, and of the indices if sparse."""
-        first, indices = self.noted[0], None
+        first, indices = self.updates[0], None
         counted = first.reduced.reduction.counted
         if first.sparse:
             gradient = counted.part(gradients[0]) if first.reduced.common else counted.weighted(gradients[0])
@@ -219,7 +210,7 @@ class PlannedBucket:
     def _labels(self) -> tuple[tuple[str, ...], tuple[bool | None, ...]]:
         """Returns the names of the values in the update's digest, and which of them are floats."""
         named = {}
-        for item in self.noted:
+        for item in self.updates:
             named.update(invariants.names_of(item.function, item.arguments))
         kept = self._digestible()
         labels = [named.get(id(what), str(what.name).removesuffix(":0")) for _, _, what in kept]
@@ -230,7 +221,14 @@ class PlannedBucket:
         return tuple(labels), tuple(floating)
 
 
-def _gradient(item: Noted, piece: tf.Tensor, indices: tf.Tensor) -> Value:
+def split(data: tf.Tensor, dtype: tf.DType, variables: Sequence[GatedVariable]) -> list[tf.Tensor]:
+    """Returns the flat values of `variables` in the bytes of their bucket."""
+    flat = graph_ops.from_bytes(data, dtype)
+    sizes = [int(math.prod(variable.shape)) for variable in variables]
+    return [flat] if len(sizes) == 1 else list(tf.split(flat, sizes))
+
+
+def _gradient(item: PendingUpdate, piece: tf.Tensor, indices: tf.Tensor) -> Value:
     """Returns the reduced gradient of `item` in the shape and dtype that the optimizer was called with."""
     sent = item.reduced.gradient
     if not item.sparse:

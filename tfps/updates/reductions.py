@@ -1,28 +1,46 @@
 """Sums over workers that the program waits for: pulls inside graphs, and exchanges of eager code.
 
-Gradients that only their update uses never come here (see deferred.py). Sparse gradients are gathered, as in Horovod:
+Gradients that only their update uses never come here (see pending.py). Sparse gradients are gathered, as in Horovod:
 every worker gets the rows of all workers, in rank order.
 
-Tested in tests/integration/test_semantics.py.
+A pull is declared right before the first run of its graph, and only if its result is used. During tracing it is unknown
+whether anything but a deferred update uses the result of `all_reduce`. When a function is called, it and the functions
+it calls are fully traced: pulls that no output or stateful op of its graph needs are pruned. The others are declared
+then, in tracing order, which is the same on all ranks; the messages of a run arrive in any order.
+
+Tested in tests/updates/test_pulls.py, tests/integration/test_semantics.py and, `LocalGather`, in
+tests/integration/test_machine.py and tests/integration/test_rows.py.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import tensorflow as tf
 
 from tfps.collectives.collectives import AllGather, AllReduce
-from tfps.errors import UnsupportedError
+from tfps.compression import LEAST_BYTES
+from tfps.errors import TfpsError, UnsupportedError
 from tfps.exchange.aggregate import pack_sparse, unpack_sparse
 from tfps.exchange.interface import BucketSpec
 from tfps.graph import ops as graph_ops
+from tfps.graph.patches import Patch
 from tfps.graph.shares import with_values
+from tfps.graph.tf_private import ConcreteFunction, ResourceVariable, ops, outer_graphs
 from tfps.runtime.runtime import Runtime
-from tfps.types import Value
-from tfps.updates.pulls import pull
+from tfps.runtime.transfers import UNDECLARED, Pull
+from tfps.types import Function, Structure, Value
+
+logger = logging.getLogger("tfps")
+_NAME = "_tfps_pulls"  # of what a graph has of them
+_group_keys = itertools.count(1 << 30)  # TensorFlow's own groups of devices have small numbers, see strategy.py
 
 
 class Reductions:
@@ -43,10 +61,6 @@ class Reductions:
         """Returns the sums of `values`, each in its own shape and dtype.
 
         `key` is the same for the same call on every rank and in every retrace.
-
-        Raises:
-            TfpsError: eagerly, the exchange failed.
-            UnsupportedError: a dtype cannot be summed.
         """
         if tf.executing_eagerly():
             self._runtime.spans.reduced = True
@@ -62,11 +76,6 @@ class Reductions:
         """Concatenates `components` of all replicas of all workers along `axis`, in replica id order.
 
         Only the sizes along `axis` may differ.
-
-        Raises:
-            TfpsError: eagerly, the exchange failed.
-            UnsupportedError: the values, or in this mode, cannot be gathered; the message says what to do.
-            tf.errors.InvalidArgumentError: the ranks' other sizes differ.
         """
         rank = components[0].shape.rank
         axis = _axis(axis, components[0])
@@ -115,11 +124,7 @@ class Reductions:
 
 
 def check_one_device(setting: str, devices: int) -> None:
-    """Checks that `setting` may take a step in eager mode.
-
-    Raises:
-        UnsupportedError: this worker has several devices.
-    """
+    """Checks that `setting` may take a step in eager mode."""
     if devices > 1:
         raise UnsupportedError(
             f"{setting} takes eager steps (run_eagerly) with one device per worker, this one has {devices}; trace the "
@@ -151,13 +156,18 @@ def identity(value: Value) -> Value:
     return tf.identity(value)
 
 
-def _axis(axis: Value, value: tf.Tensor) -> int:
-    """Returns `axis` of a gather of `value` as a number.
+def divide(value: Value, count: int) -> Value:
+    """Returns `value / count` in the dtype of `value`: what MEAN does after SUM."""
+    if isinstance(value, tf.IndexedSlices):
+        return with_values(value, lambda each: divide(each, count))
+    if not (value.dtype.is_floating or value.dtype.is_integer):
+        raise UnsupportedError(f"a mean needs numbers, got dtype {value.dtype.name}")
+    return value / tf.cast(count, value.dtype) if value.dtype.is_floating else value // tf.cast(count, value.dtype)
 
-    Raises:
-        UnsupportedError: `value` cannot be gathered along it.
-    """
-    number, rank = tf.get_static_value(axis), value.shape.rank
+
+def _axis(axis: Value, value: tf.Tensor) -> int:
+    """Returns `axis` of a gather of `value` as a number."""
+    rank, number = value.shape.rank, tf.get_static_value(axis)
     if isinstance(value, tf.IndexedSlices) or value.dtype in (tf.string, tf.variant, tf.resource):
         raise UnsupportedError(f"gather needs dense tensors of numbers, got {value!r}; encode what it stands for")
     if not rank:
@@ -214,10 +224,179 @@ def _decode(value: Value, spec: BucketSpec, data: tf.Tensor, indices: tf.Tensor,
     return summed
 
 
-def divide(value: Value, count: int) -> Value:
-    """Returns `value / count` in the dtype of `value`: what MEAN does after SUM."""
-    if isinstance(value, tf.IndexedSlices):
-        return with_values(value, lambda each: divide(each, count))
-    if not (value.dtype.is_floating or value.dtype.is_integer):
-        raise UnsupportedError(f"a mean needs numbers, got dtype {value.dtype.name}")
-    return value / tf.cast(count, value.dtype) if value.dtype.is_floating else value // tf.cast(count, value.dtype)
+class LocalGather:
+    """Concatenates the IndexedSlices of all local replicas, within a graph. Used by the threads that trace.
+
+    TensorFlow's own sum of IndexedSlices over local devices fails in a loop within a graph (steps_per_execution, an
+    epoch in a function) as soon as two iterations have different numbers of rows: it remembers a shape for each
+    collective, and one in a loop has the same number in all iterations ("Shape mismatch in the collective instance").
+    It also crashes if all replicas have no rows. Here the number of a collective is the number of rows.
+    """
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self._devices = list(devices)
+        self._lock = threading.Lock()
+        # By outermost graph and key: the number of the first of three groups, for sizes, values and indices.
+        self._groups: weakref.WeakKeyDictionary[tf.Graph, dict[Hashable, int]] = weakref.WeakKeyDictionary()
+        self._tokens: list[tf.Tensor] = []  # resources that keep each replica's collectives in order
+        with tf.init_scope():
+            for device in self._devices if len(self._devices) > 1 else ():
+                with tf.device(device):
+                    self._tokens.append(ResourceVariable(0.0, trainable=False, name="tfps_order"))
+
+    def gather(self, own: tf.IndexedSlices, replica: int, key: Hashable) -> tf.IndexedSlices:
+        """Returns the rows of all local replicas, in their order; every one of them must call it, in a graph.
+
+        Args:
+            own: rows of this replica, values [rows, ...]; none is fine. Only the number of rows may differ.
+            replica: number of this replica on this worker.
+            key: the same for the same call on all replicas, and another for each call in a graph.
+        """
+        with tf.device(self._devices[replica]):
+            group, rows = self._group(key), tf.shape(own.indices)[0]
+            # TensorFlow's order is that of the devices' links: each says who it is.
+            said = self._all(tf.stack([[replica, rows]]), replica, group, 0)
+            order = tf.argsort(said[:, 0])
+            sizes = tf.gather(said[:, 1], order)
+            most = tf.maximum(tf.reduce_max(sizes), 1)
+            values = self._all(_padded(own.values, most - rows), replica, group + 1, most)
+            indices = self._all(_padded(own.indices, most - rows), replica, group + 2, most)
+            kept = tf.boolean_mask(order[:, None] * most + tf.range(most), tf.sequence_mask(sizes, most))
+            values, indices = tf.gather(values, kept), tf.gather(indices, kept)
+            values.set_shape([None, *own.values.shape[1:]])
+        return tf.IndexedSlices(values, indices, own.dense_shape)
+
+    def _group(self, key: Hashable) -> int:
+        with self._lock:
+            groups = self._groups.setdefault(outer_graphs(ops.get_default_graph())[-1], {})
+            if key not in groups:
+                groups[key] = next(_group_keys)
+                next(_group_keys), next(_group_keys)
+            return groups[key]
+
+    def _all(self, own: tf.Tensor, replica: int, group: int, instance: tf.Tensor | int) -> tf.Tensor:
+        """Returns the tensors `own` of all replicas, one after the other; of one shape per group and instance."""
+        return tf.raw_ops.CollectiveGatherV2(
+            input=own,
+            group_size=len(self._devices),
+            group_key=group,
+            instance_key=instance,
+            ordering_token=[self._tokens[replica].handle],
+            communication_hint="ring",  # NCCL would have to be launched in the order of TensorFlow's own collectives
+        )
+
+
+def _padded(rows: tf.Tensor, more: tf.Tensor) -> tf.Tensor:
+    """Returns `rows` with so many `more` of zeros."""
+    return tf.concat([rows, tf.zeros(tf.concat([[more], tf.shape(rows)[1:]], 0), rows.dtype)], 0)
+
+
+@dataclass(eq=False)
+class _TracedPull:
+    """A pull, the key of its bucket, and the op that calls it."""
+
+    runtime: Runtime
+    transfer: Pull
+    key: tuple[Hashable, ...]
+    op: tf.Operation
+
+
+@dataclass(eq=False)
+class _Pulls:
+    """The pulls of one graph and of the functions it calls, in tracing order."""
+
+    traced: dict[_TracedPull, None] = field(default_factory=dict)
+    settled: bool = False  # whether those that the graph needs are declared
+
+    def add(self, pulls: Iterable[_TracedPull]) -> None:
+        self.traced.update(dict.fromkeys(pulls))
+        self.settled = False
+
+
+def pull(
+    runtime: Runtime, key: tuple[Hashable, ...], spec: BucketSpec, data: tf.Tensor, indices: tf.Tensor
+) -> list[tf.Tensor]:
+    """In a graph under construction: sends `data` and waits for the reduced bytes, [data, indices], flat uint8.
+
+    `key` is the same for the same call on every rank and in every retrace.
+    """
+    graph, transfer = ops.get_default_graph(), Pull(spec)
+    runtime.adopt(transfer, graph)
+    pulled = graph_ops.pull(runtime.queue, transfer.id, data, indices)
+    around = _add(graph, [_TracedPull(runtime, transfer, ("pull", *key, spec), pulled[0].op)])
+    transfer.declare = lambda: _declare_late(runtime, around(), spec.name)
+    return pulled
+
+
+def _add(graph: tf.Graph, pulls: Iterable[_TracedPull]) -> weakref.ref[_Pulls]:
+    """Adds `pulls` to `graph` and its outer graphs; returns the pulls of the outermost."""
+    found = _Pulls()
+    for each in outer_graphs(graph):
+        # On the graph itself: they hold ops of the graph, so a table would keep both alive forever.
+        found = getattr(each, _NAME, None) or _Pulls()
+        setattr(each, _NAME, found)
+        found.add(pulls)
+    return weakref.ref(found)
+
+
+def _prepare(graph: tf.Graph) -> None:
+    """Declares the pulls of the function `graph`, which runs next or is called in the graph under construction."""
+    pulls: _Pulls | None = getattr(graph, _NAME, None)
+    if pulls is None or pulls.settled:
+        return
+    if not tf.executing_eagerly():  # a function may have been traced for another caller
+        _add(ops.get_default_graph(), pulls.traced)
+        return
+    needed = {each: graph_ops.needed(each) for each in {one.op.graph for one in pulls.traced}}
+    _declare([each for each in pulls.traced if each.op.name in needed[each.op.graph]])
+    pulls.settled = True
+
+
+def _declare(pulls: Iterable[_TracedPull]) -> None:
+    new = [each for each in pulls if each.transfer.bucket == UNDECLARED]
+    for runtime in dict.fromkeys(each.runtime for each in new):
+        own = [each for each in new if each.runtime is runtime]
+        buckets = runtime.buckets([(each.key, each.transfer.spec) for each in own])
+        for each, bucket in zip(own, buckets, strict=True):
+            each.transfer.bucket = bucket
+            if runtime.compresses and each.transfer.spec.nbytes >= LEAST_BYTES:
+                _say_uncompressed(each.transfer.spec.name)
+
+
+@functools.cache
+def _say_uncompressed(name: str) -> None:
+    logger.warning(
+        "tfps: %s is not compressed: the program computes with the sum, or it is no gradient of an optimizer",
+        name,
+    )
+
+
+def _declare_late(runtime: Runtime, pulls: _Pulls | None, name: str) -> None:
+    """Declares all pulls of a graph when `name`, which seemed unneeded, sends a message. Called by the pump thread.
+
+    Its function is a dataset's, whose runs are invisible, or only a gradient needs its result. Other pulls of the graph
+    may follow in a different order on each rank: they are declared together.
+    """
+    if pulls is None:
+        raise TfpsError(f"the graph that reduces {name} is gone")
+    _declare([each for each in pulls.traced if each.runtime is runtime])
+
+
+def _call_flat(original: Function) -> Function:
+    def call_flat(self: ConcreteFunction, *arguments: object, **named: object) -> Structure:
+        _prepare(self.graph)
+        return original(self, *arguments, **named)
+
+    return call_flat
+
+
+PATCHES = (
+    Patch(
+        ConcreteFunction,
+        "_call_flat",
+        _call_flat,
+        "declares what a function sends right before it first runs: it is fully traced then, and no public hook lies "
+        "between",
+        "tests/updates/test_pulls.py",
+    ),
+)

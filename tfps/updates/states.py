@@ -48,10 +48,6 @@ class States:
 
         Args:
             when: for the message, as "at the end of an epoch".
-
-        Raises:
-            MismatchError: a variable differs.
-            TfpsError: another rank did not call it in time.
         """
         self._combiner.refresh()  # then moving statistics are the same, too
         self._said.declare()
@@ -64,9 +60,6 @@ class States:
         """Compares what has been trained since the last comparison, before this rank leaves.
 
         Waits for the others for a moment only: whoever comes last knows what all had.
-
-        Raises:
-            MismatchError: a variable differs.
         """
         runtime = self._runtime
         if runtime.exchange.failure is not None or not self._said.declared:

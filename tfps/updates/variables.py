@@ -5,7 +5,7 @@ Variables that a read combines are in on_read_variable.py.
 An access is any read or write of a replica's component. A deferred update accesses the updated variable and its slots
 directly; it reads every other variable as of the send of the gradient.
 
-Tested in tests/integration/test_semantics.py and tests/updates/test_combined.py.
+Tested in tests/integration/test_semantics.py, tests/updates/test_combined.py and tests/updates/test_conversions.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
+import numpy as np
 import tensorflow as tf
+from numpy.typing import DTypeLike
 
 from tfps.errors import UnsupportedError
 from tfps.graph.ops import HOST, Gate, pass_gate, write_after
@@ -33,9 +35,8 @@ from tfps.graph.tf_private import (
 )
 from tfps.keras_hooks.keras_private import in_symbolic_scope
 from tfps.runtime.remote import RemoteParameter
-from tfps.types import Function, Structure, Value, Variable
+from tfps.types import Array, Function, Structure, Value, Variable
 from tfps.updates.additive import kept_part
-from tfps.updates.conversions import Converted
 
 
 class _Tracing(threading.local):
@@ -43,6 +44,11 @@ class _Tracing(threading.local):
 
     deferral: Deferral | None = None
     updating = False
+
+    @property
+    def alike(self) -> bool:
+        """Whether all replicas write the same."""
+        return self.deferral is not None or self.updating
 
     @contextlib.contextmanager
     def set(self, name: str, value: Value) -> Iterator[None]:
@@ -120,11 +126,35 @@ def updating() -> contextlib.AbstractContextManager[None]:
     return _tracing.set("updating", True)
 
 
+class Converted:
+    """What TensorFlow's distributed variables lack: without it `int(v)` raises, and an array would hold an object.
+
+    Truth is left out: `bool(v)` is always true, as TensorFlow itself asks `if destinations` of such variables.
+    """
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
+        if not tf.executing_eagerly():
+            raise NotImplementedError("the value of a variable is known only in eager execution")  # as TensorFlow's
+        return np.asarray(self._tensor().numpy(), dtype)  # a copy: replicas' memory is written by updates
+
+    def __int__(self) -> int:
+        return int(self._tensor())
+
+    def __float__(self) -> float:
+        return float(self._tensor())
+
+    def __complex__(self) -> complex:
+        return complex(self._tensor())
+
+    def _tensor(self) -> tf.Tensor:
+        return tf.convert_to_tensor(self)
+
+
 class GatedVariable(Converted, values.MirroredVariable):
     """A mirrored variable whose accesses wait at its gate.
 
     `gates` has one gate per local replica if the variable may get deferred updates, else it is empty. A slot of such a
-    variable (`owner`) waits at its owner's gates. Small variables of a `group` may share gates; see gate_groups.py.
+    variable (`owner`) waits at its owner's gates. Small variables of a `group` may share gates; see pending.py.
     """
 
     gates: tuple[Gate, ...] = ()
@@ -133,7 +163,7 @@ class GatedVariable(Converted, values.MirroredVariable):
     remote: RemoteParameter | None = None  # if pservers update it
     written_in_graph = False  # by a function of the program, at some time
     never_combined = False  # replicas step alike, or each worker has a value of its own
-    global_copy: GatedVariable | None = None  # what all workers had after the last exchange; see outer.py
+    global_copy: GatedVariable | None = None  # what all workers had after the last exchange; see outer_optimizer.py
 
     def make_gates(self) -> None:
         """Gives this variable its own gates, open."""
@@ -167,6 +197,11 @@ class GatedVariable(Converted, values.MirroredVariable):
         """Whether a graph may wait at this variable's gates, or an update is under way."""
         return self._was_passed or any(gate.closed for gate in self.gates)
 
+    @property
+    def has_own_gates(self) -> bool:
+        """Whether it may get deferred updates."""
+        return bool(self.gates) and self.owner is None
+
     def with_slots(self) -> list[GatedVariable]:
         """This variable and its slots, of all optimizers."""
         return [self, *(slot for ref in self._slots if (slot := ref()) is not None)]
@@ -188,7 +223,7 @@ class GatedVariable(Converted, values.MirroredVariable):
         if in_symbolic_scope():
             return  # Keras infers shapes: the graph never runs
         graph = ops.get_default_graph()
-        after = extended.note_access(self, graph)
+        after = extended.scheduler.note_access(self, graph)
         if not self.gates:
             if after:
                 write_after(self._values[replica], after)
@@ -208,7 +243,7 @@ class GatedVariable(Converted, values.MirroredVariable):
             self.gates[replica].passed_outside.add(graph)
         passed = pass_gate(self.gates[replica], [each._values[replica].handle for each in passing], after)
         if self.owner is None:
-            extended.note_passed(passing, replica, graph, passed)
+            extended.scheduler.note_passed(passing, replica, graph, passed)
 
     @property
     def local(self) -> bool:
@@ -227,11 +262,7 @@ class GatedVariable(Converted, values.MirroredVariable):
             self._access(replica)
 
     def note_write(self) -> None:
-        """Notes that the program is about to assign this variable.
-
-        Raises:
-            UnsupportedError: in a function, and pservers update it.
-        """
+        """Notes that the program is about to assign this variable."""
         if _tracing.deferral is not None or in_symbolic_scope():
             return
         if not tf.executing_eagerly():
@@ -262,12 +293,11 @@ class GatedVariable(Converted, values.MirroredVariable):
     def _update_replica(self, update_fn: Function, value: Value, **kwargs: object) -> Value:
         self.note_write()
         extended = self._distribute_strategy.extended
-        alike = _tracing.deferral is not None or _tracing.updating
-        if self.local and not alike:
+        if self.local and not _tracing.alike:
             extended.note_local_write(self)
             return update_fn(self._get_on_device_or_primary(), value, **kwargs)
         if self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA and tf.is_tensor(value):
-            if not alike:
+            if not _tracing.alike:
                 value = extended.of_first_replica(self, value)
             context = distribute_lib.get_replica_context()
             return context._update(self, update_fn, args=(value,), kwargs=kwargs, group=True)
@@ -276,8 +306,7 @@ class GatedVariable(Converted, values.MirroredVariable):
     def _update_cross_replica(self, update_fn: Function, value: Value, **kwargs: object) -> Value:
         """Updates all local replicas. In a step of a loop without `run` each worker does so for itself."""
         in_step = is_differentiated() or not tf.executing_eagerly()  # else it is assigned between steps
-        alike = _tracing.deferral is not None or _tracing.updating
-        if self.local and in_step and not alike and not in_symbolic_scope():
+        if self.local and in_step and not _tracing.alike and not in_symbolic_scope():
             self._distribute_strategy.extended.note_local_write(self)
         return super()._update_cross_replica(update_fn, value, **kwargs)
 
@@ -302,7 +331,7 @@ class GatedVariable(Converted, values.MirroredVariable):
         reduced = (summed or self._aggregation == tf.VariableAggregation.MEAN) and tf.is_tensor(value)
         if not self.local and not reduced:
             return value
-        share = None if _tracing.deferral is not None or _tracing.updating else current_share()
+        share = None if _tracing.alike else current_share()
         if share is None:
             return value
         value = tf.convert_to_tensor(value, self.dtype)

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tfps.errors import TfpsError
-from tfps.runtime.apply_threads import ApplyThreads
+from tfps.runtime.update_executor import UpdateExecutor
 
 LIMIT_S = 60.0
 
 
-def make() -> ApplyThreads:
-    return ApplyThreads(lambda run: run())
+def make() -> UpdateExecutor:
+    return UpdateExecutor(lambda run: run())
 
 
 class Blocked:
@@ -30,7 +30,7 @@ class Blocked:
         assert self.free.wait(LIMIT_S)
 
 
-def running(threads: ApplyThreads, priority: int) -> Blocked:
+def running(threads: UpdateExecutor, priority: int) -> Blocked:
     call = Blocked()
     threads.add(priority, call)
     assert call.began.wait(LIMIT_S)

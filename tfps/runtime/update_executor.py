@@ -11,7 +11,7 @@ from collections.abc import Callable
 from tfps.errors import TfpsError
 
 
-class ApplyThreads:
+class UpdateExecutor:
     """Runs calls, most urgent first. One that is more urgent than all that run does not wait for them.
 
     It gets a thread at once; all others wait until they are the most urgent. So calls of equal priority never run at
@@ -20,9 +20,6 @@ class ApplyThreads:
 
     Args:
         around: runs the loop of each thread, in whatever context the calls need.
-
-    Raises:
-        TfpsError: the system starts no thread.
     """
 
     def __init__(self, around: Callable[[Callable[[], None]], None]) -> None:

@@ -1,9 +1,9 @@
-"""Watches the gates of all variables, so that nothing waits at a gate that will never open.
+"""Notices steps that an error stopped halfway, so that nothing waits at a gate that will never open.
 
 TensorFlow stops a step at its first error: a reader may then hold a token, or a send may have closed its gates without
 sending.
 
-Tested in tests/strategy/test_stopped_steps.py.
+Tested in tests/strategy/test_stopped_steps.py and tests/runtime/test_transfers.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from tfps.errors import TfpsError, to_text
 from tfps.exchange.interface import Exchange
 from tfps.graph.ops import Gate
+from tfps.runtime.transfers import DeferredUpdate
 
 _LOOK_S = 1.0  # interval between checks of the gates
 _LOST_AFTER = 30  # checks without any message after which a closed gate is lost
@@ -78,6 +79,32 @@ class GateWatch:
                 self._exchange.fail(failure)
             self.give_up(failure)
             threading.Event().wait(_LOOK_S)
+
+
+class Rounds:
+    """Detects steps that an error stopped between two sends. Pump thread only.
+
+    Gates order the sends of one bucket: once a later step sends a bucket, an earlier step that has sent only others of
+    its group never will, and rounds would no longer belong to the same step on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._missing: dict[int, set[DeferredUpdate]] = {}  # by graph run: the group's unsent transfers
+
+    def skipped(self, graph_run: int, transfer: DeferredUpdate) -> bool:
+        """Notes that `transfer` is sent; returns whether an earlier step has skipped its bucket."""
+        for earlier, missing in self._missing.items():
+            if earlier == graph_run:
+                break
+            if any(each.bucket == transfer.bucket for each in missing):
+                return True
+        if graph_run not in self._missing:
+            self._missing[graph_run] = set(transfer.group.transfers)
+        missing = self._missing[graph_run]
+        missing.discard(transfer)
+        if not missing:
+            del self._missing[graph_run]
+        return False
 
 
 def stopped_step(rank: int, name: str) -> TfpsError:

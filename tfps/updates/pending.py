@@ -1,16 +1,22 @@
-"""Deferred updates: which optimizer calls in a graph can run outside the step, and which share a bucket.
+"""Pending updates: which optimizer calls in a graph can run outside the step, and which share a bucket and a gate.
 
-`all_reduce` marks gradients (`Reduction`). An `update` with an untouched reduced gradient is only noted (`Noted`). Once
-every gradient of the reduction is noted, or the program touches a variable before that, the noted updates are emitted
-(see emitter.py): small variables fuse in forward order into buckets of up to one slice, which are traced and sent (see
+`all_reduce` marks gradients (`Reduction`). An `update` with an untouched reduced gradient becomes a `PendingUpdate`.
+Once every gradient of the reduction has one, or the program touches a variable before that, they are emitted (see
+scheduler.py): small variables fuse in forward order into buckets of up to one slice, which are traced and sent (see
 planned_bucket.py).
+
+Small variables that one optimizer updates share a gate: passing, closing and opening it costs as much as for one. They
+travel in one bucket, so none of them could be read earlier with a gate of its own.
+
+Tested in tests/updates/test_pending.py and tests/updates/test_gate_groups.py.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import tensorflow as tf
@@ -25,15 +31,17 @@ from tfps.runtime.remote import RemoteRule
 from tfps.types import Argument, Function, Value, Variable
 from tfps.updates.variables import GatedVariable
 
+_groups_made = itertools.count(1)
+
 
 @dataclass(eq=False)
 class Reduction:
-    """One `all_reduce` call of one replica, with a count of its results that became noted updates."""
+    """One `all_reduce` call of one replica, with a count of its results that became pending updates."""
 
     size: int
     counted: Counted = field(default_factory=Counted)
     # By graph id: each branch of a tf.cond counts separately.
-    noted: Counter[int] = field(default_factory=Counter)
+    pending: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(eq=False)
@@ -50,14 +58,14 @@ class Reduced:
 
 
 @dataclass(eq=False)
-class Noted:
+class PendingUpdate:
     """An update call that waits to be emitted: `function(component, gradient, *arguments)`."""
 
     variable: GatedVariable
     function: Function
     arguments: tuple[Argument, ...]
     reduced: Reduced
-    wanted_codec: str = NONE  # of the variable's gradient, if it can be compressed
+    requested_codec: str = NONE  # of the variable's gradient, if it can be compressed
 
     @property
     def sparse(self) -> bool:
@@ -74,12 +82,12 @@ class Noted:
     @property
     def codec(self) -> str:
         """The codec of the gradient; none if it is sparse or not of single or half precision."""
-        return NONE if self.sparse or self.dtype != tf.float32 else self.wanted_codec
+        return NONE if self.sparse or self.dtype != tf.float32 else self.requested_codec
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
         """What updates that share a bucket have in common: dtype, how the replica counts, codec, and for those by
-        pservers the rule and the step's numbers."""
+        pservers the rule and the step's scalars."""
         kind = (self.function.number, id(self.arguments[0])) if isinstance(self.function, RemoteRule) else ()
         counted = self.reduced.reduction.counted
         return self.dtype, counted.has_rows is None, counted.weight is None, self.codec, *kind
@@ -91,30 +99,24 @@ class GraphState:
 
     first_use: dict[str, int] = field(default_factory=dict)  # by unique id of the variable; of the outermost graph only
     reduced: dict[int, Reduced] = field(default_factory=dict)  # by id of the result
-    noted: dict[int, list[Noted]] = field(default_factory=dict)  # by replica
+    pending: dict[int, list[PendingUpdate]] = field(default_factory=dict)  # by replica
     inputs: list[tf.Tensor] = field(default_factory=list)  # of the replica function
     passed: PassedGates = field(default_factory=PassedGates)
     reductions: Counter[Hashable] = field(default_factory=Counter)  # so far, by replica; of the outermost graph only
 
 
-@dataclass
-class _Open:
-    """A bucket that has `room` bytes for more updates."""
-
-    updates: list[Noted]
-    room: int
-
-
-def fuse(noted: Iterable[Noted], order: dict[str, int], slice_bytes: int, first_bytes: int) -> list[list[Noted]]:
-    """Groups `noted` into buckets in forward order: those of one kind up to `bucket_limit`, sparse ones alone.
+def fuse(
+    pending: Iterable[PendingUpdate], order: dict[str, int], slice_bytes: int, first_bytes: int
+) -> list[list[PendingUpdate]]:
+    """Groups `pending` into buckets in forward order: those of one kind up to `bucket_limit`, sparse ones alone.
 
     Each bucket costs a call, so large ones do not part small ones. Variables that may share a gate stay together.
     """
-    buckets: list[list[Noted]] = []
-    open_: dict[Hashable, _Open] = {}
+    buckets: list[list[PendingUpdate]] = []
+    open_: dict[Hashable, tuple[list[PendingUpdate], int]] = {}  # by kind: one that has room for so many more bytes
     before = 0
-    units: dict[Hashable, list[Noted]] = {}
-    for item in sorted(noted, key=lambda item: order.get(item.variable._unique_id, len(order))):
+    units: dict[Hashable, list[PendingUpdate]] = {}
+    for item in sorted(pending, key=lambda item: order.get(item.variable._unique_id, len(order))):
         together = item.variable.group and not item.sparse
         units.setdefault((item.variable.group, item.kind) if together else id(item), []).append(item)
     for unit in units.values():
@@ -122,21 +124,61 @@ def fuse(noted: Iterable[Noted], order: dict[str, int], slice_bytes: int, first_
             buckets.append(unit)
             continue
         kind, nbytes = unit[0].kind, sum(item.nbytes for item in unit)
-        last, room = open_.get(kind), bucket_limit(before, slice_bytes, first_bytes) - nbytes
-        if last and nbytes <= last.room:
-            last.updates += unit
-            last.room -= nbytes
+        last, left = open_.get(kind, ([], -1))
+        room = bucket_limit(before, slice_bytes, first_bytes) - nbytes
+        if nbytes <= left:
+            last += unit
+            open_[kind] = last, left - nbytes
         else:
             buckets.append(unit)
-            if not last or room > last.room:
-                open_[kind] = _Open(unit, room)
+            if room > left:
+                open_[kind] = unit, room
         before += nbytes
     return buckets
 
 
+def group_gates(
+    variables: Iterable[GatedVariable], limit: int, codec: Callable[[GatedVariable], str] = lambda _: NONE
+) -> None:
+    """Groups neighbors among `variables` (of an optimizer, in its order) up to `limit` bytes; `codec`: its name.
+
+    A group is the same on all ranks: buckets depend on it. Whether its variables share a gate is this worker's own
+    matter. They do unless a graph may hold the gate of one of them, or an update is under way. Variables with
+    different codecs are in different buckets, so in different groups.
+    """
+    for group in _groups(variables, limit, codec):
+        number = next(_groups_made)
+        for variable in group:
+            variable.group = number
+        if not any(variable.is_gate_in_use() for variable in group):
+            group[0].share_gates_with(group[1:])
+
+
+def _groups(
+    variables: Iterable[GatedVariable], limit: int, codec: Callable[[GatedVariable], str]
+) -> Iterator[list[GatedVariable]]:
+    group: list[GatedVariable] = []
+    nbytes = 0
+    kind: tuple[Hashable, ...] = ()
+    for variable in variables:
+        size = int(variable.dtype.size) * int(variable.shape.num_elements() or 0)
+        own = variable.dtype, variable._devices, codec(variable)
+        # A sparse gradient, as embeddings presumably have, gets a bucket of its own.
+        joins = variable.has_own_gates and not variable.group and "embeddings" not in str(variable.name)
+        joins = joins and size <= limit
+        if group and (not joins or nbytes + size > limit or own != kind):
+            yield group
+            group, nbytes = [], 0
+        if joins:
+            group.append(variable)
+            nbytes, kind = nbytes + size, own
+    if group:
+        yield group
+
+
 def deferrable(variable: Variable, gradient: Value) -> bool:
     """Whether an update of `variable` with `gradient` can run outside the step."""
-    if not isinstance(variable, GatedVariable) or not variable.gates or variable.owner is not None:
+    if not isinstance(variable, GatedVariable) or not variable.has_own_gates:
         return False
     if isinstance(gradient, tf.IndexedSlices):
         return bool(gradient.values.shape[1:].is_compatible_with(variable.shape[1:]))

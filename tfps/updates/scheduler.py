@@ -1,4 +1,4 @@
-"""Turns noted updates into ops of the graph under construction, and decides which transfers their sends share.
+"""Turns pending updates into ops of the graph under construction, and decides which transfers their sends share.
 
 Tested in tests/strategy/test_strategy.py, tests/strategy/test_overlap.py and tests/integration/test_workers.py.
 """
@@ -21,22 +21,25 @@ from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.types import Argument, Function, Value
 from tfps.updates.compressing import Compressing
-from tfps.updates.deferred import GraphState, Noted, Reduced, deferrable, find_reduced, fuse
-from tfps.updates.gate_groups import group_gates
 from tfps.updates.invariants import Invariants
+from tfps.updates.pending import GraphState, PendingUpdate, Reduced, deferrable, find_reduced, fuse, group_gates
 from tfps.updates.planned_bucket import PlannedBucket
 from tfps.updates.variables import GatedVariable
 
 logger = logging.getLogger("tfps")
 _FIRST_BUCKET_BYTES = 64 * 1024
 _numbers = itertools.count()
+Plan = Callable[[Sequence[PendingUpdate], tf.Graph, int, dict[str, int]], PlannedBucket]
 
 
-Plan = Callable[[Sequence[Noted], tf.Graph, int, dict[str, int]], PlannedBucket]
+class UpdateScheduler:
+    """Notes and emits one strategy's updates in graphs under construction. Used by the threads that trace.
 
-
-class Emitter:
-    """Notes and emits one strategy's updates in graphs under construction. Used by the threads that trace."""
+    Args:
+        replicas: on this worker.
+        compared: compares digests of updates, if anything does.
+        plan: makes the bucket of updates that travel together.
+    """
 
     def __init__(
         self,
@@ -46,9 +49,8 @@ class Emitter:
         slice_bytes: int,
         compared: Invariants | None,
         compressing: Compressing,
-        plan: Plan = PlannedBucket,
+        plan: Plan,
     ) -> None:
-        """`plan`: makes the bucket of updates that travel together."""
         self._plan = plan
         self._strategy, self._runtime, self._compared = strategy, runtime, compared
         self.compressing = compressing
@@ -93,8 +95,6 @@ class Emitter:
         reductions[who] += 1
         return reductions[who], who
 
-    # What is noted.
-
     def note_access(self, variable: GatedVariable, graph: tf.Graph) -> list[tf.Tensor]:
         """Notes the forward order and emits what waits, before any access in a graph under construction.
 
@@ -105,9 +105,9 @@ class Emitter:
             return []
         for each in chain:
             state = self.state_of(each)
-            if state is not None and any(state.noted.values()):
+            if state is not None and any(state.pending.values()):
                 self._emit_all(each)
-        if variable.gates and variable.owner is None:
+        if variable.has_own_gates:
             first_use = self.state(chain[-1]).first_use
             first_use.setdefault(variable._unique_id, len(first_use))
         return self.inputs(graph)
@@ -121,7 +121,7 @@ class Emitter:
             gates.setdefault((variable._unique_id, replica), PassedGate(passed, passed.inputs[position]))
 
     def group_gates(self, variables: Iterable[GatedVariable]) -> None:
-        """Groups small ones of `variables`, which one optimizer updates; see gate_groups.py."""
+        """Groups small ones of `variables`, which one optimizer updates; see pending.py."""
         group_gates(variables, min(self._first_bytes, self._slice_bytes), self.compressing.codec)
 
     def note_reduced(self, reduced: Reduced) -> None:
@@ -137,13 +137,13 @@ class Emitter:
             return False
         graph, replica = ops.get_default_graph(), distribute_lib.get_replica_context()._replica_id
         state = self.state(graph)
-        if any(noted.variable is variable for noted in state.noted.get(replica, ())):
+        if any(each.variable is variable for each in state.pending.get(replica, ())):
             self._emit(graph, replica)  # the second update of a variable comes after its first
-        codec = self.compressing.codec(variable)
-        state.noted.setdefault(replica, []).append(Noted(variable, function, tuple(arguments), reduced, codec))
-        noted = reduced.reduction.noted
-        noted[id(graph)] += 1
-        if noted[id(graph)] == reduced.reduction.size:
+        update = PendingUpdate(variable, function, tuple(arguments), reduced, self.compressing.codec(variable))
+        state.pending.setdefault(replica, []).append(update)
+        pending = reduced.reduction.pending
+        pending[id(graph)] += 1
+        if pending[id(graph)] == reduced.reduction.size:
             self._emit(graph, replica)
         return True
 
@@ -156,18 +156,14 @@ class Emitter:
         self._touched.clear()
 
     def end_call(self, graph: tf.Graph) -> None:
-        """Emits what is still noted after all replicas of a call have been traced.
-
-        Raises:
-            UnsupportedError: in a branch or loop, only some results of a reduction became updates.
-        """
+        """Emits what is still pending after all replicas of a call have been traced."""
         self._emit_all(graph)
         self._forget_call()
         touched, self._touched = self._touched, []
         for other in [graph, *(each for ref in touched if (each := ref()) is not None)]:
-            state = self.state(other)
-            if any(state.noted.values()):
-                names = ", ".join(noted.variable.name for each in state.noted.values() for noted in each)
+            left = [update for each in self.state(other).pending.values() for update in each]
+            if left:
+                names = ", ".join(update.variable.name for update in left)
                 raise UnsupportedError(
                     f"{other.name}: only some results of one all_reduce were used to update variables inside a tf.cond "
                     f"or tf.while_loop ({names}); reduce them in a separate call"
@@ -183,25 +179,24 @@ class Emitter:
         state = self.state_of(graph)
         if state is None:
             return
-        for replica in sorted(state.noted):
+        for replica in sorted(state.pending):
             number = self._strategy.extended._get_replica_id_in_sync_group(replica)
             context = distribute_lib.ReplicaContext(self._strategy, number)
             with graph.as_default(), tf.control_dependencies(None), context:
                 self._emit(graph, replica)
 
     def _emit(self, graph: tf.Graph, replica: int) -> None:
-        """Emits all noted updates of `replica`."""
         order = self.first_use(graph)
-        fused = self.fuse(self.state(graph).noted.pop(replica, []), order)
+        fused = self.fuse(self.state(graph).pending.pop(replica, []), order)
         self.emit([self._plan(each, graph, replica, order) for each in fused], graph, replica)
 
     def first_use(self, graph: tf.Graph) -> dict[str, int]:
         """Returns the order of first use in the outermost of the graphs around `graph`, by unique id."""
         return self.state(outer_graphs(graph)[-1]).first_use
 
-    def fuse(self, noted: Iterable[Noted], order: dict[str, int]) -> list[list[Noted]]:
-        """See `deferred.fuse`."""
-        return fuse(noted, order, self._slice_bytes, self._first_bytes)
+    def fuse(self, pending: Iterable[PendingUpdate], order: dict[str, int]) -> list[list[PendingUpdate]]:
+        """See `pending.fuse`."""
+        return fuse(pending, order, self._slice_bytes, self._first_bytes)
 
     def timestamps(self, graph: tf.Graph, replica: int) -> Timestamps:
         """Returns what makes timestamps of the step that `graph` is, as far as it has been traced by now."""
@@ -223,11 +218,11 @@ class Emitter:
                 continue
             transfer = self._transfer(bucket, numbers[bucket], group)
             transfer.leads = bucket.spec.priority == last
-            noted_times = timestamps.of_bucket(bucket.ids, whole=transfer.leads) if timestamps else NotedTimes()
+            noted = timestamps.of_bucket(bucket.ids, whole=transfer.leads) if timestamps else NotedTimes()
             if replica == 0:
-                transfer.read, transfer.whole = noted_times.variable, noted_times.whole
+                transfer.read, transfer.whole = noted.variable, noted.whole
             carries = index % self._replicas == replica
-            bucket.send(transfer, self._runtime.queue, graph_run, carries, noted_times.times)
+            bucket.send(transfer, self._runtime.queue, graph_run, carries, noted.times)
         if timestamps is not None:
             timestamps.done()
 
@@ -238,7 +233,8 @@ class Emitter:
         except Exception as error:  # whatever it is: in the graph the update either works or raises again
             if bucket.remote:
                 raise
-            where = getattr(bucket.noted[0].function, "__qualname__", repr(bucket.noted[0].function))
+            function = bucket.updates[0].function
+            where = getattr(function, "__qualname__", repr(function))
             if where not in self._warned:
                 self._warned.add(where)
                 logger.warning(
