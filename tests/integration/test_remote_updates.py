@@ -19,12 +19,11 @@ QUICK = [
     ("programs_served", "slots_loaded"),
     ("programs_served", "finished_and_run_again"),
     ("programs_precision", "loss_scaling"),
-    ("programs_precision", "accumulation"),
     ("programs_saving", "backup_shared"),
-    ("programs_steps", "loop_function"),
 ]
 LONG = [
-    *(("programs_steps", name) for name in ("guide_steps", "gan", "own_train_step", "loop_eager")),
+    ("programs_precision", "accumulation"),
+    *(("programs_steps", name) for name in ("loop_function", "guide_steps", "gan", "own_train_step", "loop_eager")),
     *(
         ("programs_steps", "loop_epoch_function"),
         ("programs_input", "steps_per_execution"),
