@@ -61,7 +61,7 @@ QUICK_AT = {"digits": 1000.0, "generated": 100.0}  # Mbit/s
 QUICK_EPOCHS = 2
 QUICK = {
     "digits": (("sync", "none"), ("async", "none"), ("bounded", "none")),
-    "generated": (("sync", "none"), ("sync", "int8"), ("diloco", "none"), ("streaming", "none"), ("local", "none")),
+    "generated": (("sync", "none"), ("sync", "int8"), ("diloco", "none"), ("local", "none")),
 }
 
 
@@ -69,12 +69,12 @@ def run(quick: bool) -> Outcome:
     """Every mode once per task, rate and codec, some with several seeds; quick: a part of it, once."""
     runs: list[dict[str, Json]] = []
     with Netlab(WORKERS + PSERVERS, RATES_MBIT[0]) as lab, contextlib.ExitStack() as stack:
-        lab.probe(together=False)
-        workers = start(lab.hosts, stack)
-        for rate, name in itertools.product(RATES_MBIT, TASKS):
+        workers: list[subprocess.Popen[str]] = []
+        for rate in RATES_MBIT:
             lab.set_rate(rate)
-            every = tuple(itertools.product(MODES, CODECS))
-            for mode, codec in (QUICK[name] if rate == QUICK_AT[name] else ()) if quick else every:
+            lab.probe(together=False)
+            workers = workers or start(lab.hosts, stack)  # after the first probe: a start takes all processors
+            for name, mode, codec in _quick(rate) if quick else itertools.product(TASKS, MODES, CODECS):
                 for seed in range(1 if quick else _seeds(name, rate, mode, codec)):
                     place = {"task": name, "mbit": rate, "mode": mode, "codec": codec, "seed": seed}
                     settings = {**MODES[mode], "compression": codec}
@@ -82,6 +82,10 @@ def run(quick: bool) -> Outcome:
                     runs.append({**place, **measure(workers, name, task, settings, seed)})
                     print(" ".join(f"{key}={value}" for key, value in runs[-1].items() if key != "line"), flush=True)
     return Outcome(headline(runs), runs)
+
+
+def _quick(mbit: float) -> list[tuple[str, str, str]]:
+    return [(name, *each) for name, some in QUICK.items() if QUICK_AT[name] == mbit for each in some]
 
 
 def _seeds(task: str, mbit: float, mode: str, codec: str) -> int:
