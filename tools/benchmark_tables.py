@@ -63,7 +63,7 @@ def compress(runs: Runs) -> Section:
     return section
 
 
-def served(runs: Runs) -> Section:
+def remote_update(runs: Runs) -> Section:
     """Memory and steps with the update on workers and on pservers."""
     section = Section()
     memory = [r for r in runs if r["what"] == "memory"]
@@ -149,6 +149,6 @@ DRAWERS: dict[str, Callable[[Runs], Section]] = {
     "overtaking": overtaking,
     "security": security,
     "compress": compress,
-    "served": served,
+    "remote_update": remote_update,
     "modes": modes,
 }

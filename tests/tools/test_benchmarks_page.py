@@ -96,7 +96,7 @@ RUNS: dict[str, list[dict[str, Json]]] = {
             for codec, step_s in (("none", 0.4), ("int8", 0.2))
         ),
     ],
-    "served": [
+    "remote_update": [
         {"what": "memory", "update": "server", "worker_mb": 1, "pserver_mb": 2, "slots_mb": 3, "collected_s": 0.5},
         {"what": "step", "workers": 2, "update": "server", "step_ms": 100.0},
     ],
