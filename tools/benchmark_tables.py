@@ -43,16 +43,6 @@ def security(runs: Runs) -> Section:
     return section
 
 
-def updates(runs: Runs) -> Section:
-    """What the first layer waits for, before and after."""
-    section = Section()
-    figures = ("first_ms", "exposed_ms", "step_ms")
-    found = [grouped(runs, lambda r: (r["place"], r["what"]), lambda r, n=n: r[n]) for n in figures]  # type: ignore[misc]
-    rows = [[*key, *(f"{each[key]:.1f} ms" for each in found)] for key in found[0]]
-    section.add(table(["on", "updates", "first layer waits", "all exposed wait", "step"], rows))
-    return section
-
-
 def compress(runs: Runs) -> Section:
     """What each codec costs, and what its steps take."""
     section = Section()
@@ -73,7 +63,7 @@ def compress(runs: Runs) -> Section:
     return section
 
 
-def served(runs: Runs) -> Section:
+def remote_update(runs: Runs) -> Section:
     """Memory and steps with the update on workers and on pservers."""
     section = Section()
     memory = [r for r in runs if r["what"] == "memory"]
@@ -158,8 +148,7 @@ def _over_time(runs: Runs) -> bytes:
 DRAWERS: dict[str, Callable[[Runs], Section]] = {
     "overtaking": overtaking,
     "security": security,
-    "updates": updates,
     "compress": compress,
-    "served": served,
+    "remote_update": remote_update,
     "modes": modes,
 }

@@ -18,19 +18,7 @@ from tools.pages import PageError
 
 PROGRAM = "tools/make_benchmarks_page.py"
 NAMES = (
-    *(
-        "schedule",
-        "tuning",
-        "scale",
-        "wire",
-        "overtaking",
-        "compress",
-        "updates",
-        "served",
-        "modes",
-        "overhead",
-        "staging",
-    ),
+    *("schedule", "tuning", "scale", "wire", "overtaking", "compress", "remote_update", "modes", "overhead", "staging"),
     *("security", "peers"),
 )
 _DRAWERS = {**benchmark_plots.DRAWERS, **benchmark_tables.DRAWERS}

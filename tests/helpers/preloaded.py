@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-FIRST_FREE = 3  # file descriptor after those of stdin, stdout and stderr
 LARGEST = 2**17  # bytes of a request, most of them environment
 _FOLDER, _ALIVE = "PRELOADED_FOR_TESTS", "alive"  # variable that names the folder of sockets; a file in it
 

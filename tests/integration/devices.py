@@ -238,7 +238,7 @@ def main(*pservers: str) -> None:
     programs: dict[str, Callable[[list[str], list[str]], list[np.ndarray]]] = {
         **{name: functools.partial(trained, name) for name in (OVER_GRPC if pservers else PROGRAMS)},
         "custom loop": custom_loop,
-        "epoch in a function": epoch_in_a_function,
+        **({} if pservers else {"epoch in a function": epoch_in_a_function}),
     }
     for name, run in programs.items():
         one, two = run(list(pservers), ["CPU:0"]), run(list(pservers), ["CPU:0", "CPU:1"])

@@ -40,7 +40,10 @@ EXPECTED = {
     "late alone": "trained",
 }
 UNNOTICED = ("unnoticed", "late alone")
-LATE = [name for name in EXPECTED if name.startswith("late")]
+QUICK = [
+    *("set_weights", "iterations", "eager"),
+    *("late learning_rate", "late slot", "late frozen", "late draw", "late evaluated", "late closed"),
+]
 
 
 def run(workers: int, devices: int, names: Sequence[str]) -> list[str]:
@@ -69,8 +72,7 @@ def line_of(name: str, output: str) -> str:
 @pytest.mark.parametrize(
     ("workers", "devices", "names"),
     [
-        pytest.param(2, 1, ["set_weights", "iterations", "eager"], id="two workers"),
-        pytest.param(2, 1, LATE, id="in the last steps"),
+        pytest.param(2, 1, QUICK, id="two workers"),
         pytest.param(2, 1, list(EXPECTED), id="all", marks=pytest.mark.long),
         pytest.param(
             3,

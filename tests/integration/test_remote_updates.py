@@ -15,16 +15,15 @@ SERVER = {"TFPS_UPDATE": "server", "TFPS_SLICE_BYTES": "4096", "TFPS_WINDOW_BYTE
 PROGRAMS = ["adam", "embedding_sgd"]
 pytestmark = pytest.mark.timeout(600)
 QUICK = [
-    ("programs_served", "saved_by_one_rank"),
-    ("programs_served", "slots_loaded"),
-    ("programs_served", "finished_and_run_again"),
+    ("programs_remote", "saved_by_one_rank"),
+    ("programs_remote", "slots_loaded"),
+    ("programs_remote", "finished_and_run_again"),
     ("programs_precision", "loss_scaling"),
-    ("programs_precision", "accumulation"),
     ("programs_saving", "backup_shared"),
-    ("programs_steps", "loop_function"),
 ]
 LONG = [
-    *(("programs_steps", name) for name in ("guide_steps", "gan", "own_train_step", "loop_eager")),
+    ("programs_precision", "accumulation"),
+    *(("programs_steps", name) for name in ("loop_function", "guide_steps", "gan", "own_train_step", "loop_eager")),
     *(
         ("programs_steps", "loop_epoch_function"),
         ("programs_input", "steps_per_execution"),
@@ -94,7 +93,7 @@ def test_two_workers_do_what_plain_keras_does_in_more_programs(name: str, long: 
 
 
 def test_a_rank_that_assigns_alone_fails_the_job_by_name(tmp_path: Path) -> None:
-    results = test_programs.run([("programs_served", "assigned_on_one_rank")], tmp_path, more=SERVER)
+    results = test_programs.run([("programs_remote", "assigned_on_one_rank")], tmp_path, more=SERVER)
     for result in results[1:]:
         text = result["assigned_on_one_rank"]["own refused"]
         assert "have different values that the program has assigned to its variables" in text, result

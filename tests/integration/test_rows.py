@@ -21,28 +21,31 @@ WHOLE = [  # of programs_whole.py
     *("endpoint", "own_steps", "nested_step", "contrast", "contrast_eagerly", "clipped", "annealed"),
     *("annealed_eagerly", "dice", "each_row", "lookups", "nested_lookups"),
 ]
+NO_ROWS = ["layer", "layer_eagerly", "step", "aggregated", "scaled"]  # of programs_no_rows.py
 # By workers and devices; the differential tester draws more of the kind (tests/tools/test_fuzz_programs.py).
 QUICK = {
-    (3, 1): [
-        *(
-            "updated_in_the_step",
-            "normalized",
-            "evaluated_evenly_after_an_uneven_batch",
-            "convolutional",
-            "synchronized",
-        ),
-        *("synchronized_eagerly", "scalar_losses", "own_steps", "nested_step", "contrast", "annealed", "each_row"),
+    (2, 1): [
+        *("updated_in_the_step", "normalized", "evaluated_evenly_after_an_uneven_batch", "convolutional"),
+        *("synchronized", "synchronized_eagerly", "scalar_losses", "own_steps", "nested_step", "contrast", "annealed"),
+        "each_row",
     ],
-    (2, 2): ["one_row_in_all", "worker_without_rows", "loop_of_sparse_gradients", "loss_scale", "endpoint", "lookups"],
+    (2, 2): [
+        *("one_row_in_all", "worker_without_rows", "loop_of_sparse_gradients", "loss_scale", "endpoint", "lookups"),
+        *NO_ROWS,
+    ],
 }
 ONE_DEVICE = {
     "several_steps",
     "nested_step",
     "each_row",
     "nested_lookups",
-}  # as under every strategy; see docs/semantics.md
+}  # as under every strategy; docs/semantics.md
 pytestmark = pytest.mark.timeout(600)
 Jobs = Callable[[int, int, bool], Results]
+
+
+def module_of(name: str) -> str:
+    return "programs_whole" if name in WHOLE else "programs_no_rows" if name in NO_ROWS else "programs_rows"
 
 
 def cases(jobs: dict[tuple[int, int], list[str]]) -> list[object]:
@@ -61,11 +64,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     @functools.cache
     def results(workers: int, devices: int, quick: bool) -> Results:
         names = QUICK[workers, devices] if quick else [*PROGRAMS, *WHOLE]
-        pairs = [
-            ("programs_whole" if name in WHOLE else "programs_rows", name)
-            for name in names
-            if devices == 1 or name not in ONE_DEVICE
-        ]
+        pairs = [(module_of(name), name) for name in names if devices == 1 or name not in ONE_DEVICE]
         return test_programs.run(pairs, tmp_path_factory.mktemp("rows"), workers, devices)
 
     return results
@@ -84,30 +83,25 @@ def test_so_it_does_with_other_workers_and_devices(workers: int, devices: int, n
     test_programs.check(name, jobs(workers, devices, False))
 
 
-# With one worker and two devices; with three workers; and with two workers where pservers update.
-NO_ROWS = [
-    pytest.param(name, *job, id=f"{name}, {label}")
-    for label, job in {"devices": (1, 2, "worker"), "workers": (3, 1, "worker"), "served": (2, 1, "server")}.items()
-    for name in ("layer", "layer_eagerly", "step", "aggregated", "scaled")
-]
-
-
 @pytest.fixture(scope="module")
 def no_rows(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int, str], Results]:
     """Runs all programs of a job together."""
 
     @functools.cache
     def results(workers: int, devices: int, update: str) -> Results:
-        names = dict.fromkeys(case.values[0] for case in NO_ROWS if case.values[1:] == (workers, devices, update))
-        pairs = [("programs_no_rows", str(name)) for name in names]
+        pairs = [("programs_no_rows", name) for name in NO_ROWS]
         folder = tmp_path_factory.mktemp("no_rows")
         return test_programs.run(pairs, folder, workers, devices, {"TFPS_UPDATE": update})
 
     return results
 
 
-@pytest.mark.parametrize(("name", "workers", "devices", "update"), NO_ROWS)
-def test_what_is_nan_of_no_rows_reaches_nothing(
+@pytest.mark.long
+@pytest.mark.parametrize("name", NO_ROWS)
+@pytest.mark.parametrize(
+    ("workers", "devices", "update"), [(1, 2, "worker"), (3, 1, "worker"), (2, 1, "server")], ids=str
+)
+def test_what_is_nan_of_no_rows_reaches_nothing_in_other_jobs(
     name: str, workers: int, devices: int, update: str, no_rows: Callable[[int, int, str], Results]
 ) -> None:
     test_programs.check(name, no_rows(workers, devices, update))

@@ -27,13 +27,22 @@ EXPECTED = {
     "own order, off": "",
     "off": "",
 }
+QUICK = ["arrays", "shuffle", "sequence", "evaluate", "own order", "own order, loop", "own order, off", "off"]
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_without_a_seed_each_row_is_used_once_in_an_epoch_or_an_error_says_that_orders_differ(workers: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "names"),
+    [
+        pytest.param(2, QUICK, id="2"),
+        *(pytest.param(count, list(EXPECTED), id=f"{count}, all", marks=pytest.mark.long) for count in (2, 3)),
+    ],
+)
+def test_without_a_seed_each_row_is_used_once_in_an_epoch_or_an_error_says_that_orders_differ(
+    workers: int, names: list[str]
+) -> None:
     with ExitStack() as stack:
         cases = []
-        for name in EXPECTED:
+        for name in names:
             server = ParameterServer("127.0.0.1", 0, workers=workers)
             stack.callback(server.stop)
             cases.append(f"{name}:{server.address.rpartition(':')[2]}")
@@ -48,6 +57,6 @@ def test_without_a_seed_each_row_is_used_once_in_an_epoch_or_an_error_says_that_
             before, _, after = str(output).partition("own order, off: ")
             assert SAME not in before, f"rank {rank}"
             assert SAME in after, f"rank {rank}: all ranks shuffle alike, and AutoShardPolicy.OFF does not divide"
-            for name, expected in EXPECTED.items():
+            for name in names:
                 (line,) = (each for each in str(output).splitlines() if each.startswith(f"{name}: "))
-                assert re.search(f": {expected}", line), f"rank {rank}: {line}"
+                assert re.search(f": {EXPECTED[name]}", line), f"rank {rank}: {line}"

@@ -17,7 +17,7 @@ import pytest
 from launching import END_S, ROOT, Running, WriteScript, command, environment, launch
 
 from tfps.launch import supervisor
-from tfps.launch.supervisor import Beats, Command, RemoteInput, Supervisor
+from tfps.launch.supervisor import Command, RemoteInput, Supervisor, beat_until
 from tfps.launch.terminal import Console, LineAssembler, plain
 
 pytestmark = launching.NEEDS_POSIX
@@ -256,14 +256,16 @@ def ends() -> Iterator[Ends]:
 def test_signs_of_life_follow_what_to_run_until_the_end(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "BEAT_S", 0.01)
     reader, writer = ends
-    beats, one = Beats(), RemoteInput("worker 0", writer)
+    one, over = RemoteInput("worker 0", writer), threading.Event()
+    beats = threading.Thread(target=beat_until, args=(over, [one]))
     one.send(b"line\n")
-    beats.add(one)
+    beats.start()
     assert [reader.read(5), reader.read(1), reader.read(1)] == [b"line\n", b"\n", b"\n"]
     one.close()
     assert reader.readall().strip(b"\n") == b""  # type: ignore[attr-defined]
-    beats.close()
-    assert "tfps-launch-beats" not in [thread.name for thread in threading.enumerate()]
+    over.set()
+    beats.join(END_S)
+    assert not beats.is_alive()
 
 
 def test_a_line_that_does_not_fit_is_refused(ends: Ends) -> None:

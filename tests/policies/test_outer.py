@@ -254,7 +254,9 @@ def test_a_worker_has_its_own_parameters_again_where_they_come_back_and_the_user
     assert not strategy.extended.policy.shows_global
 
 
-@pytest.mark.parametrize("settings", [Settings(), OVERLAPPING], ids=["waits", "overlaps"])
+@pytest.mark.parametrize(
+    "settings", [pytest.param(Settings(), id="waits", marks=long), pytest.param(OVERLAPPING, id="overlaps")]
+)
 def test_synchronizing_ends_the_round(start: Start, settings: Settings) -> None:
     strategy = start(settings)
     model = between(strategy)
@@ -284,7 +286,11 @@ def test_what_is_assigned_is_what_all_workers_go_on_from(start: Start) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [pytest.param(Settings(), id="waits", marks=long), pytest.param(OVERLAPPING, id="overlaps"), *COMPRESSED],
+    [
+        pytest.param(replace(OVERLAPPING, compression="int8"), id="int8, streaming"),
+        *(pytest.param(settings, marks=long) for settings in (Settings(), OVERLAPPING, Settings(compression="int8"))),
+        *COMPRESSED[1:],
+    ],
 )
 def test_a_restored_checkpoint_goes_on_as_the_saved_training_does_with_other_pservers(
     start: Start, settings: Settings, tmp_path: Path

@@ -92,10 +92,20 @@ CLOSE: dict[str, Build] = {
 }
 
 
+# Those that a quick one has within it, here or in test_remote_options.py.
+LONG = {
+    *("SGD", "SGD momentum", "Nadam", "Lion", "Ftrl", "schedule", "global_clipnorm", "weight decay"),
+    *("average", "average that overwrites", "loss scale", "RMSprop"),
+}
+
+
 def cases(builds: dict[str, Build]) -> list[ParameterSet]:
     """Names of those that this Keras has slots of as it should."""
     newer = pytest.mark.skipif(KERAS_3_8, reason="Keras 3.8 creates these slots without naming their variable")
-    return [pytest.param(name, marks=[newer] if name.startswith(("Ftrl", "Adagrad")) else []) for name in builds]
+    marks = {
+        name: [newer] * name.startswith(("Ftrl", "Adagrad")) + [pytest.mark.long] * (name in LONG) for name in builds
+    }
+    return [pytest.param(name, marks=marks[name]) for name in builds]
 
 
 @pytest.mark.parametrize("name", cases(BITWISE))
@@ -134,7 +144,7 @@ def test_sparse_gradients_whose_rows_a_rule_squares_are_refused(here: tfps.Strat
         training.train(here, BITWISE["Adam"], training.embedding_sparse)
 
 
-@pytest.mark.parametrize("name", ["Adam", "several", "average that overwrites"])
+@pytest.mark.parametrize("name", [pytest.param("Adam", marks=pytest.mark.long), "several", "average that overwrites"])
 def test_eager_steps_and_several_per_execution_end_bitwise_equal(served: tfps.Strategy, name: str) -> None:
     for options in ({"run_eagerly": True, "epochs": 1}, {"steps_per_execution": 3}):
         settings: Options = {"jit_compile": False, **options}

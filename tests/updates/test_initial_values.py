@@ -17,9 +17,8 @@ import tensorflow as tf
 
 import tfps
 from tfps.exchange.interface import BucketSpec
-from tfps.launch import progress
 from tfps.types import Variable
-from tfps.updates import initial_values
+from tfps.updates import initial_values, progress
 from tfps.worker import client
 
 MB = 10**6

@@ -156,9 +156,6 @@ def measure_bandwidth(
         data_port: 0: over gRPC.
         timeout_s: for an answer, and for other clients to end their measurement.
         seconds: of each direction.
-
-    Raises:
-        OSError, TfpsError: it broke, or the pserver refuses.
     """
     try:
         push = _patiently(pserver, "push", data_port, timeout_s, seconds)

@@ -31,9 +31,6 @@ class Check:
         advice: what to do, for "warning" and "failed" only. A line by itself.
         problem: a word for programs that says what is wrong: "refused". Empty where one is enough per check.
         values: figures, units in their names.
-
-    Raises:
-        ValueError: there is advice where nothing is wrong, or none where something is.
     """
 
     name: str

@@ -28,11 +28,7 @@ _LOGINS = 8  # on their way to a host at a time: of more than 10 sshd refuses so
 
 
 def check_script(plan: Plan) -> None:
-    """Checks that there is something to run, before anything is started.
-
-    Raises:
-        ConfigError: there is no such script or module.
-    """
+    """Refuses a script or module that is not there, before anything is started."""
     if not plan.is_module:
         path = Path(plan.script)
         if path.is_dir() and not (path / "__main__.py").is_file():
@@ -51,11 +47,7 @@ def check_script(plan: Plan) -> None:
 
 @contextmanager
 def with_token(plan: Plan, environment: Mapping[str, str]) -> Iterator[Plan]:
-    """The plan with the file of a job token. One that is made here only its user can read; it goes with the job.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """The plan with the file of a job token. One that is made here only its user can read; it goes with the job."""
     if known := plan.token_file or environment.get("TFPS_TOKEN_FILE", "").strip():
         yield replace(plan, token_file=known)
         return
@@ -91,13 +83,8 @@ def pserver_task(plan: Plan, index: int, job: Job, host: str) -> Task:
 
 
 def engine_of(plan: Plan, environment: Mapping[str, str]) -> Engine:
-    """What starts the processes of `plan`.
-
-    Raises:
-        ConfigError: an option does not fit the place, or the token file cannot be read.
-    """
-    from tfps.launch.engine import Local, Ssh
-    from tfps.launch.slurm import Slurm, allocated
+    """What starts the processes of `plan`."""
+    from tfps.launch.engine import Local, Slurm, Ssh, allocated
 
     hosts = allocated(environment) if plan.slurm else plan.hosts
     chosen = plan.chosen(environment)

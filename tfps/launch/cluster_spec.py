@@ -87,10 +87,6 @@ def locate(pservers: Sequence[str] | None, environment: Mapping[str, str] | None
 
     Without any addresses one worker has an embedded pserver, and so has an evaluator. Several that one mpirun or srun
     has started need a rendezvous (`Cluster.others`).
-
-    Raises:
-        ConfigError: an address or `TF_CONFIG` is malformed, they contradict each other, workers have no pserver, or
-            this process is a `ps` task.
     """
     environment = os.environ if environment is None else environment
     launch = Launch.from_environment(environment)
@@ -115,9 +111,6 @@ def cluster_of(
 
     Args:
         others: see `started_with`.
-
-    Raises:
-        ConfigError: an address is malformed, or is there twice; or a worker of several has no pserver.
     """
     for address in addresses:
         check_address(address)
@@ -129,11 +122,7 @@ def cluster_of(
 
 
 def started_with(launch: Launch, environment: Mapping[str, str]) -> Ranks | None:
-    """The processes of mpirun or srun, if TFPS_WORKERS does not say that the job consists of others.
-
-    Raises:
-        ConfigError: TFPS_WORKERS has to say how many they are, and is not above the rank of this one.
-    """
+    """The processes of mpirun or srun, if TFPS_WORKERS does not say that the job consists of others."""
     others = ranks_of(environment)
     if launch.workers == 1:  # each trains alone
         return None
@@ -149,11 +138,7 @@ def started_with(launch: Launch, environment: Mapping[str, str]) -> Ranks | None
 
 
 def _who_need_a_rendezvous(rank: int | None, workers: int | None, others: Ranks | None) -> Ranks | None:
-    """Returns the processes that one command has started, for a worker without pservers; None: it is alone.
-
-    Raises:
-        ConfigError: it is not alone, or cannot know, and these are not the others: each process would train alone.
-    """
+    """Returns the processes that one command has started, for a worker without pservers; None: it is alone."""
     if others is not None and (rank, workers) == (others.rank, others.workers):
         return others
     if others is not None:
@@ -183,11 +168,7 @@ def _explicit(pservers: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def pservers_of(tasks: Tasks) -> tuple[str, ...]:
-    """Their pservers.
-
-    Raises:
-        ConfigError: there are several workers and no pserver.
-    """
+    """Their pservers."""
     if not tasks.pservers and (tasks.workers or 1) > 1:
         raise ConfigError(
             f"{tasks.source} has {tasks.workers} workers but no 'ps' task; start one with tfps_pserver and add "
@@ -253,57 +234,39 @@ def from_tasks(
     return Tasks(source, pservers, ranked.index(task), len(ranked))
 
 
-@dataclass(frozen=True)
-class _Source:
-    """The variables of one kind of command; the first two must be there."""
-
-    name: str
-    rank: str
-    workers: str
-    local_rank: str
-    local_workers: str
-
-
+# By command: the variables with rank and number of processes, which must be there, and the same among those of a host.
 # In this order: mpirun starts its daemons by srun, whose variables the processes then also have.
-_MPIS = (
-    _Source(
-        "mpirun (Open MPI)",
-        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+_MPIS = {
+    "mpirun (Open MPI)": (
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ),
-    _Source("mpirun (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
+    "mpirun (PMI)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
 
 
 def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
     """Returns this process's place; None if it is alone.
 
     A single process is alone, whoever has started it: its rank would say nothing.
-
-    Raises:
-        ConfigError: a number is malformed.
     """
-    for found in (*(_of_mpi(source, environment) for source in _MPIS), _of_step(environment), _of_pmix(environment)):
+    for found in (*(_of_mpi(command, environment) for command in _MPIS), _of_step(environment), _of_pmix(environment)):
         if found is not None:
             return None if found.workers == 1 else found
     return None
 
 
-def _of_mpi(source: _Source, environment: Mapping[str, str]) -> Ranks | None:
-    rank, workers = _number(environment, source.rank), _number(environment, source.workers)
+def _of_mpi(command: str, environment: Mapping[str, str]) -> Ranks | None:
+    variable, *others = _MPIS[command]
+    rank, workers = _number(environment, variable), _number(environment, others[0])
     if rank is None or workers is None:
         return None
     step = _of_step(environment)
     if step is not None and (step.rank, step.workers) == (rank, workers):
         return step  # `srun --mpi=pmi2`: Slurm knows more
-    return Ranks(
-        source.name,
-        source.rank,
-        _checked(source.rank, rank, workers),
-        workers,
-        _number(environment, source.local_rank),
-        _number(environment, source.local_workers),
-        environment.get("PMIX_NAMESPACE", "") + environment.get("PMI_JOBID", ""),
-    )
+    local_rank, local_workers = (_number(environment, name) for name in others[1:])
+    job = environment.get("PMIX_NAMESPACE", "") + environment.get("PMI_JOBID", "")
+    return Ranks(command, variable, _checked(variable, rank, workers), workers, local_rank, local_workers, job)
 
 
 def _of_step(environment: Mapping[str, str]) -> Ranks | None:

@@ -112,11 +112,7 @@ class Placement:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Parses "a:4,b:4": hosts and their numbers of workers (default 1). An IPv6 address needs brackets.
-
-    Raises:
-        ConfigError: a host or a number is malformed, or a host is named twice.
-    """
+    """Parses "a:4,b:4": hosts and their numbers of workers (default 1). An IPv6 address needs brackets."""
     hosts = []
     for part in text.split(","):
         found = re.fullmatch(r"\s*(?P<name>\[[0-9A-Fa-f:.%\w]+\]|[\w.-]+)(:(?P<workers>[0-9]+))?\s*", part)
@@ -130,11 +126,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def checked_hosts(hosts: Sequence[Host]) -> tuple[Host, ...]:
-    """Returns `hosts`.
-
-    Raises:
-        ConfigError: a host is there twice, or this machine is named so that other hosts cannot reach it.
-    """
+    """Returns `hosts`."""
     names = [host.name for host in hosts]
     for name in names:
         if names.count(name) > 1:
@@ -158,9 +150,6 @@ def secret_file(text: str) -> Iterator[str]:
     """The path of a file with `text` that only this user can read.
 
     On Linux it is in memory and ends with this process, however that ends; elsewhere it is removed on leaving.
-
-    Raises:
-        OSError: it cannot be written.
     """
     if sys.platform.startswith("linux"):
         fd = _in_memory(text)
@@ -178,11 +167,7 @@ def secret_file(text: str) -> Iterator[str]:
 
 
 def lasting_secret_file(text: str) -> str:
-    """The same in memory, on Linux only: a new file, there until this process ends, however that ends.
-
-    Raises:
-        OSError: there is no memory for it.
-    """
+    """The same in memory, on Linux only: a new file, there until this process ends, however that ends."""
     return _path(_in_memory(text))
 
 

@@ -64,9 +64,6 @@ class KubernetesJob:
             By that of memory a pserver knows how much a job may declare.
         metrics_port: None: no metrics, probes only connect.
         volumes: pairs of a PersistentVolumeClaim and its path in workers.
-
-    Raises:
-        ConfigError: a value is out of range or malformed; the message names the option.
     """
 
     name: str

@@ -71,11 +71,7 @@ class Plan:
                 raise ConfigError(f"--env must be NAME or NAME=VALUE, got {text!r}")
 
     def chosen(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """`variables` and their values, by default those in `environment`.
-
-        Raises:
-            ConfigError: one has no value.
-        """
+        """`variables` and their values, by default those in `environment`."""
         found: dict[str, str] = {}
         for text in self.variables:
             name, given, value = text.partition("=")

@@ -59,11 +59,7 @@ class Request:
 
     @classmethod
     def from_line(cls, line: bytes) -> Request:
-        """Reads what `line` has written.
-
-        Raises:
-            ValueError: another version of tfps has written it, or nobody has.
-        """
+        """Reads what `line` has written."""
         found = json.loads(line)
         if not isinstance(found, dict) or found.get("version") != __version__:
             theirs = found.get("version") if isinstance(found, dict) else None

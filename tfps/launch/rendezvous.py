@@ -166,11 +166,7 @@ class Link(ABC):
         """The next message from `rank`, if it has arrived."""
 
     def receive(self, ranks: Iterable[int]) -> dict[int, Json]:
-        """One message from each of `ranks`, in their order.
-
-        Raises:
-            WaitTimeoutError: one did not come in time.
-        """
+        """One message from each of `ranks`, in their order."""
         found: dict[int, Json] = dict.fromkeys(ranks)
 
         def missing() -> list[int]:
@@ -340,11 +336,7 @@ def _started_by(ranks: Ranks) -> str:
 
 
 class MpiLink(Link):
-    """Between processes of several hosts, by mpi4py.
-
-    Raises:
-        ConfigError: there is no MPI, or it has other processes than `ranks` says.
-    """
+    """Between processes of several hosts, by mpi4py."""
 
     def __init__(self, ranks: Ranks, timeout_s: float) -> None:
         super().__init__(ranks, timeout_s)
@@ -380,11 +372,7 @@ class MpiLink(Link):
 
 
 def start_pserver(job: Job, *, on_one_host: bool) -> str:
-    """Starts a pserver, which ends with the last worker after this process has ended; returns its address.
-
-    Raises:
-        ConnectError: it did not start.
-    """
+    """Starts a pserver, which ends with the last worker after this process has ended; returns its address."""
     arguments = job.pserver_arguments("127.0.0.1" if on_one_host else "")
     # Certificates are for hosts that somebody has chosen.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TFPS_TLS_")}

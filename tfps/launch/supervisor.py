@@ -27,7 +27,7 @@ REMOTE_S = 5.0  # how much longer a process on another host may take to end: wor
 HELLO = "tfps_launch: this host answers"  # the first line of a process on another host; not shown
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _READ_BYTES = 65536
-_SSH_FAILED = 255  # the exit code of ssh itself
+SSH_FAILED = 255  # what ssh reports of itself
 BEAT_S = 10.0  # between signs of life
 _PR_SET_PDEATHSIG = 1
 
@@ -77,11 +77,7 @@ class RemoteInput:
         os.set_blocking(pipe.fileno(), False)
 
     def send(self, line: bytes) -> None:
-        """Says what to run.
-
-        Raises:
-            OSError: it does not fit into a pipe at once.
-        """
+        """Says what to run."""
         try:
             sent = os.write(self._pipe.fileno(), line)
         except BrokenPipeError:
@@ -102,29 +98,11 @@ class RemoteInput:
             self._pipe.close()
 
 
-class Beats:
-    """Thread "tfps-launch-beats" sends signs of life, also while nobody reads the launcher's output (Ctrl-S)."""
-
-    def __init__(self) -> None:
-        self._inputs: list[RemoteInput] = []
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def add(self, remote_input: RemoteInput) -> None:
-        self._inputs.append(remote_input)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="tfps-launch-beats", daemon=True)
-            self._thread.start()
-
-    def close(self) -> None:
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._over.wait(BEAT_S):
-            for remote_input in list(self._inputs):
-                remote_input.beat()
+def beat_until(over: threading.Event, inputs: Sequence[RemoteInput]) -> None:
+    """Sends signs of life from a thread of its own, also while nobody reads the launcher's output (Ctrl-S)."""
+    while not over.wait(BEAT_S):
+        for remote_input in list(inputs):
+            remote_input.beat()
 
 
 @dataclass(frozen=True)
@@ -184,7 +162,7 @@ class Process:
 
     def note_end(self, code: int) -> None:
         """Notes the exit code; from another host a signal comes as a shell says it."""
-        remote_signal = self.command.stdin is not None and 128 < code < _SSH_FAILED
+        remote_signal = self.command.stdin is not None and 128 < code < SSH_FAILED
         self.code = 128 - code if remote_signal else code
 
     def describe_end(self) -> str:
@@ -226,7 +204,11 @@ class Supervisor:
         self._grace_s = grace_s
         self._processes: list[Process] = []
         self._selector = selectors.DefaultSelector()
-        self._beats = Beats()
+        self._remote_inputs: list[RemoteInput] = []
+        self._over = threading.Event()
+        self._beats = threading.Thread(
+            target=beat_until, args=(self._over, self._remote_inputs), name="tfps-launch-beats", daemon=True
+        )
         self.unheard: list[Process] = []  # those on other hosts whose end nobody has seen
         self._signals: list[int] = []  # ending signals not yet raised as Interrupted
         self._old_handlers: dict[int, object] = {}
@@ -256,7 +238,9 @@ class Supervisor:
         try:
             self.end(self._processes)
         finally:
-            self._beats.close()
+            self._over.set()
+            if self._remote_inputs:
+                self._beats.join()
             for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)  # type: ignore[arg-type]
             signal.set_wakeup_fd(self._old_wakeup)
@@ -271,9 +255,6 @@ class Supervisor:
 
         Args:
             on_line: called with every finished line of its standard output.
-
-        Raises:
-            OSError: it cannot be started.
         """
         on_terminal = [terminal and redraws for redraws in self._console.redraws]
         read_ends: list[int] = []
@@ -313,7 +294,9 @@ class Supervisor:
         if command.stdin is not None and popen.stdin is not None:
             process.remote_input = RemoteInput(command.name, popen.stdin)
             process.remote_input.send(command.stdin)
-            self._beats.add(process.remote_input)
+            self._remote_inputs.append(process.remote_input)
+            if len(self._remote_inputs) == 1:
+                self._beats.start()
         for index, end in enumerate(read_ends):
             os.set_blocking(end, False)
             decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

@@ -11,7 +11,6 @@ import os
 import re
 import struct
 import termios
-import unicodedata
 from collections.abc import Callable
 from typing import BinaryIO, TextIO
 
@@ -19,6 +18,7 @@ MAX_LINE = 65536  # characters; longer lines are cut, so that a program without 
 
 _MAX_STYLE = 100  # characters of colour sequences, for programs that never reset
 _RESET = "\x1b[0m"
+_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"  # a wrapped line could not be redrawn
 _SGR = re.compile(r"\x1b\[[0-9;:]*m")
 # All but colours, backspaces and tabs. An incomplete sequence at the end waits for its rest.
 _DROPPED = re.compile(
@@ -105,26 +105,6 @@ def plain(line: str) -> str:
     return _SGR.sub("", line)
 
 
-def clip(line: str, columns: int) -> str:
-    """The first `columns` columns of `line`, colours kept; a wrapped line could not be redrawn."""
-    parts: list[str] = []
-    used = position = 0
-    while position < len(line):
-        if sequence := _SGR.match(line, position):
-            parts.append(sequence.group())
-            position = sequence.end()
-            continue
-        char = line[position]
-        wide = unicodedata.east_asian_width(char) in "WF"
-        width = 0 if unicodedata.combining(char) else 2 if wide else 1
-        if used + width > columns:
-            return "".join(parts) + (_RESET if len(plain(line)) < len(line) else "")
-        parts.append(char)
-        used += width
-        position += 1
-    return line
-
-
 def resize(fd: int, columns: int) -> None:
     """Says how wide a terminal is to whoever runs in it."""
     with contextlib.suppress(OSError):
@@ -173,18 +153,14 @@ class Console:
             return 80
 
     def write(self, prefix: str, colour: int, lines: list[str], *, error: bool = False) -> None:
-        """Writes finished lines; `colour` is a terminal colour from 31 to 36 for the prefix.
-
-        Raises:
-            BrokenPipeError: the reader is gone.
-        """
+        """Writes finished lines; `colour` is a terminal colour from 31 to 36 for the prefix."""
         lines = [line for line in lines if not self._hides(plain(line))]
         if not lines or self._muted:
             return
         if self._log is not None:
             self._log.write("".join(f"{prefix}{plain(line)}\n" for line in lines).encode(errors="replace"))
             self._log.flush()
-        head = f"\x1b[{colour}m{prefix}{_RESET}" if self._colours[error] and prefix else prefix
+        head = self._head(prefix, colour, error)
         body = lines if self._redraws[error] else [plain(line) for line in lines]
         text = "".join(f"{head}{line}\n" for line in body)
         if self._redraws[error] and self._live:
@@ -200,14 +176,13 @@ class Console:
         """Shows an unfinished line below the others, replacing the one before; an empty one removes it."""
         if not self._redraws[0] or self._muted:
             return
-        text = f"{prefix}{line}" if line else ""
-        if text:
-            text = clip(text, self.columns() - 1)
-            if self._colours[0]:
-                text = f"\x1b[{colour}m{text[: len(prefix)]}{_RESET}{text[len(prefix) :]}"
+        text = f"{_NO_WRAP}{self._head(prefix, colour, False)}{line}{_WRAP}" if line else ""
         if text != self._live:
             self._put(False, ("\r\x1b[K" if self._live else "") + text)
             self._live = text
+
+    def _head(self, prefix: str, colour: int, error: bool) -> str:
+        return f"\x1b[{colour}m{prefix}{_RESET}" if self._colours[error] and prefix else prefix
 
     def mute(self) -> None:
         """Stops writing: the reader is gone."""

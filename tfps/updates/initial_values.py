@@ -14,12 +14,12 @@ import tensorflow as tf
 
 from tfps.collectives.collectives import Broadcast, FixedBroadcast
 from tfps.errors import MismatchError
-from tfps.launch.progress import Progress
 from tfps.runtime.interrupts import indivisible
 from tfps.runtime.runtime import Runtime
 from tfps.types import Options, Value, Variable
 from tfps.updates.names import common_name
 from tfps.updates.on_read_variable import OnReadVariable
+from tfps.updates.progress import Progress
 from tfps.updates.variables import GatedVariable
 
 _BATCH_BYTES = 64 * 2**20  # per exchange; more would only need more memory

@@ -10,16 +10,16 @@ after each epoch all ranks evaluate with the parameters that would be saved.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
 import pathlib
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from tfps.types import Json
 from tools import children
@@ -56,24 +56,36 @@ class Task:
 # The digits' 80 ms: with less, four workers that compute on two processors are the limit, not the slow one's sleep.
 TASKS = {"digits": Task(8, 0.08), "generated": Task(6, 0.02, train_rows=1600, test_rows=2000)}
 SEEDS = 3  # where a worker's speed counts, not the network's
+# In a quick run: at one rate, for two epochs, and only what a task is for, which is slow workers or a slow network.
 QUICK_AT = {"digits": 1000.0, "generated": 100.0}  # Mbit/s
+QUICK_EPOCHS = 2
+QUICK = {
+    "digits": (("sync", "none"), ("async", "none"), ("bounded", "none")),
+    "generated": (("sync", "none"), ("sync", "int8"), ("diloco", "none"), ("local", "none")),
+}
 
 
 def run(quick: bool) -> Outcome:
-    """Every mode once per task, rate and codec, some with several seeds; quick: once, each task at one rate."""
+    """Every mode once per task, rate and codec, some with several seeds; quick: a part of it, once."""
     runs: list[dict[str, Json]] = []
-    for rate in RATES_MBIT:
-        with Netlab(WORKERS + PSERVERS, rate) as lab:
+    with Netlab(WORKERS + PSERVERS, RATES_MBIT[0]) as lab, contextlib.ExitStack() as stack:
+        workers: list[subprocess.Popen[str]] = []
+        for rate in RATES_MBIT:
+            lab.set_rate(rate)
             lab.probe(together=False)
-            for name, mode, codec in itertools.product(TASKS, MODES, CODECS):
-                if quick and (QUICK_AT[name] != rate or not _in_quick(name, mode, codec)):
-                    continue
+            workers = workers or start(lab.hosts, stack)  # after the first probe: a start takes all processors
+            for name, mode, codec in _quick(rate) if quick else itertools.product(TASKS, MODES, CODECS):
                 for seed in range(1 if quick else _seeds(name, rate, mode, codec)):
                     place = {"task": name, "mbit": rate, "mode": mode, "codec": codec, "seed": seed}
                     settings = {**MODES[mode], "compression": codec}
-                    runs.append({**place, **measure(lab.hosts, name, TASKS[name], settings, seed)})
+                    task = replace(TASKS[name], epochs=QUICK_EPOCHS) if quick else TASKS[name]
+                    runs.append({**place, **measure(workers, name, task, settings, seed)})
                     print(" ".join(f"{key}={value}" for key, value in runs[-1].items() if key != "line"), flush=True)
     return Outcome(headline(runs), runs)
+
+
+def _quick(mbit: float) -> list[tuple[str, str, str]]:
+    return [(name, *each) for name, some in QUICK.items() if QUICK_AT[name] == mbit for each in some]
 
 
 def _seeds(task: str, mbit: float, mode: str, codec: str) -> int:
@@ -82,35 +94,36 @@ def _seeds(task: str, mbit: float, mode: str, codec: str) -> int:
     return SEEDS if task == "digits" and mbit == max(RATES_MBIT) and compared else 1
 
 
-def _in_quick(task: str, mode: str, codec: str) -> bool:
-    """Async is for slow workers, not for slow networks."""
-    return (codec == "none" or mode in ("sync", "diloco")) and (task == "digits" or mode not in ("async", "bounded"))
+def start(hosts: Sequence[Host], stack: contextlib.ExitStack) -> list[subprocess.Popen[str]]:
+    """The workers, which train one task after the other, with their pservers: TensorFlow starts slowly."""
+    addresses = []
+    for host in hosts[WORKERS:]:
+        serve = [
+            "-m",
+            "tfps.pserver.cli",
+            "--port=7070",
+            f"--host={host.address}",
+            f"--workers={WORKERS}",
+            "--insecure",
+        ]
+        process = stack.enter_context(children.python(serve, popen=host.popen))
+        addresses.append(children.answer(process, ANSWER_S).split()[3])
+    work, workers = [str(pathlib.Path(__file__)), *addresses], []
+    for rank, host in enumerate(hosts[:WORKERS]):
+        variables = {"TFPS_RANK": str(rank), "TFPS_WORKERS": str(WORKERS), "TF_CPP_MIN_LOG_LEVEL": "2"}
+        workers.append(stack.enter_context(children.python(work, variables, host.popen)))
+    return workers
 
 
-def measure(hosts: Sequence[Host], name: str, task: Task, settings: Mapping[str, Json], seed: int) -> dict[str, Json]:
+def measure(
+    workers: Sequence[subprocess.Popen[str]], name: str, task: Task, settings: Mapping[str, Json], seed: int
+) -> dict[str, Json]:
     """One training: accuracy over time, rows per second, bytes that the workers' hosts sent and received per row."""
-    with contextlib.ExitStack() as stack:
-        addresses = []
-        for host in hosts[WORKERS:]:
-            serve = [
-                "-m",
-                "tfps.pserver.cli",
-                "--port=7070",
-                f"--host={host.address}",
-                f"--workers={WORKERS}",
-                "--insecure",
-            ]
-            process = stack.enter_context(children.python(serve, popen=host.popen))
-            addresses.append(children.answer(process, ANSWER_S).split()[3])
-        work = [str(pathlib.Path(__file__)), *addresses, "--task", name, "--seed", str(seed)]
-        work += ["--epochs", str(task.epochs), "--train-rows", str(task.train_rows), "--test-rows", str(task.test_rows)]
-        workers = []
-        for rank, host in enumerate(hosts[:WORKERS]):
-            step_s = task.step_s * (SLOW if rank == WORKERS - 1 else 1)
-            own = [*work, "--step-s", str(step_s), "--settings", json.dumps(settings)]
-            variables = {"TFPS_RANK": str(rank), "TFPS_WORKERS": str(WORKERS), "TF_CPP_MIN_LOG_LEVEL": "2"}
-            workers.append(stack.enter_context(children.python(own, variables, host.popen)))
-        found = [json.loads(children.answer(each, ANSWER_S)) for each in workers]
+    for rank, worker in enumerate(workers):
+        step_s = task.step_s * (SLOW if rank == WORKERS - 1 else 1)
+        job = {**asdict(task), "step_s": step_s, "name": name, "settings": settings, "seed": seed}
+        children.tell(worker, json.dumps(job))
+    found = [json.loads(children.answer(each, ANSWER_S)) for each in workers]
     line = found[0]["line"]
     if any(each["checksum"] != found[0]["checksum"] for each in found):
         raise RuntimeError(f"all ranks must end with the same parameters, got {[each['checksum'] for each in found]}")
@@ -148,26 +161,26 @@ def _place(run: Mapping[str, Json]) -> tuple[Json, ...]:
     return run["task"], run["mbit"], run["seed"]
 
 
-def _train(options: argparse.Namespace) -> None:
-    """A worker; prints what it found, and stays until it is terminated."""
+def _train(addresses: Sequence[str], job: Mapping[str, Json]) -> dict[str, Json]:
+    """A worker's part of one training; what it found."""
     import keras
     import numpy as np
 
     import tfps
 
-    keras.utils.set_random_seed(options.seed)
-    strategy = tfps.Strategy(options.addresses, config=tfps.Config(**json.loads(options.settings)))
-    data = _digits() if options.task == "digits" else _generated(options.train_rows, options.test_rows)
-    (x, y), test = data
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(job["seed"])
+    strategy = tfps.Strategy(addresses, config=tfps.Config(**job["settings"]))
+    is_digits = job["name"] == "digits"
+    (x, y), test = _digits() if is_digits else _generated(job["train_rows"], job["test_rows"])
     with strategy.scope():
-        model = (_digits_model if options.task == "digits" else _mlp)(options.step_s)
+        model = (_digits_model if is_digits else _mlp)(job["step_s"])
     clock = _clock(strategy, test)
-    model.fit(x, y, batch_size=BATCH, epochs=options.epochs, verbose=0, callbacks=[clock])
+    model.fit(x, y, batch_size=BATCH, epochs=job["epochs"], verbose=0, callbacks=[clock])
     checksum = float(np.sum([np.abs(each).sum() for each in _shared(model, strategy)], dtype=np.float64))
-    rows = len(x) * options.epochs - BATCH
-    found = {"line": clock.line, "steps": clock.steps, "nbytes": clock.nbytes, "rows": rows, "checksum": checksum}
-    print(json.dumps(found), flush=True)
-    sys.stdin.readline()
+    strategy.close()
+    rows = len(x) * job["epochs"] - BATCH
+    return {"line": clock.line, "steps": clock.steps, "nbytes": clock.nbytes, "rows": rows, "checksum": checksum}
 
 
 def _clock(strategy: Json, test: Json) -> Json:
@@ -309,10 +322,5 @@ def _compiled(model: Json, learning_rate: float) -> Json:
 
 
 if __name__ == "__main__":
-    _parser = argparse.ArgumentParser()
-    _parser.add_argument("addresses", nargs="+")
-    for _name, _type in (("task", str), ("seed", int), ("epochs", int), ("train-rows", int), ("test-rows", int)):
-        _parser.add_argument(f"--{_name}", type=_type, required=True)
-    _parser.add_argument("--step-s", type=float, required=True)
-    _parser.add_argument("--settings", required=True)
-    _train(_parser.parse_args())
+    for _line in sys.stdin:
+        print(json.dumps(_train(sys.argv[1:], json.loads(_line))), flush=True)

@@ -159,11 +159,6 @@ class Case:
         return self.place.workers * self.place.devices
 
     @property
-    def training_rows(self) -> int:
-        """Rows that `fit` trains on without validation_split."""
-        return self.rows
-
-    @property
     def in_any_order(self) -> bool:
         """Whether a `fit` goes through its rows in an order of its own."""
         return any(

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import jobs
 import pytest
 
-from tfps.launch import progress
-from tfps.launch.progress import Progress
+from tfps.updates import progress
+from tfps.updates.progress import Progress
 
 MB = 10**6
 
