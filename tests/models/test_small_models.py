@@ -40,6 +40,11 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     return results
 
 
+def test_a_small_convnext_ends_as_in_plain_keras(tmp_path_factory: pytest.TempPathFactory) -> None:
+    results = test_programs.run([("small_models", "convnext")], tmp_path_factory.mktemp("convnext"))
+    test_taught.check("convnext", results)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize(
