@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tfps.graph.rows import UNKNOWN, rows_of
-from tfps.graph.shares import LastBatch, NestedShare, Share, current_share, say_once, with_share
+from tfps.graph.shares import KerasStep, LastBatch, NestedShare, Share, current_share, say_once, with_share
 from tfps.types import Value
 
 EVEN = np.float32(1 / 3)
@@ -51,6 +51,19 @@ def test_where_all_have_as_many_rows_the_weight_is_that_of_keras_to_the_bit(rows
     known = share(rows, 3 * rows)
     assert known.weight(tf.constant(EVEN)).numpy().tobytes() == EVEN.tobytes()
     assert float(known.relative(tf.float32)) == 1.0
+
+
+@pytest.mark.parametrize("replicas", [3, 7, 49])
+@pytest.mark.parametrize("rows", [1, 3, 49, 1000003])
+def test_where_rows_are_known_a_weight_is_of_rows_alone_and_exact_in_graphs_too(rows: int, replicas: int) -> None:
+    @tf.function
+    def weights(total: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        own = tf.constant(rows, tf.int64)
+        known = Share(own, replicas, (total, own), lambda own: own, KerasStep(trains=True))
+        return known.weight(tf.constant(np.nan, tf.float64)), known.relative(tf.float64), known.of_whole_sum(tf.float64)
+
+    weight, relative, whole = weights(tf.constant(rows * replicas, tf.int64))
+    assert (float(weight), float(relative), float(whole)) == (1 / replicas, 1.0, replicas)
 
 
 @pytest.mark.parametrize(("rows", "total"), [(2, 5), (0, 4), (4, 4)])

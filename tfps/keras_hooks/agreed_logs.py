@@ -77,7 +77,7 @@ def _check_finite_everywhere(original: Function) -> Function:
     """Lets a gradient that is not finite on one rank skip the step on all.
 
     Keras decides by one worker's gradients. If ranks decided differently, some would wait for gradients that others
-    never send, and the loss scales would diverge. A rank without rows has no say: what it computes is often NaN.
+    never send, and the loss scales would diverge. A rank without rows has no say.
     """
 
     def check_finite(self: Optimizer, grads: Structure) -> tf.Tensor:
