@@ -19,7 +19,7 @@ import pytest
 import tensorflow as tf
 
 import tfps
-from tfps.graph.private_names import needed, needs
+from tfps.graph.tf_private import needed, needs
 
 PACKAGE = Path(__file__).resolve().parent.parent / "tfps"
 # Generated code; and what cannot be imported without its extra.

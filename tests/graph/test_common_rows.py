@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tfps.graph.common_rows import mark, merge
+from tfps.graph.rows import rows_of
 from tfps.graph.shares import Share
 from tfps.types import Value
 
@@ -20,7 +21,7 @@ def marked(lookups: Callable[[tf.Tensor], Value], spec: tf.TensorSpec = ROWS) ->
 
     @tf.function(input_signature=[spec])
     def function(batch: tf.Tensor) -> tf.Tensor:
-        share = Share(tf.shape(batch, tf.int64)[0], 2, None, tf.identity, None, (batch,))
+        share = Share(rows_of(batch), 2, None, tf.identity, None, (batch,))
         indices = tf.concat(list(map(tf.convert_to_tensor, lookups(batch))), 0)
         gradient = mark(tf.IndexedSlices(tf.ones([tf.size(indices), 1]), indices), share)
         return indices if gradient is None else gradient.indices

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfps
-from tfps.graph import effects, tf_private
+from tfps.graph import tf_private
 from tfps.types import Argument
 
 REFUSED = r"tfps supports TensorFlow 2\.18 to 2\.21 with Keras 3 .*; TensorFlow 2\..* does not fit: "
@@ -18,22 +18,22 @@ REFUSED = r"tfps supports TensorFlow 2\.18 to 2\.21 with Keras 3 .*; TensorFlow 
 @pytest.fixture(autouse=True)
 def _again() -> Iterator[None]:
     """The next strategy checks once more, and the one after the test."""
-    effects.check_effects.cache_clear()
+    tf_private.check_effects.cache_clear()
     yield
-    effects.check_effects.cache_clear()
+    tf_private.check_effects.cache_clear()
 
 
 def test_this_tensorflow_has_all_effects() -> None:
-    assert effects.orders_what_is_not_only_read()
-    assert effects.leaves_unordered_what_is_only_read()
-    assert effects.finds_generators()
+    assert tf_private.orders_what_is_not_only_read()
+    assert tf_private.leaves_unordered_what_is_only_read()
+    assert tf_private.finds_generators()
 
 
 def test_where_tensorflow_calls_the_attribute_differently_no_strategy_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     renamed = types.SimpleNamespace(READ_ONLY_RESOURCE_INPUTS_ATTR="_inputs_only_read")
     monkeypatch.setattr(tf_private, "auto_control_deps_utils", renamed)
-    assert not effects.orders_what_is_not_only_read()
-    assert not effects.leaves_unordered_what_is_only_read()
+    assert not tf_private.orders_what_is_not_only_read()
+    assert not tf_private.leaves_unordered_what_is_only_read()
     with pytest.raises(tfps.UnsupportedError, match=REFUSED + "variables could be read before their update"):
         tfps.Strategy()
 
@@ -58,9 +58,9 @@ def test_where_datasets_do_not_tell_their_inputs_no_strategy_starts(monkeypatch:
 
 
 def test_a_process_checks_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    effects.check_effects()
-    monkeypatch.setattr(effects, "set_read_only_inputs", lambda call, indices: None)
-    effects.check_effects()
-    effects.check_effects.cache_clear()
+    tf_private.check_effects()
+    monkeypatch.setattr(tf_private, "set_read_only_inputs", lambda call, indices: None)
+    tf_private.check_effects()
+    tf_private.check_effects.cache_clear()
     with pytest.raises(tfps.UnsupportedError):
-        effects.check_effects()
+        tf_private.check_effects()

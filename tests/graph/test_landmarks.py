@@ -11,7 +11,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tfps.graph.landmarks import Landmarks
+from tfps.graph.timestamps import Landmarks
 from tfps.types import Array, Value
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

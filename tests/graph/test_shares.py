@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfps.graph.shares import UNKNOWN, LastBatch, NestedShare, Share, current_share, rows_of, say_once, with_share
+from tfps.graph.rows import UNKNOWN, rows_of
+from tfps.graph.shares import KerasStep, LastBatch, NestedShare, Share, current_share, say_once, with_share
 from tfps.types import Value
 
 EVEN = np.float32(1 / 3)
@@ -50,6 +51,19 @@ def test_where_all_have_as_many_rows_the_weight_is_that_of_keras_to_the_bit(rows
     known = share(rows, 3 * rows)
     assert known.weight(tf.constant(EVEN)).numpy().tobytes() == EVEN.tobytes()
     assert float(known.relative(tf.float32)) == 1.0
+
+
+@pytest.mark.parametrize("replicas", [3, 7, 49])
+@pytest.mark.parametrize("rows", [1, 3, 49, 1000003])
+def test_where_rows_are_known_a_weight_is_of_rows_alone_and_exact_in_graphs_too(rows: int, replicas: int) -> None:
+    @tf.function
+    def weights(total: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        own = tf.constant(rows, tf.int64)
+        known = Share(own, replicas, (total, own), lambda own: own, KerasStep(trains=True))
+        return known.weight(tf.constant(np.nan, tf.float64)), known.relative(tf.float64), known.of_whole_sum(tf.float64)
+
+    weight, relative, whole = weights(tf.constant(rows * replicas, tf.int64))
+    assert (float(weight), float(relative), float(whole)) == (1 / replicas, 1.0, replicas)
 
 
 @pytest.mark.parametrize(("rows", "total"), [(2, 5), (0, 4), (4, 4)])
@@ -166,3 +180,20 @@ def test_a_first_argument_without_rows_before_others_is_logged(
     for _ in range(2):
         step(*given)
     assert [record.getMessage()[:22] for record in caplog.records] == ["tfps: the first tensor"] * said
+
+
+def test_an_eager_step_without_rows_gets_the_first_row_of_the_last_one_that_had_any() -> None:
+    step = with_share(lambda batch: batch, 2, LastBatch(1), lambda own: own)
+    given = with_share(lambda batch: float(batch[0, 0]), 2, last := LastBatch(1), lambda own: own)
+    assert given(tf.zeros([0, 1])) == 0.0, "zeros before there was one"
+    assert given(tf.constant([[7.0], [8.0]])) == 7.0
+    assert given(tf.zeros([0, 1])) == 7.0
+    assert last.given().numpy().tolist() == [0]
+    assert step(tf.zeros([0, 1])).shape == [0, 1], "it is cut off"
+
+
+def test_rows_that_the_graph_knows_are_a_constant_whatever_has_them() -> None:
+    for value in (tf.zeros([3, 2]), tf.RaggedTensor.from_uniform_row_length(tf.zeros([12]), 4)):
+        function = tf.function(lambda given: rows_of(given), input_signature=[tf.type_spec_from_value(value)])
+        (found,) = function.get_concrete_function().outputs
+        assert tf.get_static_value(found) == 3

@@ -17,9 +17,9 @@ import tensorflow as tf
 
 import tfps
 from tfps.errors import TfpsError, UnsupportedError
-from tfps.input.datasets import StagedIterator, StagedIteratorSpec
-from tfps.input.handing_out import Group, Groups, Stream
-from tfps.input.staging import Feed
+from tfps.input.datasets import Groups, Stream
+from tfps.input.iterators import StagedIterator, StagedIteratorSpec
+from tfps.input.staging import Feed, Group
 
 
 class Workers:

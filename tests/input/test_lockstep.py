@@ -97,8 +97,8 @@ def test_the_next_batch_is_agreed_on_while_the_step_before_waits_for_its_gradien
     train.step(iterator)
     assert other.wait_held()
     # Step 2 cannot finish, as rank 1 holds its gradients back; the batch of step 3 is granted all the same.
-    line = next(iter(strategy.extended.staging.lockstep._lines.values()))
-    jobs.poll(lambda: line.agreed == 3)
+    progress = next(iter(strategy.extended.staging.lockstep._iterators.values()))
+    jobs.poll(lambda: progress.agreed == 3)
     assert other.release() > 0
 
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import tensorflow as tf
 
 from tfps.errors import ClosedError, TfpsError, UnsupportedError, to_text
 from tfps.graph import tf_private
-from tfps.types import Array, Value, Variable
+from tfps.types import Array, Function, Value, Variable
 
 HOST = "/device:CPU:0"
 _RESOURCE = tf.TensorSpec([], tf.resource)
+_NUMBER = tf.TensorSpec([], tf.int64)
 _BYTES = tf.TensorSpec([None], tf.uint8)
 _TIMES = tf.TensorSpec([None], tf.float64)
 # What a graph hands to the host: transfer id, graph run, data, indices of a sparse gradient, times (see `send`), and
@@ -28,6 +30,7 @@ MESSAGE = [tf.int64, tf.int64, tf.uint8, tf.uint8, tf.float64, tf.resource]
 # What the host hands to a pull: error text or "", the graph run of the message, data, indices.
 PULLED = [tf.string, tf.int64, tf.uint8, tf.uint8]
 PASS, CLOSE, SEND, PULL = "tfps_pass_gate", "tfps_close_gates", "tfps_send", "tfps_pull"  # names of functions below
+_BACKWARD = re.compile(r"(^|/)gradient(s|_tape)(_\d+)?/")
 _OTHER_STEP = to_text(
     TfpsError(
         "the reply to another step came back. Either an earlier step was stopped while it waited for a reduction "
@@ -36,6 +39,16 @@ _OTHER_STEP = to_text(
     )
 )
 CLOSED = to_text(ClosedError("the strategy is closed"))
+
+
+def traced_once(*signature: tf.TensorSpec) -> Callable[[Function], Callable[[], tf_private.ConcreteFunction]]:
+    """Turns a function of tensors of `signature` into one that returns its concrete function, traced when needed."""
+
+    def wrap(function: Function) -> Callable[[], tf_private.ConcreteFunction]:
+        traced = tf.function(function, autograph=False, input_signature=signature)
+        return functools.cache(traced.get_concrete_function)
+
+    return wrap
 
 
 def wire_dtype(dtype: tf.DType) -> tf.DType:
@@ -222,21 +235,17 @@ def _close_function(gates: int, variables: int) -> tf_private.ConcreteFunction:
     return tfps_close_gates.get_concrete_function()
 
 
-@functools.cache
-def _check_function() -> tf_private.ConcreteFunction:
-    @tf.function(autograph=False, input_signature=[_RESOURCE])
-    def tfps_check_open(queue: tf.Tensor) -> tf.Tensor:
-        closed = tf.raw_ops.QueueIsClosedV2(handle=queue)
-        with tf.control_dependencies([tf.debugging.Assert(tf.logical_not(closed), [CLOSED])]):
-            return tf.constant(True)
-
-    return tfps_check_open.get_concrete_function()
+@traced_once(_RESOURCE)
+def tfps_check_open(queue: tf.Tensor) -> tf.Tensor:
+    closed = tf.raw_ops.QueueIsClosedV2(handle=queue)
+    with tf.control_dependencies([tf.debugging.Assert(tf.logical_not(closed), [CLOSED])]):
+        return tf.constant(True)
 
 
 def check_open(queue: tf.Tensor, after: Sequence[tf.Tensor]) -> tf.Tensor:
     """Raises in the graph once the runtime behind `queue` is closed: a gate closed after that would never open."""
     with tf.device(HOST), tf.control_dependencies(after):
-        checked = _check_function()(queue)
+        checked = tfps_check_open()(queue)
         tf_private.set_read_only_inputs(checked, [0])
     return checked
 
@@ -258,13 +267,9 @@ def open_gate(gate: Gate) -> tf.Operation:
         return tf.raw_ops.QueueEnqueueV2(handle=gate.handle, components=[tf.constant("")])
 
 
-@functools.cache
-def _graph_run_function() -> tf_private.ConcreteFunction:
-    @tf.function(autograph=False, input_signature=[])
-    def tfps_graph_run() -> tf.Tensor:
-        return tf.bitcast(tf.timestamp(), tf.int64)
-
-    return tfps_graph_run.get_concrete_function()
+@traced_once()
+def tfps_graph_run() -> tf.Tensor:
+    return tf.bitcast(tf.timestamp(), tf.int64)
 
 
 def graph_run() -> tf.Tensor:
@@ -273,7 +278,7 @@ def graph_run() -> tf.Tensor:
     A *stateless* call, because automatic control dependencies would order a stateful one with every `py_function`.
     """
     with tf.device(HOST):
-        return call_stateless(_graph_run_function(), [])[0]
+        return call_stateless(tfps_graph_run(), [])[0]
 
 
 def call_stateless(function: tf_private.ConcreteFunction, arguments: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -286,26 +291,20 @@ def call_stateless(function: tf_private.ConcreteFunction, arguments: list[tf.Ten
     return results
 
 
-@functools.cache
-def _send_function() -> tf_private.ConcreteFunction:
-    number = tf.TensorSpec([], tf.int64)
-
-    @tf.function(autograph=False, input_signature=[_RESOURCE, number, number, _BYTES, _BYTES, _TIMES])
-    def tfps_send(
-        queue: tf.Tensor,
-        transfer: tf.Tensor,
-        graph_run: tf.Tensor,
-        data: tf.Tensor,
-        indices: tf.Tensor,
-        times: tf.Tensor,
-    ) -> tf.Tensor:
-        with tf.control_dependencies([data, indices]):
-            times = tf.concat([tf.reshape(tf.timestamp(), [1]), times], 0)
-        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, graph_run, data, indices, times, queue])
-        with tf.control_dependencies([sent]):
-            return tf.constant(True)
-
-    return tfps_send.get_concrete_function()
+@traced_once(_RESOURCE, _NUMBER, _NUMBER, _BYTES, _BYTES, _TIMES)
+def tfps_send(
+    queue: tf.Tensor,
+    transfer: tf.Tensor,
+    graph_run: tf.Tensor,
+    data: tf.Tensor,
+    indices: tf.Tensor,
+    times: tf.Tensor,
+) -> tf.Tensor:
+    with tf.control_dependencies([data, indices]):
+        times = tf.concat([tf.reshape(tf.timestamp(), [1]), times], 0)
+    sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, graph_run, data, indices, times, queue])
+    with tf.control_dependencies([sent]):
+        return tf.constant(True)
 
 
 def send(
@@ -324,32 +323,28 @@ def send(
         if indices is None:
             indices = tf.constant([], tf.uint8)
         noted = tf.stack([tf.cast(each, tf.float64) for each in times]) if times else tf.constant([], tf.float64)
-        sent = _send_function()(queue, tf.constant(transfer, tf.int64), graph_run, data, indices, noted)
+        sent = tfps_send()(queue, tf.constant(transfer, tf.int64), graph_run, data, indices, noted)
         tf_private.set_read_only_inputs(sent, [0])
     return sent.op
 
 
-@functools.cache
-def _pull_function() -> tf_private.ConcreteFunction:
-    @tf.function(autograph=False, input_signature=[_RESOURCE, tf.TensorSpec([], tf.int64), _BYTES, _BYTES])
-    def tfps_pull(
-        queue: tf.Tensor, transfer: tf.Tensor, data: tf.Tensor, indices: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        # The kernel owns this queue: a pruned pull has none, and one that runs keeps it across steps.
-        results = tf.raw_ops.FIFOQueueV2(component_types=PULLED, capacity=16)
-        # A step that TensorFlow stops here leaves its reply behind, which the next step must not take.
-        with tf.control_dependencies([data, indices]):
-            now = tf.timestamp()
-        graph_run, times = tf.bitcast(now, tf.int64), tf.reshape(now, [1])
-        sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, graph_run, data, indices, times, results])
-        with tf.control_dependencies([sent]):
-            error, echoed, *pulled = tf.raw_ops.QueueDequeueV2(handle=results, component_types=PULLED)
-        with tf.control_dependencies([tf.debugging.Assert(tf.equal(error, ""), [error])]):
-            own = tf.debugging.Assert(tf.equal(graph_run, echoed), [tf.constant(_OTHER_STEP)])
-        with tf.control_dependencies([own]):
-            return tf.identity(pulled[0]), tf.identity(pulled[1])
-
-    return tfps_pull.get_concrete_function()
+@traced_once(_RESOURCE, _NUMBER, _BYTES, _BYTES)
+def tfps_pull(
+    queue: tf.Tensor, transfer: tf.Tensor, data: tf.Tensor, indices: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    # The kernel owns this queue: a pruned pull has none, and one that runs keeps it across steps.
+    results = tf.raw_ops.FIFOQueueV2(component_types=PULLED, capacity=16)
+    # A step that TensorFlow stops here leaves its reply behind, which the next step must not take.
+    with tf.control_dependencies([data, indices]):
+        now = tf.timestamp()
+    graph_run, times = tf.bitcast(now, tf.int64), tf.reshape(now, [1])
+    sent = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, graph_run, data, indices, times, results])
+    with tf.control_dependencies([sent]):
+        error, echoed, *pulled = tf.raw_ops.QueueDequeueV2(handle=results, component_types=PULLED)
+    with tf.control_dependencies([tf.debugging.Assert(tf.equal(error, ""), [error])]):
+        own = tf.debugging.Assert(tf.equal(graph_run, echoed), [tf.constant(_OTHER_STEP)])
+    with tf.control_dependencies([own]):
+        return tf.identity(pulled[0]), tf.identity(pulled[1])
 
 
 def pull(queue: tf.Tensor, transfer: int, data: tf.Tensor, indices: tf.Tensor) -> list[tf.Tensor]:
@@ -358,7 +353,7 @@ def pull(queue: tf.Tensor, transfer: int, data: tf.Tensor, indices: tf.Tensor) -
     A *stateless* call around stateful ops: it is pruned when nothing uses its result (see `needed`).
     """
     with tf.device(HOST):
-        pulled = call_stateless(_pull_function(), [queue, tf.constant(transfer, tf.int64), data, indices])
+        pulled = call_stateless(tfps_pull(), [queue, tf.constant(transfer, tf.int64), data, indices])
         tf_private.set_read_only_inputs(pulled[0], [0])
         for tensor in pulled:
             tensor.set_shape([None])
@@ -385,6 +380,44 @@ def needed(graph: tf.Graph) -> set[str]:
     return found
 
 
+def computed_from(
+    values: Iterable[tf.Tensor], goes_on: Callable[[tf.Tensor], bool] = lambda _: True
+) -> Iterator[tf.Tensor]:
+    """Yields `values`, tensors in graphs, and what they are computed from, each once; captures lead to outer graphs.
+
+    `goes_on`: whether to go on from a tensor.
+    """
+    seen: set[int] = set()
+    left = list(values)
+    while left:
+        tensor = left.pop()
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        yield tensor
+        if tf.is_symbolic_tensor(tensor) and goes_on(tensor):
+            left += _captured(tensor) or tensor.op.inputs
+
+
+def is_argument(tensor: Value) -> bool:
+    """Whether `tensor` is an argument of a function in a graph, and not captured from around it."""
+    return tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder" and not _captured(tensor)
+
+
+def outside(tensor: Value) -> Value:
+    """Returns what `tensor` stands for outside of the graphs that capture it."""
+    while tf.is_symbolic_tensor(tensor) and (captured := _captured(tensor)):
+        (tensor,) = captured
+    return tensor
+
+
+def _captured(tensor: tf.Tensor) -> list[tf.Tensor]:
+    """Returns the tensor around its graph that the placeholder `tensor` stands for, if it does."""
+    if tensor.op.type != "Placeholder":
+        return []
+    return [each for each, inside in getattr(tensor.graph, "captures", ()) if inside is tensor]
+
+
 def before(op: tf.Operation) -> list[tf.Operation]:
     """Returns the direct predecessors of `op`, by data and control edges."""
     return [*(each.op for each in op.inputs), *op.control_inputs]
@@ -393,6 +426,11 @@ def before(op: tf.Operation) -> list[tf.Operation]:
 def is_gate_op(op: tf.Operation) -> bool:
     """Whether `op` passes or closes a gate."""
     return called(op) in (PASS, CLOSE)
+
+
+def is_backward(op: tf.Operation) -> bool:
+    """Whether `op` belongs to a backward pass: of tf.GradientTape or tf.gradients."""
+    return _BACKWARD.search(op.name) is not None
 
 
 def called(op: tf.Operation) -> str:
@@ -405,27 +443,21 @@ def called(op: tf.Operation) -> str:
 
 def exchange_functions() -> list[str]:
     """Returns the names of the functions through which a graph exchanges data."""
-    return [function().name for function in (_send_function, _pull_function)]
+    return [function().name for function in (tfps_send, tfps_pull)]
 
 
-@functools.cache
-def _request_function() -> tf_private.ConcreteFunction:
-    number = tf.TensorSpec([], tf.int64)
-
-    @tf.function(autograph=False, input_signature=[_RESOURCE, _RESOURCE, number, number])
-    def tfps_request(queue: tf.Tensor, order: tf.Tensor, transfer: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-        nothing, times = tf.constant([], tf.uint8), tf.constant([], tf.float64)
-        asked = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, number, nothing, nothing, times, queue])
-        with tf.control_dependencies([asked]):
-            return tf.constant(True)
-
-    return tfps_request.get_concrete_function()
+@traced_once(_RESOURCE, _RESOURCE, _NUMBER, _NUMBER)
+def tfps_request(queue: tf.Tensor, order: tf.Tensor, transfer: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+    nothing, times = tf.constant([], tf.uint8), tf.constant([], tf.float64)
+    asked = tf.raw_ops.QueueEnqueueV2(handle=queue, components=[transfer, number, nothing, nothing, times, queue])
+    with tf.control_dependencies([asked]):
+        return tf.constant(True)
 
 
 def request(queue: tf.Tensor, order: tf.Tensor, transfer: int, number: tf.Tensor) -> tf.Tensor:
     """Asks the host for a batch. The resource `order` keeps the requests of one graph in order."""
     with tf.device(HOST):
-        asked = _request_function()(queue, order, tf.constant(transfer, tf.int64), number)
+        asked = tfps_request()(queue, order, tf.constant(transfer, tf.int64), number)
         if not tf.executing_eagerly():
             tf_private.set_read_only_inputs(asked, [0])
     return asked

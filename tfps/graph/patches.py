@@ -8,8 +8,9 @@ Tested in tests/strategy/test_patches.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -52,6 +53,17 @@ def install(patches: Iterable[Patch]) -> None:
     for patch in patches:
         original = getattr(patch.owner, patch.name)
         setattr(patch.owner, patch.name, functools.wraps(original)(patch.wrap(original)))
+
+
+@contextlib.contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Replaces an attribute of `owner` within the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def strategy_of(model: Model) -> BaseStrategy | None:

@@ -2,7 +2,7 @@
 
 A loss is a mean over rows. If a batch does not divide evenly, the mean of the replicas' means is not the mean over the
 batch: a replica with k of n rows counts k / n. A replica without rows counts nothing, whatever it computes of the row
-that fills its place (filler.py).
+that fills their place (rows.py).
 
 Two kinds of programs are weighted in two places (docs/design.md, "Who weights what"). In steps of Keras' `fit`,
 `evaluate` and so on, which are written as for one process, gradients are, where they are exchanged. In replica
@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
-from tfps.graph.filler import Fillers, cut
-from tfps.graph.landmarks import is_backward
-from tfps.graph.ops import HOST
+from tfps.graph.ops import HOST, computed_from, is_argument, is_backward
+from tfps.graph.patches import replaced
+from tfps.graph.rows import UNKNOWN, Fillers, cut, rows_of
 from tfps.graph.tf_private import (
     ResourceVariable,
     control_flow_free,
@@ -40,25 +40,6 @@ from tfps.graph.tf_private import (
 from tfps.types import Batches, Function, Structure, Value
 
 logger = logging.getLogger("tfps")
-UNKNOWN = -1  # in place of a number of rows
-
-
-def rows_of(structure: Structure) -> Value:
-    """Returns the first dimension, an int64 scalar, of the first value in `structure` that has one; else None.
-
-    UNKNOWN for a scalar whose rank the graph does not know.
-    """
-    for value in tf.nest.flatten(structure):
-        if isinstance(value, tf.RaggedTensor):
-            return tf.cast(value.nrows(), tf.int64)
-        if isinstance(value, tf.SparseTensor):
-            return value.dense_shape[0]
-        if isinstance(value, np.ndarray):
-            value = tf.convert_to_tensor(value)
-        if isinstance(value, tf.Tensor) and value.shape.rank != 0:
-            sizes = tf.shape(value, tf.int64)
-            return sizes[0] if value.shape.rank is not None else tf.concat([sizes, [UNKNOWN]], 0)[0]
-    return None
 
 
 def _warn_of_empty_first(structure: Structure) -> None:
@@ -202,13 +183,13 @@ class Share:
     @property
     def fixed_rows(self) -> int | None:
         """How many rows this replica has in every step of its graph, as after `batch(drop_remainder=True)`."""
-        known = (each.shape[0] for each in self._inputs if isinstance(each, tf.Tensor) and each.shape.rank)
-        return next(known, None)
+        known = tf.get_static_value(self.rows)
+        return None if known is None else int(known)
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether this replica may have no rows."""
-        return _may_be_zero(self.rows)
+        """Whether this replica may have no rows: a row that counts for nothing is in their place."""
+        return not self.fixed_rows
 
     @property
     def has_rows(self) -> tf.Tensor:
@@ -245,7 +226,7 @@ class Share:
         if self._total is None and self.trains:
             self._total = self._noted
         if self._total is None and exchange:
-            with self._in_graph(), _reducing(None):
+            with self._in_graph(), replaced(_current, "gradients", None):
                 self._total = self._sum_rows(self.rows)
         return self._total
 
@@ -253,21 +234,17 @@ class Share:
         """Returns this replica's rows over the average of all replicas, exactly 1 if all are equal or it is unknown."""
         total = self.total(exchange=exchange)
         one = tf.ones([], dtype)
-        if total is None:
-            return one
-        return tf.where(self._uneven(self.rows, total), self._of(self.rows * self.replicas, total, dtype), one)
+        return one if total is None else self._if_known(total, _ratio(self.rows * self.replicas, total, dtype), one)
 
     def weight(self, even: tf.Tensor, *, exchange: bool | None = None) -> tf.Tensor:
-        """Returns the weight of this replica's mean in the mean over the batch; `even` if all replicas count alike.
+        """Returns the weight of this replica's mean in the mean over the batch; `even` if nobody knows the rows of all.
 
         If the result is being differentiated, or with `exchange`, all replicas must call this together.
         """
         if self._weights:
             return tf.cast(self._weights[-1], even.dtype)
         total = self.total(exchange=is_differentiated() if exchange is None else exchange)
-        if total is None:
-            return even
-        return tf.where(self._uneven(self.rows, total), self._of(self.rows, total, even.dtype), even)
+        return even if total is None else self._if_known(total, _ratio(self.rows, total, even.dtype), even)
 
     def of_amount(self, amount: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
         """Returns what makes this replica's mean over something else than rows count by its `amount` of that.
@@ -275,13 +252,13 @@ class Share:
         Where a mean is weighted by rows, a factor of (amount / all amounts) / (rows / all rows) has that effect.
         Exactly 1 if all replicas have as much, and as many rows. All replicas must call this together.
         """
-        amount = tf.stop_gradient(tf.cast(amount, tf.float64))
-        amount = self.only_if_rows(amount)
+        amount = self.only_if_rows(tf.stop_gradient(tf.cast(amount, tf.float64)))
         total, rows = self._sum_rows(amount), self.total(exchange=True)
         if rows is None:
             return tf.ones([], dtype)
-        even = tf.equal(amount * self.replicas, total) & ~self._uneven(self.rows, rows)
-        counted = tf.where(self._uneven(self.rows, rows), self._of(self.rows, rows, tf.float64), 1 / self.replicas)
+        alike = tf.constant(1 / self.replicas, tf.float64)
+        counted = self._if_known(rows, _ratio(self.rows, rows, tf.float64), alike)
+        even = tf.equal(amount * self.replicas, total) & tf.equal(counted, alike)
         factor = tf.math.divide_no_nan(tf.math.divide_no_nan(amount, total), counted)
         return tf.cast(tf.where(even, tf.ones([], tf.float64), factor), dtype)
 
@@ -291,8 +268,9 @@ class Share:
         even = tf.constant(self.replicas, tf.float64)
         if total is None:
             return tf.cast(even, dtype)
+        # Not a division: by a constant TensorFlow multiplies by its reciprocal, which is not exact.
         ratio = tf.math.divide_no_nan(tf.cast(total, tf.float64), tf.cast(self.rows, tf.float64))
-        return tf.cast(tf.where(self._uneven(self.rows, total), ratio, even), dtype)
+        return tf.cast(self._if_known(total, ratio, even), dtype)
 
     def left_out(self, value: Value) -> Value:
         """Returns `value`; zeros if this replica has no rows and it is a number that may be computed from the batch."""
@@ -327,11 +305,8 @@ class Share:
         finally:
             self._weights.pop()
 
-    def _uneven(self, rows: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
-        return tf.logical_and(tf.logical_and(total > 0, rows >= 0), tf.not_equal(rows * self.replicas, total))
-
-    def _of(self, rows: tf.Tensor, total: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-        return tf.cast(tf.cast(rows, tf.float64) / tf.cast(total, tf.float64), dtype)
+    def _if_known(self, total: tf.Tensor, value: tf.Tensor, otherwise: tf.Tensor) -> tf.Tensor:
+        return tf.where((total > 0) & (self.rows >= 0), value, otherwise)
 
     def _in_graph(self) -> contextlib.AbstractContextManager[object]:
         """Enters the replica function's graph: what a branch needs must not exist in that branch alone."""
@@ -347,9 +322,7 @@ class NestedShare(Share):
     """What a nested function knows of its replica: whether it has rows, and in steps of Keras how many all have.
 
     Such a function is traced once, for training and evaluation alike: it reads a variable. A program's own means, and
-    those over something else than rows, are not weighted in it.
-
-    `around`: of the replica function.
+    those over something else than rows, are not weighted in it. `around` is the replica function's.
     """
 
     def __init__(
@@ -423,18 +396,15 @@ def with_share(
             _warn_of_empty_first(given)
             noted = None if tf.executing_eagerly() else last_batch.of_graph()
             last = None if noted is None else (noted[0], noted[1 + replica])
-            if _may_be_zero(rows):
+            if tf.executing_eagerly() or tf.get_static_value(rows) in (None, 0):
                 given = last_batch.fillers.fill(replica, rows, given)
             share = Share(rows, replicas, last, sum_rows, step, given)
             known = share.total(exchange=False) if step is not None and step.trains else None
         nested = functools.partial(NestedShare, last_batch, replica, replicas, step, share)
-        with last_batch.giving(replica, rows, known):
-            before, _current.function = _current.function, _Function(share, nested, step)
-            try:
-                result = function(*given[0], **given[1])
-            finally:
-                _current.function = before
-        if share is None or not _may_be_zero(rows):
+        own = _Function(share, nested, step)
+        with last_batch.giving(replica, rows, known), replaced(_current, "function", own):
+            result = function(*given[0], **given[1])
+        if share is None or not share.may_be_empty:
             return result
         result = cut(rows, result)
         # Results of steps of Keras are weighted by rows; a program's own may be summed.
@@ -443,19 +413,13 @@ def with_share(
     return shared
 
 
-def _may_be_zero(rows: tf.Tensor) -> bool:
-    known = tf.get_static_value(rows)
-    return known is None or int(known) == 0
+def _ratio(part: tf.Tensor, whole: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    return tf.cast(tf.cast(part, tf.float64) / tf.cast(whole, tf.float64), dtype)
 
 
-@contextlib.contextmanager
-def keras_step(*, trains: bool) -> Iterator[None]:
+def keras_step(*, trains: bool) -> contextlib.AbstractContextManager[None]:
     """Marks that replica functions which this thread calls in the block are steps of Keras."""
-    before, _current.step = _current.step, KerasStep(trains)
-    try:
-        yield
-    finally:
-        _current.step = before
+    return replaced(_current, "step", KerasStep(trains))
 
 
 def in_keras_step() -> bool:
@@ -476,25 +440,14 @@ def current_share() -> Share | None:
     return function.share_in(control_flow_free(ops.get_default_graph()))
 
 
-@contextlib.contextmanager
-def reducing_gradients(replicas: int, *, weighted: bool = False) -> Iterator[None]:
+def reducing_gradients(replicas: int, *, weighted: bool = False) -> contextlib.AbstractContextManager[None]:
     """Marks what this thread reduces in the block as gradients.
 
     Args:
         replicas: in the whole job.
         weighted: they are weighted by rows already, as accumulated ones are.
     """
-    with _reducing(Gradients(replicas, weighted)):
-        yield
-
-
-@contextlib.contextmanager
-def _reducing(gradients: Gradients | None) -> Iterator[None]:
-    before, _current.gradients = _current.gradients, gradients
-    try:
-        yield
-    finally:
-        _current.gradients = before
+    return replaced(_current, "gradients", Gradients(replicas, weighted))
 
 
 @dataclass(frozen=True)
@@ -511,13 +464,9 @@ class Counted:
 
     def part(self, value: Value) -> Value:
         """Returns what `value`, a tensor or IndexedSlices, adds to the sum."""
-        return self.weighted(self.only_if_rows(value))
-
-    def only_if_rows(self, value: Value) -> Value:
-        """Returns `value`, or zeros if it does not count."""
-        if self.has_rows is None:
-            return value
-        return with_values(value, lambda each: tf.where(self.has_rows, each, tf.zeros_like(each)))
+        if self.has_rows is not None:
+            value = with_values(value, lambda each: tf.where(self.has_rows, each, tf.zeros_like(each)))
+        return self.weighted(value)
 
     def weighted(self, value: Value) -> Value:
         """Returns `value` multiplied by its weight."""
@@ -543,9 +492,9 @@ def counted() -> Counted:
     if not in_keras_step():
         return Counted(has_rows)
     even = tf.constant(1 / gradients.replicas, tf.float64)
-    if share is None or gradients.weighted:
-        return Counted(None if gradients.weighted else has_rows, even)
-    return Counted(has_rows, share.weight(even, exchange=True))
+    if gradients.weighted:
+        return Counted(weight=even)
+    return Counted(has_rows, even if share is None else share.weight(even, exchange=True))
 
 
 def is_reducing_gradients() -> bool:
@@ -556,25 +505,17 @@ def is_reducing_gradients() -> bool:
 def depends_on(values: Iterable[tf.Tensor], sources: Iterable[tf.Tensor], ends: Iterable[tf.Tensor] = ()) -> bool:
     """Whether some of `values`, tensors in graphs, may be computed from `sources`; what `ends` are from does not count.
 
-    What a function within gets as an argument may be; what a graph within captures is followed to the graph outside.
-    Only the first dimension of what comes from rows is itself from rows.
+    What a function within gets as an argument may be. Only the first dimension of what comes from rows is itself from
+    rows.
     """
-    wanted, seen, left = {id(each) for each in sources}, {id(each) for each in ends}, list(values)
-    while left:
-        tensor = left.pop()
-        if id(tensor) in wanted:
-            return True
-        if id(tensor) in seen or not tf.is_symbolic_tensor(tensor):
-            continue
-        seen.add(id(tensor))
-        if tensor.op.type == "Placeholder":
-            outside = [each for each, inside in getattr(tensor.graph, "captures", ()) if inside is tensor]
-            if not outside:
-                return True
-            left += outside
-        if not _is_size_within_row(tensor.op):
-            left += tensor.op.inputs
-    return False
+    wanted, known = {id(each) for each in sources}, {id(each) for each in ends}
+
+    def goes_on(tensor: tf.Tensor) -> bool:
+        return id(tensor) not in known and not _is_size_within_row(tensor.op)
+
+    return any(
+        id(each) in wanted or (id(each) not in known and is_argument(each)) for each in computed_from(values, goes_on)
+    )
 
 
 def _is_size_within_row(op: tf.Operation) -> bool:

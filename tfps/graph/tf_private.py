@@ -1,29 +1,63 @@
 """Every private TensorFlow name that tfps uses, imported here only, each with its reason.
 
+At import `needs` checks that all names exist; `check_effects` that those which would fail silently still do what they
+are for.
+
 Raises:
     ImportError: TensorFlow is missing, too old, used with Keras 2, or so new that one of these names is gone; the
         message says which versions are supported. A newer TensorFlow that has all names works, with one warning.
 
-Tested in tests/test_versions.py.
+Tested in tests/test_versions.py, tests/test_private_names.py and tests/graph/test_effects.py.
 """
 
 # ruff: noqa: F401
 from __future__ import annotations
 
+import dis
+import functools
 import importlib.metadata
+import inspect
 import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from types import ModuleType
 
 from packaging.version import Version
 
-from tfps.errors import TfpsError, in_graph_error, outlined
-from tfps.graph.private_names import needs
+from tfps.errors import TfpsError, UnsupportedError, in_graph_error, outlined
 from tfps.types import Structure
 
 SUPPORTED = "TensorFlow 2.18 to 2.21 with Keras 3 (3.8 or newer)"
 _OLDEST, _NEWEST, _OLDEST_KERAS = (2, 18), (2, 21), (3, 8)
+needed: dict[type | ModuleType, set[str]] = {}  # owner (module or class) -> names that have been checked
+
+
+def needs(owner: type | ModuleType, *names: str) -> None:
+    """Checks that `owner` has `names`, and remembers them in `needed`.
+
+    Args:
+        owner: a module, or a class.
+        names: for a class, also attributes that its methods assign: instances have them.
+
+    Raises:
+        ImportError: it lacks one.
+    """
+    for name in names:
+        if not (hasattr(owner, name) or (inspect.isclass(owner) and _assigns(owner, name))):
+            raise ImportError(f"{owner} has no {name}")
+    needed.setdefault(owner, set()).update(names)
+
+
+def _assigns(owner: type, name: str) -> bool:
+    """Whether a method of `owner` or of its bases assigns the attribute `name`."""
+    methods = (member for each in owner.__mro__ for member in vars(each).values() if inspect.isfunction(member))
+    return any(
+        instruction.opname == "STORE_ATTR" and instruction.argval == name
+        for method in map(inspect.unwrap, methods)
+        if inspect.isfunction(method) and name in method.__code__.co_names  # the rest takes longer
+        for instruction in dis.get_instructions(method)
+    )
 
 
 def _minor(version: str) -> tuple[int, ...]:
@@ -182,7 +216,7 @@ try:
     for _spec in (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec):
         needs(_spec, "_batch", "_unbatch")
     needs(tf.data.Dataset, "_functions")  # see reads_files
-    needs(tf.data.Dataset, "_inputs")  # see made_by_generator; what it does with them is checked in effects.py
+    needs(tf.data.Dataset, "_inputs")  # see made_by_generator, and finds_generators
     needs(flat_map_op, "_FlatMapDataset")
     needs(flat_map_op._FlatMapDataset, "_map_func")
 
@@ -197,7 +231,7 @@ try:
     needs(control_flow_v2_func_graphs, "CondBranchFuncGraph", "ControlFlowFuncGraph")
     needs(control_flow_util, "GraphOrParentsInXlaContext")
     needs(attr_value_pb2, "AttrValue")
-    needs(auto_control_deps_utils, "READ_ONLY_RESOURCE_INPUTS_ATTR")  # what it does is checked in effects.py
+    needs(auto_control_deps_utils, "READ_ONLY_RESOURCE_INPUTS_ATTR")  # what it does, check_effects sees
     needs(tf.Operation, "_set_attr")
     needs(tf.Graph, "_is_function")
     needs(ops, "get_default_graph", "init_scope")
@@ -370,3 +404,65 @@ def control_flow_free(graph: tf.Graph) -> tf.Graph:
 def is_differentiated() -> bool:
     """Whether a gradient tape of this thread may record what is computed now, as in training."""
     return bool(record.could_possibly_record())
+
+
+# What these names do.
+
+
+def orders_what_is_not_only_read() -> bool:
+    """Whether a later use of a variable waits for a call that takes it and declares no read-only inputs."""
+    return _second_waits(lambda resource: None, only_read=[])
+
+
+def leaves_unordered_what_is_only_read() -> bool:
+    """Whether calls that enqueue to one queue run in any order if they declare it read-only."""
+    return not _second_waits(lambda queue: tf.raw_ops.QueueEnqueueV2(handle=queue, components=[0]), only_read=[0])
+
+
+def finds_generators() -> bool:
+    """Whether batches made by a Python generator are told apart from batches that TensorFlow makes of its rows."""
+    made = tf.data.Dataset.from_generator(lambda: iter([[0]]), output_signature=tf.TensorSpec([None], tf.int64))
+    return made_by_generator(made.prefetch(1)) and not made_by_generator(made.batch(1))
+
+
+@functools.cache
+def check_effects() -> None:
+    """Runs these checks when a process creates its first strategy; takes 0.1 s.
+
+    Raises:
+        UnsupportedError: one fails; the message says which versions are supported.
+    """
+    with tf.init_scope():
+        for effect, without in {
+            orders_what_is_not_only_read: "variables could be read before their update",
+            leaves_unordered_what_is_only_read: "gradients would wait for each other",
+            finds_generators: "workers would get whole batches of a generator in turn, not their rows of each",
+        }.items():
+            if not effect():
+                raise UnsupportedError(
+                    f"tfps supports {SUPPORTED}; TensorFlow {tf.__version__} does not fit: {without} "
+                    f"({effect.__name__} is False)"
+                )
+
+
+def _second_waits(uses: Callable[[tf.Tensor], object], only_read: list[int]) -> bool:
+    """Whether TensorFlow makes the second of two calls of `uses`, with read-only inputs `only_read`, wait."""
+    resource = tf.TensorSpec([], tf.resource)
+
+    @tf.function(autograph=False, input_signature=[resource])
+    def tfps_use(resource: tf.Tensor) -> tf.Tensor:
+        uses(resource)
+        return tf.constant(True)
+
+    calls: list[tf.Operation] = []
+
+    @tf.function(autograph=False, input_signature=[resource])
+    def tfps_two_uses(resource: tf.Tensor) -> None:
+        for _ in range(2):
+            call = tfps_use.get_concrete_function()(resource)
+            set_read_only_inputs(call, only_read)
+            calls.append(call.op)
+
+    tfps_two_uses.get_concrete_function()
+    first, second = calls
+    return first in second.control_inputs

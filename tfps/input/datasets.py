@@ -1,208 +1,44 @@
-"""Distributed datasets and iterators with staged batches, used like those of tf.distribute.
+"""Distributed datasets with staged batches, used like those of tf.distribute, and which batches a worker gets of them.
 
-TensorFlow's distributed dataset still shards and rebatches; only its iterator is replaced.
+TensorFlow's distributed dataset still shards and rebatches; only its iterator is replaced. Two kinds of batches are cut
+by rows instead, so that each worker trains on its rows of every batch. Of those made in Python (`PyDataset`,
+generators) TensorFlow would give the workers whole batches in turn, each cut into one step per replica: they would have
+other rows than in one process, and some workers more steps than others. And batches with a scalar beside the rows it
+cannot cut: every replica gets that as it is.
 
-Tested in tests/input/test_staging.py and tests/integration/test_input.py.
+In mode "async" batches are handed out: every worker reads the whole stream, and uses those whose number it draws from a
+counter on a pserver, so that each is used once, by the worker that is free.
+
+Tested in tests/input/test_staging.py, test_generators.py and test_handing_out.py there, and in
+tests/integration/test_input.py.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
-from tfps.errors import UnsupportedError, from_text
+from tfps.errors import UnsupportedError
 from tfps.graph.ops import HOST
+from tfps.graph.rows import rows_of
 from tfps.graph.tf_private import (
-    CompositeTensor,
     DistributedDataset,
     DistributedDatasetsFromFunction,
-    distribute_utils,
+    dummy_batch,
+    made_by_generator,
     of_any_size,
-    values,
 )
-from tfps.input import generators
-from tfps.input.first_batches import FirstBatches, is_same_on_all
-from tfps.input.handing_out import Group, Groups, Stream
-from tfps.input.loops import Loop, LoopIterator
-from tfps.input.staging import END, GO, TOKEN, Feed, Staging
+from tfps.input.first_batches import DIVIDED, AutoShardPolicy, FirstBatches, is_same_on_all, shard_policy
+from tfps.input.iterators import Loop, LoopIterator, StagedIterator, StagedIteratorSpec
+from tfps.input.staging import Feed, Group, Staging
 from tfps.keras_hooks.random_numbers import of_its_own
-from tfps.types import Argument, Batches, Function, Structure
+from tfps.types import Argument, Batches, Function, Structure, Value
 
 PER_REPLICA = tf.distribute.InputReplicationMode.PER_REPLICA
-
-
-class StagedIteratorSpec(tf.TypeSpec):
-    """Spec of a `StagedIterator`: equal for all iterators over one dataset, so a new epoch needs no retracing.
-
-    Args:
-        number: of the staging.
-        element_spec: of one replica's batch.
-        on_devices: True if batches are staged on the replicas' devices, False for the host.
-        hands_out: whether batches are handed out.
-    """
-
-    __slots__ = ("_element_spec", "_number", "_on_devices", "hands_out")
-    value_type = property(lambda self: StagedIterator)
-
-    def __init__(self, number: int, element_spec: Structure, on_devices: bool, hands_out: bool = False) -> None:
-        self._number, self._element_spec, self._on_devices = number, element_spec, on_devices
-        self.hands_out = hands_out
-
-    @property
-    def staging(self) -> Staging:
-        return Staging.of(self._number)
-
-    @property
-    def element_spec(self) -> Structure:
-        """Spec of what `get_next` returns."""
-        replicas = len(self.staging.devices)
-        if replicas == 1:
-            return self._element_spec
-        return tf.nest.map_structure(lambda spec: values.PerReplicaSpec(*[spec] * replicas), self._element_spec)
-
-    def take(self, key: tf.Tensor) -> Structure:
-        """Returns the batch of `key`, a PerReplica if there are several replicas."""
-        stage = self.staging.stage(self._element_spec, on_devices=self._on_devices)
-        return distribute_utils.regroup(stage.take(key), always_wrap=stage.replicas > 1)
-
-    def _serialize(self) -> tuple[object, ...]:
-        return self._number, self._element_spec, self._on_devices, self.hands_out
-
-    @property
-    def _component_specs(self) -> list[tf.TensorSpec]:
-        return [tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.int64)]
-
-    def _to_components(self, value: StagedIterator) -> list[tf.Tensor]:
-        return value.components()
-
-    def _from_components(self, components: list[tf.Tensor]) -> StagedIterator:
-        return StagedIterator(self, *components)
-
-
-class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
-    """Yields the batches that a `Feed` stages. Can be passed to a `tf.function` as an argument.
-
-    Args:
-        tokens: resource handle of the key queue.
-        number: of the feed, int64 scalar.
-        feed: None inside a graph.
-    """
-
-    def __init__(
-        self, spec: StagedIteratorSpec, tokens: tf.Tensor, number: tf.Tensor, feed: Feed | None = None
-    ) -> None:
-        self._spec, self._tokens, self._number, self._feed = spec, tokens, number, feed
-        if feed is not None:
-            weakref.finalize(self, feed.stop).atexit = False
-
-    @property
-    def _type_spec(self) -> StagedIteratorSpec:
-        return self._spec
-
-    def allow(self, batches: int) -> None:
-        """See `Feed.allow`."""
-        if self._feed is not None:
-            self._feed.allow(batches)
-
-    def components(self) -> list[tf.Tensor]:
-        """Returns the tensors that represent this iterator in a graph."""
-        if self._feed is not None:
-            self._feed.start()
-        return [self._tokens, self._number]
-
-    @property
-    def element_spec(self) -> Structure:
-        """Spec of what `get_next` returns."""
-        return self._spec.element_spec
-
-    def __iter__(self) -> StagedIterator:
-        return self
-
-    def __next__(self) -> Structure:
-        try:
-            return self.get_next()
-        except tf.errors.OutOfRangeError:
-            raise StopIteration from None
-
-    def get_next(self) -> Structure:
-        """Returns the next batch, for all local replicas.
-
-        Raises:
-            tf.errors.OutOfRangeError: the data has ended, here or on another worker.
-            tf.errors.InvalidArgumentError: the input pipeline failed at this batch.
-        """
-        key = self._token()
-        if tf.executing_eagerly():
-            if int(key) == END:
-                raise tf.errors.OutOfRangeError(None, None, "End of sequence")
-            return self._spec.take(key)
-        key = tf.cond(tf.equal(key, END), self._spec.staging.no_batch, lambda: tf.identity(key))
-        key.set_shape([])
-        return self._spec.take(key)
-
-    def get_next_as_optional(self) -> tf.experimental.Optional:
-        """Returns the next batch, or an empty optional at the end of the data.
-
-        Raises:
-            tf.errors.InvalidArgumentError: as `get_next`.
-        """
-        key = self._token()
-
-        def batch() -> tf.experimental.Optional:
-            return tf.experimental.Optional.from_value(self._spec.take(key))
-
-        def nothing() -> tf.experimental.Optional:
-            return tf.experimental.Optional.empty(self.element_spec)
-
-        if tf.executing_eagerly():
-            return nothing() if int(key) == END else batch()
-        return tf.cond(tf.equal(key, END), nothing, batch)
-
-    def _token(self) -> tf.Tensor:
-        """Returns the next key or END; raises if the feed reports an error."""
-        if tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None:
-            raise ValueError(
-                "next(iterator) must be called outside of the replica function: "
-                "strategy.run(replica_fn, args=(next(iterator),))"
-            )
-        lockstep = self._spec.staging.lockstep
-        with tf.device(HOST):
-            if tf.executing_eagerly():
-                if self._feed is None:
-                    raise UnsupportedError("an iterator that a tf.function returns cannot be used outside of it")
-                self._feed.start()
-                spans = self._spec.staging.spans
-                begin = spans.now()
-                if lockstep is not None:
-                    lockstep.request_eagerly(self._feed.number)
-                key, text, _ = self._dequeued()
-                if spans.recorder.enabled:
-                    spans.input(begin)
-                if text.numpy():
-                    words = text.numpy().decode()
-                    raise from_text(words) or tf.errors.InvalidArgumentError(None, None, words)
-                return key
-            asked = [] if lockstep is None else [lockstep.request_in_graph(self._number)]
-            with tf.control_dependencies(asked):
-                key, text, rows = self._dequeued()
-            key.set_shape([])
-            if (last_batch := self._spec.staging.last_batch) is not None:
-                last_batch.note(self, rows)
-            with tf.control_dependencies([tf.debugging.Assert(tf.equal(text, ""), [text])]):
-                return tf.identity(key)
-
-    def _dequeued(self) -> list[tf.Tensor]:
-        """Returns the next token: its key, text and rows."""
-        if not self._spec.hands_out:
-            token: list[tf.Tensor] = tf.raw_ops.QueueDequeueV2(handle=self._tokens, component_types=TOKEN)
-            return token
-        both = tf.raw_ops.QueueDequeueManyV2(handle=self._tokens, n=2, component_types=TOKEN)
-        second = tf.cast(tf.equal(both[0][0], GO), tf.int32)  # GO comes first, unless a step that failed has taken it
-        return [each[second] for each in both]
+_MISSING = object()
 
 
 class _Staged:
@@ -271,16 +107,19 @@ class StagedDatasetFromFunction(_Staged, DistributedDatasetsFromFunction):
 
 def distribute_dataset(
     extended: tf.distribute.StrategyExtended,
-    staging: Staging | None,
     dataset: Batches,
     context: tf.distribute.InputContext,
     options: tf.distribute.InputOptions | None,
 ) -> Batches:
-    """Returns what `experimental_distribute_dataset` does; `staging` None: no staging.
+    """Returns what `experimental_distribute_dataset` does.
 
     Raises:
-        UnsupportedError: `options` ask for one dataset per replica, which requires a dataset function.
+        UnsupportedError: `options` ask for one dataset per replica, which requires a dataset function; or batches that
+            are cut by rows are to be sharded by their files.
     """
+    in_python = context.num_input_pipelines > 1 and of_whole_job(dataset)
+    if in_python or (context.num_replicas_in_sync > 1 and has_scalars(dataset)):
+        return _distribute_rows(extended, dataset, context, options)
     if options and options.experimental_replication_mode == PER_REPLICA:
         raise UnsupportedError(
             "InputReplicationMode.PER_REPLICA works with distribute_datasets_from_function only, as in TensorFlow"
@@ -292,7 +131,7 @@ def distribute_dataset(
         options = tf.distribute.InputOptions(
             experimental_fetch_to_device=False, experimental_replication_mode=PER_REPLICA
         )
-    first, dataset = _watched(extended, staging, dataset)
+    first, dataset = _watched(extended, dataset)
     arguments = {
         "input_workers": _input_workers(extended, options),
         "strategy": extended._container_strategy(),
@@ -301,22 +140,21 @@ def distribute_dataset(
         "input_context": context,
         "options": options,
     }
-    made = _made(staging, DistributedDataset, StagedDataset, arguments, options)
+    made = _made(extended, DistributedDataset, StagedDataset, arguments, options)
     if isinstance(made, _Staged):
         made.first = first
-    if isinstance(made, _Staged) and extended.hands_out and _may_be_handed_out(dataset):
-        # As for one worker with all replicas of the job.
-        everything = tf.distribute.InputContext(num_replicas_in_sync=context.num_replicas_in_sync)
-        made.whole = functools.cache(
-            lambda: list(DistributedDataset(**{**arguments, "input_context": everything})._cloned_datasets)
-        )
+        if extended.hands_out and shard_policy(dataset) in DIVIDED:
+            # Each worker reads all of it, as one with all replicas of the job.
+            everything = tf.distribute.InputContext(num_replicas_in_sync=context.num_replicas_in_sync)
+            made.whole = functools.cache(
+                lambda: list(DistributedDataset(**{**arguments, "input_context": everything})._cloned_datasets)
+            )
     return made
 
 
-def _watched(
-    extended: tf.distribute.StrategyExtended, staging: Staging | None, dataset: Batches
-) -> tuple[FirstBatches | None, Batches]:
+def _watched(extended: tf.distribute.StrategyExtended, dataset: Batches) -> tuple[FirstBatches | None, Batches]:
     """Returns what knows the first batches of the second if all ranks make the same; else None and `dataset`."""
+    staging = extended.staging
     compares = staging is not None and staging.compares and extended.shards and tf.executing_eagerly()
     if not compares or not is_same_on_all(dataset):
         return None, dataset
@@ -324,49 +162,32 @@ def _watched(
     return first, first.watch(dataset)
 
 
-def _may_be_handed_out(dataset: Batches) -> bool:
-    """Whether each worker may read all of `dataset`, rather than what its program or its files give it."""
-    if not isinstance(dataset, tf.data.Dataset):
-        return False
-    policy = dataset.options().experimental_distribute.auto_shard_policy
-    return bool(policy in (tf.data.experimental.AutoShardPolicy.AUTO, tf.data.experimental.AutoShardPolicy.DATA))
-
-
-def distribute_rows(
+def _distribute_rows(
     extended: tf.distribute.StrategyExtended,
-    staging: Staging | None,
     dataset: tf.data.Dataset,
     context: tf.distribute.InputContext,
     options: tf.distribute.InputOptions | None,
 ) -> Batches:
-    """Returns what `distribute_dataset` does, for batches that are cut by rows; see generators.py.
-
-    Raises:
-        UnsupportedError: `dataset` is to be sharded by its files.
-    """
     replicas, own = context.num_replicas_in_sync, len(extended._devices)
-    policy = dataset.options().experimental_distribute.auto_shard_policy
-    if policy == tf.data.experimental.AutoShardPolicy.FILE:
+    policy = shard_policy(dataset)
+    if policy == AutoShardPolicy.FILE:
         raise UnsupportedError(
             "AutoShardPolicy.FILE does not work with batches that have a scalar beside their rows, which TensorFlow "
             "cannot cut; use AutoShardPolicy.DATA, or repeat the scalar for each row"
         )
-    first, dataset = _watched(extended, staging, dataset)
-    if policy == tf.data.experimental.AutoShardPolicy.OFF:  # each worker has data of its own
-        split = generators.own_rows(dataset, replicas, 0, replicas)
-    else:
-        split = generators.own_rows(dataset, replicas, own * context.input_pipeline_id, own)
-    made = distribute_datasets_from_function(extended, staging, lambda _: split, context, options)
+    first, dataset = _watched(extended, dataset)
+    has_own = policy == AutoShardPolicy.OFF  # data of each worker
+    split = own_rows(dataset, replicas, *((0, replicas) if has_own else (own * context.input_pipeline_id, own)))
+    made = distribute_datasets_from_function(extended, lambda _: split, context, options)
     if isinstance(made, _Staged):
         made.first = first
-    if isinstance(made, _Staged) and extended.hands_out:
-        made.whole = functools.cache(lambda: [generators.own_rows(dataset, replicas, 0, replicas)])
+        if extended.hands_out:
+            made.whole = functools.cache(lambda: [own_rows(dataset, replicas, 0, replicas)])
     return made
 
 
 def distribute_datasets_from_function(
     extended: tf.distribute.StrategyExtended,
-    staging: Staging | None,
     dataset_fn: Function,
     context: tf.distribute.InputContext,
     options: tf.distribute.InputOptions | None,
@@ -385,7 +206,7 @@ def distribute_datasets_from_function(
         "dataset_fn": own_data,
         "options": options,
     }
-    return _made(staging, DistributedDatasetsFromFunction, StagedDatasetFromFunction, arguments, options)
+    return _made(extended, DistributedDatasetsFromFunction, StagedDatasetFromFunction, arguments, options)
 
 
 def _input_workers(extended: tf.distribute.StrategyExtended, options: tf.distribute.InputOptions | None) -> Structure:
@@ -397,13 +218,13 @@ def _input_workers(extended: tf.distribute.StrategyExtended, options: tf.distrib
 
 
 def _made(
-    staging: Staging | None,
+    extended: tf.distribute.StrategyExtended,
     plain: type,
     staged: type,
     arguments: dict[str, Argument],
     options: tf.distribute.InputOptions | None,
 ) -> Batches:
-    on_devices_already = bool(options and options.experimental_place_dataset_on_device)
+    staging, on_devices_already = extended.staging, bool(options and options.experimental_place_dataset_on_device)
     if staging is None or staging.closed or on_devices_already or not tf.executing_eagerly():
         return plain(**arguments)
     made = staged(**arguments)
@@ -411,3 +232,144 @@ def _made(
     # Batches for CPU devices are always on the host.
     made.on_devices = options is None or options.experimental_fetch_to_device
     return made
+
+
+# What a worker gets: rows of a batch, a batch for each replica, batches that it draws.
+
+
+def of_whole_job(dataset: Batches) -> bool:
+    """Returns whether `dataset` yields batches made in Python, whose size TensorFlow does not know."""
+    return shard_policy(dataset) == AutoShardPolicy.AUTO and made_by_generator(dataset)
+
+
+def has_scalars(dataset: Batches) -> bool:
+    """Returns whether batches of `dataset` have scalars beside what has rows."""
+    if not isinstance(dataset, tf.data.Dataset):
+        return False
+    ranks = {getattr(getattr(spec, "shape", None), "rank", None) for spec in tf.nest.flatten(dataset.element_spec)}
+    return 0 in ranks and len(ranks) > 1
+
+
+def own_rows(dataset: tf.data.Dataset, replicas: int, first: int, count: int) -> tf.data.Dataset:
+    """Returns the rows of replicas `first` to `first + count - 1` of `replicas`, one element each.
+
+    Parts of a batch differ by at most one row; if it has fewer rows than replicas, some are empty. Nothing is read
+    ahead of those that Keras reads without, as it may be too early there (keras_hooks/loops.py).
+    """
+
+    def parts(*batch: object) -> tf.data.Dataset:
+        elements = [_part(replica, replicas, batch) for replica in range(first, first + count)]
+        datasets = [tf.data.Dataset.from_tensors(element) for element in elements]
+        return functools.reduce(tf.data.Dataset.concatenate, datasets)
+
+    split = dataset.flat_map(parts)
+    if (batches := int(dataset.cardinality())) >= 0:
+        split = split.apply(tf.data.experimental.assert_cardinality(batches * count))
+    return split if dataset.options().autotune.enabled is False else split.prefetch(count)
+
+
+def _part(replica: int, replicas: int, batch: tuple[Structure, ...]) -> Structure:
+    def cut(value: Value) -> Value:
+        rows = rows_of([value])
+        if rows is None:
+            return value
+        start, end = (-(-rows * part // replicas) for part in (replica, replica + 1))  # the first parts may be larger
+        if isinstance(value, tf.SparseTensor):
+            within = value.dense_shape[1:]
+            begin, size = tf.concat([[start], tf.zeros_like(within)], 0), tf.concat([[end - start], within], 0)
+            return tf.sparse.slice(value, begin, size)
+        return value[start:end]
+
+    parts = tf.nest.map_structure(cut, batch)
+    return parts if len(parts) > 1 else parts[0]
+
+
+class Groups:
+    """Groups of batches, one per local replica, in order; begins to read at once.
+
+    Args:
+        datasets: one that all replicas read in turn, or one per replica.
+        element_spec: of one replica's batch.
+        pads: replicas without data at the end get an empty batch; otherwise the last, partial group is dropped.
+    """
+
+    def __init__(self, datasets: Sequence[tf.data.Dataset], replicas: int, element_spec: Structure, pads: bool) -> None:
+        self._replicas, self._element_spec, self._pads = replicas, element_spec, pads
+        with tf.device(HOST):  # now, as without staging: even an unused iterator advances reshuffling
+            self._sources = [iter(dataset) for dataset in datasets]
+
+    def __iter__(self) -> Iterator[Group]:
+        return self
+
+    def __next__(self) -> Group:
+        sources = self._sources
+        group = [next(sources[replica % len(sources)], _MISSING) for replica in range(self._replicas)]
+        missing = sum(batch is _MISSING for batch in group)
+        if missing == self._replicas or (missing and not self._pads):
+            raise StopIteration
+        if missing:
+            with tf.device(HOST):
+                group = [dummy_batch(self._element_spec) if each is _MISSING else each for each in group]
+        return group
+
+
+class Stream:
+    """A dataset from which groups are handed out, epoch by epoch.
+
+    Args:
+        open_groups: reads the dataset from its begin.
+        draw: draws a number from a counter, see `Peers.fetch_add`.
+    """
+
+    def __init__(self, open_groups: Callable[[], Iterator[Group]], draw: Callable[[str], int]) -> None:
+        self._open, self._draw = open_groups, draw
+        self._groups = open_groups()
+        self._position = 0  # of the group that is read next
+        self._begin = self._steps = 0  # of the epoch: its first position, and how many groups it has if that is limited
+
+    def epoch(self, counter: str, steps: int | None) -> Iterator[Group]:
+        """The groups of the next epoch that this worker uses; the last epoch's must have ended.
+
+        Args:
+            counter: the same on all ranks, another one for each epoch.
+            steps: groups of the epoch, for all workers together; None: all that are left.
+
+        Raises:
+            UnsupportedError: the counter has begun anew, as pservers keep only so many; when a group is taken.
+        """
+        self._begin += self._steps
+        self._steps = steps or 0
+        return self._chosen(counter, steps)
+
+    def _chosen(self, counter: str, steps: int | None) -> Iterator[Group]:
+        last = -1
+        while True:
+            number = self._draw(counter)
+            if number <= last:
+                raise UnsupportedError(
+                    "a loop over a distributed dataset with mode='async' must draw a batch at least once while 1024 "
+                    f"others begin; the pserver has forgotten this one: got batch {number} after batch {last}"
+                )
+            last = number
+            if steps is not None and number >= steps:
+                return
+            if (group := self._at(number)) is None:
+                return
+            yield group
+            del group
+
+    def _at(self, number: int) -> Group | None:
+        """Group `number` of the epoch; None if the data ends before."""
+        while True:
+            while self._position <= self._begin + number:
+                group = next(self._groups, None)
+                if group is None:
+                    break
+                self._position += 1
+            else:
+                return group
+            if not 0 < self._position <= self._begin:
+                return None
+            # It has ended with the last epoch, on all ranks: this one reads it anew.
+            self._begin = self._position = 0
+            self._groups = self._open()

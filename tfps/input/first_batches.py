@@ -24,16 +24,20 @@ from tfps.types import Array, Batches, Structure, Value
 logger = logging.getLogger("tfps")
 NOTHING = 0  # instead of a digest
 _BITS, _PARTS = 21, 3  # of a digest: the first tensor, the last one, those between
-_POLICIES = (tf.data.experimental.AutoShardPolicy.AUTO, tf.data.experimental.AutoShardPolicy.DATA)
-_SEED = 20_250, 11  # any: the first number that an op with it draws is the same in each iterator
+AutoShardPolicy = tf.data.experimental.AutoShardPolicy
+DIVIDED = (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)  # by the strategy; else by the program or by files
+_SEED = 20_250, 11  # any
+
+
+def shard_policy(dataset: Batches) -> tf.data.experimental.AutoShardPolicy | None:
+    """Returns how `dataset` is divided between workers; None if it is none of TensorFlow."""
+    return dataset.options().experimental_distribute.auto_shard_policy if isinstance(dataset, tf.data.Dataset) else None
 
 
 def is_same_on_all(dataset: Batches) -> bool:
     """Whether each rank makes the whole batches of `dataset` and takes its rows."""
-    if not isinstance(dataset, tf.data.Dataset):
-        return False
-    policy = dataset.options().experimental_distribute.auto_shard_policy
-    return policy in _POLICIES and (policy == _POLICIES[1] or not reads_files(dataset))
+    policy = shard_policy(dataset)
+    return policy in DIVIDED and (policy == AutoShardPolicy.DATA or not reads_files(dataset))
 
 
 class FirstBatches:
@@ -56,19 +60,14 @@ class FirstBatches:
         def look(*batch: Structure) -> tf.Tensor:
             tensors = [each for each in tf.nest.flatten(batch, expand_composites=True) if _has_bytes(each)]
             # The state of a random op belongs to the iterator.
-            bounds = tf.constant(0, tf.int64), tf.constant(2**62, tf.int64)
-            shape = tf.constant([], tf.int32)
-            drawn = tf.raw_ops.RandomUniformInt(
-                shape=shape, minval=bounds[0], maxval=bounds[1], seed=_SEED[0], seed2=_SEED[1]
-            )
             return tf.cond(
-                tf.equal(drawn, first),
+                tf.equal(_drawn(tf.constant(0, tf.int64)), first),
                 lambda: tf.ensure_shape(tf.numpy_function(note, tensors, tf.bool), []),
                 lambda: tf.constant(True),
             )
 
         with tf.init_scope():
-            first = _first_drawn()
+            first = int(next(iter(tf.data.Dataset.from_tensors(tf.constant(0, tf.int64)).map(_drawn))))
         watched = dataset.filter(look)
         unknown = tf.data.experimental.UNKNOWN_CARDINALITY
         return watched if known == unknown else watched.apply(tf.data.experimental.assert_cardinality(known))
@@ -163,16 +162,7 @@ def _has_bytes(value: Value) -> bool:
     return tf.is_tensor(value) and value.dtype not in (tf.resource, tf.variant)
 
 
-def _first_drawn() -> int:
-    """Returns the first number that an op with this seed draws."""
-    zero = tf.constant(0, tf.int64)
-    numbers = tf.data.Dataset.from_tensors(zero).map(
-        lambda zero: tf.raw_ops.RandomUniformInt(
-            shape=tf.constant([], tf.int32),
-            minval=zero,
-            maxval=tf.constant(2**62, tf.int64),
-            seed=_SEED[0],
-            seed2=_SEED[1],
-        )
-    )
-    return int(next(iter(numbers)))
+def _drawn(least: tf.Tensor) -> tf.Tensor:
+    """Draws a number; the first one that an op with this seed draws is the same in each iterator."""
+    most, shape = tf.constant(2**62, tf.int64), tf.constant([], tf.int32)
+    return tf.raw_ops.RandomUniformInt(shape=shape, minval=least, maxval=most, seed=_SEED[0], seed2=_SEED[1])

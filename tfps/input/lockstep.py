@@ -6,13 +6,14 @@ previous step computes. If one rank has no batch, the data ends there for all of
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import tensorflow as tf
@@ -20,7 +21,7 @@ import tensorflow as tf
 from tfps.errors import ClosedError, MismatchError, TfpsError, to_text
 from tfps.exchange.interface import BucketSpec
 from tfps.graph import ops as graph_ops
-from tfps.graph.shares import UNKNOWN
+from tfps.graph.rows import UNKNOWN
 from tfps.graph.tf_private import has_function, ops, outer_graphs
 from tfps.input import first_batches
 from tfps.runtime.runtime import Runtime
@@ -44,59 +45,64 @@ class _Verdict:
     rows: int = UNKNOWN  # of the batch, summed over all ranks
 
 
-class Line:
-    """State of one iterator across the ranks. Any thread may set `gone`; `Lockstep` guards the rest."""
+@dataclass(eq=False)
+class IteratorProgress:
+    """How far one iterator is, here and on the other ranks. Any thread may set `gone`; `Lockstep` guards the rest.
 
-    def __init__(
-        self,
-        lockstep: Lockstep,
-        batches: int | None,
-        answer: Answer,
-        meets: bool,
-        foresees: bool,
-    ) -> None:
-        self._lockstep, self.batches, self.answer = lockstep, batches, answer
-        self.meets, self.foresees = meets, foresees
-        self.gone = False
-        self.place: int | None = None  # index among the iterators in lockstep, the same on all ranks
-        self.asked = self.known = self.owed = 0  # number of positions requested, existing, due for announcement
-        self.agreed = 0  # announced positions before this one exist on all ranks
-        self.stops = False  # True if some rank has no batch at position `agreed`
-        self.allowed: int | None = None  # batches that may be read so far; None: all
-        self.first = first_batches.NOTHING  # digest of the first batch
-        self.end: int | None = None  # the first position without a batch; `error` is the reason
-        self.error = ""
-        self.over = False  # END has been answered
-        self.mark: int | None = None  # this worker's exchange count at the last request
-        self.ready: dict[int, int] = {}  # keys of staged batches, by position
-        self.rows: dict[int, int] = {}  # of batches that may still be announced, by position
-        self.waiting: deque[tuple[int, bool]] = deque()  # requests: position, whether in lockstep
-        self.verdicts: dict[int, _Verdict] = {}
+    Args:
+        batches: how many there are; None if unknown.
+        answer: called once per request, on any thread.
+        meets: the ranks synchronize at the first batch that eager code takes.
+        foresees: whether the end of the data is known before the next batch is requested.
+    """
+
+    lockstep: Lockstep
+    batches: int | None
+    answer: Answer
+    meets: bool = False
+    foresees: bool = True
+    gone: bool = False
+    place: int | None = None  # index among the iterators in lockstep, the same on all ranks
+    asked: int = 0  # number of positions requested
+    known: int = 0  # number that exist
+    owed: int = 0  # number due for announcement
+    agreed: int = 0  # announced positions before this one exist on all ranks
+    stops: bool = False  # whether some rank has no batch at position `agreed`
+    allowed: int | None = None  # batches that may be read so far; None: all
+    first: int = first_batches.NOTHING  # digest of the first batch
+    end: int | None = None  # the first position without a batch; `error` is the reason
+    error: str = ""
+    over: bool = False  # END has been answered
+    mark: int | None = None  # this worker's exchange count at the last request
+    ready: dict[int, int] = field(default_factory=dict)  # keys of staged batches, by position
+    rows: dict[int, int] = field(default_factory=dict)  # of batches that may still be announced, by position
+    waiting: deque[tuple[int, bool]] = field(default_factory=deque)  # requests: position, whether in lockstep
+    verdicts: dict[int, _Verdict] = field(default_factory=dict)
 
     def exists(self, position: int, rows: int) -> None:
         """Notes that a batch exists at `position`, with `rows` on this rank."""
-        with self._lockstep.changes(self):
+        with self.lockstep.changes(self):
             self.known = position + 1
             self.rows[position] = rows
 
     def allow(self, batches: int) -> None:
         """Notes that so many more may be read; only these can be announced ahead."""
-        with self._lockstep.changes(self):
+        with self.lockstep.changes(self):
             self.allowed = (self.allowed or 0) + batches
 
     def staged(self, position: int, key: int) -> None:
         """Notes that the batch at `position` is ready."""
-        with self._lockstep.changes(self):
+        with self.lockstep.changes(self):
             self.ready[position] = key
 
     def ended(self, error: str) -> None:
         """Notes that there are no more batches: because of `error`, or ("") at the end of the data."""
-        with self._lockstep.changes(self):
+        with self.lockstep.changes(self):
             self.end, self.error = self.known, error
 
     def leave(self) -> list[int]:
         """Stops answering requests; returns the keys of batches not taken."""
-        with self._lockstep.changes(self):
+        with self.lockstep.changes(self):
             self.gone = True
             left, self.ready = list(self.ready.values()), {}
             self.answer = _nobody
@@ -104,7 +110,7 @@ class Line:
 
     def close(self) -> None:
         """Tells waiting requests that the strategy is closed, and sends announcements other ranks may wait for."""
-        with self._lockstep.changes(self):
+        with self.lockstep.changes(self):
             self.gone = True
             while self.waiting:
                 self.waiting.popleft()
@@ -131,10 +137,10 @@ class Lockstep:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._workers, self._rank = runtime.exchange.view.workers, runtime.exchange.rank
-        # Guards everything below and every Line. Reentrant: a failing push calls `_failed`.
+        # Guards everything below and every IteratorProgress. Reentrant: a failing push calls `_failed`.
         self._lock = threading.RLock()
-        self._lines: weakref.WeakValueDictionary[int, Line] = weakref.WeakValueDictionary()
-        self._owed: deque[tuple[Line, int]] = deque()  # in request order, the same on all ranks
+        self._iterators: weakref.WeakValueDictionary[int, IteratorProgress] = weakref.WeakValueDictionary()
+        self._owed: deque[tuple[IteratorProgress, int]] = deque()  # in request order, the same on all ranks
         self._places = itertools.count()
         self._failure = ""
         self._warned = False
@@ -157,50 +163,38 @@ class Lockstep:
 
         return runtime.shared(Lockstep, make)
 
-    def line(
-        self,
-        number: int,
-        batches: int | None,
-        answer: Answer,
-        *,
-        meets: bool = False,
-        foresees: bool = True,
-    ) -> Line:
-        """Creates a line.
-
-        Args:
-            number: its unique number; negative for a loop inside a function.
-            batches: how many there are; None if unknown.
-            answer: called once per request, on any thread.
-            meets: the ranks synchronize at the first batch that eager code takes.
-            foresees: whether the end of the data is known before the next batch is requested.
-        """
-        line = Line(self, batches, answer, meets, foresees)
+    def follow(self, number: int, progress: IteratorProgress) -> IteratorProgress:
+        """Returns `progress`, of the iterator with this unique `number`; negative for a loop inside a function."""
         with self._lock:
-            self._lines[number] = line
-        return line
+            self._iterators[number] = progress
+        return progress
 
-    def changes(self, line: Line) -> _Changes:
-        """Returns a context for changing `line`; on exit, requests that can now be answered are."""
-        return _Changes(self._lock, lambda: self._advance(line))
+    @contextlib.contextmanager
+    def changes(self, progress: IteratorProgress) -> Iterator[None]:
+        """In the block `progress` may be changed; then requests are answered that now can be."""
+        with self._lock:
+            try:
+                yield
+            finally:
+                self._advance(progress)
 
     def request_in_graph(self, number: tf.Tensor) -> tf.Operation:
-        """Returns the op that requests the next batch of line `number`."""
+        """Returns the op that requests the next batch of iterator `number`."""
         graph = ops.get_default_graph()
         request = Request(self, outer_graphs(graph)[-1])
         self.runtime.adopt(request, graph)
         return request.send(number)
 
     def request_eagerly(self, number: int) -> None:
-        """Requests the next batch of line `number`.
+        """Requests the next batch of iterator `number`.
 
         Raises:
             ClosedError: the strategy was closed.
             TfpsError: another rank did not reach its first batch.
         """
         with self._lock:
-            line = self._lines.get(number)
-            meets = line is not None and line.meets and not line.asked
+            progress = self._iterators.get(number)
+            meets = progress is not None and progress.meets and not progress.asked
         if meets:
             self.runtime.buckets([("batches", self.spec)])
         try:
@@ -209,7 +203,7 @@ class Lockstep:
             raise ClosedError("the strategy is closed, a batch was asked for") from None
 
     def request(self, number: int, trains: bool, eager: bool) -> None:
-        """Handles a request for the next batch of line `number`. Called by the pump thread.
+        """Handles a request for the next batch of iterator `number`. Called by the pump thread.
 
         Ranks run in lockstep if the requesting graph exchanges something, or if anything was exchanged since the last
         request (a training loop that takes batches outside of the graph). Evaluation and prediction exchange nothing
@@ -217,63 +211,64 @@ class Lockstep:
         lockstep there too, because a rank without a batch could not follow the others into training.
         """
         with self._lock:
-            line = self._lines.get(number)
-            if line is None or line.gone:
+            progress = self._iterators.get(number)
+            if progress is None or progress.gone:
                 return
-            position, line.asked = line.asked, line.asked + 1
+            position, progress.asked = progress.asked, progress.asked + 1
             exchanges = self.runtime.exchanges
-            trains = trains or line.mark not in (None, exchanges)
-            line.mark = exchanges
-            meets = eager and line.meets and position == 0
-            together = trains or meets or position < line.owed
-            if (trains or meets) and not line.over:
-                if line.place is None:
-                    line.place = next(self._places)
-                    line.agreed = position
-                if position > line.owed:  # those between followed steps that exchanged nothing
-                    line.agreed = position
-                start, line.owed = max(line.owed, position), position + 1 + (trains and line.foresees_after(position))
-                self._owed.extend((line, each) for each in range(start, line.owed))
-            line.waiting.append((position, together))
-            self._advance(line)
+            trains = trains or progress.mark not in (None, exchanges)
+            progress.mark = exchanges
+            meets = eager and progress.meets and position == 0
+            together = trains or meets or position < progress.owed
+            if (trains or meets) and not progress.over:
+                if progress.place is None:
+                    progress.place = next(self._places)
+                    progress.agreed = position
+                if position > progress.owed:  # those between followed steps that exchanged nothing
+                    progress.agreed = position
+                start = max(progress.owed, position)
+                progress.owed = position + 1 + (trains and progress.foresees_after(position))
+                self._owed.extend((progress, each) for each in range(start, progress.owed))
+            progress.waiting.append((position, together))
+            self._advance(progress)
 
     def close(self) -> None:
         """Announces what other ranks may wait for, and fails local requests."""
         with self._lock:
-            for line in list(self._lines.values()):
-                line.gone = True
+            for progress in list(self._iterators.values()):
+                progress.gone = True
             self._push_owed()
             self._fail(CLOSED)
 
-    def decide(self, line: Line, position: int, said: Array) -> None:
+    def decide(self, progress: IteratorProgress, position: int, said: Array) -> None:
         """Handles the ranks' announcements for `position`: int64 [4, workers] of codes, places, rows, digests."""
         codes, places, rows, digests = said
-        own = places[self._rank]
-        if (places != own).any():
-            other = int(np.flatnonzero(places != own)[0])
-            error = MismatchError(
-                "the workers must take batches in the same order, got "
-                + " and ".join(f"rank {rank} at {_where(places[rank])}" for rank in sorted((self._rank, other)))
-                + "; every worker must run the same program (and after Ctrl-C at different steps a new strategy)"
-            )
-            self.runtime.exchange.fail(error)
-            return
         try:
+            self._check_places(places)
             first_batches.check(digests)
         except MismatchError as error:
             self.runtime.exchange.fail(error)
             return
         with self._lock:
-            verdict = line.verdicts[position] = self._verdict(line, position, codes)
+            verdict = progress.verdicts[position] = self._verdict(progress, position, codes)
             verdict.rows = UNKNOWN if (rows < 0).any() else int(rows.sum())
-            line.agreed, line.stops = position + verdict.all_have, not verdict.all_have
-            self._advance(line)
+            progress.agreed, progress.stops = position + verdict.all_have, not verdict.all_have
+            self._advance(progress)
 
-    def _verdict(self, line: Line, position: int, codes: Array) -> _Verdict:
+    def _check_places(self, places: Array) -> None:
+        others = np.flatnonzero(places != places[self._rank])
+        if others.size:
+            shown = (f"rank {rank} at {_where(places[rank])}" for rank in sorted((self._rank, int(others[0]))))
+            raise MismatchError(
+                f"the workers must take batches in the same order, got {' and '.join(shown)}; every worker must run "
+                "the same program (and after Ctrl-C at different steps a new strategy)"
+            )
+
+    def _verdict(self, progress: IteratorProgress, position: int, codes: Array) -> _Verdict:
         failed, ended = np.flatnonzero(codes == _FAILED), np.flatnonzero(codes == _NONE)
         if failed.size:
             theirs = f"tfps: the input pipeline of rank {failed[0]} failed at batch {position}; see its log"
-            return _Verdict(False, line.error if self._rank in failed else theirs)
+            return _Verdict(False, progress.error if self._rank in failed else theirs)
         if not ended.size:
             return _Verdict(True)
         if ended.size == self._workers:
@@ -289,30 +284,30 @@ class Lockstep:
             "worker as many batches, or use dataset.repeat() with steps_per_epoch",
         )
 
-    def _advance(self, line: Line) -> None:
+    def _advance(self, progress: IteratorProgress) -> None:
         self._push_owed()
-        while line.waiting:
-            position, together = line.waiting[0]
-            verdict = line.verdicts.get(position)
-            if line.over:
+        while progress.waiting:
+            position, together = progress.waiting[0]
+            verdict = progress.verdicts.get(position)
+            if progress.over:
                 answer: tuple[int | None, str] = None, ""
             elif together and self._failure:
                 answer = None, self._failure
             elif together and verdict is None:
                 return
             elif verdict is not None and not verdict.all_have:
-                answer, line.over = (None, verdict.error), True
+                answer, progress.over = (None, verdict.error), True
                 self._warn(verdict.warning)
-            elif position in line.ready:
-                answer = line.ready.pop(position), ""
-            elif line.end is not None:
-                answer, line.over = (None, line.error), True
+            elif position in progress.ready:
+                answer = progress.ready.pop(position), ""
+            elif progress.end is not None:
+                answer, progress.over = (None, progress.error), True
             else:
                 return
-            line.waiting.popleft()
-            line.verdicts.pop(position, None)
-            line.rows.pop(position, None)
-            line.answer(*answer, UNKNOWN if verdict is None else verdict.rows)
+            progress.waiting.popleft()
+            progress.verdicts.pop(position, None)
+            progress.rows.pop(position, None)
+            progress.answer(*answer, UNKNOWN if verdict is None else verdict.rows)
 
     def _push_owed(self) -> None:
         """Sends due announcements whose result is known, in request order.
@@ -321,20 +316,20 @@ class Lockstep:
         one past its last, so other ranks must not announce that one just because they requested it.
         """
         while self._owed:
-            line, position = self._owed[0]
-            if line.stops and position > line.agreed:
+            progress, position = self._owed[0]
+            if progress.stops and position > progress.agreed:
                 self._owed.popleft()
                 continue
-            code = line.code(position)
-            if code is None or position > line.agreed or line.place is None:
+            code = progress.code(position)
+            if code is None or position > progress.agreed or progress.place is None:
                 return
             self._owed.popleft()
             said = np.zeros([4, self._workers], np.int64)
-            first = first_batches.NOTHING if position else line.first
-            said[:, self._rank] = code, ((line.place + 1) << 32) + position, line.rows.get(position, UNKNOWN), first
+            place, rows = ((progress.place + 1) << 32) + position, progress.rows.get(position, UNKNOWN)
+            said[:, self._rank] = code, place, rows, first_batches.NOTHING if position else progress.first
             # This rank has traced an exchange or synchronized, so the bucket is already declared: no wait.
             (bucket,) = self.runtime.buckets([("batches", self.spec)])
-            self.runtime.push(_Announcement(self, line, position, bucket, self.spec), said)
+            self.runtime.push(_Announcement(self, bucket, progress, position), said)
 
     def _warn(self, warning: str) -> None:
         if warning and not self._warned:
@@ -347,28 +342,12 @@ class Lockstep:
 
     def _fail(self, error: str) -> None:
         self._failure = self._failure or error
-        for line in list(self._lines.values()):
-            self._advance(line)
-
-
-class _Changes:
-    """Holds the lock; calls `then` before releasing it."""
-
-    def __init__(self, lock: threading.RLock, then: Callable[[], None]) -> None:
-        self._lock, self._then = lock, then
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self._then()
-        finally:
-            self._lock.release()
+        for progress in list(self._iterators.values()):
+            self._advance(progress)
 
 
 class Request(Transfer):
-    """Batch requests from one graph (`root` None: from eager code); for a graph run they give the line's number."""
+    """Batch requests from one graph (`root` None: from eager code); for a graph run they give the iterator's number."""
 
     exchanges = False
 
@@ -389,7 +368,7 @@ class Request(Transfer):
     def trains(self) -> bool:
         """Returns whether the graph, which must be complete, exchanges anything."""
         if self._trains is None:
-            root = self._root() if self._root is not None else None
+            root = self._root and self._root()
             self._trains = root is not None and any(has_function(root, name) for name in graph_ops.exchange_functions())
         return self._trains
 
@@ -400,13 +379,13 @@ class Request(Transfer):
 class _Announcement(Transfer):
     """This rank's announcement of one batch, until the result of all ranks arrives."""
 
-    def __init__(self, lockstep: Lockstep, line: Line, position: int, bucket: int, spec: BucketSpec) -> None:
-        super().__init__(bucket, spec)
-        self._lockstep, self._line, self._position = lockstep, line, position
+    def __init__(self, lockstep: Lockstep, bucket: int, progress: IteratorProgress, position: int) -> None:
+        super().__init__(bucket, lockstep.spec)
+        self._lockstep, self._progress, self._position = lockstep, progress, position
 
     def finish(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
         said = np.frombuffer(memoryview(data), np.int64).reshape(4, -1)
-        self._lockstep.decide(self._line, self._position, said)
+        self._lockstep.decide(self._progress, self._position, said)
 
     def fail(self, error: TfpsError) -> None:
         self._lockstep._failed(error)

@@ -10,21 +10,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import queue
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
 from tfps.errors import TfpsError, to_text
 from tfps.graph.ops import HOST
-from tfps.graph.shares import UNKNOWN, LastBatch, rows_of
-from tfps.input.areas import Area, Stage
+from tfps.graph.rows import UNKNOWN, rows_of
+from tfps.graph.shares import LastBatch
 from tfps.input.first_batches import NOTHING, FirstBatches, of_own
-from tfps.input.handing_out import Group
-from tfps.input.lockstep import Lockstep
+from tfps.input.lockstep import IteratorProgress, Lockstep
 from tfps.runtime.runtime import Runtime
-from tfps.types import Structure
+from tfps.types import Argument, Structure
 
 logger = logging.getLogger("tfps")
 # A batch key and "", or END and the reason ("" at the end of the data); then the rows of the batch: summed over all
@@ -32,7 +32,102 @@ logger = logging.getLogger("tfps")
 TOKEN = [tf.int64, tf.string, tf.int64]
 END = -1
 GO = -2  # precedes each token of an iterator whose batches are handed out: it leaves the queue with that token
+_HOST_ONLY = (tf.string, tf.variant, tf.resource)  # no device but the CPU can hold them
 _JOIN_S = 2.0  # for a thread that may be inside the user's generator, which cannot be interrupted
+
+Group = list[Structure]  # one batch per local replica
+
+
+class Area:
+    """Lists of tensors of fixed dtypes by key, in the memory of one device."""
+
+    def __init__(self, device: str, dtypes: Sequence[tf.DType], name: str) -> None:
+        self.device, self._indices = device, list(range(len(dtypes)))
+        self._attributes: dict[str, Argument] = {
+            "dtypes": list(dtypes),
+            "capacity": 0,
+            "memory_limit": 0,
+            "container": "",
+            "shared_name": name,
+        }
+
+    def put(self, key: tf.Tensor, tensors: list[tf.Tensor]) -> None:
+        with tf.device(self.device):
+            tf.raw_ops.MapStage(key=key, indices=self._indices, values=tensors, **self._attributes)
+
+    def take(self, key: tf.Tensor) -> list[tf.Tensor]:
+        """Removes and returns the tensors of `key`, which must exist. Works eagerly and in graphs."""
+        with tf.device(self.device):
+            return list(tf.raw_ops.MapUnstage(key=key, indices=self._indices, **self._attributes))
+
+    def size(self) -> int:
+        with tf.init_scope(), tf.device(self.device):
+            return int(tf.raw_ops.MapSize(**self._attributes))
+
+    def clear(self) -> None:
+        with tf.init_scope(), tf.device(self.device):
+            tf.raw_ops.MapClear(**self._attributes)
+
+
+class Stage:
+    """Stores batches of one structure, one per local replica, as flat tensors in areas.
+
+    Args:
+        element_spec: of one replica's batch.
+        areas: returns the area for (replica, dtypes, on the host).
+    """
+
+    def __init__(
+        self, element_spec: Structure, replicas: int, areas: Callable[[int, tuple[tf.DType, ...], bool], Area]
+    ) -> None:
+        self._spec = element_spec
+        self._leaves = tf.nest.flatten(element_spec)
+        self._parts = [tf.nest.flatten(leaf, expand_composites=True) for leaf in self._leaves]
+        flat = [spec for parts in self._parts for spec in parts]
+        self._shapes = [spec.shape for spec in flat]
+        self._areas: list[list[tuple[Area, list[int]]]] = [[] for _ in range(replicas)]
+        for on_host in (False, True):
+            indices = [index for index, spec in enumerate(flat) if (spec.dtype in _HOST_ONLY) == on_host]
+            for replica in range(replicas if indices else 0):
+                area = areas(replica, tuple(flat[index].dtype for index in indices), on_host)
+                self._areas[replica].append((area, indices))
+
+    @property
+    def replicas(self) -> int:
+        return len(self._areas)
+
+    def put(self, key: int, batches: Sequence[Structure]) -> None:
+        """Stages `batches`, one per replica, eagerly."""
+        with tf.device(HOST):
+            number = tf.constant(key, tf.int64)
+        for batch, areas in zip(batches, self._areas, strict=True):
+            flat: list[tf.Tensor] = []
+            for value, parts in zip(tf.nest.flatten(batch), self._parts, strict=True):
+                flat += tf.nest.flatten(value, expand_composites=True) if parts else []  # no parts: None
+            for area, indices in areas:
+                area.put(number, [flat[index] for index in indices])
+
+    def take(self, key: tf.Tensor) -> list[tf.Tensor]:
+        """Returns the batches of `key`, one per replica. Works eagerly and in graphs."""
+        batches = []
+        for areas in self._areas:
+            flat: list[tf.Tensor] = [None] * len(self._shapes)
+            for area, indices in areas:
+                for index, tensor in zip(indices, area.take(key), strict=True):
+                    tensor.set_shape(self._shapes[index])
+                    flat[index] = tensor
+            parts = iter(flat)
+            values = [
+                _packed(leaf, [next(parts) for _ in of]) for leaf, of in zip(self._leaves, self._parts, strict=True)
+            ]
+            batches.append(tf.nest.pack_sequence_as(self._spec, values))
+        return batches
+
+
+def _packed(spec: Structure, parts: list[tf.Tensor]) -> Structure:
+    if isinstance(spec, tf.TensorSpec):
+        return parts[0]
+    return tf.nest.pack_sequence_as(spec, parts, expand_composites=True) if parts else None
 
 
 class Staging:
@@ -194,23 +289,24 @@ class Feed:
             together = staging.lockstep is not None
             room = 1000 if together else 1 if hands_out else staging.depth - 1
             self.tokens = tf.queue.FIFOQueue(room, TOKEN, [[], [], [1 + stage.replicas]], name="tfps_batches")
-            self._room = tf.queue.FIFOQueue(10**6, [tf.bool], [[]], name="tfps_room") if together else None
-        self._allowed: tf.queue.FIFOQueue | None = None
+        # Simple queues: `stop` may run in a finalizer, on any thread.
+        self._room: queue.SimpleQueue[None] | None = queue.SimpleQueue() if together else None
+        self._allowed: queue.SimpleQueue[int] | None = None
         self._left = 0  # of the batches allowed; used by the thread
-        self._line = None
+        self._progress = None
         if staging.lockstep is not None:
-            self._line = staging.lockstep.line(self.number, batches, self._answer, meets=meets)
+            progress = IteratorProgress(staging.lockstep, batches, self._answer, meets=meets)
+            self._progress = staging.lockstep.follow(self.number, progress)
             for _ in range(staging.depth):
                 self._make_room()
 
     def allow(self, batches: int) -> None:
         """Lets the thread read so many `batches` more. Without a call before the first use it always reads ahead."""
-        with tf.init_scope(), tf.device(HOST):
-            if self._allowed is None:
-                self._allowed = tf.queue.FIFOQueue(1000, [tf.int64], [[]], name="tfps_allowed")
-            self._allowed.enqueue(tf.constant(batches, tf.int64))
-        if self._line is not None:
-            self._line.allow(batches)
+        if self._allowed is None:
+            self._allowed = queue.SimpleQueue()
+        self._allowed.put(batches)
+        if self._progress is not None:
+            self._progress.allow(batches)
 
     def start(self) -> None:
         """Starts the thread on the iterator's first use; later calls do nothing."""
@@ -230,12 +326,13 @@ class Feed:
         for: TensorFlow logs a warning for whatever is cancelled.
         """
         self.stopped = True
-        if self._line is not None:
-            self._line.gone = True
+        if self._progress is not None:
+            self._progress.gone = True
+        if self._allowed is not None:
+            self._allowed.put(1)
+        self._make_room()
         with tf.init_scope(), tf.device(HOST):
-            if self._room is not None:
-                self._room.enqueue(True)
-            elif threading.current_thread() is not self._thread:
+            if self._room is None and threading.current_thread() is not self._thread:
                 this = object()
                 self._removers.add(this)  # before it looks: a thread that still puts has not ended
                 try:
@@ -245,14 +342,12 @@ class Feed:
                     pass
                 finally:
                     self._has_removed(this)
-            if self._allowed is not None:
-                self._allowed.enqueue(tf.constant(1, tf.int64))
             self.tokens.close(cancel_pending_enqueues=True)
 
     def close(self) -> None:
         """Like `stop`, and tells waiting requests that the strategy is closed."""
-        if self._line is not None:
-            self._line.close()
+        if self._progress is not None:
+            self._progress.close()
         self.stop()
 
     def join(self, timeout_s: float) -> None:
@@ -267,8 +362,8 @@ class Feed:
             try:
                 for position, batches in enumerate(self._read()):
                     rows = _rows(batches) if self._staging.last_batch else self._unknown[1:]
-                    if self._line is not None:
-                        self._line.exists(position, _sum(rows))
+                    if self._progress is not None:
+                        self._progress.exists(position, _sum(rows))
                     self._wait_for_room()
                     staged = next(self._staging.keys)
                     self._rows[staged] = rows
@@ -322,8 +417,8 @@ class Feed:
         if self._first is None and group is not None:
             with tf.device(HOST):
                 digest = of_own(group)
-        if self._line is not None:
-            self._line.first = digest
+        if self._progress is not None:
+            self._progress.first = digest
         self._staging.note_first(digest)
         return group
 
@@ -334,28 +429,25 @@ class Feed:
 
     def _wait_until_allowed(self) -> None:
         if self._allowed is not None:
-            with tf.device(HOST):
-                while not self._left:
-                    self._left = int(self._allowed.dequeue())
+            while not self._left:
+                self._left = self._allowed.get()
             if self.stopped:
                 raise _StoppedError
             self._left -= 1
 
     def _wait_for_room(self) -> None:
         if self._room is not None:
-            with tf.device(HOST):
-                self._room.dequeue()
+            self._room.get()
             if self.stopped:
                 raise _StoppedError
 
     def _make_room(self) -> None:
         if self._room is not None:
-            with tf.init_scope(), tf.device(HOST):
-                self._room.enqueue(True)
+            self._room.put(None)
 
     def _offer(self, position: int, key: int) -> None:
-        if self._line is not None:
-            self._line.staged(position, key)
+        if self._progress is not None:
+            self._progress.staged(position, key)
         else:
             rows = self._rows.pop(key)
             of_all = _sum(rows)
@@ -363,8 +455,8 @@ class Feed:
 
     def _end(self, text: str) -> None:
         """Answers every further request with the end of data, until the iterator is dropped."""
-        if self._line is not None:
-            self._line.ended(text)
+        if self._progress is not None:
+            self._progress.ended(text)
             while True:
                 self._wait_for_room()
         self._put_token(END, text, self._unknown)
@@ -385,14 +477,12 @@ class Feed:
 
     def _answer(self, key: int | None, text: str, rows: int) -> None:
         """Answers one request; `key` None: there is no batch. Called by `lockstep`, on any thread."""
-        try:
+        with contextlib.suppress(_StoppedError, tf.errors.CancelledError):  # nothing waits any more
             if key is None:
                 self._put_token(END, text, self._unknown)
             else:
                 self._put_token(key, text, [rows, *self._rows.pop(key)])
                 self._make_room()
-        except (_StoppedError, tf.errors.CancelledError):  # nothing waits any more
-            pass
 
     def _take_out(self, key: int) -> None:
         """Removes staged batches that nothing has taken."""
@@ -401,8 +491,8 @@ class Feed:
             with contextlib.suppress(tf.errors.OutOfRangeError):  # `stop` has taken the last one
                 while int(self.tokens.size()):
                     left.append(int(self.tokens.dequeue()[0]))
-            if self._line is not None:
-                left += self._line.leave()
+            if self._progress is not None:
+                left += self._progress.leave()
             self._rows.clear()
             for each in left:
                 self._remove(each)

@@ -1,18 +1,25 @@
-"""What Keras decides by is the same on all ranks: logs, and whether gradients are finite.
+"""What Keras decides by is the same on all ranks: logs, whether gradients are finite, what layers have adapted to.
 
 Metrics are combined over ranks when read. The logs that a `train_step` or `test_step` returns are local and may be
 nested: at the end of an epoch all ranks exchange them once and draw the same conclusions. A value that equals a
 metric's result on every rank becomes that metric's global result; values for each row are joined; other numbers become
 their mean. Whether a gradient is finite, by which loss scaling skips steps, is agreed on in each step.
 
+What layers have adapted to (vocabularies, terms' weights, boundaries, means) is compared before `fit` and `evaluate`:
+rank 0's initial values go to all ranks, but a lookup table or the constants of Normalization stay each rank's own. If
+ranks have adapted them to different data, the same row means something else on each.
+
 Tested in tests/keras_hooks/test_agreed_logs.py and tests/integration/test_programs.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import json
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import keras
@@ -22,9 +29,10 @@ import tensorflow as tf
 
 from tfps.errors import MismatchError
 from tfps.graph.patches import BaseStrategy, Patch, for_callbacks, for_models, replica_context
-from tfps.graph.shares import UNKNOWN, current_share
+from tfps.graph.rows import UNKNOWN
+from tfps.graph.shares import current_share
 from tfps.keras_hooks.weighing import mean
-from tfps.types import Array, Callback, Function, Json, Logs, Model, Optimizer, Structure
+from tfps.types import Array, Callback, Function, Json, Layer, Logs, Model, Optimizer, Structure
 
 
 @for_models
@@ -69,7 +77,7 @@ def _check_finite_everywhere(original: Function) -> Function:
     """Lets a gradient that is not finite on one rank skip the step on all.
 
     Keras decides by one worker's gradients. If ranks decided differently, some would wait for gradients that others
-    never send, and the loss scales would diverge. A rank without rows has no say: what it computes is often NaN.
+    never send, and the loss scales would diverge. A rank without rows has no say.
     """
 
     def check_finite(self: Optimizer, grads: Structure) -> tf.Tensor:
@@ -265,6 +273,78 @@ def _equal(leaf: object, result: object) -> bool:
     dtype = tf.as_dtype(own.dtype)
     within = 8 * float(ml_dtypes.finfo(dtype.as_numpy_dtype).eps) if dtype.is_floating else 0.0
     return np.allclose(mine.number().ravel(), own.number().ravel(), rtol=within, atol=0.0, equal_nan=True)
+
+
+# What layers have adapted to.
+
+Digest = tuple[str, int, str]  # name of the layer, how many terms or numbers, a hash of them
+_within: weakref.WeakSet[Model] = weakref.WeakSet()  # models that fit or are evaluated now
+
+
+@contextlib.contextmanager
+def compared_tables(strategy: tf.distribute.Strategy, model: Model) -> Iterator[None]:
+    """Compares before the block, in which `model` is trained or evaluated; within another such block it does not.
+
+    Raises:
+        MismatchError: the layers of `model` have adapted to different data.
+    """
+    outermost = model not in _within
+    compares = strategy.num_workers > 1 and strategy.config.check_every and strategy.extended.policy.together
+    if outermost and compares and (own := list(map(_digest, _adapted(model)))):
+        _compare(said_by_all(strategy, own))
+    _within.add(model)
+    try:
+        yield
+    finally:
+        if outermost:
+            _within.discard(model)
+
+
+def _adapted(model: Model) -> Iterable[Layer]:
+    kinds = keras.layers.Normalization, keras.layers.Discretization
+    within: set[int] = set()  # of others that adapt, which have the same terms
+    for layer in _layers_of(model):
+        if isinstance(layer, kinds) or (hasattr(layer, "get_vocabulary") and hasattr(layer, "adapt")):
+            within.update(map(id, _layers_of(layer)))
+            if id(layer) not in within:
+                yield layer
+
+
+def _layers_of(model: Model) -> list[Layer]:
+    return [each for each in model._flatten_layers() if each is not model]
+
+
+def _digest(layer: Layer) -> Digest:
+    """Returns the digest of what `layer` has adapted to."""
+    if isinstance(layer, keras.layers.Normalization):
+        numbers = [np.asarray(each, np.float64) for each in (layer.mean, layer.variance) if each is not None]
+        return layer.name, sum(each.size for each in numbers), _hash(each.tobytes() for each in numbers)
+    if isinstance(layer, keras.layers.Discretization):
+        boundaries = np.asarray(layer.bin_boundaries or [], np.float64)
+        return layer.name, boundaries.size, _hash([boundaries.tobytes()])
+    terms = layer.get_vocabulary(include_special_tokens=True)
+    weights = [each.idf_weights_const for each in (layer, *_layers_of(layer)) if hasattr(each, "idf_weights_const")]
+    parts = [*(str(term).encode() + b"\n" for term in terms), *(np.asarray(each).tobytes() for each in weights)]
+    return layer.name, len(terms), _hash(parts)
+
+
+def _hash(parts: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def _compare(ranks: Sequence[list[Digest]]) -> None:
+    first, *others = ranks
+    for rank, theirs in enumerate(others, 1):
+        for (name, size, content), (_, their_size, their_content) in zip(first, theirs, strict=False):
+            if (size, content) == (their_size, their_content):
+                continue
+            what = f"{size} terms or numbers on rank 0, {their_size} on rank {rank}"
+            raise MismatchError(
+                f"layer {name!r} has adapted to different data on the ranks: "
+                f"{what if size != their_size else f'others on rank 0 than on rank {rank}'}; adapt it to the same data "
+                "on all ranks, or pass what one rank has found (vocabulary, idf_weights, bin_boundaries, mean and "
+                "variance)"
+            )
 
 
 _PROGRAMS = "tests/integration/test_programs.py"

@@ -1,12 +1,11 @@
 """Checkpoints when several ranks run the same program: who writes which file, and state that Keras' files lack.
 
-`Model.save` and `save_weights` write a temporary file next to the path and rename it when complete: ranks that share
-the directory overwrite each other with equal content, other ranks each get a file. Where content may differ (workers
-that do not step together) a shared file is rank 0's in the end, see `bring`. Anything but a single local file
-(`export`, shards, an object store) is written by rank 0 only. The same holds for `keras.saving.save_model` and
-`save_weights`. `BackupAndRestore` writes and restores on rank 0, which passes what it has restored to all ranks;
-`OrbaxCheckpoint` writes there, and `RemoteMonitor` sends from there. A save never waits for other ranks. Where workers
-train alone, global parameters are saved.
+`Model.save`, `save_weights` and those of `keras.saving` write a temporary file next to the path and rename it when
+complete: ranks that share the directory overwrite each other with equal content, other ranks each get a file. Where
+content may differ (workers that do not step together) a shared file is rank 0's in the end, see `bring`. Anything but a
+single local file (`export`, shards, an object store) is written by rank 0 only. `BackupAndRestore` writes and restores
+on rank 0, which passes what it has restored to all ranks; `OrbaxCheckpoint` writes there, and `RemoteMonitor` sends
+from there. A save never waits for other ranks. Where workers train alone, global parameters are saved.
 
 Residuals of compression and what a policy adds (`ExtraState`) are part of `tf.train.Checkpoint`, carried by the
 optimizer, and of BackupAndRestore, in files beside the weights. Keras' own files (`model.save`, `save_weights`) do not
@@ -21,16 +20,17 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import contextvars
 import functools
+import inspect
 import io
 import logging
 import os
 import shutil
 import tempfile
-import threading
 import weakref
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import h5py
@@ -41,6 +41,7 @@ import tensorflow as tf
 from tfps.graph.patches import BaseStrategy, Patch, for_callbacks, for_models, strategy_of
 from tfps.keras_hooks.agreed_logs import agreed_logs
 from tfps.keras_hooks.keras_private import legacy_h5_format, saving_lib
+from tfps.keras_hooks.loops import with_shown_parameters
 from tfps.keras_hooks.variables import of_tensorflow, take_from_first_rank
 from tfps.runtime.remote import Ahead
 from tfps.types import Argument, Array, Callback, Function, Logs, Model, Optimizer, Variable
@@ -147,6 +148,10 @@ def _extra_states(strategy: BaseStrategy, optimizer: Optimizer, variables: Seque
     return residuals if own is None else [*residuals, own]
 
 
+def _states_of(strategy: BaseStrategy, model: Model) -> list[ExtraState]:
+    return _extra_states(strategy, model.optimizer, [each.value for each in model.trainable_variables])
+
+
 def carry_extra_states(optimizer: Optimizer, strategy: BaseStrategy, variables: Sequence[Variable]) -> None:
     """Makes checkpoints of `optimizer` of `variables`, of TensorFlow, have its extra states."""
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # the one that it wraps carries them
@@ -212,7 +217,7 @@ def _restore_backup(
         original(callback, *arguments, **options)
     if strategy.num_workers > 1:
         _take_from_first_rank(strategy, model, restored)
-    for state in _extra_states(strategy, model.optimizer, [each.value for each in model.trainable_variables]):
+    for state in _states_of(strategy, model):
         state.collect()  # on all ranks; only the first knows whether there is a backup
         found = _read(callback, state) if strategy.rank == 0 else None
         if found is not None:
@@ -229,7 +234,7 @@ def _save_backup(original: Function, strategy: BaseStrategy, callback: Callback)
         original(callback)
     else:
         _first_rank_only(strategy, model.save_weights, callback._weights_path)
-    for state in _extra_states(strategy, model.optimizer, [each.value for each in model.trainable_variables]):
+    for state in _states_of(strategy, model):
         state.collect()
         if strategy.rank == 0:
             _write(callback, state)
@@ -247,7 +252,6 @@ def _take_from_first_rank(strategy: BaseStrategy, model: Model, restored: bool) 
     """Copies rank 0's first epoch of `model` to all ranks, and its weights and optimizer state if it `restored` them.
 
     Else these stay as they are: an optimizer's state may be each rank's own, and pservers may have more than workers.
-    Only what rank 0 says of that counts, so that all ranks do the same.
     """
     epoch = model._initial_epoch
     with strategy.scope():
@@ -266,55 +270,48 @@ def _take_from_first_rank(strategy: BaseStrategy, model: Model, restored: bool) 
 # Files that every rank writes.
 
 
-class _Saving(threading.local):
-    """Whether this thread is in a call that saves: those within it write where it says."""
-
-    under_way = False
+_saving = contextvars.ContextVar("saving", default=False)  # whether a call that saves is under way
 
 
-_saving = _Saving()
+@for_models
+def _save(
+    original: Function,
+    strategy: BaseStrategy,
+    model: Model,
+    filepath: str | os.PathLike[str],
+    *arguments: object,
+    **options: object,
+) -> object:
+    is_path = isinstance(filepath, str | os.PathLike)
+    with strategy.extended.policy.shown_parameters():
+        if strategy.num_workers == 1 or _saving.get() or not is_path:
+            return original(model, filepath, *arguments, **options)
+        before = _saving.set(True)
+        try:
+            if not _is_one_file(original, model, filepath, *arguments, **options):
+                call = functools.partial(original, model)
+                return _first_rank_only(strategy, call, filepath, *arguments, **options)
+            path = Path(filepath)
+            # The name keeps its suffix: Keras picks the format by it.
+            part = path.with_name(f".rank{strategy.rank}.{path.name}")
+            try:
+                result = original(model, part, *arguments, **options)
+                _replace(part, path, strategy)
+            finally:
+                part.unlink(missing_ok=True)
+            return result
+        finally:
+            _saving.reset(before)
 
 
-@contextlib.contextmanager
-def _under_way() -> Iterator[None]:
-    _saving.under_way = True
-    try:
-        yield
-    finally:
-        _saving.under_way = False
-
-
-def _saves(one_file: Callable[..., bool]) -> Callable[[Function], Function]:
-    """Wraps what saves a model; `one_file` says whether it writes one local file."""
-
-    @for_models
-    def save(
-        original: Function,
-        strategy: BaseStrategy,
-        model: Model,
-        filepath: str | os.PathLike[str],
-        *arguments: object,
-        **options: object,
-    ) -> object:
-        is_path = isinstance(filepath, str | os.PathLike)
-        with strategy.extended.policy.shown_parameters():
-            if strategy.num_workers == 1 or _saving.under_way or not is_path:
-                return original(model, filepath, *arguments, **options)
-            with _under_way():
-                if not one_file(str(filepath), *arguments, **options):
-                    call = functools.partial(original, model)
-                    return _first_rank_only(strategy, call, filepath, *arguments, **options)
-                path = Path(filepath)
-                # The name keeps its suffix: Keras picks the format by it.
-                part = path.with_name(f".rank{strategy.rank}.{path.name}")
-                try:
-                    result = original(model, part, *arguments, **options)
-                    _replace(part, path, strategy)
-                finally:
-                    part.unlink(missing_ok=True)
-                return result
-
-    return save
+def _is_one_file(
+    save: Function, model: Model, filepath: str | os.PathLike[str], *arguments: object, **options: object
+) -> bool:
+    """Whether a call of `save` writes a single local file, without a question."""
+    given = inspect.signature(save).bind(model, filepath, *arguments, **options).arguments
+    said = {**given, **given.get("kwargs", {})}
+    one = said.get("zipped") is not False and said.get("max_shard_size") is None
+    return _is_local(str(filepath)) and one and bool(said.get("overwrite", True))
 
 
 @for_models
@@ -324,14 +321,6 @@ def _export(
     call = functools.partial(original, model)
     with strategy.extended.policy.shown_parameters():
         return _first_rank_only(strategy, call, filepath, *arguments, **options)
-
-
-@for_models
-def _save_shown(
-    original: Function, strategy: BaseStrategy, model: Model, *arguments: object, **options: object
-) -> object:
-    with strategy.extended.policy.shown_parameters():
-        return original(model, *arguments, **options)
 
 
 def _first_rank_only(
@@ -353,26 +342,7 @@ def _replace(part: Path, path: Path, strategy: BaseStrategy) -> None:
     bring(part, path, strategy.rank, strategy.num_workers, f"{strategy.extended.exchange.info.run}/{state}")
 
 
-# Whether a call writes a single local file, without a question; with the parameters of what is called.
-
-
-def _is_model_file(path: str, overwrite: bool = True, zipped: bool | None = None, **_: object) -> bool:
-    return _is_local(path) and overwrite and zipped is not False
-
-
-def _is_weights_file(path: str, overwrite: bool = True, max_shard_size: float | None = None, **_: object) -> bool:
-    return _is_local(path) and overwrite and max_shard_size is None
-
-
-def _is_zip(path: str, weights_format: str = "h5", zipped: bool = True) -> bool:
-    return _is_local(path) and zipped
-
-
-def _is_whole(path: str, max_shard_size: float | None = None, *_: object, **__: object) -> bool:
-    return _is_local(path) and max_shard_size is None
-
-
-def _is_local(path: str, *_: object, **__: object) -> bool:
+def _is_local(path: str) -> bool:
     return "://" not in path
 
 
@@ -557,13 +527,17 @@ _CALLED = "as `Model.save`, however a program has imported what calls it"
 _backup, _checkpoint = keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint
 _OUTER = "tests/policies/test_outer.py"
 PATCHES: tuple[Patch, ...] = (
-    Patch(keras.Model, "save", _saves(_is_model_file), _ONE_FILE, _PROGRAMS),
-    Patch(keras.Model, "save_weights", _saves(_is_weights_file), "as `Model.save`", _PROGRAMS),
-    Patch(saving_lib, "save_model", _saves(_is_zip), _CALLED, _PROGRAMS),
-    Patch(saving_lib, "save_weights_only", _saves(_is_whole), _CALLED, _PROGRAMS),
-    Patch(legacy_h5_format, "save_model_to_hdf5", _saves(_is_local), _CALLED, _PROGRAMS),
+    Patch(keras.Model, "save", _save, _ONE_FILE, _PROGRAMS),
+    Patch(keras.Model, "save_weights", _save, "as `Model.save`", _PROGRAMS),
+    Patch(saving_lib, "save_model", _save, _CALLED, _PROGRAMS),
+    Patch(saving_lib, "save_weights_only", _save, _CALLED, _PROGRAMS),
+    Patch(legacy_h5_format, "save_model_to_hdf5", _save, _CALLED, _PROGRAMS),
     Patch(
-        saving_lib, "_save_model_to_fileobj", _save_shown, "pickles global parameters where workers train alone", _OUTER
+        saving_lib,
+        "_save_model_to_fileobj",
+        for_models(with_shown_parameters),
+        "pickles global parameters where workers train alone",
+        _OUTER,
     ),
     Patch(keras.Model, "export", _export, "rank 0 writes the folder, with global parameters", _PROGRAMS),
     Patch(

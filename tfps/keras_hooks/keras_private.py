@@ -11,9 +11,8 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from tfps.graph.private_names import needs
-from tfps.graph.tf_private import SUPPORTED
-from tfps.types import Batches, Layer, Model, Optimizer, Value, Variable
+from tfps.graph.tf_private import SUPPORTED, needs
+from tfps.types import Batches, Model, Optimizer, Variable
 
 _GLOBAL_SEEDS = "global_seed_generator"
 
@@ -149,11 +148,6 @@ def distributed_dataset(epochs: Batches) -> Batches:
     return epochs._distributed_dataset
 
 
-def strategy_of_epochs(epochs: Batches) -> tf.distribute.Strategy | None:
-    """Returns the strategy of `fit`'s epoch iterator."""
-    return epochs._distribute_strategy
-
-
 def batch_counter(optimizer: Optimizer) -> Variable:
     """Returns the variable in which `optimizer` counts batches, also those whose gradients it only accumulates."""
     return optimizer._iterations
@@ -164,12 +158,6 @@ def without_limit(epochs: Batches) -> None:
     epochs.steps_per_epoch = epochs._num_batches = None
 
 
-def losses_of(layer: Layer) -> list[Value]:
-    """Returns the list (no copy) of losses that `layer` added in its last call."""
-    losses: list[Value] = layer._losses
-    return losses
-
-
 def adopt_optimizer(optimizer: Optimizer, strategy: object) -> None:
     """Makes `optimizer` create its slots under `strategy`, as if it had been created in that scope."""
     optimizer._distribution_strategy = strategy
@@ -178,16 +166,6 @@ def adopt_optimizer(optimizer: Optimizer, strategy: object) -> None:
 def strategy_of_optimizer(optimizer: Optimizer) -> tf.distribute.Strategy:
     """Returns the strategy in whose scope `optimizer` was created, or which it has joined."""
     return optimizer._distribution_strategy
-
-
-def layers_of(model: Model) -> list[Layer]:
-    """Returns all layers of `model`, however deep."""
-    return [each for each in model._flatten_layers() if each is not model]
-
-
-def fully_built(model: Model) -> bool:
-    """Whether `model` and all of its layers have their variables."""
-    return all(layer.built for layer in model._flatten_layers())
 
 
 def decays(optimizer: Optimizer, variable: Variable) -> bool:

@@ -25,7 +25,7 @@ import keras
 import tensorflow as tf
 
 from tfps.graph.patches import BaseStrategy, Patch, for_models
-from tfps.keras_hooks.keras_private import distributed_dataset, fully_built, losses_of, nn_module
+from tfps.keras_hooks.keras_private import nn_module
 from tfps.keras_hooks.variables import of_tensorflow
 from tfps.types import Argument, Batches, Function, Layer, Model, Structure, Value
 
@@ -60,7 +60,7 @@ def _build_if_possible(
     finally:
         if optimizer is not None:
             optimizer.built = False
-    if optimizer is not None and fully_built(model):
+    if optimizer is not None and all(layer.built for layer in model._flatten_layers()):
         with strategy.scope():
             optimizer.build(model.trainable_variables)
 
@@ -70,7 +70,7 @@ def _described_batch(epochs: Batches) -> Structure:
 
     An optional (a generator's None) becomes None, as in Keras' steps.
     """
-    dataset = distributed_dataset(epochs)
+    dataset = epochs._distributed_dataset
     spec = dataset.sources[0].element_spec if hasattr(dataset, "sources") else dataset.element_spec
     spec = keras.tree.map_structure(lambda each: None if isinstance(each, tf.OptionalSpec) else each, spec)
     for each in filter(None, keras.tree.flatten(spec)):
@@ -118,10 +118,10 @@ def _note_added_loss(original: Function) -> Function:
 @contextlib.contextmanager
 def own_losses() -> Iterator[None]:
     """Preserves this thread's added losses while its replica function waits and others run."""
-    mine = [(layer, list(losses_of(layer))) for layer in _thread.layers]
+    mine = [(layer, list(layer._losses)) for layer in _thread.layers]
     yield
     for layer, losses in mine:
-        losses_of(layer)[:] = losses
+        layer._losses[:] = losses
 
 
 PATCHES = (

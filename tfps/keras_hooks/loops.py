@@ -16,9 +16,9 @@ from collections.abc import Iterator
 
 import keras
 
-from tfps.graph.patches import BaseStrategy, Patch, for_callbacks, for_models
-from tfps.keras_hooks.keras_private import strategy_of_epochs, trainer_module
-from tfps.keras_hooks.lookup_tables import compared_tables
+from tfps.graph.patches import BaseStrategy, Patch, for_callbacks, for_models, replaced
+from tfps.keras_hooks.agreed_logs import compared_tables
+from tfps.keras_hooks.keras_private import trainer_module
 from tfps.types import Batches, Callback, Function, Model
 
 
@@ -29,32 +29,17 @@ class Sharding(threading.local):
     evaluates = False  # whether this thread evaluates
     in_epoch = False  # whether this thread is within an epoch of `fit`, or between steps of `evaluate`
 
-    @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> contextlib.AbstractContextManager[None]:
         """In the block datasets are not sharded, iterators do not wait for other ranks, noise is a single process's."""
-        before, self.on = self.on, False
-        try:
-            yield
-        finally:
-            self.on = before
+        return replaced(self, "on", False)
 
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """In the block work is divided for evaluation."""
-        before, self.evaluates = self.evaluates, True
-        try:
-            yield
-        finally:
-            self.evaluates = before
+        return replaced(self, "evaluates", True)
 
-    @contextlib.contextmanager
-    def within_epoch(self) -> Iterator[None]:
+    def within_epoch(self) -> contextlib.AbstractContextManager[None]:
         """In the block a rank that predicts does so alone."""
-        before, self.in_epoch = self.in_epoch, True
-        try:
-            yield
-        finally:
-            self.in_epoch = before
+        return replaced(self, "in_epoch", True)
 
     @property
     def combines(self) -> bool:
@@ -75,7 +60,7 @@ class Sharding(threading.local):
 
 
 def _own_strategy(epochs: Batches) -> BaseStrategy | None:
-    strategy = strategy_of_epochs(epochs)
+    strategy = epochs._distribute_strategy
     return strategy if isinstance(strategy, BaseStrategy) else None
 
 
@@ -173,20 +158,12 @@ def _predict(original: Function, strategy: BaseStrategy, model: Model, *argument
         return original(model, *arguments, **options)
 
 
-@for_models
-def _test_on_batch(
-    original: Function, strategy: BaseStrategy, model: Model, *arguments: object, **options: object
+def with_shown_parameters(
+    original: Function, strategy: BaseStrategy, owner: Model | Callback, *arguments: object, **options: object
 ) -> object:
+    """Calls a method of a model or callback while the model has what it shows: global parameters."""
     with strategy.extended.policy.shown_parameters():
-        return original(model, *arguments, **options)
-
-
-@for_callbacks
-def _keep_shown_weights(
-    original: Function, strategy: BaseStrategy, callback: Callback, *arguments: object, **options: object
-) -> None:
-    with strategy.extended.policy.shown_parameters():
-        original(callback, *arguments, **options)
+        return original(owner, *arguments, **options)
 
 
 _PROGRAMS = "tests/integration/test_programs.py"
@@ -232,7 +209,7 @@ PATCHES = (
     Patch(
         keras.Model,
         "test_on_batch",
-        _test_on_batch,
+        for_models(with_shown_parameters),
         "evaluates global parameters where workers train alone",
         "tests/policies/test_outer.py",
     ),
@@ -247,7 +224,7 @@ PATCHES = (
     Patch(
         keras.callbacks.EarlyStopping,
         "on_epoch_end",
-        _keep_shown_weights,
+        for_callbacks(with_shown_parameters),
         "keeps the weights that were evaluated, as it restores them on every rank",
         _LOCAL,
     ),

@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from tfps.collectives.collectives import Broadcast
 from tfps.graph.ops import HOST
-from tfps.graph.patches import Patch, replica_context
+from tfps.graph.patches import Patch, replaced, replica_context
 from tfps.graph.tf_private import ResourceVariable, data_seeds, is_seeded
 from tfps.keras_hooks.keras_private import ArrayDataAdapter, forget_global_seeds, global_seeds, set_global_seeds
 from tfps.runtime.runtime import Runtime
@@ -115,11 +115,8 @@ def _shuffled_alike(seed: int) -> Iterator[None]:
         number = count.assign_add(1, read_value=True)
         return tf.random.experimental.stateless_shuffle(value, tf.stack([tf.constant(seed, tf.int64), number]))
 
-    _Shared.shuffle = shuffle_alike
-    try:
+    with replaced(_Shared, "shuffle", shuffle_alike):
         yield
-    finally:
-        _Shared.shuffle = None
 
 
 def _shuffle(original: Function) -> Function:
@@ -131,14 +128,9 @@ def _shuffle(original: Function) -> Function:
     return shuffle
 
 
-@contextlib.contextmanager
-def of_its_own() -> Iterator[None]:
+def of_its_own() -> contextlib.AbstractContextManager[None]:
     """In the block, datasets without a seed differ between ranks: each makes its own data."""
-    shared, _Shared.seeds = _Shared.seeds, None
-    try:
-        yield
-    finally:
-        _Shared.seeds = shared
+    return replaced(_Shared, "seeds", None)
 
 
 def _draw_apart(original: Function) -> Function:
@@ -155,20 +147,14 @@ def _draw_apart(original: Function) -> Function:
     return draw
 
 
-@contextlib.contextmanager
-def stateful_apart(graph: tf.Graph, rank: int) -> Iterator[None]:
+def stateful_apart(graph: tf.Graph, rank: int) -> contextlib.AbstractContextManager[None]:
     """In the block, `tf.random.normal` and the like, traced in `graph`, draw different numbers on each rank.
 
     Replicas of one worker have separate ops, whose seeds TensorFlow makes different. Without `tf.random.set_seed`
     processes differ anyway.
     """
-    before = graph.seed
-    if before is not None:
-        graph.seed = (before + rank * _APART) % _SEEDS if rank else before
-    try:
-        yield
-    finally:
-        graph.seed = before
+    own = graph.seed if graph.seed is None or not rank else (graph.seed + rank * _APART) % _SEEDS
+    return replaced(graph, "seed", own)
 
 
 _UNSEEDED = "tests/integration/test_unseeded.py"

@@ -109,13 +109,13 @@ def _reduce(original: Function) -> Function:
 
         def reduced() -> Value:
             loss = original(values, sample_weight, mask, reduction, dtype)
-            if share is None or in_keras_step() or reduction in (None, "none", "sum") or _rank(values) != 0:
+            if share is None or in_keras_step() or reduction in (None, "none", "sum") or not _is_scalar(values):
                 return loss
             return loss_module.scale_loss_for_distribution(loss)  # Keras does not divide what is a number already
 
         weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
         masks = mask is not None and reduction not in (None, "none", "sum")
-        sums = reduction == "sum" and _rank(values) != 0
+        sums = reduction == "sum" and not _is_scalar(values)
         if share is None or not (weighs or masks or sums):
             return reduced()
         trains = share.trains if in_keras_step() else is_differentiated()
@@ -137,11 +137,6 @@ def _reduce(original: Function) -> Function:
             return reduced()
 
     return reduce_weighted_values
-
-
-def _rank(values: Structure) -> int | None:
-    rank: int | None = tf.TensorShape(getattr(values, "shape", ())).rank
-    return rank
 
 
 def _average_loss(original: Function) -> Function:
@@ -239,9 +234,9 @@ def _tracked_scalar(original: Function) -> Function:
     return update_state
 
 
-def _is_scalar(values: Structure) -> bool:
-    shape = getattr(values, "shape", None)
-    return isinstance(values, (int, float)) or (shape is not None and tf.TensorShape(shape).rank == 0)
+def _is_scalar(value: Value) -> bool:
+    shape = getattr(value, "shape", None)
+    return isinstance(value, (int, float)) or (shape is not None and tf.TensorShape(shape).rank == 0)
 
 
 # Gradients and results of steps.
@@ -333,7 +328,8 @@ def _all_reduce(original: Function) -> Function:
         if share is None:
             return original(self, reduce_op, value, options)
         reduce_op = tf.distribute.ReduceOp(reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
-        flat = [each if isinstance(each, tf.IndexedSlices) else tf.convert_to_tensor(each) for each in _flat(value)]
+        flat = tf.nest.flatten(value)
+        flat = [each if isinstance(each, tf.IndexedSlices) else tf.convert_to_tensor(each) for each in flat]
         if reduce_op == _MEAN:
             if not all(isinstance(each, tf.Tensor) and each.dtype.is_floating for each in flat):
                 return original(self, reduce_op, value, options)
@@ -341,8 +337,7 @@ def _all_reduce(original: Function) -> Function:
             weight = share.weight(even, exchange=True)
             flat = [each * tf.cast(weight, each.dtype) for each in flat]
         own = [_leaving(share, share.only_if_rows(each)) if share.depends_on_rows(each) else each for each in flat]
-        summed = original(self, _SUM, own, options)
-        return tf.nest.pack_sequence_as(value, [share.alike(_arriving(share, each)) for each in summed])
+        return tf.nest.pack_sequence_as(value, [_arrived(share, each) for each in original(self, _SUM, own, options)])
 
     return all_reduce
 
@@ -362,14 +357,9 @@ def _all_gather(original: Function) -> Function:
             return _leaving(share, each)
 
         gathered = original(self, tf.nest.map_structure(own, value), axis, options)
-        return tf.nest.map_structure(lambda each: share.alike(_arriving(share, each)), gathered)
+        return tf.nest.map_structure(functools.partial(_arrived, share), gathered)
 
     return all_gather
-
-
-def _flat(value: Structure) -> list[Value]:
-    flat: list[Value] = tf.nest.flatten(value)
-    return flat
 
 
 def _leaving(share: Share, value: Value) -> Value:
@@ -377,9 +367,9 @@ def _leaving(share: Share, value: Value) -> Value:
     return _with_gradient(share, value, tf.math.divide_no_nan)
 
 
-def _arriving(share: Share, value: Value) -> Value:
-    """Returns `value`, whose gradient goes to the whole job, by this replica's weight."""
-    return _with_gradient(share, value, tf.multiply)
+def _arrived(share: Share, value: Value) -> Value:
+    """Returns `value`, the same on all replicas, whose gradient goes to the whole job, by this replica's weight."""
+    return share.alike(_with_gradient(share, value, tf.multiply))
 
 
 def _with_gradient(share: Share, value: Value, change: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> Value:

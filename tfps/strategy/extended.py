@@ -28,7 +28,7 @@ from tfps.graph.tf_private import (
     ops,
     values,
 )
-from tfps.input import datasets, generators
+from tfps.input import datasets
 from tfps.input.staging import Staging
 from tfps.keras_hooks.layers import own_losses
 from tfps.keras_hooks.loops import Sharding
@@ -158,17 +158,12 @@ class Extended(mirrored_strategy.MirroredExtended):
         )
 
     def _experimental_distribute_dataset(self, dataset: Batches, options: tf.distribute.InputOptions | None) -> Batches:
-        context = self._make_input_context()
-        in_python = self.shards and self._runtime.exchange.view.workers > 1 and generators.of_whole_job(dataset)
-        if in_python or (context.num_replicas_in_sync > 1 and generators.has_scalars(dataset)):
-            return datasets.distribute_rows(self, self.staging, dataset, context, options)
-        return datasets.distribute_dataset(self, self.staging, dataset, context, options)
+        return datasets.distribute_dataset(self, dataset, self._make_input_context(), options)
 
     def _distribute_datasets_from_function(
         self, dataset_fn: Function, options: tf.distribute.InputOptions | None
     ) -> Batches:
-        context = self._make_input_context()
-        return datasets.distribute_datasets_from_function(self, self.staging, dataset_fn, context, options)
+        return datasets.distribute_datasets_from_function(self, dataset_fn, self._make_input_context(), options)
 
     def _experimental_distribute_values_from_function(self, value_fn: Function) -> Structure:
         contexts = [

@@ -18,9 +18,9 @@ import tensorflow as tf
 from tfps.config import Config, TraceRequest, unknown_variables
 from tfps.errors import ConfigError, TfpsError, in_a_line, outlined
 from tfps.exchange.interface import Exchange
-from tfps.graph.effects import check_effects
 from tfps.graph.patches import BaseStrategy
 from tfps.graph.shares import in_keras_step, say_once
+from tfps.graph.tf_private import check_effects
 from tfps.keras_hooks.random_numbers import share_random_states
 from tfps.runtime.report import Report
 from tfps.runtime.runtime import Runtime

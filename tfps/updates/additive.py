@@ -3,13 +3,16 @@
 A metric's variable is a sum over replicas (Keras' default). `v.assign(v + x)` adds; a running maximum, a moving average
 or the last batch's value does not, and the sum of what replicas have of it means nothing.
 
-Tested in tests/integration/programs_metrics.py, by test_programs.py.
+Tested in tests/updates/test_additive.py, and by tests/integration/programs_metrics.py with real replicas.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import tensorflow as tf
 
+from tfps.graph.ops import computed_from, is_argument, outside
 from tfps.types import Value, Variable
 
 # What changes a value so that parts of a sum no longer add up.
@@ -27,40 +30,22 @@ def adds_up(component: Variable, value: Value, replica: tf.Graph | None) -> bool
     constant = tf.get_static_value(value)
     if constant is not None:
         return not constant.any()
-    reads = _reads(component, value, replica)
-    return reads is None or (bool(reads) and not any(reads))
 
+    def uses(tensor: tf.Tensor) -> bool:
+        return any(each.dtype == tf.resource and outside(each) is component.handle for each in tensor.op.inputs)
 
-def _reads(component: Variable, value: tf.Tensor, replica: tf.Graph | None) -> list[bool] | None:
-    """Returns, for each way from a read of `component` to `value`, whether it changes more than it adds.
+    def goes_on(tensor: tf.Tensor) -> bool:
+        return tensor.op.type != "ReadVariableOp" and not uses(tensor)
 
-    None if a function hides what happens.
-    """
-    found: list[bool] = []
-    hidden = False
-    seen: set[tuple[int, bool]] = set()
-    left = [(value, False)]
-    while left:
-        tensor, changed = left.pop()
-        if (id(tensor), changed) in seen:
-            continue
-        seen.add((id(tensor), changed))
-        op = tensor.op
-        if op.type == "ReadVariableOp":
-            if _outside(op.inputs[0]) is component.handle:
-                found.append(changed)
-            continue
-        if op.type == "Placeholder":
-            outside = _outside(tensor)
-            hidden = hidden or (outside is None and tensor.graph is not replica)
-            if tf.is_symbolic_tensor(outside):
-                left.append((outside, changed))
-            continue
-        if any(each.dtype == tf.resource and _outside(each) is component.handle for each in op.inputs):
-            hidden = True
-            continue
-        left += [(each, changed or op.type in _OTHER) for each in op.inputs]
-    return None if hidden and not found else found
+    def found(values: Iterable[tf.Tensor], goes_on: Callable[[tf.Tensor], bool]) -> list[tf.Tensor]:
+        return [each for each in computed_from(values, goes_on) if tf.is_symbolic_tensor(each)]
+
+    added = found([value], lambda each: goes_on(each) and each.op.type not in _OTHER)
+    changed = found([part for each in added if each.op.type in _OTHER for part in each.op.inputs], goes_on)
+    if any(each.op.type == "ReadVariableOp" and uses(each) for each in changed):
+        return False
+    # It is read, or a function hides whether it is.
+    return any(uses(each) or (is_argument(each) and each.graph is not replica) for each in [*added, *changed])
 
 
 def kept_part(component: Variable, value: tf.Tensor) -> tf.Tensor | None:
@@ -68,8 +53,10 @@ def kept_part(component: Variable, value: tf.Tensor) -> tf.Tensor | None:
 
     As `0.9 * v` of `0.9 * v + 0.1 * x`. Zeros if `value` is not computed from it; None if it is, but not like that.
     """
+    captures = getattr(value.graph, "captures", ())
+    handles = {id(inside) for _, inside in captures if outside(inside) is component.handle}
     try:
-        found = _kept_part(value, *_computed_from(component, value.graph))
+        found = _kept_part(value, handles)
     except _NotLinearError:
         return None
     return tf.zeros_like(value) if found is None else tf.broadcast_to(found, tf.shape(value))
@@ -79,30 +66,15 @@ class _NotLinearError(Exception):
     """A value is not a multiple of what a variable had, plus something."""
 
 
-def _computed_from(component: Variable, graph: tf.Graph) -> tuple[set[int], set[int]]:
-    """Returns ids of reads of `component` in `graph`, and of all tensors there that are computed from it."""
-    handles = [inside for _, inside in getattr(graph, "captures", ()) if _outside(inside) is component.handle]
-    uses = [op for handle in handles for op in handle.consumers()]
-    reads = {id(op.outputs[0]) for op in uses if op.type == "ReadVariableOp"}
-    seen: set[int] = set()
-    left = [output for op in uses for output in op.outputs]
-    while left:
-        tensor = left.pop()
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            left += [output for op in tensor.consumers() for output in op.outputs]
-    return reads, seen
-
-
-def _kept_part(tensor: tf.Tensor, reads: set[int], computed: set[int]) -> tf.Tensor | None:
-    if id(tensor) in reads:
-        return tensor
-    if id(tensor) not in computed:
+def _kept_part(tensor: tf.Tensor, handles: set[int]) -> tf.Tensor | None:
+    if not any(id(each) in handles for each in computed_from([tensor])):
         return None
+    if tensor.op.type == "ReadVariableOp":
+        return tensor
     op = tensor.op
     if op.type not in ("Identity", "Cast", "Neg", "AddV2", "Add", "Sub", "Mul", "RealDiv"):
         raise _NotLinearError
-    parts = [_kept_part(each, reads, computed) for each in op.inputs]
+    parts = [_kept_part(each, handles) for each in op.inputs]
     if op.type in ("Identity", "Cast"):
         return tf.cast(parts[0], tensor.dtype)
     if op.type == "Neg":
@@ -117,10 +89,3 @@ def _kept_part(tensor: tf.Tensor, reads: set[int], computed: set[int]) -> tf.Ten
     if op.type == "RealDiv" and parts[1] is None:
         return parts[0] / op.inputs[1]
     raise _NotLinearError
-
-
-def _outside(tensor: tf.Tensor) -> Value:
-    """Returns what `tensor` stands for outside of the graphs that capture it; None if it is an argument."""
-    while tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder":
-        tensor = next((each for each, inside in getattr(tensor.graph, "captures", ()) if inside is tensor), None)
-    return tensor

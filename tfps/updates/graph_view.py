@@ -9,12 +9,11 @@ from functools import partial
 import tensorflow as tf
 
 from tfps.errors import ConfigError, TfpsError
-from tfps.graph.ops import CLOSE, PASS, PULL, SEND, Gate, before, called, needed
+from tfps.graph.ops import CLOSE, PASS, PULL, SEND, Gate, before, called, needed, outside
 from tfps.graph.picture import Picture, Read, Sent
 from tfps.graph.tf_private import outer_graphs
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import UNDECLARED, DeferredUpdate, Transfer
-from tfps.types import Value
 
 
 def traced_function(graphs: Mapping[str, weakref.ref[tf.Graph]], name: str | None) -> tf.Graph:
@@ -42,7 +41,7 @@ def picture(graph: tf.Graph, runtime: Runtime) -> Picture:
                 others = tuple(sorted(after - {key}))
                 known = sent.get(key)
                 sent[key] = _sent(key, transfer, others, runtime) if known is None else known.also_after(others)
-            elif called(op) == PASS and (gate := gates.get(id(_outermost(op.inputs[0])))) is not None:
+            elif called(op) == PASS and (gate := gates.get(id(outside(op.inputs[0])))) is not None:
                 for name in gate.names:
                     read = Read(f"{name} {op.name}", _short(name), tuple(sorted(after)))
                     is_known = any(
@@ -78,7 +77,7 @@ def _closed_for(graph: tf.Graph, gates: dict[int, Gate], runtime: Runtime) -> di
                 keys += [] if key in keys else [key]
     found = {}
     for op in graph.get_operations():
-        closed = gates.get(id(_outermost(op.inputs[0]))) if called(op) == CLOSE else None
+        closed = gates.get(id(outside(op.inputs[0]))) if called(op) == CLOSE else None
         if closed is not None and closed in sends:
             found[op.name] = sends[closed].pop(0) if len(sends[closed]) > 1 else sends[closed][0]
     return found
@@ -113,16 +112,6 @@ def _walk(graph: tf.Graph, key_of: Callable[[tf.Operation], str]) -> Iterator[tu
             key = key_of(op)
             yield op, key, after
             nearest[op.name] = frozenset([key]) if key else after
-
-
-def _outermost(tensor: Value) -> tf.Tensor:
-    """Follows the captures of `tensor` through all outer functions, and returns the original."""
-    while hasattr(tensor, "graph") and hasattr(tensor.graph, "captures"):
-        outer = [external for external, internal in tensor.graph.captures if internal.name == tensor.name]
-        if not outer:
-            return tensor
-        tensor = outer[0]
-    return tensor
 
 
 def _short(name: str) -> str:

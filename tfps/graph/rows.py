@@ -1,20 +1,44 @@
-"""Gives a replica without rows a row that counts for nothing, as models fail on batches of no rows.
+"""The rows of a replica's batch: how many there are, and one that counts for nothing where there are none.
 
-TensorFlow itself breaks there (oneDNN's Conv2D returns its input's shape; `reshape(x, (batch, -1, heads, d))` takes -1
-for 1), and so do layers of Keras. The row is the first of the last batch that had any, or zeros before that. What the
-replica makes of it is left out by `Share`: it has no rows. What it returns for each row is cut off.
+Models fail on batches of no rows: TensorFlow itself breaks there (oneDNN's Conv2D returns its input's shape;
+`reshape(x, (batch, -1, heads, d))` takes -1 for 1), and so do layers of Keras. So a replica without rows gets the first
+row of its last batch that had any, or zeros before that. What it makes of that row `Share` leaves out: it has no rows.
+What it returns for each row is cut off.
 
-Tested in tests/graph/test_filler.py.
+Tested in tests/graph/test_rows.py and tests/graph/test_shares.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
+import numpy as np
 import tensorflow as tf
 
 from tfps.graph.tf_private import ResourceVariable
 from tfps.types import Structure, Value
+
+UNKNOWN = -1  # in place of a number of rows
+
+
+def rows_of(structure: Structure) -> Value:
+    """Returns the first dimension, an int64 scalar, of the first value in `structure` that has one; else None.
+
+    A constant where the graph knows it; UNKNOWN for a scalar whose rank the graph does not know.
+    """
+    for value in tf.nest.flatten(structure):
+        value = tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
+        if not isinstance(value, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)) or value.shape.rank == 0:
+            continue
+        if value.shape.rank and value.shape[0] is not None:
+            return tf.constant(value.shape[0], tf.int64)
+        if isinstance(value, tf.RaggedTensor):
+            return tf.cast(value.nrows(), tf.int64)
+        if isinstance(value, tf.SparseTensor):
+            return value.dense_shape[0]
+        sizes = tf.shape(value, tf.int64)
+        return sizes[0] if value.shape.rank is not None else tf.concat([sizes, [UNKNOWN]], 0)[0]
+    return None
 
 
 class Fillers:
@@ -22,52 +46,44 @@ class Fillers:
 
     def __init__(self) -> None:
         self._rows: dict[Hashable, list[Value]] = {}  # eagerly
-        self._variables: dict[
-            Hashable, list[ResourceVariable]
-        ] = {}  # in graphs: its components, and whether there is one
+        # In graphs: the row's components, and whether there is one.
+        self._variables: dict[Hashable, list[ResourceVariable]] = {}
 
     def fill(self, replica: int, rows: tf.Tensor, structure: Structure) -> Structure:
-        """Returns `structure`, with one row in all that has none if `rows` (int64 scalar) is 0."""
+        """Returns `structure`, of `rows` (int64 scalar), with one row in all that has none if they are 0."""
         flat = tf.nest.flatten(structure)
         where = [index for index, value in enumerate(flat) if _has_rows(value)]
         if not where:
             return structure
         values = [flat[index] for index in where]
-        key = (replica, *(str(tf.type_spec_from_value(value)) for value in values))
-        filled = self._eagerly(key, rows, values) if tf.executing_eagerly() else self._in_graph(key, rows, values)
+        if tf.executing_eagerly():
+            # Sizes differ from batch to batch: only the kinds of the values count.
+            key = (replica, *((type(value), value.dtype, value.shape.rank) for value in values))
+            if int(rows):
+                self._rows[key] = [_first_row(value) for value in values]
+                return structure
+            stored = self._rows.get(key) or [_blank(value) for value in values]
+            filled = [_one_row(value, row) for value, row in zip(values, stored, strict=True)]
+        else:
+            filled = self._in_graph((replica, *(str(tf.type_spec_from_value(value)) for value in values)), rows, values)
         for index, value in zip(where, filled, strict=True):
             flat[index] = value
         return tf.nest.pack_sequence_as(structure, flat)
 
-    def _eagerly(self, key: tuple[Hashable, ...], rows: tf.Tensor, values: list[Value]) -> list[Value]:
-        # Sizes differ from batch to batch: only the kinds of the values count.
-        key = (key[0], *((type(value), value.dtype, value.shape.rank) for value in values))
-        if int(rows):
-            self._rows[key] = [_first_row(value) for value in values]
-            return values
-        stored = self._rows.get(key) or [_blank(value) for value in values]
-        return [_one_row(value, row) for value, row in zip(values, stored, strict=True)]
-
     def _in_graph(self, key: Hashable, rows: tf.Tensor, values: list[Value]) -> list[Value]:
         if key not in self._variables:
-            specs = _components([_first_row(value) for value in values])
+            any_shape = tf.TensorShape(None)
             with tf.init_scope():
-                self._variables[key] = [
-                    ResourceVariable(
-                        tf.zeros([0] * (each.shape.rank or 0), each.dtype),
-                        shape=tf.TensorShape(None),
-                        trainable=False,
-                        name="tfps_row",
-                    )
-                    for each in specs
-                ] + [ResourceVariable(False, trainable=False, name="tfps_has_row")]
+                none = [tf.zeros([0] * (each.shape.rank or 0), each.dtype) for each in _components(values)]
+                made = [ResourceVariable(each, shape=any_shape, trainable=False, name="tfps_row") for each in none]
+                self._variables[key] = [*made, ResourceVariable(False, trainable=False, name="tfps_has_row")]
         *variables, stored = self._variables[key]
 
         def keep() -> list[Value]:
             for variable, part in zip(variables, _components([_first_row(each) for each in values]), strict=True):
                 variable.assign(part, read_value=False)
             stored.assign(True, read_value=False)
-            return [_identity(each) for each in values]
+            return values
 
         def fill() -> list[Value]:
             def of_variables() -> list[Value]:
@@ -81,18 +97,16 @@ class Fillers:
 
 
 def cut(rows: tf.Tensor, result: Structure) -> Structure:
-    """Returns what a replica function returned, without what belongs to the row that counts for nothing."""
+    """Returns what a replica function of `rows` returned, without what belongs to the row that counts for nothing."""
 
     def own(value: Value) -> Value:
         if not _has_rows(value) or isinstance(value, tf.SparseTensor):
             return value
-        if not tf.is_symbolic_tensor(value.flat_values if isinstance(value, tf.RaggedTensor) else value):
-            return value[:0] if int(rows) == 0 and value.shape[0] == 1 else value
-        if value.shape[0] is not None:
+        traced = tf.is_symbolic_tensor(value.flat_values if isinstance(value, tf.RaggedTensor) else value)
+        if traced and value.shape[0] is not None:
             return value
-        size = value.nrows(tf.int64) if isinstance(value, tf.RaggedTensor) else tf.shape(value, tf.int64)[0]
-        fills = tf.equal(rows, 0) & tf.equal(size, 1)
-        return value[: tf.where(fills, tf.zeros_like(size), size)]
+        size = rows_of(value)
+        return value[: tf.where(tf.equal(rows, 0) & tf.equal(size, 1), tf.zeros_like(size), size)]
 
     return tf.nest.map_structure(own, result)
 
@@ -144,16 +158,4 @@ def _blank(value: Value) -> Value:
 
 def _one_row(value: Value, row: Value) -> Value:
     """Returns `row` if `value` has no rows, else `value`."""
-    if isinstance(value, tf.SparseTensor):
-        empty = tf.equal(value.dense_shape[0], 0)
-    elif isinstance(value, tf.RaggedTensor):
-        empty = tf.equal(value.nrows(), 0)
-    else:
-        empty = tf.equal(tf.shape(value)[0], 0)
-    if tf.executing_eagerly():
-        return row if bool(empty) else value
-    return tf.cond(empty, lambda: _identity(row), lambda: _identity(value))
-
-
-def _identity(value: Value) -> Value:
-    return tf.nest.map_structure(tf.identity, value, expand_composites=True)
+    return tf.cond(tf.equal(rows_of(value), 0), lambda: row, lambda: value)

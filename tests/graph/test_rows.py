@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfps.graph.filler import Fillers, cut
+from tfps.graph.rows import Fillers, cut
 from tfps.types import Structure
 
 KINDS = {

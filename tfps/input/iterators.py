@@ -1,0 +1,305 @@
+"""Iterators over distributed datasets: those whose batches are staged, and loops inside a `tf.function`.
+
+Tested in tests/input/test_staging.py and tests/integration/test_input.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+
+import tensorflow as tf
+
+from tfps.errors import UnsupportedError, from_text
+from tfps.graph.ops import HOST
+from tfps.graph.rows import UNKNOWN, rows_of
+from tfps.graph.tf_private import CompositeTensor, distribute_utils, ops, outer_graphs, values
+from tfps.input.lockstep import CLOSED, IteratorProgress, Lockstep, Request
+from tfps.input.staging import END, GO, TOKEN, Feed, Staging
+from tfps.types import Batches, Structure, Value
+
+_BEGINS, _NONE = -3, -2  # sent in place of the number of rows of the next batch
+_numbers = itertools.count(-1, -1)  # distinct from those of feeds
+
+
+class StagedIteratorSpec(tf.TypeSpec):
+    """Spec of a `StagedIterator`: equal for all iterators over one dataset, so a new epoch needs no retracing.
+
+    Args:
+        number: of the staging.
+        element_spec: of one replica's batch.
+        on_devices: whether batches are staged on the replicas' devices; else on the host.
+        hands_out: whether batches are handed out.
+    """
+
+    __slots__ = ("_element_spec", "_number", "_on_devices", "hands_out")
+    value_type = property(lambda self: StagedIterator)
+
+    def __init__(self, number: int, element_spec: Structure, on_devices: bool, hands_out: bool = False) -> None:
+        self._number, self._element_spec, self._on_devices = number, element_spec, on_devices
+        self.hands_out = hands_out
+
+    @property
+    def staging(self) -> Staging:
+        return Staging.of(self._number)
+
+    @property
+    def element_spec(self) -> Structure:
+        """Spec of what `get_next` returns."""
+        replicas = len(self.staging.devices)
+        if replicas == 1:
+            return self._element_spec
+        return tf.nest.map_structure(lambda spec: values.PerReplicaSpec(*[spec] * replicas), self._element_spec)
+
+    def take(self, key: tf.Tensor) -> Structure:
+        """Returns the batch of `key`, a PerReplica if there are several replicas."""
+        stage = self.staging.stage(self._element_spec, on_devices=self._on_devices)
+        return distribute_utils.regroup(stage.take(key), always_wrap=stage.replicas > 1)
+
+    def _serialize(self) -> tuple[object, ...]:
+        return self._number, self._element_spec, self._on_devices, self.hands_out
+
+    @property
+    def _component_specs(self) -> list[tf.TensorSpec]:
+        return [tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.int64)]
+
+    def _to_components(self, value: StagedIterator) -> list[tf.Tensor]:
+        return value.components()
+
+    def _from_components(self, components: list[tf.Tensor]) -> StagedIterator:
+        return StagedIterator(self, *components)
+
+
+class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
+    """Yields the batches that a `Feed` stages. Can be passed to a `tf.function` as an argument.
+
+    Args:
+        tokens: resource handle of the key queue.
+        number: of the feed, int64 scalar.
+        feed: None inside a graph.
+    """
+
+    def __init__(
+        self, spec: StagedIteratorSpec, tokens: tf.Tensor, number: tf.Tensor, feed: Feed | None = None
+    ) -> None:
+        self._spec, self._tokens, self._number, self._feed = spec, tokens, number, feed
+        if feed is not None:
+            weakref.finalize(self, feed.stop).atexit = False
+
+    @property
+    def _type_spec(self) -> StagedIteratorSpec:
+        return self._spec
+
+    def allow(self, batches: int) -> None:
+        """See `Feed.allow`."""
+        if self._feed is not None:
+            self._feed.allow(batches)
+
+    def components(self) -> list[tf.Tensor]:
+        """Returns the tensors that represent this iterator in a graph."""
+        if self._feed is not None:
+            self._feed.start()
+        return [self._tokens, self._number]
+
+    @property
+    def element_spec(self) -> Structure:
+        """Spec of what `get_next` returns."""
+        return self._spec.element_spec
+
+    def __iter__(self) -> StagedIterator:
+        return self
+
+    def __next__(self) -> Structure:
+        try:
+            return self.get_next()
+        except tf.errors.OutOfRangeError:
+            raise StopIteration from None
+
+    def get_next(self) -> Structure:
+        """Returns the next batch, for all local replicas.
+
+        Raises:
+            tf.errors.OutOfRangeError: the data has ended, here or on another worker.
+            tf.errors.InvalidArgumentError: the input pipeline failed at this batch.
+        """
+        key = self._token()
+        if tf.executing_eagerly():
+            if int(key) == END:
+                raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+            return self._spec.take(key)
+        key = tf.cond(tf.equal(key, END), self._spec.staging.no_batch, lambda: tf.identity(key))
+        key.set_shape([])
+        return self._spec.take(key)
+
+    def get_next_as_optional(self) -> tf.experimental.Optional:
+        """Returns the next batch, or an empty optional at the end of the data.
+
+        Raises:
+            tf.errors.InvalidArgumentError: as `get_next`.
+        """
+        key = self._token()
+
+        def batch() -> tf.experimental.Optional:
+            return tf.experimental.Optional.from_value(self._spec.take(key))
+
+        def nothing() -> tf.experimental.Optional:
+            return tf.experimental.Optional.empty(self.element_spec)
+
+        return tf.cond(tf.equal(key, END), nothing, batch)
+
+    def _token(self) -> tf.Tensor:
+        """Returns the next key or END; raises if the feed reports an error."""
+        if tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None:
+            raise ValueError(
+                "next(iterator) must be called outside of the replica function: "
+                "strategy.run(replica_fn, args=(next(iterator),))"
+            )
+        lockstep = self._spec.staging.lockstep
+        with tf.device(HOST):
+            if tf.executing_eagerly():
+                if self._feed is None:
+                    raise UnsupportedError("an iterator that a tf.function returns cannot be used outside of it")
+                self._feed.start()
+                spans = self._spec.staging.spans
+                begin = spans.now()
+                if lockstep is not None:
+                    lockstep.request_eagerly(self._feed.number)
+                key, text, _ = self._dequeued()
+                if spans.recorder.enabled:
+                    spans.input(begin)
+                if text.numpy():
+                    words = text.numpy().decode()
+                    raise from_text(words) or tf.errors.InvalidArgumentError(None, None, words)
+                return key
+            asked = [] if lockstep is None else [lockstep.request_in_graph(self._number)]
+            with tf.control_dependencies(asked):
+                key, text, rows = self._dequeued()
+            key.set_shape([])
+            if (last_batch := self._spec.staging.last_batch) is not None:
+                last_batch.note(self, rows)
+            with tf.control_dependencies([tf.debugging.Assert(tf.equal(text, ""), [text])]):
+                return tf.identity(key)
+
+    def _dequeued(self) -> list[tf.Tensor]:
+        """Returns the next token: its key, text and rows."""
+        if not self._spec.hands_out:
+            token: list[tf.Tensor] = tf.raw_ops.QueueDequeueV2(handle=self._tokens, component_types=TOKEN)
+            return token
+        both = tf.raw_ops.QueueDequeueManyV2(handle=self._tokens, n=2, component_types=TOKEN)
+        second = tf.cast(tf.equal(both[0][0], GO), tf.int32)  # GO comes first, unless a step that failed has taken it
+        return [each[second] for each in both]
+
+
+class Loop(Request):
+    """A dataset loop inside a function: TensorFlow's iterator reads, the ranks decide whether to use a batch.
+
+    Each run of the function has an iterator of its own, which no staging thread could follow. Its batches are not known
+    ahead, so the ranks agree on each one when it is read: a round trip per training batch.
+    """
+
+    def __init__(self, lockstep: Lockstep) -> None:
+        graph = ops.get_default_graph()
+        super().__init__(lockstep, outer_graphs(graph)[-1])
+        lockstep.runtime.adopt(self, graph)
+        self._progress: IteratorProgress | None = None  # of this run; pump thread only
+        with tf.init_scope(), tf.device(HOST):
+            # Whether to use the batch, an error, the rows of the batch summed over all workers.
+            self._answers = tf.queue.FIFOQueue(1000, [tf.bool, tf.string, tf.int64], [[], [], []], name="tfps_loop")
+
+    def begin(self) -> None:
+        """Adds the op that begins a run."""
+        self.send(tf.constant(_BEGINS, tf.int64))
+
+    def may_use(self, has_batch: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Announces this rank's batch; returns whether all ranks have one, and its rows summed over them."""
+        asked = self.send(tf.where(has_batch, rows, tf.constant(_NONE, tf.int64)))
+        with tf.control_dependencies([asked]), tf.device(HOST):
+            used, error, total = tf.raw_ops.QueueDequeueV2(
+                handle=self._answers.queue_ref, component_types=self._answers.dtypes
+            )
+            with tf.control_dependencies([tf.debugging.Assert(tf.equal(error, ""), [error])]):
+                used, total = tf.identity(used), tf.identity(total)
+        used.set_shape([])
+        total.set_shape([])
+        return used, total
+
+    def collect(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor) -> None:
+        said, progress = int(graph_run), self._progress
+        if said == _BEGINS or progress is None:
+            self._begin()
+            return
+        if progress.gone:
+            self._answer(None, CLOSED, UNKNOWN)
+            return
+        if said != _NONE:
+            progress.exists(progress.asked, said)
+            progress.staged(progress.asked, progress.asked)
+        else:
+            progress.ended("")
+        self.lockstep.request(self._number, self.trains(), eager=False)
+
+    def _begin(self) -> None:
+        if self._progress is not None:
+            self._progress.leave()
+        with tf.device(HOST):
+            while int(self._answers.size()):  # left from a stopped run
+                self._answers.dequeue()
+        self._number = next(_numbers)
+        progress = IteratorProgress(self.lockstep, None, self._answer, foresees=False)
+        self._progress = self.lockstep.follow(self._number, progress)
+
+    def _answer(self, key: int | None, error: str, rows: int) -> None:
+        with tf.init_scope(), tf.device(HOST):
+            self._answers.enqueue([key is not None, error, tf.constant(rows, tf.int64)])
+
+
+class LoopIterator:
+    """Wraps TensorFlow's iterator inside a function; several workers agree on each batch."""
+
+    def __init__(self, iterator: Batches, staging: Staging, loop: Loop) -> None:
+        self._iterator, self._staging, self._loop = iterator, staging, loop
+        loop.begin()
+
+    def __iter__(self) -> LoopIterator:
+        return self
+
+    def __next__(self) -> Structure:
+        return self.get_next()
+
+    def get_next_as_optional(self) -> tf.experimental.Optional:
+        """Returns the next batch; empty at the end of the data, here or (if the function trains) on another worker."""
+        batch = self._iterator.get_next_as_optional()
+        replicas = len(self._staging.devices)
+        rows = tf.cond(
+            batch.has_value(),
+            lambda: self._rows(batch.get_value(), replicas),
+            lambda: tf.constant([UNKNOWN] * replicas, tf.int64),
+        )
+        unknown = tf.constant(UNKNOWN, tf.int64)
+        total = tf.where(tf.reduce_any(rows < 0), unknown, tf.reduce_sum(rows))
+        used, total = self._loop.may_use(batch.has_value(), total)
+        if (last_batch := self._staging.last_batch) is not None:
+            last_batch.note(self, tf.concat([[total], rows], 0))
+        return tf.cond(used, lambda: batch, lambda: tf.experimental.Optional.empty(batch.element_spec))
+
+    @staticmethod
+    def _rows(batch: Structure, replicas: int) -> tf.Tensor:
+        """Returns the rows of each replica's part of `batch`, int64 [replicas]."""
+        parts = [tf.nest.map_structure(lambda each, i=i: _part(each, i), batch) for i in range(replicas)]
+        found = [rows_of(part) for part in parts]
+        return tf.stack([tf.constant(UNKNOWN, tf.int64) if rows is None else rows for rows in found])
+
+    def get_next(self) -> Structure:
+        """Returns the next batch.
+
+        Raises:
+            tf.errors.OutOfRangeError: the data has ended.
+        """
+        batch = self.get_next_as_optional()
+        go_on = tf.cond(batch.has_value(), lambda: tf.constant(0, tf.int64), self._staging.no_batch)
+        with tf.control_dependencies([go_on]):
+            return batch.get_value()
+
+
+def _part(value: Value, replica: int) -> Value:
+    return value.values[replica] if isinstance(value, values.DistributedValues) else value
