@@ -111,7 +111,7 @@ def test_the_page_on_an_index_has_no_links_that_lead_nowhere(built: Built) -> No
     assert "pip install 'tfps[tensorflow,examples]'" in page
     assert "'.[" not in page
     for words in (
-        "finding what is slow",
+        "Finding what is slow",
         "docs/benchmarks.md has all figures",
         "digits, a notebook, custom training loop",
     ):

@@ -152,7 +152,7 @@ def test_autograph_leaves_functions_of_tfps_alone_and_rewrites_those_of_programs
     def of_a_program() -> None:
         """As a user would write it."""
 
-    assert conversion.is_allowlisted(Extended.note_access)
+    assert conversion.is_allowlisted(Extended.note_local_write)
     assert not conversion.is_allowlisted(of_a_program)
 
 
