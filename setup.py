@@ -106,7 +106,7 @@ setup(
             "tfps_trace=tfps.trace.cli:main",
             "tfps_doctor=tfps.doctor.cli:main",
         ],
-        "tensorboard_plugins": ["tfps=tfps.tensorboard.plugin:ParameterServersPlugin"],
+        "tensorboard_plugins": ["tfps=tfps.tensorboard:ParameterServersPlugin"],
     },
     classifiers=[
         "Development Status :: 3 - Alpha",

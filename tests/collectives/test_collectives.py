@@ -10,7 +10,7 @@ import jobs
 import numpy as np
 import pytest
 
-from tfps.collectives.collectives import AllGather, AllReduce, Broadcast, FixedBroadcast
+from tfps.collectives import AllGather, AllReduce, Broadcast, FixedBroadcast
 from tfps.errors import MismatchError
 from tfps.runtime.runtime import Runtime
 from tfps.trace.recorder import Recorder

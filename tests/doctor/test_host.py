@@ -31,7 +31,7 @@ from tfps.doctor.host import (
     versions,
 )
 from tfps.doctor.report import Check
-from tfps.wire.memory import machine_bytes
+from tfps.wire.shared_memory import machine_bytes
 from tools.certificates import Authority
 
 LIMITS = {

@@ -9,7 +9,7 @@ from tfps.wire.shared_memory import Place
 
 
 class Taking:
-    """See `tfps.wire.stream.Receiver`; sets `all` when `expected` data frames have come."""
+    """See `tfps.wire.connection.Receiver`; sets `all` when `expected` data frames have come."""
 
     def __init__(self, expected: int = 0) -> None:
         self.got: list[tuple[Header, bytes]] = []

@@ -9,8 +9,8 @@ import launching
 import pytest
 from launching import ROOT, WriteScript, launch
 
-from tfps.launch.gpus import parse_list, share, share_of_gpus, visible_gpus
 from tfps.launch.job import LocalRank
+from tfps.launch.remote import parse_list, share, share_of_gpus, visible_gpus
 
 NAME, GROWTH = "CUDA_VISIBLE_DEVICES", "TF_FORCE_GPU_ALLOW_GROWTH"
 LIST = """\

@@ -53,7 +53,7 @@ def freeze_first_layer(model: Model, optimizer: Argument) -> None:
     [
         (DILOCO, "the outer momentum would move it on"),
         pytest.param(
-            Settings("local", compression="topk:0.05"), "what compression holds back would move it on", id="topk"
+            Settings("local", compression="topk:0.05"), "the residual of compression would move it on", id="topk"
         ),
     ],
 )

@@ -29,10 +29,10 @@ from tfps.pserver.job import Job
 from tfps.pserver.server import ParameterServer
 from tfps.pserver.slices import OwnedSlice
 from tfps.wire import frames, send_queue
+from tfps.wire.connection import write_shared
 from tfps.wire.frames import EMPTY, HEADER_BYTES, LAST, MAX_FRAME_BYTES, SHARED, Header, Kind
 from tfps.wire.send_queue import Outgoing, SendQueue
 from tfps.wire.shared_memory import Arena
-from tfps.wire.stream import write_shared
 from tfps.worker.worker import Worker
 
 SUM = pb.Bucket(names=["dense"], kind="sum", nbytes=2000, dtype="float32", priority=3)  # slices of 1024 and 976 bytes

@@ -11,7 +11,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from tests.trace.test_capture import BUCKETS, PROCESSES, chain
 from tfps.errors import TfpsError
-from tfps.runtime.xplane import overlapping_profiles, profile_path, write_xplane
+from tfps.runtime.trace_run import overlapping_profiles, profile_path, write_xplane
 from tfps.trace.capture import Capture, Span
 
 OFFSET_NS = 10**15  # of the wall clock to the capture's

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tfps
-from tfps.strategy.cluster import Cluster, find, resolve
+from tfps.strategy.strategy import Cluster, find, resolve
 from tfps.types import Argument, Json
 
 TASKS = {"chief": ["c:1"], "worker": ["w0:1", "w1:1"], "ps": ["p0:1", "p1:1"]}
@@ -138,7 +138,7 @@ def test_an_embedded_pserver_does_not_stand_in_for_those_that_several_processes_
         monkeypatch.setenv(name, value)
     for name in met:  # until the processes have met; the test's own end removes them
         monkeypatch.delenv(name)
-    monkeypatch.setattr("tfps.strategy.cluster.rendezvous", lambda *_: met)
+    monkeypatch.setattr("tfps.strategy.strategy.rendezvous", lambda *_: met)
     with pytest.raises(tfps.ConfigError, match="has started 4 processes, but none of them has started a pserver"):
         find(None, tfps.Config())
 

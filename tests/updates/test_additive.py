@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfps.graph.tf_private import ResourceVariable
 from tfps.types import Value, Variable
-from tfps.updates.additive import adds_up, kept_part
+from tfps.updates.variables import adds_up, kept_part
 
 Assigned = Callable[[Variable, Value], Value]
 

@@ -16,7 +16,7 @@ import training
 
 import tfps
 from tfps.graph import tf_private
-from tfps.graph.picture import Picture, Read, Sent
+from tfps.updates.graph_view import Picture, Read, Sent
 
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz' dot is not installed")
 # The variables of training.mlp in forward order, without what Keras numbers per process.

@@ -18,7 +18,7 @@ import tensorflow as tf
 import tfps
 from tfps.exchange.interface import BucketSpec
 from tfps.types import Variable
-from tfps.updates import initial_values, progress
+from tfps.updates import initial_values
 from tfps.worker import client
 
 MB = 10**6
@@ -27,7 +27,7 @@ MB = 10**6
 def test_rank_0_says_how_far_its_values_are_and_whom_it_waits_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(progress, "_LINE_AFTER_S", math.inf)
+    monkeypatch.setattr(initial_values, "_LINE_AFTER_S", math.inf)
     monkeypatch.setattr(client, "PATIENCE_S", 0.3)
     monkeypatch.setattr(initial_values, "_BATCH_BYTES", MB)
     config = tfps.Config(slice_bytes=2**16, window_bytes=2**18, connect_timeout_s=jobs.DEADLINE_S)
@@ -42,7 +42,7 @@ def test_rank_0_says_how_far_its_values_are_and_whom_it_waits_for(
         def holds(spec: BucketSpec) -> bool:
             second = spec.name == "initial values" and [s.name for s in other.specs].count(spec.name) == 2
             if second:
-                monkeypatch.setattr(progress, "_LINE_AFTER_S", 0.3)  # however long the first has taken
+                monkeypatch.setattr(initial_values, "_LINE_AFTER_S", 0.3)  # however long the first has taken
             return second
 
         def waits() -> bool:

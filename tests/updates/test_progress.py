@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import jobs
 import pytest
 
-from tfps.updates import progress
-from tfps.updates.progress import Progress
+from tfps.updates import initial_values as progress
+from tfps.updates.initial_values import Progress
 
 MB = 10**6
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfps.wire.memory import ALIGNMENT, aligned_empty, machine_bytes, tune_malloc
+from tfps.wire.shared_memory import ALIGNMENT, aligned_empty, machine_bytes, tune_malloc
 
 
 @given(nbytes=st.integers(0, 10_000))
@@ -36,7 +36,7 @@ def test_a_pservers_threads_share_one_arena() -> None:
     # malloc_info lists arenas as heaps; several threads allocate, which would give each its own.
     program = """
 import ctypes, threading
-from tfps.wire.memory import tune_malloc
+from tfps.wire.shared_memory import tune_malloc
 assert tune_malloc(one_arena=True)
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p

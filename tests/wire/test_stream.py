@@ -8,9 +8,9 @@ from receivers import Taking
 from tfps.errors import ClosedError, ProtocolError, WorkerLostError
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
+from tfps.wire.connection import outgoing, receive
 from tfps.wire.frames import Header, Kind
 from tfps.wire.send_queue import Outgoing, SendQueue
-from tfps.wire.stream import outgoing, receive
 
 
 def queue(piggyback: bool = True) -> SendQueue:

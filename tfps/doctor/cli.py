@@ -21,7 +21,7 @@ from tfps.doctor.pserver import Client, Visit, compare_bandwidths
 from tfps.doctor.report import Check, Group, Report, show
 from tfps.errors import ConfigError
 from tfps.launch.cluster_spec import Cluster, locate
-from tfps.launch.gpus import visible_gpus
+from tfps.launch.remote import visible_gpus
 from tfps.threads import DaemonPool
 from tfps.wire.measuring import SECONDS
 from tfps.wire.shared_memory import Arena

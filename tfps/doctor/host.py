@@ -24,8 +24,7 @@ from tfps.errors import ConfigError
 from tfps.types import Json
 from tfps.wire.control import PROTOCOL_VERSION, Pserver
 from tfps.wire.job_token import JobToken, is_open_to_others
-from tfps.wire.memory import machine_bytes
-from tfps.wire.shared_memory import Arena
+from tfps.wire.shared_memory import Arena, machine_bytes
 
 _NEEDED = ("grpcio", "protobuf", "numpy")  # everywhere
 _TENSORFLOW = ("tensorflow", "tensorflow-cpu")  # either of these

@@ -119,8 +119,8 @@ class SumRound(Round):
         elif whole != self.whole:
             one, other = ("collects", "trains") if whole else ("trains", "collects")
             raise ProtocolError(
-                f"{self.label}, step {self.step}: rank {rank} {one} while rank {min(self.arrived)} {other}: what "
-                "compression holds back is collected when a checkpoint is saved or restored; do so on every rank, or "
+                f"{self.label}, step {self.step}: rank {rank} {one} while rank {min(self.arrived)} {other}: residuals "
+                "of compression are collected when a checkpoint is saved or restored; do so on every rank, or "
                 "call strategy.combine() on every rank before"
             )
         self.arrived.add(rank)

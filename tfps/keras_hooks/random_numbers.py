@@ -24,7 +24,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfps.collectives.collectives import Broadcast
+from tfps.collectives import Broadcast
 from tfps.graph.ops import HOST
 from tfps.graph.patches import Patch, replaced, replica_context
 from tfps.graph.tf_private import ResourceVariable, data_seeds, is_seeded

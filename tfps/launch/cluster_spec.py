@@ -1,7 +1,7 @@
 """Where the processes of a job are: pservers, this worker's rank, number of workers, from arguments and environment.
 
 The environment is that of `tfps_launch`, TF_CONFIG, or what mpirun and srun set. Without TensorFlow, whose cluster
-resolvers `tfps/strategy/cluster.py` knows.
+resolvers `Strategy` knows.
 
 Tested in tests/launch/test_cluster_spec.py, tests/strategy/test_cluster.py and tests/doctor/test_cli.py.
 """

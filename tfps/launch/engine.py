@@ -18,9 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tfps.errors import ConfigError
-from tfps.launch.gpus import share_of_gpus
 from tfps.launch.job import LOOPBACK, Host, LocalRank, Placement, checked_hosts, has_only_ipv6
-from tfps.launch.remote import Request
+from tfps.launch.remote import Request, share_of_gpus
 from tfps.launch.supervisor import SSH_FAILED, Command
 
 SILENCE_S = 120.0  # a host that hears nothing of the launcher for so long ends what it runs for it

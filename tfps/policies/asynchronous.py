@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
-from tfps.collectives.collectives import AllReduce
+from tfps.collectives import AllReduce
 from tfps.config import Config
 from tfps.errors import UnsupportedError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec

@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfps.collectives.collectives import AllGather
+from tfps.collectives import AllGather
 from tfps.config import Config
 from tfps.errors import MismatchError, UnsupportedError, WaitTimeoutError, WorkerLostError
 from tfps.keras_hooks.checkpoint import ExtraState

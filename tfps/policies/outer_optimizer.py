@@ -33,7 +33,7 @@ from tfps.graph import ops as graph_ops
 from tfps.graph.ops import HOST
 from tfps.graph.tf_private import ResourceVariable, control_flow_free, distribute_lib, ops
 from tfps.graph.timestamps import Timestamps, now_after
-from tfps.policies.remote_bucket import RemoteBucket
+from tfps.policies.remote_optimizers import RemoteBucket
 from tfps.runtime.remote import RULES, RemoteParameter, RemoteRule, RemoteSlot
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.step_spans import Awaited, InnerStep
@@ -147,7 +147,7 @@ class OuterOptimizer:
         """What moves `variable` on in exchanges where workers have not changed it; "" if nothing does."""
         if self.rule.slots(copy_of(variable)):
             return "the outer momentum"
-        return "what compression holds back" if self._scheduler.compressing.codec(variable) != NONE else ""
+        return "the residual of compression" if self._scheduler.compressing.codec(variable) != NONE else ""
 
     def after_step(self) -> None:
         """Counts an inner step and exchanges what is due; called in each replica function."""

@@ -19,7 +19,7 @@ from tfps.errors import TfpsError
 from tfps.pserver.guard import LOOPBACK, check_host, default_host, is_loopback, reachable
 from tfps.pserver.server import ParameterServer
 from tfps.threads import Flag
-from tfps.wire.memory import tune_malloc
+from tfps.wire.shared_memory import tune_malloc
 
 logger = logging.getLogger("tfps")
 _INTERVAL_S = 1.0  # between two status requests

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 from tfps.errors import ConfigError, TfpsError
 from tfps.pserver.guard import Newest, Rate, listen
-from tfps.wire.connection import BrokenConnectionError, Connection, admit, given_up, greet, refuse
+from tfps.wire.connection import BrokenConnectionError, Connection, Receiver, admit, given_up, greet, refuse
 from tfps.wire.frames import Kind
 from tfps.wire.job_token import JobToken
 from tfps.wire.measuring import Direction, direction_of
 from tfps.wire.send_queue import SendQueue
-from tfps.wire.stream import Receiver
 
 logger = logging.getLogger("tfps")
 _GREETING_S = 5.0  # for a client to identify itself

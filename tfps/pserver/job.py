@@ -436,9 +436,8 @@ def _not_assigned(rank: str, bucket: str) -> str:
     """The text of the error for a rank that others wait for in `bucket`, and that goes elsewhere."""
     return (
         f"{rank} has ended its epoch, or exchanges something else, while others wait for its first step, or for it to "
-        f"assign values to variables of bucket '{bucket}' as they have, or to collect what compression holds back of "
-        "them: give every rank a batch, assign on every rank, and save a tf.train.Checkpoint on every rank between "
-        "epochs"
+        f"assign values to variables of bucket '{bucket}' as they have, or to collect their residuals: "
+        "give every rank a batch, assign on every rank, and save a tf.train.Checkpoint on every rank between epochs"
     )
 
 

@@ -37,6 +37,7 @@ from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument
 from tfps.wire import frames, shared_memory
+from tfps.wire.connection import not_expected, outgoing, receive
 from tfps.wire.control import (
     INCARNATION_KEY,
     MEASURE,
@@ -57,10 +58,8 @@ from tfps.wire.control import (
 from tfps.wire.frames import Header, Kind, error_from
 from tfps.wire.job_token import JobToken
 from tfps.wire.measuring import Measuring
-from tfps.wire.memory import machine_bytes, resident_bytes, tune_malloc
 from tfps.wire.send_queue import SendQueue
-from tfps.wire.shared_memory import Attached, Offer, Place
-from tfps.wire.stream import not_expected, outgoing, receive
+from tfps.wire.shared_memory import Attached, Offer, Place, machine_bytes, resident_bytes, tune_malloc
 from tfps.wire.tls import server_credentials
 
 logger = logging.getLogger("tfps")

@@ -15,7 +15,7 @@ from tfps.launch.job import Job, lasting_secret_file
 from tfps.pserver.server import ParameterServer
 from tfps.ray.job import as_options, spread
 from tfps.types import Options
-from tfps.wire.memory import tune_malloc
+from tfps.wire.shared_memory import tune_malloc
 
 
 def node() -> str:

@@ -9,6 +9,7 @@ Tested in tests/strategy/test_strategy.py, tests/strategy/test_stopped_steps.py 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -16,18 +17,18 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
 
-from tfps.errors import ClosedError, TfpsError, WaitTimeoutError
+from tfps.errors import ClosedError, InterruptError, TfpsError, WaitTimeoutError
 from tfps.exchange.aggregate import pack_sparse, unpack_sparse
 from tfps.exchange.interface import BucketSpec, Exchange, Payload, Reply, as_bytes
 from tfps.graph import tf_private
 from tfps.graph.ops import HOST, MESSAGE, tensor_of
-from tfps.runtime.interrupts import indivisible, wait
+from tfps.graph.tf_private import stopped
 from tfps.runtime.report import History, Report, Round, Stepping, make_report
 from tfps.runtime.step_spans import StepSpans
 from tfps.runtime.stopped_steps import GateWatch, Rounds, stopped_step
@@ -38,13 +39,50 @@ from tfps.trace.capture import CapturedBucket
 from tfps.trace.recorder import Recorder
 from tfps.worker.client import PATIENCE_S
 
+_TICK_S = 0.2
+
+
+def wait(done: threading.Event, timeout_s: float = float("inf")) -> bool:
+    """Waits until `done` is set; returns False on timeout."""
+    deadline_s = time.monotonic() + timeout_s
+    while not done.wait(max(min(_TICK_S, deadline_s - time.monotonic()), 0.0)):
+        if stopped():
+            raise KeyboardInterrupt
+        if time.monotonic() >= deadline_s:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def indivisible(exchange: Exchange, what: str) -> Iterator[None]:
+    """Marks a block in which this rank does `what` with the others; no rank can skip or repeat it alone.
+
+    If the block is interrupted (Ctrl-C), it is unknown which ranks got its values, and to which of their next values
+    those of a retry would be added: the job fails on all ranks. A single worker continues.
+    """
+    try:
+        yield
+    except TfpsError:
+        raise
+    except BaseException as error:
+        if exchange.view.workers > 1:
+            how = "interrupted (Ctrl-C)" if isinstance(error, KeyboardInterrupt) else f"stopped by {error!r}"
+            exchange.fail(
+                InterruptError(
+                    f"rank {exchange.rank} was {how} in the middle of an exchange with the other ranks ({what}); they "
+                    "cannot know any more which values belong together: close() the strategy on every rank (or restart "
+                    "the notebooks) and go on from a checkpoint with a new one"
+                )
+            )
+        raise
+
+
 logger = logging.getLogger("tfps")
 _NO_BYTES = np.empty(0, np.uint8)
 _NO_TIMES = np.empty(0, np.float64)
 _DRAINED = -1  # in place of a transfer's id: all messages before it have been started
 _CLOSED = -2  # in place of a transfer's id: the queue of messages is about to be closed
 _HISTORY_STEPS = 16
-_TICK_S = 0.2
 _T = TypeVar("_T")
 Key = str | tuple[Hashable, ...]  # names one bucket of this process
 

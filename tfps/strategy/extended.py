@@ -16,7 +16,6 @@ from tfps.config import Config
 from tfps.errors import TfpsError, UnsupportedError, from_text
 from tfps.exchange.interface import Exchange
 from tfps.graph import common_rows
-from tfps.graph.picture import Picture
 from tfps.graph.shares import Counted, LastBatch, counted, current_share, is_reducing_gradients, with_share
 from tfps.graph.tf_private import (
     METRICS_ARE_MIRRORED,
@@ -34,13 +33,13 @@ from tfps.keras_hooks.layers import own_losses
 from tfps.keras_hooks.loops import Sharding
 from tfps.keras_hooks.random_numbers import stateful_apart
 from tfps.policies import policy_of
-from tfps.policies.remote_bucket import plan, update_eagerly
+from tfps.policies.remote_optimizers import plan, update_eagerly
 from tfps.runtime.remote import RemoteRule
 from tfps.runtime.runtime import Runtime
 from tfps.types import Argument, Batches, Function, Options, Structure, Value, Variable
 from tfps.updates.combined import Combiner
 from tfps.updates.compressing import Compressing
-from tfps.updates.graph_view import picture, traced_function
+from tfps.updates.graph_view import Picture, picture, traced_function
 from tfps.updates.initial_values import InitialValues
 from tfps.updates.invariants import Invariants
 from tfps.updates.on_read_variable import OnReadVariable

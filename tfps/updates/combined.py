@@ -21,12 +21,11 @@ from typing import Protocol
 import numpy as np
 import tensorflow as tf
 
-from tfps.collectives.collectives import AllReduce
+from tfps.collectives import AllReduce
 from tfps.errors import MismatchError, WaitTimeoutError
 from tfps.graph.ops import HOST
 from tfps.graph.tf_private import ResourceVariable, ops, outer_graphs
-from tfps.runtime.interrupts import indivisible
-from tfps.runtime.runtime import Runtime
+from tfps.runtime.runtime import Runtime, indivisible
 from tfps.types import Array, DType, Variable
 from tfps.updates.names import common_name, own_name
 

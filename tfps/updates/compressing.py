@@ -22,14 +22,13 @@ from tfps.compression import NONE, Rules
 from tfps.errors import WaitTimeoutError
 from tfps.exchange.codecs import Floats, codec_of
 from tfps.exchange.interface import BucketSpec, OnReply, Reply
-from tfps.runtime.interrupts import indivisible, wait
 from tfps.runtime.remote import Ahead
-from tfps.runtime.runtime import Runtime
+from tfps.runtime.runtime import Runtime, indivisible, wait
 from tfps.updates.names import common_name
 from tfps.updates.variables import GatedVariable
 
 logger = logging.getLogger("tfps")
-_RESIDUALS = "what compression holds back"  # in messages
+_RESIDUALS = "the residuals of compression"  # in messages
 
 
 class _Part(NamedTuple):
@@ -160,7 +159,7 @@ class Compressing:
             codec, items = codec_of(self.codec(variable)), math.prod(variable.shape)
             if codec is None or not codec.feeds_back or value.size != items:
                 logger.warning(
-                    "tfps: what compression had held back of %s in the checkpoint, %d numbers, is dropped: it has %d "
+                    "tfps: the residual of %s in the checkpoint, %d numbers, is dropped: the variable has %d "
                     "numbers here and codec %s",
                     *(variable.name, value.size, items, self.codec(variable)),
                 )

@@ -15,8 +15,7 @@ from tfps.graph.shares import current_share
 from tfps.graph.tf_private import distribute_lib, values, values_util
 from tfps.keras_hooks.keras_private import in_symbolic_scope
 from tfps.types import Function, Value
-from tfps.updates.additive import adds_up
-from tfps.updates.variables import Converted
+from tfps.updates.variables import Converted, adds_up
 
 
 class OnReadVariable(Converted, values.SyncOnReadVariable):

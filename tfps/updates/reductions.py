@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import tensorflow as tf
 
-from tfps.collectives.collectives import AllGather, AllReduce
+from tfps.collectives import AllGather, AllReduce
 from tfps.compression import LEAST_BYTES
 from tfps.errors import TfpsError, UnsupportedError
 from tfps.exchange.aggregate import pack_sparse, unpack_sparse

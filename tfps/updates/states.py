@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfps.collectives.collectives import AllGather
+from tfps.collectives import AllGather
 from tfps.errors import MismatchError
 from tfps.exchange.interface import Reply
 from tfps.input import first_batches

@@ -14,11 +14,10 @@ import grpc
 
 from tfps.config import Transport
 from tfps.errors import ConnectError, ProtocolError, PserverLostError, TfpsError
-from tfps.wire.connection import BrokenConnectionError, Connection, dial
+from tfps.wire.connection import BrokenConnectionError, Connection, Receiver, dial, outgoing, receive
 from tfps.wire.control import INCARNATION_KEY, PULL, PUSH, RANK_KEY, Pserver, lost, method
 from tfps.wire.frames import Kind
 from tfps.wire.send_queue import SendQueue
-from tfps.wire.stream import Receiver, outgoing, receive
 
 logger = logging.getLogger("tfps")
 # For a data port to answer, and for others after one that did not: behind a firewall that drops packets none does.

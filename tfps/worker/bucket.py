@@ -25,9 +25,8 @@ from tfps.trace.recorder import Recorder
 from tfps.types import Array
 from tfps.wire import frames
 from tfps.wire.frames import EMPTY, LAST, SHARED, WHOLE, Header, Kind
-from tfps.wire.memory import aligned_empty
 from tfps.wire.send_queue import Encoding, Outgoing, SendQueue
-from tfps.wire.shared_memory import Place, Region, Sharing
+from tfps.wire.shared_memory import Place, Region, Sharing, aligned_empty
 
 Failed = Callable[[Exception], Exception]
 
@@ -275,7 +274,7 @@ class PushedBucket:
 
 
 class Incoming:
-    """A `tfps.wire.stream.Receiver`, used by the thread that receives from this pserver.
+    """A `tfps.wire.connection.Receiver`, used by the thread that receives from this pserver.
 
     Args:
         buckets: all declared buckets, by number; grows over time.

@@ -31,7 +31,7 @@ from tfps.trace.assembly import Recorded, assemble
 from tfps.trace.capture import Capture, CapturedBucket, Process, Setting
 from tfps.trace.recorder import Recorder
 from tfps.types import Array, Buffer
-from tfps.wire.memory import aligned_empty
+from tfps.wire.shared_memory import aligned_empty
 from tfps.worker.captures import NOT_RUNNING, RUNNING, Switch, named
 
 
@@ -85,7 +85,7 @@ class EmbeddedState:
         on_reply(Reply(sum=np.zeros(self._specs[bucket].nbytes, np.uint8)))
 
     def set_residual(self, bucket: int, values: Floats) -> None:
-        """Nothing is held back."""
+        """There is none."""
 
     def update(self, bucket: int, gradient: Buffer, numbers: bytes) -> Array:
         """The new parameters, or their change; a copy, as TensorFlow keeps them while they change here."""

@@ -33,10 +33,9 @@ from tfps.trace.capture import Setting
 from tfps.trace.recorder import Recorder
 from tfps.wire.control import Pserver, layout_of
 from tfps.wire.frames import Header, Kind
-from tfps.wire.memory import tune_malloc
 from tfps.wire.paths import Opening, WorkerStream
 from tfps.wire.send_queue import Outgoing, SendQueue
-from tfps.wire.shared_memory import Sharing
+from tfps.wire.shared_memory import Sharing, tune_malloc
 from tfps.worker.bucket import Incoming, Push, PushedBucket
 from tfps.worker.captures import WorkerCaptures
 from tfps.worker.client import PserverClient, WaitLog

@@ -203,7 +203,7 @@ def _grpc(address: str, steps: int, sums: bool) -> None:
     import grpc
 
     from tfps.wire.control import CHANNEL_OPTIONS
-    from tfps.wire.memory import tune_malloc
+    from tfps.wire.shared_memory import tune_malloc
 
     tune_malloc()
     window = threading.Semaphore(ECHO_WINDOW)
@@ -250,7 +250,7 @@ def _grpc_echo(sums: bool) -> None:
 
     from tfps.config import Security
     from tfps.wire.control import server_options
-    from tfps.wire.memory import tune_malloc
+    from tfps.wire.shared_memory import tune_malloc
 
     tune_malloc()
     server = grpc.server(ThreadPoolExecutor(8), options=server_options(Security()))
