@@ -77,7 +77,7 @@ def test_the_step_after_an_exchange_shows_how_long_it_waits(tmp_path: Path) -> N
 
         def release(held: threading.Condition) -> None:
             reached.wait(jobs.DEADLINE_S)
-            threading.Event().wait(0.5)  # the forward pass stands in front of the first Dense
+            threading.Event().wait(2.0)  # the forward pass stands in front of the first Dense, also if busy
             held.release()
 
         class HoldsTheReply(keras.callbacks.Callback):
