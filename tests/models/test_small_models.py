@@ -1,6 +1,7 @@
 """Models of Keras' applications, of keras_hub and of keras_rs, with two and three workers, beside plain Keras.
 
 Those with batch normalization, and the one whose negatives are other rows, end equal on all ranks, near plain Keras.
+ConvNeXt runs each time, with the programs of tests/programs/test_taught.py.
 """
 
 from __future__ import annotations
@@ -38,11 +39,6 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
         return test_programs.run(pairs, tmp_path_factory.mktemp(library), workers)
 
     return results
-
-
-def test_a_small_convnext_ends_as_in_plain_keras(tmp_path_factory: pytest.TempPathFactory) -> None:
-    results = test_programs.run([("small_models", "convnext")], tmp_path_factory.mktemp("convnext"))
-    test_taught.check("convnext", results)
 
 
 @pytest.mark.long

@@ -38,7 +38,10 @@ PROGRAMS = {
         *("tracked_with_weights", "tracked_scalar", "mean_of_a_function", "computed", "two_gradients"),
     ],
 }
-QUICK = [("taught_generative", "gan"), ("taught_losses", "mixed_outputs"), ("taught_losses", "tracked")]
+QUICK = [  # and one model of a library, see tests/models
+    *(("taught_generative", "gan"), ("taught_losses", "mixed_outputs"), ("taught_losses", "tracked")),
+    ("small_models", "convnext"),
+]
 TOLERANCE = 1e-5  # of the largest number of all weights of a model, or of a History
 NEAR = 0.75  # of the same, for losses that are not to be those of plain Keras: pairs are fewer in smaller batches
 pytestmark = pytest.mark.timeout(900)
