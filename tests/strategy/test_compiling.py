@@ -57,6 +57,23 @@ def test_a_model_compiled_again_outside_of_the_scope_trains_as_in_plain_keras(
     assert fine_tuned(strategy, OPTIMIZERS[name]) == fine_tuned(None, OPTIMIZERS[name])
 
 
+@pytest.mark.parametrize("name", ["Adam", "ScheduleFreeAdamW"])
+def test_an_optimizer_may_be_built_outside_of_the_scope(strategy: tfps.Strategy, name: str) -> None:
+    kind = getattr(keras.optimizers, name, None)
+    if kind is None:
+        pytest.skip(f"this Keras has no {name}")
+    weights = []
+    for each in (strategy, None):
+        keras.utils.set_random_seed(1)
+        with each.scope() if each else contextlib.nullcontext():
+            model, x, y = training.mlp()
+        model.compile(kind(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.optimizer.build(model.trainable_variables)
+        model.fit(x, y, batch_size=64, shuffle=False, verbose=0)
+        weights.append([np.asarray(variable.numpy()).tobytes() for variable in model.weights])
+    assert weights[0] == weights[1]
+
+
 def test_a_loop_may_use_an_optimizer_made_outside_of_the_scope(strategy: tfps.Strategy) -> None:
     with strategy.scope():
         variable = keras.Variable([1.0, 2.0])

@@ -9,6 +9,7 @@ Tested in tests/integration/test_remote_updates.py.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -24,8 +25,8 @@ from tfps.errors import UnsupportedError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import AVERAGE, SLOTS, UpdateSpec
 from tfps.graph import ops as graph_ops
-from tfps.graph.patches import Patch
-from tfps.keras_hooks.keras_private import decays, product_of_momentums, trained_variables
+from tfps.graph.patches import BaseStrategy, Patch
+from tfps.keras_hooks.keras_private import decays, product_of_momentums, strategy_of_optimizer, trained_variables
 from tfps.keras_hooks.variables import RemoteVariable, check_variable, of_tensorflow
 from tfps.runtime.remote import (
     RULES,
@@ -431,7 +432,8 @@ def _slot_from_reference(original: Function) -> Function:
     ) -> Variable:
         remote = _remote.get(self)
         if remote is None or name == "gradient_accumulator":
-            return original(self, reference_variable, name, *arguments, **options)
+            with _scope(self):
+                return original(self, reference_variable, name, *arguments, **options)
         _making.current = remote, of_tensorflow(reference_variable), name or "var"
         try:
             return original(self, reference_variable, name, *arguments, **options)
@@ -439,6 +441,15 @@ def _slot_from_reference(original: Function) -> Function:
             _making.current = None
 
     return add_variable_from_reference
+
+
+def _scope(optimizer: Optimizer) -> contextlib.AbstractContextManager[object]:
+    """The scope in which TensorFlow wants slots to be made: a program may call `optimizer.build` outside of any."""
+    strategy = strategy_of_optimizer(optimizer)
+    if not isinstance(strategy, BaseStrategy) or tf.distribute.has_strategy():
+        return contextlib.nullcontext()
+    scope: contextlib.AbstractContextManager[object] = strategy.scope()
+    return scope
 
 
 def _slot(original: Function) -> Function:
@@ -492,7 +503,7 @@ PATCHES = (
         _OPTIMIZER,
         "add_variable_from_reference",
         _slot_from_reference,
-        "makes slots that live on pservers where these update",
+        "makes slots in the scope, or on pservers where these update",
         _TESTS,
     ),
     Patch(_OPTIMIZER, "add_variable", _slot, "makes these slots", _TESTS),
