@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import threading
 import time
 from collections import OrderedDict
@@ -21,7 +20,7 @@ from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
 from tfps.errors import TfpsError
-from tfps.trace.capture_file import SUFFIX, read, read_columns
+from tfps.trace.capture_file import SUFFIX, captures_below, read, read_columns
 from tfps.trace.summary import summarize
 from tfps.types import Function
 
@@ -121,13 +120,7 @@ def _static(file: Path) -> Function:
 
 
 def _find(log_dir: Path) -> dict[str, Path]:
-    found = []
-    for folder, _, names in os.walk(log_dir):
-        here = Path(folder)
-        if here.parts[-2:] == ("plugins", "tfps"):
-            found += [here / name for name in names if name.endswith(SUFFIX)]
-    dated = sorted(((file.stat().st_mtime_ns, file) for file in found if file.exists()), reverse=True)
     return {
         (file.parent.parent.parent.relative_to(log_dir) / file.name.removesuffix(SUFFIX)).as_posix(): file
-        for _, file in dated
+        for file in captures_below(log_dir)
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import os
 import zlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -41,6 +42,17 @@ _dump = json.JSONEncoder(separators=(",", ":")).encode
 def chrome_path(log_dir: str | Path, run: str) -> Path:
     """The path of a run's capture: `<log_dir>/plugins/tfps/<run>.trace.json.gz`."""
     return Path(log_dir) / "plugins" / "tfps" / f"{run}{SUFFIX}"
+
+
+def captures_below(log_dir: Path) -> list[Path]:
+    """The captures of all programs that logged to `log_dir` or below it, newest first."""
+    found = []
+    for folder, _, names in os.walk(log_dir):
+        here = Path(folder)
+        if here.parts[-2:] == ("plugins", "tfps"):
+            found += [here / name for name in names if name.endswith(SUFFIX)]
+    dated = sorted(((file.stat().st_mtime_ns, file) for file in found if file.exists()), reverse=True)
+    return [file for _, file in dated]
 
 
 def write_chrome(capture: Capture, path: str | Path) -> None:

@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING
 
 from tfps import __version__
 from tfps.errors import TfpsError
-from tfps.trace.capture_file import SUFFIX, read
+from tfps.trace.capture_file import captures_below, read
 from tfps.trace.summary import LinkUse, Summary, Totals, summarize
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ def _capture(path: Path) -> Path:
     """The file itself, or the newest capture of a log directory."""
     if not path.is_dir():
         return path
-    found = sorted(path.rglob(f"plugins/tfps/*{SUFFIX}"), key=lambda each: each.stat().st_mtime_ns)
+    found = captures_below(path)
     if not found:
         raise TfpsError(f"no capture is in {path}: record one with `tfps_launch --logdir {path}` or TFPS_TRACE")
-    return found[-1]
+    return found[0]
 
 
 def write_csv(summaries: Sequence[Summary], file: IO[str]) -> None:
