@@ -19,13 +19,9 @@ import grpc
 from google.protobuf.message import Message
 
 from tfps import __version__
-from tfps.compression import NONE
 from tfps.config import Security
 from tfps.errors import ClosedError, ConfigError, ConnectError, ProtocolError, PserverLostError, TfpsError
-from tfps.exchange.codecs import codec_of
-from tfps.exchange.interface import BucketKind, BucketSpec
 from tfps.exchange.parameter_shard import ParameterShard
-from tfps.exchange.update_spec import UpdateSpec
 from tfps.membership.members import Applicant
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
@@ -48,6 +44,7 @@ from tfps.wire.control import (
     SERVICE,
     STATE_PIECE_BYTES,
     Fallible,
+    bucket_of,
     config_of,
     failure_of,
     layout_of,
@@ -375,7 +372,7 @@ Fields = Mapping[str, object]
 
 
 def _declare(job: Job, request: pb.DeclareRequest) -> None:
-    specs = [_spec(bucket) for bucket in request.buckets]
+    specs = [bucket_of(bucket) for bucket in request.buckets]
     job.declare(request.rank, request.number, request.details, specs, _bounded(request.timeout_s))
 
 
@@ -420,20 +417,6 @@ _JOB_CALLS: dict[str, Callable[[Job, Argument], Fields | None]] = {
 def _bounded(wait_s: float) -> float:
     """How long a call may wait: `wait_s`, if it is a time, up to a bound."""
     return max(wait_s, 0.0) if wait_s < _MAX_WAIT_S else _MAX_WAIT_S
-
-
-def _spec(bucket: pb.Bucket) -> BucketSpec:
-    """A declared bucket. Here, and only here, the texts of its codec and update are parsed."""
-    return BucketSpec(
-        names=tuple(bucket.names),
-        kind=cast("BucketKind", bucket.kind),
-        nbytes=bucket.nbytes,
-        dtype=bucket.dtype,
-        priority=bucket.priority,
-        occasional=bucket.occasional,
-        codec=codec_of(bucket.codec or NONE),
-        update=UpdateSpec.parse(bucket.update) if bucket.update else None,
-    )
 
 
 def _parameters(job: Job, request: pb.PutRequest | pb.GetRequest) -> tuple[OwnedSlice, ParameterShard]:

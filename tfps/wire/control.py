@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol, overload
+from typing import Literal, NamedTuple, Protocol, cast, overload
 
 import grpc
 import grpc.experimental
 from google.protobuf.message import Message
 
+from tfps.compression import NONE
 from tfps.config import Config, Security
 from tfps.errors import ConnectError, ProtocolError, PserverLostError, TfpsError
+from tfps.exchange.codecs import codec_of
+from tfps.exchange.interface import BucketKind, BucketSpec
 from tfps.exchange.layout import Layout
+from tfps.exchange.update_spec import UpdateSpec
 from tfps.protos import tfps_pb2 as pb
 from tfps.trace.recorder import RECORD, Recorder
 from tfps.types import Argument, Function
@@ -134,6 +138,34 @@ def config_of(settings: pb.Settings) -> Config:
     """
     values = {descriptor.name: getattr(settings, descriptor.name) for descriptor in settings.DESCRIPTOR.fields}
     return Config(**{**values, "staleness": settings.staleness if settings.HasField("staleness") else None})
+
+
+def bucket_message(spec: BucketSpec) -> pb.Bucket:
+    """A bucket as it is declared."""
+    return pb.Bucket(
+        names=spec.common_names,
+        kind=spec.kind,
+        nbytes=spec.nbytes,
+        dtype=spec.dtype,
+        priority=spec.priority,
+        occasional=spec.occasional,
+        codec=NONE if spec.codec is None else spec.codec.name,
+        update="" if spec.update is None else spec.update.text(),
+    )
+
+
+def bucket_of(message: pb.Bucket) -> BucketSpec:
+    """A declared bucket. Here, and only here, the texts of its codec and update are parsed."""
+    return BucketSpec(
+        names=tuple(message.names),
+        kind=cast("BucketKind", message.kind),
+        nbytes=message.nbytes,
+        dtype=message.dtype,
+        priority=message.priority,
+        occasional=message.occasional,
+        codec=codec_of(message.codec or NONE),
+        update=UpdateSpec.parse(message.update) if message.update else None,
+    )
 
 
 def layout_message(layout: Layout) -> pb.Layout:

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tfps.compression import NONE
 from tfps.config import Config
 from tfps.errors import InterruptError, ProtocolError, PserverLostError, TfpsError, WaitTimeoutError
 from tfps.exchange.interface import BucketSpec, FailureState, Payload, as_bytes, declared
@@ -31,6 +30,7 @@ from tfps.wire.control import (
     PROTOCOL_VERSION,
     STATE_PIECE_BYTES,
     Pserver,
+    bucket_message,
     failure_of,
     layout_message,
     memory_message,
@@ -157,19 +157,7 @@ class PserverClient:
         stop: threading.Event | None = None,
     ) -> None:
         """Returns when all ranks have declared the same: on all pservers once all ranks declare, else nowhere."""
-        buckets = [
-            pb.Bucket(
-                names=spec.common_names,
-                kind=spec.kind,
-                nbytes=spec.nbytes,
-                dtype=spec.dtype,
-                priority=spec.priority,
-                occasional=spec.occasional,
-                codec=NONE if spec.codec is None else spec.codec.name,
-                update="" if spec.update is None else spec.update.text(),
-            )
-            for spec in specs
-        ]
+        buckets = list(map(bucket_message, specs))
         request = pb.DeclareRequest(**self._me, number=self._declarations, details=details, buckets=buckets)
         for index, pserver in enumerate(self.pservers):
             with saying(partial(self._not_declared, pserver)):
