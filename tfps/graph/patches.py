@@ -78,6 +78,14 @@ def replica_context() -> tf.distribute.ReplicaContext | None:
     return context if context is not None and isinstance(context.strategy, BaseStrategy) else None
 
 
+def scope_outside(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[object]:
+    """The scope of `strategy`, if it is one of tfps and this thread is in none."""
+    if not isinstance(strategy, BaseStrategy) or tf.distribute.has_strategy():
+        return contextlib.nullcontext()
+    scope: contextlib.AbstractContextManager[object] = strategy.scope()
+    return scope
+
+
 def for_models(hook: Function) -> Callable[[Function], Function]:
     """Lets `hook(original, strategy, model, ...)` take the place of a method of models that have a strategy of tfps."""
 

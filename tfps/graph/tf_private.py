@@ -177,7 +177,7 @@ try:
 
     # Replicas.
     needs(distribute_lib.ReplicaContext, "_replica_id", "_update")
-    needs(distribute_lib.ReplicaContext, "all_reduce", "all_gather")  # wrapped (program_reductions.py)
+    needs(distribute_lib.ReplicaContext, "all_reduce", "all_gather")  # wrapped (updates/reductions.py)
     needs(distribute_lib, "get_replica_context", "in_cross_replica_context", "get_update_replica_id")
     needs(distribute_lib, "enter_or_assert_strategy")
     needs(values_util, "get_current_replica_id_as_int", "in_replica_update_context", "is_saving_non_distributed")

@@ -9,7 +9,6 @@ Tested in tests/integration/test_remote_updates.py.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import threading
@@ -25,7 +24,7 @@ from tfps.errors import UnsupportedError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import AVERAGE, SLOTS, UpdateSpec
 from tfps.graph import ops as graph_ops
-from tfps.graph.patches import BaseStrategy, Patch
+from tfps.graph.patches import Patch, scope_outside
 from tfps.keras_hooks.keras_private import decays, product_of_momentums, strategy_of_optimizer, trained_variables
 from tfps.keras_hooks.variables import RemoteVariable, check_variable, of_tensorflow
 from tfps.runtime.remote import (
@@ -432,7 +431,7 @@ def _slot_from_reference(original: Function) -> Function:
     ) -> Variable:
         remote = _remote.get(self)
         if remote is None or name == "gradient_accumulator":
-            with _scope(self):
+            with scope_outside(strategy_of_optimizer(self)):  # as TensorFlow wants, wherever `build` is called
                 return original(self, reference_variable, name, *arguments, **options)
         _making.current = remote, of_tensorflow(reference_variable), name or "var"
         try:
@@ -441,15 +440,6 @@ def _slot_from_reference(original: Function) -> Function:
             _making.current = None
 
     return add_variable_from_reference
-
-
-def _scope(optimizer: Optimizer) -> contextlib.AbstractContextManager[object]:
-    """The scope in which TensorFlow wants slots to be made: a program may call `optimizer.build` outside of any."""
-    strategy = strategy_of_optimizer(optimizer)
-    if not isinstance(strategy, BaseStrategy) or tf.distribute.has_strategy():
-        return contextlib.nullcontext()
-    scope: contextlib.AbstractContextManager[object] = strategy.scope()
-    return scope
 
 
 def _slot(original: Function) -> Function:

@@ -22,7 +22,7 @@ import keras
 import tensorflow as tf
 
 from tfps.errors import UnsupportedError
-from tfps.graph.patches import BaseStrategy, Patch, for_models, replica_context
+from tfps.graph.patches import BaseStrategy, Patch, for_models, replica_context, scope_outside
 from tfps.graph.shares import in_keras_step, keras_step, with_values
 from tfps.keras_hooks.checkpoint import carry_extra_states
 from tfps.keras_hooks.keras_private import (
@@ -161,10 +161,7 @@ def _scope_of(variables: Sequence[Variable]) -> contextlib.AbstractContextManage
     """Returns the scope to create slots in: that of `variables` for a program outside of any, as in an eager loop."""
     gated = [each for each in map(of_tensorflow, variables) if isinstance(each, GatedVariable)]
     strategies = {each.distribute_strategy for each in gated}
-    if len(strategies) != 1 or tf.distribute.has_strategy():
-        return contextlib.nullcontext()
-    scope: contextlib.AbstractContextManager[object] = strategies.pop().scope()
-    return scope
+    return scope_outside(strategies.pop()) if len(strategies) == 1 else contextlib.nullcontext()
 
 
 def _distributed(variable: Variable) -> bool:

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -23,6 +23,7 @@ from numpy.typing import DTypeLike
 
 from tfps.errors import UnsupportedError
 from tfps.graph.ops import HOST, Gate, computed_from, is_argument, outside, pass_gate, write_after
+from tfps.graph.patches import replaced
 from tfps.graph.shares import current_share
 from tfps.graph.tf_private import (
     ResourceVariable,
@@ -125,15 +126,6 @@ class _Tracing(threading.local):
         """Whether all replicas write the same."""
         return self.deferral is not None or self.updating
 
-    @contextlib.contextmanager
-    def set(self, name: str, value: Value) -> Iterator[None]:
-        before = getattr(self, name)
-        setattr(self, name, value)
-        try:
-            yield
-        finally:
-            setattr(self, name, before)
-
 
 _tracing = _Tracing()
 
@@ -193,12 +185,12 @@ def current_replica(strategy: tf.distribute.Strategy) -> int | None:
 
 def deferring(deferral: Deferral | None) -> contextlib.AbstractContextManager[None]:
     """Marks that this thread traces `deferral`, or with None, that it is back in the program."""
-    return _tracing.set("deferral", deferral)
+    return replaced(_tracing, "deferral", deferral)
 
 
 def updating() -> contextlib.AbstractContextManager[None]:
     """Marks that this thread is in an update that every replica makes alike, so that values stay equal anyway."""
-    return _tracing.set("updating", True)
+    return replaced(_tracing, "updating", True)
 
 
 class Converted:
