@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import queue
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ import pytest
 
 from tfps.collectives import AllGather, AllReduce, Broadcast, FixedBroadcast
 from tfps.errors import MismatchError
+from tfps.exchange.interface import Reply
 from tfps.runtime.runtime import Runtime
 from tfps.trace.recorder import Recorder
 
@@ -63,3 +65,24 @@ def test_ranks_that_do_not_agree_are_told(on_all: OnAll[object]) -> None:
 
     with pytest.raises(MismatchError, match="total"):
         on_all(differing)
+
+
+def test_parts_that_nobody_waits_for_come_to_a_callback_and_a_mistake_in_it_ends_the_job_by_name(
+    on_all: OnAll[object],
+) -> None:
+    def said(runtime: Runtime) -> object:
+        came: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        AllGather(runtime, "said").push(b"x" * runtime.exchange.rank, came.put)
+        return [bytes(part) for part in came.get(timeout=jobs.DEADLINE_S).parts or []]
+
+    assert on_all(said) == [[b"", b"x", b"xx"]] * WORKERS
+
+    def mistake(reply: Reply) -> None:
+        raise ArithmeticError("the disk is on fire")
+
+    def mistaken(runtime: Runtime) -> object:
+        AllGather(runtime, "wrong").push(b"", mistake)
+        runtime.settle(jobs.DEADLINE_S)
+        return runtime.exchange.failure is not None and "the exchange of wrong failed" in str(runtime.exchange.failure)
+
+    assert on_all(mistaken) == [True] * WORKERS

@@ -18,6 +18,7 @@ import pytest
 from jobs import DEADLINE_S
 
 import tfps
+from tfps.errors import TfpsError
 from tfps.exchange.interface import BucketSpec, Exchange, OnReply, Reply
 from tfps.pserver.server import ParameterServer
 from tfps.types import Array, Value
@@ -43,10 +44,10 @@ class Companion:
 
     def of_batches(self, said: Array) -> Array:
         """What this rank announces of its next batch where rank 0 has said `said`: the same, up to `batches`."""
-        own = said[:, ::-1].copy()
         self.announced += 1
-        if self.batches is not None and own[1, 1] & 0xFFFFFFFF >= self.batches:
-            own[0, 1] = 0
+        own = said.copy()
+        if self.batches is not None and own[1] & 0xFFFFFFFF >= self.batches:
+            own[0] = 0
         return own
 
     def follow(self, exchange: Exchange) -> None:
@@ -70,7 +71,7 @@ class Companion:
             if held:
                 self._has_held.set()
             elif self.specs[bucket].name == "batches":
-                self._worker.push(bucket, self.of_batches(np.frombuffer(payload, np.int64).reshape(4, 2)), _ignore)
+                self._worker.push(bucket, self.of_batches(np.frombuffer(payload, np.int64)), _ignore)
             else:
                 self._worker.push(bucket, None, _ignore)
 
@@ -89,6 +90,10 @@ class Companion:
         for bucket in held:
             self._worker.push(bucket, None, _ignore)
         return len(held)
+
+    def fail(self, error: TfpsError) -> None:
+        """Ends the job of both."""
+        self._worker.fail(error)
 
     def close(self) -> None:
         self._worker.close()
@@ -109,10 +114,10 @@ def _ignore(reply: Reply) -> None:
 
 @contextmanager
 def strategy_with_companion(
-    monkeypatch: pytest.MonkeyPatch, config: tfps.Config, pservers: int = 2
+    monkeypatch: pytest.MonkeyPatch, config: tfps.Config, pservers: int = 2, check_every: int = 0
 ) -> Iterator[tuple[tfps.Strategy, Companion]]:
     """A strategy, rank 0 of two, and its companion, on real pservers of this process."""
-    config = dataclasses.replace(config, check_every=0)  # who contributes nothing has nothing to compare
+    config = dataclasses.replace(config, check_every=check_every)  # who contributes nothing has nothing to compare
     servers = [ParameterServer("127.0.0.1", 0, workers=2) for _ in range(pservers)]
     addresses = [server.address for server in servers]
     monkeypatch.setenv("TFPS_RANK", "0")

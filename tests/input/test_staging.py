@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -174,7 +176,10 @@ def test_an_error_of_the_pipeline_is_raised_at_its_step_after_the_batches_before
     jobs.poll(lambda: nothing_left(strategy))
 
 
-def test_an_iterator_that_is_dropped_leaves_nothing_behind(strategy: tfps.Strategy) -> None:
+@pytest.mark.parametrize("where", [contextlib.nullcontext, lambda: tf.Graph().as_default()], ids=["eager", "graph"])
+def test_an_iterator_that_is_dropped_leaves_nothing_behind(
+    strategy: tfps.Strategy, where: Callable[[], AbstractContextManager[object]], recwarn: pytest.WarningsRecorder
+) -> None:
     distributed = strategy.experimental_distribute_dataset(Source(100).dataset)
     for number in distributed:
         if int(number) == 3:
@@ -187,11 +192,13 @@ def test_an_iterator_that_is_dropped_leaves_nothing_behind(strategy: tfps.Strate
     assert len(fillers()) == 1
     gc.disable()
     try:
-        del iterator
+        with where():  # a program that builds a graph of TensorFlow 1 meanwhile
+            del iterator
         assert gone() is None  # without the garbage collector: there is no cycle
     finally:
         gc.enable()
     jobs.poll(lambda: nothing_left(strategy))
+    assert not recwarn.list  # an exception in a finalizer
 
 
 def test_an_iterator_that_is_dropped_takes_out_its_own_batches_only(strategy: tfps.Strategy) -> None:

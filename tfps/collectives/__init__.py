@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from tfps.exchange.interface import BucketKind, BucketSpec, Payload
+from tfps.exchange.interface import BucketKind, BucketSpec, OnReply, Payload
 from tfps.runtime.runtime import Runtime
 from tfps.types import Array
 
@@ -31,6 +31,7 @@ class _Collective:
         key: names it in this process; default: `name`.
         alike: the name without numbers that are counted per process; default: `name`.
         details: what else all ranks must have alike, for errors.
+        priority: of its messages; 0 is the most urgent.
     """
 
     kind: BucketKind = "gather"
@@ -45,9 +46,10 @@ class _Collective:
         key: Hashable = None,
         alike: str = "",
         details: Sequence[str] = (),
+        priority: int = 0,
     ) -> None:
         self._runtime, self._details = runtime, details
-        self._spec = BucketSpec((name,), self.kind, nbytes, dtype, 0, occasional=True, alike=(alike or name,))
+        self.spec = BucketSpec((name,), self.kind, nbytes, dtype, priority, occasional=True, alike=(alike or name,))
         self._key = ("collective", name if key is None else key)
 
     def declare(self) -> int:
@@ -57,11 +59,11 @@ class _Collective:
             MismatchError: the ranks disagree.
             WaitTimeoutError: a rank did not declare in time.
         """
-        return self._runtime.buckets([(self._key, self._spec)], self._details)[0]
+        return self._runtime.buckets([(self._key, self.spec)], self._details)[0]
 
     def later(self) -> None:
         """Declares it together with the next new ones, so it costs no extra wait."""
-        self._runtime.declare_later(self._key, self._spec)
+        self._runtime.declare_later(self._key, self.spec)
 
     @property
     def declared(self) -> bool:
@@ -79,6 +81,10 @@ class AllGather(_Collective):
             TfpsError: another rank did not call it in time, or the exchange failed.
         """
         return [bytes(part) for part in self._runtime.exchange_now(self.declare(), own, tick).parts or []]
+
+    def push(self, own: Payload, finish: OnReply) -> None:
+        """Does not wait: the update executor will call `finish` with the reply, which has the parts of all ranks."""
+        self._runtime.submit(self.declare(), own, finish)
 
 
 class AllReduce(_Collective):

@@ -21,7 +21,9 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from types import ModuleType
+from typing import cast
 
 from packaging.version import Version
 
@@ -126,7 +128,7 @@ try:
         values_util,  # current replica id as a number
     )
     from tensorflow.python.eager import (
-        context,  # whether there is a global seed
+        context,  # whether there is a global seed; eager mode whatever graph is being built
         record,  # whether a gradient tape is recording
     )
     from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction  # see flat_call
@@ -221,7 +223,7 @@ try:
     needs(flat_map_op._FlatMapDataset, "_map_func")
 
     needs(data_seeds, "get_seed")
-    needs(context, "global_seed")
+    needs(context, "global_seed", "eager_mode")
 
     # Functions and graphs.
     needs(autograph_config, "CONVERSION_RULES")
@@ -339,6 +341,11 @@ def set_read_only_inputs(call: tf.Tensor, indices: list[int]) -> None:
 def in_xla(graph: tf.Graph) -> bool:
     """Whether `graph` or one around it is compiled by XLA."""
     return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+
+
+def eagerly() -> AbstractContextManager[None]:
+    """In the block ops run at once, as finalizers need it: `tf.init_scope` stays in a `tf.Graph` under construction."""
+    return cast(AbstractContextManager[None], context.eager_mode())
 
 
 def is_seeded() -> bool:

@@ -7,6 +7,7 @@ previous step computes. If one rank has no batch, the data ends there for all of
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import threading
@@ -18,8 +19,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import tensorflow as tf
 
+from tfps.collectives import AllGather
 from tfps.errors import ClosedError, MismatchError, TfpsError, to_text
-from tfps.exchange.interface import BucketSpec
+from tfps.exchange.interface import Reply
 from tfps.graph import ops as graph_ops
 from tfps.graph.rows import UNKNOWN
 from tfps.graph.tf_private import has_function, ops, outer_graphs
@@ -136,7 +138,7 @@ class Lockstep:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self._workers, self._rank = runtime.exchange.view.workers, runtime.exchange.rank
+        self._rank = runtime.exchange.rank
         # Guards everything below and every IteratorProgress. Reentrant: a failing push calls `_failed`.
         self._lock = threading.RLock()
         self._iterators: weakref.WeakValueDictionary[int, IteratorProgress] = weakref.WeakValueDictionary()
@@ -146,8 +148,8 @@ class Lockstep:
         self._warned = False
         with tf.init_scope(), tf.device(graph_ops.HOST):
             self.order = tf.queue.FIFOQueue(1, [tf.bool], [[]], name="tfps_order")  # a resource that orders requests
-        self.spec = BucketSpec(("batches",), "sum", 4 * 8 * self._workers, "int64", priority=0, occasional=True)
-        runtime.declare_later("batches", self.spec)
+        self.said = AllGather(runtime, "batches")
+        self.said.later()
         self._eager = Request(self, None)
         runtime.adopt(self._eager, None)
         runtime.exchange.add_failure_listener(self._failed)
@@ -196,7 +198,7 @@ class Lockstep:
             progress = self._iterators.get(number)
             meets = progress is not None and progress.meets and not progress.asked
         if meets:
-            self.runtime.buckets([("batches", self.spec)])
+            self.said.declare()
         try:
             self._eager.send(tf.constant(number, tf.int64))
         except tf.errors.CancelledError:
@@ -240,9 +242,12 @@ class Lockstep:
             self._push_owed()
             self._fail(CLOSED)
 
-    def decide(self, progress: IteratorProgress, position: int, said: Array) -> None:
-        """Handles the ranks' announcements for `position`: int64 [4, workers] of codes, places, rows, digests."""
-        codes, places, rows, digests = said
+    def _decide(self, progress: IteratorProgress, position: int, reply: Reply) -> None:
+        """Handles the ranks' announcements for `position`, each int64 of a code, place, rows, digest."""
+        if reply.error is not None:
+            self._failed(reply.error)
+            return
+        codes, places, rows, digests = np.array([np.frombuffer(part, np.int64) for part in reply.parts or []]).T
         try:
             self._check_places(places)
             first_batches.check(digests)
@@ -271,7 +276,7 @@ class Lockstep:
             return _Verdict(False, progress.error if self._rank in failed else theirs)
         if not ended.size:
             return _Verdict(True)
-        if ended.size == self._workers:
+        if ended.size == codes.size:
             return _Verdict(False)
         dropped = ", ".join(
             f"rank {rank} {'at least 1' if codes[rank] == _UNKNOWN else codes[rank]}"
@@ -324,12 +329,10 @@ class Lockstep:
             if code is None or position > progress.agreed or progress.place is None:
                 return
             self._owed.popleft()
-            said = np.zeros([4, self._workers], np.int64)
-            place, rows = ((progress.place + 1) << 32) + position, progress.rows.get(position, UNKNOWN)
-            said[:, self._rank] = code, place, rows, first_batches.NOTHING if position else progress.first
+            place, rows = (progress.place << 32) + position, progress.rows.get(position, UNKNOWN)
+            own = np.array([code, place, rows, first_batches.NOTHING if position else progress.first], np.int64)
             # This rank has traced an exchange or synchronized, so the bucket is already declared: no wait.
-            (bucket,) = self.runtime.buckets([("batches", self.spec)])
-            self.runtime.push(_Announcement(self, bucket, progress, position), said)
+            self.said.push(own, functools.partial(self._decide, progress, position))
 
     def _warn(self, warning: str) -> None:
         if warning and not self._warned:
@@ -352,7 +355,7 @@ class Request(Transfer):
     exchanges = False
 
     def __init__(self, lockstep: Lockstep, root: tf.Graph | None) -> None:
-        super().__init__(-1, lockstep.spec)
+        super().__init__(-1, lockstep.said.spec)
         self.lockstep = lockstep
         self._root = None if root is None else weakref.ref(root)
         self._trains: bool | None = None if root is not None else False
@@ -376,24 +379,9 @@ class Request(Transfer):
         self.lockstep._failed(error)
 
 
-class _Announcement(Transfer):
-    """This rank's announcement of one batch, until the result of all ranks arrives."""
-
-    def __init__(self, lockstep: Lockstep, bucket: int, progress: IteratorProgress, position: int) -> None:
-        super().__init__(bucket, lockstep.spec)
-        self._lockstep, self._progress, self._position = lockstep, progress, position
-
-    def finish(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
-        said = np.frombuffer(memoryview(data), np.int64).reshape(4, -1)
-        self._lockstep.decide(self._progress, self._position, said)
-
-    def fail(self, error: TfpsError) -> None:
-        self._lockstep._failed(error)
-
-
 def _nobody(key: int | None, error: str, rows: int) -> None:
     """Replaces the receiver of answers."""
 
 
 def _where(place: int) -> str:
-    return f"batch {place & 0xFFFFFFFF} of its iterator number {(place >> 32) - 1}"
+    return f"batch {place & 0xFFFFFFFF} of its iterator number {place >> 32}"

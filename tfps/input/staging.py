@@ -21,6 +21,7 @@ from tfps.errors import TfpsError, to_text
 from tfps.graph.ops import HOST
 from tfps.graph.rows import UNKNOWN, rows_of
 from tfps.graph.shares import LastBatch
+from tfps.graph.tf_private import eagerly
 from tfps.input.first_batches import NOTHING, FirstBatches, of_own
 from tfps.input.lockstep import IteratorProgress, Lockstep
 from tfps.runtime.runtime import Runtime
@@ -331,7 +332,7 @@ class Feed:
         if self._allowed is not None:
             self._allowed.put(1)
         self._make_room()
-        with tf.init_scope(), tf.device(HOST):
+        with eagerly(), tf.device(HOST):
             if self._room is None and threading.current_thread() is not self._thread:
                 this = object()
                 self._removers.add(this)  # before it looks: a thread that still puts has not ended

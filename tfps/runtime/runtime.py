@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from tfps.errors import ClosedError, InterruptError, TfpsError, WaitTimeoutError
 from tfps.exchange.aggregate import pack_sparse, unpack_sparse
-from tfps.exchange.interface import BucketSpec, Exchange, Payload, Reply, as_bytes
+from tfps.exchange.interface import BucketSpec, Exchange, OnReply, Payload, Reply, as_bytes
 from tfps.graph import tf_private
 from tfps.graph.ops import HOST, MESSAGE, tensor_of
 from tfps.graph.tf_private import stopped
@@ -320,7 +320,7 @@ class Runtime:
         if drain:
             self._drain()
         self.exchange.close(reason)
-        with tf.init_scope():
+        with tf_private.eagerly():
             self._tell_pump(_CLOSED)  # TensorFlow would log a warning for the dequeue that the close cancels
             self._messages.close(cancel_pending_enqueues=True)
         self._closed.set()
@@ -350,7 +350,7 @@ class Runtime:
             return self._progress.wait_for(done, timeout_s)
 
     def _tell_pump(self, what: int, mark: int = 0) -> None:
-        with tf.init_scope(), tf.device(HOST):
+        with tf_private.eagerly(), tf.device(HOST):
             self._messages.enqueue([np.int64(what), np.int64(mark), _NO_BYTES, _NO_BYTES, _NO_TIMES, self.queue])
 
     def _pump(self) -> None:
@@ -384,10 +384,14 @@ class Runtime:
 
     def _break(self, transfer: Transfer, error: Exception) -> None:
         """Fails the job and `transfer` because of an error on this rank."""
-        if not isinstance(error, TfpsError):
-            error = TfpsError(f"rank {self.exchange.rank}: the exchange of {transfer.spec.name} failed: {error}")
-        self.exchange.fail(error)
-        transfer.fail(error)
+        own = self._own_error(transfer.spec, error)
+        self.exchange.fail(own)
+        transfer.fail(own)
+
+    def _own_error(self, spec: BucketSpec, error: Exception) -> TfpsError:
+        if isinstance(error, TfpsError):
+            return error
+        return TfpsError(f"rank {self.exchange.rank}: the exchange of {spec.name} failed: {error}")
 
     def _start(
         self, transfer: Transfer, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor
@@ -417,28 +421,35 @@ class Runtime:
 
         The update executor will call `transfer.finish` or `fail`.
         """
+        sent = _Sent(payload, graph_run, data, self.next_round(transfer.bucket), time.monotonic())
+        self.submit(transfer.bucket, payload, functools.partial(self._finish, transfer, sent), transfer.step_scalars)
+        return sent.round
+
+    def submit(self, bucket: int, payload: Payload | None, finish: OnReply, step_scalars: bytes = b"") -> None:
+        """Pushes `payload`; the update executor will call `finish` with the reply."""
+
+        spec = self.declared.spec(bucket)
+
+        def apply(reply: Reply) -> None:
+            try:
+                finish(reply)
+            except Exception as error:  # other workers may not wait forever
+                self.exchange.fail(self._own_error(spec, error))
+            with self._progress:
+                self._under_way -= 1
+                self._progress.notify_all()
 
         def on_reply(reply: Reply) -> None:
-            sent = _Sent(payload, graph_run, data, step, ready_s)
-            self._replies.add(transfer.spec.priority, functools.partial(self._apply, transfer, sent, reply))
+            self._replies.add(spec.priority, functools.partial(apply, reply))
 
-        ready_s = time.monotonic()
-        step = self.next_round(transfer.bucket)
         with self._progress:
             self._under_way += 1
         try:
-            self.exchange.push(transfer.bucket, payload, on_reply, numbers=transfer.step_scalars)
+            self.exchange.push(bucket, payload, on_reply, numbers=step_scalars)
         except TfpsError:
             with self._progress:
                 self._under_way -= 1
             raise
-        return step
-
-    def _apply(self, transfer: Transfer, sent: _Sent, reply: Reply) -> None:
-        self._finish(transfer, sent, reply)
-        with self._progress:
-            self._under_way -= 1
-            self._progress.notify_all()
 
     def _finish(self, transfer: Transfer, sent: _Sent, reply: Reply) -> None:
         if reply.error is not None:

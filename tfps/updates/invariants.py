@@ -18,12 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
-from tfps.errors import MismatchError, TfpsError
-from tfps.exchange.interface import BucketSpec
+from tfps.collectives import AllGather
+from tfps.errors import MismatchError
+from tfps.exchange.interface import Reply
 from tfps.graph.ops import HOST
 from tfps.graph.tf_private import distribute_lib
 from tfps.runtime.runtime import Runtime
-from tfps.runtime.transfers import DeferredUpdate, Transfer
+from tfps.runtime.transfers import DeferredUpdate
 from tfps.types import Argument, Array, Function, Structure, Value, Variable
 from tfps.updates.variables import GatedVariable
 
@@ -57,16 +58,9 @@ class Invariants:
     def __init__(self, runtime: Runtime, every: int) -> None:
         self._runtime, self._every = runtime, every
         self._rows = min(every, _MOST_ROWS)
-        workers = runtime.exchange.view.workers
-        self._spec = BucketSpec(
-            names=(f"checks every {every} steps",),  # refuses a rank with another number
-            kind="sum",
-            nbytes=workers * self._rows * _WIDTH * 8,
-            dtype="int64",
-            priority=_LEAST_URGENT,
-            occasional=True,
-        )
-        runtime.declare_later("checks", self._spec)
+        # The name refuses a rank with another number.
+        self._said = AllGather(runtime, f"checks every {every} steps", key="checks", priority=_LEAST_URGENT)
+        self._said.later()
         with tf.init_scope(), tf.device(HOST):
             self._flags = tf.constant(False), tf.constant(True)  # once: an eager constant takes 0.03 ms
         self._lock = threading.Lock()  # guards all below
@@ -135,15 +129,12 @@ class Invariants:
             if len(self._outbox) < self._rows:
                 return
             rows, self._outbox = self._outbox, []
-            said = np.zeros([self._runtime.exchange.view.workers, self._rows, _WIDTH], np.int64)
-            said[self._runtime.exchange.rank] = rows
-            # Declared together with the buckets of the updates: no wait.
-            (bucket,) = self._runtime.buckets([("checks", self._spec)])
-            self._runtime.push(_Comparison(self, bucket, self._spec), said)
+            self._said.push(np.array(rows, np.int64).reshape(-1), self._compare)  # declared with the updates: no wait
 
-    def compare(self, said: Array) -> None:
-        """Compares rows of all ranks, int64 [workers, rows, width]. Called by the update executor."""
-        if (said == said[0]).all():
+    def _compare(self, reply: Reply) -> None:
+        """Compares the rows of all ranks. Called by the update executor."""
+        said = [np.frombuffer(part, np.int64).reshape(-1, _WIDTH) for part in reply.parts or []]  # none: a failure
+        if all((each == said[0]).all() for each in said):
             return
         different = []
         with self._lock:
@@ -162,24 +153,6 @@ class Invariants:
             round_, number, rows = min(different, key=lambda each: each[:2])
             subject = self._subjects[number]
         self._runtime.exchange.fail(MismatchError(_difference(subject, round_, rows)))
-
-
-class _Comparison(Transfer):
-    """Sends rows of this rank and compares those of all ranks when they arrive."""
-
-    def __init__(self, invariants: Invariants, bucket: int, spec: BucketSpec) -> None:
-        super().__init__(bucket, spec)
-        self._invariants = invariants
-
-    def finish(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor) -> None:
-        self._invariants.compare(np.frombuffer(memoryview(data), np.int64).reshape(-1, self._rows, _WIDTH))
-
-    @property
-    def _rows(self) -> int:
-        return self._invariants._rows
-
-    def fail(self, error: TfpsError) -> None:
-        """Does nothing: whatever waits for a gradient reports the error."""
 
 
 def names_of(function: Function, arguments: Sequence[Argument]) -> dict[int, str]:

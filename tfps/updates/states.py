@@ -4,12 +4,13 @@ Updates compare what they read and write as training goes on (invariants.py), bu
 has been changed in the last steps. So all ranks compare everything when they meet anyway: when an epoch or `evaluate`
 ends, in `combine()`, and when the strategy closes.
 
-Tested in tests/integration/test_divergence.py.
+Tested in tests/updates/test_states.py and tests/integration/test_divergence.py.
 """
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import queue
 import zlib
 from collections.abc import Sequence
 
@@ -68,15 +69,14 @@ class States:
             return
         if runtime.exchanges == self._compared:
             return
-        own, replies, came = self._own(statistics=False), list[Reply](), threading.Event()
-
-        def on_reply(reply: Reply) -> None:
-            replies.append(reply)
-            came.set()
-
-        runtime.exchange.push(self._said.declare(), _encoded(own), on_reply)
-        if came.wait(_PATIENCE_S):
-            self._check(replies[0].parts or [], own, "when the strategy was closed")
+        own, replies = self._own(statistics=False), queue.SimpleQueue[Reply]()
+        self._said.push(_encoded(own), replies.put)
+        with contextlib.suppress(queue.Empty):
+            reply = replies.get(timeout=_PATIENCE_S)
+            if isinstance(reply.error, MismatchError):  # another rank compared first
+                raise reply.error
+            if reply.error is None:
+                self._check(reply.parts or [], own, "when the strategy was closed")
 
     def _own(self, *, statistics: bool) -> dict[int, tuple[Variable, int]]:
         """Returns the variables of this rank with what stands for their value, by number.
