@@ -7,6 +7,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import grpc
@@ -229,7 +230,7 @@ def visited(address: str, asks: Client, *, measure: bool = False) -> dict[str, C
         visit.look()
         if measure and (found := visit.measure(visit.busy, SHORT_S)) is not None:
             # How fast: tests/pserver/test_measuring.py
-            visit.checks.append(Check("bandwidth", "ok", found.text, values=found.values))
+            visit.checks.append(Check("bandwidth", "ok", found.text, values=asdict(found)))
     finally:
         visit.close()
     found_checks = {check.name: check for check in visit.checks}

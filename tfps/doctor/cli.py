@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from tfps import __version__
-from tfps.config import Config, Security
+from tfps.config import Security
 from tfps.doctor import host
 from tfps.doctor.pserver import Client, Visit, compare_bandwidths
 from tfps.doctor.report import Check, Group, Report, show
@@ -27,7 +27,6 @@ from tfps.wire.measuring import SECONDS
 from tfps.wire.shared_memory import Arena
 
 _AT_ONCE = 32  # pservers
-_WAIT_S = 0.5
 _T = TypeVar("_T")
 HOW = "none given: tfps_doctor HOST:PORT ..., TFPS_PSERVERS or TF_CONFIG name them"
 _MAX_TIMEOUT_S = 600.0
@@ -63,81 +62,52 @@ def examine(
         config, check = host.settings(environment)
         found.append(check)
         config = dataclasses.replace(config, token_file=token_file or config.token_file)
-        security, cluster, wrong = _worker(config, addresses, environment)
+        security, cluster, wrong = Security(), Cluster(), []
+        try:  # what a worker would take from its environment
+            security = Security.of_worker(config, environment)
+        except ConfigError as error:
+            wrong.append(Check("security", "failed", "settings do not fit together", str(error), "malformed"))
+        try:
+            cluster = locate(list(addresses) or None, environment)
+        except ConfigError as error:
+            wrong.append(Check("pservers", "failed", "cannot be told", str(error), "malformed"))
         found += [host.token(security), host.tls(security), *wrong]
         peers = len(cluster.pservers) + (cluster.workers or 0)
         found += [host.open_files(peers), host.memory(), host.shared_memory(config)]
-        client = Client(config, security, cluster, _arena(config, stack), timeout_s)
+        arena: Arena | None = None
+        if config.shared_memory:
+            with contextlib.suppress(OSError):
+                arena = stack.enter_context(contextlib.closing(Arena()))
+        client = Client(config, security, cluster, arena, timeout_s)
         visits = [] if wrong else [Visit(address, client) for address in cluster.pservers]
         for visit in visits:
             stack.callback(visit.close)
         pool = DaemonPool(_AT_ONCE, "tfps-doctor-look")
         stack.callback(pool.shutdown, wait=False)
-        _look(pool, visits)
-        count = len(visible_gpus(environment))
+        for looking in [pool.submit(visit.look) for visit in visits]:
+            _wait(looking)
         # TensorFlow ends before it could disturb the measurements.
+        count = len(visible_gpus(environment))
         found.append(host.gpus_without_tensorflow(count) if asked is None else asked.check(count))
-        _measure(pool, visits, seconds)
+        busy = any(visit.busy for visit in visits)  # its workers may use the links to the others, too
+        measured = [_wait(pool.submit(visit.measure, busy, seconds)) for visit in visits]  # they share this host's link
+        rates = {visit.address: rate for visit, rate in zip(visits, measured, strict=True) if rate is not None}
+        compared = compare_bandwidths(rates)
         if not cluster.pservers and not wrong:
             found.append(Check("pservers", "skipped", HOW))
         groups = [Group(f"this host ({socket.gethostname()})", found)]
-        groups += [Group(f"pserver {visit.address}", visit.checks, visit.address) for visit in visits]
+        for visit in visits:
+            if visit.address in compared:
+                visit.checks.append(compared[visit.address])
+            groups.append(Group(f"pserver {visit.address}", visit.checks, visit.address))
         return Report(socket.gethostname(), groups)
-
-
-def _worker(
-    config: Config, addresses: Sequence[str], environment: Mapping[str, str]
-) -> tuple[Security, Cluster, list[Check]]:
-    """What a worker would take from its environment, and what is wrong with that."""
-    wrong = []
-    security, cluster = Security(), Cluster()
-    try:
-        security = Security.of_worker(config, environment)
-    except ConfigError as error:
-        wrong.append(Check("security", "failed", "settings do not fit together", str(error), "malformed"))
-    try:
-        cluster = locate(list(addresses) or None, environment)
-    except ConfigError as error:
-        wrong.append(Check("pservers", "failed", "cannot be told", str(error), "malformed"))
-    return security, cluster, wrong
-
-
-def _look(pool: DaemonPool, visits: Sequence[Visit]) -> None:
-    """At all pservers at the same time."""
-    for future in [pool.submit(visit.look) for visit in visits]:
-        _wait(future)
-
-
-def _measure(pool: DaemonPool, visits: Sequence[Visit], seconds: float) -> None:
-    """The bandwidth to one pserver after the other: they share this host's link."""
-    busy = any(visit.busy for visit in visits)  # its workers may use the links to the others, too
-    measured = {}
-    for visit in visits:
-        if (rates := _wait(pool.submit(visit.measure, busy, seconds))) is not None:
-            measured[visit.address] = rates
-    checks = compare_bandwidths(measured)
-    for visit in visits:
-        if visit.address in checks:
-            visit.checks.append(checks[visit.address])
 
 
 def _wait(future: Future[_T]) -> _T:
     """The result, in short waits: Ctrl-C may come to another thread, and Python notices it between two of them."""
-    while not wait([future], _WAIT_S).done:
+    while not wait([future], 0.5).done:
         pass
     return future.result()
-
-
-def _arena(config: Config, stack: contextlib.ExitStack) -> Arena | None:
-    """Memory to offer to pservers."""
-    if not config.shared_memory:
-        return None
-    try:
-        arena = Arena()
-    except OSError:
-        return None
-    stack.callback(arena.close)
-    return arena
 
 
 @contextlib.contextmanager

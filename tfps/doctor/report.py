@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from tfps import __version__
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 Status = Literal["ok", "skipped", "warning", "failed"]
 _TO_DO: tuple[Status, ...] = ("failed", "warning")  # in order of importance
 _COLORS = {"ok": "green", "skipped": "dim", "warning": "yellow", "failed": "bold red"}
-_STATUS, _NAME = 8, 14  # columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +45,13 @@ class Check:
 
     def as_json(self) -> dict[str, Json]:
         """See docs/doctor.md."""
-        return {
-            "check": self.name.replace(" ", "_"),
-            "status": self.status,
-            "text": self.text,
-            "advice": self.advice,
-            "problem": self.problem,
-            "values": dict(self.values),
-        }
+        found = asdict(self)
+        return {"check": found.pop("name").replace(" ", "_"), **found}
+
+
+def warn_if(name: str, wrong: bool, text: str, advice: str, problem: str, values: Mapping[str, Json]) -> Check:
+    """A warning, or a check that is fine and needs no advice."""
+    return Check(name, "warning", text, advice, problem, values) if wrong else Check(name, "ok", text, values=values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +108,19 @@ class Report:
         }
 
 
-def lines(report: Report) -> list[tuple[str, str]]:
+def lines(report: Report) -> Iterator[tuple[str, str]]:
     """The lines, and of those of checks their status, which is the first word."""
-    found: list[tuple[str, str]] = []
     for group in report.groups:
-        found.append((group.title, ""))
-        found += [(_line(check), check.status) for check in group.checks]
-        found.append(("", ""))
-    return found + [(line, "") for line in _end(report)]
+        yield group.title, ""
+        yield from ((f"  {check.status:8} {check.name:14} {check.text}", check.status) for check in group.checks)
+        yield "", ""
+    if to_do := report.to_do():
+        yield "A job would run here. Look at:" if report.healthy else "A job would not run here. To do:", ""
+        yield from ((f"  {number}. {line}", "") for number, line in enumerate(to_do, 1))
+    elif report.groups[1:]:
+        yield "Nothing to do: a job would run here.", ""
+    else:
+        yield "Nothing to do on this host. No pserver was checked.", ""
 
 
 def show(report: Report) -> None:
@@ -143,17 +146,3 @@ def _console() -> Console | None:
         return None
     console = Console()
     return console if console.is_terminal else None
-
-
-def _line(check: Check) -> str:
-    return f"  {check.status:{_STATUS}} {check.name:{_NAME}} {check.text}"
-
-
-def _end(report: Report) -> list[str]:
-    to_do = report.to_do()
-    if not to_do and not report.groups[1:]:
-        return ["Nothing to do on this host. No pserver was checked."]
-    if not to_do:
-        return ["Nothing to do: a job would run here."]
-    head = "A job would run here. Look at:" if report.healthy else "A job would not run here. To do:"
-    return [head, *(f"  {number}. {line}" for number, line in enumerate(to_do, 1))]
