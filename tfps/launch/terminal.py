@@ -111,11 +111,6 @@ def resize(fd: int, columns: int) -> None:
         fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
 
-def is_terminal(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal that can redraw a line."""
-    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
-
-
 class Console:
     """Shows the lines of several programs, each with its prefix: whole lines, one at a time.
 
@@ -123,27 +118,21 @@ class Console:
     in the log, only finished lines appear, without colours. Not thread-safe.
 
     Args:
-        out: where the programs' standard output goes.
-        err: where their standard error goes.
+        out, err: where the programs' standard output and error go.
         log: gets a copy of every finished line.
         hides: whether a line is not shown.
     """
 
     def __init__(
-        self, out: TextIO, err: TextIO, log: BinaryIO | None = None, hides: Callable[[str], bool] = lambda line: False
+        self, out: TextIO, err: TextIO, log: BinaryIO | None = None, hides: Callable[[str], object] = lambda line: False
     ) -> None:
         self._hides = hides
         self._streams = (out, err)
-        self._redraws = (is_terminal(out), is_terminal(err))
-        self._colours = tuple(redraws and not os.environ.get("NO_COLOR") for redraws in self._redraws)
+        is_dumb = os.environ.get("TERM", "") in ("", "dumb")
+        self.redraws = (out.isatty() and not is_dumb, err.isatty() and not is_dumb)  # on terminals
         self._log = log
         self._live = ""  # the live line that is on the screen now
         self._muted = False
-
-    @property
-    def redraws(self) -> tuple[bool, bool]:
-        """Whether (standard output, standard error) are terminals."""
-        return self._redraws
 
     def columns(self) -> int:
         """Width of the terminal behind standard output; 80 without one."""
@@ -161,32 +150,29 @@ class Console:
             self._log.write("".join(f"{prefix}{plain(line)}\n" for line in lines).encode(errors="replace"))
             self._log.flush()
         head = self._head(prefix, colour, error)
-        body = lines if self._redraws[error] else [plain(line) for line in lines]
-        text = "".join(f"{head}{line}\n" for line in body)
-        if self._redraws[error] and self._live:
-            live, self._live = self._live, ""
+        live = self._live if self.redraws[error] else ""
+        if live:
             self._put(False, "\r\x1b[K")
-            self._put(error, text)
+        self._put(error, "".join(f"{head}{line if self.redraws[error] else plain(line)}\n" for line in lines))
+        if live:
             self._put(False, live)
-            self._live = live
-        else:
-            self._put(error, text)
 
     def live(self, prefix: str, colour: int, line: str) -> None:
         """Shows an unfinished line below the others, replacing the one before; an empty one removes it."""
-        if not self._redraws[0] or self._muted:
+        if not self.redraws[0] or self._muted:
             return
         text = f"{_NO_WRAP}{self._head(prefix, colour, False)}{line}{_WRAP}" if line else ""
         if text != self._live:
             self._put(False, ("\r\x1b[K" if self._live else "") + text)
             self._live = text
 
-    def _head(self, prefix: str, colour: int, error: bool) -> str:
-        return f"\x1b[{colour}m{prefix}{_RESET}" if self._colours[error] and prefix else prefix
-
     def mute(self) -> None:
         """Stops writing: the reader is gone."""
         self._muted = True
+
+    def _head(self, prefix: str, colour: int, error: bool) -> str:
+        coloured = self.redraws[error] and not os.environ.get("NO_COLOR")
+        return f"\x1b[{colour}m{prefix}{_RESET}" if coloured and prefix else prefix
 
     def _put(self, error: bool, text: str) -> None:
         stream = self._streams[error]
