@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO
 
-from tfps.launch.terminal import Console, LineAssembler, resize
+from tfps.launch.terminal import Console, LineAssembler
 
 DRAIN_S = 1.0  # how long to read output after a process has ended: its children may hold its pipe
 KILL_S = 10.0  # how long to wait for a killed process before we leave without it
@@ -46,10 +46,7 @@ def signal_group(leader: int, number: int) -> None:
 
 
 def end_with_parent() -> Callable[[], None] | None:
-    """A `preexec_fn` that makes a child end with this process; None if unsupported.
-
-    Nothing else helps if this process gets SIGKILL. Linux ties it to the thread that forks: the main thread.
-    """
+    """A `preexec_fn` that ends a child with the thread that forks, even by SIGKILL; None if unsupported."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None).prctl
@@ -101,27 +98,23 @@ def beat_until(over: threading.Event, inputs: Sequence[RemoteInput]) -> None:
 
 @dataclass(frozen=True)
 class Command:
-    """What to run.
-
-    Args:
-        environment: all of it.
-        colour: of the terminal, 31 to 36.
-        stdin: for a process on another host: a line for `tfps.launch.remote`, whose standard input then stays open.
-        noise: lines of standard error that are not shown.
-        host: where it runs, for messages; "": on this machine.
-    """
+    """What to run."""
 
     name: str
     argv: Sequence[str]
-    environment: Mapping[str, str]
-    colour: int = 36
-    stdin: bytes | None = field(default=None, repr=False)
-    noise: re.Pattern[str] | None = None
-    host: str = ""
+    environment: Mapping[str, str]  # all of it
+    colour: int = 36  # of the terminal, 31 to 36
+    stdin: bytes | None = field(default=None, repr=False)  # on another host: what `tfps.launch.remote` is to run
+    noise: re.Pattern[str] | None = None  # lines of standard error that are not shown
+    host: str = ""  # where it runs, for messages; "": on this machine
 
     @property
     def title(self) -> str:
         return f"{self.name} on {self.host}" if self.host else self.name
+
+    @property
+    def prefix(self) -> str:
+        return f"[{self.name}] "
 
 
 @dataclass
@@ -201,32 +194,25 @@ class Supervisor:
     ) -> None:
         with self._at_exit:
             if isinstance(error, BrokenPipeError):
-                self._console.mute()
+                self._console.muted = True
             self.end(self._processes)
 
     def _on_signal(self, number: int, frame: object) -> None:
         if number == signal.SIGWINCH:
             for output in (output for process in self._processes for output in process.outputs if output.is_pty):
-                self._set_size(output.fd, output.process.command)
+                self._console.fit(output.fd, output.process.command.prefix)
         elif number != signal.SIGCHLD:
             self._signals.append(number)
-
-    def _set_size(self, fd: int, command: Command) -> None:
-        """Makes a pty as wide as our terminal less the prefix."""
-        resize(fd, max(20, self._console.columns() - len(f"[{command.name}] ") - 1))
 
     def start(
         self, command: Command, *, terminal: bool = False, on_line: Callable[[str], None] | None = None
     ) -> Process:
-        """Starts `command`; with `terminal` it sees terminals where this process has them.
-
-        `on_line` gets every finished line of its standard output.
-        """
+        """Starts `command`; with `terminal` it sees those of this process. `on_line` gets lines of standard output."""
         on_terminal = [terminal and redraws for redraws in self._console.redraws]
         pty = os.openpty() if any(on_terminal) else None  # one for both, as the program would see it without us
         (out, to_out), (err, to_err) = (pty if pty and wanted else os.pipe() for wanted in on_terminal)
         if pty:
-            self._set_size(pty[0], command)
+            self._console.fit(pty[0], command.prefix)
         try:
             popen = subprocess.Popen(
                 command.argv,
@@ -268,9 +254,7 @@ class Supervisor:
     def wait(self, until: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """Shows output until `until()` holds (True) or the time is up (False).
 
-        Raises:
-            Interrupted: SIGINT, SIGTERM or SIGHUP arrived.
-            BrokenPipeError: the reader of our output is gone.
+        Raises Interrupted after SIGINT, SIGTERM or SIGHUP, and BrokenPipeError if nobody reads our output any more.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -306,7 +290,7 @@ class Supervisor:
                     if number == signal.SIGKILL:
                         continue
                 except BrokenPipeError:
-                    self._console.mute()
+                    self._console.muted = True
                     continue
                 break
 
@@ -346,17 +330,17 @@ class Supervisor:
             # A shell's start-up files may have written something before it, even in the same line.
             process.answered = any(line.endswith(HELLO) for line in lines)
             lines = [line.removesuffix(HELLO) for line in lines if line != HELLO]
-        name, colour = f"[{process.command.name}] ", process.command.colour
+        prefix, colour = process.command.prefix, process.command.colour
         if output.is_pty:
-            self._console.live(name, colour, "" if lines else output.assembler.partial())
-        self._console.write(name, colour, lines, error=output.error)
+            self._console.live(prefix, colour, "" if lines else output.assembler.partial())
+        self._console.write(prefix, colour, lines, error=output.error)
         if output.error:
             process.tail = [*process.tail, *lines][-5:]
         elif process.on_line is not None:
             for line in lines:
                 process.on_line(line)
         if output.is_pty and lines:
-            self._console.live(name, colour, output.assembler.partial())
+            self._console.live(prefix, colour, output.assembler.partial())
 
     def _reap(self) -> None:
         """Notices ended processes, ends what they leave behind, and reads their output to its end."""
