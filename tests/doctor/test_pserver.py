@@ -24,7 +24,6 @@ from tfps.doctor.pserver import (
     Client,
     Visit,
     bandwidth_of_job,
-    broken_bandwidth,
     clock,
     compare_bandwidths,
     distance,
@@ -208,10 +207,6 @@ def test_of_a_running_job_its_slowest_rank_is_told() -> None:
     assert bandwidth_of_job([]).text == "not measured: there is a job"
 
 
-def test_a_measurement_that_breaks_is_a_warning() -> None:
-    assert broken_bandwidth(PserverLostError("gone")).advice == "the measurement broke: gone; see the pserver's log"
-
-
 def client(
     token_file: str = "",
     config: Config = Config(),  # noqa: B008 (it is immutable)
@@ -384,6 +379,15 @@ def test_a_job_that_begins_meanwhile_is_no_fault_of_the_network(cluster: Cluster
     assert visit.measure(False) is None
     visit.close()
     assert (visit.checks[-1].status, visit.checks[-1].text) == ("skipped", "not measured: there is a job")
+
+
+def test_a_measurement_that_breaks_is_a_warning(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object) -> None:
+        raise PserverLostError("gone")
+
+    monkeypatch.setattr("tfps.doctor.pserver.measure_bandwidth", breaks)
+    found = visited(cluster.pserver(1).address, client(), measure=True)["bandwidth"]
+    assert (found.status, found.advice) == ("warning", "the measurement broke: gone; see the pserver's log")
 
 
 def test_a_job_that_waits_for_workers_is_no_problem(cluster: Cluster) -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
@@ -41,24 +41,20 @@ def examine(
     ask_tensorflow: bool = True,
     environment: Mapping[str, str] | None = None,
 ) -> Report:
-    """Checks this host and the pservers.
+    """Checks this host and the pservers, by default those that a strategy would find in `environment`.
 
-    Args:
-        addresses: of pservers; empty: those that a strategy would find in `environment`.
-        token_file: instead of TFPS_TOKEN_FILE.
-        timeout_s: for each answer of a pserver.
-        seconds: of each measurement of bandwidth.
-        ask_tensorflow: for the GPUs that it sees, if it is installed.
-        environment: None: this process's.
+    Each answer of a pserver may take `timeout_s`, each measurement of bandwidth takes `seconds`.
     """
     environment = os.environ if environment is None else environment
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_quiet())
+        logger = logging.getLogger("tfps")
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.CRITICAL)  # the report has what log lines would say
         found = host.versions()
-        asked: host.TensorFlowGpus | None = None
+        asked = None
         if ask_tensorflow and any(each.name == "tensorflow" and each.status in ("ok", "warning") for each in found):
-            asked = host.TensorFlowGpus()
-            stack.callback(asked.close)
+            asked = stack.enter_context(host.ask_tensorflow())
+            stack.callback(asked.kill)
         config, check = host.settings(environment)
         found.append(check)
         config = dataclasses.replace(config, token_file=token_file or config.token_file)
@@ -87,8 +83,7 @@ def examine(
         for looking in [pool.submit(visit.look) for visit in visits]:
             _wait(looking)
         # TensorFlow ends before it could disturb the measurements.
-        count = len(visible_gpus(environment))
-        found.append(host.gpus_without_tensorflow(count) if asked is None else asked.check(count))
+        found.append(host.gpus(len(visible_gpus(environment)), asked))
         busy = any(visit.busy for visit in visits)  # its workers may use the links to the others, too
         measured = [_wait(pool.submit(visit.measure, busy, seconds)) for visit in visits]  # they share this host's link
         rates = {visit.address: rate for visit, rate in zip(visits, measured, strict=True) if rate is not None}
@@ -108,18 +103,6 @@ def _wait(future: Future[_T]) -> _T:
     while not wait([future], 0.5).done:
         pass
     return future.result()
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps log lines from standing between the lines of the report, which has what they say."""
-    logger = logging.getLogger("tfps")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -61,13 +61,7 @@ def side_of(version: str, limits: SpecifierSet) -> int:
 def versions(
     installed: Mapping[str, str] | None = None, limits: Mapping[str, str] | None = None, python: str = ""
 ) -> list[Check]:
-    """One check per distribution.
-
-    Args:
-        installed: distribution -> version; None: what is installed.
-        limits: distribution -> supported versions, "python" too; None: as tfps was installed.
-        python: version of Python; "": this one's.
-    """
+    """One check per distribution: its version, by default what is installed, and what of it tfps supports."""
     known = _limits() if limits is None else limits
     found = _installed() if installed is None else installed
     own = {"version": __version__, "protocol_version": PROTOCOL_VERSION}
@@ -160,56 +154,44 @@ def tls(security: Security) -> Check:
     return Check("tls", "ok", f"on, {own} of this host: slices go through gRPC", values={"on": True})
 
 
-class TensorFlowGpus:
-    """Asks TensorFlow meanwhile: importing it takes seconds. `check` waits for the answer."""
-
-    def __init__(self, program: str = _ASK) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", program], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, errors="replace",
-        )  # fmt: skip
-
-    def check(self, count: int, timeout_s: float = IMPORT_S) -> Check:
-        """What it sees of the `count` GPUs that the driver would show to a worker."""
-        values: dict[str, Json] = {"visible": count, "seen_by_tensorflow": None}
-        end_s = time.monotonic() + timeout_s
-        while True:
-            try:  # in short waits, between which Python notices Ctrl-C that has come to another thread
-                output, errors = self._process.communicate(timeout=min(max(end_s - time.monotonic(), 0.0), 0.5))
-                break
-            except subprocess.TimeoutExpired:
-                if time.monotonic() < end_s:
-                    continue
-            self.close()
-            advice = f"TensorFlow could not be imported within {timeout_s:.0f} s: try python -c 'import tensorflow'"
-            return Check("gpus", "warning", "TensorFlow does not answer", advice, "slow", values)
-        # The last line is the answer: programs that are started with Python may print something, too.
-        try:
-            seen = json.loads(output.strip().splitlines()[-1])
-            values["seen_by_tensorflow"] = gpus = int(seen["gpus"])
-        except (IndexError, KeyError, TypeError, ValueError):
-            last = (errors.strip() or "no message").splitlines()[-1][:200]
-            return Check(
-                "gpus", "failed", "TensorFlow fails", f"TensorFlow cannot be imported: {last}", "import", values
-            )
-        if gpus or not count:
-            return Check("gpus", "ok", f"{gpus} seen by TensorFlow" if gpus else "none", values=values)
-        what = f"CUDA_VISIBLE_DEVICES={seen['visible']!r}" if seen["visible"] is not None else "its CUDA libraries"
-        advice = (
-            f"TensorFlow sees none of the {count} GPUs of this host: look at {what}; "
-            "pip install 'tensorflow[and-cuda]' brings the libraries"
-        )
-        return Check("gpus", "warning", f"none of {count} seen by TensorFlow", advice, "unseen", values)
-
-    def close(self) -> None:
-        """Ends the process, if it still runs."""
-        self._process.kill()
-        self._process.communicate()
+def ask_tensorflow(program: str = _ASK) -> subprocess.Popen[str]:
+    """Asks TensorFlow for GPUs meanwhile: importing it takes seconds."""
+    return subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, errors="replace",
+    )  # fmt: skip
 
 
-def gpus_without_tensorflow(count: int) -> Check:
-    """What the driver says."""
-    return Check("gpus", "ok", str(count or "none"), values={"visible": count, "seen_by_tensorflow": None})
+def gpus(count: int, asked: subprocess.Popen[str] | None = None, timeout_s: float = IMPORT_S) -> Check:
+    """The `count` GPUs that the driver would show to a worker, and what TensorFlow sees of them, if it is `asked`."""
+    values: dict[str, Json] = {"visible": count, "seen_by_tensorflow": None}
+    if asked is None:
+        return Check("gpus", "ok", str(count or "none"), values=values)
+    end_s = time.monotonic() + timeout_s
+    while True:
+        try:  # in short waits, between which Python notices Ctrl-C that has come to another thread
+            output, errors = asked.communicate(timeout=min(max(end_s - time.monotonic(), 0.0), 0.5))
+            break
+        except subprocess.TimeoutExpired:
+            if time.monotonic() < end_s:
+                continue
+        asked.kill()
+        advice = f"TensorFlow could not be imported within {timeout_s:.0f} s: try python -c 'import tensorflow'"
+        return Check("gpus", "warning", "TensorFlow does not answer", advice, "slow", values)
+    try:  # the last line is the answer: programs that are started with Python may print something, too
+        seen = json.loads(output.strip().splitlines()[-1])
+        values["seen_by_tensorflow"] = number = int(seen["gpus"])
+    except (IndexError, KeyError, TypeError, ValueError):
+        last = (errors.strip() or "no message").splitlines()[-1][:200]
+        return Check("gpus", "failed", "TensorFlow fails", f"TensorFlow cannot be imported: {last}", "import", values)
+    if number or not count:
+        return Check("gpus", "ok", f"{number} seen by TensorFlow" if number else "none", values=values)
+    what = f"CUDA_VISIBLE_DEVICES={seen['visible']!r}" if seen["visible"] is not None else "its CUDA libraries"
+    advice = (
+        f"TensorFlow sees none of the {count} GPUs of this host: look at {what}; "
+        "pip install 'tensorflow[and-cuda]' brings the libraries"
+    )
+    return Check("gpus", "warning", f"none of {count} seen by TensorFlow", advice, "unseen", values)
 
 
 def open_files(peers: int, limit: int | None = None) -> Check:

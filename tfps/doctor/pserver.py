@@ -181,12 +181,6 @@ def compare_bandwidths(found: Mapping[str, Bandwidth]) -> dict[str, Check]:
     return {address: check(each) for address, each in found.items()}
 
 
-def broken_bandwidth(error: TfpsError | OSError) -> Check:
-    """A measurement that broke, although small calls are answered."""
-    advice = f"the measurement broke: {error}; see the pserver's log"
-    return Check("bandwidth", "warning", "broke", advice, "broken")
-
-
 @dataclass(frozen=True, slots=True)
 class Client:
     """A worker that would be started here; it waits for `timeout_s` for each answer."""
@@ -267,7 +261,8 @@ class Visit:
         try:
             found = measure_bandwidth(self._pserver, self._data_port, self._client.timeout_s, seconds)
         except (TfpsError, OSError) as error:
-            found = broken_bandwidth(error)
+            advice = f"the measurement broke: {error}; see the pserver's log"  # although small calls are answered
+            found = Check("bandwidth", "warning", "broke", advice, "broken")
         if isinstance(found, Bandwidth):
             return found
         with contextlib.suppress(TfpsError):

@@ -21,23 +21,14 @@ _COLORS = {"ok": "green", "skipped": "dim", "warning": "yellow", "failed": "bold
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line.
+    """One line."""
 
-    Args:
-        name: of what was checked, the same in every report: "open files".
-        status: "failed": a job would not run. "warning": it would, but something may surprise. "skipped": not checked.
-        text: what was found.
-        advice: what to do, for "warning" and "failed" only. A line by itself.
-        problem: a word for programs that says what is wrong: "refused". Empty where one is enough per check.
-        values: figures, units in their names.
-    """
-
-    name: str
-    status: Status
-    text: str
-    advice: str = ""
-    problem: str = ""
-    values: Mapping[str, Json] = field(default_factory=dict)
+    name: str  # of what was checked, the same in every report: "open files"
+    status: Status  # "failed": a job would not run; "warning": it would, but something may surprise
+    text: str  # what was found
+    advice: str = ""  # what to do, for "warning" and "failed" only; a line by itself
+    problem: str = ""  # a word for programs that says what is wrong; empty where one is enough per check
+    values: Mapping[str, Json] = field(default_factory=dict)  # figures, units in their names
 
     def __post_init__(self) -> None:
         if bool(self.advice) != (self.status in _TO_DO):
