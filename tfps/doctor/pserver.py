@@ -52,10 +52,7 @@ def stranger(who: Answers, said: str, error: str) -> Check:
             "an HTTP server or a proxy answers",
             f"{said}: that is no pserver. Give the address of --port, not of a proxy or of --metrics-port",
         ),
-        "data_port": (
-            "that is a data port",
-            "give the address of --port (7070 by default), not of --data-port",
-        ),
+        "data_port": ("that is a data port", "give the address of --port (7070 by default), not of --data-port"),
         "other": (
             "something else answers",
             f"what answers there is no pserver ({said}): correct the address, or go around the proxy",

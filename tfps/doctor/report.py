@@ -61,23 +61,19 @@ class Report:
     host: str
     groups: Sequence[Group]
 
-    def all(self) -> Iterator[tuple[Group, Check]]:
-        for group in self.groups:
-            for check in group.checks:
-                yield group, check
-
     @property
     def healthy(self) -> bool:
         """Whether a job would run."""
-        return all(check.status != "failed" for _, check in self.all())
+        return all(check.status != "failed" for group in self.groups for check in group.checks)
 
     def to_do(self) -> list[str]:
         """One line per problem. What is wrong at several pservers alike is said once, with their addresses."""
         lines: dict[tuple[Status, str], list[str]] = {}
+        found = [(group.address, check) for group in self.groups for check in group.checks]
         for status in _TO_DO:
-            for group, check in self.all():
+            for address, check in found:
                 if check.status == status:
-                    lines.setdefault((status, check.advice), []).append(group.address)
+                    lines.setdefault((status, check.advice), []).append(address)
         return [
             f"pserver{'s' * (len(addresses) > 1)} {', '.join(addresses)}: {advice}" if all(addresses) else advice
             for (_, advice), addresses in lines.items()

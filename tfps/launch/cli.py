@@ -338,7 +338,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == ["--kubernetes"]:
         from tfps.launch import kubernetes
 
-        return kubernetes.main(argv[1:])
+        sys.stdout.write(kubernetes.as_yaml(kubernetes.parse(argv[1:]), argv[1:]))
+        return 0
     plan = parse(argv)
     if sys.platform == "win32":
         print("tfps_launch: needs Linux or macOS; start tfps_pserver and the workers by hand", file=sys.stderr)

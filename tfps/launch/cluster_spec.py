@@ -160,11 +160,7 @@ def _from_tf_config(text: str) -> Tasks:
 
 
 def from_tasks(
-    tasks: Mapping[str, Sequence[str]],
-    task_type: str | None,
-    task_index: Json,
-    source: str,
-    may_not_know: bool = False,
+    tasks: Mapping[str, Sequence[str]], task_type: str | None, task_index: Json, source: str, may_not_know: bool = False
 ) -> Tasks:
     """Interprets `tasks` (addresses by task type) and this process's task, which `source` may not know."""
     for name, addresses in tasks.items():

@@ -177,16 +177,14 @@ class Slurm(Remote):
     def on(self, host: str, task: Task) -> Command:
         command = super().on(host, task)
         srun, *rest = command.argv
-        argv = [srun, f"--job-name={task.name.replace(' ', '-')}", *self._gpus(host), *rest]
+        gpus = []
+        # The GPUs of all workers on the host: with --gpus-per-task each step would get those of one task.
+        asked = self.environment.get("SLURM_GPUS_PER_TASK", "")
+        if found := re.fullmatch(r"(?P<kind>\w+:)?(?P<count>[0-9]+)", asked):
+            gpus = [f"--gres=gpu:{found['kind'] or ''}{int(found['count']) * self.placement.workers.count(host)}"]
+        argv = [srun, f"--job-name={task.name.replace(' ', '-')}", *gpus, *rest]
         kept = {name: value for name, value in self.environment.items() if not _SET_BY_SLURM.fullmatch(name)}
         return replace(command, argv=argv, environment=kept, noise=_SRUN_NOISE)
-
-    def _gpus(self, host: str) -> list[str]:
-        """Asks for the GPUs of all workers on `host`: with --gpus-per-task each step would get those of one task."""
-        found = re.fullmatch(r"(?P<kind>\w+:)?(?P<count>[0-9]+)", self.environment.get("SLURM_GPUS_PER_TASK", ""))
-        if found is None:
-            return []
-        return [f"--gres=gpu:{found['kind'] or ''}{int(found['count']) * self.placement.workers.count(host)}"]
 
 
 def allocated(environment: Mapping[str, str]) -> tuple[Host, ...]:

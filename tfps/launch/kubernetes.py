@@ -11,7 +11,6 @@ import json
 import re
 import secrets
 import shlex
-import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,10 +46,6 @@ _INSTEAD_OF = {
 }
 _NOT_IN_YAML = re.compile(r"[\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff\ufffe\uffff]")
 _MAY_EXCEED = ("cpu", "ephemeral-storage")  # what is requested of these is no limit; of devices it has to be one
-_USAGE = (
-    "tfps_launch --kubernetes --print --image IMAGE [options] script.py [args ...]\n"
-    "       tfps_launch --kubernetes --print --image IMAGE [options] -m module [args ...]"
-)
 
 
 @dataclass(frozen=True)
@@ -140,7 +135,8 @@ def parse(argv: Sequence[str]) -> KubernetesJob:
     """Parses what follows `--kubernetes`; exits with usage and code 2 if it is malformed."""
     parser = argparse.ArgumentParser(
         prog="tfps_launch --kubernetes",
-        usage=_USAGE,
+        usage="tfps_launch --kubernetes --print --image IMAGE [options] script.py [args ...]\n"
+        "       tfps_launch --kubernetes --print --image IMAGE [options] -m module [args ...]",
         description="Writes the manifests of a job for Kubernetes: pipe them to `kubectl apply -f -`. "
         "docs/kubernetes.md says what they need.",
     )
@@ -384,9 +380,3 @@ def _from_field(name: str, path: str) -> Json:
 def _environment(variables: Mapping[str, str]) -> list[Json]:
     """Variables in their order: a value may use those before it as $(NAME)."""
     return [{"name": name, "value": value} for name, value in variables.items()]
-
-
-def main(argv: Sequence[str]) -> int:
-    """Writes what `argv`, which follows `--kubernetes`, asks for to standard output; the exit code."""
-    sys.stdout.write(as_yaml(parse(argv), argv))
-    return 0

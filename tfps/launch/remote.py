@@ -1,7 +1,6 @@
 """`python -m tfps.launch.remote`: runs one process of a job on a host, for a launcher on another.
 
-Its standard input says what to run, in one line of JSON (arguments and the token stay out of the process list). Then it
-carries signs of life: when it ends or falls silent, the launcher has asked for the end, or is gone.
+Its standard input says what to run, in one line of JSON, and then that the launcher lives.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Rendezvous of the processes that mpirun or srun has started, which start pservers of their own.
-
-Rank 0 makes the job's name and token, one process of each host starts a pserver, and rank 0 tells all where they are,
-through a `Link`: a socket if all are on one host, else MPI's messages (mpi4py).
-"""
+"""Rendezvous of the processes that mpirun or srun has started, which start pservers of their own (docs/design.md)."""
 
 from __future__ import annotations
 
@@ -170,10 +166,7 @@ class Link(ABC):
 
 
 class HostLink(Link):
-    """Between processes of one host: rank 0 listens at a socket whose name they all can tell.
-
-    The name is not of a file: nothing is left of it when rank 0 ends.
-    """
+    """Between processes of one host: rank 0 listens at a socket, not of a file, whose name they all can tell."""
 
     def __init__(self, ranks: Ranks, timeout_s: float) -> None:
         super().__init__(ranks, timeout_s)

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import IO
 
 from tfps.launch.terminal import Console, LineAssembler
@@ -189,9 +188,7 @@ class Supervisor:
                 self._at_exit.callback(signal.signal, number, signal.signal(number, self._on_signal))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         with self._at_exit:
             if isinstance(error, BrokenPipeError):
                 self._console.muted = True

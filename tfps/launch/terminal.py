@@ -1,7 +1,4 @@
-"""Turns terminal output (redraws, colours) into lines, and shows lines of several programs on one terminal.
-
-A progress bar redraws one line with carriage returns and backspaces: only its last state becomes a line.
-"""
+"""Turns terminal output (redraws, colours) into lines, and shows lines of several programs on one terminal."""
 
 from __future__ import annotations
 
