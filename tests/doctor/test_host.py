@@ -16,10 +16,10 @@ from packaging.specifiers import SpecifierSet
 
 from tfps.config import Config, Security
 from tfps.doctor.host import (
-    TensorFlowGpus,
+    ask_tensorflow,
     available_bytes,
     container_available_bytes,
-    gpus_without_tensorflow,
+    gpus,
     memory,
     open_files,
     settings,
@@ -176,16 +176,16 @@ def test_certificates_are_read(tmp_path: Path) -> None:
 
 
 def asked(program: str, count: int, timeout_s: float = jobs.DEADLINE_S) -> Check:
-    gpus = TensorFlowGpus(program)
-    try:
-        return gpus.check(count, timeout_s)
-    finally:
-        gpus.close()
+    with ask_tensorflow(program) as process:
+        try:
+            return gpus(count, process, timeout_s)
+        finally:
+            process.kill()
 
 
 def test_without_tensorflow_the_driver_is_believed() -> None:
-    assert gpus_without_tensorflow(4).values == {"visible": 4, "seen_by_tensorflow": None}
-    assert (gpus_without_tensorflow(4).text, gpus_without_tensorflow(0).text) == ("4", "none")
+    assert gpus(4).values == {"visible": 4, "seen_by_tensorflow": None}
+    assert (gpus(4).text, gpus(0).text) == ("4", "none")
 
 
 @pytest.mark.parametrize(("seen", "count", "text"), [(2, 2, "2 seen by TensorFlow"), (0, 0, "none")])
@@ -217,11 +217,9 @@ def test_a_tensorflow_that_takes_too_long_is_a_warning() -> None:
 
 @pytest.mark.long
 def test_the_real_tensorflow_answers() -> None:
-    gpus = TensorFlowGpus()
-    try:
-        check = gpus.check(0, 2 * jobs.DEADLINE_S)
-    finally:
-        gpus.close()
+    with ask_tensorflow() as process:
+        check = gpus(0, process, 2 * jobs.DEADLINE_S)
+        process.kill()
     assert check.values["seen_by_tensorflow"] is not None
 
 

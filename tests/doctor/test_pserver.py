@@ -7,6 +7,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import grpc
@@ -23,7 +24,6 @@ from tfps.doctor.pserver import (
     Client,
     Visit,
     bandwidth_of_job,
-    broken_bandwidth,
     clock,
     compare_bandwidths,
     distance,
@@ -207,10 +207,6 @@ def test_of_a_running_job_its_slowest_rank_is_told() -> None:
     assert bandwidth_of_job([]).text == "not measured: there is a job"
 
 
-def test_a_measurement_that_breaks_is_a_warning() -> None:
-    assert broken_bandwidth(PserverLostError("gone")).advice == "the measurement broke: gone; see the pserver's log"
-
-
 def client(
     token_file: str = "",
     config: Config = Config(),  # noqa: B008 (it is immutable)
@@ -229,7 +225,7 @@ def visited(address: str, asks: Client, *, measure: bool = False) -> dict[str, C
         visit.look()
         if measure and (found := visit.measure(visit.busy, SHORT_S)) is not None:
             # How fast: tests/pserver/test_measuring.py
-            visit.checks.append(Check("bandwidth", "ok", found.text, values=found.values))
+            visit.checks.append(Check("bandwidth", "ok", found.text, values=asdict(found)))
     finally:
         visit.close()
     found_checks = {check.name: check for check in visit.checks}
@@ -383,6 +379,15 @@ def test_a_job_that_begins_meanwhile_is_no_fault_of_the_network(cluster: Cluster
     assert visit.measure(False) is None
     visit.close()
     assert (visit.checks[-1].status, visit.checks[-1].text) == ("skipped", "not measured: there is a job")
+
+
+def test_a_measurement_that_breaks_is_a_warning(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object) -> None:
+        raise PserverLostError("gone")
+
+    monkeypatch.setattr("tfps.doctor.pserver.measure_bandwidth", breaks)
+    found = visited(cluster.pserver(1).address, client(), measure=True)["bandwidth"]
+    assert (found.status, found.advice) == ("warning", "the measurement broke: gone; see the pserver's log")
 
 
 def test_a_job_that_waits_for_workers_is_no_problem(cluster: Cluster) -> None:

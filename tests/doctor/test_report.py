@@ -89,7 +89,7 @@ def test_the_page_has_every_check_and_every_problem_that_the_package_names() -> 
     names, problems = set(re.findall(r"`(\w+)`", page)), set()
     for path in (ROOT / "tfps" / "doctor").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Check":
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Check", "warn_if"):
                 given = [each.value if isinstance(each, ast.Constant) else None for each in node.args]
                 problems |= {each for each in (given[0], *given[4:5]) if isinstance(each, str)}
     assert len(problems) > 30
@@ -129,4 +129,4 @@ def test_in_a_terminal_rich_colors_the_status(
     ],
 )
 def test_the_last_line_says_whether_a_job_would_run(groups: list[Group], end: str) -> None:
-    assert lines(Report("h", groups))[-1][0] == end
+    assert list(lines(Report("h", groups)))[-1][0] == end

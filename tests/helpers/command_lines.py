@@ -10,10 +10,9 @@ import shlex
 from collections.abc import Callable, Sequence
 
 import tfps.doctor.cli
-import tfps.launch.cli
 import tfps.pserver.cli
 import tfps.trace.cli
-from tfps.launch import kubernetes, options
+from tfps.launch import cli, kubernetes
 
 _MAINS: dict[str, Callable[[Sequence[str]], int]] = {
     "tfps_pserver": tfps.pserver.cli.main,
@@ -51,7 +50,7 @@ def refusal(words: Sequence[str]) -> str:
             elif arguments[:1] == ["--kubernetes"]:
                 kubernetes.parse(arguments[1:])
             else:
-                options.parse(arguments)
+                cli.parse(arguments)
         except SystemExit as ended:
             error = said.getvalue().rpartition(" error: ")[2].strip()
             return error if ended.code and error != f"unrecognized arguments: {_END}" else ""
@@ -71,7 +70,7 @@ def unknown_options(words: Sequence[str]) -> list[str]:
 def _listed(program: str, with_manifests: bool) -> set[str]:
     """The options of a program, and those that tfps_launch has for manifests."""
     said = io.StringIO()
-    mains = [_MAINS.get(program, options.parse), *([kubernetes.parse] if with_manifests else [])]
+    mains = [_MAINS.get(program, cli.parse), *([kubernetes.parse] if with_manifests else [])]
     for main in mains:
         with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
             main(["--help"])

@@ -15,8 +15,7 @@ import pytest
 from launching import ROOT, WriteScript, environment, launch
 
 from tfps.errors import ConfigError
-from tfps.launch.cli import check_script, exit_code
-from tfps.launch.options import Plan, parse
+from tfps.launch.cli import Plan, check_script, exit_code, parse
 
 pytestmark = launching.NEEDS_POSIX
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tfps.launch.engine import Local, Remote, Task
-from tfps.launch.job import Host, LocalRank, Placement
+from tfps.launch.engine import Engine, Remote
+from tfps.launch.job import Host, LocalRank, Placement, Task
 from tfps.types import Json
 
 PLACE = Placement.of([Host("a", 2), Host("b")], 1)
@@ -100,7 +100,7 @@ def test_a_host_that_lacks_something_is_told_from_a_process_that_failed(code: in
 
 def test_on_this_machine_a_process_keeps_the_environment_but_for_other_jobs_and_certificates() -> None:
     environment = {"HOME": "/home/me", "TF_CONFIG": "{}", "TFPS_TLS_CA": "ca.pem", "CUDA_VISIBLE_DEVICES": "0,1"}
-    command = Local(PLACE, environment, chosen={"A": "b"}).on("localhost", TASK)
+    command = Engine(PLACE, environment, chosen={"A": "b"}).on("localhost", TASK)
     assert command.environment == {
         "HOME": "/home/me",
         "CUDA_VISIBLE_DEVICES": "1",

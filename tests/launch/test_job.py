@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from tfps.config import Launch
 from tfps.errors import ConfigError
-from tfps.launch.job import Host, Job, Placement, has_only_ipv6, lasting_secret_file, parse_hosts, secret_file
+from tfps.launch.job import Host, Job, Placement, families, lasting_secret_file, parse_hosts, secret_file
 
 on_linux = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="only Linux has files that end with a process"
@@ -74,12 +75,8 @@ def test_ranks_of_a_host_are_neighbors() -> None:
 
 
 def test_only_what_is_known_to_have_ipv6_alone_counts_as_such() -> None:
-    assert [has_only_ipv6(name) for name in ("[fd00::1]", "[::1]", "127.0.0.1", "no-such-host.invalid")] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    assert [families(name) == {socket.AF_INET6} for name in ("[fd00::1]", "[::1]", "127.0.0.1")] == [True, True, False]
+    assert families("no-such-host.invalid") == set()
 
 
 def test_only_this_user_reads_it_and_only_for_a_while() -> None:

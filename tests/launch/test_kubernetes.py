@@ -20,7 +20,7 @@ from kubelet import Manifest, Pod
 
 from tfps.config import Config, Launch, Security
 from tfps.launch import cli, kubernetes
-from tfps.launch.options import parse
+from tfps.launch.cli import parse
 from tfps.types import Json
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -11,9 +11,8 @@ from launching import WriteScript, launch
 
 from tfps.config import TraceRequest
 from tfps.errors import ConfigError
-from tfps.launch.cli import hints
+from tfps.launch.cli import Plan, hints, parse
 from tfps.launch.job import Host, Placement
-from tfps.launch.options import Plan, parse
 
 HERE = Placement(("localhost",) * 2, ("localhost",) * 2)
 ELSEWHERE = Placement.of([Host("a", 2), Host("b", 1)], 1)

@@ -82,7 +82,7 @@ def test_a_pserver_may_use_all_cpus_though_open_mpi_has_bound_its_worker_to_one(
     one = {min(free)}
     os.sched_setaffinity(0, one)
     try:
-        start_pserver(Job.named("mpi", 1), on_one_host=True)
+        start_pserver(Job.named("mpi", 1), True)
         (pserver,) = set(psutil.Process().children()) - others
         try:
             found = {*pserver.cpu_affinity()}

@@ -16,8 +16,8 @@ from launching import END_S, ROOT
 from slurm_cluster import NEEDS_SLURM, SlurmCluster
 
 from tfps.errors import ConfigError
-from tfps.launch.engine import Slurm, Task, allocated, tasks_of_nodes
-from tfps.launch.job import Host, LocalRank, Placement
+from tfps.launch.engine import Slurm, allocated, tasks_of_nodes
+from tfps.launch.job import Host, LocalRank, Placement, Task
 
 TASK = Task("worker 0", ("python", "train.py"), {"TFPS_RANK": "0"}, 32, LocalRank(0, 2))
 WORKER = """

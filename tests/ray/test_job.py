@@ -23,7 +23,6 @@ from tfps.ray.job import (
     check_placement,
     check_pservers,
     check_resources,
-    check_timeout,
     program,
     spread,
     take_place,
@@ -66,15 +65,15 @@ def test_a_number_of_processes_is_whole_and_positive(count: Argument) -> None:
 
 
 def test_no_number_of_pservers_is_a_number() -> None:
-    check_pservers(None, None)
+    check_pservers(None, None, 1.0)
     with pytest.raises(ConfigError, match=r"^pservers must be .* or None for one on each node that has .*, got 0$"):
-        check_pservers(0, None)
+        check_pservers(0, None, 1.0)
 
 
 @pytest.mark.parametrize("resources", [4, [("CPU", 1)], {"CPU": -1}, {"CPU": "1"}, {"CPU": float("inf")}])
 def test_resources_are_amounts_by_name(resources: Argument) -> None:
     with pytest.raises(ConfigError, match=r"^resources_per_pserver must be amounts from 0 by name such as "):
-        check_pservers(None, resources)
+        check_pservers(None, resources, 1.0)
     with pytest.raises(ConfigError, match=r"^resources_per_worker must be amounts from 0 by name such as "):
         check_resources("resources_per_worker", resources)
 
@@ -98,7 +97,7 @@ def test_places_that_ray_would_refuse_without_naming_an_argument_are_refused(
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("inf"), float("nan"), "60", None, True])
 def test_a_wait_has_an_end(timeout_s: Argument) -> None:
     with pytest.raises(ConfigError, match=r"^start_timeout_s must be a positive number of seconds, got "):
-        check_timeout(timeout_s)
+        check_pservers(None, None, timeout_s)
 
 
 @pytest.fixture

@@ -1,7 +1,4 @@
-"""`python -m tfps.doctor`.
-
-Tested in tests/doctor/test_cli.py.
-"""
+"""`python -m tfps.doctor`: the same as `tfps_doctor`. Tested in tests/doctor/test_cli.py."""
 
 import sys
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -19,7 +20,7 @@ from packaging.version import InvalidVersion, Version
 
 from tfps import __version__
 from tfps.config import Config, Security, unknown_variables
-from tfps.doctor.report import Check
+from tfps.doctor.report import Check, warn_if
 from tfps.errors import ConfigError
 from tfps.types import Json
 from tfps.wire.control import PROTOCOL_VERSION, Pserver
@@ -30,7 +31,6 @@ _NEEDED = ("grpcio", "protobuf", "numpy")  # everywhere
 _TENSORFLOW = ("tensorflow", "tensorflow-cpu")  # either of these
 _NOWHERE = "127.0.0.1:1"  # a channel connects when it is used, which this one is not
 IMPORT_S = 120.0  # for TensorFlow to be imported on a busy machine
-_WAIT_S = 0.5
 _ASK = """
 import json, os
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -40,9 +40,7 @@ print(json.dumps({"gpus": len(names), "version": tf.__version__, "visible": os.e
 """
 _FILES, _FILES_PER_PEER = 128, 4  # that a process opens by itself, and for each worker or pserver
 _USUAL_FILES = 1024
-_LOW_BYTES = 2**30
 GIB = 2**30
-_CGROUP = Path("/sys/fs/cgroup")
 # Of version 2 and of version 1: limit, what is used, statistics, and which of these are pages that the system can drop.
 _CGROUP_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
@@ -61,36 +59,23 @@ def side_of(version: str, limits: SpecifierSet) -> int:
 
 
 def versions(
-    installed: Mapping[str, str] | None = None, limits: Mapping[str, str] | None = None, python: str | None = None
+    installed: Mapping[str, str] | None = None, limits: Mapping[str, str] | None = None, python: str = ""
 ) -> list[Check]:
-    """One check per distribution.
-
-    Args:
-        installed: distribution -> version; None: what is installed.
-        limits: distribution -> supported versions, "python" too; None: as tfps was installed.
-        python: version of Python; None: this one's.
-    """
+    """One check per distribution: its version, by default what is installed, and what of it tfps supports."""
     known = _limits() if limits is None else limits
     found = _installed() if installed is None else installed
-    lines = [_check("python", platform.python_version() if python is None else python, known.get("python", ""))]
-    lines.append(
-        Check(
-            "tfps",
-            "ok",
-            f"{__version__}, protocol version {PROTOCOL_VERSION}",
-            values={"version": __version__, "protocol_version": PROTOCOL_VERSION},
-        )
-    )
-    lines += [_check(name, found.get(name, ""), known.get(name, "")) for name in _NEEDED]
+    own = {"version": __version__, "protocol_version": PROTOCOL_VERSION}
+    lines = [
+        _check("python", python or platform.python_version(), known.get("python", "")),
+        Check("tfps", "ok", f"{__version__}, protocol version {PROTOCOL_VERSION}", values=own),
+        *(_check(name, found.get(name, ""), known.get(name, "")) for name in _NEEDED),
+    ]
     tensorflow = next((name for name in _TENSORFLOW if name in found), "")
     if not tensorflow:
-        lines.append(
-            Check("tensorflow", "skipped", "not installed: enough for pservers; workers need tfps[tensorflow]")
-        )
-        return lines
+        text = "not installed: enough for pservers; workers need tfps[tensorflow]"
+        return [*lines, Check("tensorflow", "skipped", text)]
     lines.append(_check("tensorflow", found[tensorflow], known.get(tensorflow, "")))
-    lines.append(_check("keras", found.get("keras", ""), known.get("keras", "")))
-    return lines
+    return [*lines, _check("keras", found.get("keras", ""), known.get("keras", ""))]
 
 
 def _check(name: str, version: str, limits: str) -> Check:
@@ -98,13 +83,11 @@ def _check(name: str, version: str, limits: str) -> Check:
     if not version:
         return Check(name, "failed", "not installed", f'pip install "{name}{limits}"', "missing", values)
     text = f"{version} (supported: {limits})" if limits else version
-    if (side := side_of(version, SpecifierSet(limits))) == 0:
-        return Check(name, "ok", text, values=values)
     do = f"install Python {limits}" if name == "python" else f'pip install "{name}{limits}"'
-    if side < 0:
+    if (side := side_of(version, SpecifierSet(limits))) < 0:
         return Check(name, "failed", f"{text}: too old", f"{name} {version} is too old: {do}", "old", values)
     advice = f"{name} {version} is newer than what tfps was tested with; if it fails: {do}"
-    return Check(name, "warning", f"{text}: not tested", advice, "new", values)
+    return warn_if(name, side > 0, f"{text}: not tested" if side > 0 else text, advice, "new", values)
 
 
 def supported(requirements: Sequence[str]) -> dict[str, str]:
@@ -125,10 +108,8 @@ def _limits() -> dict[str, str]:
 def _installed() -> dict[str, str]:
     found: dict[str, str] = {}
     for name in (*_NEEDED, *_TENSORFLOW, "keras"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -156,10 +137,9 @@ def token(security: Security) -> Check:
     except (ConfigError, OSError) as error:
         text = str(error) if isinstance(error, ConfigError) else f"token_file '{path}' cannot be read: {error.strerror}"
         return Check("token", "failed", "cannot be used", text, "unusable", values)
-    if is_open_to_others(status):
-        text = f"{path} has mode {stat.S_IMODE(status.st_mode):04o}: others may use it"
-        return Check("token", "warning", text, f"chmod 600 '{path}', the job token", "readable", values)
-    return Check("token", "ok", path, values=values)
+    is_open = is_open_to_others(status)
+    text = f"{path} has mode {stat.S_IMODE(status.st_mode):04o}: others may use it" if is_open else path
+    return warn_if("token", is_open, text, f"chmod 600 '{path}', the job token", "readable", values)
 
 
 def tls(security: Security) -> Check:
@@ -167,95 +147,61 @@ def tls(security: Security) -> Check:
     if not security.tls_ca:
         return Check("tls", "ok", "off", values={"on": False})
     try:
-        Pserver(
-            _NOWHERE, Security(tls_ca=security.tls_ca, tls_cert=security.tls_cert, tls_key=security.tls_key)
-        ).close()
+        Pserver(_NOWHERE, replace(security, token_file="")).close()
     except ConfigError as error:
         return Check("tls", "failed", "files cannot be used", str(error), "unusable", {"on": True})
     own = "with a certificate" if security.tls_cert else "without a certificate"
     return Check("tls", "ok", f"on, {own} of this host: slices go through gRPC", values={"on": True})
 
 
-class TensorFlowGpus:
-    """Asks TensorFlow meanwhile: importing it takes seconds. `check` waits for the answer."""
+def ask_tensorflow(program: str = _ASK) -> subprocess.Popen[str]:
+    """Asks TensorFlow for GPUs meanwhile: importing it takes seconds."""
+    return subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, errors="replace",
+    )  # fmt: skip
 
-    def __init__(self, program: str = _ASK) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", program], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, errors="replace",
-        )  # fmt: skip
 
-    def check(self, count: int, timeout_s: float = IMPORT_S) -> Check:
-        """What it sees.
-
-        Args:
-            count: of the GPUs that the driver would show to a worker.
-        """
-        try:
-            output, errors = self._communicate(time.monotonic() + timeout_s)
+def gpus(count: int, asked: subprocess.Popen[str] | None = None, timeout_s: float = IMPORT_S) -> Check:
+    """The `count` GPUs that the driver would show to a worker, and what TensorFlow sees of them, if it is `asked`."""
+    values: dict[str, Json] = {"visible": count, "seen_by_tensorflow": None}
+    if asked is None:
+        return Check("gpus", "ok", str(count or "none"), values=values)
+    end_s = time.monotonic() + timeout_s
+    while True:
+        try:  # in short waits, between which Python notices Ctrl-C that has come to another thread
+            output, errors = asked.communicate(timeout=min(max(end_s - time.monotonic(), 0.0), 0.5))
+            break
         except subprocess.TimeoutExpired:
-            self.close()
-            advice = f"TensorFlow could not be imported within {timeout_s:.0f} s: try python -c 'import tensorflow'"
-            return Check("gpus", "warning", "TensorFlow does not answer", advice, "slow", _values(count, None))
-        seen = _answer(output)
-        if seen is None:
-            last = (errors.strip() or "no message").splitlines()[-1][:200]
-            advice = f"TensorFlow cannot be imported: {last}"
-            return Check("gpus", "failed", "TensorFlow fails", advice, "import", _values(count, None))
-        if count and not seen["gpus"]:
-            what = f"CUDA_VISIBLE_DEVICES={seen['visible']!r}" if seen["visible"] is not None else "its CUDA libraries"
-            advice = (
-                f"TensorFlow sees none of the {count} GPUs of this host: look at {what}; "
-                "pip install 'tensorflow[and-cuda]' brings the libraries"
-            )
-            text = f"none of {count} seen by TensorFlow"
-            return Check("gpus", "warning", text, advice, "unseen", _values(count, 0))
-        text = f"{seen['gpus']} seen by TensorFlow" if seen["gpus"] else "none"
-        return Check("gpus", "ok", text, values=_values(count, int(seen["gpus"])))
-
-    def _communicate(self, end_s: float) -> tuple[str, str]:
-        """In short waits, between which Python notices Ctrl-C that has come to another thread."""
-        while True:
-            left_s = end_s - time.monotonic()
-            try:
-                return self._process.communicate(timeout=min(max(left_s, 0.0), _WAIT_S))
-            except subprocess.TimeoutExpired:
-                if left_s <= _WAIT_S:
-                    raise
-
-    def close(self) -> None:
-        """Ends the process, if it still runs."""
-        self._process.kill()
-        self._process.communicate()
-
-
-def gpus_without_tensorflow(count: int) -> Check:
-    """What the driver says."""
-    return Check("gpus", "ok", str(count) if count else "none", values=_values(count, None))
-
-
-def _answer(output: str) -> Json | None:
-    """The last line, if it is the answer: programs that are started with Python may print something, too."""
-    try:
-        found = json.loads(output.strip().splitlines()[-1])
-    except (IndexError, ValueError):
-        return None
-    return found if isinstance(found, dict) and "gpus" in found else None
-
-
-def _values(count: int, seen: int | None) -> dict[str, Json]:
-    return {"visible": count, "seen_by_tensorflow": seen}
+            if time.monotonic() < end_s:
+                continue
+        asked.kill()
+        advice = f"TensorFlow could not be imported within {timeout_s:.0f} s: try python -c 'import tensorflow'"
+        return Check("gpus", "warning", "TensorFlow does not answer", advice, "slow", values)
+    try:  # the last line is the answer: programs that are started with Python may print something, too
+        seen = json.loads(output.strip().splitlines()[-1])
+        values["seen_by_tensorflow"] = number = int(seen["gpus"])
+    except (IndexError, KeyError, TypeError, ValueError):
+        last = (errors.strip() or "no message").splitlines()[-1][:200]
+        return Check("gpus", "failed", "TensorFlow fails", f"TensorFlow cannot be imported: {last}", "import", values)
+    if number or not count:
+        return Check("gpus", "ok", f"{number} seen by TensorFlow" if number else "none", values=values)
+    what = f"CUDA_VISIBLE_DEVICES={seen['visible']!r}" if seen["visible"] is not None else "its CUDA libraries"
+    advice = (
+        f"TensorFlow sees none of the {count} GPUs of this host: look at {what}; "
+        "pip install 'tensorflow[and-cuda]' brings the libraries"
+    )
+    return Check("gpus", "warning", f"none of {count} seen by TensorFlow", advice, "unseen", values)
 
 
 def open_files(peers: int, limit: int | None = None) -> Check:
-    """Whether a process may open enough files.
-
-    Args:
-        peers: pservers and workers that it talks to.
-        limit: None: this process's.
-    """
+    """Whether a process that talks to `peers` may open enough files; without `limit` by that of this process."""
     if limit is None:
-        limit = _limit()
+        with contextlib.suppress(ImportError):  # Windows
+            import resource
+
+            soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            limit = None if soft == resource.RLIM_INFINITY else soft
     if limit is None:
         return Check("open files", "skipped", "this system has no such limit")
     least = _FILES + _FILES_PER_PEER * peers
@@ -264,10 +210,8 @@ def open_files(peers: int, limit: int | None = None) -> Check:
         enough = max(_USUAL_FILES, 1 << (least - 1).bit_length())
         advice = f"a process may open {limit} files and needs {least} for {peers} peers: ulimit -n {enough}"
         return Check("open files", "failed", f"{limit}, needs {least}", advice, "low", values)
-    if limit < _USUAL_FILES:
-        advice = f"a process may open {limit} files only, which data pipelines often exceed: ulimit -n {_USUAL_FILES}"
-        return Check("open files", "warning", f"{limit}", advice, "low", values)
-    return Check("open files", "ok", f"{limit}", values=values)
+    advice = f"a process may open {limit} files only, which data pipelines often exceed: ulimit -n {_USUAL_FILES}"
+    return warn_if("open files", limit < _USUAL_FILES, f"{limit}", advice, "low", values)
 
 
 def memory() -> Check:
@@ -277,38 +221,31 @@ def memory() -> Check:
     if left is None:
         return Check("memory", "ok", f"{total / GIB:.1f} GiB", values=values)
     text = f"{left / GIB:.1f} of {total / GIB:.1f} GiB free"
-    if left < _LOW_BYTES:
-        advice = f"only {left / GIB:.1f} GiB of memory is free; TensorFlow alone takes about half a GiB: end other work"
-        return Check("memory", "warning", text, advice, "low", values)
-    return Check("memory", "ok", text, values=values)
+    advice = f"only {left / GIB:.1f} GiB of memory is free; TensorFlow alone takes about half a GiB: end other work"
+    return warn_if("memory", left < GIB, text, advice, "low", values)
 
 
 def shared_memory(config: Config) -> Check:
     """Whether this host has memory to share with pservers on it."""
     if not config.shared_memory:
         return Check("shared memory", "skipped", "turned off: TFPS_SHARED_MEMORY=0", values={"usable": False})
+    why = "the system gives none"
     try:
-        arena = Arena()
-        region = arena.allocate(1)
-        arena.close()
+        with contextlib.closing(Arena()) as arena:
+            if arena.allocate(1) is not None:
+                return Check("shared memory", "ok", "this host has it", values={"usable": True})
     except OSError as error:
-        region, why = None, str(error)
-    else:
-        why = "the system gives none"
-    if region is not None:
-        return Check("shared memory", "ok", "this host has it", values={"usable": True})
+        why = str(error)
     advice = f"slices to pservers on this host go through sockets, at about twice the CPU: no memory to share ({why})"
     return Check("shared memory", "warning", "not here", advice, "none", {"usable": False})
 
 
 def available_bytes() -> int | None:
     """What is left of the machine's memory, or of its container's if that is less; None if the system does not tell."""
-    found = []
+    found = [] if (left := container_available_bytes(Path("/sys/fs/cgroup"))) is None else [left]
     with contextlib.suppress(OSError, ValueError, IndexError):
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
         found.append(int(text.partition("MemAvailable:")[2].split()[0]) * 1024)
-    if (left := container_available_bytes(_CGROUP)) is not None:
-        found.append(left)
     return min(found, default=None)
 
 
@@ -317,22 +254,8 @@ def container_available_bytes(cgroup: Path) -> int | None:
     for limit, used, statistics, droppable in _CGROUP_FILES:
         with contextlib.suppress(OSError, ValueError):  # "max": no limit
             most, taken = (int((cgroup / file).read_text(encoding="utf-8")) for file in (limit, used))
-            return max(most - max(taken - _statistic(cgroup / statistics, droppable), 0), 0)
+            with contextlib.suppress(OSError, ValueError):
+                lines = (cgroup / statistics).read_text(encoding="utf-8").splitlines()
+                taken -= next((int(line.split()[1]) for line in lines if line.startswith(f"{droppable} ")), 0)
+            return max(most - max(taken, 0), 0)
     return None
-
-
-def _statistic(file: Path, name: str) -> int:
-    with contextlib.suppress(OSError, ValueError):
-        for line in file.read_text(encoding="utf-8").splitlines():
-            if line.startswith(f"{name} "):
-                return int(line.split()[1])
-    return 0
-
-
-def _limit() -> int | None:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return None if soft == resource.RLIM_INFINITY else soft

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from tfps import __version__
@@ -17,28 +17,18 @@ if TYPE_CHECKING:
 Status = Literal["ok", "skipped", "warning", "failed"]
 _TO_DO: tuple[Status, ...] = ("failed", "warning")  # in order of importance
 _COLORS = {"ok": "green", "skipped": "dim", "warning": "yellow", "failed": "bold red"}
-_STATUS, _NAME = 8, 14  # columns
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line.
+    """One line."""
 
-    Args:
-        name: of what was checked, the same in every report: "open files".
-        status: "failed": a job would not run. "warning": it would, but something may surprise. "skipped": not checked.
-        text: what was found.
-        advice: what to do, for "warning" and "failed" only. A line by itself.
-        problem: a word for programs that says what is wrong: "refused". Empty where one is enough per check.
-        values: figures, units in their names.
-    """
-
-    name: str
-    status: Status
-    text: str
-    advice: str = ""
-    problem: str = ""
-    values: Mapping[str, Json] = field(default_factory=dict)
+    name: str  # of what was checked, the same in every report: "open files"
+    status: Status  # "failed": a job would not run; "warning": it would, but something may surprise
+    text: str  # what was found
+    advice: str = ""  # what to do, for "warning" and "failed" only; a line by itself
+    problem: str = ""  # a word for programs that says what is wrong; empty where one is enough per check
+    values: Mapping[str, Json] = field(default_factory=dict)  # figures, units in their names
 
     def __post_init__(self) -> None:
         if bool(self.advice) != (self.status in _TO_DO):
@@ -46,14 +36,13 @@ class Check:
 
     def as_json(self) -> dict[str, Json]:
         """See docs/doctor.md."""
-        return {
-            "check": self.name.replace(" ", "_"),
-            "status": self.status,
-            "text": self.text,
-            "advice": self.advice,
-            "problem": self.problem,
-            "values": dict(self.values),
-        }
+        found = asdict(self)
+        return {"check": found.pop("name").replace(" ", "_"), **found}
+
+
+def warn_if(name: str, wrong: bool, text: str, advice: str, problem: str, values: Mapping[str, Json]) -> Check:
+    """A warning, or a check that is fine and needs no advice."""
+    return Check(name, "warning", text, advice, problem, values) if wrong else Check(name, "ok", text, values=values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +61,19 @@ class Report:
     host: str
     groups: Sequence[Group]
 
-    def all(self) -> Iterator[tuple[Group, Check]]:
-        for group in self.groups:
-            for check in group.checks:
-                yield group, check
-
     @property
     def healthy(self) -> bool:
         """Whether a job would run."""
-        return all(check.status != "failed" for _, check in self.all())
+        return all(check.status != "failed" for group in self.groups for check in group.checks)
 
     def to_do(self) -> list[str]:
         """One line per problem. What is wrong at several pservers alike is said once, with their addresses."""
         lines: dict[tuple[Status, str], list[str]] = {}
+        found = [(group.address, check) for group in self.groups for check in group.checks]
         for status in _TO_DO:
-            for group, check in self.all():
+            for address, check in found:
                 if check.status == status:
-                    lines.setdefault((status, check.advice), []).append(group.address)
+                    lines.setdefault((status, check.advice), []).append(address)
         return [
             f"pserver{'s' * (len(addresses) > 1)} {', '.join(addresses)}: {advice}" if all(addresses) else advice
             for (_, advice), addresses in lines.items()
@@ -110,14 +95,19 @@ class Report:
         }
 
 
-def lines(report: Report) -> list[tuple[str, str]]:
+def lines(report: Report) -> Iterator[tuple[str, str]]:
     """The lines, and of those of checks their status, which is the first word."""
-    found: list[tuple[str, str]] = []
     for group in report.groups:
-        found.append((group.title, ""))
-        found += [(_line(check), check.status) for check in group.checks]
-        found.append(("", ""))
-    return found + [(line, "") for line in _end(report)]
+        yield group.title, ""
+        yield from ((f"  {check.status:8} {check.name:14} {check.text}", check.status) for check in group.checks)
+        yield "", ""
+    if to_do := report.to_do():
+        yield "A job would run here. Look at:" if report.healthy else "A job would not run here. To do:", ""
+        yield from ((f"  {number}. {line}", "") for number, line in enumerate(to_do, 1))
+    elif report.groups[1:]:
+        yield "Nothing to do: a job would run here.", ""
+    else:
+        yield "Nothing to do on this host. No pserver was checked.", ""
 
 
 def show(report: Report) -> None:
@@ -143,17 +133,3 @@ def _console() -> Console | None:
         return None
     console = Console()
     return console if console.is_terminal else None
-
-
-def _line(check: Check) -> str:
-    return f"  {check.status:{_STATUS}} {check.name:{_NAME}} {check.text}"
-
-
-def _end(report: Report) -> list[str]:
-    to_do = report.to_do()
-    if not to_do and not report.groups[1:]:
-        return ["Nothing to do on this host. No pserver was checked."]
-    if not to_do:
-        return ["Nothing to do: a job would run here."]
-    head = "A job would run here. Look at:" if report.healthy else "A job would not run here. To do:"
-    return [head, *(f"  {number}. {line}" for number, line in enumerate(to_do, 1))]

@@ -1,7 +1,4 @@
-"""`python -m tfps.launch`: the same as `tfps_launch`.
-
-Tested in tests/launch/test_cli.py.
-"""
+"""`python -m tfps.launch`: the same as `tfps_launch`. Tested in tests/launch/test_cli.py."""
 
 import sys
 

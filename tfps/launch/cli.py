@@ -2,29 +2,184 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.machinery
+import math
 import os
+import re
 import secrets
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tfps import __version__
 from tfps.errors import ConfigError
-from tfps.launch.job import LOOPBACK, READY, START_S, Job, LocalRank, Placement, secret_file
-from tfps.launch.options import Plan, parse
+from tfps.launch.job import LOOPBACK, READY, START_S, Host, Job, Placement, Task, parse_hosts, secret_file
 
 if TYPE_CHECKING:
-    from tfps.launch.engine import Engine, Task
+    from tfps.launch.engine import Engine
     from tfps.launch.supervisor import Process, Supervisor
 
 _WORKER_COLOURS = (32, 36, 34, 33)
 _PSERVER_COLOUR = 35
 _LOGINS = 8  # on their way to a host at a time: of more than 10 sshd refuses some (MaxStartups)
+_PORTS = 65536
+_FIRST, _LAST = 10, 20  # steps to record: until then TensorFlow traces the model and slice sizes are tuned
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to start. With `hosts` or `slurm` (those of the allocation), these say how many workers there are."""
+
+    script: str
+    args: tuple[str, ...] = ()
+    is_module: bool = False
+    workers: int = 1
+    pservers: int = 1
+    grace_s: float = 5.0
+    log: str | None = None
+    metrics_port: int | None = None  # of pserver 0, others count up from it; 0 picks free ports
+    token_file: str = ""  # "": a token is made for the job
+    hosts: tuple[Host, ...] = ()
+    slurm: bool = False
+    pservers_per_host: int = 1
+    ssh: str = "ssh"
+    logdir: str | None = None  # where some steps are recorded for TensorBoard
+    variables: tuple[str, ...] = ()  # NAME or NAME=VALUE, which all processes get
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "pservers", "pservers_per_host"):
+            if getattr(self, name) < 1:
+                option = name.replace("_", "-")
+                raise ConfigError(f"--{option} must be at least 1, got {getattr(self, name)}")
+        pservers = len(self.hosts) * self.pservers_per_host or self.pservers
+        if self.metrics_port and not 0 < self.metrics_port <= _PORTS - pservers:
+            raise ConfigError(
+                f"--metrics-port must be from 0 to {_PORTS - pservers} with {pservers} pservers, which take "
+                f"one port each, got {self.metrics_port}"
+            )
+        if self.logdir is not None and not self.logdir.strip():  # as by a variable of a shell that is not set
+            raise ConfigError(f"--logdir must name a directory, as in --logdir logs, got {self.logdir!r}")
+        if not (math.isfinite(self.grace_s) and self.grace_s >= 0):
+            raise ConfigError(f"--grace must be a number of seconds, 0 or more, got {self.grace_s}")
+        try:
+            if not shlex.split(self.ssh):
+                raise ValueError("nothing")
+        except ValueError as error:
+            raise ConfigError(
+                f"--ssh must be a command and its options, as for a shell, got {self.ssh!r}: {error}"
+            ) from None
+        for text in self.variables:
+            if not re.fullmatch(r"[A-Za-z_]\w*(=.*)?", text, re.DOTALL):
+                raise ConfigError(f"--env must be NAME or NAME=VALUE, got {text!r}")
+
+    def chosen(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """`variables` and their values, by default those in `environment`."""
+        found: dict[str, str] = {}
+        for text in self.variables:
+            name, given, value = text.partition("=")
+            if not given and name not in environment:
+                raise ConfigError(f"--env {name}: there is no such variable here; set it, or write --env {name}=VALUE")
+            found[name] = value if given else environment[name]
+        return found
+
+    @property
+    def trace_variables(self) -> dict[str, str]:
+        """The variables by which a worker records steps to `logdir`; they win over what the launcher inherits."""
+        return {} if self.logdir is None else {"TFPS_TRACE": f"{self.logdir}:{_FIRST}-{_LAST}"}
+
+
+def parse(argv: Sequence[str]) -> Plan:
+    """Parses the command line; exits with usage and code 2 if it is malformed."""
+    parser = argparse.ArgumentParser(
+        prog="tfps_launch",
+        usage="tfps_launch [options] script.py [args ...]\n       tfps_launch [options] -m module [args ...]",
+        description="Runs a training script as several workers with several pservers, on this machine or on several. "
+        "Output is prefixed with where it comes from. If one process fails, all are ended; its exit code is that of "
+        "tfps_launch.",
+    )
+    add = parser.add_argument
+    add("--version", action="version", version=f"%(prog)s {__version__}")
+    add("--workers", type=int, metavar="N", help="processes that run the script (default 1)")
+    add("--pservers", type=int, metavar="N", help="pserver processes (default 1)")
+    place = parser.add_mutually_exclusive_group()
+    text = "run N workers on each of these hosts, reached by ssh, by the names under which they reach each other"
+    place.add_argument("--hosts", metavar="HOST:N,...", help=text)
+    text = "run a worker for each task of this Slurm allocation, on its nodes"
+    place.add_argument("--slurm", action="store_true", help=text)
+    text = "with --hosts or --slurm: pserver processes on each host (default 1)"
+    add("--pservers-per-host", type=int, metavar="N", help=text)
+    text = "with --hosts: the command that reaches a host, with its options (default: ssh)"
+    add("--ssh", metavar="COMMAND", help=text)
+    add(
+        "--metrics-port",
+        type=int,
+        metavar="PORT",
+        help="pserver 0 serves Prometheus metrics and /healthz on this port of 127.0.0.1, pserver 1 on the next, ...; "
+        "0 picks free ones (default: do not)",
+    )
+    text = "file with the job token of pservers and workers (default: TFPS_TOKEN_FILE, else one is made for the job)"
+    add("--token-file", default="", metavar="FILE", help=text)
+    add(
+        "--logdir",
+        metavar="DIR",
+        help=f"record the training steps {_FIRST} to {_LAST} for TensorBoard in this directory, as "
+        f"TFPS_TRACE=DIR:{_FIRST}-{_LAST} does, and say where to look",
+    )
+    add(
+        *("-x", "--env"),
+        action="append",
+        default=[],
+        dest="variables",
+        metavar="NAME[=VALUE]",
+        help="an environment variable of all processes, on all hosts; may be repeated (TFPS_*, TF_*, KERAS_* and "
+        "PYTHON* go along by themselves)",
+    )
+    add("--log", metavar="FILE", help="also write all output to this file, without colours")
+    add(
+        "--grace",
+        dest="grace_s",
+        type=float,
+        default=Plan.grace_s,
+        metavar="SECONDS",
+        help="how long other workers may go on after one has failed, and how long a process may take to end when told "
+        "to (default %(default)g)",
+    )
+    add("--kubernetes", action="store_true", help="write manifests instead; comes first, has its own --help")
+    add("-m", dest="is_module", action="store_true", help="the script is the name of a module")
+    add("command", nargs=argparse.REMAINDER, metavar="script.py [args ...]", help="what to run")
+    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    command = given.pop("command")
+    command = command[1:] if command[:1] == ["--"] else command
+    if given.pop("kubernetes"):
+        parser.error("--kubernetes must be the first option: tfps_launch --kubernetes --print ... script.py")
+    if not command:
+        parser.error("what to run is missing: tfps_launch --workers 2 --pservers 2 script.py")
+    try:
+        several = "--hosts" if "hosts" in given else "--slurm" if given["slurm"] else ""
+        if several and "workers" in given:
+            instead = "--hosts a:4,b:4 says how many workers each host gets"
+            if given["slurm"]:
+                instead = "the allocation's tasks are the workers"
+            raise ConfigError(f"--workers does not go with {several}: {instead}")
+        if several and "pservers" in given:
+            raise ConfigError(f"--pservers does not go with {several}: use --pservers-per-host")
+        if "pservers_per_host" in given and not several:
+            raise ConfigError("--pservers-per-host needs --hosts or --slurm; on this machine alone use --pservers")
+        if "ssh" in given and "hosts" not in given:
+            raise ConfigError("--ssh needs --hosts")
+        if "hosts" in given:
+            given["hosts"] = parse_hosts(given["hosts"])
+            given["workers"] = sum(host.workers for host in given["hosts"])
+        given["variables"] = tuple(given["variables"])
+        return Plan(command[0], tuple(command[1:]), **given)
+    except ConfigError as error:
+        parser.error(str(error))
 
 
 def check_script(plan: Plan) -> None:
@@ -45,70 +200,28 @@ def check_script(plan: Plan) -> None:
         raise ConfigError(f"module not found: {plan.script}")
 
 
-@contextmanager
-def with_token(plan: Plan, environment: Mapping[str, str]) -> Iterator[Plan]:
-    """The plan with the file of a job token. One that is made here only its user can read; it goes with the job."""
-    if known := plan.token_file or environment.get("TFPS_TOKEN_FILE", "").strip():
-        yield replace(plan, token_file=known)
-        return
-    with secret_file(secrets.token_urlsafe(32)) as path:
-        yield replace(plan, token_file=path)
-
-
-def worker_task(plan: Plan, rank: int, job: Job, local_rank: LocalRank) -> Task:
-    """What runs as one worker."""
-    from tfps.launch.engine import Task
-
-    program = ["-m", plan.script] if plan.is_module else [plan.script]
-    colour = _WORKER_COLOURS[rank % len(_WORKER_COLOURS)]
-    argv = (sys.executable, *program, *plan.args)
-    variables = {**job.worker_variables(rank), **plan.trace_variables}
-    return Task(f"worker {rank}", argv, variables, colour, local_rank)
-
-
-def pserver_task(plan: Plan, index: int, job: Job, host: str) -> Task:
-    """What runs as one pserver, on a free port of `host`, with metrics on a predictable one."""
-    from tfps.launch.engine import Task
-
-    metrics_port = plan.metrics_port and plan.metrics_port + index
-    # What becomes of the job its workers and the launcher say.
-    argv = (
-        sys.executable,
-        "-m",
-        "tfps.pserver.cli",
-        *job.pserver_arguments(host, metrics_port=metrics_port),
-        "--quiet",
-    )
-    return Task(f"pserver {index}", argv, job.pserver_variables(), _PSERVER_COLOUR)
-
-
 def engine_of(plan: Plan, environment: Mapping[str, str]) -> Engine:
     """What starts the processes of `plan`."""
-    from tfps.launch.engine import Local, Slurm, Ssh, allocated
+    from tfps.launch.engine import Engine, Slurm, Ssh, allocated
 
     hosts = allocated(environment) if plan.slurm else plan.hosts
     chosen = plan.chosen(environment)
     if not hosts or (not plan.slurm and hosts[0].name in LOOPBACK):
         pservers = plan.pservers_per_host if hosts else plan.pservers
-        return Local(Placement(("localhost",) * plan.workers, ("localhost",) * pservers), environment, chosen=chosen)
-    placement = Placement.of(hosts, plan.pservers_per_host)
+        return Engine(Placement(("localhost",) * plan.workers, ("localhost",) * pservers), environment, chosen=chosen)
     try:
         token = Path(plan.token_file).read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
         raise ConfigError(f"token file {plan.token_file} cannot be read: {error}") from None
-    options = placement, environment, _directory(environment), token, plan.grace_s
+    directory = str(Path.cwd())
+    shown = Path(environment.get("PWD", ""))
+    with suppress(OSError):
+        if shown.is_absolute() and shown.samefile(directory):
+            directory = str(shown)  # as the user's shell calls it: an automounter's real name may differ between hosts
+    options = Placement.of(hosts, plan.pservers_per_host), environment, directory, token, plan.grace_s
     if plan.slurm:
         return Slurm(*options, chosen=chosen)
     return Ssh(*options, tuple(shlex.split(plan.ssh)), chosen=chosen)
-
-
-def _directory(environment: Mapping[str, str]) -> str:
-    """The working directory as the user's shell calls it: an automounter's real name may be another on each host."""
-    shown = environment.get("PWD", "")
-    with suppress(OSError):
-        if Path(shown).is_absolute() and Path(shown).samefile(Path.cwd()):
-            return shown
-    return str(Path.cwd())
 
 
 def exit_code(code: int) -> int:
@@ -116,23 +229,12 @@ def exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The launcher's exit code and a one-line message (may be empty)."""
-
-    code: int
-    message: str = ""
-
-
-def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> Outcome:
-    """Starts pservers, then workers, and waits until the workers have ended or one process has failed."""
-    from tfps.launch.engine import Local
-
-    is_local = isinstance(engine, Local)
+def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> tuple[int, str]:
+    """Starts pservers, then workers, and waits until these have ended or one process has failed; exit code and why."""
     name = plan.script if plan.is_module else Path(plan.script).stem
     place = engine.placement
     # On other hosts a process gets the token itself, and a file there.
-    job = Job.named(name, len(place.workers), plan.token_file if is_local else "")
+    job = Job.named(name, len(place.workers), "" if engine.is_remote else plan.token_file)
 
     addresses: dict[int, str] = {}
     logging_in: dict[str, list[Process]] = {}
@@ -151,28 +253,44 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> Outcome:
             if ready := READY.fullmatch(line):
                 addresses[index] = engine.reached_at(host, ready["address"])
 
-        return start(host, pserver_task(plan, index, job, engine.listens_at(host)), on_line=on_line)
+        metrics_port = plan.metrics_port and plan.metrics_port + index
+        arguments = job.pserver_arguments(engine.listens_at(host), metrics_port=metrics_port)
+        # What becomes of the job its workers and the launcher say.
+        argv = (sys.executable, "-m", "tfps.pserver.cli", *arguments, "--quiet")
+        return start(host, Task(f"pserver {index}", argv, job.pserver_variables(), _PSERVER_COLOUR), on_line=on_line)
+
+    def start_worker(rank: int, host: str) -> Process:
+        argv = (sys.executable, *(["-m"] if plan.is_module else []), plan.script, *plan.args)
+        variables = {**job.worker_variables(rank), **plan.trace_variables}
+        colour = _WORKER_COLOURS[rank % len(_WORKER_COLOURS)]
+        task = Task(f"worker {rank}", argv, variables, colour, place.local_rank(rank))
+        # Rank 0 shows the progress bar, so it gets a terminal if there is one. On another host there is none.
+        return start(host, task, terminal=rank == 0 and not engine.is_remote)
+
+    def explain(process: Process) -> str:
+        """In brackets, what its host needs; "" if the process ran."""
+        why = engine.explain(process.command.host, process.code or 0, process.answered)
+        return f" ({why})" if why else ""
+
+    def not_ready(late: Sequence[Process]) -> tuple[int, str]:
+        names = ", ".join(process.command.title for process in late)
+        host = next((process.command.host for process in late if not process.answered), "")
+        return 1, f"{names}: not ready within {START_S:g} s{f'; {host} has not answered' if host else ''}"
 
     pservers = [start_pserver(index, host) for index, host in enumerate(place.pservers)]
     supervisor.wait(lambda: len(addresses) == len(pservers) or any(pserver.ended for pserver in pservers), START_S)
     for pserver in pservers:
         if pserver.ended:
             said = f": {pserver.tail[-1]}" if pserver.tail else ""
-            message = (
-                f"{pserver.command.title} did not start, it {pserver.describe_end()}{said}{_explain(pserver, engine)}"
-            )
-            return Outcome(exit_code(pserver.code or 1), message)
+            end = f"{pserver.command.title} did not start, it {pserver.describe_end()}{said}"
+            return exit_code(pserver.code or 1), end + explain(pserver)
     if late := [pserver for index, pserver in enumerate(pservers) if index not in addresses]:
-        return Outcome(1, _describe_late(late))
+        return not_ready(late)
 
     for line in hints(plan, place):
         print(f"tfps_launch: {line}", file=sys.stderr, flush=True)
     job = job.at([addresses[index] for index in range(len(pservers))])
-    workers = [
-        # Rank 0 shows the progress bar, so it gets a terminal if there is one. On another host there is none.
-        start(host, worker_task(plan, rank, job, place.local_rank(rank)), terminal=rank == 0 and is_local)
-        for rank, host in enumerate(place.workers)
-    ]
+    workers = [start_worker(rank, host) for rank, host in enumerate(place.workers)]
     failed: list[Process] = []
 
     def is_over() -> bool:
@@ -182,24 +300,21 @@ def run(plan: Plan, supervisor: Supervisor, engine: Engine) -> Outcome:
 
     supervisor.wait(lambda: is_over() or all(worker.answered for worker in workers), START_S)
     if late := [worker for worker in workers if not (worker.answered or worker.ended or failed)]:
-        return Outcome(1, _describe_late(late))
+        return not_ready(late)
     supervisor.wait(is_over)
     if not failed:
-        return Outcome(0)
+        return 0, ""
     # Of several at once, one killed by a signal is the likelier cause: the others report its loss.
     first = min(failed, key=lambda process: (process.code or 0) >= 0)
     # Lets the others report what they saw (a stack, whom they waited for) before they are ended.
     supervisor.wait(lambda: all(worker.ended for worker in workers), plan.grace_s)
     too_early = " while workers were still running" if first.code == 0 else ""
-    message = f"{first.command.title} {first.describe_end()}{_explain(first, engine)}{too_early}; all others were ended"
-    return Outcome(exit_code(first.code or 1), message)
+    end = f"{first.command.title} {first.describe_end()}{explain(first)}{too_early}; all others were ended"
+    return exit_code(first.code or 1), end
 
 
 def hints(plan: Plan, place: Placement) -> list[str]:
-    """Where to look at a job with a logdir while it runs: a command that can be pasted, and addresses.
-
-    With metrics on port 0 only the pservers know where, and say so themselves.
-    """
+    """Where to look at a job with a logdir while it runs: a command that can be pasted, and addresses."""
     if plan.logdir is None:
         return []
 
@@ -208,7 +323,7 @@ def hints(plan: Plan, place: Placement) -> list[str]:
 
     # Rank 0 writes, on its host.
     lines = [f"tensorboard --logdir {shlex.quote(plan.logdir)}{elsewhere(place.workers[0], '  # on {}')}"]
-    if plan.metrics_port:
+    if plan.metrics_port:  # with port 0 only the pservers know where, and say so themselves
         urls = [
             f"http://127.0.0.1:{plan.metrics_port + index}/metrics{elsewhere(host, ' (on {})')}"
             for index, host in enumerate(place.pservers)
@@ -217,35 +332,22 @@ def hints(plan: Plan, place: Placement) -> list[str]:
     return lines
 
 
-def _explain(process: Process, engine: Engine) -> str:
-    """In brackets, what its host needs; "" if the process ran."""
-    why = engine.explain(process.command.host, process.code or 0, process.answered)
-    return f" ({why})" if why else ""
-
-
-def _describe_late(late: Sequence[Process]) -> str:
-    """Which have not started in time."""
-    names = ", ".join(process.command.title for process in late)
-    host = next((process.command.host for process in late if not process.answered), "")
-    return f"{names}: not ready within {START_S:g} s{f'; {host} has not answered' if host else ''}"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `tfps_launch`; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["--kubernetes"]:
         from tfps.launch import kubernetes
 
-        return kubernetes.main(argv[1:])
+        sys.stdout.write(kubernetes.as_yaml(kubernetes.parse(argv[1:]), argv[1:]))
+        return 0
     plan = parse(argv)
     if sys.platform == "win32":
         print("tfps_launch: needs Linux or macOS; start tfps_pserver and the workers by hand", file=sys.stderr)
         return 1
-    from tfps.launch.engine import SILENCE_S, is_note, wants_notes
+    from tfps.launch.engine import LOG_LEVEL, NOTE, SILENCE_S
     from tfps.launch.supervisor import Interrupted, Supervisor
     from tfps.launch.terminal import Console
 
-    outcome: Outcome
     with ExitStack() as stack:
         try:
             check_script(plan)
@@ -253,22 +355,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ConfigError, OSError) as error:
             print(f"tfps_launch: {error}", file=sys.stderr)
             return 2
-        shown = [] if wants_notes([*os.environ, *plan.variables]) else [is_note]
-        supervisor = Supervisor(Console(sys.stdout, sys.stderr, log, *shown), plan.grace_s)
+        wants_notes = LOG_LEVEL in (each.partition("=")[0] for each in (*os.environ, *plan.variables))
+        console = Console(sys.stdout, sys.stderr, log, *([] if wants_notes else [NOTE.match]))
+        supervisor = Supervisor(console, plan.grace_s)
         try:
-            plan = stack.enter_context(with_token(plan, os.environ))
+            token_file = plan.token_file or os.environ.get("TFPS_TOKEN_FILE", "").strip()
+            if not token_file:  # only this user can read one that is made here, and it goes with the job
+                token_file = stack.enter_context(secret_file(secrets.token_urlsafe(32)))
+            plan = replace(plan, token_file=token_file)
             with supervisor:
-                outcome = run(plan, supervisor, engine_of(plan, os.environ))
+                code, message = run(plan, supervisor, engine_of(plan, os.environ))
         except ConfigError as error:
-            outcome = Outcome(2, str(error))
+            code, message = 2, str(error)
         except Interrupted as interrupted:
-            outcome = Outcome(128 + interrupted.number, f"{interrupted}; all processes were ended")
+            code, message = 128 + interrupted.number, f"{interrupted}; all processes were ended"
         except BrokenPipeError:
             # The reader is gone (`tfps_launch ... | head`). Keeps Python from complaining when it flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
         except OSError as error:
-            outcome = Outcome(1, f"cannot start a process: {error}")
+            code, message = 1, f"cannot start a process: {error}"
         if supervisor.unheard:
             names = ", ".join(process.command.title for process in supervisor.unheard)
             print(
@@ -276,6 +382,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "launcher that it does not hear",
                 file=sys.stderr,
             )
-    if outcome.message:
-        print(f"tfps_launch: {outcome.message}", file=sys.stderr)
-    return outcome.code
+    if message:
+        print(f"tfps_launch: {message}", file=sys.stderr)
+    return code

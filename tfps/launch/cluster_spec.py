@@ -1,8 +1,5 @@
 """Where the processes of a job are: pservers, this worker's rank, number of workers, from arguments and environment.
 
-The environment is that of `tfps_launch`, TF_CONFIG, or what mpirun and srun set. Without TensorFlow, whose cluster
-resolvers `Strategy` knows.
-
 Tested in tests/launch/test_cluster_spec.py, tests/strategy/test_cluster.py and tests/doctor/test_cli.py.
 """
 
@@ -22,27 +19,16 @@ _WORKER_TASKS = ("chief", "master", "worker")  # in rank order
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that one command has started.
+    """This process among those that one command has started; None: not known."""
 
-    Args:
-        source: which command, for messages.
-        variable: of the environment, that has the rank.
-        rank: of this process, from 0.
-        workers: number of processes; None: not known.
-        local_rank: the place among those of this host, from 0; None: not known.
-        local_workers: number of processes on this host; None: not known.
-        job: what all processes share, and no others; "": not known.
-        has_mpi: whether they can exchange messages by MPI.
-    """
-
-    source: str
-    variable: str
+    source: str  # which command, for messages
+    variable: str  # of the environment, that has the rank
     rank: int
     workers: int | None
-    local_rank: int | None = None
-    local_workers: int | None = None
-    job: str = ""
-    has_mpi: bool = True
+    local_rank: int | None = None  # the place among those of this host, from 0
+    local_workers: int | None = None  # number of processes on this host
+    job: str = ""  # what all processes share, and no others; "": not known
+    has_mpi: bool = True  # whether they can exchange messages by MPI
 
     @property
     def on_one_host(self) -> bool:
@@ -54,9 +40,7 @@ class Ranks:
 class Cluster:
     """Pserver addresses (empty: embedded), rank and number of workers (None: the pservers decide).
 
-    Args:
-        others: without addresses: the processes that one command has started with this one: a rendezvous
-            follows.
+    Without addresses, `others` are the processes that one command has started with this one: a rendezvous follows.
     """
 
     pservers: tuple[str, ...] = ()
@@ -95,7 +79,13 @@ def locate(pservers: Sequence[str] | None, environment: Mapping[str, str] | None
     tasks = _from_tf_config(text) if text.strip() else Tasks("TF_CONFIG")
     if tasks.is_evaluator and launch.rank is None:
         return Cluster(job=launch.job)
-    addresses = _explicit(pservers) or launch.pservers or pservers_of(tasks)
+    if isinstance(pservers, str):
+        raise ConfigError(f"pservers must be a list of 'host:port', got the string {pservers!r}; write [{pservers!r}]")
+    if pservers is not None and not pservers:
+        raise ConfigError(
+            "pservers must name at least one 'host:port', got an empty list; leave it out for an embedded pserver"
+        )
+    addresses = tuple(pservers or ()) or launch.pservers or pservers_of(tasks)
     rank, workers = launch.rank, launch.workers
     if rank is None and workers is None:
         rank, workers = tasks.rank, tasks.workers
@@ -107,18 +97,25 @@ def locate(pservers: Sequence[str] | None, environment: Mapping[str, str] | None
 def cluster_of(
     addresses: tuple[str, ...], rank: int | None, workers: int | None, job: str, others: Ranks | None
 ) -> Cluster:
-    """A cluster; without addresses one whose pserver is embedded, or whose processes need a rendezvous.
-
-    Args:
-        others: see `started_with`.
-    """
+    """A cluster; without addresses one whose pserver is embedded, or whose processes need a rendezvous."""
     for address in addresses:
         check_address(address)
     if len(set(addresses)) < len(addresses):
         raise ConfigError(f"pservers must be different addresses, got {', '.join(addresses)}")
     if addresses:
         return Cluster(addresses, rank, workers, job)
-    return Cluster(job=job, others=_who_need_a_rendezvous(rank, workers, others))
+    if others is not None and (rank, workers) != (others.rank, others.workers):
+        raise ConfigError(
+            f"{others.source} has started {others.workers} processes, but TFPS_RANK, TF_CONFIG or the cluster resolver "
+            f"says that this one is rank {rank} of {workers or 'an unknown number of'} workers, and names no pservers; "
+            "unset it, or set TFPS_PSERVERS, or set TFPS_WORKERS=1 if each process is to train alone"
+        )
+    if others is None and ((workers or 1) > 1 or (rank or 0) > 0):
+        raise ConfigError(
+            f"this process is rank {'?' if rank is None else rank} of {workers or 'several'} workers (TFPS_RANK, "
+            "TFPS_WORKERS), but no pservers are named; start tfps_pserver and set TFPS_PSERVERS=HOST:PORT,..."
+        )
+    return Cluster(job=job, others=others)
 
 
 def started_with(launch: Launch, environment: Mapping[str, str]) -> Ranks | None:
@@ -137,38 +134,7 @@ def started_with(launch: Launch, environment: Mapping[str, str]) -> Ranks | None
     return others if others is None or launch.workers in (None, others.workers) else None
 
 
-def _who_need_a_rendezvous(rank: int | None, workers: int | None, others: Ranks | None) -> Ranks | None:
-    """Returns the processes that one command has started, for a worker without pservers; None: it is alone."""
-    if others is not None and (rank, workers) == (others.rank, others.workers):
-        return others
-    if others is not None:
-        raise ConfigError(
-            f"{others.source} has started {others.workers} processes, but TFPS_RANK, TF_CONFIG or the cluster resolver "
-            f"says that this one is rank {rank} of {workers or 'an unknown number of'} workers, and names no pservers; "
-            "unset it, or set TFPS_PSERVERS, or set TFPS_WORKERS=1 if each process is to train alone"
-        )
-    if (workers or 1) > 1 or (rank or 0) > 0:
-        raise ConfigError(
-            f"this process is rank {'?' if rank is None else rank} of {workers or 'several'} workers (TFPS_RANK, "
-            "TFPS_WORKERS), but no pservers are named; start tfps_pserver and set TFPS_PSERVERS=HOST:PORT,..."
-        )
-    return None
-
-
-def _explicit(pservers: Sequence[str] | None) -> tuple[str, ...]:
-    if pservers is None:
-        return ()
-    if isinstance(pservers, str):
-        raise ConfigError(f"pservers must be a list of 'host:port', got the string {pservers!r}; write [{pservers!r}]")
-    if not pservers:
-        raise ConfigError(
-            "pservers must name at least one 'host:port', got an empty list; leave it out for an embedded pserver"
-        )
-    return tuple(pservers)
-
-
 def pservers_of(tasks: Tasks) -> tuple[str, ...]:
-    """Their pservers."""
     if not tasks.pservers and (tasks.workers or 1) > 1:
         raise ConfigError(
             f"{tasks.source} has {tasks.workers} workers but no 'ps' task; start one with tfps_pserver and add "
@@ -194,17 +160,9 @@ def _from_tf_config(text: str) -> Tasks:
 
 
 def from_tasks(
-    tasks: Mapping[str, Sequence[str]],
-    task_type: str | None,
-    task_index: Json,
-    source: str,
-    may_not_know: bool = False,
+    tasks: Mapping[str, Sequence[str]], task_type: str | None, task_index: Json, source: str, may_not_know: bool = False
 ) -> Tasks:
-    """Interprets `tasks` (addresses by task type) and this process's task, both from `source`.
-
-    Args:
-        may_not_know: whether the task may be missing; ranks then come from elsewhere.
-    """
+    """Interprets `tasks` (addresses by task type) and this process's task, which `source` may not know."""
     for name, addresses in tasks.items():
         if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
             raise ConfigError(f"{source}: cluster[{name!r}] must be a list of 'host:port', got {addresses!r}")
@@ -250,61 +208,39 @@ def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
 
     A single process is alone, whoever has started it: its rank would say nothing.
     """
-    for found in (*(_of_mpi(command, environment) for command in _MPIS), _of_step(environment), _of_pmix(environment)):
-        if found is not None:
-            return None if found.workers == 1 else found
-    return None
 
+    def number(name: str) -> int | None:
+        text = environment.get(name, "").strip()
+        if text and not text.isdigit():
+            raise ConfigError(f"environment variable {name} must be a whole number, got {text!r}")
+        return int(text) if text else None
 
-def _of_mpi(command: str, environment: Mapping[str, str]) -> Ranks | None:
-    variable, *others = _MPIS[command]
-    rank, workers = _number(environment, variable), _number(environment, others[0])
-    if rank is None or workers is None:
-        return None
-    step = _of_step(environment)
-    if step is not None and (step.rank, step.workers) == (rank, workers):
-        return step  # `srun --mpi=pmi2`: Slurm knows more
-    local_rank, local_workers = (_number(environment, name) for name in others[1:])
-    job = environment.get("PMIX_NAMESPACE", "") + environment.get("PMI_JOBID", "")
-    return Ranks(command, variable, _checked(variable, rank, workers), workers, local_rank, local_workers, job)
+    def place(variable: str, size: str) -> tuple[int, int] | None:
+        rank, workers = number(variable), number(size)
+        if rank is None or workers is None:
+            return None
+        if rank >= workers:
+            raise ConfigError(
+                f"environment variable {variable} must be below the number of processes, {workers}, got {rank}"
+            )
+        return rank, workers
 
-
-def _of_step(environment: Mapping[str, str]) -> Ranks | None:
-    """A task of a step. SLURM_PROCID alone says nothing: a batch script has it, and what somebody starts within it."""
-    rank, workers = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_STEP_NUM_TASKS")
-    step = environment.get("SLURM_STEP_ID", "")
-    if rank is None or workers is None or not step:
-        return None
-    return Ranks(
-        "srun",
-        "SLURM_PROCID",
-        _checked("SLURM_PROCID", rank, workers),
-        workers,
-        _number(environment, "SLURM_LOCALID"),
-        workers if environment.get("SLURM_STEP_NUM_NODES") == "1" else None,
-        f"slurm-{environment.get('SLURM_JOB_ID', '')}.{step}",
-        has_mpi="PMI_RANK" in environment or "PMIX_RANK" in environment,
-    )
-
-
-def _of_pmix(environment: Mapping[str, str]) -> Ranks | None:
-    """PMIx itself has no variable for the number of processes."""
-    rank = _number(environment, "PMIX_RANK")
-    if rank is None:
-        return None
-    return Ranks("PMIx", "PMIX_RANK", rank, None, job=environment.get("PMIX_NAMESPACE", ""))
-
-
-def _number(environment: Mapping[str, str], name: str) -> int | None:
-    text = environment.get(name, "").strip()
-    if text and not text.isdigit():
-        raise ConfigError(f"environment variable {name} must be a whole number, got {text!r}")
-    return int(text) if text else None
-
-
-def _checked(variable: str, rank: int, workers: int) -> int:
-    if rank >= workers:
-        raise ConfigError(
-            f"environment variable {variable} must be below the number of processes, {workers}, got {rank}"
-        )
-    return rank
+    namespace = environment.get("PMIX_NAMESPACE", "")
+    ranks, step_id = None, environment.get("SLURM_STEP_ID", "")
+    # SLURM_PROCID alone says nothing: a batch script has it, and what somebody starts within it.
+    if step_id and (found := place("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
+        local_workers = found[1] if environment.get("SLURM_STEP_NUM_NODES") == "1" else None
+        job = f"slurm-{environment.get('SLURM_JOB_ID', '')}.{step_id}"
+        has_mpi = "PMI_RANK" in environment or "PMIX_RANK" in environment
+        ranks = Ranks("srun", "SLURM_PROCID", *found, number("SLURM_LOCALID"), local_workers, job, has_mpi)
+    for command, (variable, size, *local) in _MPIS.items():
+        if found := place(variable, size):
+            if ranks is not None and (ranks.rank, ranks.workers) == found:
+                break  # `srun --mpi=pmi2`: Slurm knows more
+            job = namespace + environment.get("PMI_JOBID", "")
+            local_rank, local_workers = map(number, local)
+            ranks = Ranks(command, variable, *found, local_rank, local_workers, job)
+            break
+    if ranks is None and (rank := number("PMIX_RANK")) is not None:  # PMIx itself has no variable for the number
+        return Ranks("PMIx", "PMIX_RANK", rank, None, job=namespace)
+    return None if ranks is None or ranks.workers == 1 else ranks

@@ -5,6 +5,7 @@ Tested in tests/launch/test_engine.py, tests/launch/test_ssh.py and tests/launch
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -13,13 +14,14 @@ import socket
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 from tfps.errors import ConfigError
-from tfps.launch.job import LOOPBACK, Host, LocalRank, Placement, checked_hosts, has_only_ipv6
-from tfps.launch.remote import Request, share_of_gpus
+from tfps.launch.job import LOOPBACK, Host, Placement, Task, checked_hosts, families
+from tfps.launch.remote import Request, output_of, share_of_gpus
 from tfps.launch.supervisor import SSH_FAILED, Command
 
 SILENCE_S = 120.0  # a host that hears nothing of the launcher for so long ends what it runs for it
@@ -50,87 +52,34 @@ _SRUN_NOISE = re.compile(
     r"srun: error: \S+ tasks? \S+ Exited with exit code \d+|"  # the launcher reports it itself
     r"srun: cluster configuration lacks support for cpu binding"  # which none needs none
 )
-_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-QUIET = {_LEVEL: "2"}  # errors only; by default for all processes
-# TensorFlow writes these before it reads the level.
-_NOTE = re.compile(
+LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+_QUIET = {LOG_LEVEL: "2"}  # errors only; by default for all processes
+# Says nothing but how TensorFlow was built, and is written before it reads the level.
+NOTE = re.compile(
     r"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
     r"|I0000 .*\] (oneDNN custom operations are on\.|Could not find cuda drivers on your machine)"
 )
 
 
-def is_note(line: str) -> bool:
-    """Whether `line` says nothing but how TensorFlow was built."""
-    return _NOTE.match(line) is not None
-
-
-def wants_notes(variables: Iterable[str]) -> bool:
-    """Whether the user wants TensorFlow's notes; `variables`: those that are set, NAME or NAME=VALUE."""
-    return any(each.partition("=")[0] == _LEVEL for each in variables)
-
-
 @dataclass(frozen=True)
-class Task:
-    """A process of the job, as it runs on its host.
-
-    Args:
-        name: as shown: "worker 0".
-        variables: of its environment, besides those of its host.
-        local_rank: None: not a worker.
-    """
-
-    name: str
-    argv: tuple[str, ...]
-    variables: Mapping[str, str]
-    colour: int
-    local_rank: LocalRank | None = None
-
-
-@dataclass(frozen=True)
-class Engine(ABC):
-    """Starts processes on hosts.
-
-    Args:
-        environment: of the launcher.
-        chosen: variables that every process gets, whatever they are called.
-    """
+class Engine:
+    """Starts processes on this machine, with the environment of the launcher; `Remote` on other hosts."""
 
     placement: Placement
     environment: Mapping[str, str] = field(repr=False)
-    chosen: Mapping[str, str] = field(default_factory=dict, repr=False, kw_only=True)
+    chosen: Mapping[str, str] = field(default_factory=dict, repr=False, kw_only=True)  # variables of every process
+    is_remote: ClassVar[bool] = False
 
-    @abstractmethod
     def listens_at(self, host: str) -> str:
         """The address that a pserver on `host` listens at; "": all interfaces."""
-
-    @abstractmethod
-    def reached_at(self, host: str, address: str) -> str:
-        """The address that workers reach a pserver on `host` at, which says that it listens at `address`."""
-
-    @abstractmethod
-    def on(self, host: str, task: Task) -> Command:
-        """The command that runs `task` on `host`, to be started here."""
-
-    def explain(self, host: str, code: int, answered: bool) -> str:
-        """What a process's exit code says about `host`, and what to do; "": nothing.
-
-        Args:
-            answered: the process itself ran.
-        """
-        return ""
-
-
-@dataclass(frozen=True)
-class Local(Engine):
-    """All processes on this machine, with the environment of the launcher."""
-
-    def listens_at(self, host: str) -> str:
         return "127.0.0.1"
 
     def reached_at(self, host: str, address: str) -> str:
+        """The address that workers reach a pserver on `host` at, which says that it listens at `address`."""
         return address
 
     def on(self, host: str, task: Task) -> Command:
+        """The command that runs `task` on `host`, to be started here."""
         # A TF_CONFIG would describe another job; certificates are for hosts, and this job stays on one.
         kept = {
             name: value
@@ -138,24 +87,23 @@ class Local(Engine):
             if name != "TF_CONFIG" and not name.startswith("TFPS_TLS_")
         }
         # Unbuffered: lines are shown as they are written.
-        variables = {"PYTHONUNBUFFERED": "1", **QUIET, **kept, **self.chosen, **task.variables}
+        variables = {"PYTHONUNBUFFERED": "1", **_QUIET, **kept, **self.chosen, **task.variables}
         return Command(task.name, task.argv, {**variables, **share_of_gpus(variables, task.local_rank)}, task.colour)
+
+    def explain(self, host: str, code: int, answered: bool) -> str:
+        """What a process's exit code says about `host`, and what to do; "": nothing. `answered`: the process ran."""
+        return ""
 
 
 @dataclass(frozen=True)
-class Remote(Engine):
-    """Processes on hosts that a program such as ssh reaches: it runs `tfps.launch.remote` there.
+class Remote(Engine, ABC):
+    """Processes on hosts that a program such as ssh reaches: it runs `tfps.launch.remote` there, in `directory`.
 
-    Hosts need the same Python, tfps and program as this one, in the same places.
-
-    Variables of the launcher's environment go along if they begin with one of `_CARRIED`.
-
-    Args:
-        directory: that the processes run in.
-        token: of the job; travels on standard input.
-        grace_s: from SIGTERM to SIGKILL.
+    Hosts need the same Python, tfps and program as this one, in the same places. Variables of the launcher's
+    environment go along if they begin with one of `_CARRIED`. The token travels on standard input.
     """
 
+    is_remote = True
     directory: str
     token: str = field(repr=False)
     grace_s: float
@@ -167,7 +115,7 @@ class Remote(Engine):
     def listens_at(self, host: str) -> str:
         if host in LOOPBACK:
             return host.strip("[]")
-        return "::" if has_only_ipv6(host) else ""
+        return "::" if families(host) == {socket.AF_INET6} else ""
 
     def reached_at(self, host: str, address: str) -> str:
         # A pserver on all interfaces does not know how others reach it.
@@ -179,7 +127,7 @@ class Remote(Engine):
             for name, value in self.environment.items()
             if name.startswith(_CARRIED) and name not in ("TF_CONFIG", "TFPS_TOKEN_FILE")
         }
-        variables = {**QUIET, **carried, **self.chosen, **task.variables}
+        variables = {**_QUIET, **carried, **self.chosen, **task.variables}
         request = Request(
             task.argv, self.directory, variables, self.grace_s, task.local_rank, self.token, silence_s=SILENCE_S
         )
@@ -201,13 +149,9 @@ class Remote(Engine):
 
 @dataclass(frozen=True)
 class Ssh(Remote):
-    """Starts processes with the installed OpenSSH.
+    """Starts processes with the installed OpenSSH."""
 
-    Args:
-        program: ssh and its options, which win over ours.
-    """
-
-    program: tuple[str, ...] = ("ssh",)
+    program: tuple[str, ...] = ("ssh",)  # and its options, which win over ours
 
     def reach(self, host: str, command: str) -> list[str]:
         return [*self.program, *_SSH_OPTIONS, host.strip("[]"), command]
@@ -233,16 +177,14 @@ class Slurm(Remote):
     def on(self, host: str, task: Task) -> Command:
         command = super().on(host, task)
         srun, *rest = command.argv
-        argv = [srun, f"--job-name={task.name.replace(' ', '-')}", *self._gpus(host), *rest]
+        gpus = []
+        # The GPUs of all workers on the host: with --gpus-per-task each step would get those of one task.
+        asked = self.environment.get("SLURM_GPUS_PER_TASK", "")
+        if found := re.fullmatch(r"(?P<kind>\w+:)?(?P<count>[0-9]+)", asked):
+            gpus = [f"--gres=gpu:{found['kind'] or ''}{int(found['count']) * self.placement.workers.count(host)}"]
+        argv = [srun, f"--job-name={task.name.replace(' ', '-')}", *gpus, *rest]
         kept = {name: value for name, value in self.environment.items() if not _SET_BY_SLURM.fullmatch(name)}
         return replace(command, argv=argv, environment=kept, noise=_SRUN_NOISE)
-
-    def _gpus(self, host: str) -> list[str]:
-        """Asks for the GPUs of all workers on `host`: with --gpus-per-task each step would get those of one task."""
-        found = re.fullmatch(r"(?P<kind>\w+:)?(?P<count>[0-9]+)", self.environment.get("SLURM_GPUS_PER_TASK", ""))
-        if found is None:
-            return []
-        return [f"--gres=gpu:{found['kind'] or ''}{int(found['count']) * self.placement.workers.count(host)}"]
 
 
 def allocated(environment: Mapping[str, str]) -> tuple[Host, ...]:
@@ -258,7 +200,10 @@ def allocated(environment: Mapping[str, str]) -> tuple[Host, ...]:
             f"--slurm starts all workers of the allocation, but srun has started {tasks} launchers "
             f"(SLURM_STEP_NUM_TASKS={tasks}); start tfps_launch once, without srun"
         )
-    names = _names(nodes)
+    try:
+        names = output_of("scontrol", "show", "hostnames", nodes, timeout_s=_ASK_S).split()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"scontrol cannot say which nodes {nodes} are: {error}") from None
     # An allocation without a number of tasks says as many as it has CPUs.
     has_tasks = "SLURM_NTASKS" in environment or "SLURM_NPROCS" in environment
     counts = tasks_of_nodes(environment.get("SLURM_TASKS_PER_NODE", "")) if has_tasks else [1] * len(names)
@@ -282,30 +227,14 @@ def tasks_of_nodes(text: str) -> list[int]:
     return counts
 
 
-def _names(nodes: str) -> list[str]:
-    try:
-        return _ask("show", "hostnames", nodes).split()
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"scontrol cannot say which nodes {nodes} are: {error}") from None
-
-
 @functools.cache
 def _address(node: str) -> str:
     """What the other nodes reach `node` by: its name, or if that is no name of a host, the address that Slurm uses."""
-    try:
-        socket.getaddrinfo(node, None)
-    except OSError:
-        try:
-            found = re.search(r"\bNodeAddr=(\S+)", _ask("--oneliner", "show", "node", node))
-        except (OSError, subprocess.SubprocessError):
-            found = None
-        address = found[1] if found else node
-        return f"[{address}]" if ":" in address else address
-    return node
-
-
-def _ask(*arguments: str) -> str:
-    """What scontrol answers."""
-    return subprocess.run(
-        ["scontrol", *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ASK_S, check=True
-    ).stdout
+    if families(node):
+        return node
+    address = node
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        said = output_of("scontrol", "--oneliner", "show", "node", node, timeout_s=_ASK_S)
+        if found := re.search(r"\bNodeAddr=(\S+)", said):
+            address = found[1]
+    return f"[{address}]" if ":" in address else address

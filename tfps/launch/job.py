@@ -11,9 +11,10 @@ import secrets
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from tfps.config import check_host_name
@@ -26,19 +27,12 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 @dataclass(frozen=True)
 class Job:
-    """Roles, addresses, ranks and token, the same whatever starts the processes.
+    """Roles, addresses, ranks and token, the same whatever starts the processes."""
 
-    Args:
-        name: other jobs on the same pservers have other names.
-        workers: their number.
-        pservers: their addresses ("host:port"), as workers reach them; empty until they are known.
-        token_file: where a process finds the job token, on its own host.
-    """
-
-    name: str
+    name: str  # other jobs on the same pservers have other names
     workers: int
-    pservers: tuple[str, ...] = ()
-    token_file: str = ""
+    pservers: tuple[str, ...] = ()  # "host:port", as workers reach them; empty until they are known
+    token_file: str = ""  # where a process finds the job token, on its own host
 
     @classmethod
     def named(cls, what: str, workers: int, token_file: str = "") -> Job:
@@ -51,26 +45,20 @@ class Job:
 
     def worker_variables(self, rank: int | None = None) -> dict[str, str]:
         """A worker's environment variables (see `tfps.config.Launch`), without `rank` the same for all workers."""
-        variables = {
+        return {
             "TFPS_PSERVERS": ",".join(self.pservers),
             "TFPS_WORKERS": str(self.workers),
             "TFPS_JOB": self.name,
             **self.pserver_variables(),
+            **({} if rank is None else {"TFPS_RANK": str(rank)}),
         }
-        return variables if rank is None else {**variables, "TFPS_RANK": str(rank)}
 
     def pserver_variables(self) -> dict[str, str]:
         """A pserver's environment variables."""
         return {"TFPS_TOKEN_FILE": self.token_file} if self.token_file else {}
 
     def pserver_arguments(self, host: str = "", port: int = 0, metrics_port: int | None = None) -> list[str]:
-        """The arguments of a `tfps_pserver`.
-
-        Args:
-            host: that it listens at; "": all interfaces, if there is a token.
-            port: 0: one that the system picks.
-            metrics_port: of Prometheus metrics and /healthz; None: no metrics.
-        """
+        """The arguments of a `tfps_pserver` on `host` ("": all interfaces, if there is a token) and `port` (0: any)."""
         arguments = ["--port", str(port), "--workers", str(self.workers), "--job", self.name]
         if host:
             arguments += ["--host", host]
@@ -102,13 +90,23 @@ class Placement:
     @classmethod
     def of(cls, hosts: Sequence[Host], pservers_per_host: int) -> Placement:
         """Ranks go through the hosts in their order, so that those of one host are neighbors."""
-        workers = [host.name for host in hosts for _ in range(host.workers)]
-        return cls(tuple(workers), tuple(host.name for host in hosts for _ in range(pservers_per_host)))
+        workers = tuple(host.name for host in hosts for _ in range(host.workers))
+        return cls(workers, tuple(host.name for host in hosts for _ in range(pservers_per_host)))
 
     def local_rank(self, rank: int) -> LocalRank:
-        """The place of worker `rank` among those of its host."""
-        same = [other for other, host in enumerate(self.workers) if host == self.workers[rank]]
-        return LocalRank(same.index(rank), len(same))
+        host = self.workers[rank]
+        return LocalRank(self.workers[:rank].count(host), self.workers.count(host))
+
+
+@dataclass(frozen=True)
+class Task:
+    """A process of the job, as it runs on its host."""
+
+    name: str
+    argv: tuple[str, ...]
+    variables: Mapping[str, str]  # of its environment, besides those of its host
+    colour: int
+    local_rank: LocalRank | None = None  # None: not a worker
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
@@ -126,7 +124,6 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def checked_hosts(hosts: Sequence[Host]) -> tuple[Host, ...]:
-    """Returns `hosts`."""
     names = [host.name for host in hosts]
     for name in names:
         if names.count(name) > 1:
@@ -136,30 +133,25 @@ def checked_hosts(hosts: Sequence[Host]) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def has_only_ipv6(name: str) -> bool:
-    """Whether IPv6 is the only way to a host. Names that are unknown here are not known to be so."""
+def families(name: str) -> set[int]:
+    """The kinds of addresses (`socket.AF_INET6`, ...) that a host has; none if its name is unknown here."""
     try:
-        found = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)
+        return {family for family, *_ in socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)}
     except OSError:
-        return False
-    return all(family == socket.AF_INET6 for family, *_ in found)
+        return set()
 
 
 @contextmanager
 def secret_file(text: str) -> Iterator[str]:
-    """The path of a file with `text` that only this user can read.
-
-    On Linux it is in memory and ends with this process, however that ends; elsewhere it is removed on leaving.
-    """
+    """The path of a file with `text` that only this user can read: in memory where that is possible."""
     if sys.platform.startswith("linux"):
-        fd = _in_memory(text)
+        path = Path(lasting_secret_file(text))
         try:
-            path = _path(fd)
             if os.access(path, os.R_OK):
-                yield path
+                yield str(path)
                 return
         finally:
-            os.close(fd)
+            os.close(int(path.name))
     with tempfile.NamedTemporaryFile("w", prefix="tfps-token-") as file:  # with mode 0600
         file.write(text)
         file.flush()
@@ -168,15 +160,7 @@ def secret_file(text: str) -> Iterator[str]:
 
 def lasting_secret_file(text: str) -> str:
     """The same in memory, on Linux only: a new file, there until this process ends, however that ends."""
-    return _path(_in_memory(text))
-
-
-def _in_memory(text: str) -> int:
     fd = os.memfd_create("tfps-token")
     os.fchmod(fd, 0o600)
     os.write(fd, text.encode())
-    return fd
-
-
-def _path(fd: int) -> str:
     return f"/proc/{os.getpid()}/fd/{fd}"

@@ -11,7 +11,6 @@ import json
 import re
 import secrets
 import shlex
-import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,33 +46,21 @@ _INSTEAD_OF = {
 }
 _NOT_IN_YAML = re.compile(r"[\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff\ufffe\uffff]")
 _MAY_EXCEED = ("cpu", "ephemeral-storage")  # what is requested of these is no limit; of devices it has to be one
-_USAGE = (
-    "tfps_launch --kubernetes --print --image IMAGE [options] script.py [args ...]\n"
-    "       tfps_launch --kubernetes --print --image IMAGE [options] -m module [args ...]"
-)
 
 
 @dataclass(frozen=True)
 class KubernetesJob:
-    """What to run, and on what: the options of the command, whose help describes them.
-
-    Args:
-        name: of the job; other objects have names that begin with it.
-        command: what a worker executes in `image`.
-        worker_resources, pserver_resources: what a pod requests. All but cpu and ephemeral-storage is also the limit.
-            By that of memory a pserver knows how much a job may declare.
-        metrics_port: None: no metrics, probes only connect.
-        volumes: pairs of a PersistentVolumeClaim and its path in workers.
-    """
+    """What to run, and on what: the options of the command, whose help describes them."""
 
     name: str
     image: str
-    command: tuple[str, ...]
+    command: tuple[str, ...]  # what a worker executes
     workers: int = 1
     pservers: int = 1
     pserver_image: str = ""
     namespace: str = ""
     worker_resources: Mapping[str, str] = field(default_factory=lambda: {"cpu": "2", "memory": "4Gi"})
+    # By its limit of memory a pserver knows how much a job may declare.
     pserver_resources: Mapping[str, str] = field(default_factory=lambda: {"cpu": "1", "memory": "2Gi"})
     gpus: int = 0
     gpu_resource: str = "nvidia.com/gpu"
@@ -81,7 +68,7 @@ class KubernetesJob:
     tls_secret: str = ""
     metrics_port: int | None = 9100
     restarts: int = 3
-    volumes: Sequence[tuple[str, str]] = ()
+    volumes: Sequence[tuple[str, str]] = ()  # claims, and their paths in workers
     variables: Mapping[str, str] = field(default_factory=dict)
     user: int = 10001
     form: str = "job"
@@ -100,9 +87,8 @@ class KubernetesJob:
         for role in ("worker", "pserver"):
             for name, quantity in getattr(self, f"{role}_resources").items():
                 if not _QUANTITY.fullmatch(quantity):
-                    raise ConfigError(
-                        f"--{role}-resources: {name} must be a quantity such as 4 or 8Gi, got {quantity!r}"
-                    )
+                    text = f"{name} must be a quantity such as 4 or 8Gi, got {quantity!r}"
+                    raise ConfigError(f"--{role}-resources: {text}")
         for name in self.variables:
             if not _VARIABLE.fullmatch(name):
                 raise ConfigError(f"--env must be NAME=VALUE, got the name {name!r}")
@@ -120,18 +106,15 @@ class KubernetesJob:
             )
         if self.service_monitor and self.metrics_port is None:
             raise ConfigError("--service-monitor must come with metrics, got --no-metrics")
-        port = self.port[1]
-        if self.metrics_port is not None and (
-            not 0 < self.metrics_port < 65536 or self.metrics_port in (port, port + 1)
-        ):
+        port, metrics_port = self.port[1], self.metrics_port
+        if metrics_port is not None and (not 0 < metrics_port < 65536 or metrics_port in (port, port + 1)):
             raise ConfigError(
                 f"--metrics-port must be from 1 to 65535 and not {port} or {port + 1}, which are a pserver's own, got "
-                f"{self.metrics_port}"
+                f"{metrics_port}"
             )
 
     @property
     def secret(self) -> str:
-        """The name of the Secret with the job token."""
         return self.token_secret or f"{self.name}-token"
 
     @property
@@ -152,61 +135,41 @@ def parse(argv: Sequence[str]) -> KubernetesJob:
     """Parses what follows `--kubernetes`; exits with usage and code 2 if it is malformed."""
     parser = argparse.ArgumentParser(
         prog="tfps_launch --kubernetes",
-        usage=_USAGE,
+        usage="tfps_launch --kubernetes --print --image IMAGE [options] script.py [args ...]\n"
+        "       tfps_launch --kubernetes --print --image IMAGE [options] -m module [args ...]",
         description="Writes the manifests of a job for Kubernetes: pipe them to `kubectl apply -f -`. "
         "docs/kubernetes.md says what they need.",
     )
     add = parser.add_argument
     add("--print", action="store_true", help="write the manifests (there is nothing else to do yet: required)")
-    add(
-        "--as",
-        dest="form",
-        choices=_FORMS,
-        default=KubernetesJob.form,
-        help="Job and StatefulSet, JobSet, TFJob, or ClusterTrainingRuntime and TrainJob (default: job)",
-    )
+    text = "Job and StatefulSet, JobSet, TFJob, or ClusterTrainingRuntime and TrainJob (default: job)"
+    add("--as", dest="form", choices=_FORMS, default=KubernetesJob.form, help=text)
     add("--image", required=True, help="has the script, tfps and TensorFlow (deploy/docker/worker.Dockerfile)")
     add("--pserver-image", default="", metavar="IMAGE", help="has tfps[metrics] (default: the same)")
     add("--name", default="", help="of the job (default: that of the script)")
     add("--namespace", default="", metavar="NAME", help="(default: that of kubectl's context)")
     add("--workers", type=int, default=1, metavar="N", help="pods that run the script (default 1)")
     add("--pservers", type=int, default=1, metavar="N", help="pserver pods (default 1)")
+    text = "such as cpu=4,memory=8Gi; all but cpu and ephemeral-storage is also its limit"
     for role in ("worker", "pserver"):
-        add(
-            f"--{role}-resources",
-            type=_pairs,
-            metavar="NAME=QUANTITY,...",
-            help=f"of each {role}, such as cpu=4,memory=8Gi; all but cpu and ephemeral-storage is also its limit",
-        )
+        add(f"--{role}-resources", type=_pairs, metavar="NAME=QUANTITY,...", help=f"of each {role}, {text}")
     add("--gpus", type=int, default=0, metavar="N", help="GPUs of each worker (default 0)")
     add("--gpu-resource", default=KubernetesJob.gpu_resource, metavar="NAME", help="(default %(default)s)")
     add("--token-secret", default="", metavar="NAME", help="Secret with the job token as `token` (default: NAME-token)")
     add("--generate-token", action="store_true", help="write that Secret too, with a new token: keep the output secret")
     add("--tls-secret", default="", metavar="NAME", help="Secret with tls.crt, tls.key and ca.crt: turns TLS on")
     metrics = parser.add_mutually_exclusive_group()
-    metrics.add_argument(
-        "--metrics-port",
-        type=int,
-        default=KubernetesJob.metrics_port,
-        metavar="PORT",
-        help="of pservers, for Prometheus and probes (default %(default)s)",
-    )
+    text = "of pservers, for Prometheus and probes (default %(default)s)"
+    metrics.add_argument("--metrics-port", type=int, default=KubernetesJob.metrics_port, metavar="PORT", help=text)
     metrics.add_argument(
         "--no-metrics", dest="metrics_port", action="store_const", const=None, help="probes only connect to pservers"
     )
     add("--service-monitor", action="store_true", help="also a ServiceMonitor of the Prometheus operator")
-    add(
-        "--restarts",
-        type=int,
-        default=KubernetesJob.restarts,
-        metavar="N",
-        help="how often the workers may start anew after a failure (default %(default)s)",
-    )
-    for name, dest, form, what in (
-        ("--volume", "volumes", "CLAIM=PATH", "a volume claim for workers"),
-        ("--env", "variables", "NAME=VALUE", "a variable for workers"),
-    ):
-        add(name, dest=dest, type=_pair, action="append", default=[], metavar=form, help=what)
+    text = "how often the workers may start anew after a failure (default %(default)s)"
+    add("--restarts", type=int, default=KubernetesJob.restarts, metavar="N", help=text)
+    several: dict[str, Json] = {"type": _pair, "action": "append", "default": []}
+    add("--volume", dest="volumes", metavar="CLAIM=PATH", help="a volume claim for workers", **several)
+    add("--env", dest="variables", metavar="NAME=VALUE", help="a variable for workers", **several)
     add("--user", type=int, default=KubernetesJob.user, metavar="ID", help="that pods run as (default %(default)s)")
     add("-m", dest="is_module", action="store_true", help="the script is the name of a module")
     add("command", nargs=argparse.REMAINDER, metavar="script.py [args ...]", help="what workers run in the image")
@@ -217,7 +180,9 @@ def parse(argv: Sequence[str]) -> KubernetesJob:
         parser.error("what to run is missing: tfps_launch --kubernetes --print --image IMAGE script.py")
     if not prints:
         parser.error("--print is missing: tfps_launch writes manifests, `kubectl apply -f -` starts them")
-    given["name"] = given["name"] or _name_of(command[0], is_module)
+    if not given["name"]:
+        stem = command[0].rpartition(".")[2] if is_module else PurePath(command[0]).stem
+        given["name"] = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:_MAX_NAME].strip("-")
     given["variables"] = dict(given["variables"])
     given = {name: value for name, value in given.items() if value is not None or name == "metrics_port"}
     try:
@@ -237,16 +202,27 @@ def _pairs(text: str) -> dict[str, str]:
     return dict(_pair(part) for part in text.split(","))
 
 
-def _name_of(script: str, is_module: bool) -> str:
-    """A name made of that of a script or module."""
-    stem = script.rpartition(".")[2] if is_module else PurePath(script).stem
-    return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:_MAX_NAME].strip("-")
-
-
 def as_yaml(job: KubernetesJob, argv: Sequence[str]) -> str:
-    """The manifests as one file; `argv`: what asked for them."""
-    lines = (part for line in _comment(job, argv) for part in line.splitlines())  # arguments may have line breaks
-    made = "".join(f"# {_escaped(line)}\n" for line in lines)
+    """The manifests as one file, and what somebody who has only these must know; `argv`: what asked for them."""
+    place = f"kubectl -n {job.namespace}" if job.namespace else "kubectl"
+    notes = [f"Written by: {shlex.join(['tfps_launch', '--kubernetes', *argv])}"]
+    if job.generate_token:
+        notes.append(f"The Secret {job.secret} has the job token in clear: do not commit this.")
+    else:
+        key = PurePath(_TOKEN_FILE).name
+        notes += [
+            f"The job token is in the Secret {job.secret}, which is not here. Make it once, for this job only:",
+            f"  openssl rand -hex 32 | {place} create secret generic {job.secret} --from-file={key}=/dev/stdin",
+        ]
+    if job.tls_secret:
+        notes += [
+            f"Nor is the Secret {job.tls_secret}. Its ca.crt must have signed its tls.crt, which must name pservers:",
+            *(f"  {name}" for name in job.hosts(job.name)),
+        ]
+    if job.form == "runtime":
+        notes.append(f"A TrainJob must have {job.workers} nodes: pservers wait for so many workers.")
+    # Arguments may have line breaks.
+    made = "".join(f"# {_escaped(line)}\n" for note in notes for line in note.splitlines())
     values: dict[str, Json] = {
         "name": job.name,
         "namespace": _text(job.namespace) if job.namespace else "",
@@ -298,8 +274,8 @@ def _items(values: Iterable[Json]) -> str:
 
 def _labels(job: KubernetesJob, role: str) -> str:
     """What all pods of a role have, and nothing else."""
-    names = {"name": "tfps", "instance": f'"{job.name}"', "component": role}
-    return f"{{{', '.join(f'app.kubernetes.io/{name}: {value}' for name, value in names.items())}}}"
+    about = "app.kubernetes.io"
+    return f'{{{about}/name: tfps, {about}/instance: "{job.name}", {about}/component: {role}}}'
 
 
 def _pods(job: KubernetesJob) -> dict[str, Json]:
@@ -321,11 +297,9 @@ def _pods(job: KubernetesJob) -> dict[str, Json]:
     if job.metrics_port is not None:
         ports["metrics"] = job.metrics_port
         arguments += ["--metrics-host", "0.0.0.0"]
-    settings = {
-        "TFPS_CONNECT_TIMEOUT_S": str(_CONNECT_TIMEOUT_S),
-        "PYTHONUNBUFFERED": "1",
-        **{name: _literal(value) for name, value in job.variables.items()},
-    }
+    settings = {"TFPS_CONNECT_TIMEOUT_S": str(_CONNECT_TIMEOUT_S), "PYTHONUNBUFFERED": "1"}
+    # In arguments and values Kubernetes replaces $(NAME), and $$ by $.
+    settings |= {name: value.replace("$", "$$") for name, value in job.variables.items()}
     claims = {claim: f"volume-{index}" for index, claim in enumerate(dict(job.volumes))}  # each may have several paths
     common: dict[str, Json] = {
         "secret": _text(job.secret),
@@ -345,9 +319,7 @@ def _pods(job: KubernetesJob) -> dict[str, Json]:
         args=arguments,
         env=_items([*named, *_environment(launch.pserver_variables())]),
         ports=_items({"name": name, "containerPort": listens} for name, listens in ports.items()),
-        probe=f"tcpSocket: {{port: {port}}}"
-        if job.metrics_port is None
-        else "httpGet: {path: /healthz, port: metrics}",
+        probe="httpGet: {path: /healthz, port: metrics}" if "metrics" in ports else f"tcpSocket: {{port: {port}}}",
         resources=_resources(job.pserver_resources, {}),
         never=not of_job and not of_operator,
     )
@@ -360,7 +332,7 @@ def _pods(job: KubernetesJob) -> dict[str, Json]:
         labels=_labels(job, "worker"),
         container=_TF_CONTAINER if of_operator else role,
         image=_text(job.image),
-        command=[_literal(part) for part in job.command],
+        command=[part.replace("$", "$$") for part in job.command],
         env=_items(place),
         settings=_items(_environment(settings)),
         resources=_resources(job.worker_resources, {job.gpu_resource: str(job.gpus)} if job.gpus else {}),
@@ -400,11 +372,6 @@ def _resources(requests: Mapping[str, str], gpus: Mapping[str, str]) -> Json:
     return {"requests": {**requests, **gpus}, "limits": {**limits, **gpus}}
 
 
-def _literal(text: str) -> str:
-    """`text` so that Kubernetes leaves it as it is: in arguments and values it replaces $(NAME), and $$ by $."""
-    return text.replace("$", "$$")
-
-
 def _from_field(name: str, path: str) -> Json:
     """A variable whose value is a field of the pod."""
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
@@ -413,31 +380,3 @@ def _from_field(name: str, path: str) -> Json:
 def _environment(variables: Mapping[str, str]) -> list[Json]:
     """Variables in their order: a value may use those before it as $(NAME)."""
     return [{"name": name, "value": value} for name, value in variables.items()]
-
-
-def _comment(job: KubernetesJob, argv: Sequence[str]) -> list[str]:
-    """What somebody who has only the manifests must know."""
-    place = f"kubectl -n {job.namespace}" if job.namespace else "kubectl"
-    lines = [f"Written by: {shlex.join(['tfps_launch', '--kubernetes', *argv])}"]
-    if job.generate_token:
-        lines.append(f"The Secret {job.secret} has the job token in clear: do not commit this.")
-    else:
-        key = PurePath(_TOKEN_FILE).name
-        lines += [
-            f"The job token is in the Secret {job.secret}, which is not here. Make it once, for this job only:",
-            f"  openssl rand -hex 32 | {place} create secret generic {job.secret} --from-file={key}=/dev/stdin",
-        ]
-    if job.tls_secret:
-        lines += [
-            f"Nor is the Secret {job.tls_secret}. Its ca.crt must have signed its tls.crt, which must name pservers:",
-            *(f"  {name}" for name in job.hosts(job.name)),
-        ]
-    if job.form == "runtime":
-        lines.append(f"A TrainJob must have {job.workers} nodes: pservers wait for so many workers.")
-    return lines
-
-
-def main(argv: Sequence[str]) -> int:
-    """Writes what `argv`, which follows `--kubernetes`, asks for to standard output; the exit code."""
-    sys.stdout.write(as_yaml(parse(argv), argv))
-    return 0

@@ -1,7 +1,6 @@
 """`python -m tfps.launch.remote`: runs one process of a job on a host, for a launcher on another.
 
-Its standard input says what to run, in one line of JSON (arguments and the token stay out of the process list). Then it
-carries signs of life: when it ends or falls silent, the launcher has asked for the end, or is gone.
+Its standard input says what to run, in one line of JSON, and then that the launcher lives.
 """
 
 from __future__ import annotations
@@ -36,16 +35,8 @@ _ASK_S = 20.0  # nvidia-smi starts slowly where the driver is not kept loaded
 
 
 def share_of_gpus(environment: Mapping[str, str], local_rank: LocalRank | None) -> dict[str, str]:
-    """Returns the variables that limit a worker to its share, none if there is nothing to divide.
-
-    Args:
-        environment: may limit the host's GPUs already.
-        local_rank: None: not a worker.
-    """
-    if local_rank is None or local_rank.workers == 1:
-        return {}
-    visible = visible_gpus(environment)
-    if not visible:
+    """Returns the variables that limit a worker to its share of the GPUs that `environment` leaves it, if any."""
+    if local_rank is None or local_rank.workers == 1 or not (visible := visible_gpus(environment)):
         return {}
     variables = {_VARIABLE: ",".join(share(visible, *local_rank))}
     if len(visible) < local_rank.workers and _GROWTH not in environment:
@@ -54,11 +45,8 @@ def share_of_gpus(environment: Mapping[str, str], local_rank: LocalRank | None) 
 
 
 def share(gpus: Sequence[str], index: int, count: int) -> Sequence[str]:
-    """Returns the GPUs of worker `index` of `count`: neighbors, as equal in number as can be, one at least.
-
-    Fewer GPUs than workers are shared: each is used by several.
-    """
-    if len(gpus) < count:
+    """Returns the GPUs of worker `index` of `count`: neighbors, as equal in number as can be, one at least."""
+    if len(gpus) < count:  # each is used by several
         return [gpus[index % len(gpus)]]
     return gpus[index * len(gpus) // count : (index + 1) * len(gpus) // count]
 
@@ -76,26 +64,22 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
 @functools.cache
 def _listed(program: str) -> tuple[str, ...]:
     try:
-        found = subprocess.run(
-            [program, "-L"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_ASK_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        return tuple(parse_list(output_of(program, "-L", timeout_s=_ASK_S)))
+    except (OSError, subprocess.SubprocessError):
         return ()
-    return tuple(parse_list(found.stdout)) if found.returncode == 0 else ()
+
+
+def output_of(*argv: str, timeout_s: float) -> str:
+    """What a program writes; raises OSError or subprocess.SubprocessError."""
+    return subprocess.run(
+        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=True
+    ).stdout
 
 
 def parse_list(text: str) -> list[str]:
     """Returns the devices that `nvidia-smi -L` lists. Of a GPU that is split (MIG) only its parts can be used."""
     found: list[str] = []
-    for line in text.splitlines():
-        match = _LINE.match(line)
-        if match is None:
-            continue
+    for match in filter(None, map(_LINE.match, text.splitlines())):
         if match["indent"] and found and found[-1].startswith("GPU-"):
             found.pop()
         found.append(match["uuid"])
@@ -110,24 +94,15 @@ _CANNOT_START = 126  # what a shell reports
 
 @dataclass(frozen=True)
 class Request:
-    """What to run.
-
-    Args:
-        variables: of its environment, besides those of the host.
-        grace_s: from SIGTERM to SIGKILL, once the launcher asks for the end.
-        local_rank: None: not a worker.
-        token: of the job; the process gets a file that has it.
-        silence_s: without a sign of life for so long, the launcher is gone.
-        version: of the launcher's tfps.
-    """
+    """What to run."""
 
     argv: tuple[str, ...]
     directory: str
-    variables: Mapping[str, str]
-    grace_s: float
-    local_rank: LocalRank | None = None
-    token: str = field(default="", repr=False)
-    silence_s: float = 120.0
+    variables: Mapping[str, str]  # of its environment, besides those of the host
+    grace_s: float  # from SIGTERM to SIGKILL, once the launcher asks for the end
+    local_rank: LocalRank | None = None  # None: not a worker
+    token: str = field(default="", repr=False)  # of the job; the process gets a file that has it
+    silence_s: float = 120.0  # without a sign of life for so long, the launcher is gone
     version: str = __version__
 
     def line(self) -> bytes:
@@ -138,8 +113,8 @@ class Request:
     def from_line(cls, line: bytes) -> Request:
         """Reads what `line` has written."""
         found = json.loads(line)
-        if not isinstance(found, dict) or found.get("version") != __version__:
-            theirs = found.get("version") if isinstance(found, dict) else None
+        theirs = found.get("version") if isinstance(found, dict) else None
+        if theirs != __version__:
             raise ValueError(
                 f"this host has tfps {__version__}, but tfps_launch is of tfps {theirs}; install the same on all hosts"
             )
@@ -197,37 +172,48 @@ def _refuse(why: str) -> int:
 def _follow(child: subprocess.Popen[bytes], request: Request) -> int:
     """Waits for the end of `child`, and ends it when standard input ends or falls silent, or when told to."""
     outputs = [
-        threading.Thread(target=_pass_on, args=(child.stdout, 1), name="tfps-launch-stdout", daemon=True),
-        threading.Thread(target=_pass_on, args=(child.stderr, 2), name="tfps-launch-stderr", daemon=True),
+        threading.Thread(target=_pass_on, args=args, name="tfps-launch-output", daemon=True)
+        for args in ((child.stdout, 1), (child.stderr, 2))
     ]
     wakeup, wake = os.pipe()
-    over = threading.Event()
-
-    def reap() -> None:
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # until it is reaped nobody else gets its number
-        over.set()
-        os.write(wake, b"x")
-
-    def asked(number: int, frame: object) -> None:
-        os.write(wake, b"x")
-
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)  # every signal with a handler writes a byte there
+    asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, asked)
-    for thread in (*outputs, threading.Thread(target=reap, name="tfps-launch-reap", daemon=True)):
+        signal.signal(number, lambda number, frame: asked.append(number))
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    for thread in outputs:
         thread.start()
-    _await_end(wakeup, request.silence_s)
-    if not over.is_set():
+
+    def is_over() -> bool:  # and not reaped yet: until then nobody else gets its number
+        return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    poll = select.poll()
+    poll.register(wakeup, select.POLLIN)
+    poll.register(sys.stdin.fileno(), select.POLLIN)
+    while not (asked or is_over()) and (ready := poll.poll(request.silence_s * 1000)):
+        if not all(os.read(fd, 65536) for fd, _ in ready):
+            break
+    poll.unregister(sys.stdin.fileno())
+    poll.register(sys.stdout.fileno(), 0)  # only errors
+    if not is_over():
         signal_group(child.pid, signal.SIGTERM)
-        _await_over(over, wakeup, request.grace_s)
-    if not over.is_set():
-        signal_group(child.pid, signal.SIGKILL)
-    if not over.wait(KILL_S):
+    deadline_s = time.monotonic() + request.grace_s
+    while not is_over() and (left_s := deadline_s - time.monotonic()) > 0:
+        for fd, _ in poll.poll(left_s * 1000):
+            if fd == wakeup:
+                os.read(fd, 65536)
+            else:  # nobody reads our output any more
+                deadline_s = 0.0
+    signal_group(child.pid, signal.SIGKILL)  # it, or what it has left behind
+    try:
+        code = child.wait(KILL_S)
+    except subprocess.TimeoutExpired:
         return _refuse(f"process {child.pid} does not end, although it was killed")
-    signal_group(child.pid, signal.SIGKILL)  # what it has left behind
     deadline_s = time.monotonic() + _DRAIN_S
     for thread in outputs:
         thread.join(max(0.0, deadline_s - time.monotonic()))
-    return child.wait()
+    return code
 
 
 def _pass_on(source: IO[bytes], target: int) -> None:
@@ -236,30 +222,6 @@ def _pass_on(source: IO[bytes], target: int) -> None:
         while data := source.read(65536):
             while data:
                 data = data[os.write(target, data) :]
-
-
-def _await_end(wakeup: int, silence_s: float) -> None:
-    """Returns when there is something at `wakeup`, or standard input ends or says nothing for so long."""
-    poll = select.poll()
-    poll.register(sys.stdin.fileno(), select.POLLIN)
-    poll.register(wakeup, select.POLLIN)
-    while ready := poll.poll(silence_s * 1000):
-        if any(fd == wakeup or not os.read(fd, 65536) for fd, _ in ready):
-            return
-
-
-def _await_over(over: threading.Event, wakeup: int, limit_s: float) -> None:
-    """Returns when `over` is set, after `limit_s`, or when nobody reads our output any more."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)  # only errors
-    poll.register(wakeup, select.POLLIN)
-    deadline_s = time.monotonic() + limit_s
-    while not over.is_set() and (left_s := deadline_s - time.monotonic()) > 0:
-        for fd, _ in poll.poll(left_s * 1000):
-            if fd == wakeup:
-                os.read(fd, 65536)
-            else:
-                return
 
 
 if __name__ == "__main__":

@@ -1,8 +1,4 @@
-"""Rendezvous of the processes that mpirun or srun has started, which start pservers of their own.
-
-Rank 0 makes the job's name and token, one process of each host starts a pserver, and rank 0 tells all where they are.
-What they say to each other goes through a `Link`: a socket if all are on one host, else MPI's messages (mpi4py).
-"""
+"""Rendezvous of the processes that mpirun or srun has started, which start pservers of their own (docs/design.md)."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from pathlib import Path
 
 from tfps.errors import ConfigError, ConnectError, WaitTimeoutError
 from tfps.launch.cluster_spec import Ranks
-from tfps.launch.job import READY, START_S, Job, lasting_secret_file
+from tfps.launch.job import READY, START_S, Job, families, lasting_secret_file
 from tfps.types import Communicator, Json
 
 _LOOK_S = 0.02  # between two looks for a message, and how long Ctrl-C may go unnoticed
@@ -37,68 +33,52 @@ _kept: list[object] = []  # pservers, which last as long as this process
 def rendezvous(ranks: Ranks, token_file: str, timeout_s: float) -> dict[str, str]:
     """Returns the variables by which a worker finds the others (`tfps.config.Launch`), as `tfps_launch` sets them.
 
-    Args:
-        token_file: has the job token, on each host; "": rank 0 makes one.
-        timeout_s: for all processes to come.
-
-    Raises:
-        ConfigError: there is no way to find the others; the message says what to do.
-        ConnectError: a pserver did not start, a process has ended meanwhile, or somebody else answers.
-        WaitTimeoutError: others did not come in time; the message says which.
+    Without a `token_file` on each host, rank 0 makes a token. All must come within `timeout_s`. Raises ConnectError if
+    a pserver did not start, a process has ended meanwhile, or somebody else answers.
     """
+    instead = (
+        f"start `tfps_pserver --workers {ranks.workers or 'N'}` yourself and set TFPS_PSERVERS=HOST:PORT,...; or set "
+        "TFPS_WORKERS=1 if each process is to train alone"
+    )
     if ranks.workers is None:
         raise ConfigError(
             f"{ranks.variable}={ranks.rank} says that {ranks.source} has started this process with others, but not how "
-            f"many; {_what_to_do('N')}"
+            f"many; {instead}"
         )
     if not sys.platform.startswith("linux"):
-        raise ConfigError(
-            f"the processes of {ranks.source} find each other on Linux only; " + _what_to_do(ranks.workers)
-        )
-    with contextlib.closing(_link(ranks, timeout_s)) as link:
-        take_part = _lead if ranks.rank == 0 else _follow
-        return take_part(link, ranks, token_file).worker_variables(ranks.rank)
-
-
-def _link(ranks: Ranks, timeout_s: float) -> Link:
-    if ranks.on_one_host:
-        return HostLink(ranks, timeout_s)
-    if not ranks.has_mpi:
+        raise ConfigError(f"the processes of {ranks.source} find each other on Linux only; {instead}")
+    if not ranks.on_one_host and not ranks.has_mpi:
         raise ConfigError(
             f"srun has started {ranks.workers} processes on several nodes, and no pservers are named: start "
-            f"`tfps_launch --slurm` once instead, without srun; or {_what_to_do(ranks.workers)}"
+            f"`tfps_launch --slurm` once instead, without srun; or {instead}"
         )
     try:
-        return MpiLink(ranks, timeout_s)
+        link = HostLink(ranks, timeout_s) if ranks.on_one_host else MpiLink(ranks, timeout_s)
     except ConfigError as error:
         raise ConfigError(
             f"{ranks.source} has started {ranks.workers} processes, not all of them on this host, and no pservers "
-            f"are named. {error}; or {_what_to_do(ranks.workers)}"
+            f"are named. {error}; or {instead}"
         ) from None
-
-
-def _what_to_do(workers: int | str | None) -> str:
-    return (
-        f"start `tfps_pserver --workers {workers}` yourself and set TFPS_PSERVERS=HOST:PORT,...; or set TFPS_WORKERS=1 "
-        "if each process is to train alone"
-    )
+    with contextlib.closing(link):
+        take_part = _lead if ranks.rank == 0 else _follow
+        return take_part(link, ranks, token_file).worker_variables(ranks.rank)
 
 
 def _lead(link: Link, ranks: Ranks, token_file: str) -> Job:
     """Rank 0's part."""
     others = range(1, ranks.workers or 1)
     token = "" if token_file else secrets.token_urlsafe(32)
-    job = _job(Job.named("mpi", len(others) + 1).name, ranks, token, token_file)
-    offers = [_offer(job, ranks)] if ranks.local_rank in (0, None) else []  # while others are on their way
+    job = Job.named("mpi", len(others) + 1, lasting_secret_file(token) if token else token_file)
+    offers = [start_pserver(job, ranks.on_one_host)] if ranks.local_rank in (0, None) else []  # others are on their way
     places = link.receive(others)
     starters = first_of_hosts({0: _place(ranks), **places}) - {0}
     if not offers and not starters:
-        offers.append(_offer(job, ranks))
+        offers.append(start_pserver(job, ranks.on_one_host))
     for rank in others:
         link.send(rank, [job.name, token, rank in starters])
     offers += link.receive(sorted(starters)).values()
     # Hosts of a job know each other by name, as mpirun does. Where one does not, as in containers, none is trusted.
-    by_name = not ranks.on_one_host and all(_resolves(name) for _, name in offers)
+    by_name = not ranks.on_one_host and all(families(name) for _, name in offers)
     job = job.at([f"{name}:{address.rpartition(':')[2]}" if by_name else address for address, name in offers])
     for rank in others:
         link.send(rank, job.pservers)
@@ -110,14 +90,10 @@ def _follow(link: Link, ranks: Ranks, token_file: str) -> Job:
     """The part of all other ranks."""
     link.send(0, _place(ranks))
     name, token, starts = link.receive([0])[0]
-    job = _job(name, ranks, token, token_file)
+    job = Job(name, ranks.workers or 1, token_file=lasting_secret_file(token) if token else token_file)
     if starts:
-        link.send(0, _offer(job, ranks))
+        link.send(0, start_pserver(job, ranks.on_one_host))
     return job.at(link.receive([0])[0])
-
-
-def _job(name: str, ranks: Ranks, token: str, token_file: str) -> Job:
-    return Job(name, ranks.workers or 1, token_file=lasting_secret_file(token) if token else token_file)
 
 
 def _place(ranks: Ranks) -> list[Json]:
@@ -130,23 +106,8 @@ def _place(ranks: Ranks) -> list[Json]:
 
 def first_of_hosts(places: Mapping[int, Json]) -> set[int]:
     """The ranks that are the first on their hosts."""
-    first: dict[str, int] = {}
-    for rank, (local_rank, host) in places.items():
-        if local_rank is None:
-            first.setdefault(host, rank)
-    return {*first.values(), *(rank for rank, (local_rank, _) in places.items() if local_rank == 0)}
-
-
-def _offer(job: Job, ranks: Ranks) -> list[str]:
-    """Starts a pserver; its address, and what this host is called."""
-    return [start_pserver(job, on_one_host=ranks.on_one_host), socket.gethostname()]
-
-
-def _resolves(name: str) -> bool:
-    try:
-        return bool(socket.getaddrinfo(name, None))
-    except OSError:
-        return False
+    unknown = {host: rank for rank, (local_rank, host) in sorted(places.items(), reverse=True) if local_rank is None}
+    return {*unknown.values(), *(rank for rank, (local_rank, _) in places.items() if local_rank == 0)}
 
 
 class Link(ABC):
@@ -188,62 +149,55 @@ class Link(ABC):
     def _wait(self, missing: Callable[[], list[int]]) -> None:
         """Until no rank is missing."""
         while late := missing():
-            if time.monotonic() > self._end_s:
-                raise WaitTimeoutError(self._too_late(late))
-            time.sleep(_LOOK_S)
-
-    def _too_late(self, late: list[int]) -> str:
-        ranks, limit = self._ranks, f"within {self._timeout_s:g} s (connect_timeout_s)"
-        if ranks.rank == 0:
-            return (
-                f"{len(late)} of the {ranks.workers} processes of {ranks.source} did not create a tfps.Strategy "
-                f"{limit}: rank {', '.join(map(str, late))}"
+            if time.monotonic() <= self._end_s:
+                time.sleep(_LOOK_S)
+                continue
+            ranks, limit = self._ranks, f"within {self._timeout_s:g} s (connect_timeout_s)"
+            if ranks.rank == 0:
+                raise WaitTimeoutError(
+                    f"{len(late)} of the {ranks.workers} processes of {ranks.source} did not create a tfps.Strategy "
+                    f"{limit}: rank {', '.join(map(str, late))}"
+                )
+            raise WaitTimeoutError(
+                f"rank 0 of the {ranks.workers} processes of {ranks.source} did not answer {limit}, this is rank "
+                f"{ranks.rank}; all of them must create a tfps.Strategy, and processes of one host must see the same "
+                "processes and network, as they do outside of containers"
             )
-        return (
-            f"rank 0 of the {ranks.workers} processes of {ranks.source} did not answer {limit}, this is rank "
-            f"{ranks.rank}; all of them must create a tfps.Strategy, and processes of one host must see the same "
-            "processes and network, as they do outside of containers"
-        )
 
 
 class HostLink(Link):
-    """Between processes of one host: rank 0 listens at a socket whose name they all can tell.
-
-    The name is not of a file: nothing is left of it when rank 0 ends.
-    """
+    """Between processes of one host: rank 0 listens at a socket, not of a file, whose name they all can tell."""
 
     def __init__(self, ranks: Ranks, timeout_s: float) -> None:
         super().__init__(ranks, timeout_s)
         self._connections: dict[int, socket.socket] = {}
         self._strangers: list[socket.socket] = []  # have not said their rank yet
-        self._listener: socket.socket | None = None
-        if ranks.rank == 0:
-            self._listener = _socket()
-            try:
-                self._listener.bind(socket_name(ranks))
-            except OSError as error:
-                self.close()
-                raise ConnectError(
-                    f"rank 0 of {ranks.source} cannot listen for the others, another process with rank 0 does: {error}"
-                ) from None
-            self._listener.listen((ranks.workers or 1) + 8)
-        else:
+        self._listener = _socket() if ranks.rank == 0 else None
+        if self._listener is None:
             self._wait(lambda: [] if self._connect(socket_name(ranks)) else [0])
+            return
+        try:
+            self._listener.bind(socket_name(ranks))
+        except OSError as error:
+            self.close()
+            raise ConnectError(
+                f"rank 0 of {ranks.source} cannot listen for the others, another process with rank 0 does: {error}"
+            ) from None
+        self._listener.listen((ranks.workers or 1) + 8)
 
     def send(self, rank: int, message: Json) -> None:
-        with self._lost(rank):
+        try:
             self._connections[rank].sendall(json.dumps(message).encode())
+        except OSError:
+            raise self._lost(rank) from None
 
     def look(self, rank: int) -> Json | None:
         if self._listener is not None:
             self._accept(self._listener)
-        if rank not in self._connections:
-            return None
-        with self._lost(rank):
-            message = _received(self._connections[rank])
-            if message == b"":
-                raise ConnectionResetError
-            return None if message is None else json.loads(message)
+        message = _received(self._connections[rank]) if rank in self._connections else None
+        if message == b"":
+            raise self._lost(rank)
+        return None if message is None else json.loads(message)
 
     def close(self) -> None:
         for each in (*self._connections.values(), *self._strangers, *filter(None, [self._listener])):
@@ -257,10 +211,10 @@ class HostLink(Link):
         except OSError:  # it does not listen yet
             connection.close()
             return False
-        self._connections[0] = connection
         if not _is_own(connection):
-            self.close()
+            connection.close()
             raise ConnectError(f"another user of this host answers in the place of rank 0 of {self._ranks.source}")
+        self._connections[0] = connection
         return True
 
     def _accept(self, listener: socket.socket) -> None:
@@ -268,27 +222,22 @@ class HostLink(Link):
             while True:
                 connection, _ = listener.accept()
                 connection.setblocking(False)
-                if _is_own(connection):
-                    self._strangers.append(connection)
-                else:
-                    connection.close()
+                self._strangers.append(connection)
         for each in list(self._strangers):
-            if (said := _received(each)) is not None:
-                self._strangers.remove(each)
-                if said.isdigit():
-                    self._connections[int(said)] = each
-                else:
-                    each.close()
+            said = _received(each) if _is_own(each) else b""
+            if said is None:
+                continue
+            self._strangers.remove(each)
+            if said.isdigit():
+                self._connections[int(said)] = each
+            else:
+                each.close()
 
-    @contextlib.contextmanager
-    def _lost(self, rank: int) -> Iterator[None]:
-        try:
-            yield
-        except OSError:
-            raise ConnectError(
-                f"rank {rank} of {self._ranks.source} ended before all processes had found each other; what it says is "
-                "in its output"
-            ) from None
+    def _lost(self, rank: int) -> ConnectError:
+        return ConnectError(
+            f"rank {rank} of {self._ranks.source} ended before all processes had found each other; what it says is in "
+            "its output"
+        )
 
 
 def _socket() -> socket.socket:
@@ -303,14 +252,13 @@ def _received(connection: socket.socket) -> bytes | None:
         return connection.recv(_MAX_BYTES)
     except BlockingIOError:
         return None
-    except ConnectionResetError:
+    except OSError:
         return b""
 
 
 def _is_own(connection: socket.socket) -> bool:
     """Whether a process of this user is at the other end."""
-    size = struct.calcsize("3i")
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(user == os.getuid())
 
 
@@ -371,8 +319,8 @@ class MpiLink(Link):
         self._wait(lambda: [] if all(request.Test() for request in self._sending) else [0])
 
 
-def start_pserver(job: Job, *, on_one_host: bool) -> str:
-    """Starts a pserver, which ends with the last worker after this process has ended; returns its address."""
+def start_pserver(job: Job, on_one_host: bool) -> list[str]:
+    """Starts a pserver, which ends after this process with the last worker; its address, and the name of this host."""
     arguments = job.pserver_arguments("127.0.0.1" if on_one_host else "")
     # Certificates are for hosts that somebody has chosen.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TFPS_TLS_")}
@@ -385,15 +333,27 @@ def start_pserver(job: Job, *, on_one_host: bool) -> str:
             start_new_session=True,  # Ctrl-C is for workers
         )
     _kept.append(pserver)
-    return _address(pserver)
+    said = b""
+    if pserver.stdout and select.select([pserver.stdout], [], [], START_S)[0]:
+        said = pserver.stdout.readline()
+        if not said:
+            raise ConnectError(
+                f"the pserver of this host did not start, it ended with exit code {pserver.wait()}; what it says is "
+                "above"
+            )
+    ready = READY.match(said.decode(errors="replace"))
+    if ready is None:
+        pserver.kill()
+        raise ConnectError(f"the pserver of this host was not ready within {START_S:g} s")
+    return [ready["address"], socket.gethostname()]
 
 
 @contextlib.contextmanager
 def _on_all_cpus() -> Iterator[None]:
     """What this thread starts may use every CPU that the machine, or its container, allows (Linux).
 
-    Open MPI binds a process to a core, and what that starts inherits it: a pserver would share the core of its worker.
-    Who else binds processes, as Slurm or taskset, means all that they start.
+    Open MPI binds a process to a core, which a pserver would inherit. Who else binds processes, as Slurm or taskset,
+    means all that they start.
     """
     if not hasattr(os, "sched_setaffinity") or "OMPI_COMM_WORLD_SIZE" not in os.environ:
         yield
@@ -406,22 +366,3 @@ def _on_all_cpus() -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, own)
-
-
-def _address(pserver: subprocess.Popen[bytes]) -> str:
-    """Where it listens, once it says so, in its first line."""
-    if pserver.stdout is None:
-        raise ConnectError("a pserver was started without an output")
-    said = b""
-    if select.select([pserver.stdout], [], [], START_S)[0]:
-        said = pserver.stdout.readline()
-        if not said:
-            raise ConnectError(
-                f"the pserver of this host did not start, it ended with exit code {pserver.wait()}; what it says is "
-                "above"
-            )
-    ready = READY.match(said.decode(errors="replace"))
-    if ready is None:
-        pserver.kill()
-        raise ConnectError(f"the pserver of this host was not ready within {START_S:g} s")
-    return ready["address"]

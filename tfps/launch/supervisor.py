@@ -16,19 +16,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
 from typing import IO
 
-from tfps.launch.terminal import Console, LineAssembler, resize
+from tfps.launch.terminal import Console, LineAssembler
 
 DRAIN_S = 1.0  # how long to read output after a process has ended: its children may hold its pipe
 KILL_S = 10.0  # how long to wait for a killed process before we leave without it
 REMOTE_S = 5.0  # how much longer a process on another host may take to end: word of it has to travel
 HELLO = "tfps_launch: this host answers"  # the first line of a process on another host; not shown
-_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_READ_BYTES = 65536
 SSH_FAILED = 255  # what ssh reports of itself
 BEAT_S = 10.0  # between signs of life
+_READ_BYTES = 65536
 _PR_SET_PDEATHSIG = 1
 
 
@@ -47,10 +45,7 @@ def signal_group(leader: int, number: int) -> None:
 
 
 def end_with_parent() -> Callable[[], None] | None:
-    """A `preexec_fn` that makes a child end with this process; None if unsupported.
-
-    Nothing else helps if this process gets SIGKILL. Linux ties it to the thread that forks: the main thread.
-    """
+    """A `preexec_fn` that ends a child with the thread that forks, even by SIGKILL; None if unsupported."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None).prctl
@@ -65,11 +60,7 @@ def end_with_parent() -> Callable[[], None] | None:
 
 
 class RemoteInput:
-    """The pipe to the standard input of one process. For any thread.
-
-    Args:
-        name: of the process.
-    """
+    """The pipe to the standard input of one process, which is called `name`. For any thread."""
 
     def __init__(self, name: str, pipe: IO[bytes]) -> None:
         self._name, self._pipe = name, pipe
@@ -87,10 +78,9 @@ class RemoteInput:
 
     def beat(self) -> None:
         """Says that the launcher lives."""
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):  # the pipe is full, or its reader gone
             if not self._pipe.closed:
-                with contextlib.suppress(OSError):  # the pipe is full, or its reader gone
-                    os.write(self._pipe.fileno(), b"\n")
+                os.write(self._pipe.fileno(), b"\n")
 
     def close(self) -> None:
         """Asks for the end."""
@@ -107,43 +97,34 @@ def beat_until(over: threading.Event, inputs: Sequence[RemoteInput]) -> None:
 
 @dataclass(frozen=True)
 class Command:
-    """What to run.
-
-    Args:
-        name: as shown ("worker 0").
-        environment: all of it.
-        colour: of the terminal, 31 to 36.
-        stdin: for a process on another host: a line for `tfps.launch.remote`, whose standard input then stays open.
-        noise: lines of standard error that are not shown.
-        host: where it runs, for messages; "": on this machine.
-    """
+    """What to run."""
 
     name: str
     argv: Sequence[str]
-    environment: Mapping[str, str]
-    colour: int = 36
-    stdin: bytes | None = field(default=None, repr=False)
-    noise: re.Pattern[str] | None = None
-    host: str = ""
+    environment: Mapping[str, str]  # all of it
+    colour: int = 36  # of the terminal, 31 to 36
+    stdin: bytes | None = field(default=None, repr=False)  # on another host: what `tfps.launch.remote` is to run
+    noise: re.Pattern[str] | None = None  # lines of standard error that are not shown
+    host: str = ""  # where it runs, for messages; "": on this machine
 
     @property
     def title(self) -> str:
-        """Its name, and its host if that is another."""
         return f"{self.name} on {self.host}" if self.host else self.name
+
+    @property
+    def prefix(self) -> str:
+        return f"[{self.name}] "
 
 
 @dataclass
 class Process:
-    """A started command. `code` is its exit code, -N after signal N, None while it runs.
-
-    `answered`: it runs, and not only the program that reaches its host.
-    """
+    """A started command. `code` is its exit code, -N after signal N, None while it runs."""
 
     command: Command
     popen: subprocess.Popen[bytes]
     on_line: Callable[[str], None] | None = None
     code: int | None = None
-    answered: bool = True
+    answered: bool = True  # it runs, and not only the program that reaches its host
     tail: list[str] = field(default_factory=list)  # its last lines on standard error
     outputs: list[_Output] = field(default_factory=list)  # those still open
     remote_input: RemoteInput | None = None  # of one on another host
@@ -152,18 +133,6 @@ class Process:
     def ended(self) -> bool:
         """Whether it has ended and all its output has been shown."""
         return self.code is not None and not self.outputs
-
-    def ask_to_end(self) -> None:
-        """Sends SIGTERM; on another host to the process there, whose output goes on."""
-        if self.remote_input is None:
-            signal_group(self.popen.pid, signal.SIGTERM)
-        else:
-            self.remote_input.close()
-
-    def note_end(self, code: int) -> None:
-        """Notes the exit code; from another host a signal comes as a shell says it."""
-        remote_signal = self.command.stdin is not None and 128 < code < SSH_FAILED
-        self.code = 128 - code if remote_signal else code
 
     def describe_end(self) -> str:
         """How it ended, in words."""
@@ -191,12 +160,8 @@ class _Output:
 class Supervisor:
     """Starts each process in its own group and follows them from the main thread, where signals arrive.
 
-    Use it as a context manager: leaving it ends whatever still runs. On Linux the processes also end when the
-    supervisor is killed.
-
-    Args:
-        console: where output goes.
-        grace_s: seconds from SIGTERM to SIGKILL.
+    Use it as a context manager: leaving it ends whatever still runs, with `grace_s` from SIGTERM to SIGKILL. On Linux
+    the processes also end when the supervisor is killed.
     """
 
     def __init__(self, console: Console, grace_s: float) -> None:
@@ -205,89 +170,62 @@ class Supervisor:
         self._processes: list[Process] = []
         self._selector = selectors.DefaultSelector()
         self._remote_inputs: list[RemoteInput] = []
-        self._over = threading.Event()
-        self._beats = threading.Thread(
-            target=beat_until, args=(self._over, self._remote_inputs), name="tfps-launch-beats", daemon=True
-        )
         self.unheard: list[Process] = []  # those on other hosts whose end nobody has seen
         self._signals: list[int] = []  # ending signals not yet raised as Interrupted
-        self._old_handlers: dict[int, object] = {}
-        self._wakeup = (-1, -1)
-        self._old_wakeup = -1
+        self._at_exit = contextlib.ExitStack()
 
     def __enter__(self) -> Supervisor:  # noqa: PYI034 (typing.Self is not in Python 3.10)
-        self._wakeup = os.pipe()
-        for end in self._wakeup:
+        wakeup, wake = os.pipe()
+        for end in (wakeup, wake):
+            self._at_exit.callback(os.close, end)
             os.set_blocking(end, False)
-        self._selector.register(self._wakeup[0], selectors.EVENT_READ)
+        self._at_exit.callback(self._selector.close)
+        self._selector.register(wakeup, selectors.EVENT_READ)
         # Every signal with a Python handler writes a byte there, so the end of a child wakes the loop.
-        self._old_wakeup = signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
-        for number in _ENDING_SIGNALS:
-            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue  # nohup: the job goes on without the terminal
-            self._old_handlers[number] = signal.signal(number, self._on_signal)
-        self._old_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        self._old_handlers[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda number, frame: self._resize())
+        self._at_exit.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(wake, warn_on_full_buffer=False))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGWINCH):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup: the job goes on
+                self._at_exit.callback(signal.signal, number, signal.signal(number, self._on_signal))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if isinstance(error, BrokenPipeError):
-            self._console.mute()
-        try:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        with self._at_exit:
+            if isinstance(error, BrokenPipeError):
+                self._console.muted = True
             self.end(self._processes)
-        finally:
-            self._over.set()
-            if self._remote_inputs:
-                self._beats.join()
-            for number, handler in self._old_handlers.items():
-                signal.signal(number, handler)  # type: ignore[arg-type]
-            signal.set_wakeup_fd(self._old_wakeup)
-            self._selector.close()
-            for end in self._wakeup:
-                os.close(end)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if number == signal.SIGWINCH:
+            for output in (output for process in self._processes for output in process.outputs if output.is_pty):
+                self._console.fit(output.fd, output.process.command.prefix)
+        elif number != signal.SIGCHLD:
+            self._signals.append(number)
 
     def start(
         self, command: Command, *, terminal: bool = False, on_line: Callable[[str], None] | None = None
     ) -> Process:
-        """Starts `command`; with `terminal` it sees terminals where this process has them.
-
-        Args:
-            on_line: called with every finished line of its standard output.
-        """
+        """Starts `command`; with `terminal` it sees those of this process. `on_line` gets lines of standard output."""
         on_terminal = [terminal and redraws for redraws in self._console.redraws]
-        read_ends: list[int] = []
-        write_ends: list[int] = []
-        if any(on_terminal):
-            pty = os.openpty()
-            self._set_size(pty[0], command)
-        for wanted in on_terminal:
-            if not wanted:
-                read_end, write_end = os.pipe()
-            elif pty[0] in read_ends:  # both on one terminal, as the program would see it without us
-                write_ends.append(pty[1])
-                continue
-            else:
-                read_end, write_end = pty
-            read_ends.append(read_end)
-            write_ends.append(write_end)
+        pty = os.openpty() if any(on_terminal) else None  # one for both, as the program would see it without us
+        (out, to_out), (err, to_err) = (pty if pty and wanted else os.pipe() for wanted in on_terminal)
+        if pty:
+            self._console.fit(pty[0], command.prefix)
         try:
             popen = subprocess.Popen(
                 command.argv,
                 stdin=subprocess.DEVNULL if command.stdin is None else subprocess.PIPE,
-                stdout=write_ends[0],
-                stderr=write_ends[1],
+                stdout=to_out,
+                stderr=to_err,
                 env=dict(command.environment),
                 start_new_session=True,  # only we get Ctrl-C, and the group can be ended with all its children
                 preexec_fn=end_with_parent(),
             )
         except BaseException:
-            for end in read_ends:
+            for end in {out, err}:
                 os.close(end)
             raise
         finally:
-            for end in set(write_ends):
+            for end in {to_out, to_err}:
                 os.close(end)
         process = Process(command, popen, on_line, answered=command.stdin is None)
         self._processes.append(process)
@@ -296,11 +234,16 @@ class Supervisor:
             process.remote_input.send(command.stdin)
             self._remote_inputs.append(process.remote_input)
             if len(self._remote_inputs) == 1:
-                self._beats.start()
-        for index, end in enumerate(read_ends):
+                over = threading.Event()
+                args = over, self._remote_inputs
+                beats = threading.Thread(target=beat_until, args=args, name="tfps-launch-beats", daemon=True)
+                beats.start()
+                self._at_exit.callback(beats.join)
+                self._at_exit.callback(over.set)
+        for end, error in {err: True, out: False}.items():
             os.set_blocking(end, False)
             decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-            output = _Output(process, end, index == 1, on_terminal[index], decoder)
+            output = _Output(process, end, error, on_terminal[error], decoder)
             process.outputs.append(output)
             self._selector.register(end, selectors.EVENT_READ, output)
         return process
@@ -308,9 +251,7 @@ class Supervisor:
     def wait(self, until: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """Shows output until `until()` holds (True) or the time is up (False).
 
-        Raises:
-            Interrupted: SIGINT, SIGTERM or SIGHUP arrived.
-            BrokenPipeError: the reader of our output is gone.
+        Raises Interrupted after SIGINT, SIGTERM or SIGHUP, and BrokenPipeError if nobody reads our output any more.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -321,11 +262,7 @@ class Supervisor:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return False
-            for key, _ in self._selector.select(left):
-                if isinstance(key.data, _Output):
-                    self._read(key.data)
-                else:
-                    self._drain_wakeups()
+            self._select(left)
             self._reap()
 
     def end(self, processes: Sequence[Process]) -> None:
@@ -333,38 +270,34 @@ class Supervisor:
 
         On other hosts `tfps.launch.remote` does so; what is killed here is the program that reaches the host.
         """
-
-        def over() -> bool:
-            return all(process.ended for process in processes)
-
-        grace_s = self._grace_s + (REMOTE_S if any(process.command.stdin for process in processes) else 0.0)
+        grace_s = self._grace_s + (REMOTE_S if any(process.remote_input for process in processes) else 0.0)
         for number, timeout_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_S)):
             for process in processes:
-                if process.code is None and number == signal.SIGTERM:
-                    process.ask_to_end()
+                if process.code is None and number == signal.SIGTERM and process.remote_input is not None:
+                    process.remote_input.close()  # the output there goes on
                 elif process.code is None:
-                    if process.command.stdin is not None and process.answered:
+                    if process.remote_input is not None and process.answered:
                         self.unheard.append(process)
                     signal_group(process.popen.pid, number)
             while True:
                 try:
-                    if self.wait(over, timeout_s):
+                    if self.wait(lambda: all(process.ended for process in processes), timeout_s):
                         return
                 except Interrupted:
                     if number == signal.SIGKILL:
                         continue
                 except BrokenPipeError:
-                    self._console.mute()
+                    self._console.muted = True
                     continue
                 break
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signals.append(number)
-
-    def _drain_wakeups(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._wakeup[0], _READ_BYTES):
-                pass
+    def _select(self, timeout_s: float | None) -> None:
+        """Shows what there is, or comes next."""
+        for key, _ in self._selector.select(timeout_s):
+            if isinstance(key.data, _Output):
+                self._read(key.data)
+            else:
+                os.read(key.fd, _READ_BYTES)  # a signal has arrived
 
     def _read(self, output: _Output) -> None:
         try:
@@ -391,52 +324,37 @@ class Supervisor:
         if output.error and (noise := process.command.noise) is not None:
             lines = [line for line in lines if not noise.fullmatch(line)]
         if not process.answered and not output.error:
-            lines = self._without_hello(process, lines)
-        name, colour = f"[{process.command.name}] ", process.command.colour
+            # A shell's start-up files may have written something before it, even in the same line.
+            process.answered = any(line.endswith(HELLO) for line in lines)
+            lines = [line.removesuffix(HELLO) for line in lines if line != HELLO]
+        prefix, colour = process.command.prefix, process.command.colour
         if output.is_pty:
-            self._console.live(name, colour, "" if lines else output.assembler.partial())
-        self._console.write(name, colour, lines, error=output.error)
+            self._console.live(prefix, colour, "" if lines else output.assembler.partial())
+        self._console.write(prefix, colour, lines, error=output.error)
         if output.error:
             process.tail = [*process.tail, *lines][-5:]
         elif process.on_line is not None:
             for line in lines:
                 process.on_line(line)
         if output.is_pty and lines:
-            self._console.live(name, colour, output.assembler.partial())
-
-    def _without_hello(self, process: Process, lines: list[str]) -> list[str]:
-        # A shell's start-up files may have written something before it, even in the same line.
-        process.answered = any(line.endswith(HELLO) for line in lines)
-        return [line.removesuffix(HELLO) for line in lines if line != HELLO]
+            self._console.live(prefix, colour, output.assembler.partial())
 
     def _reap(self) -> None:
         """Notices ended processes, ends what they leave behind, and reads their output to its end."""
-        ended: list[Process] = []
-        for process in self._processes:
-            if process.code is None and os.waitid(os.P_PID, process.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while ended := [
+            each for each in self._processes if each.code is None and os.waitid(os.P_PID, each.popen.pid, options)
+        ]:
+            for process in ended:
                 # Before it is reaped: until then nobody else can get its group number.
                 signal_group(process.popen.pid, signal.SIGKILL)
-                process.note_end(process.popen.wait())
-                ended.append(process)
-        deadline = time.monotonic() + DRAIN_S
-        for process in ended:
-            while process.outputs and time.monotonic() < deadline:
-                with selectors.DefaultSelector() as selector:
-                    for output in process.outputs:
-                        selector.register(output.fd, selectors.EVENT_READ, output)
-                    for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
-                        self._read(key.data)
-            for output in list(process.outputs):
+                code = process.popen.wait()
+                # From another host a signal comes as a shell says it.
+                process.code = 128 - code if process.remote_input and 128 < code < SSH_FAILED else code
+            deadline = time.monotonic() + DRAIN_S
+            while any(process.outputs for process in ended) and (left := deadline - time.monotonic()) > 0:
+                self._select(left)
+            for output in [output for process in ended for output in process.outputs]:
                 self._read(output)  # what is there already: we may have been late
-            for output in list(process.outputs):
+            for output in [output for process in ended for output in process.outputs]:
                 self._close(output)
-
-    def _resize(self) -> None:
-        for process in self._processes:
-            for output in process.outputs:
-                if output.is_pty:
-                    self._set_size(output.fd, process.command)
-
-    def _set_size(self, fd: int, command: Command) -> None:
-        """Makes a pty as wide as our terminal less the prefix."""
-        resize(fd, max(20, self._console.columns() - len(f"[{command.name}] ") - 1))

@@ -1,7 +1,4 @@
-"""Turns terminal output (redraws, colours) into lines, and shows lines of several programs on one terminal.
-
-A progress bar redraws one line with carriage returns and backspaces: only its last state becomes a line.
-"""
+"""Turns terminal output (redraws, colours) into lines, and shows lines of several programs on one terminal."""
 
 from __future__ import annotations
 
@@ -45,7 +42,10 @@ class LineAssembler:
         if len(self._rest) > MAX_LINE:
             finished.append(self._rest)
             self._rest = ""
-        lines = [self._take(line) for line in finished]
+        lines = []
+        for line in finished:
+            shown, self._style = _shown(line, self._style)
+            lines.append(shown)
         before, self._rest = _redrawn(self._rest)
         self._style = _style_after(self._style + before)
         return lines
@@ -56,13 +56,8 @@ class LineAssembler:
 
     def finish(self) -> list[str]:
         """Ends the output; returns the unfinished line, if not empty."""
-        line = self.partial()
-        self._rest = ""
+        line, self._rest = self.partial(), ""
         return [line] if line else []
-
-    def _take(self, line: str) -> str:
-        shown, self._style = _shown(line, self._style)
-        return shown
 
 
 def _redrawn(line: str) -> tuple[str, str]:
@@ -105,76 +100,52 @@ def plain(line: str) -> str:
     return _SGR.sub("", line)
 
 
-def resize(fd: int, columns: int) -> None:
-    """Says how wide a terminal is to whoever runs in it."""
-    with contextlib.suppress(OSError):
-        fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-
-
-def is_terminal(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal that can redraw a line."""
-    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
-
-
 class Console:
     """Shows the lines of several programs, each with its prefix: whole lines, one at a time.
 
     On a terminal one unfinished line (a progress bar) is kept alive below the others. Where there is no terminal, and
-    in the log, only finished lines appear, without colours. Not thread-safe.
-
-    Args:
-        out: where the programs' standard output goes.
-        err: where their standard error goes.
-        log: gets a copy of every finished line.
-        hides: whether a line is not shown.
+    in the `log`, only finished lines appear, without colours. What `hides` is true of does not. Not thread-safe.
     """
 
     def __init__(
-        self, out: TextIO, err: TextIO, log: BinaryIO | None = None, hides: Callable[[str], bool] = lambda line: False
+        self, out: TextIO, err: TextIO, log: BinaryIO | None = None, hides: Callable[[str], object] = lambda line: False
     ) -> None:
         self._hides = hides
         self._streams = (out, err)
-        self._redraws = (is_terminal(out), is_terminal(err))
-        self._colours = tuple(redraws and not os.environ.get("NO_COLOR") for redraws in self._redraws)
+        is_dumb = os.environ.get("TERM", "") in ("", "dumb")
+        self.redraws = (out.isatty() and not is_dumb, err.isatty() and not is_dumb)  # on terminals
         self._log = log
         self._live = ""  # the live line that is on the screen now
-        self._muted = False
+        self.muted = False  # once the reader is gone
 
-    @property
-    def redraws(self) -> tuple[bool, bool]:
-        """Whether (standard output, standard error) are terminals."""
-        return self._redraws
-
-    def columns(self) -> int:
-        """Width of the terminal behind standard output; 80 without one."""
-        try:
-            return os.get_terminal_size(self._streams[0].fileno()).columns or 80
-        except (OSError, ValueError):
-            return 80
+    def fit(self, fd: int, prefix: str) -> None:
+        """Makes a pty as wide as the terminal behind standard output (without one 80 columns) less the prefix."""
+        columns = 80
+        with contextlib.suppress(OSError, ValueError):
+            columns = os.get_terminal_size(self._streams[0].fileno()).columns or 80
+        with contextlib.suppress(OSError):
+            size = struct.pack("HHHH", 24, max(20, columns - len(prefix) - 1), 0, 0)
+            fcntl.ioctl(fd, termios.TIOCSWINSZ, size)
 
     def write(self, prefix: str, colour: int, lines: list[str], *, error: bool = False) -> None:
         """Writes finished lines; `colour` is a terminal colour from 31 to 36 for the prefix."""
         lines = [line for line in lines if not self._hides(plain(line))]
-        if not lines or self._muted:
+        if not lines or self.muted:
             return
         if self._log is not None:
             self._log.write("".join(f"{prefix}{plain(line)}\n" for line in lines).encode(errors="replace"))
             self._log.flush()
         head = self._head(prefix, colour, error)
-        body = lines if self._redraws[error] else [plain(line) for line in lines]
-        text = "".join(f"{head}{line}\n" for line in body)
-        if self._redraws[error] and self._live:
-            live, self._live = self._live, ""
+        live = self._live if self.redraws[error] else ""
+        if live:
             self._put(False, "\r\x1b[K")
-            self._put(error, text)
+        self._put(error, "".join(f"{head}{line if self.redraws[error] else plain(line)}\n" for line in lines))
+        if live:
             self._put(False, live)
-            self._live = live
-        else:
-            self._put(error, text)
 
     def live(self, prefix: str, colour: int, line: str) -> None:
         """Shows an unfinished line below the others, replacing the one before; an empty one removes it."""
-        if not self._redraws[0] or self._muted:
+        if not self.redraws[0] or self.muted:
             return
         text = f"{_NO_WRAP}{self._head(prefix, colour, False)}{line}{_WRAP}" if line else ""
         if text != self._live:
@@ -182,11 +153,8 @@ class Console:
             self._live = text
 
     def _head(self, prefix: str, colour: int, error: bool) -> str:
-        return f"\x1b[{colour}m{prefix}{_RESET}" if self._colours[error] and prefix else prefix
-
-    def mute(self) -> None:
-        """Stops writing: the reader is gone."""
-        self._muted = True
+        coloured = self.redraws[error] and not os.environ.get("NO_COLOR")
+        return f"\x1b[{colour}m{prefix}{_RESET}" if coloured and prefix else prefix
 
     def _put(self, error: bool, text: str) -> None:
         stream = self._streams[error]

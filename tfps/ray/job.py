@@ -1,7 +1,6 @@
 """A job as far as it needs no Ray: what a user asks for, checked and in Ray's words, and how a process takes its place.
 
-The job token comes as an argument of a call, from the driver (or Ray Train's controller) straight to the process. It
-goes on through a file in memory, which no other user may read and which ends with the process, however that ends.
+The job token comes as an argument of a call, straight to the process, and goes on through a file in its memory.
 """
 
 from __future__ import annotations
@@ -25,25 +24,24 @@ def spread(nodes: Sequence[str], count: int | None) -> list[str]:
     return [hosts[index % len(hosts)] for index in range(len(hosts) if count is None else count)]
 
 
-def check_pservers(pservers: int | None, resources_per_pserver: Mapping[str, float] | None) -> None:
-    """Checks what a user asks for, before anything is started.
-
-    Raises:
-        ConfigError: the message names the argument.
-    """
+def check_pservers(
+    pservers: int | None, resources_per_pserver: Mapping[str, float] | None, start_timeout_s: float
+) -> None:
+    """Checks what a user asks for, before anything is started."""
     if pservers is not None:
         check_count("pservers", pservers, ", or None for one on each node that has workers")
     check_resources("resources_per_pserver", resources_per_pserver)
+    is_number = isinstance(start_timeout_s, (int, float)) and not isinstance(start_timeout_s, bool)
+    if not is_number or not 0 < start_timeout_s < float("inf"):
+        raise ConfigError(f"start_timeout_s must be a positive number of seconds, got {start_timeout_s!r}")
 
 
 def check_count(name: str, count: int, otherwise: str = "") -> None:
-    """Checks that `count` is a number of processes."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ConfigError(f"{name} must be a whole number from 1{otherwise}, got {count!r}")
 
 
 def check_resources(name: str, resources: Mapping[str, float] | None) -> None:
-    """Checks that `resources` is amounts by name, as Ray has them."""
     known = resources is None or isinstance(resources, Mapping)
     amounts = list(resources.values()) if known and resources else []
     if not known or not all(isinstance(each, (int, float)) and 0 <= each < float("inf") for each in amounts):
@@ -53,31 +51,19 @@ def check_resources(name: str, resources: Mapping[str, float] | None) -> None:
 def as_options(resources: Mapping[str, float], runtime_env: Options | None) -> Options:
     """`resources`, such as `{"CPU": 2, "GPU": 1}`, and `runtime_env` as arguments of an actor's `options`."""
     others = dict(resources)
-    named: Options = {"num_cpus": others.pop("CPU", 0), "num_gpus": others.pop("GPU", 0)}
+    named: Options = {"num_cpus": others.pop("CPU", 0), "num_gpus": others.pop("GPU", 0), "resources": others}
     if "memory" in others:
         named["memory"] = others.pop("memory")
-    if runtime_env:
-        named["runtime_env"] = runtime_env
-    return {**named, "resources": others}
+    return {**named, "runtime_env": runtime_env} if runtime_env else named
 
 
 def check_placement(resources: Mapping[str, float] | None, strategy: str) -> None:
-    """Checks what places for workers are asked for.
-
-    Raises:
-        ConfigError: the message names the argument.
-    """
+    """Checks what places for workers are asked for."""
     check_resources("resources_per_worker", resources)
     if resources is not None and not any(resources.values()):
         raise ConfigError(f'resources_per_worker must have an amount above 0 such as {{"CPU": 1}}, got {resources!r}')
     if strategy not in STRATEGIES:
         raise ConfigError(f"placement_strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
-
-
-def check_timeout(timeout_s: float) -> None:
-    """Checks that `start_timeout_s` is a time that ends."""
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
-        raise ConfigError(f"start_timeout_s must be a positive number of seconds, got {timeout_s!r}")
 
 
 def take_place(job: Job, rank: int, token: str) -> None:
@@ -89,15 +75,13 @@ def take_place(job: Job, rank: int, token: str) -> None:
 @contextlib.contextmanager
 def program() -> Iterator[None]:
     """What a training function runs in: at its end this process leaves the job, as at the end of a script."""
+    failure: BaseException | None = None
     try:
         yield
     except BaseException as error:
-        _leave(error)
+        failure = error
         raise
-    _leave()
-
-
-def _leave(failure: BaseException | None = None) -> None:
-    strategies = sys.modules.get("tfps.strategy.strategy")  # if it has not been imported, there is nothing to leave
-    if strategies is not None:
-        strategies.close_all(failure)
+    finally:
+        # If it has not been imported, there is nothing to leave.
+        if (strategies := sys.modules.get("tfps.strategy.strategy")) is not None:
+            strategies.close_all(failure)

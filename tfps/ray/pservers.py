@@ -42,26 +42,18 @@ class Deadline:
     """The end of the user's time for a start of many steps, `timeout_s` from now."""
 
     def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._end_s = time.monotonic() + timeout_s
+        self._timeout_s, self._end_s = timeout_s, time.monotonic() + timeout_s
 
     @property
     def left_s(self) -> float:
-        """Seconds, at least 0."""
         return max(self._end_s - time.monotonic(), 0.0)
 
     def __str__(self) -> str:
-        return f"within {self.timeout_s:g} s"
+        return f"within {self._timeout_s:g} s"
 
 
 def wait_all(calls: Sequence[ray.ObjectRef], deadline: Deadline) -> list[int]:
-    """Waits until all calls have ended, one has failed, or the time is up.
-
-    Returns the indices of those that have not ended by then.
-
-    Raises:
-        RayError: one has failed.
-    """
+    """Waits until all calls have ended, one has raised, or the time is up; the indices of those that have not ended."""
     pending = list(calls)
     while pending:
         ready, _ = ray.wait(pending, timeout=deadline.left_s)
@@ -74,11 +66,7 @@ def wait_all(calls: Sequence[ray.ObjectRef], deadline: Deadline) -> list[int]:
 
 
 class TfpsPserver:
-    """A pserver in a process of its own, from `start` until the process ends.
-
-    Args:
-        index: its number in the job.
-    """
+    """A pserver in a process of its own, from `start` until the process ends."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -88,9 +76,6 @@ class TfpsPserver:
         """Begins to serve; returns its address, at which Ray's other nodes reach this one.
 
         It listens at the one address that Ray knows this node by: on loopback if the cluster is this host alone.
-
-        Raises:
-            ConfigError: it cannot listen there.
         """
         host = ray.util.get_node_ip_address()
         security = Security.from_environment(token_file=lasting_secret_file(token))
@@ -102,17 +87,7 @@ class TfpsPserver:
 
 
 class Pservers:
-    """The pservers of one job.
-
-    Args:
-        nodes: the node (Ray's id) of each worker, in rank order.
-        count: how many; None: one on each of these nodes.
-        resources: what each reserves of its node, such as `{"CPU": 1}`, beside what the workers have reserved.
-        runtime_env: Ray's, of their processes.
-
-    Raises:
-        ConfigError: an argument is out of range.
-    """
+    """The pservers of one job: `count` (None: one on each) on the nodes (Ray's ids) of its workers."""
 
     def __init__(
         self,
@@ -121,8 +96,7 @@ class Pservers:
         resources: Mapping[str, float],
         runtime_env: Options | None = None,
     ) -> None:
-        self._nodes = spread(nodes, count)
-        self._resources = dict(resources)
+        self._nodes, self._resources = spread(nodes, count), dict(resources)
         options = as_options(resources, runtime_env)
         pserver = ray.remote(TfpsPserver)
         self._actors: list[ray.actor.ActorHandle] = []
@@ -131,14 +105,7 @@ class Pservers:
             self._actors.append(pserver.options(**options, scheduling_strategy=there).remote(index))
 
     def start(self, job: Job, token: str, deadline: Deadline) -> Job:
-        """Starts them; returns the job with their addresses.
-
-        Raises:
-            ConfigError: a node will never have what one needs.
-            WaitTimeoutError: one was not ready in time; the message says where, and what it needs.
-            ray.exceptions.RayActorError: one has died, or its node.
-            ray.exceptions.RayTaskError: one could not start; also of the class of its error.
-        """
+        """Starts them; returns the job with their addresses. Ray's errors (`failure` tells them) are raised, too."""
         starting = [actor.start.remote(job.name, job.workers, token) for actor in self._actors]
         try:
             late = wait_all(starting, deadline)

@@ -10,12 +10,12 @@ from typing import TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RaySystemError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tfps.errors import ConfigError, PserverLostError, TfpsError, WaitTimeoutError, WorkerLostError
 from tfps.launch.job import Job
-from tfps.ray.job import as_options, check_count, check_placement, check_pservers, check_timeout, program, take_place
+from tfps.ray.job import as_options, check_count, check_placement, check_pservers, program, take_place
 from tfps.ray.pservers import Deadline, Pservers, failure, line, node
 from tfps.types import Function, Options
 
@@ -31,7 +31,6 @@ class TfpsWorker:
         self._rank = rank
 
     def node(self) -> str:
-        """See `pservers.node`."""
         return node()
 
     def train(self, job: Job, token: str, train_fn: Function) -> object:
@@ -78,9 +77,8 @@ def run(
     if not callable(train_fn):
         raise ConfigError(f"train_fn must be a function without arguments, got {train_fn!r}")
     check_count("workers", workers)
-    check_pservers(pservers, resources_per_pserver)
+    check_pservers(pservers, resources_per_pserver, start_timeout_s)
     check_placement(resources_per_worker, placement_strategy)
-    check_timeout(start_timeout_s)
     function = ray.put(train_fn)
     name = str(getattr(train_fn, "__name__", "train"))
     token, job = secrets.token_urlsafe(32), Job.named(name, workers)
@@ -91,12 +89,18 @@ def run(
         group = placement_group([resources] * workers, strategy=placement_strategy)
         stack.callback(remove_placement_group, group)
         if not group.wait(deadline.left_s):
+            known = ray.cluster_resources()
+            amounts = {name: known.get(name, 0.0) for name in resources}
             raise WaitTimeoutError(
                 f"there was no room for {workers} workers {deadline}: each needs {resources} "
-                f"({placement_strategy}), of which the cluster has {_amounts(resources)} in all, used or not; ask for "
+                f"({placement_strategy}), of which the cluster has {amounts} in all, used or not; ask for "
                 "less, wait for what uses it, or add nodes"
             )
-        actors = _start_workers(group, workers, resources, runtime_env)
+        worker, options = ray.remote(TfpsWorker), as_options(resources, runtime_env)
+        actors = [
+            worker.options(**options, scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank)).remote(rank)
+            for rank in range(workers)
+        ]
         stack.callback(_kill, actors)
         servers = Pservers(_nodes(actors, deadline), pservers, resources_per_pserver or {}, runtime_env)
         stack.callback(servers.end)
@@ -106,22 +110,6 @@ def run(
         except RayActorError as error:
             raise PserverLostError(f"a pserver ended while it started: {line(error)}; no worker has begun") from error
         return _results(actors, [actor.train.remote(job, token, function) for actor in actors])
-
-
-def _start_workers(
-    group: PlacementGroup, workers: int, resources: Mapping[str, float], runtime_env: Options | None
-) -> list[ray.actor.ActorHandle]:
-    options = as_options(resources, runtime_env)
-    worker = ray.remote(TfpsWorker)
-    return [
-        worker.options(**options, scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank)).remote(rank)
-        for rank in range(workers)
-    ]
-
-
-def _amounts(names: Mapping[str, float]) -> dict[str, float]:
-    known = ray.cluster_resources()
-    return {name: known.get(name, 0.0) for name in names}
 
 
 def _nodes(actors: Sequence[ray.actor.ActorHandle], deadline: Deadline) -> list[str]:

@@ -1,8 +1,7 @@
 """Ray Train: pservers beside the workers of a `TensorflowTrainer`.
 
 A backend is where Ray Train lets a framework set up its workers, before they train and each time Ray starts them again:
-the token, the pservers and the incarnation of the job are new then. `TensorflowTrainer` takes one as
-`tensorflow_config`, so its users change one argument, and neither their training loop nor their RunConfig.
+the token, the pservers and the incarnation of the job are new then.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ray.train.backend import Backend
 
 from tfps.errors import WaitTimeoutError
 from tfps.launch.job import Job
-from tfps.ray.job import check_pservers, check_timeout, program, take_place
+from tfps.ray.job import check_pservers, program, take_place
 from tfps.ray.pservers import Deadline, Pservers, node, wait_all
 from tfps.types import Function, Library
 
@@ -43,8 +42,7 @@ class TensorflowConfig(ray.train.tensorflow.TensorflowConfig):
     start_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        check_pservers(self.pservers, self.resources_per_pserver)
-        check_timeout(self.start_timeout_s)
+        check_pservers(self.pservers, self.resources_per_pserver, self.start_timeout_s)
 
     @property
     def train_func_context(self) -> Function:
@@ -63,7 +61,7 @@ class _Pservers(Backend):
 
     def on_start(self, worker_group: Library, backend_config: TensorflowConfig) -> None:
         """Called when a group of workers is ready, and before they train."""
-        self._end()  # of a group that Ray has given up without a word
+        self.on_shutdown(worker_group, backend_config)  # of a group that Ray has given up without a word
         token = secrets.token_urlsafe(32)
         deadline = Deadline(backend_config.start_timeout_s)
         nodes = _get(worker_group.execute_async(node), deadline, "say which node it is on")
@@ -75,14 +73,11 @@ class _Pservers(Backend):
             ]
             _get(placing, deadline, "take its place in the job")
         except BaseException:
-            self._end()
+            self._running.end()
             raise
 
     def on_shutdown(self, worker_group: Library, backend_config: TensorflowConfig) -> None:
         """Called when the workers have ended, or one has failed."""
-        self._end()
-
-    def _end(self) -> None:
         if self._running is not None:
             self._running.end()
             self._running = None
