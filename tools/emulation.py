@@ -304,8 +304,8 @@ def _work(order: dict[str, Json]) -> dict[str, Json]:
     worker = Worker(order["pservers"], rank=order["rank"], workers=task.workers, config=task.config)
     try:
         found = Trainer(worker, task).train()
-        names = ("slice_bytes", "window_bytes", "shared_bytes")
-        sizes = {name: getattr(worker.info, name) for name in names}
+        sizes = {name: getattr(worker.info, name) for name in ("slice_bytes", "window_bytes")}
+        sizes["shared_bytes"] = worker._memory.arena.nbytes if worker._memory.arena else 0
     finally:
         worker.close()
     return {**found, **sizes, "cpu_s": time.process_time() - cpu_s, "peak_bytes": _peak_bytes()}
@@ -337,7 +337,7 @@ class Holding(Job):
 def main() -> None:
     """A process of an emulation."""
     if part_bytes := int(sys.argv[1]):
-        connection.MIN_PART_BYTES = connection.CHEAP_PART_BYTES = connection._FIRST_PART_BYTES = part_bytes
+        connection.MIN_PART_BYTES = connection.CHEAP_PART_BYTES = part_bytes
     if sys.argv[2] != "worker":
         from tfps.pserver import cli
 

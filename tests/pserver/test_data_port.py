@@ -261,7 +261,7 @@ def test_both_ends_notice_a_host_that_has_vanished_within_30_s(cluster: Cluster)
     worker = cluster.worker([server.address], config=TCP)
     jobs.poll(lambda: len(data(server)._connections) == 1)
     (there,) = data(server)._connections
-    path, _ = worker._streams[0]._running  # type: ignore[misc]
+    path = worker._streams[0]._path
     for end in (path._connection._socket, there._socket):  # type: ignore[union-attr]
         assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         idle_s, interval_s, count = (
@@ -333,8 +333,7 @@ def test_a_worker_whose_connection_breaks_within_a_frame_has_died(cluster: Clust
 
 def _is_of(connection: object, worker: object) -> bool:
     """Whether this end's other end is the worker's."""
-    path, _ = worker._streams[0]._running  # type: ignore[attr-defined]
-    here = path._connection._socket.getsockname()
+    here = worker._streams[0]._path._connection._socket.getsockname()  # type: ignore[attr-defined]
     return bool(connection._socket.getpeername() == here)  # type: ignore[attr-defined]
 
 

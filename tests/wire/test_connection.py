@@ -34,7 +34,7 @@ from tfps.wire.connection import (
     greet,
     refuse,
 )
-from tfps.wire.frames import PART_BYTES, Header, Kind, Part, decode_part, encode_part
+from tfps.wire.frames import PART_BYTES, Header, Kind, decode_part, encode_part
 from tfps.wire.job_token import JobToken
 from tfps.wire.send_queue import Outgoing, SendQueue
 
@@ -180,11 +180,11 @@ def test_a_frame_outside_the_window_arrives_whole(pair: tuple[socket.socket, soc
 
 
 CUTS = {
-    "in a header": encode_part(Part(Header(Kind.PUSH), 8, 0, 8))[:10],
-    "before a payload": encode_part(Part(Header(Kind.PUSH), 8, 0, 8)),
-    "in a payload": encode_part(Part(Header(Kind.PUSH), 8, 0, 8)) + b"abc",
-    "before a header that was announced": encode_part(Part(Header(Kind.ACK), 0, 0, 0, more=True)),
-    "in a header that was announced": encode_part(Part(Header(Kind.PUSH), 8, 0, 4, more=True)) + b"abcdefg",
+    "in a header": encode_part(Header(Kind.PUSH), 8, 0, 8)[:10],
+    "before a payload": encode_part(Header(Kind.PUSH), 8, 0, 8),
+    "in a payload": encode_part(Header(Kind.PUSH), 8, 0, 8) + b"abc",
+    "before a header that was announced": encode_part(Header(Kind.ACK), 0, 0, 0, more=True),
+    "in a header that was announced": encode_part(Header(Kind.PUSH), 8, 0, 4, more=True) + b"abcdefg",
 }
 
 
@@ -214,7 +214,7 @@ def test_data_of_the_wrong_direction_is_refused(kind: Kind, pair: tuple[socket.s
     here, there = pair
     other = Kind.REPLY if kind is Kind.PUSH else Kind.PUSH
     ended = receiving(Connection(there), Taking(), kind)
-    here.sendall(encode_part(Part(Header(other), 0, 0, 0)))
+    here.sendall(encode_part(Header(other), 0, 0, 0))
     error = the_end(ended)
     assert isinstance(error, ProtocolError)
     assert f"must be {kind.name}, ACK or ERROR here, got {other.name}" in str(error)

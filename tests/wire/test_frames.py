@@ -154,8 +154,8 @@ def test_parts_of_several_frames_may_alternate(payloads: list[bytes], sizes: lis
 )
 def test_what_is_encoded_is_decoded(header: Header, total: int, more: bool) -> None:
     part = Part(header, total, total // 2, total - total // 2, more)
-    assert len(encode_part(part)) == PART_BYTES
-    assert decode_part(encode_part(part)) == part
+    assert len(encode_part(*part)) == PART_BYTES
+    assert decode_part(encode_part(*part)) == part
 
 
 def test_a_payload_is_received_where_it_belongs() -> None:
@@ -179,7 +179,7 @@ MALFORMED = {
 def test_a_malformed_part_is_refused(what: str) -> None:
     part, rule = MALFORMED[what]
     with pytest.raises(ProtocolError, match=rule):
-        decode_part(encode_part(part))
+        decode_part(encode_part(*part))
 
 
 def test_a_frame_begins_with_its_first_byte() -> None:

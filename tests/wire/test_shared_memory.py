@@ -199,7 +199,7 @@ def test_memory_is_used_again_step_after_step(cluster: jobs.Cluster) -> None:
     assert [worker._memory.pservers for worker in members] == [{0}, {0}]
     assert [each.shared_memory for each in server.status().members] == [True, True]
     exchange(members, 1)
-    arenas = [cast(Arena, worker._memory._arena) for worker in members]
+    arenas = [cast(Arena, worker._memory.arena) for worker in members]
     step_nbytes = min(arena._end for arena in arenas)
     assert step_nbytes > SPECS[0].nbytes
     for step in range(20):

@@ -16,7 +16,7 @@ from tfps.exchange.interface import BucketSpec, FailureState
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire.control import Pserver
 from tfps.wire.shared_memory import Sharing
-from tfps.worker.client import Joined, PserverClient
+from tfps.worker.client import PserverClient
 
 
 def client_of(cluster: Cluster, addresses: list[str], rank: int = -1) -> PserverClient:
@@ -27,14 +27,14 @@ def client_of(cluster: Cluster, addresses: list[str], rank: int = -1) -> Pserver
     return PserverClient(pservers, jobs.CONFIG, [], FailureState(), rank)
 
 
-def joining(client: PserverClient) -> Iterator[Joined]:
+def joining(client: PserverClient) -> Iterator[pb.JoinReply]:
     """Joins pserver after pserver, without shared memory."""
     return client.join("", 0, Sharing(False), time.monotonic() + jobs.DEADLINE_S)
 
 
 def joined(cluster: Cluster, addresses: list[str], rank: int = -1) -> PserverClient:
     client = client_of(cluster, addresses, rank)
-    assert not any(answer.shares_memory for answer in joining(client))
+    assert not any(answer.shared_memory for answer in joining(client))
     return client
 
 

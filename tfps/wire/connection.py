@@ -1,8 +1,7 @@
 """A data connection between a worker and a pserver: plain TCP, one thread per direction at either end.
 
-Slices are sent in parts. The next part is chosen when the socket can take it, so an urgent slice waits for one part,
-not for all that is under way. TCP_NOTSENT_LOWAT limits what the kernel holds: without it some megabytes would precede
-an urgent slice. What both ends do with frames is the same on gRPC's streams.
+The next part of a slice is chosen when the socket can take it, so an urgent slice waits for one part. TCP_NOTSENT_LOWAT
+keeps the kernel from holding megabytes before it. What both ends do with frames is the same on gRPC's streams.
 
 Tested in tests/wire/test_connection.py and tests/wire/test_stream.py.
 """
@@ -21,8 +20,9 @@ import numpy as np
 
 from tfps.errors import ConnectError, ProtocolError, TfpsError
 from tfps.wire import frames
-from tfps.wire.frames import EMPTY, PART_BYTES, Assembler, Header, Kind, Part, decode_part, encode_part, pack_part
+from tfps.wire.frames import EMPTY, PART_BYTES, Assembler, Header, Kind, decode_part, encode_part
 from tfps.wire.job_token import MAX_TOKEN_BYTES, JobToken
+from tfps.wire.reach import split
 from tfps.wire.send_queue import Next, SendQueue
 from tfps.wire.shared_memory import Place, Target
 
@@ -31,11 +31,7 @@ class Receiver(Protocol):
     """Takes incoming frames."""
 
     def memory(self, header: Header, nbytes: int) -> memoryview | None:
-        """Where the `nbytes` of a data frame's payload belong, if known; called before they are received.
-
-        Raises:
-            ProtocolError: the frame does not belong here.
-        """
+        """Where the `nbytes` of a data frame's payload belong, if known; called before they are received."""
 
     def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
         """Takes a data frame; its payload is where `memory` said, or in shared memory at `place`, else new."""
@@ -45,21 +41,10 @@ class Receiver(Protocol):
 
 
 def take(header: Header, payload: memoryview, data: Kind, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
-    """Dispatches an incoming frame: data frames go to `receiver`, receipts to `queue`.
-
-    Args:
-        data: the kind of data frames in this direction.
-
-    Returns:
-        The error of an ERROR frame, which is the last.
-
-    Raises:
-        ProtocolError: it is of the wrong kind for this direction.
-    """
+    """Dispatches an incoming frame: of kind `data` to `receiver`, receipts to `queue`; an error is returned."""
     if header.kind == data:
-        if (place := frames.decode_place(header, payload)) is None:
-            nbytes = len(payload)
-        else:
+        nbytes = len(payload)
+        if (place := frames.decode_place(header, payload)) is not None:
             nbytes = 0 if header.flags & EMPTY else place.nbytes
         queue.received(nbytes, header.received)
         receiver.data(header, payload, place)
@@ -90,38 +75,26 @@ def write_shared(header: Header, payload: memoryview | None, target: Target) -> 
 
 
 def outgoing(queue: SendQueue) -> Iterator[bytes]:
-    """Yields the messages to send until the queue is closed.
-
-    Raises:
-        TfpsError: the queue failed.
-    """
+    """Yields the messages to send until the queue is closed; raises the error with which it fails."""
     while (taken := queue.take()) is not None:
-        item, received = taken.item, taken.received
+        item = taken.item
         if item is None:
-            yield frames.encode(Header(Kind.ACK, received=received))
+            yield frames.encode(Header(Kind.ACK, received=taken.received))
         elif isinstance(item, bytes):
             yield item
-        elif item.target is not None:
-            yield write_shared(item.header._replace(received=received), item.payload, item.target)
         elif item.frame is not None:
             yield item.frame
-        elif item.encoding is not None:
-            yield frames.encode(item.header._replace(received=received), item.encoding.data())
         else:
-            yield frames.encode(item.header._replace(received=received), item.payload or b"")
+            header = item.header._replace(received=taken.received)
+            if item.target is not None:
+                yield write_shared(header, item.payload, item.target)
+            else:
+                yield frames.encode(header, item.encoding.data() if item.encoding else item.payload or b"")
         item = taken = None  # frees the payload while waiting for the next
 
 
 def receive(messages: Iterable[bytes], data: Kind, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
-    """Passes incoming data frames to `receiver` and tracks the receipts of both directions, to the stream's end.
-
-    Returns:
-        The error that the other end sent, if it did.
-
-    Raises:
-        ProtocolError: a frame is malformed or of the wrong kind for this direction.
-        grpc.RpcError: the stream broke (on a pserver: a plain Exception).
-    """
+    """Takes incoming frames of a stream to its end, or to the error that the other end sends, which it returns."""
     for message in messages:
         header, payload = frames.decode(message)
         del message
@@ -142,7 +115,6 @@ _NOT_SENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 PART_S, SLOW_PART_S = 0.5e-3, 3e-3  # link time of one part, and of one that is larger to save CPU
 UNSENT_S = 0.75e-3  # link time of what the kernel holds unsent (TCP_NOTSENT_LOWAT)
 MIN_PART_BYTES, CHEAP_PART_BYTES, MAX_PART_BYTES = 16 * 1024, 64 * 1024, 1024 * 1024
-_FIRST_PART_BYTES = CHEAP_PART_BYTES
 _LEAST_RATE_S = 5e-3  # shortest time to measure a rate
 _RATE_SMOOTHING = 0.3
 _GROW_AFTER = 16  # after so many parts in a row without a wait they grow
@@ -154,47 +126,37 @@ class BrokenConnectionError(OSError):
 
 
 class RateEstimator:
-    """How much to hand to the kernel at a time: half a millisecond of the link; 64 KiB if that is more, but takes at
-    most 3 ms. For one thread.
+    """Sizes the parts: half a millisecond of the link; 64 KiB if that is more, in up to 3 ms (docs/transport.md).
 
-    An urgent slice cannot overtake what the kernel holds. Too little there leaves the link idle between two wake-ups of
-    the sender, and small parts cost CPU. docs/transport.md has the measurements.
-
-    Attributes:
-        part_bytes: payload bytes to hand over at a time.
-        unsent_bytes: the most that the kernel may hold unsent.
+    An urgent slice cannot overtake what the kernel holds, but too little there leaves the link idle.
     """
 
     def __init__(self) -> None:
-        self.part_bytes, self.unsent_bytes = _FIRST_PART_BYTES, _unsent(_FIRST_PART_BYTES)
+        self.part_bytes = CHEAP_PART_BYTES
+        self.free = 0  # parts taken in a row without a wait
         self._rate = 0.0  # bytes per second
         self._since_s: float | None = None  # the socket has been full at each check since
         self._nbytes = 0  # taken since
-        self._free = 0  # parts taken without a wait
 
     @property
-    def unlimited(self) -> bool:
-        """Whether the socket has taken several parts in a row at once: it is not the link that limits."""
-        return self._free >= _UNLIMITED_AFTER
+    def unsent_bytes(self) -> int:
+        """The most that the kernel may hold unsent."""
+        return int(self.part_bytes * UNSENT_S / PART_S)
 
     def idle(self) -> None:
-        """Notes that there was nothing to send.
-
-        Measuring restarts when the socket is full again. And that a socket takes what comes at the link's own rate, as
-        replies do, does not show that the link is faster.
-        """
-        self._since_s, self._free = None, 0
+        """Notes that there was nothing to send: that a socket takes what comes now and then does not show its rate."""
+        self._since_s, self.free = None, 0
 
     def sent(self, nbytes: int, *, waited: bool, now_s: float) -> bool:
         """Notes that the socket took `nbytes`, at once or after it `waited`; returns whether the sizes changed."""
         if not waited:
             self._nbytes += nbytes
-            self._free += 1
-            if self._free >= _GROW_AFTER and self.part_bytes < MAX_PART_BYTES:
-                self._free = 0
+            self.free += 1
+            if self.free >= _GROW_AFTER and self.part_bytes < MAX_PART_BYTES:
+                self.free = 0
                 return self._set(2 * self.part_bytes)
             return False
-        self._free = 0
+        self.free = 0
         if self._since_s is None:
             self._since_s, self._nbytes = now_s, nbytes
             return False
@@ -212,22 +174,12 @@ class RateEstimator:
         part = MIN_PART_BYTES
         while part < MAX_PART_BYTES and 1.5 * part < nbytes:
             part *= 2
-        if part == self.part_bytes:
-            return False
-        self.part_bytes, self.unsent_bytes = part, _unsent(part)
-        return True
-
-
-def _unsent(part_bytes: int) -> int:
-    return int(part_bytes * UNSENT_S / PART_S)
+        before, self.part_bytes = self.part_bytes, part
+        return part != before
 
 
 class Connection:
-    """One end. `send` and `receive` each run on their own thread; `shut_down` and `close` may be called on any.
-
-    Args:
-        connected: a connected TCP socket, blocking.
-    """
+    """One end. `send` and `receive` each run on their own thread; `shut_down` and `close` may be called on any."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -243,13 +195,9 @@ class Connection:
         self._set_unsent()
 
     def send(self, queue: SendQueue) -> None:
-        """Sends what `queue` gives out until it is closed or fails; the other end is told.
-
-        Raises:
-            BrokenConnectionError: it broke.
-        """
+        """Sends what `queue` gives out until it is closed or fails, which the other end is told."""
         try:
-            while self._wait(queue) and self._send_parts(queue):
+            while self._send_parts(queue):
                 pass
         except TfpsError as error:
             self.tell(error)
@@ -261,20 +209,16 @@ class Connection:
         with contextlib.suppress(OSError):
             self._send(_whole(frames.encode_error(error)))
 
-    def _wait(self, queue: SendQueue) -> bool:
-        """Waits for something to send; False once `queue` is closed."""
-        if queue.waiting:
-            return True
-        began_s = time.monotonic()
-        ready = queue.wait()
-        if time.monotonic() - began_s > _IDLE_S:
-            self._rate.idle()
-        return ready
-
     def _send_parts(self, queue: SendQueue) -> bool:
-        """Sends what is most urgent once the socket can take it; False once `queue` is closed."""
+        """Waits for something to send and sends what is most urgent; False once `queue` is closed."""
+        if not queue.waiting:
+            began_s = time.monotonic()
+            if not queue.wait():
+                return False
+            if time.monotonic() - began_s > _IDLE_S:
+                self._rate.idle()
         # A socket that has taken everything for a while is not asked first.
-        if waited := not (self._rate.unlimited or self._poll.poll(0)):
+        if waited := not (self._rate.free >= _UNLIMITED_AFTER or self._poll.poll(0)):
             queue.prepare()
             self._poll.poll()
         # Chosen only now: something more urgent may have come while the socket was full.
@@ -314,18 +258,7 @@ class Connection:
                 self._socket.setsockopt(socket.IPPROTO_TCP, _NOT_SENT_LOWAT, self._rate.unsent_bytes)
 
     def receive(self, data: Kind, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
-        """Passes incoming data frames to `receiver` and tracks the receipts of both directions, to the end.
-
-        Args:
-            data: the kind of data frames in this direction.
-
-        Returns:
-            The error that the other end sent, if it did.
-
-        Raises:
-            ProtocolError: a frame is malformed or of the wrong kind for this direction.
-            BrokenConnectionError: it broke, maybe within a frame.
-        """
+        """As the function `receive`; BrokenConnectionError: the connection broke, maybe within a frame."""
         assembler = Assembler(receiver.memory)
         head = memoryview(bytearray(PART_BYTES))
         more = False  # whether `head` has been received already
@@ -333,7 +266,7 @@ class Connection:
             part = decode_part(head)
             payload: memoryview | None = memoryview(b"")
             if part.nbytes:
-                self._fill_both(assembler.begin(part), head) if part.more else self._fill(assembler.begin(part))
+                self._fill(assembler.begin(part), head if part.more else None)
                 payload = assembler.end(part)
             elif part.more:
                 self._fill(head)
@@ -343,24 +276,16 @@ class Connection:
             payload = None  # frees its memory while waiting for the next
         return None
 
-    def _fill_both(self, payload: memoryview, head: memoryview) -> None:
-        """Receives all of `payload` and the next `head`, if possible at once."""
-        try:
-            count = self._socket.recvmsg_into([payload, head], 0, _WAIT_ALL)[0]
-        except OSError as error:
-            raise BrokenConnectionError(*error.args) from error
-        size = len(payload)
-        if count < size:
-            self._fill(payload[count:])
-        if count < size + len(head):
-            self._fill(head[max(count - size, 0) :])
-
-    def _fill(self, memory: memoryview, *, may_end: bool = False) -> bool:
-        """Receives all of `memory`; False if the connection ends before its first byte and `may_end`."""
+    def _fill(self, memory: memoryview, head: memoryview | None = None, *, may_end: bool = False) -> bool:
+        """Receives `memory`, and then `head`; False if the connection ends before the first byte and `may_end`."""
         so_far, size = 0, len(memory)
         while so_far < size:
+            rest = memory[so_far:] if so_far else memory
             try:
-                count = self._socket.recv_into(memory[so_far:] if so_far else memory, 0, _WAIT_ALL)
+                if head is None:
+                    count = self._socket.recv_into(rest, 0, _WAIT_ALL)
+                else:
+                    count = self._socket.recvmsg_into([rest, head], 0, _WAIT_ALL)[0]
             except OSError as error:
                 raise BrokenConnectionError(*error.args) from error
             if not count:
@@ -368,6 +293,8 @@ class Connection:
                     return False
                 raise BrokenConnectionError(f"the connection ended within a frame, after {so_far} of {size} bytes")
             so_far += count
+        if head is not None and so_far < size + len(head):
+            self._fill(head[so_far - size :])
         return True
 
     def shut_down(self) -> None:
@@ -376,49 +303,37 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Closes the socket, after both threads have ended."""
+        """After both threads have ended."""
         self._socket.close()
 
 
 def _encoded(part: Next, more: bool) -> tuple[bytes | memoryview, ...]:
-    """Headers and payload of a part, as buffers."""
     item, received, begin, end = part
     if item is None:
-        return (pack_part(_ACK, received, 0, 0, 0, more),)
+        return (encode_part(_ACK, 0, 0, 0, more, received),)
     if isinstance(item, bytes):
         return _whole(item, more)
     if item.target is not None:
         return _whole(write_shared(item.header._replace(received=received), item.payload, item.target), more)
-    nbytes = end - begin
-    head = pack_part(item.header, received, item.nbytes, begin, nbytes, more)
+    head = encode_part(item.header, item.nbytes, begin, end - begin, more, received)
     payload = item.payload if item.encoding is None else item.encoding.data()
-    return (head, payload[begin:end]) if nbytes and payload is not None else (head,)
+    return (head, payload[begin:end]) if end > begin and payload is not None else (head,)
 
 
 def _whole(frame: bytes, more: bool = False) -> tuple[bytes | memoryview, ...]:
     """An encoded frame as one part."""
     header, payload = frames.decode(frame)
-    return encode_part(Part(header, len(payload), 0, len(payload), more)), payload
+    return encode_part(header, len(payload), 0, len(payload), more), payload
 
 
 def dial(address: str, port: int, token: JobToken, incarnation: str, rank: int, timeout_s: float) -> Connection:
-    """Opens a worker's data connection to `port` of the pserver at `address` (`host:port`).
-
-    Raises:
-        OSError: it cannot be reached.
-        TfpsError: the error with which it refuses this worker.
-    """
+    """Opens a worker's data connection to `port` of the pserver at `address` (`host:port`); raises as `introduce`."""
     return Connection(introduce(address, port, token, incarnation, rank, timeout_s))
 
 
 def introduce(address: str, port: int, token: JobToken, incarnation: str, rank: int, timeout_s: float) -> socket.socket:
-    """As `dial`; returns the socket of an accepted connection, with `timeout_s`.
-
-    Raises:
-        OSError, TfpsError: see `dial`.
-    """
-    host = address.rpartition(":")[0].strip("[]")
-    connected = socket.create_connection((host, port), timeout_s)
+    """The socket of an accepted connection, with `timeout_s`; raises the error with which the pserver refuses."""
+    connected = socket.create_connection((split(address)[0], port), timeout_s)
     try:
         names = token.reveal(), incarnation.encode()
         connected.sendall(_HELLO.pack(_MAGIC, _VERSION, *map(len, names), rank) + b"".join(names))
@@ -428,21 +343,15 @@ def introduce(address: str, port: int, token: JobToken, incarnation: str, rank: 
         if part.header.kind != Kind.ACK or part.total:
             raise ProtocolError(f"a pserver must greet with ACK or ERROR, got {part}")
         return connected
-    except ProtocolError as error:
+    except BaseException as error:
         connected.close()
-        raise ConnectionRefusedError(f"what answers there is not a tfps pserver: {error}") from error
-    except BaseException:
-        connected.close()
+        if isinstance(error, ProtocolError):
+            raise ConnectionRefusedError(f"what answers there is not a tfps pserver: {error}") from error
         raise
 
 
 def greet(connected: socket.socket, token: JobToken, timeout_s: float) -> tuple[str, int]:
-    """On a pserver: receives the client's incarnation and rank.
-
-    Raises:
-        ConnectError: the greeting is malformed, of another version, or without `token`, which is looked at first.
-        OSError: no greeting comes within `timeout_s`, or the client is gone.
-    """
+    """On a pserver: receives the client's incarnation and rank; OSError if none come within `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     head = _exactly(connected, _HELLO.size, deadline_s)
     magic, version, token_bytes, size, rank = _HELLO.unpack(head)
@@ -456,11 +365,7 @@ def greet(connected: socket.socket, token: JobToken, timeout_s: float) -> tuple[
 
 
 def given_up(connected: socket.socket) -> bool:
-    """Whether a client that has greeted has closed the connection since, as it waited too long for the answer.
-
-    Raises:
-        OSError: the connection broke.
-    """
+    """Whether a client that has greeted has closed the connection since, as it waited too long for the answer."""
     connected.setblocking(False)
     try:
         return not connected.recv(1, socket.MSG_PEEK)
@@ -476,12 +381,8 @@ def admit(connected: socket.socket) -> Connection:
 
 
 def acknowledge(connected: socket.socket) -> None:
-    """Answers a greeting.
-
-    Raises:
-        OSError: the client is gone.
-    """
-    connected.sendall(encode_part(Part(Header(Kind.ACK), 0, 0, 0)))
+    """Answers a greeting."""
+    connected.sendall(encode_part(_ACK, 0, 0, 0))
 
 
 def refuse(connected: socket.socket, error: TfpsError) -> None:

@@ -1,4 +1,4 @@
-"""Control calls: their names, the channel they share with the streams, and what gRPC's errors mean.
+"""Control calls: their names and messages, the channel they share with the streams, and what gRPC's errors mean.
 
 Tested in tests/wire/test_control.py; clocks in tests/worker/test_captures.py and tests/doctor/test_pserver.py.
 """
@@ -93,17 +93,14 @@ CALLS = frozenset([*_UNARY, PUSH, PULL, MEASURE])  # the names of all that a pse
 
 
 def server_options(security: Security) -> list[tuple[str, int]]:
-    """gRPC's options for a pserver. Where strangers can call, all of them together must not take its memory.
-
-    With certificates of workers they cannot; without a job token there are none: whoever calls may join.
-    """
+    """gRPC's options for a pserver. Where strangers can call, all of them together must not take its memory."""
+    # With certificates of workers they cannot; without a job token there are none: whoever calls may join.
     strangers = bool(security.token_file) and not security.tls_ca
     lookahead = _LOOKAHEAD_OF_STRANGERS if strangers else _LOOKAHEAD_BYTES
     return [*_SERVER_OPTIONS, ("grpc.http2.lookahead_bytes", lookahead)]
 
 
 def method(name: str) -> str:
-    """The path of a method of the service."""
     return f"/{SERVICE}/{name}"
 
 
@@ -126,22 +123,16 @@ def settings_of(config: Config) -> pb.Settings:
 
 
 def memory_message(offer: Offer | None) -> pb.SharedMemory | None:
-    """A worker's memory as a message; None if it has none to share."""
     return None if offer is None else pb.SharedMemory(host=offer.host, fd=offer.fd, secret=offer.secret)
 
 
 def config_of(settings: pb.Settings) -> Config:
-    """The reverse of `settings_of`, with the first sizes in place of "auto".
-
-    Raises:
-        ConfigError: a received value is out of range.
-    """
-    values = {descriptor.name: getattr(settings, descriptor.name) for descriptor in settings.DESCRIPTOR.fields}
+    """The reverse of `settings_of`, with the first sizes in place of "auto"."""
+    values = {field.name: getattr(settings, field.name) for field in settings.DESCRIPTOR.fields}
     return Config(**{**values, "staleness": settings.staleness if settings.HasField("staleness") else None})
 
 
 def bucket_message(spec: BucketSpec) -> pb.Bucket:
-    """A bucket as it is declared."""
     return pb.Bucket(
         names=spec.common_names,
         kind=spec.kind,
@@ -169,46 +160,29 @@ def bucket_of(message: pb.Bucket) -> BucketSpec:
 
 
 def layout_message(layout: Layout) -> pb.Layout:
-    """A layout as a message."""
     buckets = sorted(layout.steps)
-    return pb.Layout(
-        slice_bytes=layout.slice_bytes,
-        window_bytes=layout.window_bytes,
-        buckets=buckets,
-        steps=[layout.steps[bucket] for bucket in buckets],
-    )
+    steps = [layout.steps[bucket] for bucket in buckets]
+    return pb.Layout(slice_bytes=layout.slice_bytes, window_bytes=layout.window_bytes, buckets=buckets, steps=steps)
 
 
 def layout_of(message: pb.Layout) -> Layout:
-    """The reverse of `layout_message`.
-
-    Raises:
-        ProtocolError: not every listed bucket has a step.
-    """
-    if len(message.buckets) != len(message.steps):
-        raise ProtocolError(
-            f"a layout must have one step per bucket, got {len(message.steps)} for {len(message.buckets)} buckets"
-        )
-    steps = dict(zip(message.buckets, message.steps, strict=True))
-    return Layout(message.slice_bytes, message.window_bytes, steps)
+    """The reverse of `layout_message`."""
+    buckets, steps = message.buckets, message.steps
+    if len(buckets) != len(steps):
+        raise ProtocolError(f"a layout must have one step per bucket, got {len(steps)} for {len(buckets)} buckets")
+    return Layout(message.slice_bytes, message.window_bytes, dict(zip(buckets, steps, strict=True)))
 
 
 def record_messages(recorder: Recorder, **fields: Argument) -> list[pb.Records]:
     """What a recorder holds, as messages of a few MB; `fields` are those of Records that name its owner."""
-    records = recorder.records()
+    records, size = recorder.records(), _RECORDS_BYTES
     return [
-        pb.Records(
-            records=records[at : at + _RECORDS_BYTES],
-            last=at + _RECORDS_BYTES >= len(records),
-            full=recorder.full,
-            **fields,
-        )
-        for at in range(0, max(len(records), 1), _RECORDS_BYTES)
+        pb.Records(records=records[at : at + size], last=at + size >= len(records), full=recorder.full, **fields)
+        for at in range(0, max(len(records), 1), size)
     ]
 
 
 def failure_of(error: TfpsError) -> pb.Failure:
-    """An error as a message."""
     return pb.Failure(code=error_code(error), text=str(error))
 
 
@@ -217,8 +191,7 @@ class Fallible(Protocol):
 
     failure: pb.Failure
 
-    def HasField(self, field_name: str) -> bool:
-        """Whether it has the field."""
+    def HasField(self, field_name: str) -> bool: ...
 
 
 def raise_failure(reply: Fallible, prefix: str = "") -> None:
@@ -228,20 +201,14 @@ def raise_failure(reply: Fallible, prefix: str = "") -> None:
 
 
 class Pserver:
-    """A worker's connection to one pserver; control calls may come from any thread.
-
-    Attributes:
-        metadata: of every call and stream: the job token, if there is one.
-        explain: called when a connection has broken in a call; may raise a better error than that.
-
-    Raises:
-        ConfigError: a file of `security` cannot be read or is malformed.
-    """
+    """A worker's connection to one pserver; control calls may come from any thread."""
 
     def __init__(self, address: str, security: Security = Security()) -> None:  # noqa: B008 (it is immutable)
         self.address = address
+        # Called when a connection has broken in a call; may raise a better error than that.
         self.explain: Callable[[], object] = lambda: None
         self.token = JobToken.read(security.token_file)
+        self.metadata = self.token.metadata()  # of every call and stream
         self._security = security
         if security.tls_ca:
             self.channel = grpc.secure_channel(address, channel_credentials(security), CHANNEL_OPTIONS)
@@ -254,27 +221,11 @@ class Pserver:
             for name, (request, reply) in _TYPES.items()
         }
 
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        return self.token.metadata()
-
     def join(self, request: pb.JoinRequest, timeout_s: float, limit_s: float) -> pb.JoinReply:
-        """Calls Join, waiting for the pserver to come up.
-
-        Args:
-            request: a JoinRequest.
-            timeout_s: the rest of `limit_s`.
-            limit_s: the user's setting, for the error message.
-
-        Raises:
-            ConnectError: no answer within `timeout_s`, not a pserver, it refuses this worker, or one of the two lacks
-                the job token or TLS.
-            MismatchError: this worker's settings differ from the others'.
-        """
+        """Calls Join, waiting for the pserver to come up: `timeout_s`, the rest of the user's `limit_s`."""
+        join = self._calls["Join"]
         try:
-            reply = self._answer(
-                self._calls["Join"].future(request, timeout=timeout_s, wait_for_ready=True, metadata=self.metadata)
-            )
+            reply = self._answer(join.future(request, timeout=timeout_s, wait_for_ready=True, metadata=self.metadata))
         except grpc.RpcError as error:
             self._raise_stranger(error)
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
@@ -316,36 +267,23 @@ class Pserver:
 
     @overload
     def call(self, name: Literal["Clock"], request: pb.ClockRequest, timeout_s: float) -> pb.ClockReply: ...
-
     @overload
     def call(self, name: Literal["Collect"], request: pb.CollectRequest, timeout_s: float) -> pb.CollectReply: ...
-
     @overload
     def call(self, name: Literal["Get"], request: pb.GetRequest, timeout_s: float) -> pb.GetReply: ...
-
     @overload
     def call(self, name: Literal["Probe"], request: pb.ProbeRequest, timeout_s: float) -> pb.ProbeReply: ...
-
     @overload
     def call(self, name: Literal["Status"], request: pb.StatusRequest, timeout_s: float) -> pb.StatusReply: ...
-
     @overload
     def call(self, name: Literal["Take"], request: pb.TakeRequest, timeout_s: float) -> pb.TakeReply: ...
-
     @overload
     def call(self, name: Literal["Waiting"], request: pb.WaitingRequest, timeout_s: float) -> pb.WaitingReply: ...
-
     @overload
     def call(self, name: str, request: Message, timeout_s: float) -> Message: ...
 
     def call(self, name: str, request: Message, timeout_s: float) -> Message:
-        """Makes any other control call.
-
-        Raises:
-            ConnectError: the pserver wants another job token.
-            PserverLostError: the call failed.
-            TfpsError: the error that the pserver answered, or that `explain` raises.
-        """
+        """Makes any other control call; raises the error that the pserver answers, or that `explain` raises."""
         try:
             reply = self._calls[name](request, timeout=timeout_s, metadata=self.metadata)
         except grpc.RpcError as error:
@@ -376,30 +314,16 @@ def lost(address: str, error: grpc.RpcError, when: str) -> PserverLostError:
 
 
 class ClockOffset(NamedTuple):
-    """From the shortest of several round trips, which took `round_trip_ns`.
+    """From the shortest of several round trips."""
 
-    Attributes:
-        offset_ns: to add to the pserver's times of captures to get this process's.
-        error_ns: the most by which the two offsets may be wrong.
-        wall_offset_ns: the same of the times of day.
-    """
-
-    offset_ns: int
-    error_ns: int
+    offset_ns: int  # to add to the pserver's times of captures to get this process's
+    error_ns: int  # the most by which the two offsets may be wrong
     round_trip_ns: int
-    wall_offset_ns: int
+    wall_offset_ns: int  # of the times of day
 
 
 def compare_clocks(pserver: Pserver, clock: Callable[[], int], timeout_s: float = _CLOCK_TIMEOUT_S) -> ClockOffset:
-    """Compares this process's clocks with a pserver's.
-
-    Args:
-        clock: of this process's captures, nanoseconds.
-        timeout_s: of each of the calls.
-
-    Raises:
-        TfpsError: the pserver did not answer.
-    """
+    """Compares this process's clocks, that of captures being `clock` (ns), with a pserver's; `timeout_s` per call."""
     found: list[ClockOffset] = []
     for _ in range(_ROUND_TRIPS):
         before_ns, wall_ns = clock(), time.time_ns()

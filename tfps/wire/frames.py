@@ -1,10 +1,4 @@
-"""The byte format of exchange frames, known only here; documented in `protos/tfps.proto`.
-
-On a data connection frames travel in parts, so that more urgent frames can go in between. A part is its frame's header,
-a range of payload bytes (`Part`), and these bytes. Parts of one frame come in order; those of several frames may
-alternate. Parts that are sent together say so, so that a payload and the next part's header can be received together:
-system calls are what small slices cost most.
-"""
+"""The byte format of exchange frames and of their parts, known only here; documented in `protos/tfps.proto`."""
 
 from __future__ import annotations
 
@@ -79,11 +73,10 @@ _CODES: dict[int, type[TfpsError]] = {  # part of the protocol: never change a n
 
 def encode(header: Header, payload: bytes | memoryview = b"") -> bytes:
     """One message: header and payload, copied once."""
-    return b"".join((pack_header(header), payload))
+    return b"".join((_pack(header), payload))
 
 
-def pack_header(header: Header, received: int | None = None) -> bytes:
-    """The first `HEADER_BYTES` of a frame, with `received` instead of the header's if given."""
+def _pack(header: Header, received: int | None = None) -> bytes:
     kind, flags, bucket, index, priority, step, own, generation = header
     return _LAYOUT.pack(kind, flags, generation, bucket, index, priority, step, own if received is None else received)
 
@@ -94,11 +87,7 @@ def encode_shared(header: Header, place: Place) -> bytes:
 
 
 def decode_place(header: Header, payload: memoryview) -> Place | None:
-    """The place of a shared slice; None if it is in the payload.
-
-    Raises:
-        ProtocolError: the payload is not a place.
-    """
+    """The place of a shared slice; None if it is in the payload."""
     if not header.flags & SHARED:
         return None
     if len(payload) != _PLACE.size:
@@ -107,22 +96,13 @@ def decode_place(header: Header, payload: memoryview) -> Place | None:
 
 
 def decode(message: bytes) -> tuple[Header, memoryview]:
-    """Header and payload (a view, not a copy) of a message from the other end.
-
-    Raises:
-        ProtocolError: the message is truncated, too long, or of an unknown kind.
-    """
+    """Header and payload (a view, not a copy) of a message from the other end."""
     if not HEADER_BYTES <= len(message) <= MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame must have {HEADER_BYTES} to {MAX_FRAME_BYTES} bytes, got {len(message)}")
-    return unpack_header(message), memoryview(message)[HEADER_BYTES:]
+    return _unpack(message), memoryview(message)[HEADER_BYTES:]
 
 
-def unpack_header(data: bytes | bytearray | memoryview) -> Header:
-    """The reverse of `pack_header`; ignores what follows in `data`.
-
-    Raises:
-        ProtocolError: the kind or a flag is unknown.
-    """
+def _unpack(data: bytes | bytearray | memoryview) -> Header:
     kind, flags, generation, bucket, index, priority, step, received = _LAYOUT.unpack_from(data)
     if kind not in _KINDS:
         raise ProtocolError(f"kind of a frame must be one of {', '.join(f'{k} ({k.name})' for k in Kind)}, got {kind}")
@@ -152,7 +132,9 @@ def decode_error(header: Header, payload: memoryview) -> TfpsError:
     return error_from(header.index, bytes(payload).decode("utf-8", "replace"))
 
 
-# Parts
+# Parts: on a data connection more urgent frames go in between. Parts of one frame come in order, those of several may
+# alternate. A part that is sent together with the next says so: its payload and the next header can be received at
+# once, as system calls are what small slices cost most.
 
 _REST = struct.Struct("<III")  # payload bytes of the frame, where this part begins, bytes of this part
 PART_BYTES = HEADER_BYTES + _REST.size
@@ -173,24 +155,16 @@ class Part(NamedTuple):
     more: bool = False
 
 
-def encode_part(part: Part) -> bytes:
-    """The bytes that precede a part's payload."""
-    header, total, offset, nbytes, more = part
-    return pack_part(header, header.received, total, offset, nbytes, more)
-
-
-def pack_part(header: Header, received: int, total: int, offset: int, nbytes: int, more: bool) -> bytes:
-    """As `encode_part`, with `received` instead of the header's."""
-    return pack_header(header, received) + _REST.pack(total, offset, nbytes | _MORE if more else nbytes)
+def encode_part(
+    header: Header, total: int, offset: int, nbytes: int, more: bool = False, received: int | None = None
+) -> bytes:
+    """The bytes that precede the payload of a `Part`; with `received` instead of the header's if given."""
+    return _pack(header, received) + _REST.pack(total, offset, nbytes | _MORE if more else nbytes)
 
 
 def decode_part(data: bytes | bytearray | memoryview) -> Part:
-    """The reverse of `encode_part`.
-
-    Raises:
-        ProtocolError: the header is malformed, or the part does not lie within its frame.
-    """
-    header = unpack_header(data)
+    """The reverse of `encode_part`."""
+    header = _unpack(data)
     total, offset, nbytes = _REST.unpack_from(data, HEADER_BYTES)
     if more := nbytes >= _MORE:
         nbytes -= _MORE
@@ -202,11 +176,7 @@ def decode_part(data: bytes | bytearray | memoryview) -> Part:
 
 
 class Assembler:
-    """Assembles frames from parts, where their payloads belong. For one thread.
-
-    Args:
-        memory: called for the first part of a frame with a payload. If it returns None, memory is allocated.
-    """
+    """Assembles frames from parts. `memory` is called once per frame; None: memory is allocated. For one thread."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -214,12 +184,8 @@ class Assembler:
         self._whole = _NOTHING  # the payload of a frame in one part
 
     def begin(self, part: Part) -> memoryview:
-        """Where to write the bytes of `part`; call `end` once they are written.
-
-        Raises:
-            ProtocolError: it is not the next part of its frame, or too many frames are open.
-        """
-        header, total, nbytes = part.header, part.total, part.nbytes
+        """Where to write the bytes of `part`, the next of its frame; call `end` once they are written."""
+        header, total, offset, nbytes, _ = part
         if nbytes == total:  # all in one part
             if self._open and _key(header) in self._open:
                 raise ProtocolError(f"the next part of a frame must not begin it again, got {nbytes} of {total} bytes")
@@ -230,18 +196,17 @@ class Assembler:
         key = _key(header)
         found = self._open.get(key)
         if found is None:
-            if part.offset:
-                raise ProtocolError(f"the first part of a frame must begin at byte 0, got one at {part.offset}")
+            if offset:
+                raise ProtocolError(f"the first part of a frame must begin at byte 0, got one at {offset}")
             if len(self._open) >= _MAX_OPEN:
                 raise ProtocolError(f"at most {_MAX_OPEN} frames may be under way at a time")
             found = self._open[key] = self._payload(header, total), 0
         payload, so_far = found
-        if len(payload) != part.total or part.offset != so_far:
+        if len(payload) != total or offset != so_far:
             raise ProtocolError(
-                f"the next part of a frame must begin at byte {so_far} of {len(payload)}, got {part.offset} of "
-                f"{part.total}"
+                f"the next part of a frame must begin at byte {so_far} of {len(payload)}, got {offset} of {total}"
             )
-        return payload[part.offset : part.offset + part.nbytes]
+        return payload[offset : offset + nbytes]
 
     def _payload(self, header: Header, nbytes: int) -> memoryview:
         memory = self._memory(header, nbytes)

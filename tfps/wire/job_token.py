@@ -17,14 +17,7 @@ _warned_of: set[str] = set()  # files that others may read: a worker reads its t
 
 
 class JobToken:
-    """A token that does not show: neither `str` nor `repr` has it.
-
-    Args:
-        text: visible ASCII characters; "" stands for no token.
-
-    Raises:
-        ConfigError: it is too short, too long, or has other characters. The message does not show it.
-    """
+    """A token of visible ASCII characters, or "" for none. Neither `str`, `repr` nor error messages show it."""
 
     __slots__ = ("_text",)
 
@@ -41,11 +34,7 @@ class JobToken:
 
     @classmethod
     def read(cls, path: str) -> JobToken:
-        """The token in the file at `path`, without white space around it; "" gives no token.
-
-        Raises:
-            ConfigError: it cannot be read, or is malformed.
-        """
+        """The token in the file at `path`, without white space around it; "" gives no token."""
         if not path:
             return cls()
         try:
@@ -78,28 +67,26 @@ class JobToken:
 
     def refusal(self, received: bytes) -> str | None:
         """What to tell a client that sent `received` (b"": no token); None if it fits. Takes the same time for all."""
-        if not self._text:
-            return NOT_WANTED if received else None
         if hmac.compare_digest(received, self._text.encode()):
             return None
-        return OTHER if received else WANTED
+        if not self._text:
+            return (
+                "was started without a job token, but this client has one: start the pserver with --token-file, or "
+                "unset TFPS_TOKEN_FILE (token_file) here"
+            )
+        if not received:
+            return (
+                "wants a job token, this client sent none: set TFPS_TOKEN_FILE (or token_file, --token-file) to its "
+                "file"
+            )
+        return (
+            "has another job token than this client: TFPS_TOKEN_FILE (or token_file, --token-file) must name a file "
+            "with the same content on both"
+        )
 
 
 def is_open_to_others(status: os.stat_result) -> bool:
-    """Whether others than those whom a file of a job token is for may use it.
-
-    Somebody else's file is there for its group: a Secret of Kubernetes is root's.
-    """
+    """Whether others than those whom a file of a job token is for may use it."""
+    # Somebody else's file is there for its group: a Secret of Kubernetes is root's.
     own = not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
     return stat.S_ISREG(status.st_mode) and bool(status.st_mode & (0o077 if own else 0o007))
-
-
-WANTED = "wants a job token, this client sent none: set TFPS_TOKEN_FILE (or token_file, --token-file) to its file"
-OTHER = (
-    "has another job token than this client: TFPS_TOKEN_FILE (or token_file, --token-file) must name a file with the "
-    "same content on both"
-)
-NOT_WANTED = (
-    "was started without a job token, but this client has one: start the pserver with --token-file, or unset "
-    "TFPS_TOKEN_FILE (token_file) here"
-)

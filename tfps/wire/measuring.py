@@ -1,7 +1,4 @@
-"""Measures the bytes per second between two processes, over a data connection or gRPC: both ends.
-
-One end sends, without waiting for anything, the other counts. The first quarter does not count: connections start
-slowly. docs/transport.md describes the exchange.
+"""Measures the bytes per second between two processes, both ends: one sends, the other counts (docs/transport.md).
 
 Tested in tests/wire/test_measuring.py and tests/pserver/test_measuring.py.
 """
@@ -34,13 +31,13 @@ DIRECTION_KEY = "tfps-direction"  # metadata of Measure
 _RESULT = struct.Struct("<QQ")  # bytes and nanoseconds that the receiver has counted
 RESULT_BYTES = _RESULT.size
 _TICK_NS = 2_000_000  # between two points of a measurement
-_SKIPPED = 4  # one part of so many, the first, does not count
+_SKIPPED = 4  # one part of so many, the first, does not count: connections start slowly
 _DROP = struct.pack("ii", 1, 0)  # SO_LINGER: what is still to be sent is thrown away at close
 _SERVED_S = 2 * SECONDS  # the most that a pserver gives one client
 _LOOK_S = 0.1  # how long a socket may be silent before a look at what else has happened
 _END_S = 1.0  # for a client to close its end
 _NOT_SENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", None)
-_PURPOSE = "measure "  # and the direction, in a greeting; an incarnation has no space
+_PURPOSES: dict[str, Direction] = {"measure push": "push", "measure pull": "pull"}  # an incarnation has no space
 
 
 def pack_result(counted: Throughput) -> bytes:
@@ -49,11 +46,7 @@ def pack_result(counted: Throughput) -> bytes:
 
 
 def unpack_result(data: bytes) -> Throughput:
-    """The reverse of `pack_result`.
-
-    Raises:
-        ProtocolError: it has another size.
-    """
+    """The reverse of `pack_result`."""
     if len(data) != RESULT_BYTES:
         raise ProtocolError(f"the result of a measurement must have {RESULT_BYTES} bytes, got {len(data)}")
     nbytes, nanoseconds = _RESULT.unpack(data)
@@ -61,14 +54,10 @@ def unpack_result(data: bytes) -> Throughput:
 
 
 class Meter:
-    """Counts what arrives. For one thread.
-
-    Attributes:
-        nbytes: so far.
-    """
+    """Counts what arrives. For one thread."""
 
     def __init__(self) -> None:
-        self.nbytes = 0
+        self.nbytes = 0  # so far
         self._points: list[tuple[int, int]] = []  # time and bytes by then
         self._last = (0, 0)
 
@@ -90,11 +79,10 @@ class Meter:
 
     def measured(self) -> Throughput:
         """What came after the first quarter of the time; all of it, in no time, if it came at once."""
-        if not self._points:
-            return Throughput(0, 0.0)
-        (first_ns, _), (last_ns, _) = self._points[0], self._last
+        points = [*self._points, self._last]
+        first_ns, last_ns = points[0][0], points[-1][0]
         begin_ns = first_ns + (last_ns - first_ns) / _SKIPPED
-        then_ns, before = next(point for point in [*self._points, self._last] if point[0] >= begin_ns)
+        then_ns, before = next(point for point in points if point[0] >= begin_ns)
         if then_ns == last_ns:
             return Throughput(self.nbytes, 0.0)
         return Throughput(self.nbytes - before, (last_ns - then_ns) / 1e9)
@@ -102,15 +90,12 @@ class Meter:
 
 def purpose(direction: Direction) -> str:
     """What a client that wants to measure sends in its greeting instead of an incarnation."""
-    return _PURPOSE + direction
+    return f"measure {direction}"
 
 
 def direction_of(text: str) -> Direction | None:
     """The direction, if `text` is from `purpose`."""
-    for direction in ("push", "pull"):
-        if text == _PURPOSE + direction:
-            return direction
-    return None
+    return _PURPOSES.get(text)
 
 
 def drop(connected: socket.socket) -> None:
@@ -124,14 +109,9 @@ def drop(connected: socket.socket) -> None:
 
 
 def measure_connection(connected: socket.socket, direction: Direction, seconds: float, timeout_s: float) -> Throughput:
-    """Measures over a data connection that was greeted with `purpose(direction)`; closes it.
+    """Measures over a data connection that was greeted with `purpose(direction)`, and closes it.
 
-    Args:
-        seconds: of measuring; the pserver ends it after `SECONDS`.
-        timeout_s: for bytes to arrive.
-
-    Raises:
-        OSError: it broke; TimeoutError: nothing came within `timeout_s`, or nothing of what was sent has arrived.
+    TimeoutError: nothing came within `timeout_s`, or nothing of what was sent has arrived.
     """
     try:
         connected.settimeout(timeout_s)
@@ -182,13 +162,7 @@ def _push(connected: socket.socket, seconds: float, timeout_s: float) -> Through
 
 
 def measure_grpc(pserver: Pserver, direction: Direction, seconds: float) -> Throughput:
-    """Measures over gRPC, as `measure_connection` does.
-
-    Raises:
-        ConnectError: the pserver refuses this client.
-        WaitTimeoutError: the pserver has a job, or somebody else measures.
-        PserverLostError: the call failed.
-    """
+    """As `measure_connection`, over gRPC; WaitTimeoutError: the pserver has a job, or somebody else measures."""
 
     def messages() -> Iterator[bytes]:
         end_s = time.monotonic() + seconds
@@ -209,31 +183,22 @@ def measure_grpc(pserver: Pserver, direction: Direction, seconds: float) -> Thro
             if meter.seconds >= seconds:
                 break
     except grpc.RpcError as error:
-        raise _refusal(pserver, error) from error
+        code, details = error.code(), str(error.details())
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            raise WaitTimeoutError(details) from error
+        if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED):
+            raise ConnectError(details) from error
+        raise lost(pserver.address, error, "while measuring") from error
     finally:
         call.cancel()
     return meter.measured()
-
-
-def _refusal(pserver: Pserver, error: grpc.RpcError) -> TfpsError:
-    code, details = error.code(), str(error.details())
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return WaitTimeoutError(details)
-    if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED):
-        return ConnectError(details)
-    return lost(pserver.address, error, "while measuring")
 
 
 # The pserver's end
 
 
 class Measuring:
-    """Serves one measurement at a time, and none while there is a job, which it would slow; any thread.
-
-    Args:
-        has_job: whether workers have joined that have not all left.
-        wait_s: counts a measurement; returns 0.0, or in how many seconds it may be made.
-    """
+    """Serves one measurement at a time, and none while there is a job, which it would slow; any thread."""
 
     def __init__(self, has_job: Callable[[], bool], wait_s: Callable[[], float]) -> None:
         self._has_job, self._wait_s = has_job, wait_s
@@ -250,16 +215,21 @@ class Measuring:
             with self._taken():
                 connected.settimeout(_LOOK_S)
                 acknowledge(connected)
-                end_s = time.monotonic() + _SERVED_S
+                end_s, memory = time.monotonic() + _SERVED_S, bytearray(len(CHUNK))
                 if direction == "pull":
                     if _NOT_SENT_LOWAT is not None:  # else the client still gets megabytes after the end
                         connected.setsockopt(socket.IPPROTO_TCP, _NOT_SENT_LOWAT, len(CHUNK))
                     self._count(lambda: connected.send(CHUNK), end_s)
                 else:
-                    memory = bytearray(len(CHUNK))
                     connected.sendall(pack_result(self._count(lambda: connected.recv_into(memory), end_s)))
-                if self._may_go_on():
-                    _wait_for_end(connected)
+                if not self._may_go_on():
+                    return
+                connected.shutdown(socket.SHUT_WR)
+                end_s = time.monotonic() + _END_S
+                while time.monotonic() < end_s:  # until the client closes: to do so first could take the last from it
+                    with contextlib.suppress(TimeoutError):
+                        if not connected.recv_into(memory):
+                            return
         except TfpsError as error:
             refuse(connected, error)
         except OSError:
@@ -322,13 +292,3 @@ def _next_bytes(messages: Iterator[bytes]) -> int:
     with contextlib.suppress(Exception):  # gRPC raises when the client is gone or its deadline over
         return len(next(messages, b""))
     return 0
-
-
-def _wait_for_end(connected: socket.socket) -> None:
-    """Reads on until the client has closed its end: closing first could take from it what was sent last."""
-    connected.shutdown(socket.SHUT_WR)
-    end_s, memory = time.monotonic() + _END_S, bytearray(len(CHUNK))
-    while time.monotonic() < end_s:
-        with contextlib.suppress(TimeoutError):
-            if not connected.recv_into(memory):
-                return

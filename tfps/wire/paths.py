@@ -14,6 +14,7 @@ import grpc
 
 from tfps.config import Transport
 from tfps.errors import ConnectError, ProtocolError, PserverLostError, TfpsError
+from tfps.membership.view import Membership
 from tfps.wire.connection import BrokenConnectionError, Connection, Receiver, dial, outgoing, receive
 from tfps.wire.control import INCARNATION_KEY, PULL, PUSH, RANK_KEY, Pserver, lost, method
 from tfps.wire.frames import Kind
@@ -26,10 +27,7 @@ _END_S = 5.0  # for a pserver to end the streams of a worker that has left
 
 
 class TcpPath:
-    """A worker's data connection. The thread "tfps-send-<index>" pushes.
-
-    `GrpcPath` has the same methods.
-    """
+    """A worker's data connection. The thread "tfps-send-<index>" pushes. `GrpcPath` has the same methods."""
 
     def __init__(self, connection: Connection, address: str, index: int, queue: SendQueue, when: Callable[[], str]):
         self._connection, self._address, self._when, self._queue = connection, address, when, queue
@@ -39,23 +37,14 @@ class TcpPath:
         self._sender.start()
 
     def receive(self, queue: SendQueue, receiver: Receiver) -> TfpsError | None:
-        """Receives to the end, or until the pserver sends an ERROR, which it returns.
-
-        Raises:
-            ProtocolError: a frame is malformed or of the wrong kind for this direction.
-            PserverLostError: the connection broke.
-        """
+        """Receives to the end, or until the pserver sends an ERROR, which it returns."""
         try:
-            ended = self._connection.receive(Kind.REPLY, queue, receiver)
+            return self._connection.receive(Kind.REPLY, queue, receiver)
         except BrokenConnectionError as broken:
-            self._raise_bug()
             raise PserverLostError(f"pserver {self._address}: connection lost {self._when()}: {broken}") from broken
-        self._raise_bug()
-        return ended
-
-    def _raise_bug(self) -> None:
-        if self._bug is not None:
-            raise TfpsError(f"pserver {self._address}: sending failed {self._when()}: {self._bug!r}") from self._bug
+        finally:
+            if self._bug is not None:  # it explains whatever has happened here
+                raise TfpsError(f"pserver {self._address}: sending failed {self._when()}: {self._bug!r}") from self._bug
 
     def finish(self) -> None:
         """Ends both directions; for the receiving thread."""
@@ -71,21 +60,17 @@ class TcpPath:
     def _send(self) -> None:
         try:
             self._connection.send(self._queue)
-        except BrokenConnectionError:
-            self._connection.shut_down()  # the receiving thread reports what happened
-        except Exception as bug:  # without a sender every waiter would hang
-            self._bug = bug
+        except Exception as error:  # the receiving thread reports what happened: every waiter would hang
+            self._bug = None if isinstance(error, BrokenConnectionError) else error
             self._connection.shut_down()
 
 
 class GrpcPath:
     """A worker's two streams. gRPC's own threads push."""
 
-    def __init__(
-        self, pserver: Pserver, queue: SendQueue, incarnation: str, rank: int, when: Callable[[], str]
-    ) -> None:
-        self._address, self._when = pserver.address, when
-        channel, metadata = pserver.channel, (*pserver.metadata, (INCARNATION_KEY, incarnation), (RANK_KEY, str(rank)))
+    def __init__(self, pserver: Pserver, queue: SendQueue, member: Membership, when: Callable[[], str]) -> None:
+        self._address, self._when, channel = pserver.address, when, pserver.channel
+        metadata = (*pserver.metadata, (INCARNATION_KEY, member.incarnation), (RANK_KEY, str(member.rank)))
         self._pull: grpc.Call = channel.unary_stream(method(PULL))(b"", metadata=metadata)
         self._push: grpc.Future = channel.stream_unary(method(PUSH)).future(outgoing(queue), metadata=metadata)
 
@@ -111,33 +96,20 @@ DataPath = TcpPath | GrpcPath
 
 
 class Opening:
-    """Opens the data paths of a worker to one pserver after the other, as `transport` says.
-
-    Args:
-        when: `at step 17`, for messages.
-    """
+    """Opens the data paths of a worker to one pserver after the other; `when()` is `at step 17`, for messages."""
 
     def __init__(self, transport: Transport, when: Callable[[], str]) -> None:
         self._transport, self._when, self._dial_s = transport, when, _DIAL_S
 
-    def open(
-        self, pserver: Pserver, index: int, queue: SendQueue, data_port: int, incarnation: str, rank: int
-    ) -> DataPath:
-        """Opens the data path to `pserver`, which the worker has joined.
-
-        Args:
-            data_port: the pserver's; 0 if it takes no data connections, as it uses TLS.
-
-        Raises:
-            ConnectError: `transport` is "tcp" and the pserver's data port cannot be reached.
-            TfpsError: the error with which the pserver refuses this worker.
-        """
+    def open(self, pserver: Pserver, index: int, queue: SendQueue, data_port: int, member: Membership) -> DataPath:
+        """Opens the path to a pserver that `member` has joined; a `data_port` of 0: it uses TLS and has none."""
         if not data_port and self._transport != "grpc":
             logger.info("tfps: pserver %s uses TLS: slices go through gRPC", pserver.address)
         elif self._transport != "grpc":
             try:
-                connection = dial(pserver.address, data_port, pserver.token, incarnation, rank, self._dial_s)
-                return TcpPath(connection, pserver.address, index, queue, self._when)
+                address, token = pserver.address, pserver.token
+                connection = dial(address, data_port, token, member.incarnation, member.rank, self._dial_s)
+                return TcpPath(connection, address, index, queue, self._when)
             except OSError as error:
                 if isinstance(error, TimeoutError):  # a firewall, which probably hides the other ports, too
                     self._dial_s = _NEXT_DIAL_S
@@ -148,24 +120,18 @@ class Opening:
                         'transport="auto"'
                     ) from error
                 logger.warning("tfps: %s; slices go through gRPC, which takes several times the CPU per byte", where)
-        return GrpcPath(pserver, queue, incarnation, rank, self._when)
+        return GrpcPath(pserver, queue, member, self._when)
 
 
 class WorkerStream:
     """The worker's end of both directions to one pserver. The thread "tfps-recv-<index>" receives.
 
-    The end of the push stream shows in the reply stream: the pserver ends both together.
-
-    Args:
-        address: of the pserver.
-        receiver: called on the receiver thread.
-        on_end: called once on the receiver thread if the streams end other than by `close`; told is True if the pserver
-            said why.
-        when: `at step 17`, for messages.
+    `on_end` is called on it once if the streams end other than by `close`: why, and whether the pserver said so.
     """
 
     def __init__(
         self,
+        path: DataPath,
         address: str,
         index: int,
         queue: SendQueue,
@@ -173,39 +139,26 @@ class WorkerStream:
         on_end: Callable[[TfpsError, bool], None],
         when: Callable[[], str],
     ) -> None:
-        self._address = address
-        self._queue = queue
-        self._receiver = receiver
-        self._on_end = on_end
-        self._when = when
+        self._path, self._address, self._queue, self._when = path, address, queue, when
+        self._receiver, self._on_end = receiver, on_end
         self._closed = False
-        self._index = index
-        self._running: tuple[DataPath, threading.Thread] | None = None
-
-    def start(self, path: DataPath) -> None:
-        """Starts receiving on `path`, which is sending already."""
-        thread = threading.Thread(target=self._receive, args=(path,), name=f"tfps-recv-{self._index}", daemon=True)
-        self._running = path, thread
-        thread.start()
+        self._thread = threading.Thread(target=self._receive, name=f"tfps-recv-{index}", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Waits for the streams and the thread to end. The pserver ends them, so Leave must come before."""
         self._closed = True
         self._queue.close()
-        if self._running is None:
-            return
-        path, thread = self._running
-        if threading.current_thread() is not thread:
-            thread.join(_END_S)
-            if thread.is_alive():  # the pserver is gone
-                path.abort()
-                thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_END_S)
+            if self._thread.is_alive():  # the pserver is gone
+                self._path.abort()
+                self._thread.join()
 
-    def _receive(self, path: DataPath) -> None:
-        told = False
+    def _receive(self) -> None:
+        failure = None
         try:
-            failure = path.receive(self._queue, self._receiver)
-            told = failure is not None
+            failure = self._path.receive(self._queue, self._receiver)
             error: TfpsError = failure or PserverLostError(f"pserver {self._address}: ended the stream {self._when()}")
         except ProtocolError as malformed:
             error = ProtocolError(f"pserver {self._address}: {malformed}")
@@ -215,5 +168,5 @@ class WorkerStream:
             error = TfpsError(f"pserver {self._address}: receiving failed {self._when()}: {bug!r}")
             error.__cause__ = bug
         if not self._closed:
-            self._on_end(error, told)
-        path.finish()
+            self._on_end(error, failure is not None)
+        self._path.finish()

@@ -14,8 +14,12 @@ from tfps.threads import DaemonPool
 from tfps.wire.frames import PART_BYTES, Kind, decode_part
 
 Answers = Literal["grpc", "http", "data_port", "other", "closes", "silent"]
-_UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
-_BLOCKED = {errno.EPERM, errno.EACCES}
+_NO_WAY, _BLOCKED = ("unreachable", "no way to it: {}"), ("blocked", "this host does not let it out: {}")
+_FAILURES = {
+    errno.ECONNREFUSED: ("refused", "refused: nothing listens there"),
+    **dict.fromkeys((errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN), _NO_WAY),
+    **dict.fromkeys((errno.EPERM, errno.EACCES), _BLOCKED),
+}
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # HTTP/2 with no settings
 _HTTP = (b"http/", b"<!doctype html", b"<html")  # in the last two cases without a status line
 _FRAME_BYTES, _SETTINGS = 9, 4  # of HTTP/2
@@ -24,13 +28,9 @@ _MOST_ADDRESSES = 4  # of a name, that `trouble` looks at
 
 
 class Unreached(NamedTuple):
-    """Why there is no connection.
+    """Why there is no connection."""
 
-    Attributes:
-        problem: "unresolved", "refused", "timeout", "unreachable" or "blocked".
-    """
-
-    problem: str
+    problem: str  # "unresolved", "refused", "timeout", "unreachable" or "blocked"
     text: str
 
 
@@ -77,11 +77,7 @@ def connect(addresses: list[str], port: int, timeout_s: float) -> Reached | Unre
 
 
 def trouble(address: str, timeout_s: float = 1.0) -> str:
-    """Which addresses of `host:port` take no connection, or that its name does not resolve; "" if nothing is wrong.
-
-    Args:
-        timeout_s: for the name, and for each of its addresses.
-    """
+    """Which addresses of `host:port` take no connection, or that its name does not resolve; "" if nothing is wrong."""
     host, port = split(address)
     found = resolve(host, port, timeout_s)
     if isinstance(found, Unreached):
@@ -97,15 +93,10 @@ def round_trip_s(address: str, port: int, timeout_s: float, times: int = 3) -> f
 
 
 def _failure(error: OSError, timeout_s: float) -> Unreached:
-    if isinstance(error, ConnectionRefusedError):
-        return Unreached("refused", "refused: nothing listens there")
     if isinstance(error, TimeoutError):
         return Unreached("timeout", f"no answer within {timeout_s:.3g} s")
-    if error.errno in _UNREACHABLE:
-        return Unreached("unreachable", f"no way to it: {error.strerror}")
-    if error.errno in _BLOCKED:
-        return Unreached("blocked", f"this host does not let it out: {error.strerror}")
-    return Unreached("unreachable", f"no connection: {error.strerror or error}")
+    problem, text = _FAILURES.get(error.errno or 0, ("unreachable", "no connection: {}"))
+    return Unreached(problem, text.format(error.strerror or error))
 
 
 def who_answers(host: str, port: int, timeout_s: float) -> tuple[Answers, str]:
@@ -114,19 +105,12 @@ def who_answers(host: str, port: int, timeout_s: float) -> tuple[Answers, str]:
     try:
         with socket.create_connection((host, port), timeout_s) as connected:
             connected.sendall(_PREFACE)
-            while len(said) < PART_BYTES and (left_s := end_s - time.monotonic()) > 0:
-                connected.settimeout(left_s)
-                piece = connected.recv(256)
-                if not piece:
-                    ended = True
-                    break
-                said += piece
-                if kind_of(said) in ("grpc", "http"):
-                    break
-    except TimeoutError:
-        pass
-    except OSError:
-        ended = True
+            while not ended and len(said) < PART_BYTES and kind_of(said) not in ("grpc", "http"):
+                connected.settimeout(max(end_s - time.monotonic(), 1e-3))
+                said += (piece := connected.recv(256))
+                ended = not piece
+    except OSError as error:
+        ended = not isinstance(error, TimeoutError)
     if not said:
         return ("closes" if ended else "silent"), ""
     return kind_of(said), ascii(said.decode("latin-1").partition("\n")[0].strip()[:_SHOWN])

@@ -1,8 +1,4 @@
-"""Memory for slices: malloc tuned for them, arrays that TensorFlow takes over, and memory shared on a host.
-
-A worker shares memory with the pservers on its host, so that slices bypass sockets. The worker owns it, as a
-Linux memfd: no name is left behind, and a container's /dev/shm limit does not apply.
-"""
+"""Memory for slices: malloc tuned for them, arrays that TensorFlow takes over, a worker's memory shared on its host."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ from numpy.typing import NDArray
 
 from tfps.errors import ProtocolError
 
-_RESIDENT = ("RssAnon", "RssFile")  # without RssShmem, workers' memory mapped by a pserver
+_RESIDENT = ("RssAnon:", "RssFile:")  # without RssShmem, workers' memory mapped by a pserver
 ALIGNMENT = 64  # bytes; TensorFlow copies buffers aligned to less
 
 # glibc's malloc.h. Larger mmap thresholds are refused.
@@ -34,22 +30,18 @@ _SETTINGS = ((_M_MMAP_THRESHOLD, 32 * 2**20), (_M_TRIM_THRESHOLD, 512 * 2**20), 
 
 
 def tune_malloc(*, one_arena: bool = False) -> bool:
-    """Makes glibc's malloc keep freed memory for the next slice instead of giving it back to the kernel.
+    """Makes glibc's malloc keep freed memory for the next slice; process-wide. False without glibc.
 
     By default every message above 128 KiB is mapped, faulted in page by page and unmapped again, which halves the
-    throughput of 1 MiB slices. Process-wide; may be called again. False without glibc: nothing changes.
-
-    Args:
-        one_arena: for a dedicated process, such as a pserver: threads share free memory. Slices are allocated on one
-            thread and freed on another, so each thread's arena would keep its peak.
+    throughput of 1 MiB slices. `one_arena` is for a dedicated process: slices are allocated on one thread and freed on
+    another, so each thread's arena would keep its peak.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
         return False
     settings = (*_SETTINGS, (_M_ARENA_MAX, 1)) if one_arena else _SETTINGS
-    results = [mallopt(parameter, value) for parameter, value in settings]
-    return all(result == 1 for result in results)
+    return {mallopt(parameter, value) for parameter, value in settings} == {1}
 
 
 def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
@@ -70,12 +62,10 @@ def machine_bytes() -> int:
 
 def resident_bytes() -> int:
     """This process's resident memory, without shared memory; 0 if the kernel does not report it."""
-    try:
+    with contextlib.suppress(OSError):
         lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if name in _RESIDENT}
-    return sum(kib.values()) * 1024
+        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(_RESIDENT))
+    return 0
 
 
 _SECRET_BYTES = 16
@@ -127,7 +117,7 @@ class Region(NamedTuple):
 
 @dataclass(slots=True)
 class _Pages:
-    """Part of an arena, in use or free. Free pages give their memory back when another size is needed."""
+    """Part of an arena, in use or free."""
 
     offset: int
     chunk: mmap.mmap
@@ -136,10 +126,7 @@ class _Pages:
 
 
 def host() -> str:
-    """Identifies this host: equal values need no network in between. Empty if the system does not tell.
-
-    Network namespaces count as hosts.
-    """
+    """Identifies this host, with its network namespace: equal values need no network in between. Empty if unknown."""
     try:
         kernel = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{kernel}/{pathlib.Path('/proc/self/ns/net').stat().st_ino}"
@@ -148,11 +135,7 @@ def host() -> str:
 
 
 class Arena:
-    """A worker's memory, from which regions are allocated; any thread.
-
-    Raises:
-        OSError: the system has no memfd, or no more memory.
-    """
+    """A worker's memory, from which regions are allocated; any thread. OSError: there is no memfd, or no memory."""
 
     def __init__(self) -> None:
         if not hasattr(os, "memfd_create"):
@@ -183,15 +166,13 @@ class Arena:
         with self._lock:
             free = self._free.setdefault(size, deque())
             try:
-                pages = free.popleft() if free else self._new(size)
+                if not free:
+                    free.append(self._new(size))
+                if not free[0].backed:
+                    os.posix_fallocate(self._fd, free[0].offset, size)  # else lack of memory raises a signal
             except OSError:
                 return None
-            try:
-                if not pages.backed:
-                    os.posix_fallocate(self._fd, pages.offset, size)  # else lack of memory raises a signal
-            except OSError:
-                free.append(pages)
-                return None
+            pages = free.popleft()
             pages.backed = True
         array: NDArray[np.uint8] = np.frombuffer(pages.chunk, np.uint8, nbytes, pages.offset - pages.chunk_begin)
         weakref.finalize(array, free.append, pages).atexit = False
@@ -204,6 +185,7 @@ class Arena:
             self._fd = -1  # the number may be another file's now
 
     def _new(self, size: int) -> _Pages:
+        """Pages of a size of which none are free; free ones of other sizes give their memory back."""
         for other, free in self._free.items():  # another model's, perhaps
             for _ in range(len(free)):
                 pages = free.popleft()
@@ -225,34 +207,16 @@ class Sharing:
 
     def __init__(self, wanted: bool) -> None:
         self.pservers: set[int] = set()
-        self._arena: Arena | None = None
+        self.arena: Arena | None = None
         if wanted:
             with contextlib.suppress(OSError):  # then everything goes through sockets
-                self._arena = Arena()
-
-    @property
-    def offer(self) -> Offer | None:
-        return None if self._arena is None else self._arena.offer
-
-    @property
-    def nbytes(self) -> int:
-        """How much memory it holds."""
-        return 0 if self._arena is None else self._arena.nbytes
-
-    def allocate(self, nbytes: int) -> Region | None:
-        """A region; None without an arena or more memory."""
-        return None if self._arena is None else self._arena.allocate(nbytes)
-
-    def close(self) -> None:
-        if self._arena is not None:
-            self._arena.close()
+                self.arena = Arena()
 
 
 def _open_memfd(path: str) -> int:
     """Opens a memfd named "tfps", and nothing else: opening a device or a pipe may already do something.
 
-    In another PID namespace, or if an offer is wrong, the path leads to some other file. What is looked at is what is
-    opened, even if the other process exchanges it meanwhile.
+    The path may lead to some other file; what is looked at is what is opened, even if it is exchanged meanwhile.
     """
     found = os.open(path, os.O_PATH | os.O_CLOEXEC)  # opens no file, only refers to it
     try:
@@ -265,11 +229,7 @@ def _open_memfd(path: str) -> int:
 
 
 class Attached:
-    """A worker's arena, on a pserver. Views are for the thread of one stream.
-
-    Raises:
-        OSError: it is not accessible, or not the offered memory.
-    """
+    """A worker's arena, on a pserver, for the thread of one stream. OSError: it is not accessible, or another one."""
 
     def __init__(self, offer: Offer) -> None:
         if not offer.host or offer.host != host():
@@ -283,11 +243,7 @@ class Attached:
         self._map = mmap.mmap(self._fd, 0)
 
     def view(self, place: Place) -> NDArray[np.uint8]:
-        """The bytes at `place`, writable.
-
-        Raises:
-            ProtocolError: `place` is not within the arena.
-        """
+        """The bytes at `place`, writable."""
         end = place.offset + place.nbytes
         if end > len(self._map) and end <= os.fstat(self._fd).st_size:
             self._map = mmap.mmap(self._fd, 0)  # it has grown

@@ -16,56 +16,17 @@ from numpy.typing import NDArray
 
 from tfps.errors import ProtocolError
 from tfps.exchange.aggregate import split_gathered
-from tfps.exchange.codecs import ITEM_BYTES, Codec, Floats
+from tfps.exchange.codecs import ITEM_BYTES, Floats
 from tfps.exchange.interface import BucketSpec, FailureState, OnReply, Reply, declared
 from tfps.exchange.layout import Cutting, Placer, Slice, cut, cut_sum
 from tfps.membership.view import View
 from tfps.trace.capture import NONE
 from tfps.trace.recorder import Recorder
-from tfps.types import Array
-from tfps.wire import frames
 from tfps.wire.frames import EMPTY, LAST, SHARED, WHOLE, Header, Kind
-from tfps.wire.send_queue import Encoding, Outgoing, SendQueue
+from tfps.wire.send_queue import Encoding, Outgoing
 from tfps.wire.shared_memory import Place, Region, Sharing, aligned_empty
 
 Failed = Callable[[Exception], Exception]
-
-
-class Compression:
-    """The codec of one bucket on its worker.
-
-    The residual belongs to a bucket's numbers and not to its slices, so it stays where slices are cut anew. Slices are
-    disjoint, and a slice is encoded for one step after the other: its reply has come before the next push begins.
-
-    Args:
-        failed: see `Encoding`.
-
-    Attributes:
-        residual: what the codec could not express yet, if it feeds that back.
-    """
-
-    def __init__(self, codec: Codec, nbytes: int, failed: Failed) -> None:
-        self._codec, self._failed = codec, failed
-        self.residual: Floats | None = np.zeros(nbytes // ITEM_BYTES, np.float32) if codec.feeds_back else None
-
-    def wire_bytes(self, piece: Slice) -> int:
-        """Encoded size of a slice."""
-        return self._codec.wire_bytes(piece.nbytes // ITEM_BYTES)
-
-    def encoding(self, payload: memoryview, piece: Slice) -> Encoding:
-        """A slice of `payload`, to be encoded when it is sent."""
-        first, end = piece.offset // ITEM_BYTES, (piece.offset + piece.nbytes) // ITEM_BYTES
-        residual = None if self.residual is None else self.residual[first:end]
-        values = np.frombuffer(payload[piece.offset : piece.offset + piece.nbytes], np.float32)
-        return Encoding(self._codec, values, residual, self._failed)
-
-    def decode(self, payload: memoryview, out: Array) -> None:
-        """Decodes a slice into its bytes of the sum."""
-        self._codec.decode(np.frombuffer(payload, np.uint8), out.view(np.float32))
-
-    def copy_residual(self) -> memoryview:
-        """The residual as bytes; nothing must be under way."""
-        return memoryview(b"") if self.residual is None else self.residual.copy().view(np.uint8).data
 
 
 @dataclass(slots=True)
@@ -86,12 +47,6 @@ class Push:
     copied: set[int] = field(default_factory=set)  # the ones whose bytes are in `buffer`
     parts: list[memoryview] = field(default_factory=list)  # a gather's result
 
-    def send_numbers(self, bucket: int, queue: SendQueue) -> None:
-        """Puts the step's numbers, if it has any, before the slices into the queue to an owner."""
-        if self.numbers:
-            header = Header(Kind.SCALARS, bucket=bucket, step=self.step, generation=self.view.generation)
-            queue.put_urgent(frames.encode(header, self.numbers))
-
 
 @dataclass(slots=True)
 class PushedBucket:
@@ -106,15 +61,18 @@ class PushedBucket:
     waiting: deque[Push] = field(default_factory=deque)
     next: dict[int, Cutting] = field(default_factory=dict)  # by the first step that uses it
     hold_at: int | None = None  # a step that may not start yet
-    compression: Compression | None = None
+    # What the codec could not express yet, if it feeds that back: of all numbers, as slices may be cut anew. A slice is
+    # encoded for one step after the other: its reply has come before the next push begins.
+    residual: Floats | None = None
 
     @classmethod
-    def new(cls, spec: BucketSpec, slice_bytes: int, placer: Placer, failed: Failed) -> PushedBucket:
-        """A bucket that has just been declared; `failed` as for `Encoding`."""
+    def new(cls, spec: BucketSpec, slice_bytes: int, placer: Placer) -> PushedBucket:
+        """One that has just been declared."""
         if spec.kind == "gather":
             return cls(spec, Cutting([], [placer.place_gather()]))
-        compression = None if spec.codec is None else Compression(spec.codec, spec.nbytes, failed)
-        return cls(spec, cut_sum(spec, slice_bytes, placer), compression=compression)
+        feeds_back = spec.codec is not None and spec.codec.feeds_back
+        residual = np.zeros(spec.nbytes // ITEM_BYTES, np.float32) if feeds_back else None
+        return cls(spec, cut_sum(spec, slice_bytes, placer), residual=residual)
 
     def start_next(self, view: View) -> Push | None:
         """Starts and returns the oldest waiting push, if none is outstanding and it may start. Caller holds lock."""
@@ -136,136 +94,101 @@ class PushedBucket:
             self.hold_at = self.steps + 1
             return self.steps + 2
 
-    def cut_anew(self, cutting: Cutting) -> None:
-        """Uses `cutting` from its step on, unless that has begun."""
-        with self.lock:
-            if self.steps <= cutting.step:
-                self.next[cutting.step] = cutting
+    def frames(
+        self, number: int, push: Push, piece_bytes: int, memory: Sharing, failed: Failed
+    ) -> Iterator[tuple[int, Outgoing]]:
+        """Yields pserver and frame for each message of `push`; a gather is cut into `piece_bytes`.
 
-    def progress(self) -> float:
-        """See `Info.progress`."""
-        with self.lock:
-            push = self.current
-            return 1.0 if push is None else len(push.copied) / max(len(self.cutting.slices), 1)
-
-    def drop_pushes(self) -> list[Push]:
-        """Removes and returns all pushes."""
-        with self.lock:
-            pushes = [push for push in (self.current, *self.waiting) if push is not None]
-            self.current = None
-            self.waiting.clear()
-            return pushes
-
-    def pieces(self, payload: memoryview | None, piece_bytes: int) -> list[tuple[int, Slice, int]]:
-        """Returns index, range and flags of every frame of a push; a gather is cut into `piece_bytes`."""
-        empty = EMPTY if payload is None else 0
-        if self.spec.kind == "sum":
-            return [(index, piece, empty) for index, piece in enumerate(self.cutting.slices)]
-        pieces = cut(0 if payload is None else len(payload), piece_bytes)
-        last = len(pieces) - 1
-        return [(index, piece, empty | (LAST if index == last else 0)) for index, piece in enumerate(pieces)]
-
-    def frames(self, number: int, push: Push, piece_bytes: int, memory: Sharing) -> Iterator[tuple[int, Outgoing]]:
-        """Yields pserver and frame for each message of `push`; `number` is this bucket's."""
-        owners, generation = self.cutting.owners, push.view.generation
-        compression = self.compression
-        if push.whole and compression is not None:
-            push.payload, compression = compression.copy_residual(), None
-        elif compression is None and self.spec.kind == "sum" and not memory.pservers.isdisjoint(owners):
-            push.region = memory.allocate(self.spec.nbytes)
-        for index, piece, flags in self.pieces(push.payload, piece_bytes):
-            flags |= WHOLE if push.whole else 0
-            header = Header(Kind.PUSH, flags, number, index, self.spec.priority, push.step, generation=generation)
-            payload = None if push.payload is None else push.payload[piece.offset : piece.offset + piece.nbytes]
-            owner = owners[index if self.spec.kind == "sum" else 0]
-            if compression is not None and push.payload is not None:
-                encoding = compression.encoding(push.payload, piece)
+        `number` is this bucket's; `failed` as for `Encoding`.
+        """
+        codec, owners, is_sum = self.spec.codec, self.cutting.owners, self.spec.kind == "sum"
+        if push.whole and codec is not None:
+            codec = None
+            push.payload = memoryview(b"") if self.residual is None else self.residual.copy().view(np.uint8).data
+        elif codec is None and is_sum and memory.arena and memory.pservers.intersection(owners):
+            push.region = memory.arena.allocate(self.spec.nbytes)
+        payload, generation = push.payload, push.view.generation
+        flags = (EMPTY if payload is None else 0) | (WHOLE if push.whole else 0)
+        slices = self.cutting.slices if is_sum else cut(0 if payload is None else len(payload), piece_bytes)
+        for index, piece in enumerate(slices):
+            first, end = piece.offset, piece.offset + piece.nbytes
+            owner = owners[index if is_sum else 0]
+            own = flags if is_sum or index < len(slices) - 1 else flags | LAST
+            header = Header(Kind.PUSH, own, number, index, self.spec.priority, push.step, generation=generation)
+            part = None if payload is None else payload[first:end]
+            if codec is not None and part is not None:
+                residual = None if self.residual is None else self.residual[first // ITEM_BYTES : end // ITEM_BYTES]
+                encoding = Encoding(codec, np.frombuffer(part, np.float32), residual, failed)
                 yield owner, Outgoing(header, encoding.nbytes, encoding=encoding)
                 continue
             target = None
             if push.region is not None and owner in memory.pservers:
                 target = push.region.target(piece.offset, piece.nbytes)
-            yield owner, Outgoing(header, 0 if payload is None else piece.nbytes, payload, target=target)
+            yield owner, Outgoing(header, 0 if part is None else piece.nbytes, part, target=target)
 
     def place(self, pserver: int, push: Push, header: Header, nbytes: int) -> memoryview | None:
-        """Returns the memory to receive a slice of the reply into; None for a gather, which keeps its pieces, and for
-        what has to be decoded.
-        """
+        """Where to receive a slice of the reply; None for a gather, which keeps its pieces, and for what is encoded."""
         if self.spec.kind != "sum":
             return None
-        index, where = header.index, self._where(pserver, header.index)
-        self._check_size(header, where, nbytes)
-        if self._encoded(header):
+        where = self._where(pserver, header, nbytes)
+        if self.spec.codec is not None and not header.flags & WHOLE:
             return None
-        buffer = self._arrives(push, index)
-        push.placed.add(index)
-        return buffer[where.offset : where.offset + where.nbytes].data
+        out = self._arrives(push, header.index, where)
+        push.placed.add(header.index)
+        return out.data
 
     def take(self, pserver: int, push: Push, header: Header, payload: memoryview, place: Place | None) -> Reply | None:
-        """Takes one frame of the reply to `push`; returns the reply once complete.
-
-        Args:
-            place: location of the slice if it is not in the payload.
-        """
-        if self.spec.kind == "sum":
-            return self._take_slice(pserver, push, header, payload, place)
-        if place is not None:
-            raise ProtocolError(f"a piece of bucket '{self.spec.name}' must be in its frame, got a place")
-        return self._take_piece(pserver, push, header, payload)
-
-    def _take_slice(
-        self, pserver: int, push: Push, header: Header, payload: memoryview, place: Place | None
-    ) -> Reply | None:
-        index = header.index
-        name, where = self.spec.name, self._where(pserver, index)
+        """Takes one frame of the reply to `push`, or what is at its `place`; returns the reply once complete."""
+        if self.spec.kind == "gather":
+            if place is not None:
+                raise ProtocolError(f"a piece of bucket '{self.spec.name}' must be in its frame, got a place")
+            return self._take_piece(pserver, push, header, payload)
+        index, where = header.index, self._where(pserver, header, None if place else len(payload))
         if place is not None:
             expected = None if push.region is None else push.region.place(where.offset, where.nbytes)
             if place != expected:
-                raise ProtocolError(f"slice {index} of bucket '{name}' must be at {expected}, got {place}")
-        else:
-            self._check_size(header, where, len(payload))
+                raise ProtocolError(f"slice {index} of bucket '{self.spec.name}' must be at {expected}, got {place}")
         if index in push.placed:
             push.placed.remove(index)  # once: a duplicate would not have been placed
         else:
-            buffer = self._arrives(push, index)
-            if self.compression is not None and self._encoded(header):
-                self.compression.decode(payload, buffer[where.offset : where.offset + where.nbytes])
+            out = self._arrives(push, index, where)
+            codec = self.spec.codec
+            if codec is not None and not header.flags & WHOLE:
+                codec.decode(np.frombuffer(payload, np.uint8), out.view(np.float32))
             elif place is None:
-                np.copyto(buffer[where.offset : where.offset + where.nbytes], np.frombuffer(payload, np.uint8))
+                np.copyto(out, np.frombuffer(payload, np.uint8))
         with self.lock:
             push.copied.add(index)
             return Reply(sum=push.buffer) if len(push.copied) == len(self.cutting.slices) else None
 
-    def _where(self, pserver: int, index: int) -> Slice:
+    def _where(self, pserver: int, header: Header, nbytes: int | None) -> Slice:
+        """The slice that a frame has, of `nbytes` unless they are in shared memory."""
+        index, codec = header.index, self.spec.codec
         if not 0 <= index < len(self.cutting.slices) or self.cutting.owners[index] != pserver:
             raise ProtocolError(f"bucket '{self.spec.name}' has no slice {index} on this pserver")
-        return self.cutting.slices[index]
-
-    def _encoded(self, header: Header) -> bool:
-        return self.compression is not None and not header.flags & WHOLE
-
-    def _check_size(self, header: Header, where: Slice, nbytes: int) -> None:
-        compression = None if header.flags & WHOLE else self.compression
-        expected = where.nbytes if compression is None else compression.wire_bytes(where)
-        if nbytes != expected:
+        where = self.cutting.slices[index]
+        expected = where.nbytes
+        if codec is not None and not header.flags & WHOLE:
+            expected = codec.wire_bytes(expected // ITEM_BYTES)
+        if nbytes is not None and nbytes != expected:
             name = self.spec.name
-            raise ProtocolError(f"slice {header.index} of bucket '{name}' must have {expected} bytes, got {nbytes}")
+            raise ProtocolError(f"slice {index} of bucket '{name}' must have {expected} bytes, got {nbytes}")
+        return where
 
-    def _arrives(self, push: Push, index: int) -> NDArray[np.uint8]:
-        """Notes that a slice arrives; returns its buffer."""
+    def _arrives(self, push: Push, index: int, where: Slice) -> NDArray[np.uint8]:
+        """Notes that a slice arrives; returns the memory for it."""
         with self.lock:
             if index in push.arrived:
                 raise ProtocolError(f"slice {index} of bucket '{self.spec.name}' must be replied to once, got it twice")
             push.arrived.add(index)
             if push.buffer is None:
                 push.buffer = aligned_empty(self.spec.nbytes) if push.region is None else push.region.array
-            return push.buffer
+            return push.buffer[where.offset : where.offset + where.nbytes]
 
     def _take_piece(self, pserver: int, push: Push, header: Header, payload: memoryview) -> Reply | None:
-        if self.cutting.owners[0] != pserver or header.index != len(push.parts):
-            raise ProtocolError(
-                f"piece {len(push.parts)} of bucket '{self.spec.name}' must come next, got {header.index}"
-            )
+        index, expected = header.index, len(push.parts)
+        if self.cutting.owners[0] != pserver or index != expected:
+            raise ProtocolError(f"piece {expected} of bucket '{self.spec.name}' must come next, got {index}")
         push.parts.append(payload)
         if not header.flags & LAST:
             return None
@@ -274,13 +197,7 @@ class PushedBucket:
 
 
 class Incoming:
-    """A `tfps.wire.connection.Receiver`, used by the thread that receives from this pserver.
-
-    Args:
-        buckets: all declared buckets, by number; grows over time.
-        start_next: begins the next push of a bucket; called with the bucket's lock held.
-        on_notice: gets every LAYOUT and TRACE.
-    """
+    """A `tfps.wire.connection.Receiver` for one pserver; calls `start_next` with the bucket's lock held."""
 
     def __init__(
         self,
@@ -307,8 +224,7 @@ class Incoming:
             self._recorder.arrived(now_ns, header.step, header.bucket, header.index, NONE, self._pserver)
         if push is None:
             return
-        reply = bucket.take(self._pserver, push, header, payload, place)
-        if reply is None:
+        if (reply := bucket.take(self._pserver, push, header, payload, place)) is None:
             return
         with bucket.lock:
             if bucket.current is not push:
@@ -321,7 +237,7 @@ class Incoming:
         self._on_notice(self._pserver, header, payload)
 
     def _pushed(self, header: Header) -> tuple[PushedBucket, Push | None]:
-        """Returns the bucket and push that a reply answers; no push once the exchange has ended."""
+        """The bucket and the push that a reply answers; no push once the exchange has ended."""
         bucket = declared(self._buckets, header.bucket)
         with bucket.lock:
             push = bucket.current

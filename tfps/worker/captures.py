@@ -13,69 +13,68 @@ from tfps.protos import tfps_pb2 as pb
 from tfps.trace.assembly import Recorded, assemble
 from tfps.trace.capture import Capture, CapturedBucket, Process, Setting
 from tfps.trace.recorder import Recorder
-from tfps.wire.control import ClockOffset, compare_clocks, record_messages
+from tfps.wire.control import compare_clocks, record_messages
 from tfps.wire.frames import Header
-from tfps.worker.bucket import PushedBucket
 from tfps.worker.client import PserverClient
 
 logger = logging.getLogger("tfps")
 
 COLLECT_TIMEOUT_S = 30.0
-RUNNING = "a capture is being recorded already: end it (stop_trace) before the next begins"
-NOT_RUNNING = "no capture is being recorded: begin one (start_trace, on rank 0)"
 
 
-def named(buckets: Sequence[CapturedBucket], specs: Sequence[BucketSpec]) -> list[CapturedBucket]:
-    """Returns all buckets of a capture: those described, then the others as declared."""
-    others = specs[len(buckets) :]
-    return [*buckets, *(CapturedBucket(one.name, one.names, one.priority, one.nbytes) for one in others)]
+class ProcessCaptures:
+    """The `Captures` of this process alone; `check` may raise before one begins."""
 
-
-class Switch:
-    """Switches recording of this process on and off. Thread-safe."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._lock = threading.Lock()  # guards _on
+    def __init__(
+        self, recorder: Recorder, specs: Callable[[], Sequence[BucketSpec]], check: Callable[[], object]
+    ) -> None:
+        self._recorder, self._specs, self._check = recorder, specs, check
+        self._switching = threading.Lock()  # guards _on
         self._on = False
 
-    def on(self) -> bool:
-        """Starts recording; returns False if already on."""
-        with self._lock:
-            if self._on:
-                return False
-            self._on = True
-            self._recorder.start()
-            return True
+    def start(self) -> None:
+        self._check()
+        if not self._switch(True):
+            raise TfpsError("a capture is being recorded already: end it (stop_trace) before the next begins")
 
-    def off(self) -> bool:
-        """Stops recording; returns False if already off."""
-        with self._lock:
-            if not self._on:
-                return False
-            self._on = False
-            self._recorder.stop()
-            return True
+    def stop(
+        self, buckets: Sequence[CapturedBucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
+    ) -> Capture:
+        if not self._switch(False):
+            raise TfpsError("no capture is being recorded: begin one (start_trace, on rank 0)")
+        recorded, others = self._collect(), self._specs()[len(buckets) :]
+        known = [*buckets, *(CapturedBucket(one.name, one.names, one.priority, one.nbytes) for one in others)]
+        return assemble(recorded, known, name, steps, settings)
+
+    def close(self, failed: bool = False) -> None:
+        """Stops recording."""
+        self._switch(False)
+
+    def _collect(self) -> list[Recorded]:
+        """Each process's records, workers first."""
+        return [Recorded(Process("worker", 0, socket.gethostname()), self._recorder.records())]
+
+    def _switch(self, on: bool) -> bool:
+        """Switches recording of this process on or off; False if it was so already."""
+        with self._switching:
+            changes, self._on = self._on != on, on
+            if changes:
+                (self._recorder.start if on else self._recorder.stop)()
+            return changes
 
 
-class WorkerCaptures:
-    """The `Captures` of a job with pservers; see Records in protos/tfps.proto. Once the worker has joined.
-
-    Args:
-        buckets: all declared ones, by number; grows over time.
-        settings: returns what a capture tells of the worker's settings.
-    """
+class WorkerCaptures(ProcessCaptures):
+    """The `Captures` of a job with pservers, once the worker has joined; see Records in protos/tfps.proto."""
 
     def __init__(
         self,
         recorder: Recorder,
         client: PserverClient,
-        buckets: Sequence[PushedBucket],
+        specs: Callable[[], Sequence[BucketSpec]],
         settings: Callable[[], Mapping[str, Setting]],
     ) -> None:
-        self._recorder, self._client, self._buckets, self._settings = recorder, client, buckets, settings
-        self._rank = client.membership.rank
-        self._switch = Switch(recorder)
+        super().__init__(recorder, specs, self._check_rank)
+        self._client, self._settings, self._rank = client, settings, client.membership.rank
         self._lock = threading.Lock()  # guards all below
         self._number = 0  # of the latest capture
         self._uploading: threading.Thread | None = None
@@ -83,36 +82,42 @@ class WorkerCaptures:
     # Rank 0
 
     def start(self) -> None:
-        """See `Captures.start`."""
-        self._check_rank()
-        if not self._switch.on():
-            raise TfpsError(RUNNING)
+        super().start()
         self._number += 1
         try:
             self._client.trace(self._number, True)
         except TfpsError:
-            self._switch.off()
+            self._switch(False)
             raise
 
     def stop(
         self, buckets: Sequence[CapturedBucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
     ) -> Capture:
-        """See `Captures.stop`."""
         self._check_rank()
-        if not self._switch.off():
-            raise TfpsError(NOT_RUNNING)
-        self._client.trace(self._number, False)
-        clocks = [compare_clocks(pserver, self._recorder.clock) for pserver in self._client.pservers]
-        parts = self._client.collect(self._number, COLLECT_TIMEOUT_S)
-        self._warn(parts)
-        known = named(buckets, [bucket.spec for bucket in list(self._buckets)])
-        return assemble(self._recorded(parts, clocks), known, name, steps, {**self._settings(), **settings})
+        return super().stop(buckets, name, steps, {**self._settings(), **settings})
 
     def _check_rank(self) -> None:
         if self._rank != 0:
             raise UnsupportedError(
                 f"captures are begun and ended by rank 0, for all workers; this is rank {self._rank}"
             )
+
+    def _collect(self) -> list[Recorded]:
+        self._client.trace(self._number, False)
+        clocks = [compare_clocks(pserver, self._recorder.clock) for pserver in self._client.pservers]
+        parts = self._client.collect(self._number, COLLECT_TIMEOUT_S)
+        self._warn(parts)
+        found = super()._collect()
+        for rank in self._client.membership.view.ranks[1:]:
+            own = [part for part in parts if not part.pserver and part.number == rank]
+            first = own[0] if own else pb.Records()
+            process = Process("worker", rank, first.host, first.clock_offset_ns, first.clock_error_ns)
+            found.append(Recorded(process, b"".join(part.records for part in own)))
+        for number, (pserver, clock) in enumerate(zip(self._client.pservers, clocks, strict=True)):
+            process = Process("pserver", number, pserver.address, clock.offset_ns, clock.error_ns)
+            records = b"".join(part.records for part in parts if part.pserver and part.number == number)
+            found.append(Recorded(process, records))
+        return found
 
     def _warn(self, parts: Sequence[pb.Records]) -> None:
         """Logs what is missing."""
@@ -129,20 +134,6 @@ class WorkerCaptures:
         if full:
             logger.warning("tfps: the capture lacks the first records of %s: there were too many", ", ".join(full))
 
-    def _recorded(self, parts: Sequence[pb.Records], clocks: Sequence[ClockOffset]) -> list[Recorded]:
-        """Returns each process's records, workers first."""
-        found = [Recorded(Process("worker", 0, socket.gethostname()), self._recorder.records())]
-        for rank in self._client.membership.view.ranks[1:]:
-            own = [part for part in parts if not part.pserver and part.number == rank]
-            first = own[0] if own else pb.Records()
-            process = Process("worker", rank, first.host, first.clock_offset_ns, first.clock_error_ns)
-            found.append(Recorded(process, b"".join(part.records for part in own)))
-        for number, (pserver, clock) in enumerate(zip(self._client.pservers, clocks, strict=True)):
-            process = Process("pserver", number, pserver.address, clock.offset_ns, clock.error_ns)
-            records = b"".join(part.records for part in parts if part.pserver and part.number == number)
-            found.append(Recorded(process, records))
-        return found
-
     # The other ranks
 
     def take(self, header: Header) -> None:
@@ -152,14 +143,13 @@ class WorkerCaptures:
         with self._lock:
             if header.index and header.step > self._number:
                 self._number = header.step
-                self._switch.off()
-                self._switch.on()
-            elif not header.index and header.step == self._number and self._switch.off():
+                self._switch(False)
+                self._switch(True)
+            elif not header.index and header.step == self._number and self._switch(False):
                 self._uploading = threading.Thread(target=self._upload, name="tfps-upload", daemon=True)
                 self._uploading.start()
 
     def _upload(self) -> None:
-        """Sends the records to the first pserver."""
         number, parts = self._number, record_messages(self._recorder, number=self._rank, host=socket.gethostname())
         try:
             clock = compare_clocks(self._client.pservers[0], self._recorder.clock)
@@ -169,9 +159,9 @@ class WorkerCaptures:
         except TfpsError as error:  # rank 0 logs what it lacks; a failed job is reported elsewhere
             logger.info("tfps: rank %d could not upload its records: %s", self._rank, error)
 
-    def close(self, failed: bool) -> None:
+    def close(self, failed: bool = False) -> None:
         """Stops recording; uploads this rank's records if the job has not `failed`."""
-        if self._switch.off() and self._rank != 0 and not failed:
+        if self._switch(False) and self._rank != 0 and not failed:
             self._upload()
         with self._lock:
             uploading = self._uploading

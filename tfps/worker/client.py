@@ -1,12 +1,13 @@
 """What a worker tells and asks its pservers beside its pushes: joining, declaring, what they keep, waits, captures.
 
-Also tested in tests/worker/test_worker_starts.py and tests/runtime/test_interrupts.py. Tested in
-tests/worker/test_client.py, tests/worker/test_waits.py, tests/worker/test_kept.py and tests/worker/test_async.py.
+Tested in tests/worker/test_client.py, tests/worker/test_waits.py, tests/worker/test_kept.py,
+tests/worker/test_async.py, tests/worker/test_worker_starts.py and tests/runtime/test_interrupts.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import socket
@@ -15,9 +16,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
+from google.protobuf.message import Message
 
 from tfps.config import Config
 from tfps.errors import InterruptError, ProtocolError, PserverLostError, TfpsError, WaitTimeoutError
@@ -26,16 +27,8 @@ from tfps.exchange.layout import Layout
 from tfps.membership.view import Membership, View
 from tfps.protos import tfps_pb2 as pb
 from tfps.types import Argument, Array
-from tfps.wire.control import (
-    PROTOCOL_VERSION,
-    STATE_PIECE_BYTES,
-    Pserver,
-    bucket_message,
-    failure_of,
-    layout_message,
-    memory_message,
-    settings_of,
-)
+from tfps.wire import control
+from tfps.wire.control import STATE_PIECE_BYTES, Pserver
 from tfps.wire.reach import trouble
 from tfps.wire.shared_memory import Sharing
 from tfps.worker.bucket import Push, PushedBucket
@@ -49,39 +42,11 @@ _LOOK_S = 1.0  # interval at which a wait for other ranks checks whether to stop
 _ANSWER_MARGIN_S = 10.0  # by how much a call's deadline exceeds the pserver's
 
 
-class Joined(NamedTuple):
-    """One pserver's answer to Join.
-
-    Attributes:
-        shares_memory: whether this pserver uses the worker's memory instead of sockets.
-        data_port: its port for data connections, 0 if none.
-    """
-
-    shares_memory: bool
-    data_port: int
-
-
-class Holdup(NamedTuple):
-    """What a pserver says of a push: the ranks it waits for, or why it did not answer."""
-
-    pserver: str
-    ranks: Sequence[str] = ()
-    error: TfpsError | None = None
-
-
 class PserverClient:
-    """A worker's side of the protocol's calls. Any thread, but for `join` and `declare`; blocks on the network.
+    """A worker's side of the protocol's calls, its `Peers` and part of its `State`; blocks on the network.
 
-    Each method raises the error of a pserver that does not answer or refuses, as `Pserver.call` does. It is the
-    worker's `Peers`.
-
-    Args:
-        buckets: all declared ones, by number; grows over time.
-        failures: of the exchange: once it has ended, nothing is asked any more.
-        rank: -1 to get one.
-
-    Attributes:
-        membership: what the first pserver has answered to Join, once it has; before that, the only worker's.
+    Any thread, but for `join` and `declare`. Methods raise the error of a pserver that does not answer or refuses, and
+    ask nothing any more once the exchange has ended (`failures`). A `rank` of -1: it gets one.
     """
 
     def __init__(
@@ -93,6 +58,7 @@ class PserverClient:
         rank: int = -1,
     ) -> None:
         self.pservers = pservers
+        # As the first pserver has answered to Join; before that, the only worker's.
         self.membership = Membership(rank, View.first(1, len(pservers)), incarnation="")
         self._config, self._buckets, self._failures = config, buckets, failures
         self._declarations = 0  # so far
@@ -104,16 +70,13 @@ class PserverClient:
 
     # Joining and leaving
 
-    def join(self, job: str, workers: int, memory: Sharing, deadline_s: float) -> Iterator[Joined]:
+    def join(self, job: str, workers: int, memory: Sharing, deadline_s: float) -> Iterator[pb.JoinReply]:
         """Joins one pserver per item. The first one assigns rank and number of workers, which the others are told.
 
-        Args:
-            workers: how many the user says the job has; 0: as many as the pservers say.
-            memory: offered to all of them.
-            deadline_s: of `time.monotonic`.
+        `workers` is how many the user says the job has; 0: as many as the pservers say.
         """
         request = pb.JoinRequest(
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=control.PROTOCOL_VERSION,
             job=job,
             rank=self.membership.rank,
             workers=workers,
@@ -121,8 +84,8 @@ class PserverClient:
             host=socket.gethostname(),
             pid=os.getpid(),
             pservers=len(self.pservers),
-            settings=settings_of(self._config),
-            memory=memory_message(memory.offer),
+            settings=control.settings_of(self._config),
+            memory=control.memory_message(memory.arena.offer if memory.arena else None),
         )
         for index, pserver in enumerate(self.pservers):
             request.pserver_index = index
@@ -132,16 +95,11 @@ class PserverClient:
             request.rank, request.workers, request.incarnation = reply.rank, reply.workers, reply.incarnation
             view = View.first(reply.workers, len(self.pservers))
             self.membership = Membership(reply.rank, view, reply.incarnation)
-            yield Joined(reply.shared_memory, reply.data_port)
+            yield reply
 
     def leave(self, failure: TfpsError | None, reason: str = "") -> None:
-        """Tells every pserver that this worker leaves; ignores unreachable ones, and does nothing before `join`.
-
-        Args:
-            failure: why the job fails.
-            reason: why this worker leaves, for those that wait for it; if nobody does, the job goes on.
-        """
-        farewell = None if failure is None else failure_of(failure)
+        """Tells every pserver that can be reached that this worker leaves; `reason`: why, if others wait for it."""
+        farewell = None if failure is None else control.failure_of(failure)
         for pserver in self.pservers if self.membership.incarnation else ():
             with contextlib.suppress(TfpsError):
                 request = pb.LeaveRequest(**self._me, failure=farewell, reason=reason)
@@ -150,28 +108,22 @@ class PserverClient:
     # Declaring
 
     def declare(
-        self,
-        specs: Sequence[BucketSpec],
-        details: Sequence[str],
-        timeout_s: float,
-        stop: threading.Event | None = None,
+        self, specs: Sequence[BucketSpec], details: Sequence[str], timeout_s: float, stop: threading.Event | None = None
     ) -> None:
         """Returns when all ranks have declared the same: on all pservers once all ranks declare, else nowhere."""
-        buckets = list(map(bucket_message, specs))
+        buckets = list(map(control.bucket_message, specs))
         request = pb.DeclareRequest(**self._me, number=self._declarations, details=details, buckets=buckets)
         for index, pserver in enumerate(self.pservers):
             with saying(partial(self._not_declared, pserver)):
+                # What all ranks have declared on the first one must be declared on the others: no `stop` any more.
                 self._declare(pserver, request, timeout_s, None if index else stop)
         self._declarations += 1
 
     def _declare(
         self, pserver: Pserver, request: pb.DeclareRequest, timeout_s: float, stop: threading.Event | None
     ) -> None:
-        """Declares on one pserver, in calls of `_LOOK_S`; a call that times out withdraws its declaration.
-
-        Buckets declared by all ranks on the first pserver must be declared on the others, so that wait has no `stop`.
-        """
-        deadline_s = time.monotonic() + timeout_s
+        """Declares on one pserver, in calls of `_LOOK_S`; a call that times out withdraws its declaration."""
+        deadline_s, rank = time.monotonic() + timeout_s, self.membership.rank
         while True:
             request.timeout_s = max(min(deadline_s - time.monotonic(), _LOOK_S), 0.0)
             try:
@@ -179,9 +131,7 @@ class PserverClient:
                 return
             except WaitTimeoutError as error:
                 if stop is not None and stop.is_set():
-                    raise InterruptError(
-                        f"rank {self.membership.rank}: interrupted while it waited for other ranks"
-                    ) from None
+                    raise InterruptError(f"rank {rank}: interrupted while it waited for other ranks") from None
                 if time.monotonic() >= deadline_s:
                     name = "step_timeout_s" if request.number else "connect_timeout_s"
                     raise WaitTimeoutError(
@@ -190,7 +140,6 @@ class PserverClient:
                     ) from None
 
     def _not_declared(self, pserver: Pserver) -> str:
-        """The ranks that have yet to join, or to declare what this worker has; "" if none."""
         try:
             missing = self.others(self._missing(pserver, _ASK_TIMEOUT_S, declaration=True))
         except TfpsError as error:
@@ -201,79 +150,73 @@ class PserverClient:
     # What pservers keep
 
     def write(self, bucket: int, array: int, begin: int, values: Payload) -> None:
-        """See `State.write`."""
         view = as_bytes(values) or memoryview(b"")
-        for piece in self._pieces(bucket, begin, len(view)):
-            part = bytes(view[piece.at : piece.at + piece.nbytes])
-            request = pb.PutRequest(
-                **self._me, bucket=bucket, slice=piece.slice, number=array, begin=piece.begin, values=part
-            )
-            self.pservers[piece.pserver].call("Put", request, self._config.step_timeout_s)
+        for pserver, place, at, size in self._pieces(bucket, array, begin, len(view)):
+            request = pb.PutRequest(**place, values=bytes(view[at : at + size]))
+            pserver.call("Put", request, self._config.step_timeout_s)
 
     def read(self, bucket: int, array: int, begin: int, nbytes: int) -> Array:
-        """See `State.read`."""
         found = np.empty(nbytes, np.uint8)
-        for piece in self._pieces(bucket, begin, nbytes):
-            request = pb.GetRequest(
-                **self._me, bucket=bucket, slice=piece.slice, number=array, begin=piece.begin, nbytes=piece.nbytes
-            )
-            values = self.pservers[piece.pserver].call("Get", request, self._config.step_timeout_s).values
-            if len(values) != piece.nbytes:
-                raise ProtocolError(f"Get must return {piece.nbytes} bytes, got {len(values)}")
-            found[piece.at : piece.at + piece.nbytes] = np.frombuffer(values, np.uint8)
+        for pserver, place, at, size in self._pieces(bucket, array, begin, nbytes):
+            values = pserver.call("Get", pb.GetRequest(**place, nbytes=size), self._config.step_timeout_s).values
+            if len(values) != size:
+                raise ProtocolError(f"Get must return {size} bytes, got {len(values)}")
+            found[at : at + size] = np.frombuffer(values, np.uint8)
         return found
 
-    def _pieces(self, bucket: int, begin: int, nbytes: int) -> Iterator[_Piece]:
-        """What the calls are for. Buckets with an update are never cut anew."""
+    def _pieces(
+        self, bucket: int, array: int, begin: int, nbytes: int
+    ) -> Iterator[tuple[Pserver, dict[str, Argument], int, int]]:
+        """Per call: its pserver, the place there, and where the bytes are in the part of the bucket, and how many."""
         self._failures.check()
         target = declared(self._buckets, bucket)
-        if begin < 0 or begin + nbytes > target.spec.nbytes:
-            raise ProtocolError(
-                f"bucket '{target.spec.name}' has {target.spec.nbytes} bytes, got {begin} to {begin + nbytes}"
-            )
+        name, size, end = target.spec.name, target.spec.nbytes, begin + nbytes
+        if begin < 0 or end > size:
+            raise ProtocolError(f"bucket '{name}' has {size} bytes, got {begin} to {end}")
+        # Buckets with an update are never cut anew.
         for index, (part, owner) in enumerate(zip(target.cutting.slices, target.cutting.owners, strict=True)):
-            first, last = max(begin, part.offset), min(begin + nbytes, part.offset + part.nbytes)
+            first, last = max(begin, part.offset), min(end, part.offset + part.nbytes)
             for start in range(first, last, STATE_PIECE_BYTES):
-                yield _Piece(owner, index, start - part.offset, min(STATE_PIECE_BYTES, last - start), start - begin)
+                place = {**self._me, "bucket": bucket, "slice": index, "number": array, "begin": start - part.offset}
+                yield self.pservers[owner], place, start - begin, min(STATE_PIECE_BYTES, last - start)
 
     # Other ranks
 
     def quiesce(self) -> None:
-        """See `Peers.quiesce`."""
         self._failures.check()
+        self._tell("Rest", pb.RestRequest(**self._me), self._config.step_timeout_s)
+
+    def _tell(self, name: str, request: Message, timeout_s: float) -> None:
         for pserver in self.pservers:
-            pserver.call("Rest", pb.RestRequest(**self._me), self._config.step_timeout_s)
+            pserver.call(name, request, timeout_s)
 
     def fetch_add(self, counter: str) -> int:
-        """See `Peers.fetch_add`."""
         self._failures.check()
         request = pb.TakeRequest(**self._me, counter=counter)
         return int(self.pservers[0].call("Take", request, self._config.step_timeout_s).number)
 
     def is_awaited(self, bucket: int) -> bool:
-        """See `Peers.is_awaited`. One slice tells: all of a bucket's are pushed together."""
         self._failures.check()
-        owner = self.pservers[declared(self._buckets, bucket).cutting.owners[0]]
+        owner = self.pservers[declared(self._buckets, bucket).cutting.owners[0]]  # all slices are pushed together
         missing = self._missing(owner, self._config.step_timeout_s, bucket=bucket)
         return len(self.others(missing)) < len(missing)
 
     def extend_deadline(self, bucket: int) -> None:
-        """See `Peers.extend_deadline`."""
         target = declared(self._buckets, bucket)
         with target.lock:
             if target.current is not None:
                 target.current.started_s = time.monotonic()
 
-    def holdups(self, number: int, push: Push) -> list[Holdup]:
-        """Asks the pservers that still owe replies to `push` of bucket `number` whom they wait for."""
-        bucket, answers = self._buckets[number], list[Holdup]()
+    def holdups(self, number: int, push: Push) -> dict[str, list[str] | TfpsError]:
+        """The ranks that those pservers wait for that still owe replies to `push`, or why one does not answer."""
+        bucket, answers = self._buckets[number], dict[str, list[str] | TfpsError]()
         with bucket.lock:
             owners = sorted({owner for index, owner in enumerate(bucket.cutting.owners) if index not in push.arrived})
         for pserver in (self.pservers[owner] for owner in owners):
             try:
-                answers.append(Holdup(pserver.address, self._missing(pserver, _ASK_TIMEOUT_S, bucket=number)))
+                answers[pserver.address] = self._missing(pserver, _ASK_TIMEOUT_S, bucket=number)
             except TfpsError as error:
-                answers.append(Holdup(pserver.address, error=error))
+                answers[pserver.address] = error
         return answers
 
     def others(self, ranks: Sequence[str]) -> list[str]:
@@ -297,30 +240,27 @@ class PserverClient:
 
     def tune(self, layout: Layout) -> None:
         """Tells all pservers, and through them all workers, of a layout; see Layout in protos/tfps.proto."""
-        request = pb.TuneRequest(**self._me, layout=layout_message(layout))
-        for pserver in self.pservers:
-            pserver.call("Tune", request, _TUNE_TIMEOUT_S)
+        self._tell("Tune", pb.TuneRequest(**self._me, layout=control.layout_message(layout)), _TUNE_TIMEOUT_S)
 
     # Captures; see Records in protos/tfps.proto
 
     def trace(self, number: int, on: bool) -> None:
         """Begins or ends a capture on all pservers."""
         self._failures.check()
-        for pserver in self.pservers:
-            pserver.call("Trace", pb.TraceRequest(**self._me, number=number, on=on), _CALL_TIMEOUT_S)
+        self._tell("Trace", pb.TraceRequest(**self._me, number=number, on=on), _CALL_TIMEOUT_S)
 
     def collect(self, number: int, timeout_s: float) -> list[pb.Records]:
         """All records of a capture that come within `timeout_s`."""
         found: list[pb.Records] = []
         deadline_s = time.monotonic() + timeout_s
         for pserver in self.pservers:
-            while True:
+            more = True
+            while more:
                 left_s = max(deadline_s - time.monotonic(), 0.0)
                 request = pb.CollectRequest(**self._me, number=number, timeout_s=left_s)
                 reply = pserver.call("Collect", request, left_s + _CALL_TIMEOUT_S)
-                if not reply.HasField("records"):
-                    break
-                found.append(reply.records)
+                if more := reply.HasField("records"):
+                    found.append(reply.records)
         return found
 
     def upload(self, number: int, records: pb.Records, timeout_s: float) -> None:
@@ -328,21 +268,8 @@ class PserverClient:
         self.pservers[0].call("Upload", pb.UploadRequest(**self._me, number=number, records=records), timeout_s)
 
 
-class _Piece(NamedTuple):
-    """`nbytes` bytes of a slice from `begin` on, which are at `at` in the part of the bucket."""
-
-    pserver: int
-    slice: int
-    begin: int
-    nbytes: int
-    at: int
-
-
 class WaitLog:
-    """Says whom the pushes of a worker wait for, in its log and in the error of one that has waited for too long.
-
-    For one thread.
-    """
+    """Says whom pushes wait for, in the log and in the error of one that has waited for too long. For one thread."""
 
     def __init__(self, client: PserverClient, buckets: Sequence[PushedBucket]) -> None:
         self._client, self._buckets = client, buckets
@@ -357,10 +284,10 @@ class WaitLog:
             if push is None or time.monotonic() - push.started_s <= limit_s:
                 continue
             blame = [
-                f"pserver {each.pserver} waits for {', '.join(each.ranks) or 'nobody: its replies do not arrive'}"
-                if each.error is None
-                else str(each.error)
-                for each in self._client.holdups(number, push)
+                str(said)
+                if isinstance(said, TfpsError)
+                else f"pserver {address} waits for {', '.join(said) or 'nobody: its replies do not arrive'}"
+                for address, said in self._client.holdups(number, push).items()
             ]
             what = f"bucket '{bucket.spec.name}' step {push.step}: no result within {limit_s:.3g} s"
             return WaitTimeoutError(f"{what}; {'; '.join(blame)}")
@@ -368,38 +295,33 @@ class WaitLog:
 
     def look(self) -> None:
         """Logs whom the oldest push waits for if it takes too long, unless the same was logged recently."""
-        buckets, now_s = list(self._buckets), time.monotonic()
-        waiting = [
-            (push.started_s, number) for number, each in enumerate(buckets) if (push := each.current) is not None
-        ]
-        started_s, number = min(waiting, default=(now_s, 0))
-        if now_s - max(started_s, self._asked_s) < PATIENCE_S:
+        now_s = time.monotonic()
+        waiting = [(push, each) for each in enumerate(list(self._buckets)) if (push := each[1].current) is not None]
+        if not waiting:
             return
-        push = buckets[number].current
-        if push is None:
+        push, (number, bucket) = min(waiting, key=lambda each: each[0].started_s)
+        if now_s - max(push.started_s, self._asked_s) < PATIENCE_S:
             return
-        self._asked_s = now_s
+        self._asked_s, started_s = now_s, push.started_s
         answers = self._client.holdups(number, push)
-        whom = ", ".join(self._client.others(sorted({rank for answer in answers for rank in answer.ranks})))
-        silent = [answer.pserver for answer in answers if isinstance(answer.error, PserverLostError)]
+        named = [said for said in answers.values() if not isinstance(said, TfpsError)]
+        whom = ", ".join(self._client.others(sorted(set(itertools.chain(*named)))))
+        silent = [address for address, said in answers.items() if isinstance(said, PserverLostError)]
         if silent:
             whom = f"pserver {', '.join(silent)}, which does not answer"
-        elif not whom and all(answer.error is None for answer in answers):
-            whom = f"the network: slices are on their way to or from pserver {', '.join(a.pserver for a in answers)}"
-        if not whom or buckets[number].current is not push or (whom == self._said and now_s < self._said_s + _AGAIN_S):
+        elif not whom and len(named) == len(answers):
+            whom = f"the network: slices are on their way to or from pserver {', '.join(answers)}"
+        if not whom or bucket.current is not push or (whom == self._said and now_s < self._said_s + _AGAIN_S):
             return
         self._said, self._said_s = whom, now_s
-        name, *more = buckets[number].spec.names
+        name, *more = bucket.spec.names
         what = f"{name}{f' and {len(more)} more' if more else ''}"
         logger.warning("tfps: waits for %s; %.0f s so far, step %d of %s", whom, now_s - started_s, push.step, what)
 
 
 @contextlib.contextmanager
 def saying(whom: Callable[[], str]) -> Iterator[None]:
-    """Logs `tfps: waits for <whom>` once if the block takes too long.
-
-    `whom` is called on a thread, repeatedly while it returns "".
-    """
+    """Logs `tfps: waits for <whom>` once if the block takes too long; asks, on a thread, until `whom` is not ""."""
     over = threading.Event()
 
     def say() -> None:

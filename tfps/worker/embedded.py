@@ -3,44 +3,99 @@
 from __future__ import annotations
 
 import itertools
-import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from tfps.config import Config
 from tfps.errors import ProtocolError, TfpsError
+from tfps.exchange import interface
 from tfps.exchange.codecs import Floats
-from tfps.exchange.interface import (
-    BucketSpec,
-    FailureListener,
-    FailureState,
-    Link,
-    OnReply,
-    Payload,
-    Reply,
-    as_bytes,
-    check_payload,
-    declared,
-)
+from tfps.exchange.interface import BucketSpec, FailureListener, FailureState, Link, OnReply, Payload, Reply, as_bytes
 from tfps.exchange.parameter_shard import Delta, ParameterShard
 from tfps.exchange.update_spec import StepScalars
 from tfps.membership.view import View
-from tfps.trace.assembly import Recorded, assemble
-from tfps.trace.capture import Capture, CapturedBucket, Process, Setting
 from tfps.trace.recorder import Recorder
 from tfps.types import Array, Buffer
 from tfps.wire.shared_memory import aligned_empty
-from tfps.worker.captures import NOT_RUNNING, RUNNING, Switch, named
+from tfps.worker.captures import ProcessCaptures
 
 
-class EmbeddedInfo:
-    """The `Info` where nothing travels."""
+class EmbeddedExchange:
+    """Replies to a push at once, on the calling thread, with the pushed payload itself. See `Exchange`.
 
+    Buckets with an update are updated here: the reply is a new array. It is its own `Info`, `State` and `Peers`.
+    """
+
+    rank = 0
+    view = View.first(1)
     embedded = True
     run = ""
     slice_bytes = window_bytes = 0
+
+    def __init__(self, config: Config | None = None, recorder: Recorder | None = None) -> None:
+        self.config = config or Config()
+        self.info = self.state = self.peers = self
+        self._specs: list[BucketSpec] = []
+        self._failures = FailureState()
+        self._kept: dict[int, ParameterShard] = {}  # by bucket; a bucket has one push at a time
+        self._counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        self.captures = ProcessCaptures(recorder or Recorder(), lambda: self._specs, self._failures.check)
+
+    @property
+    def failure(self) -> TfpsError | None:
+        return self._failures.failure
+
+    def declare(
+        self, specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: threading.Event | None = None
+    ) -> list[int]:
+        self._failures.check()
+        ids = list(range(len(self._specs), len(self._specs) + len(specs)))
+        self._specs.extend(specs)
+        for bucket, spec in zip(ids, specs, strict=True):
+            if spec.update is not None:
+                label, viewed = f"bucket '{spec.name}'", spec.codec is not None
+                self._kept[bucket] = ParameterShard(label, spec.update, 0, spec.nbytes, viewed=viewed)
+        return ids
+
+    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, numbers: bytes = b"") -> None:
+        view, spec = as_bytes(payload), interface.declared(self._specs, bucket)
+        interface.check_payload(spec, view)
+        if (end := self._failures.end) is not None:
+            on_reply(Reply(error=end))
+        elif spec.kind == "gather":
+            on_reply(Reply(parts=[b"" if payload is None else payload]))
+        elif spec.update is not None:
+            on_reply(Reply(sum=self._update(bucket, bytes(spec.nbytes) if view is None else view, numbers)))
+        else:
+            on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload))
+
+    def _update(self, bucket: int, gradient: Buffer, numbers: bytes) -> Array:
+        """The new parameters, or their change; a copy, as TensorFlow keeps them while they change here."""
+        kept, codec = self._kept[bucket], self._specs[bucket].codec
+        kept.take_put()
+        new = kept.update(gradient, StepScalars.unpack(numbers, kept.spec))
+        copied = aligned_empty(len(new))
+        if codec is None:
+            copied[:] = np.frombuffer(new, np.uint8)
+        else:
+            encoded = Delta(codec, kept.worker_view).encode(np.frombuffer(new, np.float32))
+            codec.decode(encoded, copied.view(np.float32))
+        return copied
+
+    def add_failure_listener(self, listener: FailureListener) -> None:
+        self._failures.add_listener(listener)
+
+    def fail(self, error: TfpsError) -> None:
+        self._failures.fail(error)
+
+    def close(self, reason: str = "") -> None:
+        self.captures.close()
+        self._failures.close()
+
+    # Info: nothing travels
 
     def owners(self, bucket: int) -> list[int]:
         return []
@@ -51,20 +106,7 @@ class EmbeddedInfo:
     def links(self) -> list[Link]:
         return []
 
-
-class EmbeddedState:
-    """The `State` in this process. Gradients are never encoded, so no bucket has a residual."""
-
-    def __init__(self, specs: Sequence[BucketSpec], failures: FailureState) -> None:
-        self._specs, self._failures = specs, failures
-        self._kept: dict[int, ParameterShard] = {}  # by bucket; a bucket has one push at a time
-
-    def keep(self, bucket: int) -> None:
-        """Begins to keep arrays of a bucket, if it has an update."""
-        spec = self._specs[bucket]
-        if spec.update is not None:
-            label, viewed = f"bucket '{spec.name}'", spec.codec is not None
-            self._kept[bucket] = ParameterShard(label, spec.update, 0, spec.nbytes, viewed=viewed)
+    # State; gradients are never encoded, so no bucket has a residual
 
     def write(self, bucket: int, array: int, begin: int, values: Payload) -> None:
         self._kept_of(bucket).put(array, begin, as_bytes(values) or b"")
@@ -85,116 +127,18 @@ class EmbeddedState:
         on_reply(Reply(sum=np.zeros(self._specs[bucket].nbytes, np.uint8)))
 
     def set_residual(self, bucket: int, values: Floats) -> None:
-        """There is none."""
+        pass
 
-    def update(self, bucket: int, gradient: Buffer, numbers: bytes) -> Array:
-        """The new parameters, or their change; a copy, as TensorFlow keeps them while they change here."""
-        kept, codec = self._kept[bucket], self._specs[bucket].codec
-        kept.take_put()
-        new = kept.update(gradient, StepScalars.unpack(numbers, kept.spec))
-        copied = aligned_empty(len(new))
-        if codec is None:
-            copied[:] = np.frombuffer(new, np.uint8)
-        else:
-            encoded = Delta(codec, kept.worker_view).encode(np.frombuffer(new, np.float32))
-            codec.decode(encoded, copied.view(np.float32))
-        return copied
-
-
-class NoPeers:
-    """The `Peers` of a rank that is alone."""
-
-    def __init__(self) -> None:
-        self._counters: dict[str, Iterator[int]] = {}
+    # Peers: there are none
 
     def quiesce(self) -> None:
-        """Nobody else is there."""
+        pass
 
     def fetch_add(self, counter: str) -> int:
-        return next(self._counters.setdefault(counter, itertools.count()))
+        return next(self._counters[counter])
 
     def is_awaited(self, bucket: int) -> bool:
         return False
 
     def extend_deadline(self, bucket: int) -> None:
-        """Nothing waits."""
-
-
-class EmbeddedCaptures:
-    """The `Captures` of this process alone."""
-
-    def __init__(self, recorder: Recorder, specs: Sequence[BucketSpec], failures: FailureState) -> None:
-        self._recorder, self._specs, self._failures = recorder, specs, failures
-        self._switch = Switch(recorder)
-
-    def start(self) -> None:
-        self._failures.check()
-        if not self._switch.on():
-            raise TfpsError(RUNNING)
-
-    def stop(
-        self, buckets: Sequence[CapturedBucket], name: str, steps: Sequence[int], settings: Mapping[str, Setting]
-    ) -> Capture:
-        if not self._switch.off():
-            raise TfpsError(NOT_RUNNING)
-        recorded = Recorded(Process("worker", 0, socket.gethostname()), self._recorder.records())
-        return assemble([recorded], named(buckets, self._specs), name, steps, settings)
-
-    def close(self) -> None:
-        """Stops recording."""
-        self._switch.off()
-
-
-class EmbeddedExchange:
-    """Replies to a push at once, on the calling thread, with the pushed payload itself. See `Exchange`.
-
-    Buckets with an update are updated here: the reply is a new array.
-    """
-
-    rank = 0
-    view = View.first(1)
-
-    def __init__(self, config: Config | None = None, recorder: Recorder | None = None) -> None:
-        self.config = config or Config()
-        self._specs: list[BucketSpec] = []
-        self._failures = FailureState()
-        self.info, self.peers = EmbeddedInfo(), NoPeers()
-        self.state = EmbeddedState(self._specs, self._failures)
-        self.captures = EmbeddedCaptures(recorder or Recorder(), self._specs, self._failures)
-
-    @property
-    def failure(self) -> TfpsError | None:
-        return self._failures.failure
-
-    def declare(
-        self, specs: Sequence[BucketSpec], details: Sequence[str] = (), stop: threading.Event | None = None
-    ) -> list[int]:
-        self._failures.check()
-        first = len(self._specs)
-        self._specs.extend(specs)
-        ids = list(range(first, len(self._specs)))
-        for bucket in ids:
-            self.state.keep(bucket)
-        return ids
-
-    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, numbers: bytes = b"") -> None:
-        view, spec = as_bytes(payload), declared(self._specs, bucket)
-        check_payload(spec, view)
-        if (end := self._failures.end) is not None:
-            on_reply(Reply(error=end))
-        elif spec.kind == "gather":
-            on_reply(Reply(parts=[b"" if payload is None else payload]))
-        elif spec.update is not None:
-            on_reply(Reply(sum=self.state.update(bucket, bytes(spec.nbytes) if view is None else view, numbers)))
-        else:
-            on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload))
-
-    def add_failure_listener(self, listener: FailureListener) -> None:
-        self._failures.add_listener(listener)
-
-    def fail(self, error: TfpsError) -> None:
-        self._failures.fail(error)
-
-    def close(self, reason: str = "") -> None:
-        self.captures.close()
-        self._failures.close()
+        pass

@@ -13,16 +13,8 @@ from collections.abc import Callable, Sequence
 
 from tfps.config import Config
 from tfps.errors import TfpsError
+from tfps.exchange import layout
 from tfps.exchange.codecs import sent_bytes
-from tfps.exchange.layout import (
-    MAX_TUNED_BYTES,
-    MAX_TUNED_GRPC_BYTES,
-    MIN_TUNED_BYTES,
-    Measured,
-    choose,
-    limited_by_handling,
-    tunable,
-)
 from tfps.protos import tfps_pb2 as pb
 from tfps.wire.control import Pserver
 from tfps.wire.reach import round_trip_s, split
@@ -45,15 +37,7 @@ _TCP_MESSAGE_S = 100e-6  # over a data connection, both ends: docs/transport.md
 class Tuner:
     """Tunes a job if any size in `config` is "auto". Not thread-safe.
 
-    If tuning makes slices larger, it measures a second time: if processors and not the network were the limit, the
-    rate measured with small slices is too low, and slices get the maximum size.
-
-    Shared memory is measured only if there is nothing else. If all of rank 0's pservers use it, but not all of the
-    other ranks', it asks the pservers how fast those ranks receive.
-
-    Args:
-        memory: knows which pservers use shared memory.
-        tune: called with slice and window bytes.
+    docs/design.md says what it measures. `tune` is called with slice and window bytes.
     """
 
     def __init__(
@@ -64,16 +48,15 @@ class Tuner:
         memory: Sharing,
         tune: Callable[[int, int], None],
     ) -> None:
-        self._config, self._client, self._queues, self._tune = config, client, queues, tune
-        self._memory = memory
+        self._config, self._client, self._queues, self._memory, self._tune = config, client, queues, memory, tune
         self._ask = False  # whether to ask the pservers for the network's throughput
-        self._most = MAX_TUNED_GRPC_BYTES
+        self._most = layout.MAX_TUNED_GRPC_BYTES
         self.done = config.slice_bytes != "auto" and config.window_bytes != "auto"
         self._sizes: tuple[int, int] | None = None  # those of the last change
         self._round_trip_s = self._message_s = 0.0
         self._first: tuple[float, int] | None = None  # time and step count at the first look
         self._busy_then: Sequence[Throughput] = ()
-        self._measured: Measured | None = None  # by the first measurement
+        self._measured: layout.Measured | None = None  # by the first measurement
         self._steps_then = 0  # the second measurement is after this step
 
     def probe(self) -> None:
@@ -83,11 +66,11 @@ class Tuner:
         if len(self._memory.pservers) == len(self._client.pservers):
             members = itertools.chain(*self._client.members(_PROBE_TIMEOUT_S))
             self._ask = any(not member.shared_memory for member in members)
-            self._most = MAX_TUNED_GRPC_BYTES if self._ask else MAX_TUNED_BYTES  # others may use gRPC
+            self._most = layout.MAX_TUNED_GRPC_BYTES if self._ask else layout.MAX_TUNED_BYTES  # others may use gRPC
         self._round_trip_s = max(min(_call_s(p) for _ in range(_PROBES)) for p in self._client.pservers)
         far = self._far()
         if far and all(queue.on_connection for queue in far):
-            self._message_s, self._most = _TCP_MESSAGE_S, MAX_TUNED_BYTES
+            self._message_s, self._most = _TCP_MESSAGE_S, layout.MAX_TUNED_BYTES
             return
         addresses = [split(pserver.address) for pserver in self._client.pservers]
         network_s = max(round_trip_s(*each, _PROBE_TIMEOUT_S, _PROBES) or 0.0 for each in addresses)
@@ -100,7 +83,7 @@ class Tuner:
                 self._tune(*self._sizes)
             return
         # Only gradients: announcements of batches and the like run ahead, with separate rounds.
-        leader = max((b for b in buckets if tunable(b.spec)), key=lambda bucket: bucket.steps, default=None)
+        leader = max((b for b in buckets if layout.tunable(b.spec)), key=lambda bucket: bucket.steps, default=None)
         if leader is None:
             return
         with leader.lock:
@@ -114,7 +97,8 @@ class Tuner:
                 self._busy_then = busy
         if steps < self._first[1] + _STEPS:
             return
-        busy = [now.since(then) for now, then in zip(busy, self._busy_then or [Throughput()] * len(busy), strict=True)]
+        then = self._busy_then or [Throughput()] * len(busy)
+        busy = [Throughput(b.nbytes - a.nbytes, b.seconds - a.seconds) for a, b in zip(then, busy, strict=True)]
         if max(one.seconds for one in busy) < _BUSY_S:
             if steps >= self._first[1] + _GIVE_UP_STEPS:
                 self.done = True
@@ -123,17 +107,19 @@ class Tuner:
         step_s = (now_s - self._first[0]) / (steps - self._first[1])
         measured = measure(busy, self._round_trip_s, self._message_s, step_s)
         if self._measured is None:
-            slice_bytes = self._change(measured, *choose(measured, most_slice_bytes=self._most), ratio(buckets))
+            slice_bytes = self._change(measured, *layout.choose(measured, most_slice_bytes=self._most), ratio(buckets))
             self.done = self._config.slice_bytes != "auto" or slice_bytes <= self._config.first_slice_bytes
             # The change is two steps ahead for a rank at this step, and other ranks may be one further.
             self._measured, self._first, self._steps_then = measured, None, steps + 3
             return
-        if limited_by_handling(self._measured, measured):
-            nbytes = sum(bucket.spec.nbytes for bucket in buckets if tunable(bucket.spec))
-            most = min(self._most, max(nbytes // _LEAST_SLICES // len(self._client.pservers), MAX_TUNED_GRPC_BYTES))
+        if layout.limited_by_handling(self._measured, measured):
+            nbytes = sum(bucket.spec.nbytes for bucket in buckets if layout.tunable(bucket.spec))
+            share = nbytes // _LEAST_SLICES // len(self._client.pservers)
+            most = min(self._most, max(share, layout.MAX_TUNED_GRPC_BYTES))
             # Compressed slices were small at first, so the rate says little of processors: it is that of the link now.
             smaller = ratio(buckets)
-            self._change(measured, *choose(measured, MIN_TUNED_BYTES if smaller > 1 else most, most), smaller)
+            least = layout.MIN_TUNED_BYTES if smaller > 1 else most
+            self._change(measured, *layout.choose(measured, least, most), smaller)
         self.done = True
 
     def _busy(self) -> list[Throughput]:
@@ -146,20 +132,15 @@ class Tuner:
         return [queue.throughput for queue in self._far() or self._queues]
 
     def _far(self) -> list[SendQueue]:
-        """Returns the queues of the pservers that do not use shared memory."""
+        """The queues of the pservers that do not use shared memory."""
         return [queue for index, queue in enumerate(self._queues) if index not in self._memory.pservers]
 
-    def _change(self, measured: Measured, slice_bytes: int, window_bytes: int, ratio: float) -> int:
-        """Changes sizes that are "auto"; returns the new slice size.
-
-        Args:
-            slice_bytes: on the wire, of which it takes `ratio` times as many before they are compressed.
-        """
+    def _change(self, measured: layout.Measured, slice_bytes: int, window_bytes: int, ratio: float) -> int:
+        """Changes sizes that are "auto"; returns the new slice size, `ratio` times that on the wire."""
         slice_bytes = min(int(slice_bytes * ratio) // 4096 * 4096, max(self._most, slice_bytes))
-        if self._config.slice_bytes != "auto":
-            slice_bytes = self._config.slice_bytes
-        if self._config.window_bytes != "auto":
-            window_bytes = self._config.window_bytes
+        fixed = self._config
+        slice_bytes = slice_bytes if fixed.slice_bytes == "auto" else fixed.slice_bytes
+        window_bytes = window_bytes if fixed.window_bytes == "auto" else fixed.window_bytes
         self._sizes = slice_bytes, window_bytes
         self._tune(slice_bytes, window_bytes)
         logger.info(
@@ -174,33 +155,32 @@ class Tuner:
 
 
 def ratio(buckets: Sequence[PushedBucket]) -> float:
-    """Returns how many times as large gradients are as what is sent of them."""
-    specs = [bucket.spec for bucket in buckets if tunable(bucket.spec)]
+    """How many times as large gradients are as what is sent of them."""
+    specs = [bucket.spec for bucket in buckets if layout.tunable(bucket.spec)]
     sent = sum(sent_bytes(spec.codec, spec.nbytes) for spec in specs)
     return sum(spec.nbytes for spec in specs) / sent if sent else 1.0
 
 
 def _is_late(bucket: PushedBucket) -> bool:
     """Whether a bucket is in use and has never been cut anew."""
-    if not tunable(bucket.spec):
+    if not layout.tunable(bucket.spec):
         return False
     with bucket.lock:
         return bucket.steps > _STEPS and bucket.cutting.step == 0 and not bucket.next
 
 
-def measure(busy: Sequence[Throughput], round_trip_s: float, message_s: float, step_s: float) -> Measured:
+def measure(busy: Sequence[Throughput], round_trip_s: float, message_s: float, step_s: float) -> layout.Measured:
     """Combines all streams: they are busy at about the same time, the longest of them throughout."""
     bytes_per_s = sum(one.nbytes for one in busy) / max(one.seconds for one in busy)
-    return Measured(bytes_per_s, round_trip_s, message_s, step_s, len(busy))
+    return layout.Measured(bytes_per_s, round_trip_s, message_s, step_s, len(busy))
 
 
 def message_s(round_trip_s: float, network_s: float) -> float:
-    """Returns the cost of a message over gRPC: half of a call's round trip without the network's part."""
+    """The cost of a message over gRPC: half of a call's round trip without the network's part."""
     return min(max((round_trip_s - network_s) / 2, _MIN_MESSAGE_S), _MAX_MESSAGE_S)
 
 
 def _call_s(pserver: Pserver) -> float:
-    """How long a small call takes."""
     began_s = time.monotonic()
     with contextlib.suppress(TfpsError):
         pserver.call("Status", pb.StatusRequest(), _PROBE_TIMEOUT_S)

@@ -7,32 +7,22 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from tfps.config import Config, Security, check_address
 from tfps.errors import ConfigError, InterruptError, PserverLostError, TfpsError, WaitTimeoutError
+from tfps.exchange import interface
 from tfps.exchange.codecs import Floats
-from tfps.exchange.interface import (
-    BucketSpec,
-    FailureListener,
-    FailureState,
-    Link,
-    OnReply,
-    Payload,
-    Reply,
-    as_bytes,
-    check_payload,
-    declared,
-)
+from tfps.exchange.interface import BucketSpec, FailureListener, FailureState, Link, OnReply, Payload, Reply, as_bytes
 from tfps.exchange.layout import Layout, Placer, cut_anew, tunable
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.trace.capture import Setting
 from tfps.trace.recorder import Recorder
 from tfps.wire.control import Pserver, layout_of
-from tfps.wire.frames import Header, Kind
+from tfps.wire.frames import Header, Kind, encode
 from tfps.wire.paths import Opening, WorkerStream
 from tfps.wire.send_queue import Outgoing, SendQueue
 from tfps.wire.shared_memory import Sharing, tune_malloc
@@ -44,103 +34,15 @@ from tfps.worker.tuner import Tuner
 _REASON_S = 1.0  # in which streams say why a call broke, if the job has failed
 
 
-class WorkerInfo:
-    """The `Info` of a worker. Its attributes change as slices are tuned."""
+class Worker:
+    """A member of a job on all its pservers. See `Exchange`. The constructor returns when all workers have joined.
+
+    It is its own `Info` and `State`. Per pserver one of gRPC's threads or "tfps-send-<i>" sends, and "tfps-recv-<i>"
+    receives and calls `on_reply`; "tfps-deadlines" checks deadlines. Without `rank` ranks are assigned in order of
+    joining; without `workers` there are as many as the pservers were started with.
+    """
 
     embedded = False
-
-    def __init__(
-        self,
-        client: PserverClient,
-        config: Config,
-        buckets: Sequence[PushedBucket],
-        queues: Sequence[SendQueue],
-        memory: Sharing,
-    ) -> None:
-        self.slice_bytes, self.window_bytes = config.first_slice_bytes, config.first_window_bytes
-        self._client, self._config = client, config
-        self._buckets, self._queues, self._memory = buckets, queues, memory
-        self._cpu_s: list[float] = []  # of each pserver, when training began
-
-    @property
-    def run(self) -> str:
-        return self._client.membership.run
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of memory shared with pservers on this host."""
-        return self._memory.nbytes
-
-    def owners(self, bucket: int) -> list[int]:
-        return list(self._buckets[bucket].cutting.owners)
-
-    def progress(self, bucket: int) -> float:
-        return self._buckets[bucket].progress()
-
-    def begin(self) -> None:
-        """Notes the pservers' CPU time before the first step; later calls do nothing."""
-        self._cpu_s = self._cpu_s or self._client.cpu_s()
-
-    def links(self) -> list[Link]:
-        steps = max((bucket.steps for bucket in list(self._buckets)), default=0)
-        now_s = self._client.cpu_s() if steps and self._cpu_s else []
-        found = []
-        for index, (pserver, queue) in enumerate(zip(self._client.pservers, self._queues, strict=True)):
-            cpu_s = (now_s[index] - self._cpu_s[index]) / steps if now_s else None
-            found.append(Link(pserver.address, queue.throughput.bytes_per_s, cpu_s, index in self._memory.pservers))
-        return found
-
-    def settings(self) -> dict[str, Setting]:
-        """For captures."""
-        sizes: dict[str, Setting] = {"slice_bytes": self.slice_bytes, "window_bytes": self.window_bytes}
-        return sizes | {"policy": self._config.policy, "compression": str(self._config.compression)}
-
-
-class WorkerState:
-    """The `State` of a worker's buckets; `push` takes the push of one."""
-
-    def __init__(
-        self, client: PserverClient, buckets: Sequence[PushedBucket], push: Callable[[int, Push], None]
-    ) -> None:
-        self._client, self._buckets, self._push = client, buckets, push
-        self.write, self.read = client.write, client.read
-
-    def steps(self, bucket: int) -> int:
-        return self._buckets[bucket].steps
-
-    def collect_residual(self, bucket: int, on_reply: OnReply) -> None:
-        def take(reply: Reply) -> None:
-            if reply.error is None:
-                self.set_residual(bucket, np.asarray(reply.sum).view(np.float32))
-            on_reply(reply)
-
-        self._push(bucket, Push(None, take, whole=True))
-
-    def set_residual(self, bucket: int, values: Floats) -> None:
-        compression = self._buckets[bucket].compression
-        if compression is not None and compression.residual is not None:
-            compression.residual[...] = values if self._client.membership.rank == 0 else 0
-
-
-class Worker:
-    """A member of a job on all its pservers. See `Exchange`.
-
-    The constructor returns when all workers have joined. Per pserver one of gRPC's threads sends and "tfps-recv-<i>"
-    receives and calls `on_reply`; "tfps-deadlines" checks deadlines.
-
-    Args:
-        pservers: `host:port` of each, in the same order for every worker.
-        rank: None to assign ranks in order of joining.
-        workers: None for the number that the pservers were started with.
-        job: name of the job; a pserver serves one at a time.
-
-    Raises:
-        ConfigError: an address is malformed, rank and workers contradict each other, or a file of the job token or of
-            TLS cannot be read.
-        ConnectError: a pserver cannot be reached or refuses this worker; the message names it.
-        MismatchError: the settings differ between workers.
-        WaitTimeoutError: some ranks did not join within `config.connect_timeout_s`; the message names them.
-    """
 
     def __init__(
         self,
@@ -164,25 +66,23 @@ class Worker:
         self._memory = Sharing(config.shared_memory)
         self._step = 0  # for messages
         self._farewell: TfpsError | None = None  # why this worker failed, for the pservers
-        self._leaving = threading.Lock()  # guards _left
-        self._left = False
+        self._left = threading.Lock()  # acquired once
         self._wake = threading.Event()  # set by a failure and by close
         security = Security.of_worker(config)
         self._pservers = [Pserver(address, security) for address in addresses]
-        wanted = -1 if rank is None else rank
-        self._client = PserverClient(self._pservers, config, self._buckets, self._failures, wanted)
+        rank = -1 if rank is None else rank
+        self._client = PserverClient(self._pservers, config, self._buckets, self._failures, rank)
         self._waits = WaitLog(self._client, self._buckets)
+        self.info = self.state = self
         self.peers = self._client
-        self.state = WorkerState(self._client, self._buckets, self._push)
+        self.write, self.read = self._client.write, self._client.read
+        self.slice_bytes, self.window_bytes = config.first_slice_bytes, config.first_window_bytes
+        self._cpu_s: list[float] = []  # of each pserver, when training began
         self._queues = [
             SendQueue(config.first_window_bytes, config.policy, piggyback=True, recorder=self._recorder, pserver=index)
             for index in range(len(addresses))
         ]
-        self.info = WorkerInfo(self._client, config, self._buckets, self._queues, self._memory)
-        self._streams = [
-            WorkerStream(address, index, self._queues[index], self._incoming(index), self._fail, self._when)
-            for index, address in enumerate(addresses)
-        ]
+        self._streams: list[WorkerStream] = []
         self._watch = threading.Thread(target=self._watch_deadlines, name="tfps-deadlines", daemon=True)
         try:
             deadline_s = time.monotonic() + config.connect_timeout_s
@@ -190,7 +90,7 @@ class Worker:
             self._placer = Placer(self.view.pservers, config.placement)
             for pserver in self._pservers:
                 pserver.explain = self._explain
-            self.captures = WorkerCaptures(self._recorder, self._client, self._buckets, self.info.settings)
+            self.captures = WorkerCaptures(self._recorder, self._client, self._specs, self._settings)
             self._tuner = Tuner(config, self._client, self._queues, self._memory, self.tune)
             # Ends when all workers have joined: everything above is built before any frame comes.
             self._client.declare([], [], max(deadline_s - time.monotonic(), 0.1))
@@ -216,17 +116,55 @@ class Worker:
     def add_failure_listener(self, listener: FailureListener) -> None:
         self._failures.add_listener(listener)
 
-    # Joining and leaving
+    # Info
 
-    def _incoming(self, pserver: int) -> Incoming:
-        return Incoming(
-            pserver,
-            self._buckets,
-            self._failures,
-            self._recorder,
-            self._start_next,
-            self._take_notice,
-        )
+    @property
+    def run(self) -> str:
+        return self._client.membership.run
+
+    def owners(self, bucket: int) -> list[int]:
+        return list(self._buckets[bucket].cutting.owners)
+
+    def progress(self, bucket: int) -> float:
+        target = self._buckets[bucket]
+        with target.lock:
+            push = target.current
+            return 1.0 if push is None else len(push.copied) / max(len(target.cutting.slices), 1)
+
+    def links(self) -> list[Link]:
+        steps = max((bucket.steps for bucket in list(self._buckets)), default=0)
+        now_s = self._client.cpu_s() if steps and self._cpu_s else []
+        found = []
+        for index, (pserver, queue) in enumerate(zip(self._pservers, self._queues, strict=True)):
+            cpu_s = (now_s[index] - self._cpu_s[index]) / steps if now_s else None
+            found.append(Link(pserver.address, queue.throughput.bytes_per_s, cpu_s, index in self._memory.pservers))
+        return found
+
+    def _settings(self) -> dict[str, Setting]:
+        sizes: dict[str, Setting] = {"slice_bytes": self.slice_bytes, "window_bytes": self.window_bytes}
+        return sizes | {"policy": self.config.policy, "compression": str(self.config.compression)}
+
+    def _specs(self) -> list[BucketSpec]:
+        return [bucket.spec for bucket in list(self._buckets)]
+
+    # State
+
+    def steps(self, bucket: int) -> int:
+        return self._buckets[bucket].steps
+
+    def collect_residual(self, bucket: int, on_reply: OnReply) -> None:
+        def take(reply: Reply) -> None:
+            if reply.error is None:
+                self.set_residual(bucket, np.asarray(reply.sum).view(np.float32))
+            on_reply(reply)
+
+        self._push(bucket, Push(None, take, whole=True))
+
+    def set_residual(self, bucket: int, values: Floats) -> None:
+        if (residual := self._buckets[bucket].residual) is not None:
+            residual[...] = values if self.rank == 0 else 0
+
+    # Joining and leaving
 
     def _when(self) -> str:
         return f"at step {self._step}"
@@ -234,17 +172,11 @@ class Worker:
     def _join(self, job: str, workers: int, deadline_s: float) -> None:
         opening = Opening(self.config.transport, self._when)
         for index, joined in enumerate(self._client.join(job, workers, self._memory, deadline_s)):
-            membership = self._client.membership
-            path = opening.open(
-                self._pservers[index],
-                index,
-                self._queues[index],
-                joined.data_port,
-                membership.incarnation,
-                membership.rank,
-            )
-            self._streams[index].start(path)
-            if joined.shares_memory:
+            pserver, queue = self._pservers[index], self._queues[index]
+            path = opening.open(pserver, index, queue, joined.data_port, self._client.membership)
+            incoming = Incoming(index, self._buckets, self._failures, self._recorder, self._start_next, self._notice)
+            self._streams.append(WorkerStream(path, pserver.address, index, queue, incoming, self.fail, self._when))
+            if joined.shared_memory:
                 self._memory.pservers.add(index)
 
     def close(self, reason: str = "") -> None:
@@ -258,26 +190,21 @@ class Worker:
         self._hang_up(reason)
 
     def _hang_up(self, reason: str = "") -> None:
-        """Leaves the job and releases all resources."""
         self._leave(reason)
         for stream in self._streams:
             stream.close()
         for pserver in self._pservers:
             pserver.close()
-        self._memory.close()
+        if self._memory.arena is not None:
+            self._memory.arena.close()
 
     def _leave(self, reason: str = "") -> None:
         """Tells every pserver once that this worker leaves, if it has joined any."""
-        with self._leaving:
-            first, self._left = not self._left, True
-        if first:
+        if self._left.acquire(blocking=False):
             self._client.leave(self._farewell, reason)
 
-    def fail(self, error: TfpsError) -> None:
-        self._fail(error, told=False)
-
-    def _fail(self, error: TfpsError, told: bool) -> None:
-        """Fails with `error`; `told`: it came from a pserver, which told all workers."""
+    def fail(self, error: TfpsError, told: bool = False) -> None:
+        """See `Exchange.fail`; `told`: it came from a pserver, which told all workers."""
         if self._farewell is None:
             who = f"rank {self.rank} ({socket.gethostname()}:{os.getpid()})"
             self._farewell = error if told else type(error)(f"{who} failed: {error}")
@@ -289,7 +216,11 @@ class Worker:
         """Answers all pending pushes with the reason why the exchange ended."""
         error = self._failures.end
         for bucket in list(self._buckets):
-            for push in bucket.drop_pushes():
+            with bucket.lock:
+                pushes = [push for push in (bucket.current, *bucket.waiting) if push is not None]
+                bucket.current = None
+                bucket.waiting.clear()
+            for push in pushes:
                 push.on_reply(Reply(error=error))
 
     def _explain(self) -> None:
@@ -311,14 +242,13 @@ class Worker:
                 raise
             except TfpsError as error:
                 if self._failures.end is None:
-                    self._fail(error, told=not isinstance(error, (PserverLostError, WaitTimeoutError)))
+                    self.fail(error, told=not isinstance(error, (PserverLostError, WaitTimeoutError)))
                 raise
             if self.rank == 0 and any(map(tunable, specs)):
                 self._tuner.probe()
-            self.info.begin()
-            first = len(self._buckets)
-            size, placer = self.config.first_slice_bytes, self._placer
-            self._buckets.extend(PushedBucket.new(spec, size, placer, self._encoding_failed) for spec in specs)
+            self._cpu_s = self._cpu_s or self._client.cpu_s()
+            first, size = len(self._buckets), self.config.first_slice_bytes
+            self._buckets.extend(PushedBucket.new(spec, size, self._placer) for spec in specs)
             return list(range(first, len(self._buckets)))
 
     def _encoding_failed(self, error: Exception) -> TfpsError:
@@ -336,10 +266,8 @@ class Worker:
 
         For rank 0 only; see Layout in protos/tfps.proto.
         """
-        steps = {}
-        for number, bucket in enumerate(list(self._buckets)):
-            if tunable(bucket.spec) and (step := bucket.hold()) is not None:
-                steps[number] = step
+        tuned = [(number, bucket) for number, bucket in enumerate(list(self._buckets)) if tunable(bucket.spec)]
+        steps = {number: step for number, bucket in tuned if (step := bucket.hold()) is not None}
         layout = Layout(slice_bytes, window_bytes, steps)
         try:
             self._client.tune(layout)
@@ -353,7 +281,7 @@ class Worker:
                 bucket.hold_at = None
                 self._start_next(number, bucket)
 
-    def _take_notice(self, pserver: int, header: Header, payload: memoryview) -> None:
+    def _notice(self, pserver: int, header: Header, payload: memoryview) -> None:
         """Handles a TRACE or a layout: the first pserver's layout recuts the buckets, each sets its own window."""
         self.view.check(header.generation)
         if header.kind == Kind.TRACE:
@@ -364,10 +292,12 @@ class Worker:
         self._queues[pserver].set_window(layout.window_bytes)
 
     def _cut_anew(self, layout: Layout) -> None:
-        self.info.slice_bytes, self.info.window_bytes = layout.slice_bytes, layout.window_bytes
-        specs = [bucket.spec for bucket in list(self._buckets)]
-        for number, cutting in cut_anew(specs, layout, self.view.pservers, self.config.placement).items():
-            self._buckets[number].cut_anew(cutting)
+        self.slice_bytes, self.window_bytes = layout.slice_bytes, layout.window_bytes
+        for number, cutting in cut_anew(self._specs(), layout, self.view.pservers, self.config.placement).items():
+            bucket = self._buckets[number]
+            with bucket.lock:
+                if bucket.steps <= cutting.step:  # else that has begun
+                    bucket.next[cutting.step] = cutting
 
     # Pushing
 
@@ -375,8 +305,8 @@ class Worker:
         self._push(bucket, Push(as_bytes(payload), on_reply, numbers=numbers))
 
     def _push(self, bucket: int, push: Push) -> None:
-        target = declared(self._buckets, bucket)
-        check_payload(target.spec, push.payload)
+        target = interface.declared(self._buckets, bucket)
+        interface.check_payload(target.spec, push.payload)
         with target.lock:
             # Under the lock: either this sees a failure, or the failure sees this push.
             if (end := self._failures.end) is None:
@@ -391,11 +321,15 @@ class Worker:
             return
         self._step = max(self._step, push.step)
         shards: list[list[Outgoing]] = [[] for _ in self._queues]
-        for owner, item in bucket.frames(number, push, self.config.first_slice_bytes, self._memory):
+        size = self.config.first_slice_bytes
+        for owner, item in bucket.frames(number, push, size, self._memory, self._encoding_failed):
             shards[owner].append(item)
+        header = Header(Kind.SCALARS, bucket=number, step=push.step, generation=push.view.generation)
+        numbers = push.numbers and encode(header, push.numbers)
         for queue, items in zip(self._queues, shards, strict=True):
+            if items and numbers:
+                queue.put_urgent(numbers)
             if items:
-                push.send_numbers(number, queue)
                 queue.put(items)
 
     # Deadlines
