@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import keras
 import numpy as np
@@ -24,7 +25,7 @@ from tfps.errors import UnsupportedError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import AVERAGE, SLOTS, UpdateSpec
 from tfps.graph import ops as graph_ops
-from tfps.graph.patches import Patch, scope_outside
+from tfps.graph.patches import Patch, replaced, scope_outside
 from tfps.keras_hooks.keras_private import decays, product_of_momentums, strategy_of_optimizer, trained_variables
 from tfps.keras_hooks.variables import RemoteVariable, check_variable, of_tensorflow
 from tfps.runtime.remote import (
@@ -48,10 +49,8 @@ from tfps.updates.variables import GatedVariable
 
 def plan(updates: Sequence[PendingUpdate], graph: tf.Graph, replica: int, order: dict[str, int]) -> PlannedBucket:
     """Returns the planned bucket of updates that travel together."""
-    rule = updates[0].function
-    if isinstance(rule, RemoteRule):
-        return RemoteBucket(rule, updates, graph, replica, order)
-    return PlannedBucket(updates, graph, replica, order)
+    kind = RemoteBucket if isinstance(updates[0].function, RemoteRule) else PlannedBucket
+    return kind(updates, graph, replica, order)
 
 
 class RemoteBucket(PlannedBucket):
@@ -63,34 +62,25 @@ class RemoteBucket(PlannedBucket):
 
     remote = True
 
-    def __init__(
-        self, rule: RemoteRule, updates: Sequence[PendingUpdate], graph: tf.Graph, replica: int, order: dict[str, int]
-    ) -> None:
+    def __init__(self, updates: Sequence[PendingUpdate], graph: tf.Graph, replica: int, order: dict[str, int]) -> None:
         super().__init__(updates, graph, replica, order)
-        self.rule = rule
+        self.rule = rule = cast(RemoteRule, updates[0].function)
         self.spec = dataclasses.replace(self.spec, update=rule.spec(self.variables))
         self.kept = self.variables  # what pservers keep
         self.key = (*self.key, rule.number, self.spec.update)
+        self._policy = _policy_of(self.variables)
+        # Whether the reply is a change of the parameters, not the parameters.
+        self._changes = self.spec.codec is not None and self._policy.gets_changes
 
     def transfer(self, number: int, messages: int, group: Group, runtime: Runtime) -> DeferredUpdate:
+        pieces = pieces_of(self.kept, self.rule)
+        apart = self._policy.hands_out
         return RemoteUpdate(
-            number,
-            self.spec,
-            messages,
-            group,
-            runtime.exchange,
-            pieces_of(self.kept, self.rule),
-            ahead=self._changes,
-            apart=_apart(self.variables),
+            number, self.spec, messages, group, runtime.exchange, pieces, ahead=self._changes, apart=apart
         )
 
     def trace(self, strategy: tf.distribute.Strategy, compared: bool) -> None:
         super().trace(strategy, compared=compared and self._changes)
-
-    @property
-    def _changes(self) -> bool:
-        """Whether the reply is a change of the parameters, not the parameters."""
-        return self.spec.codec is not None and bool(_policy(self.variables).gets_changes)
 
     def _update(
         self, strategy: tf.distribute.Strategy, data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor
@@ -135,22 +125,16 @@ def update_eagerly(
     for variable in variables:
         variable.wait()
     pieces = pieces_of(variables, rule)
-    if _apart(variables):
+    if _policy_of(variables).hands_out:
         check_moves(bucket, pieces)
     packed = bring(runtime.exchange, bucket, pieces, scalars.numpy().tolist())
     payload = np.concatenate([np.asarray(each.numpy(), np.float32).reshape(-1) for each in gradients])
     reply = runtime.exchange_now(bucket, payload, step_scalars=packed)
-    new = graph_ops.tensor_of(reply.sum)
-    for variable, value in zip(variables, _values(new, variables), strict=True):
+    for variable, value in zip(variables, _values(graph_ops.tensor_of(reply.sum), variables), strict=True):
         variable._values[0].assign(value)
 
 
-def _apart(variables: Sequence[GatedVariable]) -> bool:
-    """Whether pservers apply each push by itself."""
-    return bool(_policy(variables).hands_out)
-
-
-def _policy(variables: Sequence[GatedVariable]) -> Value:
+def _policy_of(variables: Sequence[GatedVariable]) -> Value:
     return variables[0].distribute_strategy.extended.policy
 
 
@@ -162,8 +146,6 @@ def _values(data: tf.Tensor, variables: Sequence[GatedVariable]) -> list[tf.Tens
 
 _INSTEAD = "use update='worker' (tfps.Config, the default)"
 _remote: weakref.WeakKeyDictionary[Optimizer, RemoteOptimizer] = weakref.WeakKeyDictionary()
-
-
 ops = keras.ops
 
 
@@ -180,11 +162,6 @@ class Reading:
     rule: str
     constants: dict[str, str]
     scalars: Callable[[Optimizer, tf.Tensor], list[Value]] = lambda optimizer, lr: []
-
-    @property
-    def linear(self) -> bool:
-        """Whether rows of a sparse gradient may be added up first; other rules see each row by itself in Keras."""
-        return self.rule in ("sgd", "lion")
 
 
 def _same(*names: str) -> dict[str, str]:
@@ -253,20 +230,14 @@ def step_scalars(optimizer: Optimizer, reading: Reading, learning_rate: Value) -
 
 
 class _Making(threading.local):
-    """The optimizer that creates slots on this thread, the variable they are for, and their name."""
-
-    current: tuple[RemoteOptimizer, Variable, str] | None = None
+    make_slot: Function | None = None  # makes the slot that an optimizer creates on this thread
 
 
 _making = _Making()
 
 
 class RemoteOptimizer(RemoteRule):
-    """What is known of an optimizer whose rule runs on pservers.
-
-    Args:
-        variables: of TensorFlow, which it updates.
-    """
+    """What is known of an optimizer whose rule runs on pservers; `variables` are TensorFlow's."""
 
     def __init__(self, optimizer: Optimizer, strategy: tf.distribute.Strategy, variables: Sequence[Variable]) -> None:
         self.number = next(RULES)
@@ -290,9 +261,14 @@ class RemoteOptimizer(RemoteRule):
     def slots(self, variable: Variable) -> Sequence[RemoteSlot]:
         return list(self._slots.get(variable._unique_id, {}).values())
 
-    def average(self, variable: Variable) -> RemoteSlot | None:
-        """The moving average of `variable`, if it is one of this optimizer's."""
-        return self._slots.get(variable._unique_id, {}).get(AVERAGE)
+    def overwrite(self, variables: Sequence[Variable]) -> None:
+        """Assigns the moving averages when training ends; within a step pservers do it."""
+        context = tf.distribute.get_replica_context()
+        if context is not None and context.strategy is self.strategy:
+            return
+        for variable in variables:
+            if (average := self._slots.get(of_tensorflow(variable)._unique_id, {}).get(AVERAGE)) is not None:
+                variable.assign(average.read())
 
     def spec(self, variables: Sequence[Variable]) -> UpdateSpec:
         optimizer = self.optimizer
@@ -340,7 +316,7 @@ class RemoteOptimizer(RemoteRule):
     def _dense(self, gradient: Value, variable: Variable) -> tf.Tensor:
         """`gradient` as pservers take it: float32, all rows."""
         if isinstance(gradient, tf.IndexedSlices):
-            if not self._reading.linear:
+            if self._reading.rule not in ("sgd", "lion"):  # else rows may be added up first
                 raise UnsupportedError(
                     f"variable {variable.name!r} has a sparse gradient (IndexedSlices, as of an embedding), whose rows "
                     f"{type(self.optimizer).__name__} of Keras squares one by one: update='server' takes sparse "
@@ -352,12 +328,17 @@ class RemoteOptimizer(RemoteRule):
 
 
 def update_on_pservers(optimizer: Optimizer, variables: Sequence[Variable], strategy: tf.distribute.Strategy) -> None:
-    """Makes pservers of `strategy` update `variables`, of TensorFlow or Keras, when it is built for them."""
+    """Makes pservers of `strategy` update `variables`, of TensorFlow or Keras, which `optimizer` is built for."""
     if optimizer in _remote or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return  # loss scaling stays here; what it wraps is built by itself
     _check(optimizer)
     for variable in variables:
-        _check_variable(variable)
+        why = ""
+        if getattr(variable, "constraint", None) is not None:
+            why = "has a constraint, which only workers apply"
+        elif getattr(of_tensorflow(variable), "written_in_graph", False):
+            why = "is assigned within a function"
+        check_variable(variable, "update='server'", "update", _INSTEAD, why)
     _remote[optimizer] = RemoteOptimizer(optimizer, strategy, [of_tensorflow(each) for each in variables])
 
 
@@ -381,15 +362,6 @@ def _check(optimizer: Optimizer) -> None:
         )
 
 
-def _check_variable(variable: Variable) -> None:
-    why = ""
-    if getattr(variable, "constraint", None) is not None:
-        why = "has a constraint, which only workers apply"
-    elif getattr(of_tensorflow(variable), "written_in_graph", False):
-        why = "is assigned within a function"
-    check_variable(variable, "update='server'", "update", _INSTEAD, why)
-
-
 def _instead(remote: Function, original: Function) -> Function:
     """Wraps a method of optimizers: those that are remote call `remote`."""
 
@@ -400,20 +372,6 @@ def _instead(remote: Function, original: Function) -> Function:
         return remote(known, *arguments, **options)
 
     return method
-
-
-def _nothing(remote: RemoteOptimizer, *_: object) -> None:
-    """Pservers do it."""
-
-
-def _overwrite(remote: RemoteOptimizer, variables: Sequence[Variable]) -> None:
-    """Assigns the averages when training ends; within a step pservers do it."""
-    context = tf.distribute.get_replica_context()
-    if context is not None and context.strategy is remote.strategy:
-        return
-    for variable in variables:
-        if (average := remote.average(of_tensorflow(variable))) is not None:
-            variable.assign(average.read())
 
 
 def _averages(on_values: Function, original: Function) -> Function:
@@ -433,76 +391,46 @@ def _slot_from_reference(original: Function) -> Function:
         if remote is None or name == "gradient_accumulator":
             with scope_outside(strategy_of_optimizer(self)):  # as TensorFlow wants, wherever `build` is called
                 return original(self, reference_variable, name, *arguments, **options)
-        _making.current = remote, of_tensorflow(reference_variable), name or "var"
-        try:
+        make = functools.partial(remote.make_slot, of_tensorflow(reference_variable), name or "var")
+        with replaced(_making, "make_slot", make):
             return original(self, reference_variable, name, *arguments, **options)
-        finally:
-            _making.current = None
 
     return add_variable_from_reference
 
 
 def _slot(original: Function) -> Function:
     def add_variable(self: Optimizer, *arguments: object, **options: Argument) -> Variable:
-        if _making.current is None:
+        if (make := _making.make_slot) is None:
             return original(self, *arguments, **options)
-        remote, variable, name = _making.current
         settings = {"trainable": False, "aggregation": "none", "initializer": "zeros", **options}
         settings.pop("layout", None)
         with keras.name_scope(self.name, caller=self):
-            slot = RemoteVariable(functools.partial(remote.make_slot, variable, name), **settings)
+            slot = RemoteVariable(make, **settings)
         self._track_variable(slot)
         return slot
 
     return add_variable
 
 
-_TESTS = "tests/integration/test_remote_updates.py"
 _OPTIMIZER, _SWAP = keras.optimizers.Optimizer, keras.callbacks.SwapEMAWeights
+_UPDATE = functools.partial(_instead, RemoteOptimizer.update)
+_OVERWRITE = functools.partial(_instead, RemoteOptimizer.overwrite)
+_NOTHING = functools.partial(_instead, lambda *_: None)
+_SWAPPED = functools.partial(_averages, _SWAP._backend_swap_variables)
+_FINALIZED = functools.partial(_averages, _SWAP._backend_finalize_ema_values)
+_SENDS = "sends gradients to pservers, which update (`update='server'`)"
+_DONE = "nothing where pservers update: they do it"
 _ASSIGN = "assigns averages that live on pservers: Keras would compute with them on each device"
+_AT_END = "assigns averages that live on pservers, when training ends"
+_IN_SCOPE = "makes slots in the scope, or on pservers where these update"
+_TESTS = "tests/integration/test_remote_updates.py"
 PATCHES = (
-    Patch(
-        _OPTIMIZER,
-        "_backend_update_step",
-        functools.partial(_instead, RemoteOptimizer.update),
-        "sends gradients to pservers, which update (`update='server'`)",
-        _TESTS,
-    ),
-    Patch(
-        _OPTIMIZER,
-        "_apply_weight_decay",
-        functools.partial(_instead, _nothing),
-        "nothing where pservers update: they do it",
-        _TESTS,
-    ),
-    Patch(
-        _OPTIMIZER,
-        "_update_model_variables_moving_average",
-        functools.partial(_instead, _nothing),
-        "nothing where pservers update: they do it",
-        _TESTS,
-    ),
-    Patch(
-        _OPTIMIZER,
-        "_overwrite_model_variables_with_average_value",
-        functools.partial(_instead, _overwrite),
-        "assigns averages that live on pservers, when training ends",
-        _TESTS,
-    ),
-    Patch(
-        _OPTIMIZER,
-        "add_variable_from_reference",
-        _slot_from_reference,
-        "makes slots in the scope, or on pservers where these update",
-        _TESTS,
-    ),
+    Patch(_OPTIMIZER, "_backend_update_step", _UPDATE, _SENDS, _TESTS),
+    Patch(_OPTIMIZER, "_apply_weight_decay", _NOTHING, _DONE, _TESTS),
+    Patch(_OPTIMIZER, "_update_model_variables_moving_average", _NOTHING, _DONE, _TESTS),
+    Patch(_OPTIMIZER, "_overwrite_model_variables_with_average_value", _OVERWRITE, _AT_END, _TESTS),
+    Patch(_OPTIMIZER, "add_variable_from_reference", _slot_from_reference, _IN_SCOPE, _TESTS),
     Patch(_OPTIMIZER, "add_variable", _slot, "makes these slots", _TESTS),
-    Patch(_SWAP, "_tf_swap_variables", functools.partial(_averages, _SWAP._backend_swap_variables), _ASSIGN, _TESTS),
-    Patch(
-        _SWAP,
-        "_tf_finalize_ema_values",
-        functools.partial(_averages, _SWAP._backend_finalize_ema_values),
-        _ASSIGN,
-        _TESTS,
-    ),
+    Patch(_SWAP, "_tf_swap_variables", _SWAPPED, _ASSIGN, _TESTS),
+    Patch(_SWAP, "_tf_finalize_ema_values", _FINALIZED, _ASSIGN, _TESTS),
 )
