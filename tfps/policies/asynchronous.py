@@ -1,9 +1,7 @@
 """Mode "async": pservers apply each gradient as it comes; workers get the newest parameters where they meet.
 
-Keras takes as many steps in an epoch of `fit` as the dataset has batches, divided alike. Here batches are handed out,
-so the number differs between workers, and an epoch ends where the data does. With `steps_per_epoch` it ends after so
-many steps per worker on average. All begin the next epoch together: what a rank reads or saves between two epochs is of
-one state.
+An epoch ends where the data does, or with `steps_per_epoch` after so many steps per worker on average. All begin the
+next one together: what a rank reads or saves between two epochs is of one state.
 
 Tested in tests/policies/test_asynchronous.py and tests/integration/test_async.py.
 """
@@ -30,7 +28,6 @@ from tfps.runtime.report import Stepping
 from tfps.runtime.runtime import Runtime
 from tfps.types import Batches, Function, Model
 from tfps.updates.initial_values import INITIAL_VALUES
-from tfps.updates.reductions import Reductions
 from tfps.updates.variables import GatedVariable
 
 
@@ -51,9 +48,6 @@ class Asynchronous(Independent):
         if not self.together:
             runtime.before_exchange = runtime.declared.before = self._prepare
 
-    def reductions(self) -> Reductions:
-        return Reductions(self._runtime, estimates=not self.together)
-
     def stepping(self) -> Stepping:
         waits = not self.together and self._config.staleness is not None
         return Stepping(waits=waits, whole_replies=True, every_step=False)
@@ -67,7 +61,7 @@ class Asynchronous(Independent):
 
     def end_epoch(self, model: Model) -> None:
         """Brings the newest parameters to all workers, after the last step of an epoch of `fit`."""
-        if self._strategy is None or not self._strategy.extended.hands_out:
+        if not self._strategy.extended.hands_out:
             return
         self._strategy.synchronize()
         optimizer = model.optimizer

@@ -1,8 +1,5 @@
 """Modes "diloco" and "local": workers train alone, and meet between steps to bring global parameters on.
 
-Ranks may have different numbers of batches. Where they meet, at the end of an epoch or in `Strategy.synchronize`, one
-that has made fewer steps takes part in the exchanges that others wait for, and goes on from where the last of them is.
-
 Tested in tests/policies/test_outer.py, tests/policies/test_outer_refusals.py, tests/integration/test_local.py and
 tests/integration/test_local_programs.py.
 """
@@ -33,7 +30,6 @@ from tfps.runtime.report import Stepping
 from tfps.runtime.runtime import Runtime
 from tfps.types import Array, Model, Optimizer, Structure, Variable
 from tfps.updates.names import own_name
-from tfps.updates.reductions import Reductions
 from tfps.updates.variables import GatedVariable
 
 logger = logging.getLogger("tfps")
@@ -60,12 +56,6 @@ class DiLoCo(Independent):
         self._said = AllGather(runtime, "steps of each worker")
         if runtime.exchange.view.workers > 1:
             self._said.later()  # with the first exchange: nothing new is declared within an epoch
-
-    def reductions(self) -> Reductions:
-        return Reductions(self._runtime, estimates=True)
-
-    def staging_depth(self, requested: int) -> int:
-        return requested
 
     def stepping(self) -> Stepping:
         config = self._config
@@ -101,19 +91,8 @@ class DiLoCo(Independent):
         for variable, copy in zip(variables, copies, strict=True):
             self._variables[variable._unique_id] = variable
             self._runtime.gate_watch.add(copy.gates)
-        self._initial_values.forget(copies)
-        outer = OuterOptimizer(
-            self._strategy,
-            self._runtime,
-            self._scheduler,
-            self._config,
-            self.setting,
-            *self.outer_settings(),
-            variables,
-            apart,
-            optimizer,
-            self._numbers,
-        )
+        self._strategy.extended._initial_values.forget(copies)
+        outer = OuterOptimizer(self._strategy, variables, apart, optimizer, self._numbers)
         self._known.add(outer)
         return outer
 
@@ -151,8 +130,7 @@ class DiLoCo(Independent):
 
     def end_training(self) -> None:
         self.synchronize()
-        if self._strategy is not None:  # ending the round has sent more: one rank may save from here on
-            self._strategy.extended.compressing.collect()
+        self._strategy.extended.compressing.collect()  # that has sent more: one rank may save from here on
 
     def barrier(self) -> list[OuterOptimizer]:
         """Brings all ranks to the same step of each optimizer; every rank must call it.
@@ -255,7 +233,7 @@ class DiLoCo(Independent):
 
     def checkpoint_state(self, optimizer: Optimizer) -> ExtraState | None:
         known = self._of_optimizers.get(optimizer)
-        return None if known is None or self._strategy is None else _OuterState(known, self._strategy)
+        return None if known is None else _OuterState(known, self._strategy)
 
     def note_assigned(self, variable: GatedVariable) -> None:
         """Notes that the program has assigned `variable`: it keeps that value after `shown_parameters`."""

@@ -1,14 +1,8 @@
 """The outer optimizer of one optimizer of Keras (DiLoCo, https://arxiv.org/abs/2311.08105), which pservers run.
 
-A worker pushes its pseudo-gradient, (global - own) / workers, when it is due; pservers keep the global parameters and
-the momentum, and reply with the new global parameters. The model is cut into fragments that are exchanged in turn, as
-in the strided pattern of Streaming DiLoCo (https://arxiv.org/abs/2501.18512): fragment p of P has layers p, p + P,
-p + 2 P and so on, in order of creation. Layers of different sizes go to the fragment with the fewest bytes so far,
-which is the same for equal ones.
-
-Fragment p is due at steps with (step + p * H / P) % H == 0, H being `Config.inner_steps`. In a traced step that is
-decided in the graph; eagerly, and where ranks meet, on the host. With overlap_steps, parameters that come back are
-mixed in that many steps later.
+The model is cut into fragments that are exchanged in turn, in the strided pattern of Streaming DiLoCo
+(https://arxiv.org/abs/2501.18512). Fragment p of P is due at steps with (step + p * H / P) % H == 0, H being
+`Config.inner_steps`: in a traced step that is decided in the graph, else on the host.
 
 Tested in tests/policies/test_outer.py, tests/policies/test_outer_refusals.py and tests/policies/test_fragments.py.
 """
@@ -16,7 +10,6 @@ Tested in tests/policies/test_outer.py, tests/policies/test_outer_refusals.py an
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import weakref
@@ -38,7 +31,7 @@ from tfps.runtime.remote import RULES, RemoteParameter, RemoteRule, RemoteSlot
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.step_spans import Awaited, InnerStep
 from tfps.types import Function
-from tfps.updates.names import common_name, own_name
+from tfps.updates.names import own_name
 from tfps.updates.pending import PendingUpdate, Reduced, Reduction
 from tfps.updates.reductions import check_one_device
 from tfps.updates.scheduler import UpdateScheduler
@@ -46,49 +39,39 @@ from tfps.updates.variables import GatedVariable, current_replica
 
 
 class OuterOptimizer(RemoteRule):
-    """SGD with Nesterov momentum, by which pservers update global copies. Used by threads that trace or run eagerly.
-
-    Args:
-        setting: what asks for it, for messages.
-        variables: what the optimizer updates, in its order; each has a global copy.
-        apart: unique ids of those whose own values were not the global ones before any step.
-        optimizer: the name of its class, for messages.
-        numbers: gives this object its `job_number` before the first exchange.
-    """
+    """SGD with Nesterov momentum, by which pservers update global copies. Used by threads that trace or run eagerly."""
 
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
-        runtime: Runtime,
-        scheduler: UpdateScheduler,
-        config: Config,
-        setting: str,
-        learning_rate: float,
-        momentum: float,
-        variables: Sequence[GatedVariable],
-        apart: set[str],
-        optimizer: str,
-        numbers: Iterator[int],
+        variables: Sequence[GatedVariable],  # what the optimizer updates, in its order; each has a global copy
+        apart: set[str],  # unique ids of those whose own values were not the global ones before any step
+        optimizer: str,  # the name of its class, for messages
+        numbers: Iterator[int],  # for `job_number`
     ) -> None:
         self.number = next(RULES)
-        self.variables, self.apart, self.optimizer, self._setting = list(variables), apart, optimizer, setting
-        self._learning_rate, self._momentum = learning_rate, momentum
+        self.variables, self.apart, self.optimizer, self._numbers = list(variables), apart, optimizer, numbers
+        self._strategy, self._setting = strategy, strategy.extended.policy.setting
+        self._learning_rate, momentum = strategy.extended.policy.outer_settings()
+        self._momentum: float = momentum
+        self._runtime: Runtime = strategy.extended._runtime
+        self._scheduler: UpdateScheduler = strategy.extended.scheduler
         self._trained: set[str] = set()  # unique ids of those that steps have updated
         self.job_number: int | None = None  # the same on all ranks; None until the first exchange is traced
         self.last_barrier = 0  # the step at which all ranks have last been together
         self._graphs: list[weakref.ref[tf.Graph]] = []  # of training steps
-        self._strategy, self._runtime, self._scheduler, self._numbers = strategy, runtime, scheduler, numbers
+        config: Config = strategy.config
         self._every, self._overlap, self._own_share = config.inner_steps, config.overlap_steps, config.own_share
         self._slots: dict[str, RemoteSlot] = {}  # the momentum, by unique id of the global copy
         for copy in map(copy_of, variables) if momentum else ():
             shape = copy.shape.as_list()
-            self._slots[copy._unique_id] = RemoteSlot(own_name(copy), runtime.exchange, copy.wait, shape, 0.0)
+            self._slots[copy._unique_id] = RemoteSlot(own_name(copy), self._runtime.exchange, copy.wait, shape, 0.0)
         sizes = [4 * int(variable.shape.num_elements()) for variable in variables]
         places = cut(list(map(own_name, variables)), sizes, config.fragments)
         self._fragments = [[self.variables[place] for place in fragment] for fragment in places]
         self._offsets = [number * self._every // config.fragments for number in range(config.fragments)]
         for fragment in self._fragments:
-            scheduler.group_gates(map(self._gated, fragment))
+            self._scheduler.group_gates(map(self._gated, fragment))
         # Of each fragment, once it was traced: number, declaration and variables (unique ids) of its buckets.
         self._buckets: list[list[tuple[int, BucketSpec, list[str]]]] = [[] for _ in self._fragments]
         self._functions: dict[tuple[str, int], Function] = {}
@@ -228,32 +211,24 @@ class OuterOptimizer(RemoteRule):
             self.job_number = next(self._numbers)
         reduction = Reduction(len(self._fragments[fragment]))
         pending: dict[str, PendingUpdate] = {}
-        trained: dict[str, GatedVariable] = {}
         first_use, order = self._scheduler.first_use(graph), {}
         for variable in self._fragments[fragment]:
             own, shared = variable._get_replica(replica), copy_of(variable)._get_replica(replica)
             with tf.device(own.device):
                 change = (shared.read_value() - own.read_value()) / tf.cast(exchange.view.workers, own.dtype)
             gated, codec = self._gated(variable), self._scheduler.compressing.codec(variable)
-            trained[gated._unique_id] = variable
             order[gated._unique_id] = first_use.get(variable._unique_id, len(first_use))
             reduced = Reduced(change, change, reduction)
-            pending[gated._unique_id] = PendingUpdate(gated, self, (scalars,), reduced, codec)
+            pending[gated._unique_id] = PendingUpdate(gated, self, (scalars,), reduced, codec, variable)
         # Buckets are the same whenever and wherever a fragment is traced again.
         fused = [[pending[each] for each in ids] for _, _, ids in self._buckets[fragment]]
-        buckets = [
-            OuterBucket([trained[each.variable._unique_id] for each in updates], updates, graph, replica, order)
-            for updates in fused or self._scheduler.fuse(pending.values(), order)
-        ]
-        self._scheduler.emit(buckets, graph, replica, timed=False)
-        numbers = self._runtime.buckets([(bucket.key, bucket.spec) for bucket in buckets])
-        self._buckets[fragment] = [(n, bucket.spec, bucket.ids) for n, bucket in zip(numbers, buckets, strict=True)]
+        fused = fused or self._scheduler.fuse(pending.values(), order)
+        buckets = [RemoteBucket(updates, graph, replica, order) for updates in fused]
+        numbers = self._scheduler.emit(buckets, graph, replica, timed=False)
+        self._buckets[fragment] = [(number, bucket.spec, bucket.ids) for bucket, number in numbers.items()]
 
     def _mix(self, fragment: int, replica: int, own_share: float) -> list[tf.Tensor]:
-        """Emits the mixture of own and global parameters, which waits for these, into the graph under construction.
-
-        Returns when that wait begins and ends.
-        """
+        """Emits the mixture of own and global parameters; returns when the wait for these begins and ends."""
         begun, read = now_after([]), []
         for variable in self._fragments[fragment]:
             own, shared = variable._get_replica(replica), copy_of(variable)._get_replica(replica)
@@ -305,10 +280,7 @@ class OuterOptimizer(RemoteRule):
         return True
 
     def end_round(self) -> None:
-        """Exchanges what was trained since the last exchange, so that all ranks have the global parameters.
-
-        All ranks must have the same `steps`.
-        """
+        """Exchanges what was trained since the last exchange; all ranks must have the same `steps`."""
         steps, ended = self.steps, self._ended
         if steps == ended:
             return
@@ -361,34 +333,6 @@ def _only_if(
 
     with tf.device(None):
         return tf.cond(condition, then, lambda: tf.constant(otherwise, tf.float64))
-
-
-class OuterBucket(RemoteBucket):
-    """A bucket of global parameters. `updates` has the variables whose gates are closed until it has come back: the
-    trained ones, which then begin from the new global parameters, or only their global copies.
-    """
-
-    def __init__(
-        self,
-        trained: Sequence[GatedVariable],
-        updates: Sequence[PendingUpdate],
-        graph: tf.Graph,
-        replica: int,
-        order: dict[str, int],
-    ) -> None:
-        super().__init__(updates, graph, replica, order)
-        self.trained, self.kept = list(trained), list(map(copy_of, trained))
-        names, alike = tuple(map(own_name, trained)), tuple(map(common_name, trained))
-        self.spec = dataclasses.replace(self.spec, names=names, alike=alike)
-
-    def _follow(self, written: list[list[tf.Operation]]) -> list[list[tf.Operation]]:
-        if self.variables[0] is self.kept[0]:
-            return written
-        for variable, copy, operations in zip(self.trained, self.kept, written, strict=True):
-            component, new = variable._values[self.replica], copy._values[self.replica]
-            with tf.device(component.device), tf.control_dependencies(operations):
-                operations.append(component.assign(new.read_value(), read_value=False))
-        return written
 
 
 def copy_of(variable: GatedVariable) -> GatedVariable:

@@ -1,7 +1,4 @@
-"""When workers exchange what, one object per mode.
-
-`Policy` is mode "sync": the gradients of every step are summed, and all workers take each step together. Another mode
-is one subclass in one module, which overrides what it does otherwise. Nothing outside of this folder asks for the mode.
+"""When workers exchange what, one object per mode: `Policy` is mode "sync", others override what they do otherwise.
 
 Tested in tests/policies/test_policy.py.
 """
@@ -20,19 +17,14 @@ from tfps.policies.remote_optimizers import update_on_pservers
 from tfps.runtime.report import Stepping
 from tfps.runtime.runtime import Runtime
 from tfps.types import Model, Optimizer, Structure, Variable
-from tfps.updates.initial_values import InitialValues
 from tfps.updates.reductions import Reductions
-from tfps.updates.scheduler import UpdateScheduler
 from tfps.updates.variables import GatedVariable
 
 _SERVER = "update='server'"
 
 
 class Policy:
-    """Gradients of every step are summed, and all workers take each step together (mode "sync").
-
-    Used by the threads that trace or run eagerly.
-    """
+    """Gradients of every step are summed (mode "sync"). Used by the threads that trace or run eagerly."""
 
     setting = "mode='sync'"  # what asks for it, for messages
     together = True  # whether all workers take steps, batches and decisions together, so that they can be compared
@@ -45,26 +37,21 @@ class Policy:
     def __init__(self, runtime: Runtime, config: Config) -> None:
         self._runtime, self._config = runtime, config
         self.remote_parameters = config.update == "server"  # whether pservers keep parameters
-        self._strategy: tf.distribute.Strategy | None = None
-        # See attach.
-        self._scheduler: UpdateScheduler
-        self._initial_values: InitialValues
+        self._strategy: tf.distribute.Strategy  # see attach
 
-    def attach(
-        self, strategy: tf.distribute.Strategy, scheduler: UpdateScheduler, initial_values: InitialValues
-    ) -> None:
-        """Takes what it works with; called once, when the strategy has made it."""
-        self._strategy, self._scheduler, self._initial_values = strategy, scheduler, initial_values
+    def attach(self, strategy: tf.distribute.Strategy) -> None:
+        """Takes the strategy that it works for; called once, when that has made its parts."""
+        self._strategy = strategy
 
     # Steps.
 
     def reductions(self) -> Reductions:
         """Returns what sums values over the workers."""
-        return Reductions(self._runtime)
+        return Reductions(self._runtime, estimates=not (self.together and self.exchanges_gradients))
 
     def staging_depth(self, requested: int) -> int:
-        """Returns how many batches are staged ahead, 0: none; workers must agree on where data ends."""
-        return max(requested, int(self._runtime.exchange.view.workers > 1))
+        """Returns how many batches are staged ahead: workers that meet in steps must agree on where data ends."""
+        return max(requested, int(self._runtime.exchange.view.workers > 1 and self.exchanges_gradients))
 
     @property
     def gradient_factor(self) -> int:
@@ -79,7 +66,7 @@ class Policy:
 
     def group_gates(self, variables: Sequence[GatedVariable]) -> None:
         """Lets small ones of an optimizer's `variables` share gates."""
-        self._scheduler.group_gates(variables)
+        self._strategy.extended.scheduler.group_gates(variables)
 
     def prepare(self, optimizer: Optimizer, variables: Sequence[Variable], *, alone: bool) -> None:
         """Prepares the updates of `variables`, of TensorFlow or Keras, which `optimizer` is built for.
@@ -135,10 +122,7 @@ class Policy:
 
     @property
     def state(self) -> str | None:
-        """The state of the job that this worker could save now, as a text; None: all save the same.
-
-        Where workers are at different steps, files of one state are rank 0's.
-        """
+        """The state of the job that this worker could save now; None: all save the same. Files of one are rank 0's."""
         return None
 
     def check_saves_now(self, what: str) -> None:

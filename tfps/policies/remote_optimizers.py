@@ -1,8 +1,7 @@
 """Keras' optimizers whose rule runs on pservers (`update="server"`): their slots stay there, gradients go there.
 
-An optimizer is looked at when it is built. From then on its methods that would update variables here send instead, and
-those that pservers do with the update (weight decay, moving average) do nothing. What differs from step to step goes
-along as the step's scalars, computed with the same operations as in each optimizer's `update_step`, for the same bits.
+What differs from step to step goes along as the step's scalars, computed with the same operations as in each
+optimizer's `update_step`, for the same bits.
 
 Tested in tests/integration/test_remote_updates.py.
 """
@@ -14,8 +13,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import keras
 import numpy as np
@@ -42,22 +40,16 @@ from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.types import Argument, Callback, Function, Optimizer, Structure, Value, Variable
 from tfps.updates.names import common_name, own_name
-from tfps.updates.pending import PendingUpdate
-from tfps.updates.planned_bucket import PlannedBucket, split
+from tfps.updates.pending import PendingUpdate, PlannedBucket, split
 from tfps.updates.variables import GatedVariable
-
-
-def plan(updates: Sequence[PendingUpdate], graph: tf.Graph, replica: int, order: dict[str, int]) -> PlannedBucket:
-    """Returns the planned bucket of updates that travel together."""
-    kind = RemoteBucket if isinstance(updates[0].function, RemoteRule) else PlannedBucket
-    return kind(updates, graph, replica, order)
 
 
 class RemoteBucket(PlannedBucket):
     """A bucket of variables that pservers update by one rule; the argument of its updates is the step's scalars.
 
     With a codec it gets changes of the parameters. All ranks add the same, but what one of them had changed by itself
-    would stay, so weights are compared; without a codec they are replaced.
+    would stay, so weights are compared; without a codec they are replaced. Trained variables that have a global copy
+    then begin from that.
     """
 
     remote = True
@@ -66,14 +58,14 @@ class RemoteBucket(PlannedBucket):
         super().__init__(updates, graph, replica, order)
         self.rule = rule = cast(RemoteRule, updates[0].function)
         self.spec = dataclasses.replace(self.spec, update=rule.spec(self.variables))
-        self.kept = self.variables  # what pservers keep
+        self.held = [each.global_copy or each for each in self.variables]  # what pservers keep
         self.key = (*self.key, rule.number, self.spec.update)
         self._policy = _policy_of(self.variables)
         # Whether the reply is a change of the parameters, not the parameters.
         self._changes = self.spec.codec is not None and self._policy.gets_changes
 
     def transfer(self, number: int, messages: int, group: Group, runtime: Runtime) -> DeferredUpdate:
-        pieces = pieces_of(self.kept, self.rule)
+        pieces = pieces_of(self.held, self.rule)
         apart = self._policy.hands_out
         return RemoteUpdate(
             number, self.spec, messages, group, runtime.exchange, pieces, ahead=self._changes, apart=apart
@@ -86,26 +78,20 @@ class RemoteBucket(PlannedBucket):
         self, strategy: tf.distribute.Strategy, data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor
     ) -> tf.Tensor:
         written: list[list[tf.Operation]] = []
-        for variable, value in zip(self.kept, _values(data, self.kept), strict=True):
-            component = variable._values[self.replica]
+        for variable, held, value in zip(self.variables, self.held, _values(data, self.held), strict=True):
+            component, own = held._values[self.replica], variable._values[self.replica]
             with tf.device(component.device):
                 write = component.assign_add if self._changes else component.assign
-                written.append([write(value, read_value=False)])
-        return self._end(self._follow(written), *weigh)
-
-    def _follow(self, written: list[list[tf.Operation]]) -> list[list[tf.Operation]]:
-        """Writes what depends on `kept` after the ops that have `written` each; returns all these ops."""
-        return written
-
-    def update_in_graph(self) -> None:
-        raise UnsupportedError(f"the update of {self.spec.name} by pservers must not run in the graph")
+                operations = [write(value, read_value=False)]
+            if own is not component:
+                with tf.device(own.device), tf.control_dependencies(operations):
+                    operations.append(own.assign(component.read_value(), read_value=False))
+            written.append(operations)
+        return self._end(written, *weigh)
 
     def _payload(self, gradients: list[Value]) -> tuple[tf.Tensor, tf.Tensor | None]:
         data, _ = super()._payload(gradients)
         return data, graph_ops.to_bytes(self.updates[0].arguments[0])
-
-    def _labels(self) -> tuple[tuple[str, ...], tuple[bool | None, ...]]:
-        return (), ()
 
 
 def update_eagerly(
@@ -149,18 +135,12 @@ _remote: weakref.WeakKeyDictionary[Optimizer, RemoteOptimizer] = weakref.WeakKey
 ops = keras.ops
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How pservers update for one class of Keras' optimizers.
+class Reading(NamedTuple):
+    """How pservers update for one class of Keras' optimizers."""
 
-    Args:
-        rule: as in `tfps.exchange.update_spec`.
-        constants: name of a constant -> the optimizer's attribute.
-        scalars: returns a step's scalars from the optimizer and the learning rate, float32 scalars.
-    """
-
-    rule: str
-    constants: dict[str, str]
+    rule: str  # as in tfps.exchange.update_spec
+    constants: dict[str, str]  # name -> the optimizer's attribute
+    # Returns a step's scalars from the optimizer and the learning rate, float32.
     scalars: Callable[[Optimizer, tf.Tensor], list[Value]] = lambda optimizer, lr: []
 
 
@@ -168,50 +148,42 @@ def _same(*names: str) -> dict[str, str]:
     return {name: name for name in names}
 
 
-def _power_left(optimizer: Optimizer, beta: float) -> Value:
-    """1 - beta ** (iterations + 1)"""
-    local_step = ops.cast(optimizer.iterations + 1, "float32")
-    return 1 - ops.power(ops.cast(beta, "float32"), local_step)
+def _power(optimizer: Optimizer, beta: float, ahead: int = 1) -> Value:
+    """beta ** (iterations + ahead)"""
+    return ops.power(ops.cast(beta, "float32"), ops.cast(optimizer.iterations + ahead, "float32"))
 
 
 def _of_adam(optimizer: Optimizer, lr: tf.Tensor) -> list[Value]:
-    local_step = ops.cast(optimizer.iterations + 1, "float32")
-    beta_1_power = ops.power(ops.cast(optimizer.beta_1, "float32"), local_step)
-    beta_2_power = ops.power(ops.cast(optimizer.beta_2, "float32"), local_step)
-    return [lr * ops.sqrt(1 - beta_2_power) / (1 - beta_1_power)]
+    return [lr * ops.sqrt(1 - _power(optimizer, optimizer.beta_2)) / (1 - _power(optimizer, optimizer.beta_1))]
+
+
+def _of_adamax(optimizer: Optimizer, lr: tf.Tensor) -> list[Value]:
+    return [1 - _power(optimizer, optimizer.beta_1)]
 
 
 def _of_nadam(optimizer: Optimizer, lr: tf.Tensor) -> list[Value]:
-    local_step = ops.cast(optimizer.iterations + 1, "float32")
-    next_step = ops.cast(optimizer.iterations + 2, "float32")
-    decay, beta_1 = ops.cast(0.96, "float32"), ops.cast(optimizer.beta_1, "float32")
-    u_t = beta_1 * (1.0 - 0.5 * (ops.power(decay, local_step)))
-    u_t_1 = beta_1 * (1.0 - 0.5 * (ops.power(decay, next_step)))
+    beta_1 = ops.cast(optimizer.beta_1, "float32")
+    u_t, u_t_1 = (beta_1 * (1.0 - 0.5 * _power(optimizer, 0.96, ahead)) for ahead in (1, 2))
     u_product_t = ops.cast(product_of_momentums(optimizer), "float32")
-    return [u_t_1, 1 - u_product_t * u_t_1, 1 - u_t, 1 - u_product_t, _power_left(optimizer, optimizer.beta_2)]
+    return [u_t_1, 1 - u_product_t * u_t_1, 1 - u_t, 1 - u_product_t, 1 - _power(optimizer, optimizer.beta_2)]
 
 
 def _of_ftrl(optimizer: Optimizer, lr: tf.Tensor) -> list[Value]:
     return [2 * (optimizer.l2_regularization_strength + optimizer.beta / (2.0 * lr))]
 
 
-_ADAM = Reading("adam", _same("beta_1", "beta_2", "epsilon"), _of_adam)
+_BETAS = _same("beta_1", "beta_2", "epsilon")
+_FTRL = {"l1": "l1_regularization_strength", "l2_shrinkage": "l2_shrinkage_regularization_strength"}
 READINGS: dict[type[Optimizer], Reading] = {
     keras.optimizers.SGD: Reading("sgd", _same("momentum", "nesterov")),
-    keras.optimizers.Adam: _ADAM,
-    keras.optimizers.AdamW: _ADAM,
-    keras.optimizers.Adamax: Reading(
-        "adamax", _same("beta_1", "beta_2", "epsilon"), lambda optimizer, lr: [_power_left(optimizer, optimizer.beta_1)]
-    ),
-    keras.optimizers.Nadam: Reading("nadam", _same("beta_1", "beta_2", "epsilon"), _of_nadam),
+    keras.optimizers.Adam: Reading("adam", _BETAS, _of_adam),
+    keras.optimizers.AdamW: Reading("adam", _BETAS, _of_adam),
+    keras.optimizers.Adamax: Reading("adamax", _BETAS, _of_adamax),
+    keras.optimizers.Nadam: Reading("nadam", _BETAS, _of_nadam),
     keras.optimizers.RMSprop: Reading("rmsprop", _same("rho", "momentum", "epsilon")),
     keras.optimizers.Adagrad: Reading("adagrad", _same("epsilon")),
     keras.optimizers.Adadelta: Reading("adadelta", _same("rho", "epsilon")),
-    keras.optimizers.Ftrl: Reading(
-        "ftrl",
-        {"l1": "l1_regularization_strength", "l2_shrinkage": "l2_shrinkage_regularization_strength"},
-        _of_ftrl,
-    ),
+    keras.optimizers.Ftrl: Reading("ftrl", _FTRL, _of_ftrl),
     keras.optimizers.Lion: Reading("lion", _same("beta_1", "beta_2")),
 }
 
@@ -238,6 +210,8 @@ _making = _Making()
 
 class RemoteOptimizer(RemoteRule):
     """What is known of an optimizer whose rule runs on pservers; `variables` are TensorFlow's."""
+
+    bucket = RemoteBucket
 
     def __init__(self, optimizer: Optimizer, strategy: tf.distribute.Strategy, variables: Sequence[Variable]) -> None:
         self.number = next(RULES)
@@ -331,18 +305,6 @@ def update_on_pservers(optimizer: Optimizer, variables: Sequence[Variable], stra
     """Makes pservers of `strategy` update `variables`, of TensorFlow or Keras, which `optimizer` is built for."""
     if optimizer in _remote or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return  # loss scaling stays here; what it wraps is built by itself
-    _check(optimizer)
-    for variable in variables:
-        why = ""
-        if getattr(variable, "constraint", None) is not None:
-            why = "has a constraint, which only workers apply"
-        elif getattr(of_tensorflow(variable), "written_in_graph", False):
-            why = "is assigned within a function"
-        check_variable(variable, "update='server'", "update", _INSTEAD, why)
-    _remote[optimizer] = RemoteOptimizer(optimizer, strategy, [of_tensorflow(each) for each in variables])
-
-
-def _check(optimizer: Optimizer) -> None:
     known = ", ".join(kind.__name__ for kind in READINGS)
     kind = type(optimizer)
     if kind not in READINGS or "update_step" in vars(optimizer):
@@ -360,6 +322,14 @@ def _check(optimizer: Optimizer) -> None:
             "update='server' does not go with both use_ema and gradient_accumulation_steps: Keras averages in steps "
             f"that send nothing, too; leave out one of them, or {_INSTEAD}"
         )
+    for variable in variables:
+        why = ""
+        if getattr(variable, "constraint", None) is not None:
+            why = "has a constraint, which only workers apply"
+        elif getattr(of_tensorflow(variable), "written_in_graph", False):
+            why = "is assigned within a function"
+        check_variable(variable, "update='server'", "update", _INSTEAD, why)
+    _remote[optimizer] = RemoteOptimizer(optimizer, strategy, [of_tensorflow(each) for each in variables])
 
 
 def _instead(remote: Function, original: Function) -> Function:
