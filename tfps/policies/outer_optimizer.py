@@ -30,7 +30,7 @@ from tfps.policies.remote_optimizers import RemoteBucket
 from tfps.runtime.remote import RULES, RemoteParameter, RemoteRule, RemoteSlot
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.step_spans import Awaited, InnerStep
-from tfps.types import Function
+from tfps.types import Function, Value
 from tfps.updates.names import own_name
 from tfps.updates.pending import PendingUpdate, Reduced, Reduction
 from tfps.updates.reductions import check_one_device
@@ -107,10 +107,6 @@ class OuterOptimizer(RemoteRule):
         """Inner steps of this worker so far."""
         return int(self._states[0].numpy()[0])
 
-    @property
-    def _ended(self) -> int:
-        return int(self._states[0].numpy()[1])
-
     def begin_round(self, steps: int) -> None:
         """Notes that all ranks have made so many `steps` and have the global parameters."""
         self.last_barrier = steps
@@ -165,17 +161,20 @@ class OuterOptimizer(RemoteRule):
                 state.assign_add([1, 0], read_value=False)
             step, ended = tf.unstack(state.read_value())
         mixed: list[tf.Tensor] = []
-        for fragment, offset in enumerate(self._offsets):
+        for fragment in range(len(self._fragments)):
             with tf.device(HOST):
-                back = step - self._overlap
-                mixes = tf.logical_and(back > ended, tf.equal((back + offset) % self._every, 0))
-                due = tf.equal((step + offset) % self._every, 0)
+                mixes, due = self._due(fragment, step, ended)
             if self._overlap:
                 mix = functools.partial(self._mix, fragment, replica, self._own_share)
                 mixed += tf.unstack(_only_if(mixes, mix, [0.0, 0.0]))
             _only_if(due, functools.partial(self._push, fragment, replica, step), [])
         if replica == 0:
             self._note(timestamps, step, mixed)
+
+    def _due(self, fragment: int, step: Value, ended: Value) -> tuple[Value, Value]:
+        """Whether a fragment is mixed in, and exchanged, at `step`: a number on the host or a tensor."""
+        offset, back = self._offsets[fragment], step - self._overlap
+        return (back > ended) & ((back + offset) % self._every == 0), (step + offset) % self._every == 0
 
     def _note(self, timestamps: Timestamps, step: tf.Tensor, mixed: Sequence[tf.Tensor]) -> None:
         """Sends the timestamps of a step, which may send nothing else; `mixed`: two per fragment, with overlap."""
@@ -245,15 +244,15 @@ class OuterOptimizer(RemoteRule):
     def advance(self, target: int) -> None:
         """Goes on to step `target`, without training but with all exchanges that are due until then."""
         with tf.init_scope():
-            ended = self._ended
-            for step in range(self.steps + 1, target + 1):
+            steps, ended = self._states[0].numpy().tolist()
+            for step in range(steps + 1, target + 1):
                 for state in self._states:
                     state.assign([step, ended])
-                for fragment, offset in enumerate(self._offsets):
-                    back = step - self._overlap
-                    if self._overlap and back > ended and (back + offset) % self._every == 0:
+                for fragment in range(len(self._fragments)):
+                    mixes, due = self._due(fragment, step, ended)
+                    if self._overlap and mixes:
                         self._run("mix", fragment, step)
-                    if (step + offset) % self._every == 0:
+                    if due:
                         self._run("push", fragment, step)
 
     def catch_up(self, target: int, *, trained: bool) -> None:
@@ -281,7 +280,7 @@ class OuterOptimizer(RemoteRule):
 
     def end_round(self) -> None:
         """Exchanges what was trained since the last exchange; all ranks must have the same `steps`."""
-        steps, ended = self.steps, self._ended
+        steps, ended = self._states[0].numpy().tolist()
         if steps == ended:
             return
         end = -(-steps // self._every) * self._every

@@ -46,7 +46,6 @@ class Policy:
     # Steps.
 
     def reductions(self) -> Reductions:
-        """Returns what sums values over the workers."""
         return Reductions(self._runtime, estimates=not (self.together and self.exchanges_gradients))
 
     def staging_depth(self, requested: int) -> int:
@@ -65,7 +64,6 @@ class Policy:
     # Optimizers and variables.
 
     def group_gates(self, variables: Sequence[GatedVariable]) -> None:
-        """Lets small ones of an optimizer's `variables` share gates."""
         self._strategy.extended.scheduler.group_gates(variables)
 
     def prepare(self, optimizer: Optimizer, variables: Sequence[Variable], *, alone: bool) -> None:

@@ -60,9 +60,9 @@ class RemoteBucket(PlannedBucket):
         self.spec = dataclasses.replace(self.spec, update=rule.spec(self.variables))
         self.held = [each.global_copy or each for each in self.variables]  # what pservers keep
         self.key = (*self.key, rule.number, self.spec.update)
-        self._policy = _policy_of(self.variables)
+        self._policy = self.strategy.extended.policy
         # Whether the reply is a change of the parameters, not the parameters.
-        self._changes = self.spec.codec is not None and self._policy.gets_changes
+        self.comparable = self._changes = self.spec.codec is not None and self._policy.gets_changes
 
     def transfer(self, number: int, messages: int, group: Group, runtime: Runtime) -> DeferredUpdate:
         pieces = pieces_of(self.held, self.rule)
@@ -71,12 +71,7 @@ class RemoteBucket(PlannedBucket):
             number, self.spec, messages, group, runtime.exchange, pieces, ahead=self._changes, apart=apart
         )
 
-    def trace(self, strategy: tf.distribute.Strategy, compared: bool) -> None:
-        super().trace(strategy, compared=compared and self._changes)
-
-    def _update(
-        self, strategy: tf.distribute.Strategy, data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor
-    ) -> tf.Tensor:
+    def _update(self, data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor) -> tf.Tensor:
         written: list[list[tf.Operation]] = []
         for variable, held, value in zip(self.variables, self.held, _values(data, self.held), strict=True):
             component, own = held._values[self.replica], variable._values[self.replica]
@@ -111,7 +106,7 @@ def update_eagerly(
     for variable in variables:
         variable.wait()
     pieces = pieces_of(variables, rule)
-    if _policy_of(variables).hands_out:
+    if variables[0].distribute_strategy.extended.policy.hands_out:
         check_moves(bucket, pieces)
     packed = bring(runtime.exchange, bucket, pieces, scalars.numpy().tolist())
     payload = np.concatenate([np.asarray(each.numpy(), np.float32).reshape(-1) for each in gradients])
@@ -120,12 +115,7 @@ def update_eagerly(
         variable._values[0].assign(value)
 
 
-def _policy_of(variables: Sequence[GatedVariable]) -> Value:
-    return variables[0].distribute_strategy.extended.policy
-
-
 def _values(data: tf.Tensor, variables: Sequence[GatedVariable]) -> list[tf.Tensor]:
-    """Returns the values of `variables` in a bucket's bytes."""
     pieces = split(data, tf.float32, variables)
     return [tf.reshape(piece, variable.shape) for piece, variable in zip(pieces, variables, strict=True)]
 
@@ -227,7 +217,6 @@ class RemoteOptimizer(RemoteRule):
         return self._optimizer()
 
     def make_slot(self, variable: Variable, name: str, path: str, shape: tuple[int, ...], initial: float) -> RemoteSlot:
-        """Makes the slot `name` of `variable`."""
         slot = RemoteSlot(path, self.strategy.extended.exchange, variable.wait, shape, initial)
         self._slots.setdefault(variable._unique_id, {})[name] = slot
         return slot

@@ -32,7 +32,7 @@ from tfps.input.staging import Staging
 from tfps.keras_hooks.layers import own_losses
 from tfps.keras_hooks.loops import Sharding
 from tfps.keras_hooks.random_numbers import stateful_apart
-from tfps.policies import policy_of
+from tfps.policies import POLICIES
 from tfps.policies.remote_optimizers import update_eagerly
 from tfps.runtime.remote import RemoteRule
 from tfps.runtime.runtime import Runtime
@@ -69,7 +69,7 @@ class Extended(mirrored_strategy.MirroredExtended):
         self, strategy: tf.distribute.Strategy, devices: Sequence[str], runtime: Runtime, config: Config
     ) -> None:
         self.exchange, workers = runtime.exchange, runtime.exchange.view.workers
-        self.policy = policy_of(config, runtime)
+        self.policy = POLICIES[config.mode](runtime, config)
         self._runtime = runtime  # before the base class, which reads the number of replicas
         super().__init__(strategy, devices=list(devices))
         self.sharding = Sharding()

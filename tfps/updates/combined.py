@@ -45,8 +45,7 @@ class _Writes:
 class Combiner:
     """Tracks and combines what replicas write locally. Used by the threads that trace or run eagerly."""
 
-    def __init__(self, runtime: Runtime, replicas: int) -> None:
-        """`replicas`: number on this worker."""
+    def __init__(self, runtime: Runtime, replicas: int) -> None:  # on this worker
         self._runtime, self._total = runtime, replicas * runtime.exchange.view.workers
         self._name = f"_tfps_writes_{next(_numbers)}"
         self._graphs: list[_Writes] = []
@@ -123,7 +122,6 @@ class Combiner:
         return True
 
     def _prune(self) -> None:
-        """Forgets graphs that are gone; what they wrote has been combined."""
         self._graphs = [writes for writes in self._graphs if any(ref() is not None for ref in writes.graphs)]
 
     def _combine(self, variables: list[Variable], dtype: DType, total: AllReduce | None) -> None:

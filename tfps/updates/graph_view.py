@@ -134,7 +134,6 @@ class Picture:
 
 
 def _column(nodes: Sequence[str], style: str) -> list[str]:
-    """Puts nodes below each other in this order."""
     if not nodes:
         return []
     same = "  { rank=same; " + "; ".join(nodes) + "; }"
@@ -171,11 +170,11 @@ def picture(graphs: Mapping[str, weakref.ref[tf.Graph]], name: str | None, runti
     sent: dict[int, Sent] = {}  # by id of the transfer; the replicas of a worker send a bucket together
     for each in reversed(outer_graphs(graph)):
         for op, identity, before_it in _walk(each, _transfers(each, gates, runtime)):
-            after = [_key(other) for other in sorted(before_it, key=_key)]
+            after = sorted(map(str, before_it))
             if identity is not None and each is graph and (transfer := runtime.transfer(identity)) is not None:
                 known = sent.get(identity)
-                earlier = {*(known.after if known else ()), *after} - {_key(identity)}
-                sent[identity] = _sent(_key(identity), transfer, sorted(earlier), runtime)
+                earlier = {*(known.after if known else ()), *after} - {str(identity)}
+                sent[identity] = _sent(str(identity), transfer, sorted(earlier), runtime)
             elif called(op) == PASS and (gate := gates.get(id(outside(op.inputs[0])))) is not None:
                 for name in gate.names:
                     read = Read(f"{name} {op.name}", name.removesuffix(":0"), after)
@@ -186,10 +185,6 @@ def picture(graphs: Mapping[str, weakref.ref[tf.Graph]], name: str | None, runti
     keys = {each.key for each in sent.values()}
     reads = [replace(read, after=[key for key in read.after if key in keys]) for read in reads]
     return Picture(graph.name, runtime.exchange.view.workers, reads, list(sent.values()))
-
-
-def _key(identity: int) -> str:
-    return f"transfer {identity}"
 
 
 def _transfers(graph: tf.Graph, gates: dict[int, Gate], runtime: Runtime) -> dict[str, int]:

@@ -46,7 +46,6 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             self._bar.stop()
 
     def add(self, nbytes: int) -> None:
-        """Counts `nbytes` as transferred."""
         self._done += nbytes
         self.show(0.0)
 

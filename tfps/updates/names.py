@@ -56,7 +56,6 @@ def _is_given(prefix: str) -> bool:
 
 
 def _below(kind: type[object]) -> Iterator[str]:
-    """Yields the names of the class `kind` and all its subclasses."""
     yield kind.__name__
     for each in kind.__subclasses__():
         yield from _below(each)

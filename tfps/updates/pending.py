@@ -176,9 +176,11 @@ class PlannedBucket(Deferral):
     """
 
     remote = False  # whether pservers update its variables
+    comparable = True  # whether its update may return a digest
 
     def __init__(self, updates: Sequence[PendingUpdate], graph: tf.Graph, replica: int, order: dict[str, int]) -> None:
         super().__init__([item.variable for item in updates], graph)
+        self.strategy = self.variables[0].distribute_strategy
         first, self.updates, self.replica = updates[0], updates, replica
         self.trained = [item.trained or item.variable for item in updates]  # whose gradients travel
         self.ids = [variable._unique_id for variable in self.variables]  # TensorFlow's
@@ -201,12 +203,12 @@ class PlannedBucket(Deferral):
     def transfer(self, number: int, messages: int, group: Group, runtime: Runtime) -> DeferredUpdate:
         return DeferredUpdate(number, self.spec, messages, group)
 
-    def trace(self, strategy: tf.distribute.Strategy, compared: bool) -> None:
-        """Traces the update; `compared`: whether it returns a digest."""
-        self.compared = compared
+    def trace(self, compared: bool) -> None:
+        """Traces the update, which returns a digest if it is to be `compared`."""
+        self.compared = compared and self.comparable
         planned = weakref.ref(self)  # TensorFlow keeps traced functions, and this bucket holds graph tensors
         signature = [tf.TensorSpec([None], tf.uint8)] * 2
-        if compared:
+        if self.compared:
             signature = [*signature, tf.TensorSpec([], tf.bool)]
 
         @tf.function(autograph=False, input_signature=signature)
@@ -214,17 +216,16 @@ class PlannedBucket(Deferral):
             bucket = planned()
             if bucket is None:
                 raise RuntimeError("a deferred update is traced once only")
-            return bucket._update(strategy, data, indices, *weigh)
+            return bucket._update(data, indices, *weigh)
 
         with deferring(self), ops.init_scope():
             function = tfps_update.get_concrete_function()
         self._handles = self._own_handles(function)
         self.function = function
 
-    def _update(
-        self, strategy: tf.distribute.Strategy, data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor
-    ) -> tf.Tensor:
-        context = distribute_lib.ReplicaContext(strategy, strategy.extended._get_replica_id_in_sync_group(self.replica))
+    def _update(self, data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor) -> tf.Tensor:
+        number = self.strategy.extended._get_replica_id_in_sync_group(self.replica)
+        context = distribute_lib.ReplicaContext(self.strategy, number)
         pieces = split(data, self.updates[0].dtype, self.variables)
         components = [variable._values[self.replica] for variable in self.variables]
         written: list[list[tf.Operation]] = []
@@ -233,7 +234,7 @@ class PlannedBucket(Deferral):
             with tf.device(component.device), context:
                 gradient = _gradient(item, piece, indices)
                 if item.reduced.common:
-                    gradient = common_rows.merge(gradient, strategy.num_replicas_in_sync)
+                    gradient = common_rows.merge(gradient, self.strategy.num_replicas_in_sync)
                 arguments = [self.keep(a) if tf.is_tensor(a) else a for a in item.arguments]
                 item.function(component, gradient, *arguments)
             written.append(ops.get_default_graph().get_operations()[before:])
@@ -257,7 +258,6 @@ class PlannedBucket(Deferral):
         return result
 
     def _own_handles(self, function: ConcreteFunction) -> list[tf.Tensor]:
-        """Returns the handles of the update's own variables."""
         slots = [slot for variable in self.variables for slot in variable.with_slots()]
         own = {id(slot._values[self.replica].handle) for slot in slots}
         known = {id(holder.handle) for holder, _, _ in self.kept.values()}
@@ -345,7 +345,6 @@ class PlannedBucket(Deferral):
 
 
 def split(data: tf.Tensor, dtype: tf.DType, variables: Sequence[GatedVariable]) -> list[tf.Tensor]:
-    """Returns the flat values of `variables` in the bytes of their bucket."""
     flat = graph_ops.from_bytes(data, dtype)
     sizes = [int(math.prod(variable.shape)) for variable in variables]
     return [flat] if len(sizes) == 1 else list(tf.split(flat, sizes))

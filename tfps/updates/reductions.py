@@ -144,7 +144,6 @@ def check_one_device(setting: str, devices: int) -> None:
 
 
 def as_tensor(value: Value) -> Value:
-    """Converts `value` to a dense tensor; keeps IndexedSlices."""
     return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
 
 
@@ -177,7 +176,6 @@ def divide(value: Value, count: int) -> Value:
 
 
 def _axis(axis: Value, value: tf.Tensor) -> int:
-    """Returns `axis` of a gather of `value` as a number."""
     rank, number = value.shape.rank, tf.get_static_value(axis)
     if isinstance(value, tf.IndexedSlices) or value.dtype in (tf.string, tf.variant, tf.resource):
         raise UnsupportedError(f"gather needs dense tensors of numbers, got {value!r}; encode what it stands for")

@@ -100,7 +100,6 @@ class UpdateScheduler:
     def note_passed(
         self, variables: Sequence[GatedVariable], replica: int, graph: tf.Graph, passed: tf.Operation
     ) -> None:
-        """Notes that the op `passed` passes the gate of `variables` in `graph`."""
         gates = self._state(graph).passed.by_variable
         for position, variable in enumerate(variables, 1):
             gates.setdefault((variable._unique_id, replica), PassedGate(passed, passed.inputs[position]))
@@ -114,17 +113,14 @@ class UpdateScheduler:
         return Timestamps(graph, lambda each: self._state(each).passed, self.inputs, replica)
 
     def group_gates(self, variables: Iterable[GatedVariable]) -> None:
-        """Groups small ones of `variables`, which one optimizer updates; see pending.py."""
         group_gates(variables, min(self._first_bytes, self._slice_bytes), self.compressing.codec)
 
     def fuse(self, pending: Iterable[PendingUpdate], order: dict[str, int]) -> list[list[PendingUpdate]]:
-        """See `pending.fuse`."""
         return fuse(pending, order, self._slice_bytes, self._first_bytes)
 
     # Which updates are deferred.
 
     def note_reduced(self, reduced: Reduced) -> None:
-        """Notes the result of an `all_reduce` in the graph under construction."""
         self._state(ops.get_default_graph()).reduced[id(reduced.result)] = reduced
 
     def defers(
@@ -195,7 +191,6 @@ class UpdateScheduler:
             each.clear()
 
     def _emit_all(self, graph: tf.Graph) -> None:
-        """Emits what waits in `graph`."""
         state = self._state_of(graph)
         for replica in sorted(state.pending if state is not None else ()):
             number = self._strategy.extended._get_replica_id_in_sync_group(replica)
@@ -260,7 +255,7 @@ class UpdateScheduler:
     def _trace(self, bucket: PlannedBucket) -> None:
         """Traces the update of `bucket`; leaves it without a function if it cannot be deferred."""
         try:
-            bucket.trace(self._strategy, compared=self._compared is not None)
+            bucket.trace(compared=self._compared is not None)
         except Exception as error:  # whatever it is: in the graph the update either works or raises again
             if bucket.remote:
                 raise

@@ -379,7 +379,6 @@ class GatedVariable(Converted, values.MirroredVariable):
         return share.only_if_rows(counted, tf.where(tf.equal(relative, 0), kept, start))
 
     def take_combined(self, value: Value) -> None:
-        """Assigns `value` to all replicas."""
         for component in self._values:
             if component.numpy().tobytes() != value.tobytes():
                 component.assign(value)
