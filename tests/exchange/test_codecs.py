@@ -1,4 +1,4 @@
-"""Codecs: sizes, errors, what is held back, what is not finite."""
+"""Codecs: sizes, errors, residuals, what is not finite."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_half_precision_numbers_travel_as_they_are() -> None:
 
 @pytest.mark.parametrize("name", FEEDING_BACK)
 @pytest.mark.parametrize("count", [1, 5, INT8_BLOCK + 1, 2 * PIECE + 77])
-def test_what_is_held_back_is_late_but_not_lost(name: str, count: int) -> None:
+def test_the_residual_is_late_but_not_lost(name: str, count: int) -> None:
     one, held = known(name), np.zeros(count, np.float32)
     sent, given = np.zeros(count), np.zeros(count)
     for step in range(20):
@@ -107,7 +107,7 @@ def test_an_equal_gradient_is_sent_in_full_after_some_steps(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("place", [0, 300, PIECE + 1, PIECE + SIGN_BLOCK])
-def test_what_is_not_finite_is_seen_and_leaves_what_is_held_back_as_it_was(name: str, bad: float, place: int) -> None:
+def test_what_is_not_finite_is_seen_and_leaves_the_residual_as_it_was(name: str, bad: float, place: int) -> None:
     one, values = known(name), numbers(PIECE + SIGN_BLOCK + 5)
     held = numbers(values.size, 2) if one.feeds_back else np.zeros_like(values)
     before = held.copy()

@@ -115,7 +115,7 @@ class Simulation:
         trajectory: each worker's own weights after each of its steps and the exchanges that are due then.
         shared: the global parameters, as workers have them.
         exact: the global parameters, as pservers have them.
-        held: what each worker holds back of each variable.
+        held: the residual of each variable on each worker.
     """
 
     def __init__(self, weights: Weights, settings: Settings, steps: Sequence[int]) -> None:
@@ -182,7 +182,7 @@ class Simulation:
         return self._settings.compression != "none" and values.ndim > 1
 
     def _travelled(self, values: Array, held: Array | None) -> Array:
-        """What arrives of `values`, encoded slice by slice; the sender adds to them what it has held back."""
+        """What arrives of `values`, encoded slice by slice; the sender adds its residual."""
         codec = codec_of(self._settings.compression)
         if codec is None or not self._compresses(values):
             return values
@@ -197,7 +197,7 @@ class Simulation:
         return arrives
 
     def _collect(self) -> None:
-        """As at the end of an epoch: rank 0 holds back all that the workers do."""
+        """As at the end of an epoch: rank 0 has the residuals of all workers."""
         for place in range(len(self.shared)):
             whole = np.stack([held[place] for held in self.held]).sum(axis=0)
             for rank, held in enumerate(self.held):

@@ -14,7 +14,7 @@ import training
 import tfps
 from tfps.runtime.transfers import DeferredUpdate
 from tfps.types import Argument, Structure, Value
-from tfps.updates.planned_bucket import PlannedBucket
+from tfps.updates.pending import PlannedBucket
 
 Adam, SGD = keras.optimizers.Adam, keras.optimizers.SGD
 

@@ -60,7 +60,7 @@ def accumulated(job: Job) -> Results:
 
 
 def _held(job: Job, model: Model) -> dict[str, np.ndarray]:
-    """What is held back, and what pservers that update have beyond what workers were shown."""
+    """The residuals, and what pservers that update have beyond what workers were shown."""
     assert job.strategy is not None
     job.strategy.combine()
     compressing: Compressing = job.strategy.extended.compressing
@@ -81,7 +81,7 @@ def checkpointed(job: Job) -> Results:
     assert max(np.abs(each).max() for each in held.values()) > 0
     model.fit(x, y, **OPTIONS)
     went_on = [weight.tobytes() for weight in model.get_weights()]
-    checkpoint.read(path).assert_consumed()  # in the same job, which holds back something else by now
+    checkpoint.read(path).assert_consumed()  # in the same job, which has other residuals by now
     for place, each in _held(job, model).items():
         assert each.tobytes() == held[place].tobytes()
     model.fit(x, y, **OPTIONS)

@@ -63,7 +63,7 @@ def test_ranks_end_bitwise_equal_and_near_no_compression(codec: str, tmp_path: P
 
 
 @pytest.mark.parametrize("codec", [*(pytest.param(c, marks=pytest.mark.long) for c in ("int8", "topk:0.05")), "onebit"])
-def test_checkpoints_hold_what_is_held_back_and_go_on_bitwise(codec: str, tmp_path: Path) -> None:
+def test_checkpoints_hold_the_residuals_and_go_on_bitwise(codec: str, tmp_path: Path) -> None:
     found = run(tmp_path, ["checkpointed", "saved_by_one_rank", "backed_up"], codec)
     check(found)
     assert "tfps_error_feedback.npz" in found[0]["backed_up"]["own files"]
@@ -72,7 +72,7 @@ def test_checkpoints_hold_what_is_held_back_and_go_on_bitwise(codec: str, tmp_pa
 @pytest.mark.long
 @pytest.mark.parametrize(("workers", "pservers"), [(1, 1), (3, 1), (2, 3)])
 def test_a_checkpoint_is_restored_in_a_job_of_another_size(workers: int, pservers: int, tmp_path: Path) -> None:
-    """All that was held back is there again, on rank 0."""
+    """All residuals are there again, on rank 0."""
     where = str(tmp_path / "checkpoint")
     one = run(tmp_path / "one", ["written"], "onebit", CHECKPOINT=where)
     check(one)

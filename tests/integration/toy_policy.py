@@ -10,7 +10,6 @@ import tfps
 from tfps.policies import POLICIES
 from tfps.policies.policy import Policy
 from tfps.types import Model
-from tfps.updates.reductions import Reductions
 
 ROWS, BATCH, WORKERS = 24, 8, 2
 OPTIONS = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
@@ -22,9 +21,6 @@ class EpochMeans(Policy):
     setting = "a mode of its own"
     together = False
     exchanges_gradients = False
-
-    def reductions(self) -> Reductions:
-        return Reductions(self._runtime, estimates=True)
 
     def end_epoch(self, model: Model) -> None:
         strategy = model.distribute_strategy

@@ -10,7 +10,7 @@ import test_programs
 
 PACKAGE = Path(__file__).resolve().parents[2] / "tfps"
 MAY_ASK = ("policies/", "config.py")
-POLICIES = {"Policy", "Independent", "Asynchronous", "DiLoCo", "LocalSGD", "WorkerUpdates", "PserverUpdates"}
+POLICIES = {"Policy", "Independent", "Asynchronous", "DiLoCo", "LocalSGD"}
 
 
 def questions(text: str) -> list[int]:

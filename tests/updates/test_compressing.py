@@ -169,7 +169,7 @@ def test_a_gradient_that_is_not_finite_is_seen(start: Start) -> None:
         assert np.isnan(model.get_weights()[0]).any(), codec
 
 
-def test_restoring_one_model_leaves_what_is_held_back_of_another_alone(start: Start, tmp_path: Path) -> None:
+def test_restoring_one_model_leaves_the_residuals_of_another_alone(start: Start, tmp_path: Path) -> None:
     strategy = start(compression="int8")
     models = [fitted(strategy, keras.layers.Dense(128), keras.layers.Dense(10)) for _ in range(2)]
     variables = [[each.value for each in model.trainable_variables] for model in models]

@@ -211,7 +211,7 @@ def encoding(count: int = 1000) -> tuple[Encoding, np.ndarray]:
     return Encoding(INT8, np.linspace(-1, 1, count, dtype=np.float32), held), held
 
 
-def test_whoever_asks_gets_the_same_bytes_and_what_is_held_back_counts_once() -> None:
+def test_whoever_asks_gets_the_same_bytes_and_the_residual_counts_once() -> None:
     one, held = encoding()
     first, *others = jobs.together(*[one.data] * 4)
     once, expected = encoding()

@@ -44,7 +44,7 @@ def step(workers: Sequence[Worker], payloads: Sequence[np.ndarray | None], bucke
 
 
 def collected(workers: Sequence[Worker], bucket: int = 0) -> np.ndarray:
-    """What is held back, of all workers and pservers."""
+    """The residuals of all workers and pservers."""
     pending = []
     for worker in workers:
         pending.append(Pending())

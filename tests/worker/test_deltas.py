@@ -78,7 +78,7 @@ class Ranks:
         return self.variable
 
     def collected(self) -> np.ndarray:
-        """What the ranks hold back of their gradients."""
+        """The residuals of the ranks' gradients."""
         pending = []
         for worker in self.workers:
             pending.append(Pending())
@@ -161,7 +161,7 @@ def test_what_is_put_counts_from_the_next_push_on_and_is_shown_with_it(cluster: 
 
 
 @pytest.mark.parametrize("codec", ["int8", "onebit"])
-def test_to_collect_what_is_held_back_changes_nothing_that_pservers_keep(cluster: Cluster, codec: str) -> None:
+def test_to_collect_the_residuals_changes_nothing_that_pservers_keep(cluster: Cluster, codec: str) -> None:
     ranks = Ranks(job(cluster, 2, spec(codec), pservers=2, config=CONFIG), random(0))
     by_hand = ByHand(codec, 2, random(0))
     for number in range(4):
@@ -210,7 +210,7 @@ def test_the_embedded_exchange_replies_with_the_change_too() -> None:
     np.testing.assert_allclose(ranks.variable, kept(exchange, 0), atol=0.02)
 
 
-def test_what_workers_have_takes_memory_and_what_is_held_back_does_not() -> None:
+def test_what_workers_have_takes_memory_and_residuals_do_not() -> None:
     assert [kept_arrays(spec(codec)) for codec in ("none", "bfloat16", "int8")] == [2, 3, 3]
     assert [kept_arrays(dataclasses.replace(spec(codec), update=None)) for codec in ("none", "bfloat16", "int8")] == [
         *(0, 0, 1)

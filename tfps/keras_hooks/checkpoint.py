@@ -90,7 +90,7 @@ class Residuals(ExtraState):
     Every rank must save or restore it in a checkpoint, or call `strategy.combine()` before one rank saves.
     """
 
-    name, file, title = "tfps_held_back", "tfps_error_feedback.npz", "the residual of compression"
+    name, file, title = "tfps_residual", "tfps_error_feedback.npz", "the residual of compression"
 
     def __init__(self, strategy: BaseStrategy, variables: Sequence[Variable]) -> None:
         """`variables` are TensorFlow's."""

@@ -1,9 +1,7 @@
 """Mode "async": pservers apply each gradient as it comes; workers get the newest parameters where they meet.
 
-Keras takes as many steps in an epoch of `fit` as the dataset has batches, divided alike. Here batches are handed out,
-so the number differs between workers, and an epoch ends where the data does. With `steps_per_epoch` it ends after so
-many steps per worker on average. All begin the next epoch together: what a rank reads or saves between two epochs is of
-one state.
+An epoch ends where the data does, or with `steps_per_epoch` after so many steps per worker on average. All begin the
+next one together: what a rank reads or saves between two epochs is of one state.
 
 Tested in tests/policies/test_asynchronous.py and tests/integration/test_async.py.
 """
@@ -14,7 +12,6 @@ import contextlib
 import math
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import tensorflow as tf
@@ -26,33 +23,16 @@ from tfps.exchange.interface import BucketSpec
 from tfps.graph.ops import HOST
 from tfps.keras_hooks.keras_private import batch_counter, distributed_dataset, without_limit
 from tfps.policies.policy import Independent
+from tfps.runtime.remote import RemoteParameter
 from tfps.runtime.report import Stepping
 from tfps.runtime.runtime import Runtime
 from tfps.types import Batches, Function, Model
 from tfps.updates.initial_values import INITIAL_VALUES
-from tfps.updates.reductions import Reductions
 from tfps.updates.variables import GatedVariable
 
 
-@dataclass(eq=False)
-class _Epochs:
-    """What is known of an epoch iterator of Keras.
-
-    Args:
-        steps: `steps_per_epoch`, as the program gave it.
-        taken: times that the current epoch has asked for a step.
-    """
-
-    steps: int | None
-    taken: int = 0
-
-
 class Asynchronous(Independent):
-    """Pservers apply each gradient as it comes, and reply with the newest parameters; workers meet between epochs.
-
-    Attributes:
-        in_epoch: whether `fit` takes steps, so that nothing but initial values may be exchanged.
-    """
+    """Pservers apply each gradient as it comes, and reply with the newest parameters; workers meet between epochs."""
 
     setting = "mode='async'"
     gets_changes = False  # each rank gets the newest parameters, also a single one
@@ -60,14 +40,13 @@ class Asynchronous(Independent):
     def __init__(self, runtime: Runtime, config: Config) -> None:
         super().__init__(runtime, config)
         self.hands_out = not self.together
-        self.in_epoch = False
-        self._epochs: weakref.WeakKeyDictionary[Batches, _Epochs] = weakref.WeakKeyDictionary()
+        self.in_epoch = False  # whether `fit` takes steps, so that nothing but initial values may be exchanged
+        self._taken = 0  # times that the current epoch has asked for a step
+        # By epoch iterator of Keras: `steps_per_epoch`, as the program gave it.
+        self._epochs: weakref.WeakKeyDictionary[Batches, int | None] = weakref.WeakKeyDictionary()
         self._variables: weakref.WeakValueDictionary[str, GatedVariable] = weakref.WeakValueDictionary()
         if not self.together:
             runtime.before_exchange = runtime.declared.before = self._prepare
-
-    def reductions(self) -> Reductions:
-        return Reductions(self._runtime, estimates=not self.together)
 
     def stepping(self) -> Stepping:
         waits = not self.together and self._config.staleness is not None
@@ -82,7 +61,7 @@ class Asynchronous(Independent):
 
     def end_epoch(self, model: Model) -> None:
         """Brings the newest parameters to all workers, after the last step of an epoch of `fit`."""
-        if self._strategy is None or not self._strategy.extended.hands_out:
+        if not self._strategy.extended.hands_out:
             return
         self._strategy.synchronize()
         optimizer = model.optimizer
@@ -104,16 +83,18 @@ class Asynchronous(Independent):
 
     def epoch_steps(self, epochs: Batches, original: Function) -> Iterator[tuple[object, ...]]:
         """Yields what Keras' `original(epochs)` does, until a step finds that the epoch has ended."""
-        known = self._known(epochs)
         self.in_epoch = False  # the last one may have taken just one batch, to build the model
         self.barrier()
-        self.in_epoch, known.taken = True, 0
+        self.in_epoch, self._taken = True, 0
         if self._ends_with_data(epochs):
-            if _hands_out(epochs):
-                distributed_dataset(epochs).steps = self._steps_of_all(epochs)
+            if _hands_out(epochs):  # its steps are those of all workers together; None: as many as there are batches
+                steps, at_once = self._epochs[epochs], epochs.steps_per_execution
+                workers = self._runtime.exchange.view.workers
+                total = None if steps is None else math.ceil(steps / at_once) * int(at_once * workers)
+                distributed_dataset(epochs).steps = total
             without_limit(epochs)
         for each in original(epochs):
-            known.taken += 1
+            self._taken += 1
             yield each
 
     @contextlib.contextmanager
@@ -129,37 +110,20 @@ class Asynchronous(Independent):
                 epochs.tf_sync()
             except (StopIteration, tf.errors.OutOfRangeError):
                 epochs.data_adapter.on_epoch_end()
-                self._check_steps(self._known(epochs))
+                if self._taken <= 1:
+                    exchange = self._runtime.exchange
+                    error = UnsupportedError(
+                        f"mode='async' needs at least one batch for each worker in an epoch; rank {exchange.rank} of "
+                        f"{exchange.view.workers} got none: use fewer workers, or smaller batches"
+                    )
+                    exchange.fail(error)
+                    raise error from None
         finally:
             self.in_epoch = False
 
-    def _known(self, epochs: Batches) -> _Epochs:
-        if epochs not in self._epochs:
-            self._epochs[epochs] = _Epochs(epochs.steps_per_epoch)
-        return self._epochs[epochs]
-
     def _ends_with_data(self, epochs: Batches) -> bool:
         """Whether an epoch has as many steps as there are batches for this worker, not a number that Keras counts."""
-        return self._known(epochs).steps is None or _hands_out(epochs)
-
-    def _steps_of_all(self, epochs: Batches) -> int | None:
-        """Returns how many steps all workers take together in an epoch; None: as many as there are batches."""
-        steps, at_once = self._known(epochs).steps, epochs.steps_per_execution
-        if steps is None:
-            return None
-        return math.ceil(steps / at_once) * int(at_once * self._runtime.exchange.view.workers)
-
-    def _check_steps(self, known: _Epochs) -> None:
-        """Checks that the epoch that has ended had a step for this worker."""
-        if known.taken > 1:
-            return
-        exchange = self._runtime.exchange
-        error = UnsupportedError(
-            f"mode='async' needs at least one batch for each worker in an epoch; rank {exchange.rank} of "
-            f"{exchange.view.workers} got none: use fewer workers, or smaller batches"
-        )
-        exchange.fail(error)
-        raise error
+        return self._epochs.setdefault(epochs, epochs.steps_per_epoch) is None or _hands_out(epochs)
 
     def note_remote(self, variable: GatedVariable) -> None:
         self._variables[variable._unique_id] = variable
@@ -190,32 +154,22 @@ class Asynchronous(Independent):
         if self.together:
             return
         self.barrier()
+        held: dict[int, list[tuple[GatedVariable, RemoteParameter]]] = {}  # whose value pservers have, by bucket
         with tf.init_scope(), tf.device(HOST):
-            for bucket, variables in self._held().items():
+            for variable in list(self._variables.values()):
+                variable.wait()
+                if (remote := variable.remote) is not None and remote.holder is not None:
+                    held.setdefault(remote.holder, []).append((variable, remote))
+            for bucket, variables in held.items():
                 newest = np.asarray(self._runtime.exchange_now(bucket, None).sum)
-                for variable in variables:
-                    self._take(variable, newest)
+                for variable, remote in variables:
+                    shape = variable.shape.as_list()
+                    end = remote.begin + 4 * int(np.prod(shape, dtype=np.int64))
+                    value = newest[remote.begin : end].view(np.float32).reshape(shape)
+                    remote.synchronized = True
+                    for component in variable._values:  # not as an assignment of the program: pservers have it
+                        component.assign(value)
         self.barrier()  # nobody changes them before all have them
-
-    def _held(self) -> dict[int, list[GatedVariable]]:
-        """The variables whose value pservers have, by bucket."""
-        held: dict[int, list[GatedVariable]] = {}
-        for variable in list(self._variables.values()):
-            variable.wait()
-            if variable.remote is not None and variable.remote.holder is not None:
-                held.setdefault(variable.remote.holder, []).append(variable)
-        return held
-
-    @staticmethod
-    def _take(variable: GatedVariable, newest: np.ndarray) -> None:
-        begin = 0 if variable.remote is None else variable.remote.begin
-        shape = variable.shape.as_list()
-        nbytes = 4 * int(np.prod(shape, dtype=np.int64))
-        value = newest[begin : begin + nbytes].view(np.float32).reshape(shape)
-        if variable.remote is not None:
-            variable.remote.synchronized = True
-        for component in variable._values:  # not as an assignment of the program: pservers have it
-            component.assign(value)
 
 
 def _hands_out(epochs: Batches) -> bool:

@@ -1,14 +1,8 @@
 """The outer optimizer of one optimizer of Keras (DiLoCo, https://arxiv.org/abs/2311.08105), which pservers run.
 
-A worker pushes its pseudo-gradient, (global - own) / workers, when it is due; pservers keep the global parameters and
-the momentum, and reply with the new global parameters. The model is cut into fragments that are exchanged in turn, as
-in the strided pattern of Streaming DiLoCo (https://arxiv.org/abs/2501.18512): fragment p of P has layers p, p + P,
-p + 2 P and so on, in order of creation. Layers of different sizes go to the fragment with the fewest bytes so far,
-which is the same for equal ones.
-
-Fragment p is due at steps with (step + p * H / P) % H == 0, H being `Config.inner_steps`. In a traced step that is
-decided in the graph; eagerly, and where ranks meet, on the host. With overlap_steps, parameters that come back are
-mixed in that many steps later.
+The model is cut into fragments that are exchanged in turn, in the strided pattern of Streaming DiLoCo
+(https://arxiv.org/abs/2501.18512). Fragment p of P is due at steps with (step + p * H / P) % H == 0, H being
+`Config.inner_steps`: in a traced step that is decided in the graph, else on the host.
 
 Tested in tests/policies/test_outer.py, tests/policies/test_outer_refusals.py and tests/policies/test_fragments.py.
 """
@@ -16,18 +10,17 @@ Tested in tests/policies/test_outer.py, tests/policies/test_outer_refusals.py an
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
 from tfps.compression import NONE
 from tfps.config import Config
 from tfps.errors import ConfigError, UnsupportedError
-from tfps.exchange.interface import BucketSpec, Exchange
+from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import UpdateSpec
 from tfps.graph import ops as graph_ops
 from tfps.graph.ops import HOST
@@ -37,55 +30,49 @@ from tfps.policies.remote_optimizers import RemoteBucket
 from tfps.runtime.remote import RULES, RemoteParameter, RemoteRule, RemoteSlot
 from tfps.runtime.runtime import Runtime
 from tfps.runtime.step_spans import Awaited, InnerStep
-from tfps.types import Function
-from tfps.updates.names import common_name, own_name
+from tfps.types import Function, Value
+from tfps.updates.names import own_name
 from tfps.updates.pending import PendingUpdate, Reduced, Reduction
 from tfps.updates.reductions import check_one_device
 from tfps.updates.scheduler import UpdateScheduler
 from tfps.updates.variables import GatedVariable, current_replica
 
 
-class OuterOptimizer:
-    """Used by the threads that trace or run eagerly.
-
-    Args:
-        setting: what asks for it, for messages.
-        rule: of the global copies of `variables`.
-        variables: what the optimizer updates, in its order; each has a global copy.
-        optimizer: the name of its class, for messages.
-        exchanged: called once, before the first exchange; returns this object's number, the same on all ranks.
-    """
+class OuterOptimizer(RemoteRule):
+    """SGD with Nesterov momentum, by which pservers update global copies. Used by threads that trace or run eagerly."""
 
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
-        runtime: Runtime,
-        scheduler: UpdateScheduler,
-        config: Config,
-        setting: str,
-        rule: OuterRule,
-        variables: Sequence[GatedVariable],
-        optimizer: str,
-        exchanged: Callable[[], int],
+        variables: Sequence[GatedVariable],  # what the optimizer updates, in its order; each has a global copy
+        apart: set[str],  # unique ids of those whose own values were not the global ones before any step
+        optimizer: str,  # the name of its class, for messages
+        numbers: Iterator[int],  # for `job_number`
     ) -> None:
-        self.variables, self.optimizer, self._setting = list(variables), optimizer, setting
+        self.number = next(RULES)
+        self.variables, self.apart, self.optimizer, self._numbers = list(variables), apart, optimizer, numbers
+        self._strategy, self._setting = strategy, strategy.extended.policy.setting
+        self._learning_rate, momentum = strategy.extended.policy.outer_settings()
+        self._momentum: float = momentum
+        self._runtime: Runtime = strategy.extended._runtime
+        self._scheduler: UpdateScheduler = strategy.extended.scheduler
         self._trained: set[str] = set()  # unique ids of those that steps have updated
-        self.apart: set[str] = set()  # of those whose own values were not the global ones before any step
-        self.number: int | None = None  # None until the first exchange is traced
+        self.job_number: int | None = None  # the same on all ranks; None until the first exchange is traced
         self.last_barrier = 0  # the step at which all ranks have last been together
         self._graphs: list[weakref.ref[tf.Graph]] = []  # of training steps
-        self._strategy, self._runtime, self._scheduler, self._exchanged = strategy, runtime, scheduler, exchanged
+        config: Config = strategy.config
         self._every, self._overlap, self._own_share = config.inner_steps, config.overlap_steps, config.own_share
-        self.rule = rule
-        names = [own_name(variable) for variable in variables]
+        self._slots: dict[str, RemoteSlot] = {}  # the momentum, by unique id of the global copy
+        for copy in map(copy_of, variables) if momentum else ():
+            shape = copy.shape.as_list()
+            self._slots[copy._unique_id] = RemoteSlot(own_name(copy), self._runtime.exchange, copy.wait, shape, 0.0)
         sizes = [4 * int(variable.shape.num_elements()) for variable in variables]
-        places = cut(names, sizes, config.fragments)
+        places = cut(list(map(own_name, variables)), sizes, config.fragments)
         self._fragments = [[self.variables[place] for place in fragment] for fragment in places]
         self._offsets = [number * self._every // config.fragments for number in range(config.fragments)]
         for fragment in self._fragments:
-            scheduler.group_gates(map(self._gated, fragment))
-        self._plans: list[list[list[str]]] = [[] for _ in self._fragments]  # unique ids of the variables of each bucket
-        # Of each fragment: number, declaration and variables (unique ids) of its buckets.
+            self._scheduler.group_gates(map(self._gated, fragment))
+        # Of each fragment, once it was traced: number, declaration and variables (unique ids) of its buckets.
         self._buckets: list[list[tuple[int, BucketSpec, list[str]]]] = [[] for _ in self._fragments]
         self._functions: dict[tuple[str, int], Function] = {}
         with tf.init_scope(), tf.device(HOST):
@@ -94,6 +81,20 @@ class OuterOptimizer:
                 ResourceVariable(tf.zeros([2], tf.int64), trainable=False, name="tfps_inner_steps")
                 for _ in range(len(strategy.extended.worker_devices))
             ]
+
+    # The rule.
+
+    def spec(self, variables: Sequence[GatedVariable]) -> UpdateSpec:
+        return UpdateSpec(
+            "sgd",
+            (("momentum", self._momentum), ("nesterov", 1.0)),
+            (("momentum", 0.0),) if self._momentum else (),
+            tuple(int(variable.shape.num_elements()) for variable in variables),
+            (False,) * len(variables),
+        )
+
+    def slots(self, variable: GatedVariable) -> Sequence[RemoteSlot]:
+        return [self._slots[variable._unique_id]] if self._momentum else []
 
     def _gated(self, variable: GatedVariable) -> GatedVariable:
         """The variable whose gates are closed during an exchange of `variable`."""
@@ -106,35 +107,32 @@ class OuterOptimizer:
         """Inner steps of this worker so far."""
         return int(self._states[0].numpy()[0])
 
-    @property
-    def _ended(self) -> int:
-        return int(self._states[0].numpy()[1])
-
-    def set_steps(self, steps: int, ended: int | None = None) -> None:
-        """Sets how many steps have been made, and after how many of them the last round was ended, if not as before."""
-        if ended is None:
-            ended = self._ended
-        else:
-            self.last_barrier = steps
+    def begin_round(self, steps: int) -> None:
+        """Notes that all ranks have made so many `steps` and have the global parameters."""
+        self.last_barrier = steps
         for state in self._states:
-            state.assign([steps, ended])
+            state.assign([steps, steps])
 
-    def slots(self) -> dict[str, RemoteSlot]:
+    def momenta(self) -> dict[str, RemoteSlot]:
         """The momentum of each variable, by its place among `variables`."""
-        found = [(str(place), self.rule.slots(copy_of(variable))) for place, variable in enumerate(self.variables)]
-        return {place: slots[0] for place, slots in found if slots}
+        slots = [(place, self.slots(copy_of(variable))) for place, variable in enumerate(self.variables)]
+        return {str(place): slot for place, found in slots for slot in found}
 
     # In a step.
 
-    def note_trained(self, places: Sequence[int]) -> None:
-        """Notes that earlier steps have updated the variables at these places, as before they were restored."""
-        self._trained |= {self.variables[place]._unique_id for place in places}
+    def note_trained(self) -> None:
+        """Notes which variables have been trained before, by the momentum that was restored."""
+        trained = [place for place, slot in self.momenta().items() if slot.offered().any()]
+        self._trained |= {self.variables[int(place)]._unique_id for place in trained}
 
     def check_trained(self, updated: Sequence[GatedVariable]) -> None:
         """Checks that a step updates what earlier ones have updated, and notes what it updates."""
         ids = {variable._unique_id for variable in updated}
         for variable in self.variables:
-            if variable._unique_id in self._trained - ids and (what := self._moves(variable)):
+            if variable._unique_id not in self._trained - ids:
+                continue
+            if self._momentum or self._scheduler.compressing.codec(variable) != NONE:
+                what = "the outer momentum" if self._momentum else "the residual of compression"
                 raise UnsupportedError(
                     f"{self._setting}: variable {own_name(variable)!r} has no gradient in this step of "
                     f"{self.optimizer}, but had one in earlier steps, and {what} would move it on; to freeze it, "
@@ -143,21 +141,15 @@ class OuterOptimizer:
                 )
         self._trained |= ids
 
-    def _moves(self, variable: GatedVariable) -> str:
-        """What moves `variable` on in exchanges where workers have not changed it; "" if nothing does."""
-        if self.rule.slots(copy_of(variable)):
-            return "the outer momentum"
-        return "the residual of compression" if self._scheduler.compressing.codec(variable) != NONE else ""
-
     def after_step(self) -> None:
         """Counts an inner step and exchanges what is due; called in each replica function."""
         replica = distribute_lib.get_replica_context()._replica_id
         if tf.executing_eagerly():
             check_one_device(self._setting, len(self._states))
-            if self.number is None:  # all ranks declare at their first step, not when the first exchange is due
+            if self.job_number is None:  # all ranks declare at their first step, not when the first exchange is due
                 with tf.init_scope():
                     for fragment in range(len(self._fragments)):
-                        self._functions["push", fragment] = self._function("push", fragment)
+                        self._function("push", fragment)
             self.advance(self.steps + 1)
             return
         state, graph = self._states[replica], ops.get_default_graph()
@@ -169,17 +161,20 @@ class OuterOptimizer:
                 state.assign_add([1, 0], read_value=False)
             step, ended = tf.unstack(state.read_value())
         mixed: list[tf.Tensor] = []
-        for fragment, offset in enumerate(self._offsets):
+        for fragment in range(len(self._fragments)):
             with tf.device(HOST):
-                back = step - self._overlap
-                mixes = tf.logical_and(back > ended, tf.equal((back + offset) % self._every, 0))
-                due = tf.equal((step + offset) % self._every, 0)
+                mixes, due = self._due(fragment, step, ended)
             if self._overlap:
                 mix = functools.partial(self._mix, fragment, replica, self._own_share)
                 mixed += tf.unstack(_only_if(mixes, mix, [0.0, 0.0]))
             _only_if(due, functools.partial(self._push, fragment, replica, step), [])
         if replica == 0:
             self._note(timestamps, step, mixed)
+
+    def _due(self, fragment: int, step: Value, ended: Value) -> tuple[Value, Value]:
+        """Whether a fragment is mixed in, and exchanged, at `step`: a number on the host or a tensor."""
+        offset, back = self._offsets[fragment], step - self._overlap
+        return (back > ended) & ((back + offset) % self._every == 0), (step + offset) % self._every == 0
 
     def _note(self, timestamps: Timestamps, step: tf.Tensor, mixed: Sequence[tf.Tensor]) -> None:
         """Sends the timestamps of a step, which may send nothing else; `mixed`: two per fragment, with overlap."""
@@ -210,49 +205,29 @@ class OuterOptimizer:
         graph, exchange = ops.get_default_graph(), self._runtime.exchange
         with tf.device(HOST):
             number = tf.cast((step + self._offsets[fragment]) // self._every, tf.float64)
-            scalars = tf.stack([number, tf.constant(self.rule.learning_rate, tf.float64)])
-        variables = self._fragments[fragment]
-        reduction = Reduction(len(variables))
-        pending: list[PendingUpdate] = []
-        trained: dict[str, GatedVariable] = {}
+            scalars = tf.stack([number, tf.constant(self._learning_rate, tf.float64)])
+        if self.job_number is None:
+            self.job_number = next(self._numbers)
+        reduction = Reduction(len(self._fragments[fragment]))
+        pending: dict[str, PendingUpdate] = {}
         first_use, order = self._scheduler.first_use(graph), {}
-        for variable in variables:
+        for variable in self._fragments[fragment]:
             own, shared = variable._get_replica(replica), copy_of(variable)._get_replica(replica)
             with tf.device(own.device):
                 change = (shared.read_value() - own.read_value()) / tf.cast(exchange.view.workers, own.dtype)
-            gated = self._gated(variable)
-            trained[gated._unique_id] = variable
+            gated, codec = self._gated(variable), self._scheduler.compressing.codec(variable)
             order[gated._unique_id] = first_use.get(variable._unique_id, len(first_use))
-            codec = self._scheduler.compressing.codec(variable)
-            pending.append(PendingUpdate(gated, self.rule, (scalars,), Reduced(change, change, reduction), codec))
-        planned = self._planned(fragment, pending, order)
-        buckets = [
-            OuterBucket(
-                self.rule, [trained[each.variable._unique_id] for each in bucket], bucket, graph, replica, order
-            )
-            for bucket in planned
-        ]
-        self._scheduler.emit(buckets, graph, replica, timed=False)
-        numbers = self._runtime.buckets([(bucket.key, bucket.spec) for bucket in buckets])
-        self._buckets[fragment] = [(n, bucket.spec, bucket.ids) for n, bucket in zip(numbers, buckets, strict=True)]
-
-    def _planned(
-        self, fragment: int, pending: Sequence[PendingUpdate], order: dict[str, int]
-    ) -> list[list[PendingUpdate]]:
-        """Cuts a fragment into buckets: the same whenever and wherever it is traced again."""
-        if self.number is None:
-            self.number = self._exchanged()
-        if not self._plans[fragment]:
-            fused = self._scheduler.fuse(pending, order)
-            self._plans[fragment] = [[each.variable._unique_id for each in bucket] for bucket in fused]
-        by_id = {each.variable._unique_id: each for each in pending}
-        return [[by_id[each] for each in bucket] for bucket in self._plans[fragment]]
+            reduced = Reduced(change, change, reduction)
+            pending[gated._unique_id] = PendingUpdate(gated, self, (scalars,), reduced, codec, variable)
+        # Buckets are the same whenever and wherever a fragment is traced again.
+        fused = [[pending[each] for each in ids] for _, _, ids in self._buckets[fragment]]
+        fused = fused or self._scheduler.fuse(pending.values(), order)
+        buckets = [RemoteBucket(updates, graph, replica, order) for updates in fused]
+        numbers = self._scheduler.emit(buckets, graph, replica, timed=False)
+        self._buckets[fragment] = [(number, bucket.spec, bucket.ids) for bucket, number in numbers.items()]
 
     def _mix(self, fragment: int, replica: int, own_share: float) -> list[tf.Tensor]:
-        """Emits the mixture of own and global parameters, which waits for these, into the graph under construction.
-
-        Returns when that wait begins and ends.
-        """
+        """Emits the mixture of own and global parameters; returns when the wait for these begins and ends."""
         begun, read = now_after([]), []
         for variable in self._fragments[fragment]:
             own, shared = variable._get_replica(replica), copy_of(variable)._get_replica(replica)
@@ -269,14 +244,15 @@ class OuterOptimizer:
     def advance(self, target: int) -> None:
         """Goes on to step `target`, without training but with all exchanges that are due until then."""
         with tf.init_scope():
-            ended = self._ended
-            for step in range(self.steps + 1, target + 1):
-                self.set_steps(step)
-                for fragment, offset in enumerate(self._offsets):
-                    back = step - self._overlap
-                    if self._overlap and back > ended and (back + offset) % self._every == 0:
+            steps, ended = self._states[0].numpy().tolist()
+            for step in range(steps + 1, target + 1):
+                for state in self._states:
+                    state.assign([step, ended])
+                for fragment in range(len(self._fragments)):
+                    mixes, due = self._due(fragment, step, ended)
+                    if self._overlap and mixes:
                         self._run("mix", fragment, step)
-                    if (step + offset) % self._every == 0:
+                    if due:
                         self._run("push", fragment, step)
 
     def catch_up(self, target: int, *, trained: bool) -> None:
@@ -290,7 +266,7 @@ class OuterOptimizer:
 
     def make_up(self) -> bool:
         """Makes this worker's part of its next exchange if another rank waits for it; returns whether it did."""
-        if self.number is None:
+        if self.job_number is None:
             return False
         steps = self.steps
         wait, fragment = min((-(steps + 1 + offset) % self._every, n) for n, offset in enumerate(self._offsets))
@@ -303,11 +279,8 @@ class OuterOptimizer:
         return True
 
     def end_round(self) -> None:
-        """Exchanges what was trained since the last exchange, so that all ranks have the global parameters.
-
-        All ranks must have the same `steps`.
-        """
-        steps, ended = self.steps, self._ended
+        """Exchanges what was trained since the last exchange; all ranks must have the same `steps`."""
+        steps, ended = self._states[0].numpy().tolist()
         if steps == ended:
             return
         end = -(-steps // self._every) * self._every
@@ -320,15 +293,15 @@ class OuterOptimizer:
                     self._run("push", fragment, end)
             for fragment in range(len(self._fragments)) if self._overlap else ():
                 self._run("take", fragment, end)
-            self.set_steps(end, end)
+            self.begin_round(end)
 
     def _run(self, what: str, fragment: int, step: int) -> None:
-        if (what, fragment) not in self._functions:
-            self._functions[what, fragment] = self._function(what, fragment)
-        self._functions[what, fragment](tf.constant(step, tf.int64))
+        self._function(what, fragment)(tf.constant(step, tf.int64))
 
     def _function(self, what: str, fragment: int) -> Function:
         """Returns a function of the step that does `what` on all local replicas."""
+        if (known := self._functions.get((what, fragment))) is not None:
+            return known
         extended = self._strategy.extended
 
         @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
@@ -345,7 +318,8 @@ class OuterOptimizer:
             self._scheduler.end_call(graph)
             return step
 
-        return tfps_outer.get_concrete_function()
+        self._functions[what, fragment] = function = tfps_outer.get_concrete_function()
+        return function
 
 
 def _only_if(
@@ -360,62 +334,6 @@ def _only_if(
         return tf.cond(condition, then, lambda: tf.constant(otherwise, tf.float64))
 
 
-class OuterRule(RemoteRule):
-    """SGD with Nesterov momentum, by which pservers update the global parameters `copies`."""
-
-    def __init__(
-        self, exchange: Exchange, copies: Sequence[GatedVariable], learning_rate: float, momentum: float
-    ) -> None:
-        self.number = next(RULES)
-        self.learning_rate, self._momentum = learning_rate, momentum
-        self._slots: dict[str, list[RemoteSlot]] = {}
-        for copy in copies:
-            slot = RemoteSlot(own_name(copy), exchange, copy.wait, copy.shape.as_list(), 0.0)
-            self._slots[copy._unique_id] = [slot] if self._momentum else []
-
-    def spec(self, variables: Sequence[GatedVariable]) -> UpdateSpec:
-        return UpdateSpec(
-            "sgd",
-            (("momentum", self._momentum), ("nesterov", 1.0)),
-            (("momentum", 0.0),) if self._momentum else (),
-            tuple(int(variable.shape.num_elements()) for variable in variables),
-            (False,) * len(variables),
-        )
-
-    def slots(self, variable: GatedVariable) -> Sequence[RemoteSlot]:
-        return self._slots[variable._unique_id]
-
-
-class OuterBucket(RemoteBucket):
-    """A bucket of global parameters. `updates` has the variables whose gates are closed until it has come back: the
-    trained ones, which then begin from the new global parameters, or only their global copies.
-    """
-
-    def __init__(
-        self,
-        rule: OuterRule,
-        trained: Sequence[GatedVariable],
-        updates: Sequence[PendingUpdate],
-        graph: tf.Graph,
-        replica: int,
-        order: dict[str, int],
-    ) -> None:
-        super().__init__(rule, updates, graph, replica, order)
-        self.trained = list(trained)
-        self.kept = list(map(copy_of, trained))
-        names, alike = tuple(map(own_name, trained)), tuple(map(common_name, trained))
-        self.spec = dataclasses.replace(self.spec, names=names, alike=alike)
-
-    def _follow(self, written: list[list[tf.Operation]]) -> list[list[tf.Operation]]:
-        if self.variables[0] is self.kept[0]:
-            return written
-        for variable, copy, operations in zip(self.trained, self.kept, written, strict=True):
-            component, new = variable._values[self.replica], copy._values[self.replica]
-            with tf.device(component.device), tf.control_dependencies(operations):
-                operations.append(component.assign(new.read_value(), read_value=False))
-        return written
-
-
 def copy_of(variable: GatedVariable) -> GatedVariable:
     """Returns the global copy of `variable`, which an optimizer updates that has been built."""
     if variable.global_copy is None:
@@ -424,11 +342,7 @@ def copy_of(variable: GatedVariable) -> GatedVariable:
 
 
 def make_copy(variable: GatedVariable, own_gates: bool) -> GatedVariable:
-    """Returns the global copy of `variable`, made if it has none.
-
-    Args:
-        own_gates: whether reads of the copy wait for exchanges by themselves, and those of `variable` do not.
-    """
+    """Returns the global copy of `variable`, made if it has none; `own_gates`: its reads wait, not `variable`'s."""
     if variable.global_copy is not None:
         return variable.global_copy
     strategy = variable.distribute_strategy
@@ -447,12 +361,9 @@ def make_copy(variable: GatedVariable, own_gates: bool) -> GatedVariable:
 
 
 def cut(names: Sequence[str], sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Returns the places of the variables of each fragment, in order.
+    """Returns the places of the variables of each fragment, in order; `names` are in order of creation.
 
-    Args:
-        names: of all variables in order of creation; those of a layer have its name before the last `/`. A layer stays
-            whole, unless there are fewer layers than fragments.
-        sizes: in bytes.
+    A layer stays whole, unless there are fewer layers than fragments. Its variables have its name before the last `/`.
     """
     if parts > len(names):
         raise ConfigError(

@@ -1,8 +1,7 @@
 """Keras' optimizers whose rule runs on pservers (`update="server"`): their slots stay there, gradients go there.
 
-An optimizer is looked at when it is built. From then on its methods that would update variables here send instead, and
-those that pservers do with the update (weight decay, moving average) do nothing. What differs from step to step goes
-along as the step's scalars, computed with the same operations as in each optimizer's `update_step`, for the same bits.
+What differs from step to step goes along as the step's scalars, computed with the same operations as in each
+optimizer's `update_step`, for the same bits.
 
 Tested in tests/integration/test_remote_updates.py.
 """
@@ -14,7 +13,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple, cast
 
 import keras
 import numpy as np
@@ -24,7 +23,7 @@ from tfps.errors import UnsupportedError
 from tfps.exchange.interface import BucketSpec
 from tfps.exchange.update_spec import AVERAGE, SLOTS, UpdateSpec
 from tfps.graph import ops as graph_ops
-from tfps.graph.patches import Patch, scope_outside
+from tfps.graph.patches import Patch, replaced, scope_outside
 from tfps.keras_hooks.keras_private import decays, product_of_momentums, strategy_of_optimizer, trained_variables
 from tfps.keras_hooks.variables import RemoteVariable, check_variable, of_tensorflow
 from tfps.runtime.remote import (
@@ -41,81 +40,53 @@ from tfps.runtime.runtime import Runtime
 from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.types import Argument, Callback, Function, Optimizer, Structure, Value, Variable
 from tfps.updates.names import common_name, own_name
-from tfps.updates.pending import PendingUpdate
-from tfps.updates.planned_bucket import PlannedBucket, split
+from tfps.updates.pending import PendingUpdate, PlannedBucket, split
 from tfps.updates.variables import GatedVariable
-
-
-def plan(updates: Sequence[PendingUpdate], graph: tf.Graph, replica: int, order: dict[str, int]) -> PlannedBucket:
-    """Returns the planned bucket of updates that travel together."""
-    rule = updates[0].function
-    if isinstance(rule, RemoteRule):
-        return RemoteBucket(rule, updates, graph, replica, order)
-    return PlannedBucket(updates, graph, replica, order)
 
 
 class RemoteBucket(PlannedBucket):
     """A bucket of variables that pservers update by one rule; the argument of its updates is the step's scalars.
 
     With a codec it gets changes of the parameters. All ranks add the same, but what one of them had changed by itself
-    would stay, so weights are compared; without a codec they are replaced.
+    would stay, so weights are compared; without a codec they are replaced. Trained variables that have a global copy
+    then begin from that.
     """
 
     remote = True
 
-    def __init__(
-        self, rule: RemoteRule, updates: Sequence[PendingUpdate], graph: tf.Graph, replica: int, order: dict[str, int]
-    ) -> None:
+    def __init__(self, updates: Sequence[PendingUpdate], graph: tf.Graph, replica: int, order: dict[str, int]) -> None:
         super().__init__(updates, graph, replica, order)
-        self.rule = rule
+        self.rule = rule = cast(RemoteRule, updates[0].function)
         self.spec = dataclasses.replace(self.spec, update=rule.spec(self.variables))
-        self.kept = self.variables  # what pservers keep
+        self.held = [each.global_copy or each for each in self.variables]  # what pservers keep
         self.key = (*self.key, rule.number, self.spec.update)
+        self._policy = self.strategy.extended.policy
+        # Whether the reply is a change of the parameters, not the parameters.
+        self.comparable = self._changes = self.spec.codec is not None and self._policy.gets_changes
 
     def transfer(self, number: int, messages: int, group: Group, runtime: Runtime) -> DeferredUpdate:
+        pieces = pieces_of(self.held, self.rule)
+        apart = self._policy.hands_out
         return RemoteUpdate(
-            number,
-            self.spec,
-            messages,
-            group,
-            runtime.exchange,
-            pieces_of(self.kept, self.rule),
-            ahead=self._changes,
-            apart=_apart(self.variables),
+            number, self.spec, messages, group, runtime.exchange, pieces, ahead=self._changes, apart=apart
         )
 
-    def trace(self, strategy: tf.distribute.Strategy, compared: bool) -> None:
-        super().trace(strategy, compared=compared and self._changes)
-
-    @property
-    def _changes(self) -> bool:
-        """Whether the reply is a change of the parameters, not the parameters."""
-        return self.spec.codec is not None and bool(_policy(self.variables).gets_changes)
-
-    def _update(
-        self, strategy: tf.distribute.Strategy, data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor
-    ) -> tf.Tensor:
+    def _update(self, data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor) -> tf.Tensor:
         written: list[list[tf.Operation]] = []
-        for variable, value in zip(self.kept, _values(data, self.kept), strict=True):
-            component = variable._values[self.replica]
+        for variable, held, value in zip(self.variables, self.held, _values(data, self.held), strict=True):
+            component, own = held._values[self.replica], variable._values[self.replica]
             with tf.device(component.device):
                 write = component.assign_add if self._changes else component.assign
-                written.append([write(value, read_value=False)])
-        return self._end(self._follow(written), *weigh)
-
-    def _follow(self, written: list[list[tf.Operation]]) -> list[list[tf.Operation]]:
-        """Writes what depends on `kept` after the ops that have `written` each; returns all these ops."""
-        return written
-
-    def update_in_graph(self) -> None:
-        raise UnsupportedError(f"the update of {self.spec.name} by pservers must not run in the graph")
+                operations = [write(value, read_value=False)]
+            if own is not component:
+                with tf.device(own.device), tf.control_dependencies(operations):
+                    operations.append(own.assign(component.read_value(), read_value=False))
+            written.append(operations)
+        return self._end(written, *weigh)
 
     def _payload(self, gradients: list[Value]) -> tuple[tf.Tensor, tf.Tensor | None]:
         data, _ = super()._payload(gradients)
         return data, graph_ops.to_bytes(self.updates[0].arguments[0])
-
-    def _labels(self) -> tuple[tuple[str, ...], tuple[bool | None, ...]]:
-        return (), ()
 
 
 def update_eagerly(
@@ -135,106 +106,74 @@ def update_eagerly(
     for variable in variables:
         variable.wait()
     pieces = pieces_of(variables, rule)
-    if _apart(variables):
+    if variables[0].distribute_strategy.extended.policy.hands_out:
         check_moves(bucket, pieces)
     packed = bring(runtime.exchange, bucket, pieces, scalars.numpy().tolist())
     payload = np.concatenate([np.asarray(each.numpy(), np.float32).reshape(-1) for each in gradients])
     reply = runtime.exchange_now(bucket, payload, step_scalars=packed)
-    new = graph_ops.tensor_of(reply.sum)
-    for variable, value in zip(variables, _values(new, variables), strict=True):
+    for variable, value in zip(variables, _values(graph_ops.tensor_of(reply.sum), variables), strict=True):
         variable._values[0].assign(value)
 
 
-def _apart(variables: Sequence[GatedVariable]) -> bool:
-    """Whether pservers apply each push by itself."""
-    return bool(_policy(variables).hands_out)
-
-
-def _policy(variables: Sequence[GatedVariable]) -> Value:
-    return variables[0].distribute_strategy.extended.policy
-
-
 def _values(data: tf.Tensor, variables: Sequence[GatedVariable]) -> list[tf.Tensor]:
-    """Returns the values of `variables` in a bucket's bytes."""
     pieces = split(data, tf.float32, variables)
     return [tf.reshape(piece, variable.shape) for piece, variable in zip(pieces, variables, strict=True)]
 
 
 _INSTEAD = "use update='worker' (tfps.Config, the default)"
 _remote: weakref.WeakKeyDictionary[Optimizer, RemoteOptimizer] = weakref.WeakKeyDictionary()
-
-
 ops = keras.ops
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How pservers update for one class of Keras' optimizers.
+class Reading(NamedTuple):
+    """How pservers update for one class of Keras' optimizers."""
 
-    Args:
-        rule: as in `tfps.exchange.update_spec`.
-        constants: name of a constant -> the optimizer's attribute.
-        scalars: returns a step's scalars from the optimizer and the learning rate, float32 scalars.
-    """
-
-    rule: str
-    constants: dict[str, str]
+    rule: str  # as in tfps.exchange.update_spec
+    constants: dict[str, str]  # name -> the optimizer's attribute
+    # Returns a step's scalars from the optimizer and the learning rate, float32.
     scalars: Callable[[Optimizer, tf.Tensor], list[Value]] = lambda optimizer, lr: []
-
-    @property
-    def linear(self) -> bool:
-        """Whether rows of a sparse gradient may be added up first; other rules see each row by itself in Keras."""
-        return self.rule in ("sgd", "lion")
 
 
 def _same(*names: str) -> dict[str, str]:
     return {name: name for name in names}
 
 
-def _power_left(optimizer: Optimizer, beta: float) -> Value:
-    """1 - beta ** (iterations + 1)"""
-    local_step = ops.cast(optimizer.iterations + 1, "float32")
-    return 1 - ops.power(ops.cast(beta, "float32"), local_step)
+def _power(optimizer: Optimizer, beta: float, ahead: int = 1) -> Value:
+    """beta ** (iterations + ahead)"""
+    return ops.power(ops.cast(beta, "float32"), ops.cast(optimizer.iterations + ahead, "float32"))
 
 
 def _of_adam(optimizer: Optimizer, lr: tf.Tensor) -> list[Value]:
-    local_step = ops.cast(optimizer.iterations + 1, "float32")
-    beta_1_power = ops.power(ops.cast(optimizer.beta_1, "float32"), local_step)
-    beta_2_power = ops.power(ops.cast(optimizer.beta_2, "float32"), local_step)
-    return [lr * ops.sqrt(1 - beta_2_power) / (1 - beta_1_power)]
+    return [lr * ops.sqrt(1 - _power(optimizer, optimizer.beta_2)) / (1 - _power(optimizer, optimizer.beta_1))]
+
+
+def _of_adamax(optimizer: Optimizer, lr: tf.Tensor) -> list[Value]:
+    return [1 - _power(optimizer, optimizer.beta_1)]
 
 
 def _of_nadam(optimizer: Optimizer, lr: tf.Tensor) -> list[Value]:
-    local_step = ops.cast(optimizer.iterations + 1, "float32")
-    next_step = ops.cast(optimizer.iterations + 2, "float32")
-    decay, beta_1 = ops.cast(0.96, "float32"), ops.cast(optimizer.beta_1, "float32")
-    u_t = beta_1 * (1.0 - 0.5 * (ops.power(decay, local_step)))
-    u_t_1 = beta_1 * (1.0 - 0.5 * (ops.power(decay, next_step)))
+    beta_1 = ops.cast(optimizer.beta_1, "float32")
+    u_t, u_t_1 = (beta_1 * (1.0 - 0.5 * _power(optimizer, 0.96, ahead)) for ahead in (1, 2))
     u_product_t = ops.cast(product_of_momentums(optimizer), "float32")
-    return [u_t_1, 1 - u_product_t * u_t_1, 1 - u_t, 1 - u_product_t, _power_left(optimizer, optimizer.beta_2)]
+    return [u_t_1, 1 - u_product_t * u_t_1, 1 - u_t, 1 - u_product_t, 1 - _power(optimizer, optimizer.beta_2)]
 
 
 def _of_ftrl(optimizer: Optimizer, lr: tf.Tensor) -> list[Value]:
     return [2 * (optimizer.l2_regularization_strength + optimizer.beta / (2.0 * lr))]
 
 
-_ADAM = Reading("adam", _same("beta_1", "beta_2", "epsilon"), _of_adam)
+_BETAS = _same("beta_1", "beta_2", "epsilon")
+_FTRL = {"l1": "l1_regularization_strength", "l2_shrinkage": "l2_shrinkage_regularization_strength"}
 READINGS: dict[type[Optimizer], Reading] = {
     keras.optimizers.SGD: Reading("sgd", _same("momentum", "nesterov")),
-    keras.optimizers.Adam: _ADAM,
-    keras.optimizers.AdamW: _ADAM,
-    keras.optimizers.Adamax: Reading(
-        "adamax", _same("beta_1", "beta_2", "epsilon"), lambda optimizer, lr: [_power_left(optimizer, optimizer.beta_1)]
-    ),
-    keras.optimizers.Nadam: Reading("nadam", _same("beta_1", "beta_2", "epsilon"), _of_nadam),
+    keras.optimizers.Adam: Reading("adam", _BETAS, _of_adam),
+    keras.optimizers.AdamW: Reading("adam", _BETAS, _of_adam),
+    keras.optimizers.Adamax: Reading("adamax", _BETAS, _of_adamax),
+    keras.optimizers.Nadam: Reading("nadam", _BETAS, _of_nadam),
     keras.optimizers.RMSprop: Reading("rmsprop", _same("rho", "momentum", "epsilon")),
     keras.optimizers.Adagrad: Reading("adagrad", _same("epsilon")),
     keras.optimizers.Adadelta: Reading("adadelta", _same("rho", "epsilon")),
-    keras.optimizers.Ftrl: Reading(
-        "ftrl",
-        {"l1": "l1_regularization_strength", "l2_shrinkage": "l2_shrinkage_regularization_strength"},
-        _of_ftrl,
-    ),
+    keras.optimizers.Ftrl: Reading("ftrl", _FTRL, _of_ftrl),
     keras.optimizers.Lion: Reading("lion", _same("beta_1", "beta_2")),
 }
 
@@ -253,20 +192,16 @@ def step_scalars(optimizer: Optimizer, reading: Reading, learning_rate: Value) -
 
 
 class _Making(threading.local):
-    """The optimizer that creates slots on this thread, the variable they are for, and their name."""
-
-    current: tuple[RemoteOptimizer, Variable, str] | None = None
+    make_slot: Function | None = None  # makes the slot that an optimizer creates on this thread
 
 
 _making = _Making()
 
 
 class RemoteOptimizer(RemoteRule):
-    """What is known of an optimizer whose rule runs on pservers.
+    """What is known of an optimizer whose rule runs on pservers; `variables` are TensorFlow's."""
 
-    Args:
-        variables: of TensorFlow, which it updates.
-    """
+    bucket = RemoteBucket
 
     def __init__(self, optimizer: Optimizer, strategy: tf.distribute.Strategy, variables: Sequence[Variable]) -> None:
         self.number = next(RULES)
@@ -282,7 +217,6 @@ class RemoteOptimizer(RemoteRule):
         return self._optimizer()
 
     def make_slot(self, variable: Variable, name: str, path: str, shape: tuple[int, ...], initial: float) -> RemoteSlot:
-        """Makes the slot `name` of `variable`."""
         slot = RemoteSlot(path, self.strategy.extended.exchange, variable.wait, shape, initial)
         self._slots.setdefault(variable._unique_id, {})[name] = slot
         return slot
@@ -290,9 +224,14 @@ class RemoteOptimizer(RemoteRule):
     def slots(self, variable: Variable) -> Sequence[RemoteSlot]:
         return list(self._slots.get(variable._unique_id, {}).values())
 
-    def average(self, variable: Variable) -> RemoteSlot | None:
-        """The moving average of `variable`, if it is one of this optimizer's."""
-        return self._slots.get(variable._unique_id, {}).get(AVERAGE)
+    def overwrite(self, variables: Sequence[Variable]) -> None:
+        """Assigns the moving averages when training ends; within a step pservers do it."""
+        context = tf.distribute.get_replica_context()
+        if context is not None and context.strategy is self.strategy:
+            return
+        for variable in variables:
+            if (average := self._slots.get(of_tensorflow(variable)._unique_id, {}).get(AVERAGE)) is not None:
+                variable.assign(average.read())
 
     def spec(self, variables: Sequence[Variable]) -> UpdateSpec:
         optimizer = self.optimizer
@@ -340,7 +279,7 @@ class RemoteOptimizer(RemoteRule):
     def _dense(self, gradient: Value, variable: Variable) -> tf.Tensor:
         """`gradient` as pservers take it: float32, all rows."""
         if isinstance(gradient, tf.IndexedSlices):
-            if not self._reading.linear:
+            if self._reading.rule not in ("sgd", "lion"):  # else rows may be added up first
                 raise UnsupportedError(
                     f"variable {variable.name!r} has a sparse gradient (IndexedSlices, as of an embedding), whose rows "
                     f"{type(self.optimizer).__name__} of Keras squares one by one: update='server' takes sparse "
@@ -352,16 +291,9 @@ class RemoteOptimizer(RemoteRule):
 
 
 def update_on_pservers(optimizer: Optimizer, variables: Sequence[Variable], strategy: tf.distribute.Strategy) -> None:
-    """Makes pservers of `strategy` update `variables`, of TensorFlow or Keras, when it is built for them."""
+    """Makes pservers of `strategy` update `variables`, of TensorFlow or Keras, which `optimizer` is built for."""
     if optimizer in _remote or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return  # loss scaling stays here; what it wraps is built by itself
-    _check(optimizer)
-    for variable in variables:
-        _check_variable(variable)
-    _remote[optimizer] = RemoteOptimizer(optimizer, strategy, [of_tensorflow(each) for each in variables])
-
-
-def _check(optimizer: Optimizer) -> None:
     known = ", ".join(kind.__name__ for kind in READINGS)
     kind = type(optimizer)
     if kind not in READINGS or "update_step" in vars(optimizer):
@@ -379,15 +311,14 @@ def _check(optimizer: Optimizer) -> None:
             "update='server' does not go with both use_ema and gradient_accumulation_steps: Keras averages in steps "
             f"that send nothing, too; leave out one of them, or {_INSTEAD}"
         )
-
-
-def _check_variable(variable: Variable) -> None:
-    why = ""
-    if getattr(variable, "constraint", None) is not None:
-        why = "has a constraint, which only workers apply"
-    elif getattr(of_tensorflow(variable), "written_in_graph", False):
-        why = "is assigned within a function"
-    check_variable(variable, "update='server'", "update", _INSTEAD, why)
+    for variable in variables:
+        why = ""
+        if getattr(variable, "constraint", None) is not None:
+            why = "has a constraint, which only workers apply"
+        elif getattr(of_tensorflow(variable), "written_in_graph", False):
+            why = "is assigned within a function"
+        check_variable(variable, "update='server'", "update", _INSTEAD, why)
+    _remote[optimizer] = RemoteOptimizer(optimizer, strategy, [of_tensorflow(each) for each in variables])
 
 
 def _instead(remote: Function, original: Function) -> Function:
@@ -400,20 +331,6 @@ def _instead(remote: Function, original: Function) -> Function:
         return remote(known, *arguments, **options)
 
     return method
-
-
-def _nothing(remote: RemoteOptimizer, *_: object) -> None:
-    """Pservers do it."""
-
-
-def _overwrite(remote: RemoteOptimizer, variables: Sequence[Variable]) -> None:
-    """Assigns the averages when training ends; within a step pservers do it."""
-    context = tf.distribute.get_replica_context()
-    if context is not None and context.strategy is remote.strategy:
-        return
-    for variable in variables:
-        if (average := remote.average(of_tensorflow(variable))) is not None:
-            variable.assign(average.read())
 
 
 def _averages(on_values: Function, original: Function) -> Function:
@@ -433,76 +350,46 @@ def _slot_from_reference(original: Function) -> Function:
         if remote is None or name == "gradient_accumulator":
             with scope_outside(strategy_of_optimizer(self)):  # as TensorFlow wants, wherever `build` is called
                 return original(self, reference_variable, name, *arguments, **options)
-        _making.current = remote, of_tensorflow(reference_variable), name or "var"
-        try:
+        make = functools.partial(remote.make_slot, of_tensorflow(reference_variable), name or "var")
+        with replaced(_making, "make_slot", make):
             return original(self, reference_variable, name, *arguments, **options)
-        finally:
-            _making.current = None
 
     return add_variable_from_reference
 
 
 def _slot(original: Function) -> Function:
     def add_variable(self: Optimizer, *arguments: object, **options: Argument) -> Variable:
-        if _making.current is None:
+        if (make := _making.make_slot) is None:
             return original(self, *arguments, **options)
-        remote, variable, name = _making.current
         settings = {"trainable": False, "aggregation": "none", "initializer": "zeros", **options}
         settings.pop("layout", None)
         with keras.name_scope(self.name, caller=self):
-            slot = RemoteVariable(functools.partial(remote.make_slot, variable, name), **settings)
+            slot = RemoteVariable(make, **settings)
         self._track_variable(slot)
         return slot
 
     return add_variable
 
 
-_TESTS = "tests/integration/test_remote_updates.py"
 _OPTIMIZER, _SWAP = keras.optimizers.Optimizer, keras.callbacks.SwapEMAWeights
+_UPDATE = functools.partial(_instead, RemoteOptimizer.update)
+_OVERWRITE = functools.partial(_instead, RemoteOptimizer.overwrite)
+_NOTHING = functools.partial(_instead, lambda *_: None)
+_SWAPPED = functools.partial(_averages, _SWAP._backend_swap_variables)
+_FINALIZED = functools.partial(_averages, _SWAP._backend_finalize_ema_values)
+_SENDS = "sends gradients to pservers, which update (`update='server'`)"
+_DONE = "nothing where pservers update: they do it"
 _ASSIGN = "assigns averages that live on pservers: Keras would compute with them on each device"
+_AT_END = "assigns averages that live on pservers, when training ends"
+_IN_SCOPE = "makes slots in the scope, or on pservers where these update"
+_TESTS = "tests/integration/test_remote_updates.py"
 PATCHES = (
-    Patch(
-        _OPTIMIZER,
-        "_backend_update_step",
-        functools.partial(_instead, RemoteOptimizer.update),
-        "sends gradients to pservers, which update (`update='server'`)",
-        _TESTS,
-    ),
-    Patch(
-        _OPTIMIZER,
-        "_apply_weight_decay",
-        functools.partial(_instead, _nothing),
-        "nothing where pservers update: they do it",
-        _TESTS,
-    ),
-    Patch(
-        _OPTIMIZER,
-        "_update_model_variables_moving_average",
-        functools.partial(_instead, _nothing),
-        "nothing where pservers update: they do it",
-        _TESTS,
-    ),
-    Patch(
-        _OPTIMIZER,
-        "_overwrite_model_variables_with_average_value",
-        functools.partial(_instead, _overwrite),
-        "assigns averages that live on pservers, when training ends",
-        _TESTS,
-    ),
-    Patch(
-        _OPTIMIZER,
-        "add_variable_from_reference",
-        _slot_from_reference,
-        "makes slots in the scope, or on pservers where these update",
-        _TESTS,
-    ),
+    Patch(_OPTIMIZER, "_backend_update_step", _UPDATE, _SENDS, _TESTS),
+    Patch(_OPTIMIZER, "_apply_weight_decay", _NOTHING, _DONE, _TESTS),
+    Patch(_OPTIMIZER, "_update_model_variables_moving_average", _NOTHING, _DONE, _TESTS),
+    Patch(_OPTIMIZER, "_overwrite_model_variables_with_average_value", _OVERWRITE, _AT_END, _TESTS),
+    Patch(_OPTIMIZER, "add_variable_from_reference", _slot_from_reference, _IN_SCOPE, _TESTS),
     Patch(_OPTIMIZER, "add_variable", _slot, "makes these slots", _TESTS),
-    Patch(_SWAP, "_tf_swap_variables", functools.partial(_averages, _SWAP._backend_swap_variables), _ASSIGN, _TESTS),
-    Patch(
-        _SWAP,
-        "_tf_finalize_ema_values",
-        functools.partial(_averages, _SWAP._backend_finalize_ema_values),
-        _ASSIGN,
-        _TESTS,
-    ),
+    Patch(_SWAP, "_tf_swap_variables", _SWAPPED, _ASSIGN, _TESTS),
+    Patch(_SWAP, "_tf_finalize_ema_values", _FINALIZED, _ASSIGN, _TESTS),
 )

@@ -32,14 +32,14 @@ from tfps.input.staging import Staging
 from tfps.keras_hooks.layers import own_losses
 from tfps.keras_hooks.loops import Sharding
 from tfps.keras_hooks.random_numbers import stateful_apart
-from tfps.policies import policy_of
-from tfps.policies.remote_optimizers import plan, update_eagerly
+from tfps.policies import POLICIES
+from tfps.policies.remote_optimizers import update_eagerly
 from tfps.runtime.remote import RemoteRule
 from tfps.runtime.runtime import Runtime
 from tfps.types import Argument, Batches, Function, Options, Structure, Value, Variable
 from tfps.updates.combined import Combiner
 from tfps.updates.compressing import Compressing
-from tfps.updates.graph_view import Picture, picture, traced_function
+from tfps.updates.graph_view import Picture, picture
 from tfps.updates.initial_values import InitialValues
 from tfps.updates.invariants import Invariants
 from tfps.updates.on_read_variable import OnReadVariable
@@ -69,7 +69,7 @@ class Extended(mirrored_strategy.MirroredExtended):
         self, strategy: tf.distribute.Strategy, devices: Sequence[str], runtime: Runtime, config: Config
     ) -> None:
         self.exchange, workers = runtime.exchange, runtime.exchange.view.workers
-        self.policy = policy_of(config, runtime)
+        self.policy = POLICIES[config.mode](runtime, config)
         self._runtime = runtime  # before the base class, which reads the number of replicas
         super().__init__(strategy, devices=list(devices))
         self.sharding = Sharding()
@@ -96,9 +96,8 @@ class Extended(mirrored_strategy.MirroredExtended):
             config.bucket_bytes,
             self._invariants,
             self.compressing,
-            plan,
         )
-        self.policy.attach(strategy, self.scheduler, self._initial_values)
+        self.policy.attach(strategy)
         self._in_eager_step = False  # whether replica functions run eagerly
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
         self._lifted: weakref.WeakKeyDictionary[Variable, Variable] = weakref.WeakKeyDictionary()
@@ -255,7 +254,7 @@ class Extended(mirrored_strategy.MirroredExtended):
 
     def picture(self, function: str | None) -> Picture:
         """Returns the picture of the traced function of this name, by default of the last one traced."""
-        return picture(traced_function(self.scheduler.graphs, function), self._runtime)
+        return picture(self.scheduler.graphs, function, self._runtime)
 
     def _call_for_each_replica(self, fn: Function, args: Argument, kwargs: Argument) -> Structure:
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):

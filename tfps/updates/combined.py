@@ -1,10 +1,7 @@
 """Combines variables that each replica writes for itself: metrics, moving statistics.
 
-A step writes its replica's component; nothing is sent. Each graph that writes such variables counts its runs in a
-separate host variable, so a read knows locally what has been written since the last combination. One exchange then
-combines all of it; afterward every rank knows the values, so that one rank alone may save.
-
-All ranks run the same steps and write the same variables, so they agree without communication whether a read exchanges.
+Each graph that writes such variables counts its runs in a host variable, so all ranks know what has been written since
+the last combination, and combine it together. Afterward one rank alone may save.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -26,28 +22,13 @@ from tfps.errors import MismatchError, WaitTimeoutError
 from tfps.graph.ops import HOST
 from tfps.graph.tf_private import ResourceVariable, ops, outer_graphs
 from tfps.runtime.runtime import Runtime, indivisible
-from tfps.types import Array, DType, Variable
+from tfps.types import DType, Variable
 from tfps.updates.names import common_name, own_name
 
 logger = logging.getLogger("tfps")
 _numbers = itertools.count()
 _PATIENCE_S = 5.0  # before a wait is logged
-_WIDE = (np.float64, np.int64)
 _ONLY_FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
-
-
-class Local(Protocol):
-    """A variable with one component per local replica, written by that replica."""
-
-    name: str
-    dtype: tf.DType
-    shape: tf.TensorShape
-    aggregation: tf.VariableAggregation
-    _unique_id: str
-    _values: tuple[Variable, ...]
-
-    def take_combined(self, value: Array) -> None:
-        """Takes the combined `value`, in the variable's shape and dtype; it is the same on all ranks."""
 
 
 @dataclass(eq=False)
@@ -61,20 +42,10 @@ class _Writes:
     variables: dict[str, Variable] = field(default_factory=dict)
 
 
-@dataclass(eq=False)
-class _Part:
-    """What one exchange combines; `sum` is None with a single worker."""
-
-    variables: list[Variable]
-    dtype: DType
-    sum: AllReduce | None = None
-
-
 class Combiner:
     """Tracks and combines what replicas write locally. Used by the threads that trace or run eagerly."""
 
-    def __init__(self, runtime: Runtime, replicas: int) -> None:
-        """`replicas`: number on this worker."""
+    def __init__(self, runtime: Runtime, replicas: int) -> None:  # on this worker
         self._runtime, self._total = runtime, replicas * runtime.exchange.view.workers
         self._name = f"_tfps_writes_{next(_numbers)}"
         self._graphs: list[_Writes] = []
@@ -85,7 +56,7 @@ class Combiner:
         """Whether there is only one replica in the job: what it writes is the value."""
         return self._total == 1
 
-    def note_write(self, variable: Local, graph: tf.Graph, after: list[tf.Tensor]) -> None:
+    def note_write(self, variable: Variable, graph: tf.Graph, after: list[tf.Tensor]) -> None:
         """Notes that a replica writes `variable`, now (eagerly) or whenever `graph` runs, which is being traced.
 
         `after`: the step's input, so that no rank counts a run that ends because the data ran out.
@@ -116,30 +87,34 @@ class Combiner:
         if writes is not None:
             writes.seen -= 1
 
-    def refresh(self, variable: Local | None = None) -> bool:
-        """Combines what has been written since the last call; if anything was, every rank must call it.
+    def refresh(self, variable: Variable | None = None) -> bool:
+        """Combines what has been written since the last call, if `variable` was; returns whether anything was.
 
-        Returns whether anything was. With `variable` it does nothing unless that one was.
+        If so, every rank must call it.
         """
         if self.single:
             return False
         with ops.init_scope(), tf.device(HOST):
             runs = [(writes, int(writes.runs)) for writes in self._graphs]
-            written = self._written(runs)
-            parts = [_Part(chosen, np.dtype(dtype)) for dtype in _WIDE if (chosen := _of(written, dtype))]
+            by_id: dict[str, Variable] = {}
+            for writes, count in runs:
+                if count != writes.seen:
+                    by_id |= writes.variables
+            written = list((by_id | self._eager).values())
+            parts: list[tuple[list[Variable], DType]] = []
+            for wide in (np.dtype(np.float64), np.dtype(np.int64)):
+                if chosen := [each for each in written if each.dtype.is_floating == (wide.kind == "f")]:
+                    parts.append((chosen, wide))
             if not parts:
                 self._prune()
             if not parts or (variable is not None and all(each is not variable for each in written)):
                 return False
             with self._saying(written[0]):
-                if self._runtime.exchange.view.workers > 1:
-                    for part in parts:
-                        part.sum = self._sum_of(part)
-                        part.sum.declare()
+                sums = [self._sum_of(*part) for part in parts]
                 # If this could be interrupted, only some ranks would have to combine again, and would wait in vain.
                 with indivisible(self._runtime.exchange, f"values of {own_name(written[0])} and others"):
-                    for part in parts:
-                        self._combine(part)
+                    for part, total in zip(parts, sums, strict=True):
+                        self._combine(*part, total)
                     for writes, count in runs:
                         writes.seen = count
                     self._eager.clear()
@@ -147,24 +122,22 @@ class Combiner:
         return True
 
     def _prune(self) -> None:
-        """Forgets graphs that are gone; what they wrote has been combined."""
         self._graphs = [writes for writes in self._graphs if any(ref() is not None for ref in writes.graphs)]
 
-    def _written(self, runs: list[tuple[_Writes, int]]) -> list[Variable]:
-        written: dict[str, Variable] = {}
-        for writes, count in runs:
-            if count != writes.seen:
-                written.update(writes.variables)
-        return list({**written, **self._eager}.values())
-
-    def _combine(self, part: _Part) -> None:
+    def _combine(self, variables: list[Variable], dtype: DType, total: AllReduce | None) -> None:
         """Combines in 64 bits: the mean of equal values is exact, and the order of summing does not matter."""
-        rank = self._runtime.exchange.rank
-        sums = np.concatenate([_contribution(variable, part.dtype, rank).reshape(-1) for variable in part.variables])
-        if part.sum is not None:
-            sums = part.sum(sums)
-        start = 0
-        for variable in part.variables:
+        own = []
+        for variable in variables:
+            first, *others = (component.numpy().astype(dtype) for component in variable._values)
+            if variable.aggregation != _ONLY_FIRST:
+                first = sum(others, first)
+            elif self._runtime.exchange.rank:
+                first = np.zeros_like(first)
+            own.append(np.reshape(first, -1))
+        sums, start = np.concatenate(own), 0
+        if total is not None:
+            sums = total(sums)
+        for variable in variables:
             end = start + _elements(variable)
             value = sums[start:end].reshape(variable.shape)
             if variable.aggregation not in (tf.VariableAggregation.SUM, _ONLY_FIRST):
@@ -172,19 +145,22 @@ class Combiner:
             variable.take_combined(value.astype(variable.dtype.as_numpy_dtype))
             start = end
 
-    def _sum_of(self, part: _Part) -> AllReduce:
-        first, *more = part.variables
-        return AllReduce(
+    def _sum_of(self, variables: list[Variable], dtype: DType) -> AllReduce | None:
+        """Declares the exchange that combines `variables`; None with a single worker."""
+        if self._runtime.exchange.view.workers == 1:
+            return None
+        first, *more = variables
+        total = AllReduce(
             self._runtime,
             f"values of {own_name(first)} and {len(more)} more variables",
-            [sum(map(_elements, part.variables))],
-            part.dtype,
-            key=("combined", part.dtype.name, tuple(variable._unique_id for variable in part.variables)),
+            [sum(map(_elements, variables))],
+            dtype,
+            key=("combined", dtype.name, tuple(variable._unique_id for variable in variables)),
             alike=f"values of {common_name(first)} and {len(more)} more variables",
-            details=[
-                f"variable '{common_name(v)}' {tuple(v.shape)} {v.dtype.name} to be combined" for v in part.variables
-            ],
+            details=[f"variable '{common_name(v)}' {tuple(v.shape)} {v.dtype.name} to be combined" for v in variables],
         )
+        total.declare()
+        return total
 
     @contextlib.contextmanager
     def _saying(self, first: Variable) -> Iterator[None]:
@@ -205,19 +181,6 @@ class Combiner:
         finally:
             timer.cancel()
             timer.join()
-
-
-def _contribution(variable: Variable, dtype: DType, rank: int) -> Array:
-    """Returns what this worker adds to the sum."""
-    components = [component.numpy().astype(dtype) for component in variable._values]
-    if variable.aggregation == _ONLY_FIRST:
-        return np.asarray(components[0] if rank == 0 else np.zeros_like(components[0]))
-    return np.asarray(sum(components[1:], components[0]))
-
-
-def _of(variables: list[Variable], wide: type[np.float64 | np.int64]) -> list[Variable]:
-    """Returns the variables that are combined in dtype `wide`."""
-    return [variable for variable in variables if variable.dtype.is_floating == (wide is np.float64)]
 
 
 def _elements(variable: Variable) -> int:

@@ -1,27 +1,22 @@
-"""Which codec the gradients of a variable get, and the residuals that compression has of it.
-
-Codecs with error feedback (exchange/codecs.py) keep what they could not express, on every rank and pserver. In a
-checkpoint that is one array per variable: the sum of all of it, what has not been applied yet. It is collected as one
-step of each bucket, between two training steps. Where pservers update variables, their own parameters are ahead of the
-workers', and are in checkpoints, too. See docs/compression.md.
+"""Which codec the gradients of a variable get, and the residuals that compression has of it (see docs/compression.md).
 
 Tested in tests/updates/test_compressing.py and tests/integration/test_compression.py.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from tfps.compression import NONE, Rules
 from tfps.errors import WaitTimeoutError
 from tfps.exchange.codecs import Floats, codec_of
-from tfps.exchange.interface import BucketSpec, OnReply, Reply
+from tfps.exchange.interface import BucketSpec, Reply
 from tfps.runtime.remote import Ahead
 from tfps.runtime.runtime import Runtime, indivisible, wait
 from tfps.updates.names import common_name
@@ -31,21 +26,16 @@ logger = logging.getLogger("tfps")
 _RESIDUALS = "the residuals of compression"  # in messages
 
 
-class _Part(NamedTuple):
-    """Where the numbers of a variable are in a bucket."""
-
-    variable: str  # its unique id
-    begin: int
-    end: int
-
-
 class _Bucket:
     """A bucket whose codec feeds back; `residual` is the sum over the job after its first `steps` steps."""
 
-    def __init__(self, parts: Sequence[_Part]) -> None:
-        self.parts = parts
-        self.steps = 0
+    def __init__(self, variables: Sequence[GatedVariable]) -> None:
+        self.places: dict[str, slice] = {}  # of numbers in the residual, by unique id of the variable
+        self.items = self.steps = 0
         self.residual: Floats | None = None
+        for variable in variables:
+            begin, self.items = self.items, self.items + math.prod(variable.shape)
+            self.places[variable._unique_id] = slice(begin, self.items)
 
 
 class Compressing:
@@ -76,13 +66,8 @@ class Compressing:
         if (known := self._buckets.pop(number, None)) is not None:
             self._buckets[number] = known  # in use again, as after other layers were frozen for a while
             return
-        parts, begin = [], 0
-        for variable in variables:
-            end = begin + math.prod(variable.shape)
-            parts.append(_Part(variable._unique_id, begin, end))
-            begin = end
-        self._buckets[number] = bucket = _Bucket(parts)
-        if any(part.variable in self._restored for part in parts):
+        self._buckets[number] = bucket = _Bucket(variables)
+        if not self._restored.keys().isdisjoint(bucket.places):
             self._put_back(number, bucket)
 
     def collect(self) -> None:
@@ -100,44 +85,56 @@ class Compressing:
         used = sorted(number for number, bucket in self._buckets.items() if state.steps(number) != bucket.steps)
         if not used:
             return
-        for number, residual in _collected(runtime, used).items():
-            self._buckets[number].residual, self._buckets[number].steps = residual, state.steps(number)
+        replies: dict[int, Reply] = {}
+        done = threading.Event()
+
+        def take(bucket: int, reply: Reply) -> None:
+            replies[bucket] = reply
+            if len(replies) == len(used):
+                done.set()
+
+        with indivisible(runtime.exchange, _RESIDUALS):
+            for number in used:
+                runtime.next_round(number)  # so that later steps have the numbers of their rounds
+                state.collect_residual(number, functools.partial(take, number))
+            if not wait(done, runtime.wait_s * 2):  # the exchange fails earlier and says why
+                raise WaitTimeoutError(f"no reply with {_RESIDUALS} within {runtime.wait_s * 2:.0f} s")
+            for reply in replies.values():
+                if reply.error is not None:
+                    raise reply.error
+        for number, reply in replies.items():
+            bucket = self._buckets[number]
+            bucket.residual, bucket.steps = np.asarray(reply.sum).view(np.float32), state.steps(number)
 
     def residuals(self, variables: Sequence[GatedVariable]) -> dict[int, Floats]:
-        """The residual of each of `variables` by its place among them, flat, as last collected or restored.
-
-        Variables without one are left out.
-        """
+        """The residuals that `variables` have, by place among them, flat, as last collected or restored."""
         found: dict[int, Floats] = {}
         for place, variable in enumerate(variables):
-            parts = [self._restored[variable._unique_id]] if variable._unique_id in self._restored else []
+            name = variable._unique_id
+            parts = [self._restored[name]] if name in self._restored else []
             for bucket in self._buckets.values():
-                own = [part for part in bucket.parts if part.variable == variable._unique_id]
-                parts += [bucket.residual[part.begin : part.end] for part in own if bucket.residual is not None]
+                if bucket.residual is not None and name in bucket.places:
+                    parts.append(bucket.residual[bucket.places[name]])
             if parts:
                 found[place] = np.sum(parts, axis=0, dtype=np.float32)
         return found
 
     def ahead(self, variables: Sequence[GatedVariable]) -> dict[int, Ahead]:
-        """What pservers have of each of `variables` by its place among them; no other rank need take part.
-
-        Variables of which they have what the workers have are left out.
-        """
+        """What pservers have of `variables` where workers have another value, by place; for one rank alone."""
         found: dict[int, Ahead] = {}
         for place, variable in enumerate(variables):
             sharded = _sharded(variable)
-            if sharded.remote is None:
-                continue
-            sharded.wait()
-            each = sharded.remote.read_ahead(self._runtime.exchange, sharded._values[0])
-            if each is not None:
-                found[place] = each
+            if sharded.remote is not None:
+                sharded.wait()
+                each = sharded.remote.read_ahead(self._runtime.exchange, sharded._values[0])
+                if each is not None:
+                    found[place] = each
         return found
 
     def restore(
         self, variables: Sequence[GatedVariable], values: Mapping[int, Floats], ahead: Mapping[int, Ahead]
     ) -> None:
-        """Takes the residuals `values`, as `residuals` has returned them, in place of those of now; for every rank.
+        """Takes `values`, which `residuals` has returned, in place of the residuals of now; for every rank.
 
         What `ahead` has returned counts from the next push on, if `variables` have the values that belong to it then.
         """
@@ -167,17 +164,17 @@ class Compressing:
             self._restored[variable._unique_id] = value
         replaced = {variable._unique_id for variable in variables}
         for number, bucket in reversed(list(self._buckets.items())):  # the last one is that which is in use
-            if any(part.variable in replaced for part in bucket.parts):
+            if not replaced.isdisjoint(bucket.places):
                 self._put_back(number, bucket, replaced)
 
     def _put_back(self, number: int, bucket: _Bucket, replaced: Collection[str] = ()) -> None:
         """Gives a bucket the restored residuals of its variables, in place of those that it has of the `replaced`."""
-        residual = np.zeros(bucket.parts[-1].end, np.float32) if bucket.residual is None else bucket.residual.copy()
-        for part in bucket.parts:
-            if part.variable in replaced:
-                residual[part.begin : part.end] = 0
-            if (value := self._restored.pop(part.variable, None)) is not None:
-                residual[part.begin : part.end] = value
+        residual = np.zeros(bucket.items, np.float32) if bucket.residual is None else bucket.residual.copy()
+        for name, place in bucket.places.items():
+            if name in replaced:
+                residual[place] = 0
+            if (value := self._restored.pop(name, None)) is not None:
+                residual[place] = value
         state = self._runtime.exchange.state
         state.set_residual(number, residual)
         bucket.residual, bucket.steps = residual, state.steps(number)
@@ -186,28 +183,3 @@ class Compressing:
 def _sharded(variable: GatedVariable) -> GatedVariable:
     """What pservers have of `variable`: its global copy if workers train alone."""
     return variable if variable.global_copy is None else variable.global_copy
-
-
-def _collected(runtime: Runtime, buckets: Sequence[int]) -> dict[int, Floats]:
-    """The sum of the residuals of each of `buckets`; every rank must ask. See `State.collect_residual`."""
-    replies: dict[int, Reply] = {}
-    done = threading.Event()
-
-    def taking(bucket: int) -> OnReply:
-        def take(reply: Reply) -> None:
-            replies[bucket] = reply
-            if len(replies) == len(buckets):
-                done.set()
-
-        return take
-
-    with indivisible(runtime.exchange, _RESIDUALS):
-        for bucket in buckets:
-            runtime.next_round(bucket)  # so that later steps have the numbers of their rounds
-            runtime.exchange.state.collect_residual(bucket, taking(bucket))
-        if not wait(done, runtime.wait_s * 2):  # the exchange fails earlier and says why
-            raise WaitTimeoutError(f"no reply with {_RESIDUALS} within {runtime.wait_s * 2:.0f} s")
-        for reply in replies.values():
-            if reply.error is not None:
-                raise reply.error
-        return {bucket: np.asarray(reply.sum).view(np.float32) for bucket, reply in replies.items()}

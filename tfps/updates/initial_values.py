@@ -1,9 +1,4 @@
-"""Copies rank 0's initial values to all ranks before the first step that could use them.
-
-Variables are noted at creation and exchanged together at the next `strategy.run`, so only rank 0 needs to load a new
-model's weights; weights loaded later must be loaded on every rank. Ranks first compare which variables they created.
-A long transfer shows its progress.
-"""
+"""Copies rank 0's initial values to all ranks before the first step that could use them."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,18 +30,13 @@ _LINE_AFTER_S = 5.0
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
-    """Context manager that shows how many of `total` bytes are transferred. For one thread.
+    """Shows within its block how many of `total` bytes are transferred; 0: nothing. For one thread.
 
     The bar is drawn on stderr with rich, if installed, and removed at the end.
-
-    Args:
-        what: `"tfps: initial values"`.
-        total: bytes; 0 shows nothing.
     """
 
     def __init__(self, what: str, total: int) -> None:
-        self._what, self._total = what, total
-        self._done = 0
+        self._what, self._total, self._done = what, total, 0
         self._started_s = 0.0  # the first `show`: before, workers may have waited for each other
         self._bar: rich.progress.Progress | None = None
         self._said = False
@@ -56,7 +46,6 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             self._bar.stop()
 
     def add(self, nbytes: int) -> None:
-        """Counts `nbytes` as transferred."""
         self._done += nbytes
         self.show(0.0)
 
@@ -72,8 +61,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             self._bar.update(self._bar.task_ids[0], completed=now, refresh=True)
         elif not self._said and elapsed_s >= _LINE_AFTER_S:
             self._said = True
-            left_s = elapsed_s * (self._total / now - 1) if now else 0.0
-            left = f", about {left_s:.0f} s to go" if left_s else ""
+            left = f", about {elapsed_s * (self._total / now - 1):.0f} s to go" if 0 < now < self._total else ""
             logger.info("%s: %.0f of %.0f MB%s", self._what, now / 1e6, self._total / 1e6, left)
 
 
@@ -96,48 +84,39 @@ def _bar(what: str, total: int) -> rich.progress.Progress | None:
 
 _BATCH_BYTES = 64 * 2**20  # per exchange; more would only need more memory
 INITIAL_VALUES = "initial values"
+Take = Callable[[Variable, Value], None]  # of a variable that value
 
 
 class InitialValues:
     """Variables whose values are not agreed yet. Used by the main thread.
 
-    They are kept until then, so that the comparison depends on what the program created, not on what a rank still
-    references or has garbage-collected.
+    They are kept until then: the comparison must not depend on what a rank has garbage-collected.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._created: list[Variable] = []
-        self._used = False  # whether values have been used before they are agreed
-        self._written: Collection[str] = ()
-        self._other: str | None = None  # the name of one that differs then
-        self.agreed: list[
-            weakref.ref[Variable]
-        ] = []  # all whose values have been agreed on, in the same order everywhere
+        # All whose values have been agreed on, in the same order everywhere.
+        self.agreed: list[weakref.ref[Variable]] = []
 
     def created(self, variable: Variable) -> None:
-        """Notes a new distributed variable."""
         if self._runtime.exchange.view.workers > 1:
             self._created.append(variable)
 
     def agree(self, *, used: bool = False, written: Collection[str] = ()) -> None:
         """Gives all new variables their values on rank 0.
 
-        Args:
-            used: gradients have been computed with their values on this rank already.
-            written: unique ids of those that each rank has written for itself since then; they stay as they are.
+        `used`: gradients have been computed with this rank's already. `written`: unique ids of those that each rank has
+        written for itself since then; they stay as they are.
         """
         if not self._created:
             return
-        self._used, self._written, self._other = used, written, None
-        try:
-            with tf.init_scope():
-                self.share([variable for variable in self._created if bool(variable.is_initialized())])
-        finally:
-            self._used, self._written = False, ()
-        if self._other is not None:
+        with tf.init_scope():
+            new = [each for each in self._created if bool(each.is_initialized())]
+            different = self.share(new, used=used, written=written)
+        if different:
             error = MismatchError(
-                f"variable {self._other!r} has another initial value on rank {self._runtime.exchange.rank} than on "
+                f"variable {different[0]!r} has another initial value on rank {self._runtime.exchange.rank} than on "
                 "rank 0, and gradients have been computed with it; set one seed on all ranks before the model is built "
                 "(keras.utils.set_random_seed), load weights on all ranks, or compute gradients within strategy.run"
             )
@@ -150,50 +129,54 @@ class InitialValues:
             with tf.init_scope():
                 self.share([variable])
 
-    def share(self, variables: list[Variable]) -> None:
-        """Gives `variables` their values on rank 0; every rank must call it.
+    def share(self, variables: list[Variable], *, used: bool = False, written: Collection[str] = ()) -> list[str]:
+        """Gives `variables` their values on rank 0; every rank must call it. After Ctrl-C it goes on where it was.
 
-        After an interruption (Ctrl-C), values that have arrived are not requested again.
+        Returns the names of those that were `used` with another value; see `agree`.
         """
+        rank, different = self._runtime.exchange.rank, list[str]()
+
+        def take(variable: Variable, value: Value) -> None:
+            if variable._unique_id in written or (used and _on_read(variable)):
+                return  # each rank's own
+            if _on_read(variable):
+                variable.assign(value)  # on rank 0 too: which replica holds a sum depends on the rank
+            elif rank > 0:
+                if used and variable.trainable and _bytes(variable).tobytes() != np.asarray(value).tobytes():
+                    different.append(common_name(variable))
+                for component in variable.values:  # waits for pending updates
+                    component.assign(value)
+
         fixed = [variable for variable in variables if _has_fixed_size(variable)]
-        total = sum(map(_nbytes, fixed)) if self._runtime.exchange.rank == 0 else 0  # only rank 0 shows it
+        total = sum(map(_nbytes, fixed)) if rank == 0 else 0  # only rank 0 shows it
         with Progress(f"tfps: {INITIAL_VALUES}", total) as progress:
             for batch in _batches(fixed):
-                self._sum(batch, progress)
+                self._sum(batch, progress, take)
         if others := [variable for variable in variables if not _has_fixed_size(variable)]:
-            self._gather(others)
+            self._gather(others, take)
         for variable in variables:
             if isinstance(variable, GatedVariable):
                 variable.note_assigned()
+        return different
 
-    @staticmethod
-    def _named(variables: list[Variable]) -> Options:
-        """What names the broadcast of `variables`."""
-        return {
-            "key": (INITIAL_VALUES, tuple(variable._unique_id for variable in variables)),
-            "details": [f"variable '{common_name(v)}' {v.shape} {v.dtype.name}" for v in variables],
-        }
-
-    def _sum(self, variables: list[Variable], progress: Progress) -> None:
-        total = sum(map(_nbytes, variables))
-        broadcast, payload = FixedBroadcast(self._runtime, INITIAL_VALUES, total, **self._named(variables)), None
+    def _sum(self, variables: list[Variable], progress: Progress, take: Take) -> None:
+        total, payload = sum(map(_nbytes, variables)), None
+        broadcast = FixedBroadcast(self._runtime, INITIAL_VALUES, total, **_named(variables))
         broadcast.declare()
         if self._runtime.exchange.rank == 0:
             payload = np.concatenate([_bytes(variable) for variable in variables])
         with indivisible(self._runtime.exchange, INITIAL_VALUES):
-            received = broadcast(payload, lambda part: progress.show(part * total))
-            start = 0
+            received, start = broadcast(payload, lambda part: progress.show(part * total)), 0
             for variable in variables:
-                end = start + _nbytes(variable)
-                value = received[start:end].view(variable.dtype.as_numpy_dtype).reshape(variable.shape)
-                self._take(variable, value)
-                start = end
+                value = received[start : start + _nbytes(variable)].view(variable.dtype.as_numpy_dtype)
+                take(variable, value.reshape(variable.shape))
+                start += value.nbytes
             self.forget(variables)
         progress.add(total)
 
-    def _gather(self, variables: list[Variable]) -> None:
+    def _gather(self, variables: list[Variable], take: Take) -> None:
         """Exchanges variables whose size in bytes only rank 0 knows."""
-        broadcast, payload = Broadcast(self._runtime, INITIAL_VALUES, **self._named(variables)), b""
+        broadcast, payload = Broadcast(self._runtime, INITIAL_VALUES, **_named(variables)), b""
         broadcast.declare()
         if self._runtime.exchange.rank == 0:
             values = [tf.io.serialize_tensor(variable.values[0]).numpy() for variable in variables]
@@ -202,31 +185,25 @@ class InitialValues:
             (first,) = broadcast(payload)
             start = 8 * len(variables)
             for variable, size in zip(variables, np.frombuffer(first[:start], np.int64).tolist(), strict=True):
-                value = tf.io.parse_tensor(first[start : start + size], variable.dtype)
-                self._take(variable, value)
+                take(variable, tf.io.parse_tensor(first[start : start + size], variable.dtype))
                 start += size
             self.forget(variables)
-
-    def _take(self, variable: Variable, value: Value) -> None:
-        if variable._unique_id in self._written or (self._used and _on_read(variable)):
-            return  # each rank's own
-        if _on_read(variable):
-            variable.assign(value)  # on rank 0 too: which replica holds a sum depends on the rank
-        elif self._runtime.exchange.rank > 0:
-            if self._used and variable.trainable and _bytes(variable).tobytes() != np.asarray(value).tobytes():
-                self._other = self._other or common_name(variable)
-            for component in variable.values:  # waits for pending updates
-                component.assign(value)
 
     def forget(self, variables: list[Variable]) -> None:
         """Forgets new `variables`, which have their values."""
         agreed = {id(variable) for variable in variables}
-        self.agreed += [weakref.ref(variable) for variable in self._created if id(variable) in agreed]
-        self._created = [variable for variable in self._created if id(variable) not in agreed]
+        self.agreed += [weakref.ref(each) for each in self._created if id(each) in agreed]
+        self._created = [each for each in self._created if id(each) not in agreed]
+
+
+def _named(variables: list[Variable]) -> Options:
+    return {
+        "key": (INITIAL_VALUES, tuple(variable._unique_id for variable in variables)),
+        "details": [f"variable '{common_name(v)}' {v.shape} {v.dtype.name}" for v in variables],
+    }
 
 
 def _batches(variables: list[Variable]) -> Iterator[list[Variable]]:
-    """`variables` in groups of about `_BATCH_BYTES`."""
     batch: list[Variable] = []
     filled = 0
     for variable in variables:

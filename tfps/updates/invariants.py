@@ -1,10 +1,7 @@
 """Checks that weights and the values that updates read stay equal on all ranks during training.
 
 An update returns a digest: what it read as of its step (learning rate, step counter) and, in turn with others, a
-checksum of the weights it wrote. Digests are collected into rows and exchanged every few steps in a small separate
-bucket that no step waits for. If the rows of one update differ, all ranks fail alike.
-
-Ranks may run their updates in different orders, so rows are matched by bucket and round.
+checksum of the weights it wrote. Rows of digests are exchanged every few steps in a bucket that no step waits for.
 """
 
 from __future__ import annotations
@@ -172,7 +169,7 @@ def _is_number(value: Value) -> bool:
 
 
 def floating(tensor: Value) -> bool | None:
-    """Returns whether `as_number` encodes `tensor` as a float; None if by a checksum."""
+    """Whether `as_number` encodes `tensor` as a float; None if by a checksum."""
     return bool(tf.as_dtype(tensor.dtype).is_floating) if _is_number(tensor) else None
 
 
@@ -203,8 +200,7 @@ def digest(variables: Sequence[Variable], kept: Sequence[tf.Tensor], weigh: tf.T
 def checksum(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns an int64 scalar that depends on the bits of `tensors` and on their order.
 
-    Sums 32-bit pieces in 64 bits, each times its own odd number, so that no bit is shifted out. Works in chunks,
-    because the pieces need twice the memory of the items.
+    Sums 32-bit pieces in 64 bits, each times its own odd number, in chunks: pieces need twice the memory of the items.
     """
     flat = [tf.reshape(each, [-1]) for each in tensors]
     if len({each.dtype for each in flat}) == 1:
@@ -235,15 +231,14 @@ def _sum(items: tf.Tensor) -> tf.Tensor:
 
 def _bits(items: tf.Tensor) -> list[tf.Tensor]:
     """Returns the bits of `items` as int64 of up to 32 bits each, in the same shape; both halves of 64-bit items."""
-    if items.dtype.size == 8:
-        whole = items if items.dtype == tf.int64 else tf.bitcast(items, tf.int64)
+    integer = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}[items.dtype.size]
+    whole = items if items.dtype == integer else tf.bitcast(items, integer)
+    if integer == tf.int64:
         return [tf.bitwise.right_shift(whole, 32), tf.bitwise.bitwise_and(whole, 2**32 - 1)]
-    integer = {1: tf.int8, 2: tf.int16, 4: tf.int32}[items.dtype.size]
-    return [tf.cast(items if items.dtype == integer else tf.bitcast(items, integer), tf.int64)]
+    return [tf.cast(whole, tf.int64)]
 
 
 def _odd(count: int) -> Array:
-    """Returns the first `count` of a fixed series of odd numbers, int64."""
     return np.random.default_rng(1).integers(-(2**63), 2**63 - 1, count, np.int64) | 1
 
 
@@ -286,6 +281,5 @@ def hexadecimal(value: Value) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    """Lists the first few variable names of a bucket."""
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + rest

@@ -1,8 +1,4 @@
-"""Variable names that are equal on all ranks: without the numbers that Keras adds.
-
-Keras names the third unnamed layer of a class `dense_2`, counting per process. A rank that has built or loaded an extra
-model counts on from there.
-"""
+"""Variable names that are equal on all ranks: without the numbers that Keras adds, counting per process."""
 
 from __future__ import annotations
 
@@ -25,11 +21,7 @@ def own_name(variable: Variable) -> str:
 
 
 def common_name(variable: Variable) -> str:
-    """Returns the name that all ranks share, for comparisons.
-
-    Drops numbers that Keras might have added, so that variables whose user-given names look the same (`dense_1`,
-    `dense_2`) differ only by order, shape and dtype.
-    """
+    """Returns the name that all ranks share, for comparisons: without numbers that Keras might have added."""
     name, owner = own_name(variable), variable.owner if isinstance(variable, GatedVariable) else None
     if owner is not None:  # a slot: its name contains the variable's, as in adam/dense_2_kernel_momentum
         *scopes, last = name.split("/")
@@ -64,7 +56,6 @@ def _is_given(prefix: str) -> bool:
 
 
 def _below(kind: type[object]) -> Iterator[str]:
-    """Yields the names of the class `kind` and all its subclasses."""
     yield kind.__name__
     for each in kind.__subclasses__():
         yield from _below(each)

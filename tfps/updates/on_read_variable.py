@@ -62,20 +62,22 @@ class OnReadVariable(Converted, values.SyncOnReadVariable):
     def assign(
         self, value: Value, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> Value:
+        summed = self._aggregation == tf.VariableAggregation.SUM
         if not self._outside():
-            self._check_adds(value)
+            if summed and not tf.executing_eagerly():  # eagerly nobody can tell
+                self._check_adds(tf.convert_to_tensor(value, self.dtype))
             value = self._counted(value, lambda: self._get_on_device_or_primary().read_value())
             return super().assign(value, use_locking, name, read_value)
         if not tf.executing_eagerly():
             self._distribute_strategy.extended.note_local_write(self)
-            if self._aggregation == tf.VariableAggregation.SUM and self.dtype.is_integer:
+            if summed and self.dtype.is_integer:
                 return self._assign_parts(tf.convert_to_tensor(value, self.dtype), read_value)
             return super().assign(value, use_locking, name, read_value)
         value = tf.convert_to_tensor(value, self.dtype)
         nothing = tf.zeros_like(value)
         for replica, component in enumerate(self._values):
             # The first replica of the job holds a sum: equal parts of an integer would not add up to it.
-            mine = self._aggregation != tf.VariableAggregation.SUM or replica == self._distribute_strategy.rank == 0
+            mine = not summed or replica == self._distribute_strategy.rank == 0
             with tf.device(component.device):
                 component.assign(value if mine else nothing)
         self._combined = tf.identity(value)
@@ -110,14 +112,9 @@ class OnReadVariable(Converted, values.SyncOnReadVariable):
             return value
         return share.only_if_rows(tf.convert_to_tensor(value, self.dtype), before() if before else None)
 
-    def _check_adds(self, value: Value) -> None:
-        """Checks that a replica adds to this variable if it is a sum; eagerly nobody can tell."""
-        if self._aggregation != tf.VariableAggregation.SUM or tf.executing_eagerly():
-            return
+    def _check_adds(self, value: tf.Tensor) -> None:
         share = current_share()
-        if share is None:
-            return
-        if not adds_up(self._get_on_device_or_primary(), tf.convert_to_tensor(value, self.dtype), share.graph):
+        if share is not None and not adds_up(self._get_on_device_or_primary(), value, share.graph):
             raise UnsupportedError(
                 f"variable {self.name!r} is a sum over replicas, as a metric's is by default, but a step assigns what "
                 "does not add up (a maximum, a moving average, the last batch's value); create it by "

@@ -1,35 +1,39 @@
-"""Pending updates: which optimizer calls in a graph can run outside the step, and which share a bucket and a gate.
+"""Pending updates, which share buckets and gates, and one bucket of them on its way into a graph.
 
-`all_reduce` marks gradients (`Reduction`). An `update` with an untouched reduced gradient becomes a `PendingUpdate`.
-Once every gradient of the reduction has one, or the program touches a variable before that, they are emitted (see
-scheduler.py): small variables fuse in forward order into buckets of up to one slice, which are traced and sent (see
-planned_bucket.py).
+An `update` with an untouched result of `all_reduce` becomes a `PendingUpdate`. When they are emitted (scheduler.py),
+small variables fuse in forward order into a `PlannedBucket`, whose update is traced as a function of the reduced bytes.
 
-Small variables that one optimizer updates share a gate: passing, closing and opening it costs as much as for one. They
-travel in one bucket, so none of them could be read earlier with a gate of its own.
-
-Tested in tests/updates/test_pending.py and tests/updates/test_gate_groups.py.
+Tested in tests/updates/test_pending.py, tests/updates/test_gate_groups.py and tests/strategy/test_exactness.py.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import tensorflow as tf
 
-from tfps.compression import NONE
+from tfps.compression import LEAST_BYTES, NONE
+from tfps.exchange.codecs import codec_of
+from tfps.exchange.interface import BucketKind, BucketSpec
 from tfps.exchange.layout import bucket_limit
+from tfps.graph import common_rows
 from tfps.graph import ops as graph_ops
+from tfps.graph.ops import Gate
 from tfps.graph.shares import Counted
-from tfps.graph.tf_private import outer_graphs
+from tfps.graph.tf_private import ConcreteFunction, distribute_lib, flat_call, ops
 from tfps.graph.timestamps import PassedGates
 from tfps.runtime.remote import RemoteRule
+from tfps.runtime.runtime import Runtime
+from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.types import Argument, Function, Value, Variable
-from tfps.updates.variables import GatedVariable
+from tfps.updates import invariants
+from tfps.updates.names import common_name, own_name
+from tfps.updates.variables import Deferral, GatedVariable, deferring, updating
 
 _groups_made = itertools.count(1)
 
@@ -46,15 +50,12 @@ class Reduction:
 
 @dataclass(eq=False)
 class Reduced:
-    """One result of an `all_reduce`: the gradient that went in and the tensor (or IndexedSlices) that came out.
-
-    `common`: some slices of the gradient are marked as those of all replicas (common_rows.py).
-    """
+    """One result of an `all_reduce`: the gradient that went in and the tensor (or IndexedSlices) that came out."""
 
     gradient: Value
     result: Value
     reduction: Reduction
-    common: bool = False
+    common: bool = False  # some slices of the gradient are marked as those of all replicas (common_rows.py)
 
 
 @dataclass(eq=False)
@@ -66,6 +67,7 @@ class PendingUpdate:
     arguments: tuple[Argument, ...]
     reduced: Reduced
     requested_codec: str = NONE  # of the variable's gradient, if it can be compressed
+    trained: GatedVariable | None = None  # what the gradient is of, if not of the variable
 
     @property
     def sparse(self) -> bool:
@@ -86,8 +88,7 @@ class PendingUpdate:
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
-        """What updates that share a bucket have in common: dtype, how the replica counts, codec, and for those by
-        pservers the rule and the step's scalars."""
+        """What updates that share a bucket have in common; of those by pservers also the rule and step's scalars."""
         kind = (self.function.number, id(self.arguments[0])) if isinstance(self.function, RemoteRule) else ()
         counted = self.reduced.reduction.counted
         return self.dtype, counted.has_rows is None, counted.weight is None, self.codec, *kind
@@ -146,7 +147,21 @@ def group_gates(
     matter. They do unless a graph may hold the gate of one of them, or an update is under way. Variables with
     different codecs are in different buckets, so in different groups.
     """
-    for group in _groups(variables, limit, codec):
+    groups: list[list[GatedVariable]] = [[]]
+    filled, kind = 0, None
+    for variable in variables:
+        nbytes = int(variable.dtype.size) * int(variable.shape.num_elements() or 0)
+        own = variable.dtype, variable._devices, codec(variable)
+        # A sparse gradient, as embeddings presumably have, gets a bucket of its own.
+        embeds = "embeddings" in str(variable.name)
+        joins = variable.has_own_gates and not variable.group and not embeds and nbytes <= limit
+        if not joins or filled + nbytes > limit or own != kind:
+            groups.append([])
+            filled, kind = 0, own
+        if joins:
+            groups[-1].append(variable)
+            filled += nbytes
+    for group in filter(None, groups):
         number = next(_groups_made)
         for variable in group:
             variable.group = number
@@ -154,53 +169,193 @@ def group_gates(
             group[0].share_gates_with(group[1:])
 
 
-def _groups(
-    variables: Iterable[GatedVariable], limit: int, codec: Callable[[GatedVariable], str]
-) -> Iterator[list[GatedVariable]]:
-    group: list[GatedVariable] = []
-    nbytes = 0
-    kind: tuple[Hashable, ...] = ()
-    for variable in variables:
-        size = int(variable.dtype.size) * int(variable.shape.num_elements() or 0)
-        own = variable.dtype, variable._devices, codec(variable)
-        # A sparse gradient, as embeddings presumably have, gets a bucket of its own.
-        joins = variable.has_own_gates and not variable.group and "embeddings" not in str(variable.name)
-        joins = joins and size <= limit
-        if group and (not joins or nbytes + size > limit or own != kind):
-            yield group
-            group, nbytes = [], 0
-        if joins:
-            group.append(variable)
-            nbytes, kind = nbytes + size, own
-    if group:
-        yield group
+class PlannedBucket(Deferral):
+    """Updates that travel and run together, on one local replica; in forward order, all of one kind.
 
-
-def deferrable(variable: Variable, gradient: Value) -> bool:
-    """Whether an update of `variable` with `gradient` can run outside the step."""
-    if not isinstance(variable, GatedVariable) or not variable.has_own_gates:
-        return False
-    if isinstance(gradient, tf.IndexedSlices):
-        return bool(gradient.values.shape[1:].is_compatible_with(variable.shape[1:]))
-    return bool(gradient.shape.is_compatible_with(variable.shape))
-
-
-def find_reduced(states: Callable[[tf.Graph], GraphState | None], tensor: Value) -> Reduced | None:
-    """Returns the reduction that made `tensor`, or None if something was computed in between.
-
-    `all_reduce` wraps dense results in IdentityN (custom_gradient), so identities are followed back.
+    `order` is that of first use, by unique id of the variable. Used by the thread that traces.
     """
-    graph = getattr(tensor, "graph", None)
-    if graph is None or tf.executing_eagerly():
-        return None
-    if isinstance(tensor, tf.IndexedSlices):
-        state = states(tensor.values.graph)
-        return state.reduced.get(id(tensor)) if state else None
-    while True:
-        for each in outer_graphs(tensor.graph):
-            state = states(each)
-            if state is not None and id(tensor) in state.reduced:
-                return state.reduced[id(tensor)]
-        if tensor.op.type not in ("Identity", "IdentityN"):
-            return None
-        tensor = tensor.op.inputs[tensor.value_index]
+
+    remote = False  # whether pservers update its variables
+    comparable = True  # whether its update may return a digest
+
+    def __init__(self, updates: Sequence[PendingUpdate], graph: tf.Graph, replica: int, order: dict[str, int]) -> None:
+        super().__init__([item.variable for item in updates], graph)
+        self.strategy = self.variables[0].distribute_strategy
+        first, self.updates, self.replica = updates[0], updates, replica
+        self.trained = [item.trained or item.variable for item in updates]  # whose gradients travel
+        self.ids = [variable._unique_id for variable in self.variables]  # TensorFlow's
+        kind: BucketKind = "gather" if first.sparse else "sum"
+        nbytes = 0 if first.sparse else sum(item.nbytes for item in updates)
+        self.spec = BucketSpec(
+            names=tuple(map(own_name, self.trained)),
+            alike=tuple(map(common_name, self.trained)),
+            kind=kind,
+            nbytes=nbytes,
+            dtype="uint8" if first.sparse else first.dtype.name,
+            priority=min(order.get(each, len(order)) for each in self.ids),
+            codec=codec_of(first.codec) if nbytes >= LEAST_BYTES else None,
+        )
+        self.key = ("update", kind, first.dtype, *self.ids)
+        self.compared = False  # whether its update returns a digest
+        self.function: ConcreteFunction | None = None  # the update of the reduced bytes, once it has been traced
+        self._handles: list[tf.Tensor] = []  # of all variables that it may write
+
+    def transfer(self, number: int, messages: int, group: Group, runtime: Runtime) -> DeferredUpdate:
+        return DeferredUpdate(number, self.spec, messages, group)
+
+    def trace(self, compared: bool) -> None:
+        """Traces the update, which returns a digest if it is to be `compared`."""
+        self.compared = compared and self.comparable
+        planned = weakref.ref(self)  # TensorFlow keeps traced functions, and this bucket holds graph tensors
+        signature = [tf.TensorSpec([None], tf.uint8)] * 2
+        if self.compared:
+            signature = [*signature, tf.TensorSpec([], tf.bool)]
+
+        @tf.function(autograph=False, input_signature=signature)
+        def tfps_update(data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor) -> tf.Tensor:
+            bucket = planned()
+            if bucket is None:
+                raise RuntimeError("a deferred update is traced once only")
+            return bucket._update(data, indices, *weigh)
+
+        with deferring(self), ops.init_scope():
+            function = tfps_update.get_concrete_function()
+        self._handles = self._own_handles(function)
+        self.function = function
+
+    def _update(self, data: tf.Tensor, indices: tf.Tensor, *weigh: tf.Tensor) -> tf.Tensor:
+        number = self.strategy.extended._get_replica_id_in_sync_group(self.replica)
+        context = distribute_lib.ReplicaContext(self.strategy, number)
+        pieces = split(data, self.updates[0].dtype, self.variables)
+        components = [variable._values[self.replica] for variable in self.variables]
+        written: list[list[tf.Operation]] = []
+        for item, component, piece in zip(self.updates, components, pieces, strict=True):
+            before = len(ops.get_default_graph().get_operations())
+            with tf.device(component.device), context:
+                gradient = _gradient(item, piece, indices)
+                if item.reduced.common:
+                    gradient = common_rows.merge(gradient, self.strategy.num_replicas_in_sync)
+                arguments = [self.keep(a) if tf.is_tensor(a) else a for a in item.arguments]
+                item.function(component, gradient, *arguments)
+            written.append(ops.get_default_graph().get_operations()[before:])
+        return self._end(written, *weigh)
+
+    def _end(self, written: list[list[tf.Operation]], *weigh: tf.Tensor) -> tf.Tensor:
+        """Builds the digest, and opens each gate after the ops that have `written` its variables."""
+        # Returns something, as plain Keras functions do: otherwise TensorFlow folds fewer constants.
+        result = tf.constant(True)
+        if weigh:
+            kept = [holder.read_value() for holder, _, what in self._digestible()]
+            components = [variable._values[self.replica] for variable in self.variables]
+            with tf.device(components[0].device):
+                result = invariants.digest(components, kept, *weigh)
+        last: dict[Gate, list[tf.Operation]] = {}
+        for variable, operations in zip(self.variables, written, strict=True):
+            last.setdefault(variable.gates[self.replica], []).extend(operations)
+        for gate, operations in last.items():
+            with tf.control_dependencies([*operations, *([result] if weigh else [])]):
+                graph_ops.open_gate(gate)
+        return result
+
+    def _own_handles(self, function: ConcreteFunction) -> list[tf.Tensor]:
+        slots = [slot for variable in self.variables for slot in variable.with_slots()]
+        own = {id(slot._values[self.replica].handle) for slot in slots}
+        known = {id(holder.handle) for holder, _, _ in self.kept.values()}
+        known |= {id(variable.gates[self.replica].handle) for variable in self.variables}
+        used = []
+        for captured in function.captured_inputs:
+            if id(captured) in own:
+                used.append(captured)
+            elif captured.dtype == tf.resource and id(captured) not in known:
+                container = getattr(captured, "_distributed_container", lambda: None)()
+                raise ValueError(
+                    f"it uses {container.name if container else 'a resource'}, which is not a slot of the variable"
+                )
+        return used or [variable._values[self.replica].handle for variable in self.variables]
+
+    def update_in_graph(self) -> None:
+        """Builds the updates in the graph instead, where they wait for the result of `all_reduce`."""
+        for item in self.updates:
+            component = item.variable._get_replica(self.replica)
+            with tf.device(component.device), updating():
+                item.function(component, item.reduced.result, *item.arguments)
+
+    def send(
+        self, transfer: DeferredUpdate, queue: tf.Tensor, graph_run: tf.Tensor, carries: bool, times: tuple[Value, ...]
+    ) -> None:
+        """Builds the ops that close the gates, keep what the update reads and send the message of this replica.
+
+        `carries`: whether the message has the gradients: only one local replica sends their local sum.
+        """
+        transfer.functions.append(flat_call(self.function))
+        transfer.kept = tuple(own_name(what) for _, _, what in self.kept.values())
+        transfer.labels = self._labels()
+        gates = {variable.gates[self.replica]: variable for variable in self.variables}  # with one that waits at it
+        transfer.gates += gates
+        gradients = [item.reduced.gradient for item in self.updates]
+        data, indices = self._payload(gradients) if carries else (tf.constant([], tf.uint8), None)
+        # After what is sent: of a gradient that is multiplied by a constant TensorFlow makes another constant, and a
+        # gate would be closed before what the gradient still reads behind it (an accumulator).
+        sent = [each for each in (data, indices) if each is not None]
+        after = sent if carries else tf.nest.flatten(gradients, expand_composites=True)
+        after = [graph_ops.check_open(queue, after)]
+        closed = graph_ops.close_gates(list(gates), self._handles, after)
+        with tf.control_dependencies([closed]):
+            kept = [holder.assign(tensor).op for holder, tensor, _ in self.kept.values()]
+        with tf.control_dependencies([closed.op, *kept]):
+            graph_ops.send(queue, transfer.id, graph_run, data, indices, times)
+        for variable in gates.values():
+            for sharing in variable.sharing():
+                for each in sharing.with_slots():
+                    each.forget_passes(self.replica, self.graph)
+
+    def _payload(self, gradients: list[Value]) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """Returns the bytes of `gradients`, and of the indices if sparse."""
+        first, indices = self.updates[0], None
+        counted = first.reduced.reduction.counted
+        if first.sparse:
+            gradient = counted.part(gradients[0]) if first.reduced.common else counted.weighted(gradients[0])
+            data = graph_ops.to_bytes(gradient.values)
+            indices = graph_ops.to_bytes(tf.cast(gradient.indices, tf.int64))
+        else:
+            flat = [tf.reshape(tf.cast(gradient, first.dtype), [-1]) for gradient in gradients]
+            data = graph_ops.to_bytes(counted.weighted(flat[0] if len(flat) == 1 else tf.concat(flat, 0)))
+        # Of slices that are summed, all replicas must send as many.
+        if (has_rows := counted.has_rows) is not None and not first.reduced.common:
+            # Empty data contributes nothing. A slice from the front shares memory: this copies nothing.
+            data = data[: tf.where(has_rows, tf.size(data), 0)]
+            indices = None if indices is None else indices[: tf.where(has_rows, tf.size(indices), 0)]
+        return data, indices
+
+    def _digestible(self) -> list[tuple[Variable, tf.Tensor, Value]]:
+        return [each for each in self.kept.values() if tf.as_dtype(each[1].dtype) != tf.string]
+
+    def _labels(self) -> tuple[tuple[str, ...], tuple[bool | None, ...]]:
+        """Returns the names of the values in the update's digest, and which of them are floats."""
+        named = {}
+        for item in self.updates:
+            named.update(invariants.names_of(item.function, item.arguments))
+        kept = self._digestible()
+        labels = [named.get(id(what), own_name(what)) for _, _, what in kept]
+        floating = [invariants.floating(tensor) for _, tensor, _ in kept]
+        if len(kept) > invariants.KEPT:
+            last = invariants.KEPT - 1
+            labels, floating = [*labels[:last], "one of " + ", ".join(labels[last:])], [*floating[:last], None]
+        return tuple(labels), tuple(floating)
+
+
+def split(data: tf.Tensor, dtype: tf.DType, variables: Sequence[GatedVariable]) -> list[tf.Tensor]:
+    flat = graph_ops.from_bytes(data, dtype)
+    sizes = [int(math.prod(variable.shape)) for variable in variables]
+    return [flat] if len(sizes) == 1 else list(tf.split(flat, sizes))
+
+
+def _gradient(item: PendingUpdate, piece: tf.Tensor, indices: tf.Tensor) -> Value:
+    """Returns the reduced gradient of `item` in the shape and dtype that the optimizer was called with."""
+    sent = item.reduced.gradient
+    if not item.sparse:
+        return tf.cast(tf.reshape(piece, item.variable.shape), sent.dtype)
+    values = tf.cast(tf.reshape(piece, [-1, *item.variable.shape[1:]]), sent.dtype)
+    rows = tf.cast(graph_ops.from_bytes(indices, tf.int64), sent.indices.dtype)
+    shape = None if sent.dense_shape is None else tf.constant(item.variable.shape.as_list(), sent.dense_shape.dtype)
+    return tf.IndexedSlices(values, rows, shape)

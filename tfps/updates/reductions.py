@@ -1,12 +1,6 @@
 """Sums over workers that the program waits for: pulls inside graphs, and exchanges of eager code.
 
-Gradients that only their update uses never come here (see pending.py). Sparse gradients are gathered, as in Horovod:
-every worker gets the rows of all workers, in rank order.
-
-A pull is declared right before the first run of its graph, and only if its result is used. During tracing it is unknown
-whether anything but a deferred update uses the result of `all_reduce`. When a function is called, it and the functions
-it calls are fully traced: pulls that no output or stateful op of its graph needs are pruned. The others are declared
-then, in tracing order, which is the same on all ranks; the messages of a run arrive in any order.
+A pull is declared right before its graph first runs, and only if its result is used: while tracing, that is unknown.
 
 Tested in tests/updates/test_pulls.py, tests/integration/test_semantics.py and, `LocalGather`, in
 tests/integration/test_machine.py and tests/integration/test_rows.py.
@@ -40,16 +34,16 @@ from tfps.types import Function, Structure, Value
 
 logger = logging.getLogger("tfps")
 _NAME = "_tfps_pulls"  # of what a graph has of them
-_group_keys = itertools.count(1 << 30)  # TensorFlow's own groups of devices have small numbers, see strategy.py
+_group_keys = itertools.count(1 << 30, 3)  # TensorFlow's own groups of devices have small numbers
 
 
 class Reductions:
-    """Sums `value`, a tensor or IndexedSlices, over the workers. Used by the threads that trace or run eagerly.
+    """Sums tensors and IndexedSlices over the workers. Used by the threads that trace or run eagerly.
 
     `estimates`: the workers do not step together. In a graph a sum over them is then estimated by this worker's part.
     """
 
-    def __init__(self, runtime: Runtime, *, estimates: bool = False) -> None:
+    def __init__(self, runtime: Runtime, *, estimates: bool) -> None:
         self._runtime, self.estimates = runtime, estimates
 
     def estimated(self, values: list[Value]) -> list[Value]:
@@ -58,25 +52,18 @@ class Reductions:
         return [with_values(value, lambda each: each * tf.cast(workers, each.dtype)) for value in values]
 
     def sum_all(self, values: list[Value], key: tuple[Hashable, ...]) -> list[Value]:
-        """Returns the sums of `values`, each in its own shape and dtype.
-
-        `key` is the same for the same call on every rank and in every retrace.
-        """
-        if tf.executing_eagerly():
+        """Returns the sums of `values`; `key` is the same for the same call on every rank and in every retrace."""
+        eagerly = tf.executing_eagerly()
+        if eagerly:
             self._runtime.spans.reduced = True
         if self._runtime.alone:
             return [identity(value) for value in values]
-        if tf.executing_eagerly():
-            return [self._now(value) for value in values]
-        if self.estimates:
+        if self.estimates and not eagerly:
             return self.estimated(values)
-        return [self._pull(value, (*key, index)) for index, value in enumerate(values)]
+        return [self._sum(value, () if eagerly else (*key, index)) for index, value in enumerate(values)]
 
     def gather(self, components: list[tf.Tensor], axis: Value, key: tuple[Hashable, ...]) -> tf.Tensor:
-        """Concatenates `components` of all replicas of all workers along `axis`, in replica id order.
-
-        Only the sizes along `axis` may differ.
-        """
+        """Concatenates all replicas' `components` along `axis`, in their order; only the sizes along it may differ."""
         rank = components[0].shape.rank
         axis = _axis(axis, components[0])
         local = components[0] if len(components) == 1 else tf.concat(components, axis)
@@ -92,11 +79,7 @@ class Reductions:
         turned = tf.transpose(local, order) if axis else local
         data, shape = graph_ops.to_raw(turned), graph_ops.to_raw(tf.shape(turned, tf.int64))
         spec = _gather_spec(f"gather {local.dtype.name} with {rank} dimensions along {axis}")
-        if tf.executing_eagerly():
-            parts = AllGather(self._runtime, spec.name)(pack_sparse(shape.numpy(), data.numpy()))
-            shape, data = map(tf.constant, unpack_sparse(parts))
-        else:
-            data, shape = pull(self._runtime, key, spec, data, shape)
+        data, shape = self._exchange(key, spec, data, shape)
         shapes = tf.reshape(graph_ops.from_raw(shape, tf.int64), [-1, rank])
         message = f"gather along axis {axis}: all other sizes must be the same on all workers"
         with tf.control_dependencies([tf.debugging.assert_equal(shapes[:, 1:], shapes[:1, 1:], message)]):
@@ -107,20 +90,48 @@ class Reductions:
         joined.set_shape([None if each == axis else size for each, size in enumerate(local.shape)])
         return joined
 
-    def _pull(self, value: Value, key: tuple[Hashable, ...]) -> Value:
-        spec = _spec(value)
-        pulled = pull(self._runtime, key, spec, *_encode(value))
-        return _decode(value, spec, pulled[0], pulled[1], self._runtime.exchange.view.workers)
-
-    def _now(self, value: Value) -> Value:
-        spec = _spec(value)
-        data, indices = (part.numpy() for part in _encode(value))
+    def _sum(self, value: Value, key: tuple[Hashable, ...]) -> Value:
+        if isinstance(value, tf.IndexedSlices):
+            spec = _gather_spec(f"IndexedSlices {value.values.dtype.name}")
+            indices = graph_ops.to_bytes(tf.cast(value.indices, tf.int64))
+            data, indices = self._exchange(key, spec, graph_ops.to_bytes(value.values), indices)
+            size = tf.concat([[-1], tf.shape(value.values)[1:]], 0)
+            rows = tf.reshape(graph_ops.from_bytes(data, value.values.dtype), size)
+            rows.set_shape([None, *value.values.shape[1:]])
+            where = tf.cast(graph_ops.from_bytes(indices, tf.int64), value.indices.dtype)
+            return tf.IndexedSlices(tf.cast(rows, value.values.dtype), where, value.dense_shape)
+        name, dtype, fixed = f"tensor {value.shape} {value.dtype.name}", graph_ops.wire_dtype(value.dtype), value.shape
+        if fixed.is_fully_defined():
+            spec = BucketSpec((name,), "sum", fixed.num_elements() * dtype.size, dtype.name, 0, occasional=True)
+        else:
+            spec = _gather_spec(name)
+        data, _ = self._exchange(key, spec, graph_ops.to_bytes(value), tf.constant([], tf.uint8))
+        flat = graph_ops.from_bytes(data, value.dtype)
         if spec.kind == "gather":
-            indices, data = unpack_sparse(AllGather(self._runtime, spec.name)(pack_sparse(indices, data)))
+            workers = self._runtime.exchange.view.workers
+            flat = tf.reduce_sum(tf.reshape(flat, [workers, -1]), 0)  # raises if the ranks' sizes differ
+        summed = tf.cast(tf.reshape(flat, tf.shape(value)), value.dtype)
+        summed.set_shape(value.shape)
+        return summed
+
+    def _exchange(
+        self, key: tuple[Hashable, ...], spec: BucketSpec, data: tf.Tensor, indices: tf.Tensor
+    ) -> Sequence[tf.Tensor]:
+        """Returns the sum of all ranks' `data`, or all ranks' `data` and `indices`, flat uint8; in graphs by a pull."""
+        if not tf.executing_eagerly():
+            runtime, graph, transfer = self._runtime, ops.get_default_graph(), Pull(spec)
+            runtime.adopt(transfer, graph)
+            pulled = graph_ops.pull(runtime.queue, transfer.id, data, indices)
+            around = _add(graph, [_TracedPull(runtime, transfer, ("pull", *key, spec), pulled[0].op)])
+            transfer.declare = lambda: _declare_late(runtime, around(), spec.name)
+            return pulled
+        if spec.kind == "gather":
+            parts = AllGather(self._runtime, spec.name)(pack_sparse(indices.numpy(), data.numpy()))
+            indices, data = map(tf.constant, unpack_sparse(parts))
         else:
             total = AllReduce(self._runtime, spec.name, [spec.nbytes // np.dtype(spec.dtype).itemsize], spec.dtype)
-            data, indices = total(data.view(total.dtype)).view(np.uint8), np.empty(0, np.uint8)
-        return _decode(value, spec, tf.constant(data), tf.constant(indices), self._runtime.exchange.view.workers)
+            data = tf.constant(total(data.numpy().view(total.dtype)).view(np.uint8))
+        return data, indices
 
 
 def check_one_device(setting: str, devices: int) -> None:
@@ -133,7 +144,6 @@ def check_one_device(setting: str, devices: int) -> None:
 
 
 def as_tensor(value: Value) -> Value:
-    """Converts `value` to a dense tensor; keeps IndexedSlices."""
     return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
 
 
@@ -166,7 +176,6 @@ def divide(value: Value, count: int) -> Value:
 
 
 def _axis(axis: Value, value: tf.Tensor) -> int:
-    """Returns `axis` of a gather of `value` as a number."""
     rank, number = value.shape.rank, tf.get_static_value(axis)
     if isinstance(value, tf.IndexedSlices) or value.dtype in (tf.string, tf.variant, tf.resource):
         raise UnsupportedError(f"gather needs dense tensors of numbers, got {value!r}; encode what it stands for")
@@ -181,61 +190,18 @@ def _axis(axis: Value, value: tf.Tensor) -> int:
 
 
 def _gather_spec(name: str) -> BucketSpec:
-    return BucketSpec(names=(name,), kind="gather", nbytes=0, dtype="uint8", priority=0, occasional=True)
-
-
-def _spec(value: Value) -> BucketSpec:
-    """Returns how `value` is exchanged: IndexedSlices and unknown shapes by gathering, others by summing."""
-    if isinstance(value, tf.IndexedSlices):
-        return _gather_spec(f"IndexedSlices {value.values.dtype.name}")
-    dtype = graph_ops.wire_dtype(value.dtype)
-    name = f"tensor {value.shape} {value.dtype.name}"
-    if not value.shape.is_fully_defined():
-        return _gather_spec(name)
-    return BucketSpec(
-        names=(name,),
-        kind="sum",
-        nbytes=value.shape.num_elements() * dtype.size,
-        dtype=dtype.name,
-        priority=0,
-        occasional=True,
-    )
-
-
-def _encode(value: Value) -> tuple[tf.Tensor, tf.Tensor]:
-    if isinstance(value, tf.IndexedSlices):
-        return graph_ops.to_bytes(value.values), graph_ops.to_bytes(tf.cast(value.indices, tf.int64))
-    return graph_ops.to_bytes(value), tf.constant([], tf.uint8)
-
-
-def _decode(value: Value, spec: BucketSpec, data: tf.Tensor, indices: tf.Tensor, workers: int) -> Value:
-    if isinstance(value, tf.IndexedSlices):
-        rows = tf.reshape(
-            graph_ops.from_bytes(data, value.values.dtype), tf.concat([[-1], tf.shape(value.values)[1:]], 0)
-        )
-        rows.set_shape([None, *value.values.shape[1:]])
-        where = tf.cast(graph_ops.from_bytes(indices, tf.int64), value.indices.dtype)
-        return tf.IndexedSlices(tf.cast(rows, value.values.dtype), where, value.dense_shape)
-    flat = graph_ops.from_bytes(data, value.dtype)
-    if spec.kind == "gather":
-        flat = tf.reduce_sum(tf.reshape(flat, [workers, -1]), 0)  # raises if the ranks' sizes differ
-    summed = tf.cast(tf.reshape(flat, tf.shape(value)), value.dtype)
-    summed.set_shape(value.shape)
-    return summed
+    return BucketSpec((name,), "gather", 0, "uint8", 0, occasional=True)
 
 
 class LocalGather:
     """Concatenates the IndexedSlices of all local replicas, within a graph. Used by the threads that trace.
 
-    TensorFlow's own sum of IndexedSlices over local devices fails in a loop within a graph (steps_per_execution, an
-    epoch in a function) as soon as two iterations have different numbers of rows: it remembers a shape for each
-    collective, and one in a loop has the same number in all iterations ("Shape mismatch in the collective instance").
-    It also crashes if all replicas have no rows. Here the number of a collective is the number of rows.
+    TensorFlow's own sum of these remembers one shape for each collective ("Shape mismatch in the collective instance"),
+    and crashes if no replica has rows. Here the number of a collective is the number of rows.
     """
 
     def __init__(self, devices: Sequence[str]) -> None:
-        self._devices = list(devices)
-        self._lock = threading.Lock()
+        self._devices, self._lock = list(devices), threading.Lock()
         # By outermost graph and key: the number of the first of three groups, for sizes, values and indices.
         self._groups: weakref.WeakKeyDictionary[tf.Graph, dict[Hashable, int]] = weakref.WeakKeyDictionary()
         self._tokens: list[tf.Tensor] = []  # resources that keep each replica's collectives in order
@@ -247,10 +213,8 @@ class LocalGather:
     def gather(self, own: tf.IndexedSlices, replica: int, key: Hashable) -> tf.IndexedSlices:
         """Returns the rows of all local replicas, in their order; every one of them must call it, in a graph.
 
-        Args:
-            own: rows of this replica, values [rows, ...]; none is fine. Only the number of rows may differ.
-            replica: number of this replica on this worker.
-            key: the same for the same call on all replicas, and another for each call in a graph.
+        Only the number of rows may differ, and may be 0. `key` is the same for the same call on all replicas, and
+        another for each call in a graph.
         """
         with tf.device(self._devices[replica]):
             group, rows = self._group(key), tf.shape(own.indices)[0]
@@ -271,7 +235,6 @@ class LocalGather:
             groups = self._groups.setdefault(outer_graphs(ops.get_default_graph())[-1], {})
             if key not in groups:
                 groups[key] = next(_group_keys)
-                next(_group_keys), next(_group_keys)
             return groups[key]
 
     def _all(self, own: tf.Tensor, replica: int, group: int, instance: tf.Tensor | int) -> tf.Tensor:
@@ -287,7 +250,6 @@ class LocalGather:
 
 
 def _padded(rows: tf.Tensor, more: tf.Tensor) -> tf.Tensor:
-    """Returns `rows` with so many `more` of zeros."""
     return tf.concat([rows, tf.zeros(tf.concat([[more], tf.shape(rows)[1:]], 0), rows.dtype)], 0)
 
 
@@ -308,25 +270,6 @@ class _Pulls:
     traced: dict[_TracedPull, None] = field(default_factory=dict)
     settled: bool = False  # whether those that the graph needs are declared
 
-    def add(self, pulls: Iterable[_TracedPull]) -> None:
-        self.traced.update(dict.fromkeys(pulls))
-        self.settled = False
-
-
-def pull(
-    runtime: Runtime, key: tuple[Hashable, ...], spec: BucketSpec, data: tf.Tensor, indices: tf.Tensor
-) -> list[tf.Tensor]:
-    """In a graph under construction: sends `data` and waits for the reduced bytes, [data, indices], flat uint8.
-
-    `key` is the same for the same call on every rank and in every retrace.
-    """
-    graph, transfer = ops.get_default_graph(), Pull(spec)
-    runtime.adopt(transfer, graph)
-    pulled = graph_ops.pull(runtime.queue, transfer.id, data, indices)
-    around = _add(graph, [_TracedPull(runtime, transfer, ("pull", *key, spec), pulled[0].op)])
-    transfer.declare = lambda: _declare_late(runtime, around(), spec.name)
-    return pulled
-
 
 def _add(graph: tf.Graph, pulls: Iterable[_TracedPull]) -> weakref.ref[_Pulls]:
     """Adds `pulls` to `graph` and its outer graphs; returns the pulls of the outermost."""
@@ -335,21 +278,9 @@ def _add(graph: tf.Graph, pulls: Iterable[_TracedPull]) -> weakref.ref[_Pulls]:
         # On the graph itself: they hold ops of the graph, so a table would keep both alive forever.
         found = getattr(each, _NAME, None) or _Pulls()
         setattr(each, _NAME, found)
-        found.add(pulls)
+        found.traced.update(dict.fromkeys(pulls))
+        found.settled = False
     return weakref.ref(found)
-
-
-def _prepare(graph: tf.Graph) -> None:
-    """Declares the pulls of the function `graph`, which runs next or is called in the graph under construction."""
-    pulls: _Pulls | None = getattr(graph, _NAME, None)
-    if pulls is None or pulls.settled:
-        return
-    if not tf.executing_eagerly():  # a function may have been traced for another caller
-        _add(ops.get_default_graph(), pulls.traced)
-        return
-    needed = {each: graph_ops.needed(each) for each in {one.op.graph for one in pulls.traced}}
-    _declare([each for each in pulls.traced if each.op.name in needed[each.op.graph]])
-    pulls.settled = True
 
 
 def _declare(pulls: Iterable[_TracedPull]) -> None:
@@ -374,8 +305,8 @@ def _say_uncompressed(name: str) -> None:
 def _declare_late(runtime: Runtime, pulls: _Pulls | None, name: str) -> None:
     """Declares all pulls of a graph when `name`, which seemed unneeded, sends a message. Called by the pump thread.
 
-    Its function is a dataset's, whose runs are invisible, or only a gradient needs its result. Other pulls of the graph
-    may follow in a different order on each rank: they are declared together.
+    Its function is a dataset's, whose runs are invisible, or only a gradient needs its result. Others of the graph may
+    follow in another order on each rank.
     """
     if pulls is None:
         raise TfpsError(f"the graph that reduces {name} is gone")
@@ -383,20 +314,24 @@ def _declare_late(runtime: Runtime, pulls: _Pulls | None, name: str) -> None:
 
 
 def _call_flat(original: Function) -> Function:
+    """Declares the pulls of a function that runs next, or is called in the graph under construction."""
+
     def call_flat(self: ConcreteFunction, *arguments: object, **named: object) -> Structure:
-        _prepare(self.graph)
+        pulls: _Pulls | None = getattr(self.graph, _NAME, None)
+        if pulls is not None and not pulls.settled:
+            if tf.executing_eagerly():
+                needed = {each: graph_ops.needed(each) for each in {one.op.graph for one in pulls.traced}}
+                _declare([each for each in pulls.traced if each.op.name in needed[each.op.graph]])
+                pulls.settled = True
+            else:  # a function may have been traced for another caller
+                _add(ops.get_default_graph(), pulls.traced)
         return original(self, *arguments, **named)
 
     return call_flat
 
 
-PATCHES = (
-    Patch(
-        ConcreteFunction,
-        "_call_flat",
-        _call_flat,
-        "declares what a function sends right before it first runs: it is fully traced then, and no public hook lies "
-        "between",
-        "tests/updates/test_pulls.py",
-    ),
+_WHY = (
+    "declares what a function sends right before it first runs: it is fully traced then, and no public hook lies "
+    "between"
 )
+PATCHES = (Patch(ConcreteFunction, "_call_flat", _call_flat, _WHY, "tests/updates/test_pulls.py"),)

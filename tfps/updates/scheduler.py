@@ -9,7 +9,7 @@ import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import tensorflow as tf
 
@@ -22,36 +22,26 @@ from tfps.runtime.transfers import DeferredUpdate, Group
 from tfps.types import Argument, Function, Value
 from tfps.updates.compressing import Compressing
 from tfps.updates.invariants import Invariants
-from tfps.updates.pending import GraphState, PendingUpdate, Reduced, deferrable, find_reduced, fuse, group_gates
-from tfps.updates.planned_bucket import PlannedBucket
+from tfps.updates.pending import GraphState, PendingUpdate, PlannedBucket, Reduced, fuse, group_gates
 from tfps.updates.variables import GatedVariable
 
 logger = logging.getLogger("tfps")
 _FIRST_BUCKET_BYTES = 64 * 1024
 _numbers = itertools.count()
-Plan = Callable[[Sequence[PendingUpdate], tf.Graph, int, dict[str, int]], PlannedBucket]
 
 
 class UpdateScheduler:
-    """Notes and emits one strategy's updates in graphs under construction. Used by the threads that trace.
-
-    Args:
-        replicas: on this worker.
-        compared: compares digests of updates, if anything does.
-        plan: makes the bucket of updates that travel together.
-    """
+    """Notes and emits one strategy's updates in graphs under construction. Used by the threads that trace."""
 
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
         runtime: Runtime,
-        replicas: int,
+        replicas: int,  # on this worker
         slice_bytes: int,
-        compared: Invariants | None,
+        compared: Invariants | None,  # compares digests of updates, if anything does
         compressing: Compressing,
-        plan: Plan,
     ) -> None:
-        self._plan = plan
         self._strategy, self._runtime, self._compared = strategy, runtime, compared
         self.compressing = compressing
         self._replicas, self._slice_bytes = replicas, slice_bytes
@@ -60,24 +50,21 @@ class UpdateScheduler:
         self._warned: set[str] = set()
         self._state_name = f"_tfps_state_{next(_numbers)}"
         self._touched: list[weakref.ref[tf.Graph]] = []  # graphs that got a state since the last call ended
-        # Of the replica functions being traced: transfers by bucket and how often its replica has reached it. A
-        # worker's replicas share a transfer, even if each traces its own tf.cond.
+        # Of the replica functions being traced. A worker's replicas share transfers and groups of them, even if each
+        # traces its own tf.cond: the n-th that one reaches is the n-th of the others.
         self._transfers: dict[tuple[Hashable, int], DeferredUpdate] = {}
-        self._occurrences: Counter[tuple[Hashable, int]] = Counter()
-        self._groups: dict[tuple[int, int], Group] = {}  # by emission number in its replica, and number of buckets
-        self._emissions: Counter[int] = Counter()
+        self._groups: dict[tuple[int, int], Group] = {}  # by number of emissions before, and of buckets
+        self._reached: Counter[tuple[Hashable, int]] = Counter()  # by key of a bucket, or "emission", and replica
         self.graphs: dict[str, weakref.ref[tf.Graph]] = {}  # sending ones by name; last traced last
 
     # What is known of a graph.
 
-    def state_of(self, graph: tf.Graph) -> GraphState | None:
-        """Returns the state of `graph`, if it has one."""
+    def _state_of(self, graph: tf.Graph) -> GraphState | None:
         return getattr(graph, self._state_name, None)
 
-    def state(self, graph: tf.Graph) -> GraphState:
+    def _state(self, graph: tf.Graph) -> GraphState:
         """Returns the state of `graph`; creates it if needed."""
-        state = self.state_of(graph)
-        if state is None:
+        if (state := self._state_of(graph)) is None:
             state = GraphState()
             # On the graph itself: the state holds tensors of the graph, so a table would keep both alive forever.
             setattr(graph, self._state_name, state)
@@ -86,12 +73,12 @@ class UpdateScheduler:
 
     def inputs(self, graph: tf.Graph) -> list[tf.Tensor]:
         """Returns the inputs of the replica function traced in `graph` itself; empty if in an outer graph."""
-        state = self.state_of(graph)
+        state = self._state_of(graph)
         return state.inputs if state is not None else []
 
     def next_reduction(self, who: Hashable) -> tuple[int, Hashable]:
         """Returns a key for the next reduction by `who` in the graph under construction, the same in every retrace."""
-        reductions = self.state(outer_graphs(ops.get_default_graph())[-1]).reductions
+        reductions = self._state(outer_graphs(ops.get_default_graph())[-1]).reductions
         reductions[who] += 1
         return reductions[who], who
 
@@ -104,39 +91,51 @@ class UpdateScheduler:
         if not chain:
             return []
         for each in chain:
-            state = self.state_of(each)
-            if state is not None and any(state.pending.values()):
-                self._emit_all(each)
+            self._emit_all(each)
         if variable.has_own_gates:
-            first_use = self.state(chain[-1]).first_use
+            first_use = self._state(chain[-1]).first_use
             first_use.setdefault(variable._unique_id, len(first_use))
         return self.inputs(graph)
 
     def note_passed(
         self, variables: Sequence[GatedVariable], replica: int, graph: tf.Graph, passed: tf.Operation
     ) -> None:
-        """Notes that the op `passed` passes the gate of `variables` in `graph`."""
-        gates = self.state(graph).passed.by_variable
+        gates = self._state(graph).passed.by_variable
         for position, variable in enumerate(variables, 1):
             gates.setdefault((variable._unique_id, replica), PassedGate(passed, passed.inputs[position]))
 
+    def first_use(self, graph: tf.Graph) -> dict[str, int]:
+        """Returns the order of first use in the outermost of the graphs around `graph`, by unique id."""
+        return self._state(outer_graphs(graph)[-1]).first_use
+
+    def timestamps(self, graph: tf.Graph, replica: int) -> Timestamps:
+        """Returns what makes timestamps of the step that `graph` is, as far as it has been traced by now."""
+        return Timestamps(graph, lambda each: self._state(each).passed, self.inputs, replica)
+
     def group_gates(self, variables: Iterable[GatedVariable]) -> None:
-        """Groups small ones of `variables`, which one optimizer updates; see pending.py."""
         group_gates(variables, min(self._first_bytes, self._slice_bytes), self.compressing.codec)
 
+    def fuse(self, pending: Iterable[PendingUpdate], order: dict[str, int]) -> list[list[PendingUpdate]]:
+        return fuse(pending, order, self._slice_bytes, self._first_bytes)
+
+    # Which updates are deferred.
+
     def note_reduced(self, reduced: Reduced) -> None:
-        """Notes the result of an `all_reduce` in the graph under construction."""
-        self.state(ops.get_default_graph()).reduced[id(reduced.result)] = reduced
+        self._state(ops.get_default_graph()).reduced[id(reduced.result)] = reduced
 
     def defers(
         self, variable: GatedVariable, function: Function, gradient: Value, arguments: Sequence[Argument]
     ) -> bool:
         """Notes `function(component, gradient, *arguments)` if it can run outside the step; else returns False."""
-        reduced = find_reduced(self.state_of, gradient)
-        if reduced is None or not deferrable(variable, reduced.gradient):
+        reduced = self._find_reduced(gradient)
+        if reduced is None or not isinstance(variable, GatedVariable) or not variable.has_own_gates:
+            return False
+        sparse = isinstance(reduced.gradient, tf.IndexedSlices)
+        shape = reduced.gradient.values.shape[1:] if sparse else reduced.gradient.shape
+        if not shape.is_compatible_with(variable.shape[1:] if sparse else variable.shape):
             return False
         graph, replica = ops.get_default_graph(), distribute_lib.get_replica_context()._replica_id
-        state = self.state(graph)
+        state = self._state(graph)
         if any(each.variable is variable for each in state.pending.get(replica, ())):
             self._emit(graph, replica)  # the second update of a variable comes after its first
         update = PendingUpdate(variable, function, tuple(arguments), reduced, self.compressing.codec(variable))
@@ -147,11 +146,30 @@ class UpdateScheduler:
             self._emit(graph, replica)
         return True
 
-    # When it is emitted.
+    def _find_reduced(self, tensor: Value) -> Reduced | None:
+        """Returns the reduction that made `tensor`, or None if something was computed in between.
+
+        `all_reduce` wraps dense results in IdentityN (custom_gradient), so identities are followed back.
+        """
+        if getattr(tensor, "graph", None) is None or tf.executing_eagerly():
+            return None
+        if isinstance(tensor, tf.IndexedSlices):
+            state = self._state_of(tensor.values.graph)
+            return state.reduced.get(id(tensor)) if state else None
+        while True:
+            for each in outer_graphs(tensor.graph):
+                state = self._state_of(each)
+                if state is not None and id(tensor) in state.reduced:
+                    return state.reduced[id(tensor)]
+            if tensor.op.type not in ("Identity", "IdentityN"):
+                return None
+            tensor = tensor.op.inputs[tensor.value_index]
+
+    # When they are emitted.
 
     def begin_call(self, graph: tf.Graph, inputs: list[tf.Tensor]) -> None:
         """Prepares for tracing replica functions with `inputs` in `graph`."""
-        self.state(graph).inputs = inputs
+        self._state(graph).inputs = inputs
         self._forget_call()  # left by a call whose trace raised
         self._touched.clear()
 
@@ -161,25 +179,20 @@ class UpdateScheduler:
         self._forget_call()
         touched, self._touched = self._touched, []
         for other in [graph, *(each for ref in touched if (each := ref()) is not None)]:
-            left = [update for each in self.state(other).pending.values() for update in each]
-            if left:
-                names = ", ".join(update.variable.name for update in left)
+            left = [update for each in self._state(other).pending.values() for update in each]
+            if names := ", ".join(update.variable.name for update in left):
                 raise UnsupportedError(
                     f"{other.name}: only some results of one all_reduce were used to update variables inside a tf.cond "
                     f"or tf.while_loop ({names}); reduce them in a separate call"
                 )
 
     def _forget_call(self) -> None:
-        self._transfers.clear()
-        self._occurrences.clear()
-        self._groups.clear()
-        self._emissions.clear()
+        for each in (self._transfers, self._groups, self._reached):
+            each.clear()
 
     def _emit_all(self, graph: tf.Graph) -> None:
-        state = self.state_of(graph)
-        if state is None:
-            return
-        for replica in sorted(state.pending):
+        state = self._state_of(graph)
+        for replica in sorted(state.pending if state is not None else ()):
             number = self._strategy.extended._get_replica_id_in_sync_group(replica)
             context = distribute_lib.ReplicaContext(self._strategy, number)
             with graph.as_default(), tf.control_dependencies(None), context:
@@ -187,28 +200,30 @@ class UpdateScheduler:
 
     def _emit(self, graph: tf.Graph, replica: int) -> None:
         order = self.first_use(graph)
-        fused = self.fuse(self.state(graph).pending.pop(replica, []), order)
-        self.emit([self._plan(each, graph, replica, order) for each in fused], graph, replica)
+        fused = self.fuse(self._state(graph).pending.pop(replica, []), order)
+        kinds = [getattr(updates[0].function, "bucket", PlannedBucket) for updates in fused]  # a rule has its own
+        buckets = [kind(updates, graph, replica, order) for kind, updates in zip(kinds, fused, strict=True)]
+        self.emit(buckets, graph, replica)
 
-    def first_use(self, graph: tf.Graph) -> dict[str, int]:
-        """Returns the order of first use in the outermost of the graphs around `graph`, by unique id."""
-        return self.state(outer_graphs(graph)[-1]).first_use
+    def emit(
+        self, buckets: Sequence[PlannedBucket], graph: tf.Graph, replica: int, *, timed: bool = True
+    ) -> dict[PlannedBucket, int]:
+        """Traces the updates of `buckets` and sends them in `graph`, together; `timed`: with timestamps.
 
-    def fuse(self, pending: Iterable[PendingUpdate], order: dict[str, int]) -> list[list[PendingUpdate]]:
-        """See `pending.fuse`."""
-        return fuse(pending, order, self._slice_bytes, self._first_bytes)
-
-    def timestamps(self, graph: tf.Graph, replica: int) -> Timestamps:
-        """Returns what makes timestamps of the step that `graph` is, as far as it has been traced by now."""
-        return Timestamps(graph, lambda each: self.state(each).passed, self.inputs, replica)
-
-    def emit(self, buckets: Sequence[PlannedBucket], graph: tf.Graph, replica: int, *, timed: bool = True) -> None:
-        """Traces the updates of `buckets` and sends them in `graph`, together; `timed`: with timestamps."""
+        Returns the numbers of those that are sent.
+        """
         for bucket in buckets:
             self._trace(bucket)
-        numbers = self._declare([bucket for bucket in buckets if bucket.function is not None], graph)
-        group = self._groups.setdefault((self._emissions[replica], len(numbers)), Group())
-        self._emissions[replica] += 1
+        traced = [bucket for bucket in buckets if bucket.function is not None]
+        with ops.init_scope():
+            declared = self._runtime.buckets([(bucket.key, bucket.spec) for bucket in traced])
+        numbers = dict(zip(traced, declared, strict=True))
+        for bucket, number in numbers.items():
+            self.compressing.declared(number, bucket.spec, bucket.trained)
+        if numbers:
+            self.graphs.pop(graph.name, None)
+            self.graphs[graph.name] = weakref.ref(graph)
+        group = self._groups.setdefault((self._count("emission", replica), len(numbers)), Group())
         graph_run = graph_ops.graph_run() if replica == 0 else tf.constant(0, tf.int64)
         timestamps = self.timestamps(graph, replica) if timed else None
         last = min((bucket.spec.priority for bucket in numbers), default=0)  # the most urgent is the last to be sent
@@ -216,7 +231,12 @@ class UpdateScheduler:
             if bucket not in numbers:
                 bucket.update_in_graph()
                 continue
-            transfer = self._transfer(bucket, numbers[bucket], group)
+            shared = bucket.key, self._count(bucket.key, replica)
+            if (transfer := self._transfers.get(shared)) is None:
+                transfer = bucket.transfer(numbers[bucket], self._replicas, group, self._runtime)
+                self._transfers[shared] = transfer
+                transfer.invariants = self._compared if bucket.compared else None
+                self._runtime.adopt(transfer, graph)
             transfer.leads = bucket.spec.priority == last
             noted = timestamps.of_bucket(bucket.ids, whole=transfer.leads) if timestamps else NotedTimes()
             if replica == 0:
@@ -225,11 +245,17 @@ class UpdateScheduler:
             bucket.send(transfer, self._runtime.queue, graph_run, carries, noted.times)
         if timestamps is not None:
             timestamps.done()
+        return numbers
+
+    def _count(self, key: Hashable, replica: int) -> int:
+        """Counts that `replica` has reached `key`; returns how often it had before."""
+        self._reached[key, replica] += 1
+        return self._reached[key, replica] - 1
 
     def _trace(self, bucket: PlannedBucket) -> None:
         """Traces the update of `bucket`; leaves it without a function if it cannot be deferred."""
         try:
-            bucket.trace(self._strategy, compared=self._compared is not None)
+            bucket.trace(compared=self._compared is not None)
         except Exception as error:  # whatever it is: in the graph the update either works or raises again
             if bucket.remote:
                 raise
@@ -243,25 +269,3 @@ class UpdateScheduler:
                     bucket.variables[0].name,
                     error,
                 )
-
-    def _declare(self, buckets: list[PlannedBucket], graph: tf.Graph) -> dict[PlannedBucket, int]:
-        """Declares `buckets`, which `graph` sends, and returns their numbers."""
-        with ops.init_scope():
-            numbers = self._runtime.buckets([(bucket.key, bucket.spec) for bucket in buckets])
-        for bucket, number in zip(buckets, numbers, strict=True):
-            self.compressing.declared(number, bucket.spec, bucket.trained)
-        if buckets:
-            self.graphs.pop(graph.name, None)
-            self.graphs[graph.name] = weakref.ref(graph)
-        return dict(zip(buckets, numbers, strict=True))
-
-    def _transfer(self, bucket: PlannedBucket, number: int, group: Group) -> DeferredUpdate:
-        """Returns the transfer of `bucket`, declared as `number`; local replicas share it."""
-        occurrence = bucket.key, self._occurrences[bucket.key, bucket.replica]
-        self._occurrences[bucket.key, bucket.replica] += 1
-        if occurrence not in self._transfers:
-            transfer = bucket.transfer(number, self._replicas, group, self._runtime)
-            self._transfers[occurrence] = transfer
-            transfer.invariants = self._compared if bucket.compared else None
-            self._runtime.adopt(transfer, bucket.graph)
-        return self._transfers[occurrence]

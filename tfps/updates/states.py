@@ -1,8 +1,4 @@
-"""Compares what must be the same on all ranks between steps: weights, slots, learning rates, counters, random seeds.
-
-Updates compare what they read and write as training goes on (invariants.py), but not what no update touches, nor what
-has been changed in the last steps. So all ranks compare everything when they meet anyway: when an epoch or `evaluate`
-ends, in `combine()`, and when the strategy closes.
+"""Compares what must be the same on all ranks where they meet: weights, slots, learning rates, counters, random seeds.
 
 Tested in tests/updates/test_states.py and tests/integration/test_divergence.py.
 """
@@ -38,18 +34,13 @@ class States:
     """Compares the variables of one strategy. Used by the main thread."""
 
     def __init__(self, runtime: Runtime, combiner: Combiner, initial_values: InitialValues, staging: Staging) -> None:
-        self._runtime, self._combiner, self._initial_values = runtime, combiner, initial_values
-        self._staging = staging
+        self._runtime, self._combiner, self._initial_values, self._staging = runtime, combiner, initial_values, staging
         self._compared = 0  # exchanges of the program until then
         self._said = AllGather(runtime, "states of the ranks")
         self._said.later()
 
     def compare(self, when: str) -> None:
-        """Compares with all other ranks, which must call it too.
-
-        Args:
-            when: for the message, as "at the end of an epoch".
-        """
+        """Compares with all other ranks, which must call it too; `when` is for the message."""
         self._combiner.refresh()  # then moving statistics are the same, too
         self._said.declare()
         own, firsts = self._own(statistics=True), self._staging.take_firsts()
@@ -81,8 +72,7 @@ class States:
     def _own(self, *, statistics: bool) -> dict[int, tuple[Variable, int]]:
         """Returns the variables of this rank with what stands for their value, by number.
 
-        Args:
-            statistics: also those that replicas write for themselves, which must have been combined.
+        `statistics`: also those that replicas write for themselves, which must have been combined.
         """
         found = {}
         with tf.init_scope():
@@ -99,25 +89,17 @@ class States:
     def _check(self, parts: Sequence[bytes], own: dict[int, tuple[Variable, int]], when: str) -> None:
         pairs = [np.frombuffer(part, np.int64).reshape(-1, 2) for part in parts]
         ranks = [dict(zip(each[:, 0].tolist(), each[:, 1].tolist(), strict=True)) for each in pairs]
-        self._check_batches(ranks)
-        different = [
-            number for number in own if all(number in rank for rank in ranks) and len({r[number] for r in ranks}) > 1
-        ]
-        if not different:
-            return
-        first = min(different, key=lambda number: (own[number][0].shape.rank > 0, number))  # what others follow from
-        error = MismatchError(_difference(own[first][0], [rank[first] for rank in ranks], len(different) - 1, when))
-        self._runtime.exchange.fail(error)
-        raise error
-
-    def _check_batches(self, ranks: Sequence[dict[int, int]]) -> None:
-        """Compares what the ranks have read, which have negative numbers: also of loops that do not train."""
+        # What the ranks have read has negative numbers; others mean that they have not the same data sets.
         read = [sorted((number for number in rank if number < 0), reverse=True) for rank in ranks]
-        if any(each != read[0] for each in read):
-            return  # not the same data sets
+        common = [number for number in own if all(number in rank for rank in ranks)]
+        different = [number for number in common if len({rank[number] for rank in ranks}) > 1]
         try:
-            for number in read[0]:
+            for number in read[0] if all(each == read[0] for each in read) else ():
                 first_batches.check(np.array([rank[number] for rank in ranks], np.int64))
+            if different:
+                first = min(different, key=lambda number: (own[number][0].shape.rank > 0, number))  # others follow it
+                numbers = [rank[first] for rank in ranks]
+                raise MismatchError(_difference(own[first][0], numbers, len(different) - 1, when))
         except MismatchError as error:
             self._runtime.exchange.fail(error)
             raise

@@ -1,9 +1,6 @@
 """Variables of a tfps strategy: mirrored over the local devices, with a gate in front of every access.
 
-Variables that a read combines are in on_read_variable.py. Whether an assignment to a sum adds to it, the graph tells.
-
-An access is any read or write of a replica's component. A deferred update accesses the updated variable and its slots
-directly; it reads every other variable as of the send of the gradient.
+A deferred update accesses the updated variable and its slots directly; it reads every other one as of the send.
 
 Tested in tests/integration/test_semantics.py, tests/updates/test_combined.py, tests/updates/test_additive.py
 and tests/updates/test_conversions.py.
@@ -15,7 +12,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -51,8 +48,7 @@ def adds_up(component: Variable, value: Value, replica: tf.Graph | None) -> bool
 
     `replica`: the graph of the replica function, whose arguments are the batch.
     """
-    constant = tf.get_static_value(value)
-    if constant is not None:
+    if (constant := tf.get_static_value(value)) is not None:
         return not constant.any()
 
     def uses(tensor: tf.Tensor) -> bool:
@@ -81,45 +77,38 @@ def kept_part(component: Variable, value: tf.Tensor) -> tf.Tensor | None:
     handles = {id(inside) for _, inside in captures if outside(inside) is component.handle}
     try:
         found = _kept_part(value, handles)
-    except _NotLinearError:
+    except ArithmeticError:
         return None
     return tf.zeros_like(value) if found is None else tf.broadcast_to(found, tf.shape(value))
-
-
-class _NotLinearError(Exception):
-    """A value is not a multiple of what a variable had, plus something."""
 
 
 def _kept_part(tensor: tf.Tensor, handles: set[int]) -> tf.Tensor | None:
     if not any(id(each) in handles for each in computed_from([tensor])):
         return None
-    if tensor.op.type == "ReadVariableOp":
-        return tensor
     op = tensor.op
-    if op.type not in ("Identity", "Cast", "Neg", "AddV2", "Add", "Sub", "Mul", "RealDiv"):
-        raise _NotLinearError
-    parts = [_kept_part(each, handles) for each in op.inputs]
-    if op.type in ("Identity", "Cast"):
-        return tf.cast(parts[0], tensor.dtype)
-    if op.type == "Neg":
-        return tf.negative(parts[0])
-    if op.type in ("AddV2", "Add", "Sub"):
-        first, second = (
-            tf.zeros_like(each) if part is None else part for each, part in zip(op.inputs, parts, strict=True)
-        )
-        return first - second if op.type == "Sub" else first + second
-    if op.type == "Mul" and (parts[0] is None or parts[1] is None):
-        return op.inputs[0] * parts[1] if parts[0] is None else parts[0] * op.inputs[1]
-    if op.type == "RealDiv" and parts[1] is None:
-        return parts[0] / op.inputs[1]
-    raise _NotLinearError
+    if op.type == "ReadVariableOp":
+        return tensor
+    linear = op.type in ("Identity", "Cast", "Neg", "AddV2", "Add", "Sub", "Mul", "RealDiv")
+    parts = [_kept_part(each, handles) for each in op.inputs] if linear else []
+    match op.type, parts:
+        case "Identity" | "Cast", [part]:
+            return tf.cast(part, tensor.dtype)
+        case "Neg", [part]:
+            return tf.negative(part)
+        case "AddV2" | "Add" | "Sub", _:
+            pairs = zip(op.inputs, parts, strict=True)
+            first, second = (tf.zeros_like(each) if part is None else part for each, part in pairs)
+            return first - second if op.type == "Sub" else first + second
+        case "Mul", [None, part]:
+            return op.inputs[0] * part
+        case "Mul" | "RealDiv", [part, None]:
+            return part * op.inputs[1] if op.type == "Mul" else part / op.inputs[1]
+    raise ArithmeticError("not a multiple of what the variable had, plus something")
 
 
 class _Tracing(threading.local):
-    """What this thread is tracing: a deferred update, or an update that every replica makes alike."""
-
-    deferral: Deferral | None = None
-    updating = False
+    deferral: Deferral | None = None  # the deferred update that this thread traces
+    updating = False  # whether it is in an update that every replica makes alike
 
     @property
     def alike(self) -> bool:
@@ -131,41 +120,19 @@ _tracing = _Tracing()
 
 
 class Deferral:
-    """Trace of one deferred update: what it may use by reference and what it keeps as of the send.
-
-    Args:
-        variables: the gated variables that the update writes.
-        graph: the graph that sends; kept values are computed there.
-    """
+    """Trace of an update of `variables`, deferred by `graph`, with what it keeps of other values as of the send."""
 
     def __init__(self, variables: list[GatedVariable], graph: tf.Graph) -> None:
-        self.variables = variables
-        self._graph = graph
+        self.variables, self.graph = variables, graph
         self.kept: dict[int, tuple[ResourceVariable, tf.Tensor, Value]] = {}
 
-    def kept_names(self) -> tuple[str, ...]:
-        """Returns the names of the kept values."""
-        return tuple(str(what.name).removesuffix(":0") for _, _, what in self.kept.values())
-
-    def owns(self, variable: GatedVariable) -> bool:
-        """Whether the update may read and write `variable` directly."""
-        return any(variable is own or variable.owner is own for own in self.variables)
-
-    def keep_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Returns, inside the update, the value at the send of `tensor` of the sending graph."""
-        return self._keep(tensor, tensor)
-
-    def keep_variable(self, variable: GatedVariable) -> tf.Tensor:
-        """Returns, inside the update, the value of `variable` at the send."""
-        if id(variable) not in self.kept:
-            with deferring(None), self._graph.as_default(), tf.control_dependencies(None):
-                tensor = tf.convert_to_tensor(variable)
-        else:
-            tensor = self.kept[id(variable)][1]
-        return self._keep(variable, tensor)
-
-    def _keep(self, what: Hashable, tensor: tf.Tensor) -> tf.Tensor:
+    def keep(self, what: Value) -> tf.Tensor:
+        """Returns, inside the update, the value at the send of `what`, a variable or a tensor of the sending graph."""
         if id(what) not in self.kept:
+            tensor = what
+            if isinstance(what, GatedVariable):
+                with deferring(None), self.graph.as_default(), tf.control_dependencies(None):
+                    tensor = tf.convert_to_tensor(what)
             with ops.init_scope(), tf.device(HOST):
                 holder = ResourceVariable(tf.zeros(tensor.shape, tensor.dtype), trainable=False, name="tfps_kept")
             self.kept[id(what)] = holder, tensor, what  # keeps `what` alive, so that its id stays unique
@@ -173,18 +140,15 @@ class Deferral:
 
 
 def current_replica(strategy: tf.distribute.Strategy) -> int | None:
-    """Returns the local replica of `strategy` whose replica function or update this is; None outside.
-
-    Outside all scopes, TensorFlow reports replica 0 of its default strategy.
-    """
+    """Returns the local replica of `strategy` whose replica function or update this is; None outside."""
     context = distribute_lib.get_replica_context()
     if context is None:
         return distribute_lib.get_update_replica_id()
-    return context._replica_id if context.strategy is strategy else None
+    return context._replica_id if context.strategy is strategy else None  # outside all scopes TensorFlow has its own
 
 
 def deferring(deferral: Deferral | None) -> contextlib.AbstractContextManager[None]:
-    """Marks that this thread traces `deferral`, or with None, that it is back in the program."""
+    """Marks that this thread traces `deferral`; None: that it is back in the program."""
     return replaced(_tracing, "deferral", deferral)
 
 
@@ -202,19 +166,16 @@ class Converted:
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
         if not tf.executing_eagerly():
             raise NotImplementedError("the value of a variable is known only in eager execution")  # as TensorFlow's
-        return np.asarray(self._tensor().numpy(), dtype)  # a copy: replicas' memory is written by updates
+        return np.asarray(tf.convert_to_tensor(self).numpy(), dtype)  # a copy: updates write replicas' memory
 
     def __int__(self) -> int:
-        return int(self._tensor())
+        return int(tf.convert_to_tensor(self))
 
     def __float__(self) -> float:
-        return float(self._tensor())
+        return float(tf.convert_to_tensor(self))
 
     def __complex__(self) -> complex:
-        return complex(self._tensor())
-
-    def _tensor(self) -> tf.Tensor:
-        return tf.convert_to_tensor(self)
+        return complex(tf.convert_to_tensor(self))
 
 
 class GatedVariable(Converted, values.MirroredVariable):
@@ -233,7 +194,6 @@ class GatedVariable(Converted, values.MirroredVariable):
     global_copy: GatedVariable | None = None  # what all workers had after the last exchange; see outer_optimizer.py
 
     def make_gates(self) -> None:
-        """Gives this variable its own gates, open."""
         self.gates = tuple(Gate(str(self.name)) for _ in self._values)
         self._slots: list[weakref.ref[GatedVariable]] = []
         self._sharing = [weakref.ref(self)]
@@ -257,7 +217,6 @@ class GatedVariable(Converted, values.MirroredVariable):
             gate.names = (*gate.names, *(str(other.name) for other in others))
 
     def sharing(self) -> list[GatedVariable]:
-        """This variable and those that share its gates."""
         return [variable for ref in self._sharing if (variable := ref()) is not None]
 
     def is_gate_in_use(self) -> bool:
@@ -275,8 +234,7 @@ class GatedVariable(Converted, values.MirroredVariable):
 
     def forget_passes(self, replica: int, graph: tf.Graph) -> None:
         """Makes later accesses in `graph` and its outer graphs wait again, after a close in `graph`."""
-        for each in outer_graphs(graph):
-            self._passed[replica].discard(each)
+        self._passed[replica].difference_update(outer_graphs(graph))
 
     def _access(self, replica: int) -> None:
         """Waits for this replica's component (eagerly), or makes later ops of the graph wait for its gate."""
@@ -316,8 +274,7 @@ class GatedVariable(Converted, values.MirroredVariable):
     def local(self) -> bool:
         """Whether replicas assign locally until a read outside a step combines them: moving statistics.
 
-        TensorFlow would average at each assignment (MEAN) or never (NONE, the default of Keras). Averaging is linear:
-        for a moving average, averaging later gives the same.
+        TensorFlow would average at each assignment (MEAN) or never (NONE, Keras' default); later gives the same.
         """
         averaged = self._aggregation in (tf.VariableAggregation.MEAN, tf.VariableAggregation.NONE)
         own = self.never_combined or self.trainable or self.gates
@@ -334,7 +291,11 @@ class GatedVariable(Converted, values.MirroredVariable):
             return
         if not tf.executing_eagerly():
             if self.remote is not None:
-                raise UnsupportedError(written_in_graph(str(self.name)))
+                raise UnsupportedError(
+                    f"variable {self.name!r} is assigned within a function (a layer, a train_step or a tf.function "
+                    "does), but with update='server' pservers hold it: assign it between steps, eagerly, or use "
+                    "update='worker' (tfps.Config)"
+                )
             self.written_in_graph = True
         elif self.remote is not None:
             self.wait()  # else what is being sent would count as assigned
@@ -378,7 +339,7 @@ class GatedVariable(Converted, values.MirroredVariable):
         return super()._update_cross_replica(update_fn, value, **kwargs)
 
     def assign(self, value: Value, *arguments: object, **options: object) -> Value:
-        return super().assign(self._counted(value, self._own), *arguments, **options)
+        return super().assign(self._counted(value, lambda: self._get().read_value()), *arguments, **options)
 
     def assign_add(self, value: Value, *arguments: object, **options: object) -> Value:
         return super().assign_add(self._counted(value, None), *arguments, **options)
@@ -389,10 +350,9 @@ class GatedVariable(Converted, values.MirroredVariable):
     def _counted(self, value: Value, before: Callable[[], tf.Tensor] | None) -> Value:
         """Returns what a replica writes, with its change of `before()` (None: `value` is the change) weighted by rows.
 
-        The mean over replicas then equals that of a batch that divides evenly; a replica without rows adds nothing.
-        Sums are not weighted, nor is what does not come from this replica's rows: a counter's increment, a statistic of
-        the whole batch. Eagerly nobody can tell, so there a step of Keras takes the mean at once. TensorFlow reduces
-        tensors only: it takes a number for the result.
+        The mean over replicas then equals that of a batch that divides evenly. Sums are not weighted, nor is what does
+        not come from this replica's rows: a counter's increment, a statistic of the whole batch. Eagerly nobody can
+        tell, so a step of Keras takes the mean at once. TensorFlow reduces tensors only, and takes a number as it is.
         """
         summed = self._aggregation == tf.VariableAggregation.SUM
         reduced = (summed or self._aggregation == tf.VariableAggregation.MEAN) and tf.is_tensor(value)
@@ -418,20 +378,13 @@ class GatedVariable(Converted, values.MirroredVariable):
         # Where nobody knows the rows of all, nothing is weighted: then a replica without rows changes nothing.
         return share.only_if_rows(counted, tf.where(tf.equal(relative, 0), kept, start))
 
-    def _own(self) -> tf.Tensor:
-        return self._get().read_value()
-
     def take_combined(self, value: Value) -> None:
-        """Assigns `value` to all replicas."""
         for component in self._values:
             if component.numpy().tobytes() != value.tobytes():
                 component.assign(value)
 
     def _refresh(self) -> None:
-        """Combines what replicas have written, on all ranks, before a read outside a step.
-
-        Under a tape, a loop without `run` is in a step; others may be elsewhere.
-        """
+        """Combines what all have written before a read outside a step; under a tape, a loop without `run` is in one."""
         if self.local and current_replica(self._distribute_strategy) is None and not is_differentiated():
             with tf.init_scope():
                 if tf.executing_eagerly():
@@ -463,9 +416,9 @@ class GatedVariable(Converted, values.MirroredVariable):
     def _kept(self) -> tf.Tensor | None:
         """Returns the value as of the send, inside a deferred update that does not own this variable; else None."""
         deferral = _tracing.deferral
-        if deferral is None or deferral.owns(self):
+        if deferral is None or any(self is own or self.owner is own for own in deferral.variables):
             return None
-        return deferral.keep_variable(self)
+        return deferral.keep(self)
 
     def _get_replica(self, replica_id: int) -> Variable:
         self._access(replica_id)
@@ -485,8 +438,7 @@ class GatedVariable(Converted, values.MirroredVariable):
 
     @property
     def values(self) -> tuple[Variable, ...]:
-        for replica in range(len(self._values)):
-            self._access(replica)
+        self.wait()
         return tuple(super().values)
 
     def __repr__(self) -> str:
@@ -524,14 +476,6 @@ class _Saveable(values._MirroredSaveable):
         restored = super().restore(restored_tensors, restored_shapes)
         self._mirrored_variable.note_assigned()
         return restored
-
-
-def written_in_graph(name: str) -> str:
-    """The text of the error for a function that assigns a variable that pservers update."""
-    return (
-        f"variable {name!r} is assigned within a function (a layer, a train_step or a tf.function does), but with "
-        "update='server' pservers hold it: assign it between steps, eagerly, or use update='worker' (tfps.Config)"
-    )
 
 
 def container_of(component: Variable) -> Variable:
