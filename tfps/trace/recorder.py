@@ -11,23 +11,10 @@ import numpy as np
 
 from tfps.trace.capture import KINDS, NONE, Kind, Span
 
-# A span as bytes, as a process keeps and sends it.
-RECORD = np.dtype(
-    [
-        ("kind", "u1"),  # position in KINDS, or one of the two below
-        ("begin_ns", "<i8"),
-        ("end_ns", "<i8"),
-        ("step", "<i8"),
-        ("bucket", "<i4"),
-        ("slice", "<i8"),
-        ("variable", "<i4"),
-        ("priority", "<i8"),
-        ("nbytes", "<i8"),
-        ("rank", "<i4"),
-        ("pserver", "<i4"),
-    ]
-)
-_pack = struct.Struct("<Bqqqiqiqqii").pack
+# A span as bytes, as a process keeps and sends it: its kind is a position in KINDS, or one of the two below.
+_FORMAT = "Bqqqiqiqqii"
+RECORD = np.dtype([(name, f"<{code}") for name, code in zip(("kind", *Span._fields[3:]), _FORMAT, strict=True)])
+_pack = struct.Struct(f"<{_FORMAT}").pack
 UNKNOWN = -(2**63)  # a time that was not recorded
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
 SENT = 100  # a slice was queued at begin_ns (may be UNKNOWN) and sent at end_ns
@@ -62,27 +49,15 @@ class Recorder:
         self.enabled = False
 
     def span(
-        self,
-        kind: Kind,
-        begin_ns: int,
-        end_ns: int,
-        *,
-        step: int = NONE,
-        bucket: int = NONE,
+        self, kind: Kind, begin_ns: int, end_ns: int, *, step: int = NONE, bucket: int = NONE,
         slice: int = NONE,  # noqa: A002
-        variable: int = NONE,
-        priority: int = NONE,
-        nbytes: int = NONE,
-        rank: int = NONE,
-        pserver: int = NONE,
-    ) -> None:
+        variable: int = NONE, priority: int = NONE, nbytes: int = NONE, rank: int = NONE, pserver: int = NONE,
+    ) -> None:  # fmt: skip
         """Adds a span of this process, times by `clock`; callable from any thread."""
         if self.enabled:
-            self._spans.append(
-                _pack(
-                    _CODES[kind], begin_ns, end_ns, step, bucket, slice, variable, priority, nbytes, rank, pserver
-                )
-            )  # fmt: skip
+            code = _CODES[kind]
+            row = _pack(code, begin_ns, end_ns, step, bucket, slice, variable, priority, nbytes, rank, pserver)
+            self._spans.append(row)
 
     def sent(
         self, put_ns: int, taken_ns: int, step: int, bucket: int, index: int, priority: int, nbytes: int, rank: int,
