@@ -283,9 +283,6 @@ class Security:
 
     A worker without `tls_ca` and a pserver without a certificate do not use TLS; a pserver without `tls_ca` asks
     workers for no certificate.
-
-    Raises:
-        ConfigError: there is a certificate without its key, or a key without its certificate.
     """
 
     token_file: str = ""  # the job token, which all workers and pservers of a job share
@@ -304,9 +301,6 @@ class Security:
         """What `config` says; else, file by file, `TFPS_TOKEN_FILE`, `TFPS_TLS_CA`, `TFPS_TLS_CERT`, `TFPS_TLS_KEY`.
 
         A program with settings of its own need not know where a launcher has put them.
-
-        Raises:
-            ConfigError: the files do not fit together, or not with `transport`.
         """
         security = cls.from_environment(environment, **{name: getattr(config, name) for name in _FILES})
         if security.tls_cert and not security.tls_ca:

@@ -7,12 +7,12 @@ Tested in tests/tensorboard/test_traceview.py.
 
 from __future__ import annotations
 
-import functools
 import gzip
 import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import lru_cache, partial
 from pathlib import Path
 
 from tensorboard.backend import http_util
@@ -41,9 +41,13 @@ class ParameterServersPlugin(base_plugin.TBPlugin):
 
     def get_plugin_apps(self) -> dict[str, Function]:
         """Path -> its handler."""
-        apps = {f"/{file.name}": _static(file) for file in _STATIC.iterdir() if file.suffix in _TYPES}
-        apps["/runs"] = wrappers.Request.application(self._serve_runs)
-        return {**apps, "/capture": self._serving(read_columns), "/summary": self._serving(_summary)}
+        handlers: dict[str, Function] = {
+            **{f"/{file.name}": partial(_static, file) for file in _STATIC.iterdir() if file.suffix in _TYPES},
+            "/runs": self._serve_runs,
+            "/capture": partial(self._serve, read_columns),
+            "/summary": partial(self._serve, _summary),
+        }
+        return {path: wrappers.Request.application(handler) for path, handler in handlers.items()}
 
     def is_active(self) -> bool:
         """Whether there is a capture."""
@@ -61,24 +65,20 @@ class ParameterServersPlugin(base_plugin.TBPlugin):
     def _serve_runs(self, request: wrappers.Request) -> wrappers.Response:
         return http_util.Respond(request, list(self._runs()), "application/json")
 
-    def _serving(self, make: Callable[[Path], bytes]) -> Function:
+    def _serve(self, make: Callable[[Path], bytes], request: wrappers.Request) -> wrappers.Response:
         """Answers `?run=NAME` with the gzipped result of `make` for its file."""
-
-        def serve(request: wrappers.Request) -> wrappers.Response:
-            run = request.args.get("run", "")
-            file = self._runs().get(run)
-            if file is None:
-                return http_util.Respond(request, f"there is no capture named {run!r}", "text/plain", code=404)
-            try:
-                content = _answer(make, file, file.stat().st_mtime_ns)
-            except (TfpsError, OSError) as error:
-                return http_util.Respond(request, str(error), "text/plain", code=400)
-            return http_util.Respond(request, content, "application/json", content_encoding="gzip")
-
-        return wrappers.Request.application(serve)
+        run = request.args.get("run", "")
+        file = self._runs().get(run)
+        if file is None:
+            return http_util.Respond(request, f"there is no capture named {run!r}", "text/plain", code=404)
+        try:
+            content = _answer(make, file, file.stat().st_mtime_ns)
+        except (TfpsError, OSError) as error:
+            return http_util.Respond(request, str(error), "text/plain", code=400)
+        return http_util.Respond(request, content, "application/json", content_encoding="gzip")
 
 
-@functools.lru_cache(_KEPT)
+@lru_cache(_KEPT)
 def _answer(make: Callable[[Path], bytes], file: Path, _written_ns: int) -> bytes:
     return gzip.compress(make(file), compresslevel=1)
 
@@ -87,14 +87,11 @@ def _summary(file: Path) -> bytes:
     return json.dumps(asdict(summarize(read(file))), allow_nan=False).encode()
 
 
-def _static(file: Path) -> Function:
-    def serve(request: wrappers.Request) -> wrappers.Response:
-        return http_util.Respond(request, file.read_bytes(), _TYPES[file.suffix])
-
-    return wrappers.Request.application(serve)
+def _static(file: Path, request: wrappers.Request) -> wrappers.Response:
+    return http_util.Respond(request, file.read_bytes(), _TYPES[file.suffix])
 
 
-@functools.lru_cache(maxsize=1)
+@lru_cache(maxsize=1)
 def _find(log_dir: Path, _moment: float) -> dict[str, Path]:
     """Name -> file, newest first. A name is the run's, after its folder below the log directory, if any.
 

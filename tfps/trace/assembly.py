@@ -38,10 +38,9 @@ def assemble(
     steps: Sequence[int] = (),
     settings: Mapping[str, Setting] | None = None,
 ) -> Capture:
-    """Returns the capture, without spans of unknown buckets and messages recorded at one end only.
+    """Returns the capture of these processes: workers by rank, then pservers by number.
 
-    Args:
-        recorded: one per process of the job, workers by rank, then pservers by number.
+    Leaves out spans of unknown buckets, and messages that were recorded at one end only.
     """
     parts = [_rows(one, buckets) for one in recorded]
     rows, at = np.concatenate(parts), np.repeat(np.arange(len(parts)), [len(part) for part in parts])

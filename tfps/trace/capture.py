@@ -63,7 +63,6 @@ class Span(NamedTuple):
 
     @property
     def duration_ns(self) -> int:
-        """How long it took."""
         return self.end_ns - self.begin_ns
 
 
@@ -74,11 +73,7 @@ def lane_of(kind: Kind, *, rank: int = NONE, pserver: int = NONE) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A worker or a pserver.
-
-    Raises:
-        TfpsError: a value is out of range.
-    """
+    """A worker or a pserver."""
 
     role: Role
     number: int  # the rank of a worker, the number of a pserver
@@ -95,7 +90,6 @@ class Process:
 
     @property
     def name(self) -> str:
-        """`worker 0`, `pserver 1`."""
         return f"{self.role} {self.number}"
 
 
@@ -111,11 +105,7 @@ class CapturedBucket:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Some steps of a job.
-
-    Raises:
-        TfpsError: a span names a process, bucket, variable or worker that is not there, or ends before it begins.
-    """
+    """Some steps of a job. What its spans name must be there."""
 
     processes: tuple[Process, ...]  # workers by rank, then pservers by number
     buckets: tuple[CapturedBucket, ...]  # what is exchanged
@@ -145,12 +135,10 @@ class Capture:
 
     @property
     def workers(self) -> list[Process]:
-        """By position in `processes`."""
         return [process for process in self.processes if process.role == "worker"]
 
     @property
     def pservers(self) -> list[Process]:
-        """By position in `processes`."""
         return [process for process in self.processes if process.role == "pserver"]
 
     def variable_name(self, span: Span) -> str:

@@ -66,11 +66,7 @@ def write_chrome(capture: Capture, path: str | Path) -> None:
 
 
 def read(path: str | Path) -> Capture:
-    """Reads what `write_chrome` wrote, without loss.
-
-    Raises:
-        TfpsError: it is not a capture.
-    """
+    """Reads what `write_chrome` wrote, without loss; another file is a TfpsError."""
     try:
         return from_columns(json.loads(read_columns(path)))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
@@ -78,11 +74,7 @@ def read(path: str | Path) -> Capture:
 
 
 def read_columns(path: str | Path) -> bytes:
-    """The first line of a file: the capture as a JSON object, as written.
-
-    Raises:
-        TfpsError: it is not a capture, or of a newer format, or was made to fill memory.
-    """
+    """The first line of a file: the capture as a JSON object, as written. Refuses one that was made to fill memory."""
     try:
         size = Path(path).stat().st_size
         limit = _MOST_BYTES + _MOST_RATIO * size
@@ -141,11 +133,7 @@ def to_columns(capture: Capture) -> dict[str, Json]:
 
 
 def from_columns(content: dict[str, Json]) -> Capture:
-    """The inverse of `to_columns`, after JSON.
-
-    Raises:
-        TfpsError, ValueError, KeyError, TypeError, IndexError: the content is not a capture.
-    """
+    """The inverse of `to_columns`, after JSON. Raises what comes to hand if the content is not a capture."""
     columns, kinds, lanes = content["columns"], content["kinds"], content["lanes"]
     begins = list(accumulate(columns["begin"], initial=content["origin_ns"]))[1:]
     spans = zip(

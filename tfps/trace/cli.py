@@ -66,9 +66,8 @@ def write_csv(summaries: Sequence[Summary], file: IO[str]) -> None:
     for summary in summaries:
         for step in summary.steps:
             own = {"run": summary.name, "step": step.step}
-            cells = [own.get(name, getattr(step.totals, name, None)) for name in _CSV]
-            links = [getattr(link, name) for link in step.totals.links for name in _LINK_CSV]
-            writer.writerow(["" if cell is None else cell for cell in [*cells, *links]])
+            cells = [own.get(name, getattr(step.totals, name, None)) for name in _CSV]  # csv writes None as nothing
+            writer.writerow([*cells, *(getattr(link, name) for link in step.totals.links for name in _LINK_CSV)])
 
 
 def _show(summaries: Sequence[Summary]) -> None:

@@ -25,16 +25,13 @@ class Recorder:
     """A ring buffer of spans from any thread.
 
     Off until `start` is called; callers check `enabled` first, so that a recorder that is off costs one attribute read.
-
-    Args:
-        capacity: how many of the latest are kept. A span takes 65 bytes plus Python's 41.
-        clock: gives all times of this process in a capture, nanoseconds.
+    Keeps the latest spans up to its capacity; each takes 65 bytes plus Python's 41.
     """
 
     def __init__(self, capacity: int = 1_000_000, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.enabled = False
         self.started_ns = 0  # by the last `start`
-        self.clock = clock
+        self.clock = clock  # gives all times of this process in a capture, nanoseconds
         # Bytes, not tuples: fast to make, no work for the garbage collector, ready to send.
         self._spans: deque[bytes] = deque(maxlen=capacity)
 
@@ -85,12 +82,3 @@ class Recorder:
     def full(self) -> bool:
         """Whether the first spans may have been dropped."""
         return len(self._spans) == self._spans.maxlen
-
-    def spans(self) -> list[Span]:
-        """The spans so far, in the order of recording, without those of `sent` and `arrived`.
-
-        Times are on this recorder's clock; process and lane are unknown here.
-        """
-        records = np.frombuffer(self.records(), RECORD)
-        found = records[records["kind"] < len(KINDS)]
-        return [Span(KINDS[code], NONE, "", *rest) for code, *rest in found.tolist()]
