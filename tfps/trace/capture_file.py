@@ -68,7 +68,28 @@ def write_chrome(capture: Capture, path: str | Path) -> None:
 def read(path: str | Path) -> Capture:
     """Reads what `write_chrome` wrote, without loss; another file is a TfpsError."""
     try:
-        return from_columns(json.loads(read_columns(path)))
+        content = json.loads(read_columns(path))
+        columns, kinds, lanes = content["columns"], content["kinds"], content["lanes"]
+        begins = list(accumulate(columns["begin"], initial=content["origin_ns"]))[1:]
+        spans = zip(
+            [kinds[kind] for kind in columns["kind"]],
+            [lanes[lane][0] for lane in columns["lane"]],
+            [lanes[lane][1] for lane in columns["lane"]],
+            begins,
+            [begin + duration for begin, duration in zip(begins, columns["duration"], strict=True)],
+            *(columns[name] for name in _PLAIN),
+            strict=True,
+        )
+        return Capture(
+            processes=tuple(Process(**process) for process in content["processes"]),
+            buckets=tuple(
+                CapturedBucket(**{**one, "variables": tuple(one["variables"])}) for one in content["buckets"]
+            ),
+            spans=tuple(map(Span._make, spans)),
+            steps=tuple(content["steps"]),
+            settings=content["settings"],
+            name=content["name"],
+        )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise TfpsError(f"'{path}' must be a capture of tfps, but its first line is damaged: {error!r}") from error
 
@@ -130,29 +151,6 @@ def to_columns(capture: Capture) -> dict[str, Json]:
         "origin_ns": origin,
         "columns": columns | {name: [getattr(span, name) for span in spans] for name in _PLAIN},
     }
-
-
-def from_columns(content: dict[str, Json]) -> Capture:
-    """The inverse of `to_columns`, after JSON. Raises what comes to hand if the content is not a capture."""
-    columns, kinds, lanes = content["columns"], content["kinds"], content["lanes"]
-    begins = list(accumulate(columns["begin"], initial=content["origin_ns"]))[1:]
-    spans = zip(
-        [kinds[kind] for kind in columns["kind"]],
-        [lanes[lane][0] for lane in columns["lane"]],
-        [lanes[lane][1] for lane in columns["lane"]],
-        begins,
-        [begin + duration for begin, duration in zip(begins, columns["duration"], strict=True)],
-        *(columns[name] for name in _PLAIN),
-        strict=True,
-    )
-    return Capture(
-        processes=tuple(Process(**process) for process in content["processes"]),
-        buckets=tuple(CapturedBucket(**{**one, "variables": tuple(one["variables"])}) for one in content["buckets"]),
-        spans=tuple(map(Span._make, spans)),
-        steps=tuple(content["steps"]),
-        settings=content["settings"],
-        name=content["name"],
-    )
 
 
 def _events(capture: Capture) -> Iterator[dict[str, Json]]:

@@ -284,7 +284,10 @@ class _Summarizer:
             self._explain(rank, causes, links)
             waiting[rank] = causes[_NETWORK] - before
         cause, ns = causes.most_common(1)[0]
-        here = self._on_one_host()
+        # All processes are on one host, and workers reach pservers by loopback: there is no network.
+        hosts = {process.host for process in self._capture.workers}
+        by_loopback = all(process.host.startswith(_LOOPBACK) for process in self._capture.pservers)
+        here = len(hosts) == 1 and "" not in hosts and by_loopback
         said = _MEMORY if cause == _NETWORK and here else cause
         said += f", in {_part(ns, sum(causes.values()))} of the exposed wait"
         if cause == _NETWORK and (busiest := _busiest(links)) is not None:
@@ -312,12 +315,6 @@ class _Summarizer:
             ("pservers and queues, with nothing on the wire", left),
         ]
         _attribute(left, rules, causes)
-
-    def _on_one_host(self) -> bool:
-        """Whether there is no network: all processes are on one host, and workers reach pservers by loopback."""
-        hosts = {process.host for process in self._capture.workers}
-        by_loopback = all(process.host.startswith(_LOOPBACK) for process in self._capture.pservers)
-        return len(hosts) == 1 and "" not in hosts and by_loopback
 
 
 def _grouped(found: Iterable[tuple[_Key, _Item]]) -> dict[_Key, list[_Item]]:
