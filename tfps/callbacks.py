@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import keras
@@ -47,7 +48,8 @@ class Metrics(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         if _strategy_of(self).rank == 0:
-            self._try(self._open)
+            with self._warned():
+                self._writer = tf.summary.create_file_writer(str(self._directory))
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._batches = self._written_at = 0
@@ -62,40 +64,35 @@ class Metrics(keras.callbacks.Callback):
             self._write()
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        if self._writer is not None:
-            self._try(self._writer.close)
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with self._warned():
+                writer.close()
 
-    def _open(self) -> None:
-        self._writer = tf.summary.create_file_writer(str(self._directory))
-
-    def _try(self, what: Callable[[], None]) -> None:
-        """Writes no more if `what` fails. Keras takes TensorFlow's error for a file too large, OutOfRangeError, for
-        the end of the data."""
+    @contextlib.contextmanager
+    def _warned(self) -> Iterator[None]:
+        """Writes no more after an error. Keras takes TensorFlow's for a file too large, OutOfRangeError, for the end of
+        the data."""
         try:
-            what()
+            yield
         except (OSError, tf.errors.OpError) as error:
             self._writer = None
             logger.warning("tfps: the metrics could not be written, and are not until fit ends: %s", in_a_line(error))
 
     def _write(self) -> None:
-        if self._writer is None:
+        if (writer := self._writer) is None:
             return
         self._written_at = self._batches
         try:
-            report = self.model.distribute_strategy.report()
+            found = scalars(self.model.distribute_strategy.report())
         except TfpsError:
             return  # too few steps yet; a lost pserver stops training anyway
-        self._try(lambda: self._append(report))
-
-    def _append(self, report: Report) -> None:
-        if (writer := self._writer) is None:
-            return
-        values = [tf.compat.v1.Summary.Value(tag=f"tfps/{k}", simple_value=v) for k, v in scalars(report).items()]
+        values = [tf.compat.v1.Summary.Value(tag=f"tfps/{k}", simple_value=v) for k, v in found.items()]
+        summary = tf.compat.v1.Summary(value=values).SerializeToString()
         step = int(self.model.optimizer.iterations.numpy())
-        with writer.as_default():  # tf.summary.scalar would need TensorBoard
-            tf.summary.experimental.write_raw_pb(tf.compat.v1.Summary(value=values).SerializeToString(), step=step)
-        writer.flush()
+        with self._warned(), writer.as_default():  # tf.summary.scalar would need TensorBoard
+            tf.summary.experimental.write_raw_pb(summary, step=step)
+            writer.flush()
 
 
 def scalars(report: Report) -> dict[str, float]:
@@ -136,10 +133,11 @@ class Trace(keras.callbacks.Callback):
         super().__init__()
         self._log_dir, self._name = log_dir, name
         self._first, self._last = check_steps("steps of tfps.callbacks.Trace", steps)
-        self._run: TraceRun | None = None
+        self._run: TraceRun | None = None  # that records
+        self._written: TraceRun | None = None
         self._begun = 0  # the batch at which recording began
         self._batch = self._before = self._ended = 0  # first of the execution; in earlier epochs; so far
-        self._active = self._recorded = False
+        self._active = False  # still to begin
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         strategy = _strategy_of(self)
@@ -148,7 +146,7 @@ class Trace(keras.callbacks.Callback):
         if left is not None and left.of_fit:  # left by a `fit` that raised
             left.abandon()
         self._batch = self._before = self._ended = 0
-        self._run, self._recorded = None, False
+        self._run = self._written = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._before = self._ended
@@ -177,19 +175,20 @@ class Trace(keras.callbacks.Callback):
                 self._ended,
             )
         self._stop()
-        if self._run is not None:
-            self._try(self._run.write_profile)
+        if self._written is not None:
+            with _warned():
+                self._written.write_profile()
 
     @property
     def _per_execution(self) -> int:
         return int(getattr(self.model, "steps_per_execution", 1))
 
     def _stop(self) -> None:
-        if self._run is not None and not self._recorded:
-            self._recorded = True
-            run = self._run
-            if not self._try(lambda: run.stop(self._chosen)):
-                self._run = None
+        run, self._run = self._run, None
+        if run is not None:
+            with _warned():
+                run.stop(self._chosen)
+                self._written = run
 
     def _chosen(self, steps: Sequence[int]) -> Sequence[int]:
         """Returns the `steps` of the requested batches; an execution may have more."""
@@ -197,13 +196,13 @@ class Trace(keras.callbacks.Callback):
             return steps
         return [step for at, step in enumerate(steps, self._begun) if self._first <= at <= self._last]
 
-    def _try(self, what: Callable[[], None]) -> bool:
-        try:
-            what()
-            return True
-        except (TfpsError, OSError) as error:  # must not end training
-            logger.warning("tfps: the trace could not be written: %s", error)
-            return False
+
+@contextlib.contextmanager
+def _warned() -> Iterator[None]:
+    try:
+        yield
+    except (TfpsError, OSError) as error:  # must not end training
+        logger.warning("tfps: the trace could not be written: %s", error)
 
 
 def _strategy_of(callback: keras.callbacks.Callback) -> Strategy:

@@ -31,7 +31,10 @@ class Rules(NamedTuple):
 
     def codec(self, name: str) -> str:
         """The codec for the variable `name`. A pattern matches all of it, or its end from a "/" on."""
-        return next((codec for pattern, codec in self.exceptions if _matches(name, pattern)), self.default)
+        for pattern, codec in self.exceptions:
+            if fnmatchcase(name, pattern) or fnmatchcase(name, f"*/{pattern}"):
+                return codec
+        return self.default
 
     @property
     def codecs(self) -> set[str]:
@@ -43,11 +46,7 @@ class Rules(NamedTuple):
 
 
 def kept_fraction(codec: str) -> float | None:
-    """The fraction in "topk:0.01"; None for other codecs.
-
-    Raises:
-        ConfigError: it is malformed or out of range.
-    """
+    """The fraction in "topk:0.01"; None for other codecs."""
     name, colon, text = codec.partition(":")
     if name != TOP_K:
         return None
@@ -67,9 +66,6 @@ def parse(value: object) -> Rules:
     """Reads `Config.compression`: a codec ("int8"), or one and exceptions, as a text or as a mapping.
 
     `"int8,bias=none"` and `{"*": "int8", "bias": "none"}` are the same.
-
-    Raises:
-        ConfigError: it is malformed.
     """
     if isinstance(value, str):
         parts = [part.strip().rpartition("=") for part in value.split(",")]
@@ -88,10 +84,6 @@ def parse(value: object) -> Rules:
             )
     exceptions = tuple((pattern, _checked(codec)) for pattern, codec in pairs if pattern != "*")
     return Rules(_checked(defaults[0]) if defaults else NONE, exceptions)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*/{pattern}")
 
 
 def _checked(codec: str) -> str:

@@ -127,23 +127,16 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("slice_bytes", "window_bytes"):
             value = getattr(self, name)
-            if value == "auto":
-                continue
-            if not _is_whole(value):
+            if value != "auto" and not _is_whole(value):
                 raise ConfigError(f"{name} must be a whole number of bytes or 'auto', got {value!r}")
-            if value <= 0:
+            if value != "auto" and value <= 0:
                 raise ConfigError(f"{name} must be positive, got {value}")
         if self.slice_bytes != "auto" and self.slice_bytes > MAX_SLICE_BYTES:
             raise ConfigError(f"slice_bytes must be at most {MAX_SLICE_BYTES} (64 MiB), got {self.slice_bytes}")
-        for name, choices in (
-            ("policy", Policy),
-            ("placement", Placement),
-            ("transport", Transport),
-            ("update", Update),
-            ("mode", Mode),
-        ):
-            if getattr(self, name) not in get_args(choices):
-                known = ", ".join(map(repr, get_args(choices)))
+        choices = {"policy": Policy, "placement": Placement, "transport": Transport, "update": Update, "mode": Mode}
+        for name in ("policy", "placement", "transport", "update", "mode"):
+            if getattr(self, name) not in get_args(choices[name]):
+                known = ", ".join(map(repr, get_args(choices[name])))
                 raise ConfigError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
         for name in ("deterministic", "shared_memory"):
             if not isinstance(getattr(self, name), bool):
@@ -174,17 +167,15 @@ class Config:
             if not _is_number(value) or not 0 <= value < below:
                 limit = f" and below {below:g}" if below == 1.0 else ""
                 raise ConfigError(f"{name} must be a number from 0 on{limit}, got {value!r}")
-        rate = self.outer_learning_rate
-        if not _is_number(rate) or not 0 < rate < float("inf"):
-            raise ConfigError(f"outer_learning_rate must be a positive number, got {rate!r}")
+        if not _is_positive(self.outer_learning_rate):
+            raise ConfigError(f"outer_learning_rate must be a positive number, got {self.outer_learning_rate!r}")
         if not _is_whole(depth) or depth < 0 or depth == 1:
             raise ConfigError(f"staging_depth must be 0 (off) or a whole number from 2, got {depth!r}")
         if not _is_whole(every) or every < 0:
             raise ConfigError(f"check_every must be 0 (never) or a positive number of steps, got {every!r}")
         for name in ("connect_timeout_s", "step_timeout_s"):
-            value = getattr(self, name)
-            if not _is_number(value) or not 0 < value < float("inf"):
-                raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}")
+            if not _is_positive(getattr(self, name)):
+                raise ConfigError(f"{name} must be a positive number of seconds, got {getattr(self, name)!r}")
 
     def _check_mode(self) -> None:
         mode, update = self.mode, self.update
@@ -244,20 +235,19 @@ class Config:
         return first if self.window_bytes == "auto" else self.window_bytes
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None, **explicit: Argument) -> Config:
+    def from_environment(cls, environment: Mapping[str, str] = os.environ, **explicit: Argument) -> Config:
         """Returns the defaults, overridden by `TFPS_<FIELD>` variables, overridden by `explicit` arguments.
 
         Raises:
             ConfigError: a variable cannot be parsed as its field's type, or the value is out of range.
         """
-        environment = os.environ if environment is None else environment
         values: Options = {}
         for field in dataclasses.fields(cls):
             name = f"TFPS_{field.name.upper()}"
             if name in environment:
                 size = field.name in ("slice_bytes", "window_bytes") and environment[name].strip() != "auto"
-                whole = size or field.name == "staleness"
-                values[field.name] = _parse(name, environment[name], 0 if whole else field.default)
+                default = 0 if size or field.name == "staleness" else field.default
+                values[field.name] = _parse(name, environment[name], default)
         return cls(**{**values, **explicit})
 
 
@@ -269,6 +259,10 @@ def _is_number(value: Argument) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _is_positive(value: Argument) -> bool:
+    return _is_number(value) and 0 < value < float("inf")
+
+
 def _parse(name: str, text: str, default: Argument) -> Argument:
     """Reads `text` as the type of `default`."""
     if isinstance(default, bool):
@@ -276,13 +270,10 @@ def _parse(name: str, text: str, default: Argument) -> Argument:
         if text.strip().lower() not in known:
             raise ConfigError(f"environment variable {name} must be 0 or 1, got {text!r}")
         return known[text.strip().lower()]
-    if isinstance(default, str):
-        return text.strip()
-    kind = type(default)
     try:
-        return kind(text)
+        return type(default)(text.strip())
     except ValueError:
-        what = "a whole number" if kind is int else "a number"
+        what = "a whole number" if isinstance(default, int) else "a number"
         raise ConfigError(f"environment variable {name} must be {what}, got {text!r}") from None
 
 
@@ -290,22 +281,15 @@ def _parse(name: str, text: str, default: Argument) -> Argument:
 class Security:
     """Whom a worker or a pserver talks to. Has paths of files, never what is in them.
 
-    Args:
-        token_file: the job token, which all workers and pservers of a job share.
-        tls_ca: certificates that the other end's must be signed by. A worker without it does not use TLS; a pserver
-            without it asks workers for no certificate.
-        tls_cert, tls_key: this process's certificate and key. A pserver without them does not use TLS.
-        insecure: a pserver may serve other hosts without a job token and without TLS.
-
-    Raises:
-        ConfigError: there is a certificate without its key, or a key without its certificate.
+    A worker without `tls_ca` and a pserver without a certificate do not use TLS; a pserver without `tls_ca` asks
+    workers for no certificate.
     """
 
-    token_file: str = ""
-    tls_ca: str = ""
-    tls_cert: str = ""
+    token_file: str = ""  # the job token, which all workers and pservers of a job share
+    tls_ca: str = ""  # certificates that the other end's must be signed by
+    tls_cert: str = ""  # this process's
     tls_key: str = ""
-    insecure: bool = False
+    insecure: bool = False  # a pserver may serve other hosts without a job token and without TLS
 
     def __post_init__(self) -> None:
         if bool(self.tls_cert) != bool(self.tls_key):
@@ -313,13 +297,10 @@ class Security:
             raise ConfigError(f"tls_cert and tls_key must be given together, got {given} without {missing}")
 
     @classmethod
-    def of_worker(cls, config: Config, environment: Mapping[str, str] | None = None) -> Security:
+    def of_worker(cls, config: Config, environment: Mapping[str, str] = os.environ) -> Security:
         """What `config` says; else, file by file, `TFPS_TOKEN_FILE`, `TFPS_TLS_CA`, `TFPS_TLS_CERT`, `TFPS_TLS_KEY`.
 
         A program with settings of its own need not know where a launcher has put them.
-
-        Raises:
-            ConfigError: the files do not fit together, or not with `transport`.
         """
         security = cls.from_environment(environment, **{name: getattr(config, name) for name in _FILES})
         if security.tls_cert and not security.tls_ca:
@@ -335,46 +316,32 @@ class Security:
 
     @classmethod
     def from_environment(
-        cls, environment: Mapping[str, str] | None = None, *, insecure: bool = False, **explicit: str | None
+        cls, environment: Mapping[str, str] = os.environ, *, insecure: bool = False, **explicit: str | None
     ) -> Security:
-        """The paths in `explicit`; for those that are empty, the variables above.
-
-        Raises:
-            ConfigError: the files do not fit together.
-        """
-        environment = os.environ if environment is None else environment
+        """The paths in `explicit`; for those that are empty, the variables above."""
         known = {name: explicit.get(name) or environment.get(f"TFPS_{name.upper()}", "").strip() for name in _FILES}
         return cls(**known, insecure=insecure)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Settings that `tfps_launch` (or another launcher) passes to a worker in environment variables.
+    """Settings that `tfps_launch` (or another launcher) passes to a worker in environment variables."""
 
-    `TFPS_PSERVERS` (comma separated `host:port`), `TFPS_RANK`, `TFPS_WORKERS`, `TFPS_JOB`.
-    """
-
-    pservers: tuple[str, ...] = ()
-    rank: int | None = None
-    workers: int | None = None
-    job: str = ""
+    pservers: tuple[str, ...] = ()  # TFPS_PSERVERS: host:port, separated by commas
+    rank: int | None = None  # TFPS_RANK
+    workers: int | None = None  # TFPS_WORKERS
+    job: str = ""  # TFPS_JOB
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Launch:
-        """Reads the variables above.
-
-        Raises:
-            ConfigError: a number is malformed, or rank and number of workers contradict each other.
-        """
-        environment = os.environ if environment is None else environment
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Launch:
+        """Reads the variables above."""
         pservers = tuple(part.strip() for part in environment.get("TFPS_PSERVERS", "").split(",") if part.strip())
-        numbers: dict[str, int | None] = {}
+        numbers: list[int | None] = []
         for name, least in (("TFPS_RANK", 0), ("TFPS_WORKERS", 1)):
-            text = environment.get(name)
-            numbers[name] = None if text is None else int(_parse(name, text, 0))
-            if (number := numbers[name]) is not None and number < least:
+            numbers.append(_parse(name, environment[name], 0) if name in environment else None)
+            if (number := numbers[-1]) is not None and number < least:
                 raise ConfigError(f"environment variable {name} must be at least {least}, got {number}")
-        rank, workers = numbers["TFPS_RANK"], numbers["TFPS_WORKERS"]
+        rank, workers = numbers
         if rank is not None and workers is not None and rank >= workers:
             raise ConfigError(f"environment variable TFPS_RANK must be below TFPS_WORKERS={workers}, got {rank}")
         return cls(pservers, rank, workers, environment.get("TFPS_JOB", ""))
@@ -382,25 +349,16 @@ class Launch:
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """The capture that `TFPS_TRACE` requests from an unchanged program.
+    """The capture that `TFPS_TRACE` requests from an unchanged program."""
 
-    Args:
-        log_dir: the directory that `tensorboard --logdir` gets.
-        first, last: training steps, both included, counted from 0.
-    """
-
-    log_dir: str
-    first: int
-    last: int
+    log_dir: str  # that `tensorboard --logdir` gets
+    first: int  # training step, counted from 0
+    last: int  # included
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> TraceRequest | None:
-        """Reads `TFPS_TRACE=DIRECTORY:FIRST-LAST`; returns None if it is not set.
-
-        Raises:
-            ConfigError: it is malformed.
-        """
-        text = (os.environ if environment is None else environment).get("TFPS_TRACE", "")
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> TraceRequest | None:
+        """Reads `TFPS_TRACE=DIRECTORY:FIRST-LAST`; returns None if it is not set."""
+        text = environment.get("TFPS_TRACE", "")
         if not text:
             return None
         found = re.fullmatch(r"(.+):(\d+)-(\d+)", text)
@@ -416,11 +374,11 @@ _OTHERS = ("PSERVERS", "RANK", "WORKERS", "JOB", "TRACE", "PEERS_HOME", "PEER_WO
 _OF_A_SERVICE = re.compile(r"TFPS_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP)(_\w+)?)?)")
 
 
-def unknown_variables(environment: Mapping[str, str] | None = None) -> list[str]:
+def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Returns a line for each unknown `TFPS_...` variable, such as a misspelled setting."""
     known = [f"TFPS_{name}" for name in (*(field.name.upper() for field in dataclasses.fields(Config)), *_OTHERS)]
     lines = []
-    for name in sorted(os.environ if environment is None else environment):
+    for name in sorted(environment):
         if name.startswith("TFPS_") and name not in known and not _OF_A_SERVICE.fullmatch(name):
             (nearest,) = difflib.get_close_matches(name, known, 1, 0.0)
             lines.append(f"the environment variable {name} is unknown to tfps and ignored; did you mean {nearest}?")
@@ -428,14 +386,9 @@ def unknown_variables(environment: Mapping[str, str] | None = None) -> list[str]
 
 
 def check_steps(what: str, steps: object) -> tuple[int, int]:
-    """Returns `steps` if it is a pair of first and last step.
-
-    Raises:
-        ConfigError: it is not; the message begins with `what`.
-    """
+    """Returns `steps` if it is a pair of first and last step, else raises an error that begins with `what`."""
     numbers = list(steps) if isinstance(steps, (tuple, list)) else []
-    whole = len(numbers) == 2 and all(map(_is_whole, numbers))
-    if not whole or not 0 <= numbers[0] <= numbers[1]:
+    if len(numbers) != 2 or not all(map(_is_whole, numbers)) or not 0 <= numbers[0] <= numbers[1]:
         raise ConfigError(
             f"{what} must be the first and the last, both included and counted from 0, such as (10, 20), got {steps!r}"
         )
@@ -443,11 +396,7 @@ def check_steps(what: str, steps: object) -> tuple[int, int]:
 
 
 def check_address(address: str) -> str:
-    """Returns `address` if it is `host:port`.
-
-    Raises:
-        ConfigError: it is not; the message says what is wrong.
-    """
+    """Returns `address` if it is `host:port`, else raises an error that says what is wrong."""
     host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     if not colon or not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
         raise ConfigError(f"a pserver address must be 'host:port' with a port from 1 to 65535, got {address!r}")
@@ -456,11 +405,7 @@ def check_address(address: str) -> str:
 
 
 def check_host_name(host: str, where: str = "") -> str:
-    """Returns `host` if it could be one: what could not raises another error in each place that looks it up.
-
-    Raises:
-        ConfigError: it could not; the message ends with `where` and the reason.
-    """
+    """Returns `host` if it could be one: what could not raises another error in each place that looks it up."""
     try:
         host.strip("[]").encode("idna")
     except UnicodeError as error:

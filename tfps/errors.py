@@ -74,16 +74,13 @@ def in_a_line(error: BaseException) -> str:
 
 def outlined(error: TfpsError) -> TfpsError:
     """Returns `error` without those frames of its traceback that are tfps' own: a message says what users need."""
-    kept = []
-    frame = error.__traceback__
-    while frame is not None:
-        if not frame.tb_frame.f_code.co_filename.startswith(_INNER):
-            kept.append(frame)
-        frame = frame.tb_next
-    outline: TracebackType | None = None
-    for each in reversed(kept):
-        outline = TracebackType(outline, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return error.with_traceback(outline)
+
+    def outline(trace: TracebackType | None) -> TracebackType | None:
+        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_INNER):
+            trace = trace.tb_next
+        return trace and TracebackType(outline(trace.tb_next), trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+
+    return error.with_traceback(outline(error.__traceback__))
 
 
 def to_text(error: TfpsError) -> str:

@@ -48,17 +48,11 @@ def sheltered(call: Callable[[threading.Event], _T], wait: Callable[[threading.E
         call: gets an event that is set when Ctrl-C (or any exception) ends the wait: then it should return soon.
         wait: waits until an event is set.
     """
-    future: Future[_T] = Future()
     done, stop = threading.Event(), threading.Event()
-
-    def run() -> None:
-        try:
-            future.set_result(call(stop))
-        except BaseException as error:
-            future.set_exception(error)
-        done.set()
-
-    threading.Thread(target=run, name="tfps-sheltered", daemon=True).start()
+    pool = DaemonPool(1, "tfps-sheltered")
+    future = pool.submit(call, stop)
+    future.add_done_callback(lambda _: done.set())
+    pool.shutdown(wait=False)
     try:
         wait(done)
     except BaseException:
@@ -69,14 +63,10 @@ def sheltered(call: Callable[[threading.Event], _T], wait: Callable[[threading.E
 
 
 class DaemonPool(Executor):
-    """Like `ThreadPoolExecutor`, but with daemon threads.
+    """Like `ThreadPoolExecutor`, but with up to `limit` daemon threads.
 
     Python joins the threads of a ThreadPoolExecutor at exit, before anything can stop them: a thread waiting for a
     peer would keep the process alive forever.
-
-    Args:
-        limit: maximum number of threads; further calls wait.
-        name: prefix of thread names.
     """
 
     def __init__(self, limit: int, name: str) -> None:
@@ -88,11 +78,7 @@ class DaemonPool(Executor):
         self._closed = False
 
     def submit(self, fn: Callable[..., _T], /, *args: object, **kwargs: object) -> Future[_T]:
-        """Schedules `fn` on one of the threads.
-
-        Raises:
-            RuntimeError: the pool was shut down.
-        """
+        """Schedules `fn` on one of the threads."""
         future: Future[_T] = Future()
 
         def call() -> None:

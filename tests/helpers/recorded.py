@@ -1,4 +1,4 @@
-"""What a recorder says of the slices that were sent."""
+"""What a recorder has recorded: spans, and slices that were sent."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tfps.trace.capture import KINDS, NONE, Span
 from tfps.trace.recorder import RECORD, SENT, Recorder
 from tfps.types import Argument
 from tfps.wire.send_queue import SendQueue
@@ -22,6 +23,12 @@ class Sent(NamedTuple):
     nbytes: int
     rank: int
     pserver: int
+
+
+def spans(recorder: Recorder) -> list[Span]:
+    """The spans so far, in the order of recording; process and lane are unknown."""
+    records = np.frombuffer(recorder.records(), RECORD)
+    return [Span(KINDS[code], NONE, "", *rest) for code, *rest in records[records["kind"] < len(KINDS)].tolist()]
 
 
 def sends(recorder: Recorder) -> list[Sent]:

@@ -38,7 +38,7 @@ def when_waiting(strategy: tfps.Strategy) -> None:
     """Ctrl-C to this process as soon as its main thread waits for what the ranks declare together."""
 
     def send() -> None:
-        jobs.poll(lambda: any(thread.name == "tfps-sheltered" for thread in threading.enumerate()))
+        jobs.poll(lambda: any(thread.name.startswith("tfps-sheltered") for thread in threading.enumerate()))
         print("interrupted", flush=True)
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import keras
 import numpy as np
+import recorded
 from program import BATCH, SAMPLES, Job, Results, data, history, mlp, weights
 
 from tfps.types import Model, Options, Structure, Value
@@ -78,7 +79,7 @@ def accumulation(job: Job) -> Results:
     if job.strategy:
         assert job.strategy._runtime.settle(60.0)  # variables can be read a moment before an update is noted
         job.strategy._runtime.recorder.stop()
-        pushes = sum(span.kind == "update" for span in job.strategy._runtime.recorder.spans())
+        pushes = sum(span.kind == "update" for span in recorded.spans(job.strategy._runtime.recorder))
         pushes //= job.strategy._runtime.update_buckets()
     return {**weights(model), **history(fit), "own pushes": pushes}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import pytest
 from selenium.webdriver.common.action_chains import ActionChains
@@ -148,7 +149,7 @@ def milliseconds(ns: float) -> str:
 
 
 def json_of(summary: Summary) -> Json:
-    return json.loads(json.dumps(summary.to_json()))
+    return json.loads(json.dumps(asdict(summary)))
 
 
 def test_mouse_and_keys_zoom_and_pan(page: Page) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from recorded import spans
 
 from tfps.trace.capture import KINDS, NONE, Kind, Span
 from tfps.trace.recorder import ARRIVED, RECORD, SENT, UNKNOWN, Recorder
@@ -23,7 +24,7 @@ def test_spans_come_back_as_they_were_recorded() -> None:
     recorder.sent(UNKNOWN, 1, 2, 3, 4, 5, 6, 7, 8)
     recorder.arrived(1, 2, 3, 2**32 - 1, 7, 8)
     expected = [own(kind, -(2**60), 2**60, **fields, pserver=7) for kind in KINDS]
-    assert recorder.spans() == [*expected, own("step", 1, 2)]
+    assert spans(recorder) == [*expected, own("step", 1, 2)]
     *_, sent, arrived = np.frombuffer(recorder.records(), RECORD).tolist()
     assert sent == (SENT, UNKNOWN, 1, 2, 3, 4, -1, 5, 6, 7, 8)
     assert arrived == (ARRIVED, 1, 1, 2, 3, 2**32 - 1, -1, -1, -1, 7, 8)
@@ -38,9 +39,9 @@ def test_spans_are_recorded_only_while_it_is_on() -> None:
     recorder.span("step", 3, 4)
     recorder.sent(1, 1, 2, 3, 4, 5, 6, 7, 8)
     recorder.arrived(1, 2, 3, 4, 7, 8)
-    assert recorder.spans() == [own("step", 17, 18)]
+    assert spans(recorder) == [own("step", 17, 18)]
     recorder.start()
-    assert recorder.spans() == []
+    assert spans(recorder) == []
 
 
 def test_a_full_recorder_keeps_the_latest_spans_and_says_so() -> None:
@@ -50,4 +51,4 @@ def test_a_full_recorder_keeps_the_latest_spans_and_says_so() -> None:
     for number in range(3):
         recorder.span("step", number, number)
     assert recorder.full
-    assert [span.begin_ns for span in recorder.spans()] == [1, 2]
+    assert [span.begin_ns for span in spans(recorder)] == [1, 2]

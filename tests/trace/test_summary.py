@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
@@ -55,7 +55,7 @@ def test_a_step_computed_by_hand() -> None:
         ]
     )
     (step,) = summary.steps
-    (worker,) = step.workers
+    (worker,) = step.workers.values()
     assert (worker.duration_ns, worker.compute_ns, worker.exposed_ns, worker.input_ns) == (1000, 700, 200, 100)
     assert (worker.under_way_ns, worker.hidden_ns) == (240 + 200, 50 + 200)
     assert step.totals == summary.totals
@@ -249,13 +249,13 @@ def test_rules_that_hold_for_every_capture(capture: Capture) -> None:
     summary = summarize(capture)
     totals = summary.totals
     for step in summary.steps:
-        for one in step.workers:
+        for one in step.workers.values():
             assert 0 <= one.compute_ns <= one.duration_ns - one.exposed_ns
             assert 0 <= one.hidden_ns <= one.under_way_ns <= one.duration_ns
             assert one.under_way_ns - one.hidden_ns <= one.exposed_ns <= one.duration_ns
     assert 0 <= totals.overlap <= 1
     assert sum(cost.exposed_ns for cost in summary.costs) == sum(
-        one.exposed_ns for step in summary.steps for one in step.workers
+        one.exposed_ns for step in summary.steps for one in step.workers.values()
     )
     for name in ("inversions", "messages"):
         assert getattr(totals, name) == sum(getattr(step.totals, name) for step in summary.steps)
@@ -264,7 +264,7 @@ def test_rules_that_hold_for_every_capture(capture: Capture) -> None:
         assert 0 <= link.push_busy_ns <= sum(step.end_ns - step.begin_ns for step in summary.steps)
     assert totals.inversions <= totals.messages
     assert summary.limit
-    json.dumps(summary.to_json(), allow_nan=False)
+    json.dumps(asdict(summary), allow_nan=False)
 
 
 @settings(max_examples=100)

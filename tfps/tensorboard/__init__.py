@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import gzip
 import json
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import lru_cache, partial
 from pathlib import Path
 
 from tensorboard.backend import http_util
@@ -38,24 +38,20 @@ class ParameterServersPlugin(base_plugin.TBPlugin):
     def __init__(self, context: base_plugin.TBContext) -> None:
         super().__init__(context)
         self._log_dir = Path(context.logdir or ".")
-        self._lock = threading.Lock()  # guards all below
-        self._answers: OrderedDict[tuple[str, str, int], bytes] = OrderedDict()
-        self._runs: dict[str, Path] = {}
-        self._looked_s = float("-inf")
 
     def get_plugin_apps(self) -> dict[str, Function]:
         """Path -> its handler."""
-        static = {f"/{file.name}": _static(file) for file in _STATIC.iterdir() if file.suffix in _TYPES}
-        return {
-            **static,
-            "/runs": wrappers.Request.application(self._serve_runs),
-            "/capture": self._serving(_columns),
-            "/summary": self._serving(_summary),
+        handlers: dict[str, Function] = {
+            **{f"/{file.name}": partial(_static, file) for file in _STATIC.iterdir() if file.suffix in _TYPES},
+            "/runs": self._serve_runs,
+            "/capture": partial(self._serve, read_columns),
+            "/summary": partial(self._serve, _summary),
         }
+        return {path: wrappers.Request.application(handler) for path, handler in handlers.items()}
 
     def is_active(self) -> bool:
         """Whether there is a capture."""
-        return bool(self.runs())
+        return bool(self._runs())
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
         """The tab's name and module."""
@@ -63,63 +59,44 @@ class ParameterServersPlugin(base_plugin.TBPlugin):
             es_module_path="/index.js", tab_name="Parameter servers", disable_reload=True
         )
 
-    def runs(self) -> dict[str, Path]:
-        """Name -> file, newest first. A name is the run's, after its folder below the log directory, if any."""
-        with self._lock:
-            if time.monotonic() - self._looked_s > _LOOK_S:
-                self._runs = _find(self._log_dir)
-                self._looked_s = time.monotonic()
-            return self._runs
+    def _runs(self) -> dict[str, Path]:
+        return _find(self._log_dir, time.monotonic() // _LOOK_S)
 
     def _serve_runs(self, request: wrappers.Request) -> wrappers.Response:
-        return http_util.Respond(request, list(self.runs()), "application/json")
+        return http_util.Respond(request, list(self._runs()), "application/json")
 
-    def _serving(self, make: Callable[[Path], bytes]) -> Function:
+    def _serve(self, make: Callable[[Path], bytes], request: wrappers.Request) -> wrappers.Response:
         """Answers `?run=NAME` with the gzipped result of `make` for its file."""
-
-        def serve(request: wrappers.Request) -> wrappers.Response:
-            run = request.args.get("run", "")
-            file = self.runs().get(run)
-            if file is None:
-                return http_util.Respond(request, f"there is no capture named {run!r}", "text/plain", code=404)
-            try:
-                content = self._answer(make, file)
-            except (TfpsError, OSError) as error:
-                return http_util.Respond(request, str(error), "text/plain", code=400)
-            return http_util.Respond(request, content, "application/json", content_encoding="gzip")
-
-        return wrappers.Request.application(serve)
-
-    def _answer(self, make: Callable[[Path], bytes], file: Path) -> bytes:
-        key = make.__name__, str(file), file.stat().st_mtime_ns
-        with self._lock:
-            if key in self._answers:
-                self._answers.move_to_end(key)
-                return self._answers[key]
-        content = make(file)
-        with self._lock:
-            self._answers[key] = content
-            while len(self._answers) > _KEPT:
-                self._answers.popitem(last=False)
-        return content
+        run = request.args.get("run", "")
+        file = self._runs().get(run)
+        if file is None:
+            return http_util.Respond(request, f"there is no capture named {run!r}", "text/plain", code=404)
+        try:
+            content = _answer(make, file, file.stat().st_mtime_ns)
+        except (TfpsError, OSError) as error:
+            return http_util.Respond(request, str(error), "text/plain", code=400)
+        return http_util.Respond(request, content, "application/json", content_encoding="gzip")
 
 
-def _columns(file: Path) -> bytes:
-    return gzip.compress(read_columns(file), compresslevel=1)
+@lru_cache(_KEPT)
+def _answer(make: Callable[[Path], bytes], file: Path, _written_ns: int) -> bytes:
+    return gzip.compress(make(file), compresslevel=1)
 
 
 def _summary(file: Path) -> bytes:
-    return gzip.compress(json.dumps(summarize(read(file)).to_json(), allow_nan=False).encode())
+    return json.dumps(asdict(summarize(read(file))), allow_nan=False).encode()
 
 
-def _static(file: Path) -> Function:
-    def serve(request: wrappers.Request) -> wrappers.Response:
-        return http_util.Respond(request, file.read_bytes(), _TYPES[file.suffix])
-
-    return wrappers.Request.application(serve)
+def _static(file: Path, request: wrappers.Request) -> wrappers.Response:
+    return http_util.Respond(request, file.read_bytes(), _TYPES[file.suffix])
 
 
-def _find(log_dir: Path) -> dict[str, Path]:
+@lru_cache(maxsize=1)
+def _find(log_dir: Path, _moment: float) -> dict[str, Path]:
+    """Name -> file, newest first. A name is the run's, after its folder below the log directory, if any.
+
+    Cached until the moment is another.
+    """
     return {
         (file.parent.parent.parent.relative_to(log_dir) / file.name.removesuffix(SUFFIX)).as_posix(): file
         for file in captures_below(log_dir)

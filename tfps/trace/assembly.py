@@ -16,35 +16,19 @@ from tfps.trace.capture import KINDS, NONE, Capture, CapturedBucket, Kind, Proce
 from tfps.trace.recorder import ARRIVED, RECORD, SENT, UNKNOWN
 from tfps.types import Array
 
-_KEY = ("step", "bucket", "slice", "rank", "pserver")
 _ANY = 2**62  # more than any clock difference
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The records of one process.
+    """The records of one process, an array of `tfps.trace.recorder.RECORD`.
 
-    Args:
-        process: with measured `clock_offset_ns` and `clock_error_ns`. The offset is added to a pserver's times to get
-            rank 0's, and to a worker's to get pserver 0's.
-        records: an array of `tfps.trace.recorder.RECORD`.
+    The process has its measured clock offset, which is added to a pserver's times to get rank 0's, and to a worker's to
+    get pserver 0's.
     """
 
     process: Process
     records: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class _Messages:
-    """Messages in one direction recorded at both ends, one per row: the sender's record and the arrival time."""
-
-    sent: Array
-    arrived_ns: NDArray[np.int64]
-
-    def between(self, rank: int, pserver: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns send and arrival times of the messages between two processes."""
-        chosen = (self.sent["rank"] == rank) & (self.sent["pserver"] == pserver)
-        return self.sent["end_ns"][chosen], self.arrived_ns[chosen]
 
 
 def assemble(
@@ -54,90 +38,74 @@ def assemble(
     steps: Sequence[int] = (),
     settings: Mapping[str, Setting] | None = None,
 ) -> Capture:
-    """Returns the capture, without spans of unknown buckets and messages recorded at one end only.
+    """Returns the capture of these processes: workers by rank, then pservers by number.
 
-    Args:
-        recorded: one per process of the job, workers by rank, then pservers by number.
+    Leaves out spans of unknown buckets, and messages that were recorded at one end only.
     """
-    arrays = [_array(one, buckets) for one in recorded]
+    parts = [_rows(one, buckets) for one in recorded]
+    rows, at = np.concatenate(parts), np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     workers = sum(one.process.role == "worker" for one in recorded)
-    of_workers, of_pservers = np.concatenate(arrays[:workers]), np.concatenate([_EMPTY, *arrays[workers:]])
-    pushes, replies = _messages(of_workers, of_pservers), _messages(of_pservers, of_workers)
-    processes = _aligned([one.process for one in recorded], pushes, replies)
-    spans: list[Span] = []
-    for number, (process, array) in enumerate(zip(processes, arrays, strict=True)):
-        moved = array.copy()
-        moved["begin_ns"] += np.where(array["begin_ns"] == UNKNOWN, 0, process.clock_offset_ns)
-        moved["end_ns"] += process.clock_offset_ns
-        for code, kind in enumerate(KINDS):
-            spans.extend(_spans(kind, number, moved[array["kind"] == code]))
-        queued = moved[(array["kind"] == SENT) & (array["begin_ns"] != UNKNOWN)]
-        spans.extend(_spans("queued" if process.role == "worker" else "reply_queued", number, queued))
-    for number, process in enumerate(processes):
-        if process.role == "worker":
-            at_pservers = {other.number: other.clock_offset_ns for other in processes[workers:]}
-            own = pushes.sent["rank"] == process.number
-            spans.extend(_wires("wire", number, process, at_pservers, "pserver", pushes, own))
-        else:
-            at_workers = {other.number: other.clock_offset_ns for other in processes[:workers]}
-            own = replies.sent["pserver"] == process.number
-            spans.extend(_wires("reply_wire", number, process, at_workers, "rank", replies, own))
-    return Capture(tuple(processes), tuple(buckets), tuple(spans), tuple(steps), dict(settings or {}), name)
+    by_worker = at < workers
+    sent, arrived = _messages(rows, by_worker)
+    least_ns = np.full((len(parts), len(parts)), _ANY)  # from one process to another, each by its own clock
+    np.minimum.at(least_ns, (at[sent], at[arrived]), rows["end_ns"][arrived] - rows["end_ns"][sent])
+    processes = _aligned([one.process for one in recorded], workers, least_ns.tolist())
+    offsets_ns = np.array([process.clock_offset_ns for process in processes])[at]
+    queued = (rows["kind"] == SENT) & (rows["begin_ns"] != UNKNOWN)
+    rows["begin_ns"] += offsets_ns
+    rows["end_ns"] += offsets_ns
+    wires = rows[sent]
+    wires["begin_ns"], wires["end_ns"] = wires["end_ns"], np.maximum(wires["end_ns"], rows["end_ns"][arrived])
+    spans = (
+        *(span for code, kind in enumerate(KINDS) for span in _spans(kind, rows, at, rows["kind"] == code)),
+        *_spans("queued", rows, at, queued & by_worker),
+        *_spans("reply_queued", rows, at, queued & ~by_worker),
+        *_spans("wire", wires, at[sent], by_worker[sent]),
+        *_spans("reply_wire", wires, at[sent], ~by_worker[sent]),
+    )
+    return Capture(tuple(processes), tuple(buckets), spans, tuple(steps), dict(settings or {}), name)
 
 
-_EMPTY = np.empty(0, RECORD)
-
-
-def _array(recorded: Recorded, buckets: Sequence[CapturedBucket]) -> Array:
+def _rows(recorded: Recorded, buckets: Sequence[CapturedBucket]) -> Array:
     """Returns the records, with the process's number as rank (for a worker) or pserver."""
-    array = np.frombuffer(recorded.records, RECORD)
-    array = array[array["bucket"] < len(buckets)]
+    rows = np.frombuffer(recorded.records, RECORD)
+    rows = rows[rows["bucket"] < len(buckets)]
     variables = np.array([len(bucket.variables) for bucket in buckets] + [0])  # the last: for no bucket
-    array["variable"][array["variable"] >= variables[array["bucket"]]] = NONE
-    array["end_ns"] = np.maximum(array["begin_ns"], array["end_ns"])
-    array["rank" if recorded.process.role == "worker" else "pserver"] = recorded.process.number
-    return array
+    rows["variable"][rows["variable"] >= variables[rows["bucket"]]] = NONE
+    rows["end_ns"] = np.maximum(rows["begin_ns"], rows["end_ns"])
+    rows["rank" if recorded.process.role == "worker" else "pserver"] = recorded.process.number
+    return rows
 
 
-def _messages(senders: Array, receivers: Array) -> _Messages:
-    sent, arrived = senders[senders["kind"] == SENT], receivers[receivers["kind"] == ARRIVED]
-    both = np.concatenate([sent, arrived])
-    order = np.lexsort((both["kind"], *(both[field] for field in _KEY)))
-    first, second = order[:-1], order[1:]
-    pairs = (both["kind"][first] == SENT) & (both["kind"][second] == ARRIVED)
-    for field in _KEY:
-        pairs &= both[field][first] == both[field][second]
-    return _Messages(both[first[pairs]], both["end_ns"][second[pairs]])
+def _messages(rows: Array, by_worker: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Returns where messages that were recorded at both ends were sent, and where they arrived: positions in `rows`."""
+    ends = np.flatnonzero(np.isin(rows["kind"], (SENT, ARRIVED)))
+    pushed = by_worker[ends] == (rows["kind"][ends] == SENT)
+    names = ("pserver", "rank", "slice", "bucket", "step", "kind")
+    keys = np.stack([pushed, *(rows[name][ends] for name in names)])
+    order = np.lexsort(keys[::-1])
+    changes = np.diff(keys[:, order])
+    pairs = ~changes[:-1].any(axis=0) & (changes[-1] == ARRIVED - SENT)
+    return ends[order[:-1][pairs]], ends[order[1:][pairs]]
 
 
-def _aligned(processes: Sequence[Process], pushes: _Messages, replies: _Messages) -> list[Process]:
+def _aligned(processes: Sequence[Process], workers: int, least_ns: list[list[int]]) -> list[Process]:
     """Returns the processes with their clock offsets to rank 0 and the maximum errors of these."""
-    workers = [process for process in processes if process.role == "worker"]
-    pservers = [process for process in processes if process.role == "pserver"]
-    found: list[Process] = []
-    for pserver in pservers:
-        low, high = _bounds(pushes, replies, 0, pserver.number)
-        found.append(_within(pserver, pserver.clock_offset_ns, [(-high, -low)]))
-    most = max((pserver.clock_error_ns for pserver in found), default=0)
-    moved = [replace(workers[0], clock_offset_ns=0, clock_error_ns=0)]
-    for worker in workers[1:]:
-        bounds = []
-        for pserver in found:
-            low, high = _bounds(pushes, replies, worker.number, pserver.number)
-            bounds.append((low + pserver.clock_offset_ns, high + pserver.clock_offset_ns))
+    pservers = [
+        _within(process, process.clock_offset_ns, [(-least_ns[0][at], least_ns[at][0])])
+        for at, process in enumerate(processes[workers:], workers)
+    ]
+    most = max((pserver.clock_error_ns for pserver in pservers), default=0)
+    aligned = [replace(processes[0], clock_offset_ns=0, clock_error_ns=0)]
+    for at, worker in enumerate(processes[1:workers], 1):
+        bounds = [
+            (pserver.clock_offset_ns - least_ns[there][at], pserver.clock_offset_ns + least_ns[at][there])
+            for there, pserver in enumerate(pservers, workers)
+        ]
         # Each bound is relative to a pserver, whose offset may be wrong by up to `most` in either direction.
-        one = _within(worker, worker.clock_offset_ns + found[0].clock_offset_ns, bounds, slack_ns=2 * most)
-        moved.append(replace(one, clock_error_ns=one.clock_error_ns + most))
-    return [*moved, *found]
-
-
-def _bounds(pushes: _Messages, replies: _Messages, rank: int, pserver: int) -> tuple[int, int]:
-    """Returns the bounds of a worker's clock offset to a pserver: nothing arrives before it is sent."""
-    sent, arrived = pushes.between(rank, pserver)
-    high = int((arrived - sent).min()) if len(sent) else _ANY
-    sent, arrived = replies.between(rank, pserver)
-    low = int((sent - arrived).max()) if len(sent) else -_ANY
-    return low, high
+        one = _within(worker, worker.clock_offset_ns + pservers[0].clock_offset_ns, bounds, slack_ns=2 * most)
+        aligned.append(replace(one, clock_error_ns=one.clock_error_ns + most))
+    return [*aligned, *pservers]
 
 
 def _within(process: Process, measured_ns: int, bounds: Sequence[tuple[int, int]], slack_ns: int = 0) -> Process:
@@ -146,37 +114,19 @@ def _within(process: Process, measured_ns: int, bounds: Sequence[tuple[int, int]
     Lower and upper limits may cross by `slack_ns`. An empty range means that a clock has drifted: then the bounds
     alone count, which are from the capture itself; if these contradict each other, too, the measured offset.
     """
-    error_ns = process.clock_error_ns
+    measured = measured_ns - process.clock_error_ns, measured_ns + process.clock_error_ns
     low, high = max(low for low, _ in bounds), min(high for _, high in bounds)
-    around = max(low, measured_ns - error_ns), min(high, measured_ns + error_ns)
-    for least, most in (around, (low, high), (measured_ns - error_ns, measured_ns + error_ns)):
+    for least, most in ((max(low, measured[0]), min(high, measured[1])), (low, high), measured):
         if least <= most + slack_ns:
-            left_ns = max(most - least, 0)
-            return replace(process, clock_offset_ns=(least + most) // 2, clock_error_ns=(left_ns + 1) // 2)
-    return process  # never: an error is not negative
+            break
+    return replace(process, clock_offset_ns=(least + most) // 2, clock_error_ns=(max(most - least, 0) + 1) // 2)
 
 
-def _wires(
-    kind: Kind,
-    number: int,
-    process: Process,
-    offsets: Mapping[int, int],
-    other: str,
-    messages: _Messages,
-    chosen: NDArray[np.bool_],
-) -> Iterator[Span]:
-    """Yields spans of the messages that a process has sent to others with these clock offsets."""
-    rows, arrived_ns = messages.sent[chosen].copy(), messages.arrived_ns[chosen]
-    rows["begin_ns"] = rows["end_ns"] + process.clock_offset_ns
-    there = np.array([offsets[one] for one in rows[other].tolist()], np.int64)
-    rows["end_ns"] = np.maximum(rows["begin_ns"], arrived_ns + there)
-    yield from _spans(kind, number, rows)
-
-
-def _spans(kind: Kind, process: int, rows: Array) -> Iterator[Span]:
+def _spans(kind: Kind, rows: Array, at: NDArray[np.intp], chosen: NDArray[np.bool_]) -> Iterator[Span]:
+    """Yields the chosen rows as spans; `at`: position of each row's process."""
     lanes: dict[tuple[int, int], str] = {}
-    for _, begin, end, *rest in rows.tolist():
+    for process, (_, begin_ns, end_ns, *rest) in zip(at[chosen].tolist(), rows[chosen].tolist(), strict=True):
         key = rest[-2], rest[-1]
         if (lane := lanes.get(key)) is None:
             lane = lanes[key] = lane_of(kind, rank=key[0], pserver=key[1])
-        yield Span(kind, process, lane, begin, end, *rest)
+        yield Span(kind, process, lane, begin_ns, end_ns, *rest)

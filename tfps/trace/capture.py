@@ -13,20 +13,9 @@ from typing import Literal, NamedTuple, get_args
 from tfps.errors import TfpsError
 
 Kind = Literal[
-    "step",
-    "forward",
-    "backward",
-    "gate",
-    "input",
-    "staging",
-    "ready",
-    "queued",
-    "wire",
-    "aggregate",
-    "reply_queued",
-    "reply_wire",
-    "update",
-]
+    "step", "forward", "backward", "gate", "input", "staging", "ready", "queued", "wire", "aggregate", "reply_queued",
+    "reply_wire", "update",
+]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Role = Literal["worker", "pserver"]
 Setting = str | int | float | bool | None
@@ -51,38 +40,21 @@ NONE = -1  # a field that does not apply to a span
 
 
 class Span(NamedTuple):
-    """Something that took time, or, where both times are equal, an instant.
+    """Something that took time, or, where both times are equal, an instant. Numbers that do not apply are -1."""
 
-    Attributes:
-        kind: see docs/trace_format.md.
-        process: position in `Capture.processes` of where it happened.
-        lane: the line of that process it is drawn in; see `lane_of`.
-        begin_ns, end_ns: on rank 0's clock.
-        step: its round of the exchange; of a gate, the round whose update it waits for.
-        bucket: position in `Capture.buckets`.
-        slice: number of the slice in its bucket; -1 for the whole bucket.
-        variable: position in `CapturedBucket.variables`, of a gate.
-        priority: 0 is the most urgent.
-        nbytes: of the payload.
-        rank: the worker whose push, queue, reply or gate it is; of an aggregate, the last worker to arrive.
-        pserver: the pserver that owns the slice.
-
-    Numbers that do not apply are -1.
-    """
-
-    kind: Kind
-    process: int
-    lane: str
-    begin_ns: int
+    kind: Kind  # see docs/trace_format.md
+    process: int  # position in `Capture.processes` of where it happened
+    lane: str  # the line of that process it is drawn in; see `lane_of`
+    begin_ns: int  # on rank 0's clock
     end_ns: int
-    step: int = NONE
-    bucket: int = NONE
-    slice: int = NONE
-    variable: int = NONE
-    priority: int = NONE
-    nbytes: int = NONE
-    rank: int = NONE
-    pserver: int = NONE
+    step: int = NONE  # its round of the exchange; of a gate, the round whose update it waits for
+    bucket: int = NONE  # position in `Capture.buckets`
+    slice: int = NONE  # its number in the bucket; NONE for the whole bucket
+    variable: int = NONE  # position in `CapturedBucket.variables`, of a gate
+    priority: int = NONE  # 0 is the most urgent
+    nbytes: int = NONE  # of the payload
+    rank: int = NONE  # whose push, queue, reply or gate it is; of an aggregate, the last worker to arrive
+    pserver: int = NONE  # which owns the slice
 
     @property
     def key(self) -> str:
@@ -91,7 +63,6 @@ class Span(NamedTuple):
 
     @property
     def duration_ns(self) -> int:
-        """How long it took."""
         return self.end_ns - self.begin_ns
 
 
@@ -102,24 +73,13 @@ def lane_of(kind: Kind, *, rank: int = NONE, pserver: int = NONE) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A worker or a pserver.
-
-    Args:
-        role: worker or pserver.
-        number: the rank of a worker, the number of a pserver.
-        host: its host or address, for display.
-        clock_offset_ns: what was added to its times to convert them to rank 0's clock.
-        clock_error_ns: possible error of that: half the round trip of the measurement.
-
-    Raises:
-        TfpsError: a value is out of range.
-    """
+    """A worker or a pserver."""
 
     role: Role
-    number: int
-    host: str = ""
-    clock_offset_ns: int = 0
-    clock_error_ns: int = 0
+    number: int  # the rank of a worker, the number of a pserver
+    host: str = ""  # or address, for display
+    clock_offset_ns: int = 0  # what was added to its times to convert them to rank 0's clock
+    clock_error_ns: int = 0  # possible error of that: half the round trip of the measurement
 
     def __post_init__(self) -> None:
         if self.role not in get_args(Role):
@@ -130,84 +90,55 @@ class Process:
 
     @property
     def name(self) -> str:
-        """`worker 0`, `pserver 1`."""
         return f"{self.role} {self.number}"
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedBucket:
-    """Variables that share slices and an update.
+    """Variables that share slices and an update."""
 
-    Args:
-        name: for display, as in messages of tfps.
-        variables: their names, in forward order.
-        priority: position of first use in the forward pass; 0 is the most urgent.
-        nbytes: of one worker's gradient; 0 if it varies by step.
-    """
-
-    name: str
-    variables: tuple[str, ...]
-    priority: int
-    nbytes: int
+    name: str  # for display, as in messages of tfps
+    variables: tuple[str, ...]  # their names, in forward order
+    priority: int  # position of first use in the forward pass; 0 is the most urgent
+    nbytes: int  # of one worker's gradient; 0 if it varies by step
 
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Some steps of a job.
+    """Some steps of a job. What its spans name must be there."""
 
-    Args:
-        processes: workers by rank, then pservers by number.
-        buckets: what is exchanged.
-        spans: all events, sorted by `begin_ns`; ties keep the given order.
-        steps: the requested steps, ascending.
-        settings: of the run, for display and comparison: policy, slice_bytes, window_bytes, ...
-        name: of the run.
-
-    Raises:
-        TfpsError: a span names a process, bucket, variable or worker that is not there, or ends before it begins.
-    """
-
-    processes: tuple[Process, ...]
-    buckets: tuple[CapturedBucket, ...]
-    spans: tuple[Span, ...]
-    steps: tuple[int, ...] = ()
-    settings: Mapping[str, Setting] = field(default_factory=dict)
-    name: str = ""
+    processes: tuple[Process, ...]  # workers by rank, then pservers by number
+    buckets: tuple[CapturedBucket, ...]  # what is exchanged
+    spans: tuple[Span, ...]  # all events, sorted by `begin_ns`; ties keep the given order
+    steps: tuple[int, ...] = ()  # that were requested, ascending
+    settings: Mapping[str, Setting] = field(default_factory=dict)  # of the run, for display and comparison
+    name: str = ""  # of the run
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spans", tuple(sorted(self.spans, key=lambda span: span.begin_ns)))
+        ranks = {process.number for process in self.workers} | {NONE}
+        owners = {process.number for process in self.pservers} | {NONE}
         for span in self.spans:
-            if not (
-                span.begin_ns <= span.end_ns
-                and 0 <= span.process < len(self.processes)
-                and NONE <= span.bucket < len(self.buckets)
-                and span.kind in LANES
-                and (span.variable < 0 or span.bucket >= 0)
-            ):
-                raise TfpsError(f"{self._wrong(span)}, got {span}")
-        ranks = {process.number for process in self.processes if process.role == "worker"} | {NONE}
-        owners = {process.number for process in self.processes if process.role == "pserver"} | {NONE}
-        for span in self.spans:
-            if span.rank not in ranks or span.pserver not in owners:
-                raise TfpsError(f"rank and pserver of a span must be those of a process, got {span}")
-            if span.variable >= 0 and span.variable >= len(self.buckets[span.bucket].variables):
-                raise TfpsError(f"variable of a span must be one of its bucket's, got {span}")
-
-    def _wrong(self, span: Span) -> str:
-        if span.begin_ns > span.end_ns:
-            return "a span must not end before it begins"
-        if span.kind not in LANES:
-            return f"kind of a span must be one of {', '.join(KINDS)}"
-        return f"a span must be of one of {len(self.processes)} processes and {len(self.buckets)} buckets"
+            if span.begin_ns > span.end_ns:
+                rule = "a span must not end before it begins"
+            elif span.kind not in LANES:
+                rule = f"kind of a span must be one of {', '.join(KINDS)}"
+            elif not (0 <= span.process < len(self.processes) and NONE <= span.bucket < len(self.buckets)):
+                rule = f"a span must be of one of {len(self.processes)} processes and {len(self.buckets)} buckets"
+            elif span.rank not in ranks or span.pserver not in owners:
+                rule = "rank and pserver of a span must be those of a process"
+            elif span.variable >= (len(self.buckets[span.bucket].variables) if span.bucket >= 0 else 0):
+                rule = "variable of a span must be one of its bucket's"
+            else:
+                continue
+            raise TfpsError(f"{rule}, got {span}")
 
     @property
     def workers(self) -> list[Process]:
-        """By position in `processes`."""
         return [process for process in self.processes if process.role == "worker"]
 
     @property
     def pservers(self) -> list[Process]:
-        """By position in `processes`."""
         return [process for process in self.processes if process.role == "pserver"]
 
     def variable_name(self, span: Span) -> str:
@@ -222,17 +153,12 @@ def rows(spans: Iterable[tuple[int, int]]) -> list[int]:
     """Packs (begin, end), ascending by begin, into as few rows as possible without overlap; returns their rows."""
     busy: list[tuple[int, int]] = []
     free: list[int] = []
-    count = 0
     placed = []
     for begin, end in spans:
         while busy and busy[0][0] <= begin:
             heapq.heappush(free, heapq.heappop(busy)[1])
-        if free:
-            row = heapq.heappop(free)
-        else:
-            row, count = count, count + 1
-        placed.append(row)
-        heapq.heappush(busy, (end, row))
+        placed.append(heapq.heappop(free) if free else len(busy))
+        heapq.heappush(busy, (end, placed[-1]))
     return placed
 
 

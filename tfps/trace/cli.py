@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING
 from tfps import __version__
 from tfps.errors import TfpsError
 from tfps.trace.capture_file import captures_below, read
-from tfps.trace.summary import LinkUse, Summary, Totals, summarize
+from tfps.trace.summary import Summary, Totals, summarize
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        summaries = [summarize(read(_capture(path))) for path in options.files]
+        summaries = [summarize(read(_newest(path) if path.is_dir() else path)) for path in options.files]
         if options.csv is None:
             _show(summaries)
         elif str(options.csv) == "-":
@@ -52,13 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _capture(path: Path) -> Path:
-    """The file itself, or the newest capture of a log directory."""
-    if not path.is_dir():
-        return path
-    found = captures_below(path)
-    if not found:
-        raise TfpsError(f"no capture is in {path}: record one with `tfps_launch --logdir {path}` or TFPS_TRACE")
+def _newest(log_dir: Path) -> Path:
+    if not (found := captures_below(log_dir)):
+        raise TfpsError(f"no capture is in {log_dir}: record one with `tfps_launch --logdir {log_dir}` or TFPS_TRACE")
     return found[0]
 
 
@@ -70,9 +66,8 @@ def write_csv(summaries: Sequence[Summary], file: IO[str]) -> None:
     for summary in summaries:
         for step in summary.steps:
             own = {"run": summary.name, "step": step.step}
-            cells = [own.get(name, getattr(step.totals, name, None)) for name in _CSV]
-            links = [getattr(link, name) for link in step.totals.links for name in _LINK_CSV]
-            writer.writerow(["" if cell is None else cell for cell in [*cells, *links]])
+            cells = [own.get(name, getattr(step.totals, name, None)) for name in _CSV]  # csv writes None as nothing
+            writer.writerow([*cells, *(getattr(link, name) for link in step.totals.links for name in _LINK_CSV)])
 
 
 def _show(summaries: Sequence[Summary]) -> None:
@@ -104,19 +99,24 @@ def _parts(summary: Summary) -> Iterator[RenderableType]:
     settings = ", ".join(f"{name} {value}" for name, value in summary.settings.items())
     yield Text.assemble((summary.name, "bold"), " ", settings)
     yield Text.assemble("limited by ", (summary.limit, "bold"), "\n")
-    rows = [_row(str(step.step), step.totals, 1) for step in summary.steps]
     heads = ("step", "took", "computing", "exposed wait", "input", "overlap", "slowest", "out of order")
     yield "[dim]steps, means of workers[/dim]"
-    yield table(heads, [*rows, _row("mean", totals, steps)])
-    links = [_link(link, totals.duration_ns, steps) for link in totals.links]
+    yield table(heads, [*(_row(str(step.step), step.totals, 1) for step in summary.steps), _row("mean", totals, steps)])
+    links = [
+        (
+            str(link.pserver),
+            *(f"{link.pushed_bytes / steps / 1e6:.4g} MB", f"{link.push_busy_ns / totals.duration_ns:.1%}"),
+            *(f"{link.replied_bytes / steps / 1e6:.4g} MB", f"{link.reply_busy_ns / totals.duration_ns:.1%}"),
+        )
+        for link in totals.links
+    ]
     yield "\n[dim]pservers, per step[/dim]"
     yield table(("pserver", "pushed", "in use", "replied", "in use"), links)
     runs = steps * summary.workers
     costs = [(cost.variable, _ms(cost.exposed_ns / runs)) for cost in summary.costs[:_SHOWN]]
     yield "\n[dim]most waited for, per step and worker[/dim]"
     yield table(("variable", "exposed wait"), costs)
-    if summary.inversion is not None:
-        pair = summary.inversion
+    if (pair := summary.inversion) is not None:
         yield Text(f"\nmost often out of order: {pair.sent} sent while {pair.waiting} waited ({pair.times} times)")
 
 
@@ -125,14 +125,6 @@ def _row(name: str, totals: Totals, steps: int) -> tuple[str, ...]:
     times = (totals.duration_ns, totals.compute_ns, totals.exposed_ns, totals.input_ns)
     wrong = f"{totals.inversions} of {totals.messages}"
     return (name, *(_ms(ns / steps) for ns in times), f"{totals.overlap:.1%}", slowest, wrong)
-
-
-def _link(link: LinkUse, duration_ns: float, steps: int) -> tuple[str, ...]:
-    def one(nbytes: int, busy_ns: int) -> tuple[str, str]:
-        return f"{nbytes / steps / 1e6:.4g} MB", f"{busy_ns / duration_ns:.1%}"
-
-    pushed = one(link.pushed_bytes, link.push_busy_ns)
-    return (str(link.pserver), *pushed, *one(link.replied_bytes, link.reply_busy_ns))
 
 
 def _ms(ns: float) -> str:

@@ -11,23 +11,10 @@ import numpy as np
 
 from tfps.trace.capture import KINDS, NONE, Kind, Span
 
-# A span as bytes, as a process keeps and sends it.
-RECORD = np.dtype(
-    [
-        ("kind", "u1"),  # position in KINDS, or one of the two below
-        ("begin_ns", "<i8"),
-        ("end_ns", "<i8"),
-        ("step", "<i8"),
-        ("bucket", "<i4"),
-        ("slice", "<i8"),
-        ("variable", "<i4"),
-        ("priority", "<i8"),
-        ("nbytes", "<i8"),
-        ("rank", "<i4"),
-        ("pserver", "<i4"),
-    ]
-)
-_pack = struct.Struct("<Bqqqiqiqqii").pack
+# A span as bytes, as a process keeps and sends it: its kind is a position in KINDS, or one of the two below.
+_FORMAT = "Bqqqiqiqqii"
+RECORD = np.dtype([(name, f"<{code}") for name, code in zip(("kind", *Span._fields[3:]), _FORMAT, strict=True)])
+_pack = struct.Struct(f"<{_FORMAT}").pack
 UNKNOWN = -(2**63)  # a time that was not recorded
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
 SENT = 100  # a slice was queued at begin_ns (may be UNKNOWN) and sent at end_ns
@@ -38,16 +25,13 @@ class Recorder:
     """A ring buffer of spans from any thread.
 
     Off until `start` is called; callers check `enabled` first, so that a recorder that is off costs one attribute read.
-
-    Args:
-        capacity: how many of the latest are kept. A span takes 65 bytes plus Python's 41.
-        clock: gives all times of this process in a capture, nanoseconds.
+    Keeps the latest spans up to its capacity; each takes 65 bytes plus Python's 41.
     """
 
     def __init__(self, capacity: int = 1_000_000, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.enabled = False
         self.started_ns = 0  # by the last `start`
-        self.clock = clock
+        self.clock = clock  # gives all times of this process in a capture, nanoseconds
         # Bytes, not tuples: fast to make, no work for the garbage collector, ready to send.
         self._spans: deque[bytes] = deque(maxlen=capacity)
 
@@ -62,27 +46,15 @@ class Recorder:
         self.enabled = False
 
     def span(
-        self,
-        kind: Kind,
-        begin_ns: int,
-        end_ns: int,
-        *,
-        step: int = NONE,
-        bucket: int = NONE,
+        self, kind: Kind, begin_ns: int, end_ns: int, *, step: int = NONE, bucket: int = NONE,
         slice: int = NONE,  # noqa: A002
-        variable: int = NONE,
-        priority: int = NONE,
-        nbytes: int = NONE,
-        rank: int = NONE,
-        pserver: int = NONE,
-    ) -> None:
+        variable: int = NONE, priority: int = NONE, nbytes: int = NONE, rank: int = NONE, pserver: int = NONE,
+    ) -> None:  # fmt: skip
         """Adds a span of this process, times by `clock`; callable from any thread."""
         if self.enabled:
-            self._spans.append(
-                _pack(
-                    _CODES[kind], begin_ns, end_ns, step, bucket, slice, variable, priority, nbytes, rank, pserver
-                )
-            )  # fmt: skip
+            code = _CODES[kind]
+            row = _pack(code, begin_ns, end_ns, step, bucket, slice, variable, priority, nbytes, rank, pserver)
+            self._spans.append(row)
 
     def sent(
         self, put_ns: int, taken_ns: int, step: int, bucket: int, index: int, priority: int, nbytes: int, rank: int,
@@ -110,12 +82,3 @@ class Recorder:
     def full(self) -> bool:
         """Whether the first spans may have been dropped."""
         return len(self._spans) == self._spans.maxlen
-
-    def spans(self) -> list[Span]:
-        """The spans so far, in the order of recording, without those of `sent` and `arrived`.
-
-        Times are on this recorder's clock; process and lane are unknown here.
-        """
-        records = np.frombuffer(self.records(), RECORD)
-        found = records[records["kind"] < len(KINDS)]
-        return [Span(KINDS[code], NONE, "", *rest) for code, *rest in found.tolist()]

@@ -7,28 +7,25 @@ tests/runtime/test_report.py.
 from __future__ import annotations
 
 import enum
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
+from operator import itemgetter
 
 Interval = tuple[int, int]
 Intervals = list[Interval]
 NEGLIGIBLE = 0.03  # of a step
+_begin, _end = itemgetter(0), itemgetter(1)
 
 
 def union(found: Iterable[Interval]) -> Intervals:
     """The times covered by at least one interval."""
     merged: Intervals = []
-    last_begin = last_end = 0
     for begin, end in sorted(found):
-        if begin >= end:
-            continue
-        if merged and begin <= last_end:
-            if end > last_end:
-                last_end = end
-                merged[-1] = (last_begin, end)
-        else:
-            last_begin, last_end = begin, end
+        if merged and begin <= merged[-1][1]:
+            if end > merged[-1][1]:
+                merged[-1] = (merged[-1][0], end)
+        elif begin < end:
             merged.append((begin, end))
     return merged
 
@@ -40,79 +37,49 @@ def total(times: Intervals) -> int:
 
 def clip(times: Intervals, begin: int, end: int) -> Intervals:
     """The part of a set within [begin, end)."""
-    first = max(bisect_left(times, (begin, begin)) - 1, 0)
-    found = []
-    for position in range(first, len(times)):
-        if times[position][0] >= end:
-            break
-        one = max(times[position][0], begin), min(times[position][1], end)
-        if one[0] < one[1]:
-            found.append(one)
-    return found
+    if begin >= end:
+        return []
+    within = times[bisect_right(times, begin, key=_end) : bisect_left(times, end, key=_begin)]
+    return [(max(first, begin), min(last, end)) for first, last in within]
 
 
 def intersection(one: Intervals, other: Intervals) -> Intervals:
     """The times in both."""
-    found, i, j = [], 0, 0
-    while i < len(one) and j < len(other):
-        begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
-        if begin < end:
-            found.append((begin, end))
-        if one[i][1] < other[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
+    return [part for begin, end in one for part in clip(other, begin, end)]
 
 
 def difference(one: Intervals, other: Intervals) -> Intervals:
     """The times in the first but not in the second."""
-    found, j = [], 0
+    found = []
     for begin, end in one:
-        while j < len(other) and other[j][1] <= begin:
-            j += 1
-        k = j
-        while k < len(other) and other[k][0] < end:
-            if other[k][0] > begin:
-                found.append((begin, other[k][0]))
-            begin = max(begin, other[k][1])
-            k += 1
+        for first, last in clip(other, begin, end):
+            if begin < first:
+                found.append((begin, first))
+            begin = last
         if begin < end:
             found.append((begin, end))
     return found
 
 
-class StepTimes(NamedTuple):
-    """Nanoseconds of one step of one worker.
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Nanoseconds of one step of one worker."""
 
-    Attributes:
-        compute_ns: forward and backward, without waiting for gates or input.
-        exposed_ns: at least one read waited at a gate.
-        input_ns: the worker waited for its batch.
-        under_way_ns: an exchange was under way.
-        hidden_ns: the part of that while no read waited.
-    """
-
-    compute_ns: int
-    exposed_ns: int
-    input_ns: int
-    under_way_ns: int
-    hidden_ns: int
+    duration_ns: int
+    compute_ns: int  # forward and backward, without waiting for gates or input
+    exposed_ns: int  # at least one read waited at a gate
+    input_ns: int  # the worker waited for its batch
+    under_way_ns: int  # an exchange was under way
+    hidden_ns: int  # the part of that while no read waited
 
 
 def step_times(
     bounds: Interval, computing: Intervals, gates: Intervals, inputs: Intervals, under_way: Intervals
 ) -> StepTimes:
-    """The times of a step; the sets of times are clipped to its `bounds`.
-
-    Args:
-        computing: forward and backward passes, waiting included.
-        gates: when a read waited at a gate.
-        inputs: when the worker waited for a batch.
-        under_way: when an exchange was under way.
-    """
+    """The times of a step; the sets of times are clipped to its `bounds`. `computing` has waiting included."""
     busy, exposed, waiting, exchange = (clip(times, *bounds) for times in (computing, gates, inputs, under_way))
     return StepTimes(
+        duration_ns=bounds[1] - bounds[0],
         compute_ns=total(difference(busy, union(exposed + waiting))),
         exposed_ns=total(exposed),
         input_ns=total(waiting),
