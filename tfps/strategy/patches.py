@@ -17,18 +17,9 @@ from tfps.policies import remote_optimizers
 from tfps.strategy import optimizers
 from tfps.updates import reductions
 
-TABLE: tuple[Patch, ...] = (
-    *tf_private.PATCHES,  # functions
-    *reductions.PATCHES,
-    *random_numbers.PATCHES,  # data and noise
-    *layers.PATCHES,  # models
-    *optimizers.PATCHES,
-    *remote_optimizers.PATCHES,
-    *weighing.PATCHES,  # steps
-    *loops.PATCHES,
-    *agreed_logs.PATCHES,
-    *checkpoint.PATCHES,
-)
+_MODULES = [tf_private, reductions, random_numbers, layers, optimizers, remote_optimizers, weighing, loops]
+_MODULES += [agreed_logs, checkpoint]
+TABLE: tuple[Patch, ...] = tuple(patch for module in _MODULES for patch in module.PATCHES)
 
 
 @functools.cache
