@@ -43,13 +43,7 @@ class Area:
 
     def __init__(self, device: str, dtypes: Sequence[tf.DType], name: str) -> None:
         self.device, self._indices = device, list(range(len(dtypes)))
-        self._attributes: dict[str, Argument] = {
-            "dtypes": list(dtypes),
-            "capacity": 0,
-            "memory_limit": 0,
-            "container": "",
-            "shared_name": name,
-        }
+        self._attributes: dict[str, Argument] = {"dtypes": list(dtypes), "shared_name": name}
 
     def put(self, key: tf.Tensor, tensors: list[tf.Tensor]) -> None:
         with tf.device(self.device):
@@ -116,18 +110,14 @@ class Stage:
                 for index, tensor in zip(indices, area.take(key), strict=True):
                     tensor.set_shape(self._shapes[index])
                     flat[index] = tensor
-            parts = iter(flat)
-            values = [
-                _packed(leaf, [next(parts) for _ in of]) for leaf, of in zip(self._leaves, self._parts, strict=True)
-            ]
+            values, parts = [], iter(flat)
+            for spec, of in zip(self._leaves, self._parts, strict=True):
+                own = [next(parts) for _ in of]
+                packs = own and not isinstance(spec, tf.TensorSpec)
+                packed = tf.nest.pack_sequence_as(spec, own, expand_composites=True) if packs else next(iter(own), None)
+                values.append(packed)
             batches.append(tf.nest.pack_sequence_as(self._spec, values))
         return batches
-
-
-def _packed(spec: Structure, parts: list[tf.Tensor]) -> Structure:
-    if isinstance(spec, tf.TensorSpec):
-        return parts[0]
-    return tf.nest.pack_sequence_as(spec, parts, expand_composites=True) if parts else None
 
 
 class Staging:
@@ -159,7 +149,7 @@ class Staging:
         self.fetch_add = runtime.exchange.peers.fetch_add
         self.keys = itertools.count()
         self.number = next(_numbers)
-        _stagings[self.number] = self
+        stagings[self.number] = self
         self._areas: dict[tuple[int, tuple[tf.DType, ...], bool], Area] = {}
         self._lock = threading.RLock()  # guards the next two; reentrant: the garbage collector may call close anywhere
         self._running: set[Feed] = set()
@@ -169,14 +159,7 @@ class Staging:
             self.ended = tf.queue.FIFOQueue(1, [tf.int64], [[]], name="tfps_ended")
             self.ended.close()
 
-    @staticmethod
-    def of(number: int) -> Staging:
-        """Returns the staging with this number, which must exist."""
-        return _stagings[number]
-
     def stage(self, element_spec: Structure, *, on_devices: bool = True) -> Stage:
-        """Returns the stage for batches with this per-replica spec."""
-
         def area(replica: int, dtypes: tuple[tf.DType, ...], on_host: bool) -> Area:
             on_host = on_host or not on_devices
             with self._lock:
@@ -191,8 +174,7 @@ class Staging:
     def staged(self) -> int:
         """Returns the number of tensor lists in all areas."""
         with self._lock:
-            areas = list(self._areas.values())
-        return sum(area.size() for area in areas)
+            return sum(area.size() for area in self._areas.values())
 
     def no_batch(self) -> tf.Tensor:
         """Returns the result (int64 scalar) of an op that fails like the end of data."""
@@ -204,7 +186,6 @@ class Staging:
         return next(_epochs.setdefault(self._runtime, itertools.count()))
 
     def note_first(self, digest: int) -> None:
-        """Notes the digest of a feed's first batch."""
         with self._lock:
             self._firsts.append(digest)
 
@@ -248,7 +229,7 @@ class Staging:
 
 _numbers = itertools.count()
 _epochs: weakref.WeakKeyDictionary[Runtime, Iterator[int]] = weakref.WeakKeyDictionary()
-_stagings: weakref.WeakValueDictionary[int, Staging] = weakref.WeakValueDictionary()
+stagings: weakref.WeakValueDictionary[int, Staging] = weakref.WeakValueDictionary()  # by number
 
 
 class Feed:
@@ -313,11 +294,11 @@ class Feed:
         with self._lock:
             if self._thread is not None or self.stopped:
                 return
-            if not self._staging.started(self):
+            if self._staging.started(self):
+                self._thread = threading.Thread(target=self._run, name=f"tfps-stage-{self.number}", daemon=True)
+                self._thread.start()
+            else:
                 self.stop()
-                return
-            self._thread = threading.Thread(target=self._run, name=f"tfps-stage-{self.number}", daemon=True)
-            self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread, which removes what it has staged. Any thread or finalizer may call it.
@@ -378,11 +359,9 @@ class Feed:
                 text = ""
             except _StoppedError:
                 return
-            except (tf.errors.CancelledError, tf.errors.OutOfRangeError) as error:
-                if self.stopped:
-                    return
-                text = _text(error)
             except Exception as error:  # any error of the user's input pipeline: its step raises it
+                if self.stopped and isinstance(error, tf.errors.CancelledError | tf.errors.OutOfRangeError):
+                    return
                 text = _text(error)
             self._end(text)
         except (_StoppedError, tf.errors.CancelledError):
@@ -394,11 +373,15 @@ class Feed:
 
     def _read(self) -> Iterator[Group]:
         """Yields groups of batches, one per replica."""
-        groups, self._groups = self._groups, None
-        begun = not self._compares
+        groups, self._groups, begun = self._groups, None, not self._compares
         while not self.stopped and groups is not None:
             self._go()
-            self._wait_until_allowed()
+            if self._allowed is not None:
+                while not self._left:
+                    self._left = self._allowed.get()
+                if self.stopped:
+                    raise _StoppedError
+                self._left -= 1
             group = next(groups, None) if begun else self._read_first(groups)
             begun = True
             if group is None:
@@ -426,14 +409,6 @@ class Feed:
         """If batches are handed out, waits until the last one has been taken."""
         if self._hands_out:
             self._put_token(GO, "", self._unknown)
-
-    def _wait_until_allowed(self) -> None:
-        if self._allowed is not None:
-            while not self._left:
-                self._left = self._allowed.get()
-            if self.stopped:
-                raise _StoppedError
-            self._left -= 1
 
     def _wait_for_room(self) -> None:
         if self._room is not None:
@@ -528,7 +503,6 @@ def _sum(rows: list[int]) -> int:
 
 
 def _text(error: Exception) -> str:
-    """Returns the message for an input pipeline error: its class and its text."""
     if isinstance(error, TfpsError):  # no error of the pipeline
         return to_text(error)
     return f"the input pipeline failed: {type(error).__name__}: {getattr(error, 'message', None) or error}"
