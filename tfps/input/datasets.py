@@ -28,7 +28,7 @@ from tfps.graph.tf_private import (
     of_any_size,
 )
 from tfps.input.first_batches import DIVIDED, AutoShardPolicy, FirstBatches, is_same_on_all, shard_policy
-from tfps.input.iterators import Loop, LoopIterator, StagedIterator, StagedIteratorSpec
+from tfps.input.iterators import LoopIterator, StagedIterator, StagedIteratorSpec
 from tfps.input.staging import Feed, Group, Staging
 from tfps.keras_hooks.random_numbers import of_its_own
 from tfps.types import Argument, Batches, Function, Structure, Value
@@ -52,7 +52,7 @@ class _Staged:
         if self.staging.closed or not tf.executing_eagerly():
             iterator = super().__iter__()  # type: ignore[misc]
             lockstep = None if self.staging.closed else self.staging.lockstep
-            return iterator if lockstep is None else LoopIterator(iterator, self.staging, Loop(lockstep))
+            return iterator if lockstep is None else LoopIterator(iterator, self.staging, lockstep)
         extended = self._strategy.extended
         whole = self.whole if extended.hands_out else None
         sources = self.sources if whole is None else whole()
@@ -102,12 +102,6 @@ def distribute_dataset(
     context: tf.distribute.InputContext,
     options: tf.distribute.InputOptions | None,
 ) -> Batches:
-    """Returns what `experimental_distribute_dataset` does.
-
-    Raises:
-        UnsupportedError: `options` ask for one dataset per replica, which requires a dataset function; or batches that
-            are cut by rows are to be sharded by their files.
-    """
     in_python = context.num_input_pipelines > 1 and of_whole_job(dataset)
     if in_python or (context.num_replicas_in_sync > 1 and has_scalars(dataset)):
         return _distribute_rows(extended, dataset, context, options)
@@ -297,12 +291,7 @@ def read_groups(
 
 
 class Stream:
-    """A dataset from which groups are handed out, epoch by epoch.
-
-    Args:
-        open_groups: reads the dataset from its begin.
-        draw: draws a number from a counter, see `Peers.fetch_add`.
-    """
+    """A dataset from which groups are handed out, epoch by epoch; `draw` draws a number from a counter."""
 
     def __init__(self, open_groups: Callable[[], Iterator[Group]], draw: Callable[[str], int]) -> None:
         self._open, self._draw = open_groups, draw
@@ -316,9 +305,6 @@ class Stream:
         Args:
             counter: the same on all ranks, another one for each epoch.
             steps: groups of the epoch, for all workers together; None: all that are left.
-
-        Raises:
-            UnsupportedError: the counter has begun anew, as pservers keep only so many; when a group is taken.
         """
         self._begin += self._steps
         self._steps = steps or 0

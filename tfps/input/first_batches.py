@@ -112,11 +112,7 @@ def _digest(tensors: Sequence[Array]) -> int:
 
 
 def check(digests: Array) -> None:
-    """Compares the ranks' digests of what should be one batch, or of their own ones.
-
-    Raises:
-        MismatchError: the data differ.
-    """
+    """Compares the ranks' digests of what should be one batch, or of their own ones."""
     if (digests == NOTHING).any() or ((digests < 0) != (digests[0] < 0)).any():
         return
     own = digests[0] < 0

@@ -25,11 +25,7 @@ _numbers = itertools.count(-1, -1)  # distinct from those of feeds
 class StagedIteratorSpec(tf.TypeSpec):
     """Spec of a `StagedIterator`: equal for all iterators over one dataset, so a new epoch needs no retracing.
 
-    Args:
-        number: of the staging.
-        element_spec: of one replica's batch.
-        on_devices: whether batches are staged on the replicas' devices; else on the host.
-        hands_out: whether batches are handed out.
+    `number` is that of the staging, `element_spec` of one replica's batch.
     """
 
     __slots__ = ("_element_spec", "_number", "_on_devices", "hands_out")
@@ -73,12 +69,9 @@ class StagedIteratorSpec(tf.TypeSpec):
 
 
 class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
-    """Yields the batches that a `Feed` stages. Can be passed to a `tf.function` as an argument.
+    """Yields the batches that a `Feed` stages; inside a graph there is none, but its key queue and number.
 
-    Args:
-        tokens: resource handle of the key queue.
-        number: of the feed, int64 scalar.
-        feed: None inside a graph.
+    Can be passed to a `tf.function` as an argument.
     """
 
     def __init__(
@@ -127,11 +120,7 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
         return self._spec.take(key)
 
     def get_next_as_optional(self) -> tf.experimental.Optional:
-        """Returns the next batch, or an empty optional at the end of the data.
-
-        Raises:
-            tf.errors.InvalidArgumentError: as `get_next`.
-        """
+        """Returns the next batch, or an empty optional at the end of the data; raises as `get_next`."""
         key = self._token()
         return tf.cond(
             tf.equal(key, END),
@@ -240,9 +229,9 @@ class Loop(Request):
 class LoopIterator:
     """Wraps TensorFlow's iterator inside a function; several workers agree on each batch."""
 
-    def __init__(self, iterator: Batches, staging: Staging, loop: Loop) -> None:
-        self._iterator, self._staging, self._loop = iterator, staging, loop
-        loop.send(tf.constant(_BEGINS, tf.int64))
+    def __init__(self, iterator: Batches, staging: Staging, lockstep: Lockstep) -> None:
+        self._iterator, self._staging, self._loop = iterator, staging, Loop(lockstep)
+        self._loop.send(tf.constant(_BEGINS, tf.int64))
 
     def __iter__(self) -> LoopIterator:
         return self
@@ -268,11 +257,7 @@ class LoopIterator:
         return tf.cond(used, lambda: batch, lambda: tf.experimental.Optional.empty(batch.element_spec))
 
     def get_next(self) -> Structure:
-        """Returns the next batch.
-
-        Raises:
-            tf.errors.OutOfRangeError: the data has ended.
-        """
+        """Returns the next batch; raises OutOfRangeError at the end of the data."""
         batch = self.get_next_as_optional()
         go_on = tf.cond(batch.has_value(), lambda: tf.constant(0, tf.int64), self._staging.no_batch)
         with tf.control_dependencies([go_on]):

@@ -64,12 +64,7 @@ class Area:
 
 
 class Stage:
-    """Stores batches of one structure, one per local replica, as flat tensors in areas.
-
-    Args:
-        element_spec: of one replica's batch.
-        areas: returns the area for (replica, dtypes, on the host).
-    """
+    """Stores batches of one structure, one per local replica, as flat tensors in areas."""
 
     def __init__(
         self, element_spec: Structure, replicas: int, areas: Callable[[int, tuple[tf.DType, ...], bool], Area]
@@ -124,7 +119,6 @@ class Staging:
     """Owns one strategy's staged batches and staging threads.
 
     Args:
-        devices: of the local replicas.
         depth: batches staged ahead per iterator and device.
         last_batch: where graphs note the rows of the batches they take; None if the job has one replica.
         compares: the ranks compare the first batch of each iterator.
@@ -214,10 +208,7 @@ class Staging:
                     area.clear()
 
     def close(self) -> None:
-        """Ends all threads. A thread inside the user's code ends when that code returns.
-
-        Called when the strategy is closed, possibly before the runtime it shares with others.
-        """
+        """Ends all threads; one inside the user's code ends when that returns. The runtime may go on."""
         with self._lock:
             self.closed = True
             running = list(self._running)
@@ -236,7 +227,6 @@ class Feed:
     """Host side of one iterator: its key queue and the thread that fills it, started on first use.
 
     Args:
-        groups: what it stages.
         batches: number of steps in the data; None if unknown or infinite.
         meets: several workers synchronize at the first batch that eager code takes.
         hands_out: a batch that this worker gets is no other's, so the next one is asked for only once a step has taken

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import weakref
@@ -25,17 +24,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfps.errors import MismatchError
-from tfps.graph.patches import BaseStrategy, Patch, replica_context
+from tfps.graph.patches import BaseStrategy, replica_context
 from tfps.graph.rows import UNKNOWN
 from tfps.graph.shares import current_share
-from tfps.keras_hooks import hooks
-from tfps.keras_hooks.hooks import for_callbacks, for_models
+from tfps.keras_hooks.hooks import for_callbacks, for_models, replaces
 from tfps.keras_hooks.weighing import mean
 from tfps.types import Array, Callback, Function, Json, Layer, Logs, Model, Optimizer, Structure
 
 _PROGRAMS = "tests/integration/test_programs.py"
-PATCHES: list[Patch] = []
-replaces = functools.partial(hooks.replaces, PATCHES)
 
 
 @replaces(keras.Model, "_get_metrics_result_or_logs", _PROGRAMS)
@@ -74,7 +70,7 @@ def _stop_together(
 def _stop_at_epoch_end(
     original: Function, strategy: BaseStrategy, callback: Callback, epoch: int, logs: Logs | None = None
 ) -> None:
-    """The same for workers that do not step together: at the end of an epoch."""
+    """All ranks stop at the end of an epoch if they do not step together."""
     original(callback, epoch, logs)
     if strategy.num_replicas_in_sync > 1 and not strategy.extended.policy.together:
         # Keras' own, by logs which all ranks have alike.
@@ -135,23 +131,14 @@ class Value:
 
 @dataclass(frozen=True)
 class Said:
-    """One rank's logs, as sent to the others.
+    """One rank's logs, as sent to the others."""
 
-    Args:
-        weight: of this rank in a mean; see `weight`.
-        are_metrics: the logs are the model's metrics, so Keras uses those.
-        names: of the leaves.
-        values: of the leaves; empty if `are_metrics`.
-        same: for each leaf, indices of the model's metrics whose local result is equal.
-        of_rows: for each leaf, whether it has one value for each row of this rank's last batch.
-    """
-
-    weight: int
-    are_metrics: bool
-    names: list[str]
-    values: list[Value]
-    same: list[list[int]]
-    of_rows: list[bool]
+    weight: int  # of this rank in a mean; see `weight`
+    are_metrics: bool  # the logs are the model's metrics, so Keras uses those
+    names: list[str]  # of the leaves
+    values: list[Value]  # of the leaves; empty if `are_metrics`
+    same: list[list[int]]  # for each leaf, indices of the model's metrics whose local result is equal
+    of_rows: list[bool]  # for each leaf, whether it has one value for each row of this rank's last batch
 
     @classmethod
     def parse(cls, said: Json) -> Said:
@@ -162,14 +149,7 @@ class Said:
 def conclude(ranks: Sequence[Said], metrics: Sequence[str]) -> list[int | Array | None]:
     """Decides for each leaf: a metric's result (its index), a mean over ranks, or None if all ranks have the same.
 
-    What has a value for each row is joined, in rank order.
-
-    Args:
-        ranks: their logs, which have the same names.
-        metrics: names of the model's metrics.
-
-    Raises:
-        MismatchError: a leaf cannot be made equal.
+    What has a value for each row is joined, in rank order. `ranks` have the same names; `metrics` are the model's.
     """
     found: list[int | Array | None] = []
     for leaf, name in enumerate(ranks[0].names):
@@ -201,10 +181,7 @@ def _average(values: Sequence[Array], weights: Sequence[int]) -> Array:
 
 
 def _agreed(strategy: tf.distribute.Strategy, model: Model, logs: Logs, are_metrics: bool) -> Logs:
-    """Returns `logs` as agreed by all ranks, which must all call this.
-
-    `are_metrics`: they have the names of the model's metrics.
-    """
+    """Returns `logs` as agreed by all ranks, which must all call this; `are_metrics`: by their names."""
     leaves = keras.tree.flatten_with_path(logs)
     names = ["/".join(map(str, path)) for path, _ in leaves]
     rows = strategy.extended.last_batch.given()
@@ -287,11 +264,7 @@ _within: weakref.WeakSet[Model] = weakref.WeakSet()  # models that fit or are ev
 
 @contextlib.contextmanager
 def compared_tables(strategy: tf.distribute.Strategy, model: Model) -> Iterator[None]:
-    """Compares before the block, in which `model` is trained or evaluated; within another such block it does not.
-
-    Raises:
-        MismatchError: the layers of `model` have adapted to different data.
-    """
+    """Compares before the block, in which `model` is trained or evaluated; within another such block it does not."""
     outermost = model not in _within
     compares = strategy.num_workers > 1 and strategy.config.check_every and strategy.extended.policy.together
     if outermost and compares and (own := list(map(_digest, _adapted(model)))):

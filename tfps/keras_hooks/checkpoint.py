@@ -34,13 +34,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfps.graph.patches import BaseStrategy, Patch, strategy_of
-from tfps.keras_hooks import hooks
+from tfps.graph.patches import BaseStrategy, strategy_of
 from tfps.keras_hooks.agreed_logs import agreed_logs
-from tfps.keras_hooks.hooks import for_callbacks, for_models
+from tfps.keras_hooks.hooks import for_callbacks, for_models, replaces
 from tfps.keras_hooks.keras_private import legacy_h5_format, saving_lib
 from tfps.keras_hooks.loops import with_shown_parameters
-from tfps.keras_hooks.variables import of_tensorflow, take_from_first_rank
+from tfps.keras_hooks.variables import RemoteVariable, of_tensorflow, slots_from_first_rank
 from tfps.runtime.remote import Ahead
 from tfps.types import Argument, Array, Callback, Function, Logs, Model, Optimizer, Variable
 
@@ -50,8 +49,6 @@ _MARK = "tfps_brought"  # attribute of an HDF5 file
 _PROGRAMS, _LOCAL = "tests/integration/test_programs.py", "tests/integration/test_local_programs.py"
 _OUTER = "tests/policies/test_outer.py"
 _backup, _checkpoint = keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint
-PATCHES: list[Patch] = []
-replaces = functools.partial(hooks.replaces, PATCHES)
 
 
 # State beside what Keras saves.
@@ -262,8 +259,10 @@ def _take_from_first_rank(strategy: BaseStrategy, model: Model, restored: bool) 
         return
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    own = take_from_first_rank([*model.weights, *model.optimizer.variables], strategy)
-    strategy.extended.take_from_first_rank(list({id(each.value): each.value for each in own}.values()))
+    state = [*model.weights, *model.optimizer.variables]
+    slots_from_first_rank([each.slot for each in state if isinstance(each, RemoteVariable)], strategy)
+    own = {id(each.value): each.value for each in state if not isinstance(each, RemoteVariable)}
+    strategy.extended.take_from_first_rank(list(own.values()))
 
 
 # Files that every rank writes.

@@ -11,13 +11,13 @@ from types import ModuleType
 
 from tfps.graph.patches import Patch, strategy_of
 from tfps.keras_hooks.keras_private import check
-from tfps.types import Callback, Function, Model
+from tfps.types import Function, Value
+
+PATCHES: list[Patch] = []  # of all modules with hooks that have been imported
 
 
-def replaces(
-    patches: list[Patch], owner: type | ModuleType, name: str, test: str, why: str = ""
-) -> Callable[[Function], Function]:
-    """Lets `hook(original, ...)` take the place of `owner.name`; adds that to `patches`.
+def replaces(owner: type | ModuleType, name: str, test: str, why: str = "") -> Callable[[Function], Function]:
+    """Lets `hook(original, ...)` take the place of `owner.name`.
 
     Without `why` the first paragraph of the hook's docstring says what for.
     """
@@ -26,37 +26,30 @@ def replaces(
     def add(hook: Function) -> Function:
         @functools.wraps(hook)
         def wrap(original: Function) -> Function:
-            def replacement(*arguments: object, **options: object) -> object:
-                return hook(original, *arguments, **options)
-
-            return replacement
+            return lambda *arguments, **options: hook(original, *arguments, **options)
 
         said = " ".join((hook.__doc__ or "").partition("\n\n")[0].split()).rstrip(".")
-        patches.append(Patch(owner, name, wrap, why or said[:1].lower() + said[1:], test))
+        PATCHES.append(Patch(owner, name, wrap, why or said[:1].lower() + said[1:], test))
         return hook
 
     return add
 
 
-def for_models(hook: Function) -> Function:
-    """Has `hook(original, strategy, model, ...)` called for models that have a strategy of tfps, else the original."""
-
+def _for(model_of: Function, hook: Function) -> Function:
     @functools.wraps(hook)
-    def method(original: Function, self: Model, *arguments: object, **options: object) -> object:
-        if (strategy := strategy_of(self)) is None:
+    def method(original: Function, self: Value, *arguments: object, **options: object) -> object:
+        if (strategy := strategy_of(model_of(self))) is None:
             return original(self, *arguments, **options)
         return hook(original, strategy, self, *arguments, **options)
 
     return method
+
+
+def for_models(hook: Function) -> Function:
+    """Has `hook(original, strategy, model, ...)` called for models that have a strategy of tfps, else the original."""
+    return _for(lambda model: model, hook)
 
 
 def for_callbacks(hook: Function) -> Function:
     """Has `hook(original, strategy, callback, ...)` called for callbacks of such models."""
-
-    @functools.wraps(hook)
-    def method(original: Function, self: Callback, *arguments: object, **options: object) -> object:
-        if (strategy := strategy_of(self.model)) is None:
-            return original(self, *arguments, **options)
-        return hook(original, strategy, self, *arguments, **options)
-
-    return method
+    return _for(lambda callback: callback.model, hook)

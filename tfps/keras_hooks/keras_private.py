@@ -103,14 +103,12 @@ def global_seeds() -> list[int] | None:
     return None if known is None else [int(each) for each in known.state.numpy()]
 
 
-def set_global_seeds(state: list[int]) -> None:
-    """Sets the state of that generator."""
-    seed_generator.global_seed_generator().state.assign(state)
-
-
-def forget_global_seeds() -> None:
-    """Makes Keras create that generator anew when it is needed."""
-    global_state.set_global_attribute(_GLOBAL_SEEDS, None)
+def set_global_seeds(state: list[int] | None) -> None:
+    """Sets it; None: Keras makes the generator when it is needed, from Python's."""
+    if state is None:
+        global_state.set_global_attribute(_GLOBAL_SEEDS, None)
+    else:
+        seed_generator.global_seed_generator().state.assign(state)
 
 
 def distributed_dataset(epochs: Batches) -> Batches:

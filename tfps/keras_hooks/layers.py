@@ -6,7 +6,6 @@ Tested in tests/keras_hooks/test_building.py, test_convolutions.py there and tes
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 import weakref
@@ -15,16 +14,13 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from tfps.graph.patches import BaseStrategy, Patch, replaced
-from tfps.keras_hooks import hooks
-from tfps.keras_hooks.hooks import for_models
+from tfps.graph.patches import BaseStrategy, replaced
+from tfps.keras_hooks.hooks import for_models, replaces
 from tfps.keras_hooks.keras_private import nn_module
 from tfps.keras_hooks.variables import of_tensorflow
 from tfps.types import Argument, Batches, Function, Layer, Model, Structure, Value
 
 logger = logging.getLogger("tfps")
-PATCHES: list[Patch] = []
-replaces = functools.partial(hooks.replaces, PATCHES)
 
 
 @replaces(keras.Model, "_maybe_symbolic_build", "tests/keras_hooks/test_building.py")

@@ -10,24 +10,20 @@ Tested in tests/integration/test_semantics.py, test_programs.py and test_local_p
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import threading
 from collections.abc import Iterator
 
 import keras
 
-from tfps.graph.patches import BaseStrategy, Patch, replaced
-from tfps.keras_hooks import hooks
+from tfps.graph.patches import BaseStrategy, replaced
 from tfps.keras_hooks.agreed_logs import compared_tables
-from tfps.keras_hooks.hooks import for_callbacks, for_models
+from tfps.keras_hooks.hooks import for_callbacks, for_models, replaces
 from tfps.keras_hooks.keras_private import trainer_module
 from tfps.types import Batches, Callback, Function, Model
 
 _PROGRAMS, _LOCAL = "tests/integration/test_programs.py", "tests/integration/test_local_programs.py"
 _SEMANTICS, _OUTER = "tests/integration/test_semantics.py", "tests/policies/test_outer.py"
-PATCHES: list[Patch] = []
-replaces = functools.partial(hooks.replaces, PATCHES)
 
 
 class Sharding(threading.local):
@@ -75,7 +71,7 @@ def _reset(original: Function, epochs: Batches) -> None:
 
 @replaces(trainer_module.TFEpochIterator, "_enumerate_iterator", _PROGRAMS)
 def _enumerate_iterator(original: Function, epochs: Batches) -> Iterator[tuple[object, ...]]:
-    """The same; and staging reads no further than an epoch of a `PyDataset`.
+    """As `TFEpochIterator.reset`; and staging reads no further than an epoch of a `PyDataset`.
 
     A `PyDataset` with workers makes batches within an epoch only: Keras stops the workers when it ends, and whoever
     asks for a batch then gets an error. If the data goes on (`steps_per_epoch`), staging must not read ahead into the
@@ -136,7 +132,7 @@ def _fit(original: Function, strategy: BaseStrategy, model: Model, *arguments: o
 def _evaluate(
     original: Function, strategy: BaseStrategy, model: Model, *arguments: object, **options: object
 ) -> object:
-    """Compares that, too; evaluates global parameters where workers train alone, and divides batches beforehand."""
+    """As `Model.fit`; evaluates global parameters where workers train alone, and divides batches beforehand."""
     policy, evaluating = strategy.extended.policy, replaced(strategy.extended.sharding, "evaluates", True)
     if not options.get("_use_cached_eval_dataset"):  # not in `fit`
         policy.begin_evaluation()

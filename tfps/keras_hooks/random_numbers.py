@@ -8,11 +8,10 @@ Tested in tests/integration/test_unseeded.py and tests/integration/test_semantic
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import random
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -20,10 +19,10 @@ import tensorflow as tf
 
 from tfps.collectives import Broadcast
 from tfps.graph.ops import HOST
-from tfps.graph.patches import Patch, replaced, replica_context
+from tfps.graph.patches import replaced, replica_context
 from tfps.graph.tf_private import ResourceVariable, data_seeds, is_seeded
-from tfps.keras_hooks import hooks
-from tfps.keras_hooks.keras_private import ArrayDataAdapter, forget_global_seeds, global_seeds, set_global_seeds
+from tfps.keras_hooks.hooks import replaces
+from tfps.keras_hooks.keras_private import ArrayDataAdapter, global_seeds, set_global_seeds
 from tfps.runtime.runtime import Runtime
 from tfps.types import Argument, Batches, Function, Value
 
@@ -32,8 +31,6 @@ _SEEDS = 2**31 - 1  # number of seeds that TensorFlow distinguishes
 
 
 _UNSEEDED = "tests/integration/test_unseeded.py"
-PATCHES: list[Patch] = []
-replaces = functools.partial(hooks.replaces, PATCHES)
 
 
 class _Shared:
@@ -44,11 +41,7 @@ class _Shared:
 
 
 def share_random_states(runtime: Runtime) -> None:
-    """Gives this rank rank 0's random states; every rank must call it.
-
-    Raises:
-        TfpsError: another rank did not call it in time.
-    """
+    """Gives this rank rank 0's random states; every rank must call it."""
     if runtime.exchange.view.workers == 1:
         return
     numpy_ = np.random.get_state(legacy=False)
@@ -67,10 +60,7 @@ def share_random_states(runtime: Runtime) -> None:
 
 
 def _take(first: dict[str, Value]) -> None:
-    if first["keras"] is None:
-        forget_global_seeds()  # they come from Python's generator
-    else:
-        set_global_seeds(first["keras"])
+    set_global_seeds(first["keras"])
     numpy_, own_kind = first["numpy"], np.random.get_state(legacy=False)["bit_generator"]
     if numpy_["bit_generator"] == own_kind == "MT19937":  # else the program has chosen another
         numpy_["state"]["key"] = np.array(numpy_["state"]["key"], np.uint32)
@@ -92,17 +82,8 @@ def _shuffle_arrays_alike(original: Function, arrays: Batches) -> tf.data.Datase
     """Arrays that `fit` shuffles get the same orders on all ranks."""
     if _Shared.seeds is None or is_seeded():
         return original(arrays)
-    with _shuffled_alike(_Shared.seeds.randrange(2**31)):
-        return original(arrays)
-
-
-@contextlib.contextmanager
-def _shuffled_alike(seed: int) -> Iterator[None]:
-    """In the block, `tf.random.shuffle` in a dataset's function gives the same orders on all ranks, each time another.
-
-    An op with a seed would begin anew in every epoch.
-    """
-    with tf.init_scope(), tf.device(HOST):
+    seed = _Shared.seeds.randrange(2**31)
+    with tf.init_scope(), tf.device(HOST):  # an op with a seed would begin anew in every epoch
         count = ResourceVariable(0, dtype=tf.int64, trainable=False, name="tfps_shuffles")
 
     def shuffle_alike(value: Value) -> tf.Tensor:
@@ -110,7 +91,7 @@ def _shuffled_alike(seed: int) -> Iterator[None]:
         return tf.random.experimental.stateless_shuffle(value, tf.stack([tf.constant(seed, tf.int64), number]))
 
     with replaced(_Shared, "shuffle", shuffle_alike):
-        yield
+        return original(arrays)
 
 
 @replaces(tf.random, "shuffle", _UNSEEDED)

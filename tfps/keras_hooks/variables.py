@@ -109,15 +109,6 @@ def _in_function(path: str, what: str) -> str:
     )
 
 
-def take_from_first_rank(variables: Sequence[Variable], strategy: tf.distribute.Strategy) -> list[Variable]:
-    """Returns those of `variables` (of Keras) that have a value on this worker; the others take rank 0's here.
-
-    Every rank must call it.
-    """
-    slots_from_first_rank([each.slot for each in variables if isinstance(each, RemoteVariable)], strategy)
-    return [variable for variable in variables if not isinstance(variable, RemoteVariable)]
-
-
 def slots_from_first_rank(slots: Sequence[RemoteSlot], strategy: tf.distribute.Strategy) -> None:
     """Gives `slots` what rank 0 has assigned to them and not put yet; every rank must call it."""
     if slots:

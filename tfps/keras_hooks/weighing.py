@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfps.errors import TfpsError, outlined
-from tfps.graph.patches import BaseStrategy, Patch, strategy_of
+from tfps.graph.patches import BaseStrategy, strategy_of
 from tfps.graph.shares import (
     Share,
     current_share,
@@ -28,7 +28,7 @@ from tfps.graph.shares import (
     with_values,
 )
 from tfps.graph.tf_private import is_differentiated
-from tfps.keras_hooks import hooks
+from tfps.keras_hooks.hooks import replaces
 from tfps.keras_hooks.keras_private import Stepper, loss_module, trainer_module
 from tfps.types import Function, Model, Optimizer, Structure, Value, Variable
 
@@ -36,8 +36,6 @@ _WHOLE = "_tfps_whole"  # marks a loss that is the replica's mean, while its gra
 
 
 _ROWS = "tests/integration/test_rows.py"
-PATCHES: list[Patch] = []
-replaces = functools.partial(hooks.replaces, PATCHES)
 
 
 def _mark_steps(made: str, trains: bool, original: Function, model: Model, force: bool = False) -> object:

@@ -12,18 +12,16 @@ tests/programs/test_taught.py, tests/integration/test_local.py and tests/integra
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Sequence
 
 import keras
 import tensorflow as tf
 
 from tfps.errors import UnsupportedError
-from tfps.graph.patches import BaseStrategy, Patch, replica_context, scope_outside
+from tfps.graph.patches import BaseStrategy, replica_context, scope_outside
 from tfps.graph.shares import in_keras_step, keras_step, with_values
-from tfps.keras_hooks import hooks
 from tfps.keras_hooks.checkpoint import carry_extra_states
-from tfps.keras_hooks.hooks import for_models
+from tfps.keras_hooks.hooks import for_models, replaces
 from tfps.keras_hooks.keras_private import (
     Trainer,
     adopt_optimizer,
@@ -37,8 +35,6 @@ from tfps.updates.variables import GatedVariable, current_replica
 
 _COMPILING, _TAUGHT = "tests/strategy/test_compiling.py", "tests/programs/test_taught.py"
 _OPTIMIZER, _SCALING = keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer
-PATCHES: list[Patch] = []
-replaces = functools.partial(hooks.replaces, PATCHES)
 
 
 @replaces(Trainer, "compile", _COMPILING)
@@ -103,8 +99,14 @@ def _apply(
     context = tf.distribute.get_replica_context()
     outside = isinstance(strategy, BaseStrategy) and not in_symbolic_scope()
     outside = outside and (context is None or context.strategy is not strategy)
-    if outside:
-        _check_created_in_scope(optimizer, trained)
+    for variable in trained if outside else ():
+        if not isinstance(of_tensorflow(variable), tf.distribute.DistributedValues):
+            raise UnsupportedError(
+                f"optimizer {optimizer.name!r} trains variable {getattr(variable, 'path', variable.name)!r}, which was "
+                "created outside of the scope of the strategy of this optimizer or of other variables; create models "
+                "within `with strategy.scope():`, and those whose layers get their variables in the first call also "
+                "build or call there (model.build(shape), or keras.Input as the first layer) before the loop"
+            )
     if first is None or not isinstance(strategy, BaseStrategy):
         return original(optimizer, grads, variables)
     policy = strategy.extended.policy  # those without exchanges of gradients refuse by themselves
@@ -122,18 +124,6 @@ def _apply(
             with _scope_of(variables), keras.name_scope(optimizer.name, caller=optimizer):
                 optimizer.build(variables)
         return original(optimizer, grads, variables)
-
-
-def _check_created_in_scope(optimizer: Optimizer, trained: Iterable[Variable]) -> None:
-    """Checks what a loop outside of `run` trains."""
-    for variable in trained:
-        if not isinstance(of_tensorflow(variable), tf.distribute.DistributedValues):
-            raise UnsupportedError(
-                f"optimizer {optimizer.name!r} trains variable {getattr(variable, 'path', variable.name)!r}, which was "
-                "created outside of the scope of the strategy of this optimizer or of other variables; create models "
-                "within `with strategy.scope():`, and those whose layers get their variables in the first call also "
-                "build or call there (model.build(shape), or keras.Input as the first layer) before the loop"
-            )
 
 
 @replaces(_OPTIMIZER, "_clip_gradients", "tests/integration/test_local.py")
