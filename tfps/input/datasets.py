@@ -97,11 +97,9 @@ class StagedDatasetFromFunction(_Staged, DistributedDatasetsFromFunction):
 
 
 def distribute_dataset(
-    extended: tf.distribute.StrategyExtended,
-    dataset: Batches,
-    context: tf.distribute.InputContext,
-    options: tf.distribute.InputOptions | None,
+    extended: tf.distribute.StrategyExtended, dataset: Batches, options: tf.distribute.InputOptions | None
 ) -> Batches:
+    context = extended._make_input_context()
     in_python = context.num_input_pipelines > 1 and of_whole_job(dataset)
     if in_python or (context.num_replicas_in_sync > 1 and has_scalars(dataset)):
         return _distribute_rows(extended, dataset, context, options)
@@ -162,7 +160,7 @@ def _distribute_rows(
     first, dataset = _watched(extended, dataset)
     has_own = policy == AutoShardPolicy.OFF  # data of each worker
     split = own_rows(dataset, replicas, *((0, replicas) if has_own else (own * context.input_pipeline_id, own)))
-    made = distribute_datasets_from_function(extended, lambda _: split, context, options)
+    made = distribute_datasets_from_function(extended, lambda _: split, options)
     if isinstance(made, _Staged):
         made.first = first
         if extended.hands_out:
@@ -171,10 +169,7 @@ def _distribute_rows(
 
 
 def distribute_datasets_from_function(
-    extended: tf.distribute.StrategyExtended,
-    dataset_fn: Function,
-    context: tf.distribute.InputContext,
-    options: tf.distribute.InputOptions | None,
+    extended: tf.distribute.StrategyExtended, dataset_fn: Function, options: tf.distribute.InputOptions | None
 ) -> Batches:
     def own_data(context: tf.distribute.InputContext) -> tf.data.Dataset:
         with of_its_own():
@@ -184,7 +179,7 @@ def distribute_datasets_from_function(
     arguments = {
         "input_workers": workers,
         "strategy": extended._container_strategy(),
-        "input_contexts": [context] * workers.num_workers,
+        "input_contexts": [extended._make_input_context()] * workers.num_workers,
         "dataset_fn": own_data,
         "options": options,
     }
@@ -214,9 +209,6 @@ def _made(
     # Batches for CPU devices are always on the host.
     made.on_devices = options is None or options.experimental_fetch_to_device
     return made
-
-
-# What a worker gets: rows of a batch, a batch for each replica, batches that it draws.
 
 
 def of_whole_job(dataset: Batches) -> bool:

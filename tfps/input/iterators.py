@@ -81,9 +81,7 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
         if feed is not None:
             weakref.finalize(self, feed.stop).atexit = False
 
-    @property
-    def _type_spec(self) -> StagedIteratorSpec:
-        return self._spec
+    _type_spec = property(lambda self: self._spec)
 
     def allow(self, batches: int) -> None:
         """See `Feed.allow`."""
@@ -236,9 +234,6 @@ class LoopIterator:
     def __iter__(self) -> LoopIterator:
         return self
 
-    def __next__(self) -> Structure:
-        return self.get_next()
-
     def get_next_as_optional(self) -> tf.experimental.Optional:
         """Returns the next batch; empty at the end of the data, here or (if the function trains) on another worker."""
         batch = self._iterator.get_next_as_optional()
@@ -262,6 +257,8 @@ class LoopIterator:
         go_on = tf.cond(batch.has_value(), lambda: tf.constant(0, tf.int64), self._staging.no_batch)
         with tf.control_dependencies([go_on]):
             return batch.get_value()
+
+    __next__ = get_next
 
 
 def _part(value: Value, replica: int) -> Value:

@@ -14,6 +14,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import tensorflow as tf
 
@@ -24,7 +25,7 @@ from tfps.graph.shares import LastBatch
 from tfps.input.first_batches import NOTHING, FirstBatches, of_own
 from tfps.input.lockstep import IteratorProgress, Lockstep
 from tfps.runtime.runtime import Runtime
-from tfps.types import Argument, Structure
+from tfps.types import Argument, Function, Structure, Value
 
 logger = logging.getLogger("tfps")
 # A batch key and "", or END and the reason ("" at the end of the data); then the rows of the batch: summed over all
@@ -38,29 +39,17 @@ _JOIN_S = 2.0  # for a thread that may be inside the user's generator, which can
 Group = list[Structure]  # one batch per local replica
 
 
+@dataclass(frozen=True)
 class Area:
     """Lists of tensors of fixed dtypes by key, in the memory of one device."""
 
-    def __init__(self, device: str, dtypes: Sequence[tf.DType], name: str) -> None:
-        self.device, self._indices = device, list(range(len(dtypes)))
-        self._attributes: dict[str, Argument] = {"dtypes": list(dtypes), "shared_name": name}
+    device: str
+    attributes: dict[str, Argument]  # of the ops: the dtypes, and a name
 
-    def put(self, key: tf.Tensor, tensors: list[tf.Tensor]) -> None:
+    def run(self, op: Function, **inputs: Argument) -> Value:
+        """Runs `op`, one of MapStage's, eagerly or in a graph."""
         with tf.device(self.device):
-            tf.raw_ops.MapStage(key=key, indices=self._indices, values=tensors, **self._attributes)
-
-    def take(self, key: tf.Tensor) -> list[tf.Tensor]:
-        """Removes and returns the tensors of `key`, which must exist. Works eagerly and in graphs."""
-        with tf.device(self.device):
-            return list(tf.raw_ops.MapUnstage(key=key, indices=self._indices, **self._attributes))
-
-    def size(self) -> int:
-        with tf.init_scope(), tf.device(self.device):
-            return int(tf.raw_ops.MapSize(**self._attributes))
-
-    def clear(self) -> None:
-        with tf.init_scope(), tf.device(self.device):
-            tf.raw_ops.MapClear(**self._attributes)
+            return op(**inputs, **self.attributes)
 
 
 class Stage:
@@ -94,7 +83,8 @@ class Stage:
             for value, parts in zip(tf.nest.flatten(batch), self._parts, strict=True):
                 flat += tf.nest.flatten(value, expand_composites=True) if parts else []  # no parts: None
             for area, indices in areas:
-                area.put(number, [flat[index] for index in indices])
+                own = [flat[index] for index in indices]
+                area.run(tf.raw_ops.MapStage, key=number, indices=list(range(len(own))), values=own)
 
     def take(self, key: tf.Tensor) -> list[tf.Tensor]:
         """Returns the batches of `key`, one per replica. Works eagerly and in graphs."""
@@ -102,7 +92,8 @@ class Stage:
         for areas in self._areas:
             flat: list[tf.Tensor] = [None] * len(self._shapes)
             for area, indices in areas:
-                for index, tensor in zip(indices, area.take(key), strict=True):
+                taken = area.run(tf.raw_ops.MapUnstage, key=key, indices=list(range(len(indices))))
+                for index, tensor in zip(indices, taken, strict=True):
                     tensor.set_shape(self._shapes[index])
                     flat[index] = tensor
             values, parts = [], iter(flat)
@@ -159,16 +150,16 @@ class Staging:
             with self._lock:
                 if (replica, dtypes, on_host) not in self._areas:
                     device = HOST if on_host else self.devices[replica]
-                    name = f"tfps_stage_{self.number}_{len(self._areas)}"
-                    self._areas[replica, dtypes, on_host] = Area(device, dtypes, name)
+                    about = {"dtypes": list(dtypes), "shared_name": f"tfps_stage_{self.number}_{len(self._areas)}"}
+                    self._areas[replica, dtypes, on_host] = Area(device, about)
                 return self._areas[replica, dtypes, on_host]
 
         return Stage(element_spec, len(self.devices), area)
 
     def staged(self) -> int:
         """Returns the number of tensor lists in all areas."""
-        with self._lock:
-            return sum(area.size() for area in self._areas.values())
+        with self._lock, tf.init_scope():
+            return sum(int(area.run(tf.raw_ops.MapSize)) for area in self._areas.values())
 
     def no_batch(self) -> tf.Tensor:
         """Returns the result (int64 scalar) of an op that fails like the end of data."""
@@ -201,11 +192,11 @@ class Staging:
 
         Not on close: a step still running would wait forever for the batch of its token.
         """
-        with self._lock:
+        with self._lock, tf.init_scope():
             self._running.discard(feed)
             if not self._running and not self.closed:
                 for area in self._areas.values():
-                    area.clear()
+                    area.run(tf.raw_ops.MapClear)
 
     def close(self) -> None:
         """Ends all threads; one inside the user's code ends when that returns. The runtime may go on."""

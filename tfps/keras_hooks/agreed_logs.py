@@ -185,7 +185,9 @@ def _agreed(strategy: tf.distribute.Strategy, model: Model, logs: Logs, are_metr
     leaves = keras.tree.flatten_with_path(logs)
     names = ["/".join(map(str, path)) for path, _ in leaves]
     rows = strategy.extended.last_batch.given()
-    own = [] if are_metrics else _own_results(strategy, model, rows)
+    # Name and local result of each of the model's metrics, as a step returns them.
+    results = [] if are_metrics else keras.tree.flatten_with_path(strategy.run(_results, args=(model,)))
+    own = [(str(path[-1]), mean(rows, result)) for path, result in results]
     said = Said(
         weight=weight(rows),
         are_metrics=are_metrics,
@@ -226,12 +228,6 @@ def said_by_all(strategy: tf.distribute.Strategy, own: Json) -> list[Json]:
     line = json.dumps(own) + "\n"
     lines = strategy.gather(tf.constant(np.frombuffer(line.encode(), np.uint8)), axis=0)
     return [json.loads(each) for each in lines.numpy().tobytes().decode().splitlines()]
-
-
-def _own_results(strategy: tf.distribute.Strategy, model: Model, rows: tf.Tensor) -> list[tuple[str, object]]:
-    """Returns name and local result of each of the model's metrics, as a step returns them."""
-    results = keras.tree.flatten_with_path(strategy.run(_results, args=(model,)))
-    return [(str(path[-1]), mean(rows, result)) for path, result in results]
 
 
 def _results(model: Model) -> list[Logs]:

@@ -43,15 +43,13 @@ from tfps.keras_hooks.variables import RemoteVariable, of_tensorflow, slots_from
 from tfps.runtime.remote import Ahead
 from tfps.types import Argument, Array, Callback, Function, Logs, Model, Optimizer, Variable
 
+StrPath = str | os.PathLike[str]
 logger = logging.getLogger("tfps")
 _ITERATIONS, _EXACT, _SHOWN = "iterations", "exact", "shown"
 _MARK = "tfps_brought"  # attribute of an HDF5 file
 _PROGRAMS, _LOCAL = "tests/integration/test_programs.py", "tests/integration/test_local_programs.py"
 _OUTER = "tests/policies/test_outer.py"
 _backup, _checkpoint = keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint
-
-
-# State beside what Keras saves.
 
 
 class ExtraState(tf.train.experimental.PythonState):
@@ -186,19 +184,16 @@ def _read(callback: Callback, state: ExtraState) -> dict[str, Array] | None:
     return arrays
 
 
-# BackupAndRestore.
-
-
 @replaces(_backup, "on_train_begin", _LOCAL)
 @for_callbacks
 def _restore_backup(
-    original: Function, strategy: BaseStrategy, callback: Callback, *arguments: object, **options: object
+    original: Function, strategy: BaseStrategy, callback: Callback, *args: object, **options: object
 ) -> None:
     """Rank 0 restores and passes on: weights, then the residuals of compression, then what the policy adds."""
     model, restored = callback.model, False
     if strategy.rank == 0:
         restored = tf.io.gfile.exists(str(callback._weights_path))  # Keras looks for it, too
-        original(callback, *arguments, **options)
+        original(callback, *args, **options)
     if strategy.num_workers > 1:
         _take_from_first_rank(strategy, model, restored)
     for state in _states_of(strategy, model):
@@ -231,10 +226,10 @@ def _save_backup(original: Function, strategy: BaseStrategy, callback: Callback)
 
 @for_callbacks
 def _on_first_rank(
-    original: Function, strategy: BaseStrategy, callback: Callback, *arguments: object, **options: object
+    original: Function, strategy: BaseStrategy, callback: Callback, *args: object, **options: object
 ) -> None:
     if strategy.rank == 0:
-        original(callback, *arguments, **options)
+        original(callback, *args, **options)
 
 
 replaces(_backup, "on_train_end", _PROGRAMS, "rank 0 deletes the backup")(_on_first_rank)
@@ -265,9 +260,6 @@ def _take_from_first_rank(strategy: BaseStrategy, model: Model, restored: bool) 
     strategy.extended.take_from_first_rank(list(own.values()))
 
 
-# Files that every rank writes.
-
-
 _saving = contextvars.ContextVar("saving", default=False)  # whether a call that saves is under way
 _CALLED = "as `Model.save`, however a program has imported what calls it"
 
@@ -279,27 +271,25 @@ _CALLED = "as `Model.save`, however a program has imported what calls it"
 @replaces(keras.Model, "save", _PROGRAMS)
 @for_models
 def _save(
-    original: Function,
-    strategy: BaseStrategy,
-    model: Model,
-    filepath: str | os.PathLike[str],
-    *arguments: object,
-    **options: object,
+    original: Function, strategy: BaseStrategy, model: Model, filepath: StrPath, *args: object, **options: object
 ) -> object:
     """Each rank writes a whole file, of global parameters where workers train alone; the last one is rank 0's."""
     with strategy.extended.policy.shown_parameters():
         if strategy.num_workers == 1 or _saving.get() or not isinstance(filepath, str | os.PathLike):
-            return original(model, filepath, *arguments, **options)
+            return original(model, filepath, *args, **options)
         before = _saving.set(True)
         try:
-            if not _is_one_file(original, model, filepath, *arguments, **options):
+            given = inspect.signature(original).bind(model, filepath, *args, **options).arguments
+            said = {**given, **given.get("kwargs", {})}
+            one_file = said.get("zipped") is not False and said.get("max_shard_size") is None
+            if "://" in str(filepath) or not one_file or not said.get("overwrite", True):  # else Keras asks
                 call = functools.partial(original, model)
-                return _first_rank_only(strategy, call, filepath, *arguments, **options)
+                return _first_rank_only(strategy, call, filepath, *args, **options)
             path = Path(filepath)
             # The name keeps its suffix: Keras picks the format by it.
             part = path.with_name(f".rank{strategy.rank}.{path.name}")
             try:
-                result = original(model, part, *arguments, **options)
+                result = original(model, part, *args, **options)
                 if (state := strategy.extended.policy.state) is None:
                     part.replace(path)
                 else:
@@ -317,35 +307,25 @@ replaces(saving_lib, "_save_model_to_fileobj", _OUTER, "pickles global parameter
 )
 
 
-def _is_one_file(
-    save: Function, model: Model, filepath: str | os.PathLike[str], *arguments: object, **options: object
-) -> bool:
-    """Whether a call of `save` writes a single local file, without a question."""
-    given = inspect.signature(save).bind(model, filepath, *arguments, **options).arguments
-    said = {**given, **given.get("kwargs", {})}
-    one = said.get("zipped") is not False and said.get("max_shard_size") is None
-    return "://" not in str(filepath) and one and bool(said.get("overwrite", True))
-
-
 @replaces(keras.Model, "export", _PROGRAMS)
 @for_models
 def _export(
-    original: Function, strategy: BaseStrategy, model: Model, filepath: str, *arguments: object, **options: object
+    original: Function, strategy: BaseStrategy, model: Model, filepath: str, *args: object, **options: object
 ) -> object:
     """Rank 0 writes the folder, with global parameters."""
     call = functools.partial(original, model)
     with strategy.extended.policy.shown_parameters():
-        return _first_rank_only(strategy, call, filepath, *arguments, **options)
+        return _first_rank_only(strategy, call, filepath, *args, **options)
 
 
 def _first_rank_only(
-    strategy: BaseStrategy, save: Function, filepath: str | os.PathLike[str], *arguments: object, **options: object
+    strategy: BaseStrategy, save: Function, filepath: StrPath, *args: object, **options: object
 ) -> object:
     """Saves on rank 0; other ranks write to a temporary directory, so they take part in any collective work."""
     if strategy.rank == 0:
-        return save(filepath, *arguments, **options)
+        return save(filepath, *args, **options)
     with tempfile.TemporaryDirectory(prefix="tfps-") as scratch:
-        return save(f"{scratch}/{str(filepath).rstrip('/').rpartition('/')[2]}", *arguments, **options)
+        return save(f"{scratch}/{str(filepath).rstrip('/').rpartition('/')[2]}", *args, **options)
 
 
 # Files that ranks with different content write to one path: it is rank 0's in the end, and nobody waits.
@@ -369,7 +349,11 @@ def bring(part: Path, path: Path, rank: int, workers: int, moment: str) -> None:
     _mark(part, f"{moment} {rank}")
     try:
         if rank == 0:
-            _link(part, claims[0])
+            claims[0].unlink(missing_ok=True)
+            try:
+                os.link(part, claims[0])
+            except OSError:  # a file has one name only
+                shutil.copyfile(part, claims[0])
             part.replace(path)
             for claim in claims[1:]:
                 claim.unlink(missing_ok=True)
@@ -382,15 +366,6 @@ def bring(part: Path, path: Path, rank: int, workers: int, moment: str) -> None:
                     claims[rank].replace(path)
     finally:
         claims[rank].unlink(missing_ok=True)
-
-
-def _link(file: Path, name: Path) -> None:
-    """Makes `name` another name of `file`, or a copy where a file has one name only."""
-    name.unlink(missing_ok=True)
-    try:
-        os.link(file, name)
-    except OSError:
-        shutil.copyfile(file, name)
 
 
 def _mark(file: Path, text: str) -> None:
@@ -448,13 +423,13 @@ def _save_checkpoint(
 @replaces(keras.callbacks.CSVLogger, "on_train_begin", _PROGRAMS)
 @for_callbacks
 def _append_alike(
-    original: Function, strategy: BaseStrategy, callback: Callback, *arguments: object, **options: object
+    original: Function, strategy: BaseStrategy, callback: Callback, *args: object, **options: object
 ) -> None:
     """Ranks that append to one file write each line at the same place, so that it is there once.
 
     Logs are the same on all ranks, and no rank ends an epoch before all have begun to train.
     """
-    original(callback, *arguments, **options)
+    original(callback, *args, **options)
     if strategy.num_workers > 1 and callback.append and "://" not in str(callback.filename):
         callback.csv_file.close()
         callback.csv_file = open(callback.filename, "r+")  # noqa: SIM115, PTH123  # closed by Keras
@@ -492,9 +467,6 @@ def _save_orbax(
 if hasattr(keras.callbacks, "OrbaxCheckpoint"):  # since Keras 3.14
     replaces(keras.callbacks.OrbaxCheckpoint, "set_model", _LOCAL)(_set_orbax_model)
     replaces(keras.callbacks.OrbaxCheckpoint, "on_train_batch_end", _PROGRAMS)(_save_orbax)
-
-
-# Variables.
 
 
 @replaces(keras.Variable, "_trackable_children", _PROGRAMS)

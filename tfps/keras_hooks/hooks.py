@@ -26,7 +26,7 @@ def replaces(owner: type | ModuleType, name: str, test: str, why: str = "") -> C
     def add(hook: Function) -> Function:
         @functools.wraps(hook)
         def wrap(original: Function) -> Function:
-            return lambda *arguments, **options: hook(original, *arguments, **options)
+            return lambda *args, **options: hook(original, *args, **options)
 
         said = " ".join((hook.__doc__ or "").partition("\n\n")[0].split()).rstrip(".")
         PATCHES.append(Patch(owner, name, wrap, why or said[:1].lower() + said[1:], test))
@@ -37,10 +37,10 @@ def replaces(owner: type | ModuleType, name: str, test: str, why: str = "") -> C
 
 def _for(model_of: Function, hook: Function) -> Function:
     @functools.wraps(hook)
-    def method(original: Function, self: Value, *arguments: object, **options: object) -> object:
+    def method(original: Function, self: Value, *args: object, **options: object) -> object:
         if (strategy := strategy_of(model_of(self))) is None:
-            return original(self, *arguments, **options)
-        return hook(original, strategy, self, *arguments, **options)
+            return original(self, *args, **options)
+        return hook(original, strategy, self, *args, **options)
 
     return method
 

@@ -83,7 +83,7 @@ def _example(value: Value) -> Value:
 
 @replaces(nn_module, "conv", "tests/keras_hooks/test_convolutions.py")
 def _read_kernel_before(
-    original: Function, inputs: Value, kernel: Value, *arguments: Argument, **options: Argument
+    original: Function, inputs: Value, kernel: Value, *args: Argument, **options: Argument
 ) -> Value:
     """Reads the kernel before a function that XLA compiles, where nothing can wait for it.
 
@@ -91,17 +91,10 @@ def _read_kernel_before(
     """
     if isinstance(kernel, keras.Variable) and isinstance(of_tensorflow(kernel), tf.distribute.DistributedValues):
         kernel = tf.convert_to_tensor(kernel)
-    return original(inputs, kernel, *arguments, **options)
+    return original(inputs, kernel, *args, **options)
 
 
-class _Layers(threading.local):
-    """Layers to which this thread has added losses."""
-
-    def __init__(self) -> None:
-        self.layers: weakref.WeakSet[Layer] = weakref.WeakSet()
-
-
-_thread = _Layers()
+_thread = threading.local()  # has the layers to which this thread has added losses
 
 
 @replaces(keras.Layer, "add_loss", "tests/integration/test_rows.py")
@@ -112,13 +105,13 @@ def _note_added_loss(original: Function, layer: Layer, loss: Value) -> None:
     would overwrite the first replica's losses, which are in the layer, unread.
     """
     original(layer, loss)
-    _thread.layers.add(layer)
+    vars(_thread).setdefault("layers", weakref.WeakSet()).add(layer)
 
 
 @contextlib.contextmanager
 def own_losses() -> Iterator[None]:
     """Preserves this thread's added losses while its replica function waits and others run."""
-    mine = [(layer, list(layer._losses)) for layer in _thread.layers]
+    mine = [(layer, list(layer._losses)) for layer in vars(_thread).get("layers", ())]
     yield
     for layer, losses in mine:
         layer._losses[:] = losses

@@ -45,14 +45,11 @@ class Sharding(threading.local):
     def kept_off(self, function: Function) -> Function:
         """Wraps `function` so that it is off in replica threads, too."""
 
-        def in_replica(*arguments: object, **options: object) -> object:
+        def in_replica(*args: object, **options: object) -> object:
             with self.off():
-                return function(*arguments, **options)
+                return function(*args, **options)
 
         return in_replica
-
-
-# Epochs.
 
 
 def _own_strategy(epochs: Batches) -> BaseStrategy | None:
@@ -109,52 +106,47 @@ def _catch_stop_iteration(original: Function, epochs: Batches) -> contextlib.Abs
 @replaces(keras.callbacks.CallbackList, "on_train_end", _LOCAL)
 @for_callbacks
 def _end_training(
-    original: Function, strategy: BaseStrategy, callbacks: Callback, *arguments: object, **options: object
+    original: Function, strategy: BaseStrategy, callbacks: Callback, *args: object, **options: object
 ) -> None:
     """Ends the last round of modes `diloco` and `local` before callbacks save."""
     strategy.extended.policy.end_training()
-    original(callbacks, *arguments, **options)
-
-
-# Calls of models.
+    original(callbacks, *args, **options)
 
 
 @replaces(keras.Model, "fit", _PROGRAMS)
 @for_models
-def _fit(original: Function, strategy: BaseStrategy, model: Model, *arguments: object, **options: object) -> object:
+def _fit(original: Function, strategy: BaseStrategy, model: Model, *args: object, **options: object) -> object:
     """Compares what layers have adapted to between ranks."""
     with compared_tables(strategy, model):
-        return original(model, *arguments, **options)
+        return original(model, *args, **options)
 
 
 @replaces(keras.Model, "evaluate", _LOCAL)
 @for_models
-def _evaluate(
-    original: Function, strategy: BaseStrategy, model: Model, *arguments: object, **options: object
-) -> object:
+def _evaluate(original: Function, strategy: BaseStrategy, model: Model, *args: object, **options: object) -> object:
     """As `Model.fit`; evaluates global parameters where workers train alone, and divides batches beforehand."""
     policy, evaluating = strategy.extended.policy, replaced(strategy.extended.sharding, "evaluates", True)
     if not options.get("_use_cached_eval_dataset"):  # not in `fit`
         policy.begin_evaluation()
     with policy.shown_parameters(), compared_tables(strategy, model), evaluating:
-        return original(model, *arguments, **options)
+        return original(model, *args, **options)
 
 
 @replaces(keras.Model, "predict", _SEMANTICS)
 @replaces(keras.Model, "predict_on_batch", _SEMANTICS, "as `predict`: they share a traced function")
 @for_models
-def _predict(original: Function, strategy: BaseStrategy, model: Model, *arguments: object, **options: object) -> object:
+def _predict(original: Function, strategy: BaseStrategy, model: Model, *args: object, **options: object) -> object:
     """Gives every rank all predictions, by global parameters where workers train alone."""
     with strategy.extended.policy.shown_parameters(), strategy.extended.sharding.off():
-        return original(model, *arguments, **options)
+        return original(model, *args, **options)
 
 
 def with_shown_parameters(
-    original: Function, strategy: BaseStrategy, owner: Model | Callback, *arguments: object, **options: object
+    original: Function, strategy: BaseStrategy, owner: Model | Callback, *args: object, **options: object
 ) -> object:
     """Calls a method of a model or callback while the model has what it shows: global parameters."""
     with strategy.extended.policy.shown_parameters():
-        return original(owner, *arguments, **options)
+        return original(owner, *args, **options)
 
 
 replaces(keras.Model, "test_on_batch", _OUTER, "evaluates global parameters where workers train alone")(

@@ -54,12 +54,9 @@ def share_random_states(runtime: Runtime) -> None:
     }
     (said,) = Broadcast(runtime, "random states")(json.dumps(own).encode())
     first = json.loads(said)
-    if runtime.exchange.rank:
-        _take(first)
     _Shared.seeds = random.Random(first["datasets"])
-
-
-def _take(first: dict[str, Value]) -> None:
+    if not runtime.exchange.rank:
+        return
     set_global_seeds(first["keras"])
     numpy_, own_kind = first["numpy"], np.random.get_state(legacy=False)["bit_generator"]
     if numpy_["bit_generator"] == own_kind == "MT19937":  # else the program has chosen another
@@ -95,9 +92,9 @@ def _shuffle_arrays_alike(original: Function, arrays: Batches) -> tf.data.Datase
 
 
 @replaces(tf.random, "shuffle", _UNSEEDED)
-def _shuffle(original: Function, value: Value, *arguments: Argument, **options: Argument) -> tf.Tensor:
+def _shuffle(original: Function, value: Value, *args: Argument, **options: Argument) -> tf.Tensor:
     """Shuffles alike while Keras makes a dataset of arrays; else it does nothing."""
-    return original(value, *arguments, **options) if _Shared.shuffle is None else _Shared.shuffle(value)
+    return original(value, *args, **options) if _Shared.shuffle is None else _Shared.shuffle(value)
 
 
 def of_its_own() -> contextlib.AbstractContextManager[None]:
@@ -106,9 +103,9 @@ def of_its_own() -> contextlib.AbstractContextManager[None]:
 
 
 @replaces(keras.random.SeedGenerator, "next", "tests/integration/test_semantics.py")
-def _draw_apart(original: Function, seeds: keras.random.SeedGenerator, *arguments: object, **options: object) -> Value:
+def _draw_apart(original: Function, seeds: keras.random.SeedGenerator, *args: object, **options: object) -> Value:
     """Mixes the replica's id into a seed that is drawn in a replica function."""
-    seed, context = original(seeds, *arguments, **options), replica_context()
+    seed, context = original(seeds, *args, **options), replica_context()
     replica = 0 if context is None or not tf.is_tensor(seed) else context.strategy.extended.draws_as(context)
     return tf.random.experimental.stateless_fold_in(seed, tf.constant(replica, seed.dtype)) if replica else seed
 

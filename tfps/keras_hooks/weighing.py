@@ -47,10 +47,10 @@ def _mark_steps(made: str, trains: bool, original: Function, model: Model, force
         return result
 
     @functools.wraps(function)
-    def step(*arguments: object) -> object:
+    def step(*args: object) -> object:
         try:
             with keras_step(trains=trains):
-                return function(*arguments)
+                return function(*args)
         except TfpsError as error:
             if not tf.debugging.is_traceback_filtering_enabled():
                 raise
@@ -63,9 +63,6 @@ def _mark_steps(made: str, trains: bool, original: Function, model: Model, force
 _MARKS = "marks Keras' steps, whose losses are of their own rows and whose gradients are weighed"
 replaces(Stepper, "make_train_function", _ROWS, _MARKS)(functools.partial(_mark_steps, "train_function", True))
 replaces(Stepper, "make_test_function", _ROWS, _MARKS)(functools.partial(_mark_steps, "test_function", False))
-
-
-# Losses.
 
 
 def _is_whole() -> bool:
@@ -157,14 +154,14 @@ def _regularization_loss(original: Function, regularization_loss: Value) -> Valu
 
 
 def _say_that_it_is_no_mean(
-    kind: type, original: Function, loss: keras.losses.Loss, *arguments: Value, **options: Value
+    kind: type, original: Function, loss: keras.losses.Loss, *args: Value, **options: Value
 ) -> Value:
     if current_share() is not None and getattr(loss, "axis", None) is None:
         say_once(
             f"keras.losses.{kind.__name__} is no mean over rows: each replica computes it for its own rows, so the "
             "result is not that of one process"
         )
-    return original(loss, *arguments, **options)
+    return original(loss, *args, **options)
 
 
 for _kind in (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle):
@@ -194,12 +191,12 @@ def _amount(sample_weight: Value, mask: Value, dtype: str, reduction: str) -> Va
 
 
 @replaces(keras.Model, "compute_loss", _ROWS)
-def _whole_loss(original: Function, model: Model, *arguments: object, **options: object) -> Value:
+def _whole_loss(original: Function, model: Model, *args: object, **options: object) -> Value:
     """A `train_step` may track the loss it returns.
 
     That is the whole loss; its gradient is of the share.
     """
-    loss = original(model, *arguments, **options)
+    loss = original(model, *args, **options)
     share = current_share()
     # A program's override may add terms to the result.
     if share is None or loss is None or in_keras_step() or type(model).compute_loss is not keras.Model.compute_loss:
@@ -234,9 +231,6 @@ def _tracked_scalar(
 def _is_scalar(value: Value) -> bool:
     shape = getattr(value, "shape", None)
     return isinstance(value, (int, float)) or (shape is not None and tf.TensorShape(shape).rank == 0)
-
-
-# Gradients and results of steps.
 
 
 @replaces(keras.optimizers.Optimizer, "_backend_apply_gradients", _ROWS)
@@ -327,8 +321,10 @@ def _all_reduce(
             return original(context, reduce_op, value, options)
         weight = share.weight(tf.constant(1 / share.replicas, tf.float64), exchange=True)
         flat = [each * tf.cast(weight, each.dtype) for each in flat]
-    own = [_leaving(share, share.only_if_rows(each)) if share.depends_on_rows(each) else each for each in flat]
-    summed = original(context, tf.distribute.ReduceOp.SUM, own, options)
+    for index, each in enumerate(flat):
+        if share.depends_on_rows(each):
+            flat[index] = _with_gradient(share, share.only_if_rows(each), tf.math.divide_no_nan)
+    summed = original(context, tf.distribute.ReduceOp.SUM, flat, options)
     return tf.nest.pack_sequence_as(value, [_arrived(share, each) for each in summed])
 
 
@@ -347,15 +343,10 @@ def _all_gather(
             return each
         if share.may_be_empty:
             each = each[: tf.where(share.has_rows, tf.shape(each)[0], 0)]
-        return _leaving(share, each)
+        return _with_gradient(share, each, tf.math.divide_no_nan)
 
     gathered = original(context, tf.nest.map_structure(own, value), axis, options)
     return tf.nest.map_structure(functools.partial(_arrived, share), gathered)
-
-
-def _leaving(share: Share, value: Value) -> Value:
-    """Returns `value`, whose gradient comes from the whole job: this replica's weight is taken from it."""
-    return _with_gradient(share, value, tf.math.divide_no_nan)
 
 
 def _arrived(share: Share, value: Value) -> Value:
@@ -364,6 +355,7 @@ def _arrived(share: Share, value: Value) -> Value:
 
 
 def _with_gradient(share: Share, value: Value, change: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> Value:
+    """Returns `value`, whose gradient comes from the whole job or goes there: a `change` by this replica's weight."""
     if not in_keras_step() or not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
         return value
     relative = share.relative(value.dtype)

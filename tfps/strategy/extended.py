@@ -37,7 +37,7 @@ from tfps.policies import policy_of
 from tfps.policies.remote_optimizers import plan, update_eagerly
 from tfps.runtime.remote import RemoteRule
 from tfps.runtime.runtime import Runtime
-from tfps.types import Argument, Batches, Function, Options, Structure, Value, Variable
+from tfps.types import Argument, Function, Options, Structure, Value, Variable
 from tfps.updates.combined import Combiner
 from tfps.updates.compressing import Compressing
 from tfps.updates.graph_view import Picture, picture, traced_function
@@ -99,8 +99,6 @@ class Extended(mirrored_strategy.MirroredExtended):
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
         self._lifted: weakref.WeakKeyDictionary[Variable, Variable] = weakref.WeakKeyDictionary()
 
-    # Replicas and workers.
-
     def _use_merge_call(self) -> bool:
         return False
 
@@ -150,21 +148,14 @@ class Extended(mirrored_strategy.MirroredExtended):
             num_replicas_in_sync=self._num_replicas_in_sync,
         )
 
-    def _experimental_distribute_dataset(self, dataset: Batches, options: tf.distribute.InputOptions | None) -> Batches:
-        return datasets.distribute_dataset(self, dataset, self._make_input_context(), options)
-
-    def _distribute_datasets_from_function(
-        self, dataset_fn: Function, options: tf.distribute.InputOptions | None
-    ) -> Batches:
-        return datasets.distribute_datasets_from_function(self, dataset_fn, self._make_input_context(), options)
+    _experimental_distribute_dataset = datasets.distribute_dataset
+    _distribute_datasets_from_function = datasets.distribute_datasets_from_function
 
     def _experimental_distribute_values_from_function(self, value_fn: Function) -> Structure:
         replicas = map(self._get_replica_id_in_sync_group, range(len(self._devices)))
         make = tf.distribute.experimental.ValueContext
         found = [value_fn(make(replica, self._num_replicas_in_sync)) for replica in replicas]
         return distribute_utils.regroup(found, always_wrap=True)
-
-    # Variables.
 
     def _create_variable(self, next_creator: Function, **kwargs: object) -> Variable:
         colocate_with = kwargs.pop("colocate_with", None)
@@ -279,8 +270,6 @@ class Extended(mirrored_strategy.MirroredExtended):
             self.scheduler.end_call(graph)
         self._initial_values.agree()
         return result
-
-    # Reductions and updates in replica context.
 
     def _replica_ctx_all_reduce(
         self, reduce_op: tf.distribute.ReduceOp, value: Value, options: object = None

@@ -39,16 +39,16 @@ _OPTIMIZER, _SCALING = keras.optimizers.Optimizer, keras.optimizers.LossScaleOpt
 
 @replaces(Trainer, "compile", _COMPILING)
 @for_models
-def _compile(original: Function, strategy: BaseStrategy, model: Model, *arguments: object, **options: object) -> object:
+def _compile(original: Function, strategy: BaseStrategy, model: Model, *args: object, **options: object) -> object:
     """Enters the model's scope, and adopts metrics created outside.
 
     Programs compile a model again outside of its scope, as fine-tuning guides do.
     """
-    for each in keras.tree.flatten((arguments, options)):
+    for each in keras.tree.flatten((args, options)):
         if isinstance(each, keras.Metric):
             _adopt(each.variables, strategy)
     with strategy.scope():
-        return original(model, *arguments, **options)
+        return original(model, *args, **options)
 
 
 @replaces(_OPTIMIZER, "build", _COMPILING)

@@ -12,7 +12,7 @@ import pathlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -43,11 +43,6 @@ def find(pservers: Sequence[str] | tf.distribute.cluster_resolver.ClusterResolve
 
     From then on this process's environment says where they are, as if `tfps_launch` had started it: later strategies
     use the same, and so do processes that the program starts.
-
-    Raises:
-        ConfigError: see `resolve`; or there is no way to find the other processes, or none has started a pserver.
-        ConnectError: a pserver did not start.
-        WaitTimeoutError: not all processes came within `config.connect_timeout_s`.
     """
     cluster = resolve(pservers)
     if cluster.others is None:
@@ -75,11 +70,7 @@ def resolve(
     """Returns the cluster that `pservers` and the environment describe.
 
     Only a resolver's addresses, rank and number of workers count if there is one, but for a rank that it does not know:
-    `TFPS_RANK` and `TFPS_WORKERS`, the variables of mpirun or srun, or the order of joining. Without a resolver: see
-    `locate`.
-
-    Raises:
-        ConfigError: see `locate`.
+    `TFPS_RANK` and `TFPS_WORKERS`, the variables of mpirun or srun, or the order of joining.
     """
     environment = os.environ if environment is None else environment
     if not isinstance(pservers, tf.distribute.cluster_resolver.ClusterResolver):
@@ -161,7 +152,7 @@ class Strategy(BaseStrategy):
         super().__init__(Extended(self, devices, self._runtime, self.config))
         _strategies.add(self)
         if self.extended.staging is not None:
-            self._connection.users[self._user] = self.extended.staging.close
+            self._connection.users[self._user].callback(self.extended.staging.close)
         install_all()
 
     @property
@@ -329,7 +320,7 @@ class _Connection:
             exchange = EmbeddedExchange(config, recorder)
         self.runtime = Runtime(exchange, recorder, config.step_timeout_s)
         # By strategy: what to end before the connection closes; guarded by _connecting.
-        self.users: dict[int, Callable[[], None]] = {}
+        self.users: dict[int, contextlib.ExitStack] = {}
 
 
 _open: list[_Connection] = []  # guarded by _connecting
@@ -342,7 +333,9 @@ def _connect(cluster: Cluster, config: Config, user: int) -> _Connection:
     """Connects, or reuses an earlier strategy's connection: a pserver knows each rank once."""
     with _connecting:
         for found in [each for each in _open if cluster.pservers and each.cluster == cluster]:
-            found.users[user] = _nothing  # first: collecting the last other user would close the connection
+            found.users[user] = (
+                contextlib.ExitStack()
+            )  # first: collecting the last other user would close the connection
             if found.runtime.exchange.failure is None and found.config == config:
                 return found
             del found.users[user]
@@ -352,7 +345,7 @@ def _connect(cluster: Cluster, config: Config, user: int) -> _Connection:
                     f"({found.config}, now {config}); close() it first, or give this one pservers of its own"
                 )
     connection = _Connection(cluster, config)
-    connection.users[user] = _nothing
+    connection.users[user] = contextlib.ExitStack()
     try:
         share_random_states(connection.runtime)
     except BaseException:
@@ -363,15 +356,11 @@ def _connect(cluster: Cluster, config: Config, user: int) -> _Connection:
     return connection
 
 
-def _nothing() -> None:
-    """What a strategy without staged batches ends."""
-
-
 def _disconnect(connection: _Connection, user: int, failure: BaseException | None = None) -> None:
     """Removes a user, because of `failure` if there is one; the last one closes the connection."""
     with _connecting:
-        end = connection.users.pop(user, _nothing)
-    end()
+        ends = connection.users.pop(user, contextlib.ExitStack())
+    ends.close()
     with _connecting:
         if connection.users:
             return
@@ -394,20 +383,13 @@ def _forget(connection: _Connection, user: int) -> None:
     def end() -> None:
         if connection.runtime.exchange.view.workers == 1:
             _disconnect(connection, user)
-            return
-        with _connecting:
-            ended, connection.users[user] = connection.users[user], _nothing
-        ended()
+        else:
+            connection.users[user].close()
 
     if threading.current_thread() is threading.main_thread():
         end()
     else:  # the garbage collector may run on the very thread that delivers the replies close waits for
         threading.Thread(target=end, name="tfps-close").start()
-
-
-@atexit.register
-def _close_at_end() -> None:
-    close_all(_ended_by_exception())
 
 
 def close_all(failure: BaseException | None = None) -> None:
@@ -425,7 +407,7 @@ def close_all(failure: BaseException | None = None) -> None:
         connections = [(each, list(each.users.values())) for each in list(_open)]
     for connection, ends in connections:
         for end in ends:
-            end()
+            end.close()
         _close(connection, failure, drain=failure is None)
 
 
@@ -436,6 +418,9 @@ def _ended_by_exception() -> BaseException | None:
     """
     goes_on = hasattr(sys, "ps1") or sys.flags.interactive
     return None if goes_on else getattr(sys, "last_value", None)
+
+
+atexit.register(lambda: close_all(_ended_by_exception()))
 
 
 def _devices(devices: Sequence[str] | None) -> Sequence[str]:
