@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfps.errors import UnsupportedError
 from tfps.graph.ops import HOST
+from tfps.graph.patches import replaced
 from tfps.graph.rows import rows_of
 from tfps.graph.tf_private import (
     DistributedDataset,
@@ -62,8 +63,7 @@ class _Staged:
             element_spec = of_any_size(element_spec)
         spec = StagedIteratorSpec(self.staging.number, element_spec, self.on_devices, whole is not None)
         stage = self.staging.stage(element_spec, on_devices=self.on_devices)
-        known = [int(source.cardinality()) for source in sources]
-        batches = None
+        known, batches = [int(source.cardinality()) for source in sources], None
         if min(known) >= 0:
             each = known if len(known) == stage.replicas else [known[0] / stage.replicas]
             batches = math.ceil(max(each)) if pads else math.floor(min(each))
@@ -102,7 +102,7 @@ def distribute_dataset(
     context = extended._make_input_context()
     in_python = context.num_input_pipelines > 1 and of_whole_job(dataset)
     if in_python or (context.num_replicas_in_sync > 1 and has_scalars(dataset)):
-        return _distribute_rows(extended, dataset, context, options)
+        return _distribute_rows(extended, dataset, options)
     if options and options.experimental_replication_mode == PER_REPLICA:
         raise UnsupportedError(
             "InputReplicationMode.PER_REPLICA works with distribute_datasets_from_function only, as in TensorFlow"
@@ -123,7 +123,7 @@ def distribute_dataset(
         "input_context": context,
         "options": options,
     }
-    made = _made(extended, DistributedDataset, StagedDataset, arguments, options)
+    made = _made(DistributedDataset, StagedDataset, arguments)
     if isinstance(made, _Staged):
         made.first = first
         if extended.hands_out and shard_policy(dataset) in DIVIDED:
@@ -145,13 +145,10 @@ def _watched(extended: tf.distribute.StrategyExtended, dataset: Batches) -> tupl
 
 
 def _distribute_rows(
-    extended: tf.distribute.StrategyExtended,
-    dataset: tf.data.Dataset,
-    context: tf.distribute.InputContext,
-    options: tf.distribute.InputOptions | None,
+    extended: tf.distribute.StrategyExtended, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None
 ) -> Batches:
-    replicas, own = context.num_replicas_in_sync, len(extended._devices)
-    policy = shard_policy(dataset)
+    context, own, policy = extended._make_input_context(), len(extended._devices), shard_policy(dataset)
+    replicas = context.num_replicas_in_sync
     if policy == AutoShardPolicy.FILE:
         raise UnsupportedError(
             "AutoShardPolicy.FILE does not work with batches that have a scalar beside their rows, which TensorFlow "
@@ -183,25 +180,18 @@ def distribute_datasets_from_function(
         "dataset_fn": own_data,
         "options": options,
     }
-    return _made(extended, DistributedDatasetsFromFunction, StagedDatasetFromFunction, arguments, options)
+    return _made(DistributedDatasetsFromFunction, StagedDatasetFromFunction, arguments)
 
 
 def _input_workers(extended: tf.distribute.StrategyExtended, options: tf.distribute.InputOptions | None) -> Structure:
-    before = extended._input_workers_devices
-    try:
+    # TensorFlow would change it for all later datasets.
+    with replaced(extended, "_input_workers_devices", extended._input_workers_devices):
         return extended._input_workers_with_options(options)
-    finally:
-        extended._input_workers_devices = before  # TensorFlow would change it for all later datasets
 
 
-def _made(
-    extended: tf.distribute.StrategyExtended,
-    plain: type,
-    staged: type,
-    arguments: dict[str, Argument],
-    options: tf.distribute.InputOptions | None,
-) -> Batches:
-    staging, placed = extended.staging, options is not None and options.experimental_place_dataset_on_device
+def _made(plain: type, staged: type, arguments: dict[str, Argument]) -> Batches:
+    staging, options = arguments["strategy"].extended.staging, arguments["options"]
+    placed = options is not None and options.experimental_place_dataset_on_device
     if staging is None or staging.closed or placed or not tf.executing_eagerly():
         return plain(**arguments)
     made = staged(**arguments)

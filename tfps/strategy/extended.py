@@ -122,10 +122,7 @@ class Extended(mirrored_strategy.MirroredExtended):
         return self._runtime.exchange.rank == 0
 
     should_save_summary = should_checkpoint
-
-    @property
-    def experimental_between_graph(self) -> bool:
-        return True
+    experimental_between_graph = True
 
     # Datasets: each worker reads its shard, as under MultiWorkerMirroredStrategy.
 
