@@ -1,12 +1,8 @@
 """Checkpoints when several ranks run the same program: who writes which file, and state that Keras' files lack.
 
-Ranks that share a directory overwrite each other's files with equal content, other ranks each get a file; where content
-may differ, a shared file is rank 0's in the end (`bring`). Anything but a single local file is written by rank 0 only.
-A save never waits for other ranks. Where workers train alone, global parameters are saved.
-
-`ExtraState` is part of `tf.train.Checkpoint`, carried by the optimizer, and of BackupAndRestore, in files beside the
-weights. Keras' own files do not have it: they are for programs without tfps, too, and Keras would refuse the
-optimizer's state in a file with more than that.
+A save never waits for other ranks. Each writes a single local file; anything else is written by rank 0 only.
+`ExtraState` is part of `tf.train.Checkpoint` and of BackupAndRestore, not of Keras' own files: these are for programs
+without tfps, too, and Keras would refuse the optimizer's state in a file with more than that.
 
 Tested in tests/keras_hooks/test_checkpoint.py, tests/integration/test_programs.py, test_shared_files.py,
 test_local_programs.py and test_compression.py there.

@@ -136,7 +136,9 @@ class Strategy(BaseStrategy):
         _show_messages()
         cluster = find(pservers, self.config)
         self._collective_key_base = next(_collective_key_bases)  # local reductions of two strategies must not mix
-        devices = _devices(devices)
+        if isinstance(devices, str) or (devices is not None and not devices):
+            raise ConfigError(f"devices must be a list such as ['GPU:0', 'GPU:1'], got {devices!r}")
+        devices = devices or [gpu.name for gpu in tf.config.list_logical_devices("GPU")] or ["CPU:0"]
         check_effects()
         self._user = next(_users)
         try:
@@ -421,11 +423,3 @@ def _ended_by_exception() -> BaseException | None:
 
 
 atexit.register(lambda: close_all(_ended_by_exception()))
-
-
-def _devices(devices: Sequence[str] | None) -> Sequence[str]:
-    if devices is None:
-        return [device.name for device in tf.config.list_logical_devices("GPU")] or ["CPU:0"]
-    if isinstance(devices, str) or not devices:
-        raise ConfigError(f"devices must be a list such as ['GPU:0', 'GPU:1'], got {devices!r}")
-    return list(devices)
