@@ -361,7 +361,7 @@ class Extended(mirrored_strategy.MirroredExtended):
     def update_eagerly(
         self, rule: RemoteRule, variables: Sequence[GatedVariable], gradients: Sequence[Value], scalars: tf.Tensor
     ) -> None:
-        """Has pservers update `variables` in eager mode; see `remote_bucket.update_eagerly`."""
+        """Has pservers update `variables` in eager mode."""
         check_one_device("update='server'", len(self._devices))
         own = [counted().part(each) for each in gradients]
         own = self._reductions.estimated(own) if self._reductions.estimates else own  # as in graphs
