@@ -31,7 +31,7 @@ SOURCES = sorted(
 )
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 OF_NAMEDTUPLES = {"_asdict", "_fields", "_make", "_replace"}  # which are public
-BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "Patch"}
+BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "Patch", "replaces"}
 PRIVATE_MODULES = ("tensorflow.python.", "tensorflow.core.", "keras.src.")
 
 importlib.import_module("tfps.strategy.strategy")  # which checks

@@ -45,7 +45,8 @@ def made(table: Iterable[Patch]) -> str:
 
 
 def _module(patch: Patch) -> str:
-    source = inspect.getsourcefile(inspect.unwrap(getattr(patch.wrap, "func", patch.wrap)))
+    hook = inspect.unwrap(patch.wrap)
+    source = inspect.getsourcefile(getattr(hook, "func", hook))
     return "" if source is None else str(pathlib.Path(source).relative_to(ROOT))
 
 

@@ -84,9 +84,9 @@ def test_parts_that_are_the_same_in_every_order_tell_nothing() -> None:
 
 
 def test_data_of_their_own_may_differ_and_one_warning_says_that_they_do_not(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(first_batches._Warned, "once", False)
+    first_batches._warn_once.cache_clear()
     own, other = first_batches.of_own([tf.constant(X)]), first_batches.of_own([tf.constant(X[ORDER])])
     with caplog.at_level(logging.WARNING, "tfps"):
         check(np.array([own, other]))

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import tfps
 from tfps.errors import TfpsError, UnsupportedError
-from tfps.input.datasets import Groups, Stream
+from tfps.input.datasets import Stream, read_groups
 from tfps.input.iterators import StagedIterator, StagedIteratorSpec
 from tfps.input.staging import Feed, Group
 
@@ -38,7 +38,7 @@ class Workers:
 
 
 def groups(count: int) -> Iterator[Group]:
-    return Groups([tf.data.Dataset.range(count)], 1, tf.TensorSpec([], tf.int64), True)
+    return read_groups([tf.data.Dataset.range(count)], 1, tf.TensorSpec([], tf.int64), True)
 
 
 def values(chosen: Iterator[Group]) -> Iterator[int]:
@@ -95,7 +95,7 @@ def test_groups_have_a_batch_for_each_replica(pads: bool, last: list[int | None]
     dataset = tf.data.Dataset.from_tensor_slices([[0], [1], [2], [3], [4]])
     made = [
         [int(batch[0]) if batch.shape[0] else None for batch in group]
-        for group in Groups([dataset], 2, tf.TensorSpec([None], tf.int32), pads)
+        for group in read_groups([dataset], 2, tf.TensorSpec([None], tf.int32), pads)
     ]
     assert made == [[0, 1], [2, 3]] + ([last] if last else [])
 

@@ -1,7 +1,7 @@
 """How an attribute of Keras or TensorFlow is replaced, and how a replacement knows the models of tfps.
 
-A module that replaces something lists it in a tuple `PATCHES`; `tfps/strategy/patches.py` is the table of all. Each
-attribute is replaced once. What has to happen there in an order, its one replacement calls.
+A module that replaces something lists it in `PATCHES`; `tfps/strategy/patches.py` is the table of all. Each attribute
+is replaced once. What has to happen there in an order, its one replacement calls.
 
 Tested in tests/strategy/test_patches.py.
 """
@@ -16,7 +16,7 @@ from types import ModuleType
 
 import tensorflow as tf
 
-from tfps.types import Callback, Function, Model
+from tfps.types import Function, Model
 
 
 class BaseStrategy(tf.distribute.Strategy):
@@ -84,33 +84,3 @@ def scope_outside(strategy: tf.distribute.Strategy) -> contextlib.AbstractContex
         return contextlib.nullcontext()
     scope: contextlib.AbstractContextManager[object] = strategy.scope()
     return scope
-
-
-def for_models(hook: Function) -> Callable[[Function], Function]:
-    """Lets `hook(original, strategy, model, ...)` take the place of a method of models that have a strategy of tfps."""
-
-    @functools.wraps(hook)
-    def wrap(original: Function) -> Function:
-        def method(self: Model, *arguments: object, **options: object) -> object:
-            if (strategy := strategy_of(self)) is None:
-                return original(self, *arguments, **options)
-            return hook(original, strategy, self, *arguments, **options)
-
-        return method
-
-    return wrap
-
-
-def for_callbacks(hook: Function) -> Callable[[Function], Function]:
-    """Lets `hook(original, strategy, callback, ...)` take the place of a method of callbacks of such models."""
-
-    @functools.wraps(hook)
-    def wrap(original: Function) -> Function:
-        def method(self: Callback, *arguments: object, **options: object) -> object:
-            if (strategy := strategy_of(self.model)) is None:
-                return original(self, *arguments, **options)
-            return hook(original, strategy, self, *arguments, **options)
-
-        return method
-
-    return wrap

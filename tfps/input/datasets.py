@@ -1,13 +1,9 @@
 """Distributed datasets with staged batches, used like those of tf.distribute, and which batches a worker gets of them.
 
-TensorFlow's distributed dataset still shards and rebatches; only its iterator is replaced. Two kinds of batches are cut
-by rows instead, so that each worker trains on its rows of every batch. Of those made in Python (`PyDataset`,
-generators) TensorFlow would give the workers whole batches in turn, each cut into one step per replica: they would have
-other rows than in one process, and some workers more steps than others. And batches with a scalar beside the rows it
-cannot cut: every replica gets that as it is.
-
-In mode "async" batches are handed out: every worker reads the whole stream, and uses those whose number it draws from a
-counter on a pserver, so that each is used once, by the worker that is free.
+TensorFlow's distributed dataset still shards and rebatches; only its iterator is replaced. Batches made in Python, and
+those with a scalar beside the rows, are cut by rows instead (docs/design.md). In mode "async" batches are handed out:
+every worker reads the whole stream, and uses those whose number it draws from a counter on a pserver, so that each is
+used once, by the worker that is free.
 
 Tested in tests/input/test_staging.py, test_generators.py and test_handing_out.py there, and in
 tests/integration/test_input.py.
@@ -23,6 +19,7 @@ import tensorflow as tf
 
 from tfps.errors import UnsupportedError
 from tfps.graph.ops import HOST
+from tfps.graph.patches import replaced
 from tfps.graph.rows import rows_of
 from tfps.graph.tf_private import (
     DistributedDataset,
@@ -32,7 +29,7 @@ from tfps.graph.tf_private import (
     of_any_size,
 )
 from tfps.input.first_batches import DIVIDED, AutoShardPolicy, FirstBatches, is_same_on_all, shard_policy
-from tfps.input.iterators import Loop, LoopIterator, StagedIterator, StagedIteratorSpec
+from tfps.input.iterators import LoopIterator, StagedIterator, StagedIteratorSpec
 from tfps.input.staging import Feed, Group, Staging
 from tfps.keras_hooks.random_numbers import of_its_own
 from tfps.types import Argument, Batches, Function, Structure, Value
@@ -56,7 +53,7 @@ class _Staged:
         if self.staging.closed or not tf.executing_eagerly():
             iterator = super().__iter__()  # type: ignore[misc]
             lockstep = None if self.staging.closed else self.staging.lockstep
-            return iterator if lockstep is None else LoopIterator(iterator, self.staging, Loop(lockstep))
+            return iterator if lockstep is None else LoopIterator(iterator, self.staging, lockstep)
         extended = self._strategy.extended
         whole = self.whole if extended.hands_out else None
         sources = self.sources if whole is None else whole()
@@ -66,23 +63,21 @@ class _Staged:
             element_spec = of_any_size(element_spec)
         spec = StagedIteratorSpec(self.staging.number, element_spec, self.on_devices, whole is not None)
         stage = self.staging.stage(element_spec, on_devices=self.on_devices)
-        groups = functools.partial(Groups, sources, stage.replicas, element_spec, pads)
-        known = [int(source.cardinality()) for source in sources]
-        batches = None
+        known, batches = [int(source.cardinality()) for source in sources], None
         if min(known) >= 0:
             each = known if len(known) == stage.replicas else [known[0] / stage.replicas]
             batches = math.ceil(max(each)) if pads else math.floor(min(each))
-        meets = extended.shards  # else this worker iterates alone
-        chosen = groups() if whole is None else self._next_epoch(groups)
-        feed = Feed(self.staging, stage, chosen, batches, meets, whole is not None, self.first)
+        groups = functools.partial(read_groups, sources, stage.replicas, element_spec, pads)
+        if whole is None:
+            chosen = groups()
+        else:
+            if self.steps is None or self._stream is None:
+                self._stream = Stream(groups, self.staging.fetch_add)
+            chosen = self._stream.epoch(f"batches/{self.staging.next_epoch()}", self.steps)
+        # If the data is not divided, this worker iterates alone.
+        feed = Feed(self.staging, stage, chosen, batches, extended.shards, whole is not None, self.first)
         with tf.device(HOST):
             return StagedIterator(spec, feed.tokens.queue_ref, tf.constant(feed.number, tf.int64), feed)
-
-    def _next_epoch(self, open_groups: Callable[[], Iterator[Group]]) -> Iterator[Group]:
-        """Returns the batches of the next epoch that this worker draws."""
-        if self.steps is None or self._stream is None:
-            self._stream = Stream(open_groups, self.staging.fetch_add)
-        return self._stream.epoch(f"batches/{self.staging.next_epoch()}", self.steps)
 
     def begin_anew(self) -> None:
         """Makes the next epoch begin with the first batch."""
@@ -92,34 +87,22 @@ class _Staged:
 class StagedDataset(_Staged, DistributedDataset):
     """A distributed dataset that stages this worker's part."""
 
-    @property
-    def sources(self) -> list[tf.data.Dataset]:  # type: ignore[override]
-        return list(self._cloned_datasets)
+    sources = property(lambda self: list(self._cloned_datasets))
 
 
 class StagedDatasetFromFunction(_Staged, DistributedDatasetsFromFunction):
     """Like `StagedDataset`, for datasets that a function returns."""
 
-    @property
-    def sources(self) -> list[tf.data.Dataset]:  # type: ignore[override]
-        return list(self._datasets)
+    sources = property(lambda self: list(self._datasets))
 
 
 def distribute_dataset(
-    extended: tf.distribute.StrategyExtended,
-    dataset: Batches,
-    context: tf.distribute.InputContext,
-    options: tf.distribute.InputOptions | None,
+    extended: tf.distribute.StrategyExtended, dataset: Batches, options: tf.distribute.InputOptions | None
 ) -> Batches:
-    """Returns what `experimental_distribute_dataset` does.
-
-    Raises:
-        UnsupportedError: `options` ask for one dataset per replica, which requires a dataset function; or batches that
-            are cut by rows are to be sharded by their files.
-    """
+    context = extended._make_input_context()
     in_python = context.num_input_pipelines > 1 and of_whole_job(dataset)
     if in_python or (context.num_replicas_in_sync > 1 and has_scalars(dataset)):
-        return _distribute_rows(extended, dataset, context, options)
+        return _distribute_rows(extended, dataset, options)
     if options and options.experimental_replication_mode == PER_REPLICA:
         raise UnsupportedError(
             "InputReplicationMode.PER_REPLICA works with distribute_datasets_from_function only, as in TensorFlow"
@@ -140,7 +123,7 @@ def distribute_dataset(
         "input_context": context,
         "options": options,
     }
-    made = _made(extended, DistributedDataset, StagedDataset, arguments, options)
+    made = _made(DistributedDataset, StagedDataset, arguments)
     if isinstance(made, _Staged):
         made.first = first
         if extended.hands_out and shard_policy(dataset) in DIVIDED:
@@ -154,22 +137,18 @@ def distribute_dataset(
 
 def _watched(extended: tf.distribute.StrategyExtended, dataset: Batches) -> tuple[FirstBatches | None, Batches]:
     """Returns what knows the first batches of the second if all ranks make the same; else None and `dataset`."""
-    staging = extended.staging
-    compares = staging is not None and staging.compares and extended.shards and tf.executing_eagerly()
-    if not compares or not is_same_on_all(dataset):
+    compares = extended.staging is not None and extended.staging.compares and extended.shards
+    if not compares or not tf.executing_eagerly() or not is_same_on_all(dataset):
         return None, dataset
     first = FirstBatches()
     return first, first.watch(dataset)
 
 
 def _distribute_rows(
-    extended: tf.distribute.StrategyExtended,
-    dataset: tf.data.Dataset,
-    context: tf.distribute.InputContext,
-    options: tf.distribute.InputOptions | None,
+    extended: tf.distribute.StrategyExtended, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None
 ) -> Batches:
-    replicas, own = context.num_replicas_in_sync, len(extended._devices)
-    policy = shard_policy(dataset)
+    context, own, policy = extended._make_input_context(), len(extended._devices), shard_policy(dataset)
+    replicas = context.num_replicas_in_sync
     if policy == AutoShardPolicy.FILE:
         raise UnsupportedError(
             "AutoShardPolicy.FILE does not work with batches that have a scalar beside their rows, which TensorFlow "
@@ -178,7 +157,7 @@ def _distribute_rows(
     first, dataset = _watched(extended, dataset)
     has_own = policy == AutoShardPolicy.OFF  # data of each worker
     split = own_rows(dataset, replicas, *((0, replicas) if has_own else (own * context.input_pipeline_id, own)))
-    made = distribute_datasets_from_function(extended, lambda _: split, context, options)
+    made = distribute_datasets_from_function(extended, lambda _: split, options)
     if isinstance(made, _Staged):
         made.first = first
         if extended.hands_out:
@@ -187,13 +166,8 @@ def _distribute_rows(
 
 
 def distribute_datasets_from_function(
-    extended: tf.distribute.StrategyExtended,
-    dataset_fn: Function,
-    context: tf.distribute.InputContext,
-    options: tf.distribute.InputOptions | None,
+    extended: tf.distribute.StrategyExtended, dataset_fn: Function, options: tf.distribute.InputOptions | None
 ) -> Batches:
-    """Returns the result of `distribute_datasets_from_function`."""
-
     def own_data(context: tf.distribute.InputContext) -> tf.data.Dataset:
         with of_its_own():
             return dataset_fn(context)
@@ -202,39 +176,29 @@ def distribute_datasets_from_function(
     arguments = {
         "input_workers": workers,
         "strategy": extended._container_strategy(),
-        "input_contexts": [context] * workers.num_workers,
+        "input_contexts": [extended._make_input_context()] * workers.num_workers,
         "dataset_fn": own_data,
         "options": options,
     }
-    return _made(extended, DistributedDatasetsFromFunction, StagedDatasetFromFunction, arguments, options)
+    return _made(DistributedDatasetsFromFunction, StagedDatasetFromFunction, arguments)
 
 
 def _input_workers(extended: tf.distribute.StrategyExtended, options: tf.distribute.InputOptions | None) -> Structure:
-    before = extended._input_workers_devices
-    try:
+    # TensorFlow would change it for all later datasets.
+    with replaced(extended, "_input_workers_devices", extended._input_workers_devices):
         return extended._input_workers_with_options(options)
-    finally:
-        extended._input_workers_devices = before  # TensorFlow would change it for all later datasets
 
 
-def _made(
-    extended: tf.distribute.StrategyExtended,
-    plain: type,
-    staged: type,
-    arguments: dict[str, Argument],
-    options: tf.distribute.InputOptions | None,
-) -> Batches:
-    staging, on_devices_already = extended.staging, bool(options and options.experimental_place_dataset_on_device)
-    if staging is None or staging.closed or on_devices_already or not tf.executing_eagerly():
+def _made(plain: type, staged: type, arguments: dict[str, Argument]) -> Batches:
+    staging, options = arguments["strategy"].extended.staging, arguments["options"]
+    placed = options is not None and options.experimental_place_dataset_on_device
+    if staging is None or staging.closed or placed or not tf.executing_eagerly():
         return plain(**arguments)
     made = staged(**arguments)
     made.staging = staging
     # Batches for CPU devices are always on the host.
     made.on_devices = options is None or options.experimental_fetch_to_device
     return made
-
-
-# What a worker gets: rows of a batch, a batch for each replica, batches that it draws.
 
 
 def of_whole_job(dataset: Batches) -> bool:
@@ -284,42 +248,32 @@ def _part(replica: int, replicas: int, batch: tuple[Structure, ...]) -> Structur
     return parts if len(parts) > 1 else parts[0]
 
 
-class Groups:
-    """Groups of batches, one per local replica, in order; begins to read at once.
+def read_groups(
+    datasets: Sequence[tf.data.Dataset], replicas: int, element_spec: Structure, pads: bool
+) -> Iterator[Group]:
+    """Returns groups of batches, one per local replica, in order; begins to read at once.
 
     Args:
         datasets: one that all replicas read in turn, or one per replica.
         element_spec: of one replica's batch.
         pads: replicas without data at the end get an empty batch; otherwise the last, partial group is dropped.
     """
+    with tf.device(HOST):  # now, as without staging: even an unused iterator advances reshuffling
+        sources = [iter(dataset) for dataset in datasets]
 
-    def __init__(self, datasets: Sequence[tf.data.Dataset], replicas: int, element_spec: Structure, pads: bool) -> None:
-        self._replicas, self._element_spec, self._pads = replicas, element_spec, pads
-        with tf.device(HOST):  # now, as without staging: even an unused iterator advances reshuffling
-            self._sources = [iter(dataset) for dataset in datasets]
-
-    def __iter__(self) -> Iterator[Group]:
-        return self
-
-    def __next__(self) -> Group:
-        sources = self._sources
-        group = [next(sources[replica % len(sources)], _MISSING) for replica in range(self._replicas)]
+    def read() -> Group | None:
+        group = [next(sources[replica % len(sources)], _MISSING) for replica in range(replicas)]
         missing = sum(batch is _MISSING for batch in group)
-        if missing == self._replicas or (missing and not self._pads):
-            raise StopIteration
-        if missing:
-            with tf.device(HOST):
-                group = [dummy_batch(self._element_spec) if each is _MISSING else each for each in group]
-        return group
+        if missing == replicas or (missing and not pads):
+            return None
+        with tf.device(HOST):
+            return [dummy_batch(element_spec) if each is _MISSING else each for each in group]
+
+    return iter(read, None)
 
 
 class Stream:
-    """A dataset from which groups are handed out, epoch by epoch.
-
-    Args:
-        open_groups: reads the dataset from its begin.
-        draw: draws a number from a counter, see `Peers.fetch_add`.
-    """
+    """A dataset from which groups are handed out, epoch by epoch; `draw` draws a number from a counter."""
 
     def __init__(self, open_groups: Callable[[], Iterator[Group]], draw: Callable[[str], int]) -> None:
         self._open, self._draw = open_groups, draw
@@ -333,17 +287,13 @@ class Stream:
         Args:
             counter: the same on all ranks, another one for each epoch.
             steps: groups of the epoch, for all workers together; None: all that are left.
-
-        Raises:
-            UnsupportedError: the counter has begun anew, as pservers keep only so many; when a group is taken.
         """
         self._begin += self._steps
         self._steps = steps or 0
-        return self._chosen(counter, steps)
-
-    def _chosen(self, counter: str, steps: int | None) -> Iterator[Group]:
         last = -1
-        while True:
+
+        def choose() -> Group | None:
+            nonlocal last
             number = self._draw(counter)
             if number <= last:
                 raise UnsupportedError(
@@ -351,25 +301,19 @@ class Stream:
                     f"others begin; the pserver has forgotten this one: got batch {number} after batch {last}"
                 )
             last = number
-            if steps is not None and number >= steps:
-                return
-            if (group := self._at(number)) is None:
-                return
-            yield group
-            del group
+            return self._at(number) if steps is None or number < steps else None
+
+        return iter(choose, None)
 
     def _at(self, number: int) -> Group | None:
         """Group `number` of the epoch; None if the data ends before."""
         while True:
-            while self._position <= self._begin + number:
+            group: Group | None = []
+            while group is not None and self._position <= self._begin + number:
                 group = next(self._groups, None)
-                if group is None:
-                    break
-                self._position += 1
-            else:
+                self._position += group is not None
+            if group is not None or not 0 < self._position <= self._begin:
                 return group
-            if not 0 < self._position <= self._begin:
-                return None
             # It has ended with the last epoch, on all ranks: this one reads it anew.
             self._begin = self._position = 0
             self._groups = self._open()

@@ -9,6 +9,7 @@ Tested in tests/integration/test_unseeded.py.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import zlib
@@ -51,10 +52,11 @@ class FirstBatches:
 
     def watch(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns `dataset` with the same batches; a filter, because TensorFlow sees the batch size through it."""
-        known = int(dataset.cardinality())
 
         def note(*tensors: Array) -> bool:
-            self._note(digest(tensors))
+            found = digest(tensors)
+            with self._lock:
+                self._found = found if self._readers else self._found
             return True
 
         def look(*batch: Structure) -> tf.Tensor:
@@ -68,7 +70,7 @@ class FirstBatches:
 
         with tf.init_scope():
             first = int(next(iter(tf.data.Dataset.from_tensors(tf.constant(0, tf.int64)).map(_drawn))))
-        watched = dataset.filter(look)
+        known, watched = int(dataset.cardinality()), dataset.filter(look)
         unknown = tf.data.experimental.UNKNOWN_CARDINALITY
         return watched if known == unknown else watched.apply(tf.data.experimental.assert_cardinality(known))
 
@@ -86,11 +88,6 @@ class FirstBatches:
             if not self._readers:
                 self._several, self._found = False, NOTHING
             return found
-
-    def _note(self, found: int) -> None:
-        with self._lock:
-            if self._readers:
-                self._found = found
 
 
 def of_own(group: Sequence[Structure]) -> int:
@@ -115,19 +112,16 @@ def _digest(tensors: Sequence[Array]) -> int:
 
 
 def check(digests: Array) -> None:
-    """Compares the ranks' digests of what should be one batch, or of their own ones.
-
-    Raises:
-        MismatchError: the data differ.
-    """
+    """Compares the ranks' digests of what should be one batch, or of their own ones."""
     if (digests == NOTHING).any() or ((digests < 0) != (digests[0] < 0)).any():
         return
     own = digests[0] < 0
-    parts = [[_part(-1 - int(each) if own else int(each), index) for each in digests] for index in range(_PARTS)]
+    whole = [-1 - int(each) if own else int(each) for each in digests]
+    parts = [[each >> (_BITS * index) & (2**_BITS - 1) for each in whole] for index in range(_PARTS)]
     same = [len(set(part)) == 1 for part in parts]
     if own:
         if all(same) and any(part[0] & 1 for part in parts):
-            _warn()
+            _warn_once()
     elif not all(same) and not any(equal and part[0] & 1 for equal, part in zip(same, parts, strict=True)):
         other = int(np.flatnonzero(digests != digests[0])[0])
         raise MismatchError(
@@ -140,22 +134,13 @@ def check(digests: Array) -> None:
         )
 
 
-def _part(digest_: int, index: int) -> int:
-    return digest_ >> (_BITS * index) & (2**_BITS - 1)
-
-
-class _Warned:
-    once = False
-
-
-def _warn() -> None:
-    if not _Warned.once:
-        _Warned.once = True
-        logger.warning(
-            "tfps: all ranks have made the same first batch, each for itself (AutoShardPolicy.OFF, or "
-            "distribute_datasets_from_function): they train on the same rows. Give each rank its own data "
-            "(dataset.shard, InputContext), or its own seed (shuffle(n, seed=strategy.rank)). This is logged once"
-        )
+@functools.cache
+def _warn_once() -> None:
+    logger.warning(
+        "tfps: all ranks have made the same first batch, each for itself (AutoShardPolicy.OFF, or "
+        "distribute_datasets_from_function): they train on the same rows. Give each rank its own data "
+        "(dataset.shard, InputContext), or its own seed (shuffle(n, seed=strategy.rank)). This is logged once"
+    )
 
 
 def _has_bytes(value: Value) -> bool:

@@ -15,7 +15,7 @@ from tfps.graph.ops import HOST
 from tfps.graph.rows import UNKNOWN, rows_of
 from tfps.graph.tf_private import CompositeTensor, distribute_utils, ops, outer_graphs, values
 from tfps.input.lockstep import CLOSED, IteratorProgress, Lockstep, Request
-from tfps.input.staging import END, GO, TOKEN, Feed, Staging
+from tfps.input.staging import END, GO, TOKEN, Feed, Staging, stagings
 from tfps.types import Batches, Structure, Value
 
 _BEGINS, _NONE = -3, -2  # sent in place of the number of rows of the next batch
@@ -25,11 +25,7 @@ _numbers = itertools.count(-1, -1)  # distinct from those of feeds
 class StagedIteratorSpec(tf.TypeSpec):
     """Spec of a `StagedIterator`: equal for all iterators over one dataset, so a new epoch needs no retracing.
 
-    Args:
-        number: of the staging.
-        element_spec: of one replica's batch.
-        on_devices: whether batches are staged on the replicas' devices; else on the host.
-        hands_out: whether batches are handed out.
+    `number` is that of the staging, `element_spec` of one replica's batch.
     """
 
     __slots__ = ("_element_spec", "_number", "_on_devices", "hands_out")
@@ -41,7 +37,7 @@ class StagedIteratorSpec(tf.TypeSpec):
 
     @property
     def staging(self) -> Staging:
-        return Staging.of(self._number)
+        return stagings[self._number]
 
     @property
     def element_spec(self) -> Structure:
@@ -64,19 +60,18 @@ class StagedIteratorSpec(tf.TypeSpec):
         return [tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.int64)]
 
     def _to_components(self, value: StagedIterator) -> list[tf.Tensor]:
-        return value.components()
+        if value._feed is not None:
+            value._feed.start()
+        return [value._tokens, value._number]
 
     def _from_components(self, components: list[tf.Tensor]) -> StagedIterator:
         return StagedIterator(self, *components)
 
 
 class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
-    """Yields the batches that a `Feed` stages. Can be passed to a `tf.function` as an argument.
+    """Yields the batches that a `Feed` stages; inside a graph there is none, but its key queue and number.
 
-    Args:
-        tokens: resource handle of the key queue.
-        number: of the feed, int64 scalar.
-        feed: None inside a graph.
+    Can be passed to a `tf.function` as an argument.
     """
 
     def __init__(
@@ -86,20 +81,12 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
         if feed is not None:
             weakref.finalize(self, feed.stop).atexit = False
 
-    @property
-    def _type_spec(self) -> StagedIteratorSpec:
-        return self._spec
+    _type_spec = property(lambda self: self._spec)
 
     def allow(self, batches: int) -> None:
         """See `Feed.allow`."""
         if self._feed is not None:
             self._feed.allow(batches)
-
-    def components(self) -> list[tf.Tensor]:
-        """Returns the tensors that represent this iterator in a graph."""
-        if self._feed is not None:
-            self._feed.start()
-        return [self._tokens, self._number]
 
     @property
     def element_spec(self) -> Structure:
@@ -123,29 +110,21 @@ class StagedIterator(CompositeTensor, tf.distribute.DistributedIterator):
             tf.errors.InvalidArgumentError: the input pipeline failed at this batch.
         """
         key = self._token()
-        if tf.executing_eagerly():
-            if int(key) == END:
-                raise tf.errors.OutOfRangeError(None, None, "End of sequence")
-            return self._spec.take(key)
-        key = tf.cond(tf.equal(key, END), self._spec.staging.no_batch, lambda: tf.identity(key))
-        key.set_shape([])
+        if not tf.executing_eagerly():
+            key = tf.cond(tf.equal(key, END), self._spec.staging.no_batch, lambda: tf.identity(key))
+            key.set_shape([])
+        elif int(key) == END:
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         return self._spec.take(key)
 
     def get_next_as_optional(self) -> tf.experimental.Optional:
-        """Returns the next batch, or an empty optional at the end of the data.
-
-        Raises:
-            tf.errors.InvalidArgumentError: as `get_next`.
-        """
+        """Returns the next batch, or an empty optional at the end of the data; raises as `get_next`."""
         key = self._token()
-
-        def batch() -> tf.experimental.Optional:
-            return tf.experimental.Optional.from_value(self._spec.take(key))
-
-        def nothing() -> tf.experimental.Optional:
-            return tf.experimental.Optional.empty(self.element_spec)
-
-        return tf.cond(tf.equal(key, END), nothing, batch)
+        return tf.cond(
+            tf.equal(key, END),
+            lambda: tf.experimental.Optional.empty(self.element_spec),
+            lambda: tf.experimental.Optional.from_value(self._spec.take(key)),
+        )
 
     def _token(self) -> tf.Tensor:
         """Returns the next key or END; raises if the feed reports an error."""
@@ -206,10 +185,6 @@ class Loop(Request):
             # Whether to use the batch, an error, the rows of the batch summed over all workers.
             self._answers = tf.queue.FIFOQueue(1000, [tf.bool, tf.string, tf.int64], [[], [], []], name="tfps_loop")
 
-    def begin(self) -> None:
-        """Adds the op that begins a run."""
-        self.send(tf.constant(_BEGINS, tf.int64))
-
     def may_use(self, has_batch: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Announces this rank's batch; returns whether all ranks have one, and its rows summed over them."""
         asked = self.send(tf.where(has_batch, rows, tf.constant(_NONE, tf.int64)))
@@ -218,25 +193,21 @@ class Loop(Request):
                 handle=self._answers.queue_ref, component_types=self._answers.dtypes
             )
             with tf.control_dependencies([tf.debugging.Assert(tf.equal(error, ""), [error])]):
-                used, total = tf.identity(used), tf.identity(total)
-        used.set_shape([])
-        total.set_shape([])
-        return used, total
+                return tf.ensure_shape(used, []), tf.ensure_shape(total, [])
 
     def collect(self, graph_run: tf.Tensor, data: tf.Tensor, indices: tf.Tensor, times: tf.Tensor) -> None:
         said, progress = int(graph_run), self._progress
         if said == _BEGINS or progress is None:
             self._begin()
-            return
-        if progress.gone:
+        elif progress.gone:
             self._answer(None, CLOSED, UNKNOWN)
-            return
-        if said != _NONE:
-            progress.exists(progress.asked, said)
-            progress.staged(progress.asked, progress.asked)
         else:
-            progress.ended("")
-        self.lockstep.request(self._number, self.trains(), eager=False)
+            if said != _NONE:
+                progress.exists(progress.asked, said)
+                progress.staged(progress.asked, progress.asked)
+            else:
+                progress.ended("")
+            self.lockstep.request(self._number, self.trains(), eager=False)
 
     def _begin(self) -> None:
         if self._progress is not None:
@@ -256,49 +227,38 @@ class Loop(Request):
 class LoopIterator:
     """Wraps TensorFlow's iterator inside a function; several workers agree on each batch."""
 
-    def __init__(self, iterator: Batches, staging: Staging, loop: Loop) -> None:
-        self._iterator, self._staging, self._loop = iterator, staging, loop
-        loop.begin()
+    def __init__(self, iterator: Batches, staging: Staging, lockstep: Lockstep) -> None:
+        self._iterator, self._staging, self._loop = iterator, staging, Loop(lockstep)
+        self._loop.send(tf.constant(_BEGINS, tf.int64))
 
     def __iter__(self) -> LoopIterator:
         return self
 
-    def __next__(self) -> Structure:
-        return self.get_next()
-
     def get_next_as_optional(self) -> tf.experimental.Optional:
         """Returns the next batch; empty at the end of the data, here or (if the function trains) on another worker."""
         batch = self._iterator.get_next_as_optional()
-        replicas = len(self._staging.devices)
-        rows = tf.cond(
-            batch.has_value(),
-            lambda: self._rows(batch.get_value(), replicas),
-            lambda: tf.constant([UNKNOWN] * replicas, tf.int64),
-        )
-        unknown = tf.constant(UNKNOWN, tf.int64)
+        replicas, unknown = len(self._staging.devices), tf.constant(UNKNOWN, tf.int64)
+
+        def rows_of_replicas() -> tf.Tensor:
+            value = batch.get_value()
+            parts = [tf.nest.map_structure(lambda each, i=i: _part(each, i), value) for i in range(replicas)]
+            return tf.stack([unknown if rows is None else rows for rows in map(rows_of, parts)])
+
+        rows = tf.cond(batch.has_value(), rows_of_replicas, lambda: tf.fill([replicas], unknown))
         total = tf.where(tf.reduce_any(rows < 0), unknown, tf.reduce_sum(rows))
         used, total = self._loop.may_use(batch.has_value(), total)
         if (last_batch := self._staging.last_batch) is not None:
             last_batch.note(self, tf.concat([[total], rows], 0))
         return tf.cond(used, lambda: batch, lambda: tf.experimental.Optional.empty(batch.element_spec))
 
-    @staticmethod
-    def _rows(batch: Structure, replicas: int) -> tf.Tensor:
-        """Returns the rows of each replica's part of `batch`, int64 [replicas]."""
-        parts = [tf.nest.map_structure(lambda each, i=i: _part(each, i), batch) for i in range(replicas)]
-        found = [rows_of(part) for part in parts]
-        return tf.stack([tf.constant(UNKNOWN, tf.int64) if rows is None else rows for rows in found])
-
     def get_next(self) -> Structure:
-        """Returns the next batch.
-
-        Raises:
-            tf.errors.OutOfRangeError: the data has ended.
-        """
+        """Returns the next batch; raises OutOfRangeError at the end of the data."""
         batch = self.get_next_as_optional()
         go_on = tf.cond(batch.has_value(), lambda: tf.constant(0, tf.int64), self._staging.no_batch)
         with tf.control_dependencies([go_on]):
             return batch.get_value()
+
+    __next__ = get_next
 
 
 def _part(value: Value, replica: int) -> Value:

@@ -14,6 +14,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import tensorflow as tf
 
@@ -25,7 +26,7 @@ from tfps.graph.tf_private import eagerly
 from tfps.input.first_batches import NOTHING, FirstBatches, of_own
 from tfps.input.lockstep import IteratorProgress, Lockstep
 from tfps.runtime.runtime import Runtime
-from tfps.types import Argument, Structure
+from tfps.types import Argument, Function, Structure, Value
 
 logger = logging.getLogger("tfps")
 # A batch key and "", or END and the reason ("" at the end of the data); then the rows of the batch: summed over all
@@ -39,44 +40,21 @@ _JOIN_S = 2.0  # for a thread that may be inside the user's generator, which can
 Group = list[Structure]  # one batch per local replica
 
 
+@dataclass(frozen=True)
 class Area:
     """Lists of tensors of fixed dtypes by key, in the memory of one device."""
 
-    def __init__(self, device: str, dtypes: Sequence[tf.DType], name: str) -> None:
-        self.device, self._indices = device, list(range(len(dtypes)))
-        self._attributes: dict[str, Argument] = {
-            "dtypes": list(dtypes),
-            "capacity": 0,
-            "memory_limit": 0,
-            "container": "",
-            "shared_name": name,
-        }
+    device: str
+    attributes: dict[str, Argument]  # of the ops: the dtypes, and a name
 
-    def put(self, key: tf.Tensor, tensors: list[tf.Tensor]) -> None:
+    def run(self, op: Function, **inputs: Argument) -> Value:
+        """Runs `op`, one of MapStage's, eagerly or in a graph."""
         with tf.device(self.device):
-            tf.raw_ops.MapStage(key=key, indices=self._indices, values=tensors, **self._attributes)
-
-    def take(self, key: tf.Tensor) -> list[tf.Tensor]:
-        """Removes and returns the tensors of `key`, which must exist. Works eagerly and in graphs."""
-        with tf.device(self.device):
-            return list(tf.raw_ops.MapUnstage(key=key, indices=self._indices, **self._attributes))
-
-    def size(self) -> int:
-        with tf.init_scope(), tf.device(self.device):
-            return int(tf.raw_ops.MapSize(**self._attributes))
-
-    def clear(self) -> None:
-        with tf.init_scope(), tf.device(self.device):
-            tf.raw_ops.MapClear(**self._attributes)
+            return op(**inputs, **self.attributes)
 
 
 class Stage:
-    """Stores batches of one structure, one per local replica, as flat tensors in areas.
-
-    Args:
-        element_spec: of one replica's batch.
-        areas: returns the area for (replica, dtypes, on the host).
-    """
+    """Stores batches of one structure, one per local replica, as flat tensors in areas."""
 
     def __init__(
         self, element_spec: Structure, replicas: int, areas: Callable[[int, tuple[tf.DType, ...], bool], Area]
@@ -106,7 +84,8 @@ class Stage:
             for value, parts in zip(tf.nest.flatten(batch), self._parts, strict=True):
                 flat += tf.nest.flatten(value, expand_composites=True) if parts else []  # no parts: None
             for area, indices in areas:
-                area.put(number, [flat[index] for index in indices])
+                own = [flat[index] for index in indices]
+                area.run(tf.raw_ops.MapStage, key=number, indices=list(range(len(own))), values=own)
 
     def take(self, key: tf.Tensor) -> list[tf.Tensor]:
         """Returns the batches of `key`, one per replica. Works eagerly and in graphs."""
@@ -114,28 +93,24 @@ class Stage:
         for areas in self._areas:
             flat: list[tf.Tensor] = [None] * len(self._shapes)
             for area, indices in areas:
-                for index, tensor in zip(indices, area.take(key), strict=True):
+                taken = area.run(tf.raw_ops.MapUnstage, key=key, indices=list(range(len(indices))))
+                for index, tensor in zip(indices, taken, strict=True):
                     tensor.set_shape(self._shapes[index])
                     flat[index] = tensor
-            parts = iter(flat)
-            values = [
-                _packed(leaf, [next(parts) for _ in of]) for leaf, of in zip(self._leaves, self._parts, strict=True)
-            ]
+            values, parts = [], iter(flat)
+            for spec, of in zip(self._leaves, self._parts, strict=True):
+                own = [next(parts) for _ in of]
+                packs = own and not isinstance(spec, tf.TensorSpec)
+                packed = tf.nest.pack_sequence_as(spec, own, expand_composites=True) if packs else next(iter(own), None)
+                values.append(packed)
             batches.append(tf.nest.pack_sequence_as(self._spec, values))
         return batches
-
-
-def _packed(spec: Structure, parts: list[tf.Tensor]) -> Structure:
-    if isinstance(spec, tf.TensorSpec):
-        return parts[0]
-    return tf.nest.pack_sequence_as(spec, parts, expand_composites=True) if parts else None
 
 
 class Staging:
     """Owns one strategy's staged batches and staging threads.
 
     Args:
-        devices: of the local replicas.
         depth: batches staged ahead per iterator and device.
         last_batch: where graphs note the rows of the batches they take; None if the job has one replica.
         compares: the ranks compare the first batch of each iterator.
@@ -160,7 +135,7 @@ class Staging:
         self.fetch_add = runtime.exchange.peers.fetch_add
         self.keys = itertools.count()
         self.number = next(_numbers)
-        _stagings[self.number] = self
+        stagings[self.number] = self
         self._areas: dict[tuple[int, tuple[tf.DType, ...], bool], Area] = {}
         self._lock = threading.RLock()  # guards the next two; reentrant: the garbage collector may call close anywhere
         self._running: set[Feed] = set()
@@ -170,30 +145,22 @@ class Staging:
             self.ended = tf.queue.FIFOQueue(1, [tf.int64], [[]], name="tfps_ended")
             self.ended.close()
 
-    @staticmethod
-    def of(number: int) -> Staging:
-        """Returns the staging with this number, which must exist."""
-        return _stagings[number]
-
     def stage(self, element_spec: Structure, *, on_devices: bool = True) -> Stage:
-        """Returns the stage for batches with this per-replica spec."""
-
         def area(replica: int, dtypes: tuple[tf.DType, ...], on_host: bool) -> Area:
             on_host = on_host or not on_devices
             with self._lock:
                 if (replica, dtypes, on_host) not in self._areas:
                     device = HOST if on_host else self.devices[replica]
-                    name = f"tfps_stage_{self.number}_{len(self._areas)}"
-                    self._areas[replica, dtypes, on_host] = Area(device, dtypes, name)
+                    about = {"dtypes": list(dtypes), "shared_name": f"tfps_stage_{self.number}_{len(self._areas)}"}
+                    self._areas[replica, dtypes, on_host] = Area(device, about)
                 return self._areas[replica, dtypes, on_host]
 
         return Stage(element_spec, len(self.devices), area)
 
     def staged(self) -> int:
         """Returns the number of tensor lists in all areas."""
-        with self._lock:
-            areas = list(self._areas.values())
-        return sum(area.size() for area in areas)
+        with self._lock, tf.init_scope():
+            return sum(int(area.run(tf.raw_ops.MapSize)) for area in self._areas.values())
 
     def no_batch(self) -> tf.Tensor:
         """Returns the result (int64 scalar) of an op that fails like the end of data."""
@@ -205,7 +172,6 @@ class Staging:
         return next(_epochs.setdefault(self._runtime, itertools.count()))
 
     def note_first(self, digest: int) -> None:
-        """Notes the digest of a feed's first batch."""
         with self._lock:
             self._firsts.append(digest)
 
@@ -227,17 +193,14 @@ class Staging:
 
         Not on close: a step still running would wait forever for the batch of its token.
         """
-        with self._lock:
+        with self._lock, tf.init_scope():
             self._running.discard(feed)
             if not self._running and not self.closed:
                 for area in self._areas.values():
-                    area.clear()
+                    area.run(tf.raw_ops.MapClear)
 
     def close(self) -> None:
-        """Ends all threads. A thread inside the user's code ends when that code returns.
-
-        Called when the strategy is closed, possibly before the runtime it shares with others.
-        """
+        """Ends all threads; one inside the user's code ends when that returns. The runtime may go on."""
         with self._lock:
             self.closed = True
             running = list(self._running)
@@ -249,14 +212,13 @@ class Staging:
 
 _numbers = itertools.count()
 _epochs: weakref.WeakKeyDictionary[Runtime, Iterator[int]] = weakref.WeakKeyDictionary()
-_stagings: weakref.WeakValueDictionary[int, Staging] = weakref.WeakValueDictionary()
+stagings: weakref.WeakValueDictionary[int, Staging] = weakref.WeakValueDictionary()  # by number
 
 
 class Feed:
     """Host side of one iterator: its key queue and the thread that fills it, started on first use.
 
     Args:
-        groups: what it stages.
         batches: number of steps in the data; None if unknown or infinite.
         meets: several workers synchronize at the first batch that eager code takes.
         hands_out: a batch that this worker gets is no other's, so the next one is asked for only once a step has taken
@@ -314,11 +276,11 @@ class Feed:
         with self._lock:
             if self._thread is not None or self.stopped:
                 return
-            if not self._staging.started(self):
+            if self._staging.started(self):
+                self._thread = threading.Thread(target=self._run, name=f"tfps-stage-{self.number}", daemon=True)
+                self._thread.start()
+            else:
                 self.stop()
-                return
-            self._thread = threading.Thread(target=self._run, name=f"tfps-stage-{self.number}", daemon=True)
-            self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread, which removes what it has staged. Any thread or finalizer may call it.
@@ -379,11 +341,9 @@ class Feed:
                 text = ""
             except _StoppedError:
                 return
-            except (tf.errors.CancelledError, tf.errors.OutOfRangeError) as error:
-                if self.stopped:
-                    return
-                text = _text(error)
             except Exception as error:  # any error of the user's input pipeline: its step raises it
+                if self.stopped and isinstance(error, tf.errors.CancelledError | tf.errors.OutOfRangeError):
+                    return
                 text = _text(error)
             self._end(text)
         except (_StoppedError, tf.errors.CancelledError):
@@ -395,11 +355,15 @@ class Feed:
 
     def _read(self) -> Iterator[Group]:
         """Yields groups of batches, one per replica."""
-        groups, self._groups = self._groups, None
-        begun = not self._compares
+        groups, self._groups, begun = self._groups, None, not self._compares
         while not self.stopped and groups is not None:
             self._go()
-            self._wait_until_allowed()
+            if self._allowed is not None:
+                while not self._left:
+                    self._left = self._allowed.get()
+                if self.stopped:
+                    raise _StoppedError
+                self._left -= 1
             group = next(groups, None) if begun else self._read_first(groups)
             begun = True
             if group is None:
@@ -427,14 +391,6 @@ class Feed:
         """If batches are handed out, waits until the last one has been taken."""
         if self._hands_out:
             self._put_token(GO, "", self._unknown)
-
-    def _wait_until_allowed(self) -> None:
-        if self._allowed is not None:
-            while not self._left:
-                self._left = self._allowed.get()
-            if self.stopped:
-                raise _StoppedError
-            self._left -= 1
 
     def _wait_for_room(self) -> None:
         if self._room is not None:
@@ -529,7 +485,6 @@ def _sum(rows: list[int]) -> int:
 
 
 def _text(error: Exception) -> str:
-    """Returns the message for an input pipeline error: its class and its text."""
     if isinstance(error, TfpsError):  # no error of the pipeline
         return to_text(error)
     return f"the input pipeline failed: {type(error).__name__}: {getattr(error, 'message', None) or error}"

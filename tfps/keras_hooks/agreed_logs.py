@@ -3,11 +3,7 @@
 Metrics are combined over ranks when read. The logs that a `train_step` or `test_step` returns are local and may be
 nested: at the end of an epoch all ranks exchange them once and draw the same conclusions. A value that equals a
 metric's result on every rank becomes that metric's global result; values for each row are joined; other numbers become
-their mean. Whether a gradient is finite, by which loss scaling skips steps, is agreed on in each step.
-
-What layers have adapted to (vocabularies, terms' weights, boundaries, means) is compared before `fit` and `evaluate`:
-rank 0's initial values go to all ranks, but a lookup table or the constants of Normalization stay each rank's own. If
-ranks have adapted them to different data, the same row means something else on each.
+their mean.
 
 Tested in tests/keras_hooks/test_agreed_logs.py and tests/integration/test_programs.py.
 """
@@ -28,16 +24,20 @@ import numpy as np
 import tensorflow as tf
 
 from tfps.errors import MismatchError
-from tfps.graph.patches import BaseStrategy, Patch, for_callbacks, for_models, replica_context
+from tfps.graph.patches import BaseStrategy, replica_context
 from tfps.graph.rows import UNKNOWN
 from tfps.graph.shares import current_share
+from tfps.keras_hooks.hooks import for_callbacks, for_models, replaces
 from tfps.keras_hooks.weighing import mean
 from tfps.types import Array, Callback, Function, Json, Layer, Logs, Model, Optimizer, Structure
 
+_PROGRAMS = "tests/integration/test_programs.py"
 
+
+@replaces(keras.Model, "_get_metrics_result_or_logs", _PROGRAMS)
 @for_models
 def _end_epoch(original: Function, strategy: BaseStrategy, model: Model, logs: Logs) -> Logs:
-    """Does what all ranks do where an epoch or a call of `evaluate` ends: Keras asks for its logs there."""
+    """When an epoch ends, ranks meet, agree on logs, compare what must be alike, collect residuals; in this order."""
     extended = strategy.extended
     extended.policy.end_epoch(model)  # first: it brings the ranks together
     results = original(model, logs)
@@ -49,10 +49,12 @@ def _end_epoch(original: Function, strategy: BaseStrategy, model: Model, logs: L
     return results
 
 
+@replaces(keras.callbacks.TerminateOnNaN, "on_batch_end", _PROGRAMS)
 @for_callbacks
 def _stop_together(
     original: Function, strategy: BaseStrategy, callback: Callback, batch: int, logs: Logs | None = None
 ) -> None:
+    """All ranks stop at the same batch."""
     several = strategy.num_replicas_in_sync > 1
     if several and not strategy.extended.policy.together:
         return  # the others do not take their batches together with this one: see _stop_at_epoch_end
@@ -63,37 +65,36 @@ def _stop_together(
     original(callback, batch, logs)
 
 
+@replaces(keras.callbacks.TerminateOnNaN, "on_epoch_end", "tests/integration/test_async.py")
 @for_callbacks
 def _stop_at_epoch_end(
     original: Function, strategy: BaseStrategy, callback: Callback, epoch: int, logs: Logs | None = None
 ) -> None:
+    """All ranks stop at the end of an epoch if they do not step together."""
     original(callback, epoch, logs)
     if strategy.num_replicas_in_sync > 1 and not strategy.extended.policy.together:
         # Keras' own, by logs which all ranks have alike.
         keras.callbacks.TerminateOnNaN.on_batch_end.__wrapped__(callback, epoch, logs)
 
 
-def _check_finite_everywhere(original: Function) -> Function:
-    """Lets a gradient that is not finite on one rank skip the step on all.
+@replaces(keras.optimizers.LossScaleOptimizer, "check_finite", _PROGRAMS)
+def _check_finite_everywhere(original: Function, optimizer: Optimizer, grads: Structure) -> tf.Tensor:
+    """A gradient that is not finite on one rank skips the step on all.
 
     Keras decides by one worker's gradients. If ranks decided differently, some would wait for gradients that others
     never send, and the loss scales would diverge. A rank without rows has no say.
     """
-
-    def check_finite(self: Optimizer, grads: Structure) -> tf.Tensor:
-        finite, context = original(self, grads), replica_context()
-        if context is None or context.num_replicas_in_sync == 1:
-            return finite
-        if (share := current_share()) is not None:
-            finite = share.only_if_rows(finite, True)
-        bad = tf.cast(tf.logical_not(finite), tf.float32)
-        return tf.equal(context.all_reduce(tf.distribute.ReduceOp.SUM, bad), 0.0)
-
-    return check_finite
+    finite, context = original(optimizer, grads), replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return finite
+    if (share := current_share()) is not None:
+        finite = share.only_if_rows(finite, True)
+    bad = tf.cast(tf.logical_not(finite), tf.float32)
+    return tf.equal(context.all_reduce(tf.distribute.ReduceOp.SUM, bad), 0.0)
 
 
 def agreed_logs(model: Model, logs: Logs) -> Logs:
-    """Returns logs that all ranks agree on, within an epoch; all ranks must call it at the same batch."""
+    """Returns logs that all ranks agree on, within an epoch; all must call it at the same batch."""
     return {name: np.asarray(value)[()] for name, value in model._get_metrics_result_or_logs(logs).items()}
 
 
@@ -112,7 +113,6 @@ class Value:
 
     @classmethod
     def of(cls, leaf: object) -> Value:
-        """Converts `leaf`."""
         try:
             tensor = tf.convert_to_tensor(leaf)
         except (TypeError, ValueError):
@@ -122,7 +122,6 @@ class Value:
         return cls(tensor.dtype.name, tensor.shape.as_list(), tensor.numpy().tobytes().hex())
 
     def number(self) -> Array:
-        """Returns the number or numbers as float64."""
         dtype = tf.as_dtype(self.dtype).as_numpy_dtype
         return np.frombuffer(bytes.fromhex(self.content), dtype).reshape(self.shape).astype(np.float64)
 
@@ -132,23 +131,14 @@ class Value:
 
 @dataclass(frozen=True)
 class Said:
-    """One rank's logs, as sent to the others.
+    """One rank's logs, as sent to the others."""
 
-    Args:
-        weight: of this rank in a mean; see `weight`.
-        are_metrics: the logs are the model's metrics, so Keras uses those.
-        names: of the leaves.
-        values: of the leaves; empty if `are_metrics`.
-        same: for each leaf, indices of the model's metrics whose local result is equal.
-        of_rows: for each leaf, whether it has one value for each row of this rank's last batch.
-    """
-
-    weight: int
-    are_metrics: bool
-    names: list[str]
-    values: list[Value]
-    same: list[list[int]]
-    of_rows: list[bool]
+    weight: int  # of this rank in a mean; see `weight`
+    are_metrics: bool  # the logs are the model's metrics, so Keras uses those
+    names: list[str]  # of the leaves
+    values: list[Value]  # of the leaves; empty if `are_metrics`
+    same: list[list[int]]  # for each leaf, indices of the model's metrics whose local result is equal
+    of_rows: list[bool]  # for each leaf, whether it has one value for each row of this rank's last batch
 
     @classmethod
     def parse(cls, said: Json) -> Said:
@@ -159,14 +149,7 @@ class Said:
 def conclude(ranks: Sequence[Said], metrics: Sequence[str]) -> list[int | Array | None]:
     """Decides for each leaf: a metric's result (its index), a mean over ranks, or None if all ranks have the same.
 
-    What has a value for each row is joined, in rank order.
-
-    Args:
-        ranks: their logs, which have the same names.
-        metrics: names of the model's metrics.
-
-    Raises:
-        MismatchError: a leaf cannot be made equal.
+    What has a value for each row is joined, in rank order. `ranks` have the same names; `metrics` are the model's.
     """
     found: list[int | Array | None] = []
     for leaf, name in enumerate(ranks[0].names):
@@ -198,14 +181,13 @@ def _average(values: Sequence[Array], weights: Sequence[int]) -> Array:
 
 
 def _agreed(strategy: tf.distribute.Strategy, model: Model, logs: Logs, are_metrics: bool) -> Logs:
-    """Returns `logs` as agreed by all ranks, which must all call this.
-
-    `are_metrics`: they have the names of the model's metrics.
-    """
+    """Returns `logs` as agreed by all ranks, which must all call this; `are_metrics`: by their names."""
     leaves = keras.tree.flatten_with_path(logs)
     names = ["/".join(map(str, path)) for path, _ in leaves]
     rows = strategy.extended.last_batch.given()
-    own = [] if are_metrics else _own_results(strategy, model, rows)
+    # Name and local result of each of the model's metrics, as a step returns them.
+    results = [] if are_metrics else keras.tree.flatten_with_path(strategy.run(_results, args=(model,)))
+    own = [(str(path[-1]), mean(rows, result)) for path, result in results]
     said = Said(
         weight=weight(rows),
         are_metrics=are_metrics,
@@ -226,12 +208,12 @@ def _agreed(strategy: tf.distribute.Strategy, model: Model, logs: Logs, are_metr
                 "logs of a train_step or test_step must have the same keys on all ranks; rank 0 has "
                 f"{ranks[0].names}, rank {rank} {each.names}"
             )
-    over_all = [result for _, result in keras.tree.flatten_with_path(_results(model))]
+    over_all = keras.tree.flatten(_results(model))
     agreed = []
     for (_, leaf), found in zip(leaves, conclude(ranks, [name for name, _ in own]), strict=True):
         if isinstance(found, int):
-            shape = np.shape(leaf)
-            agreed.append(over_all[found] if np.shape(over_all[found]) == shape else tf.reshape(over_all[found], shape))
+            result, shape = over_all[found], np.shape(leaf)
+            agreed.append(result if np.shape(result) == shape else tf.reshape(result, shape))
         elif found is None:
             agreed.append(leaf)
         else:
@@ -246,12 +228,6 @@ def said_by_all(strategy: tf.distribute.Strategy, own: Json) -> list[Json]:
     line = json.dumps(own) + "\n"
     lines = strategy.gather(tf.constant(np.frombuffer(line.encode(), np.uint8)), axis=0)
     return [json.loads(each) for each in lines.numpy().tobytes().decode().splitlines()]
-
-
-def _own_results(strategy: tf.distribute.Strategy, model: Model, rows: tf.Tensor) -> list[tuple[str, object]]:
-    """Returns name and local result of each of the model's metrics, as a step returns them."""
-    results = keras.tree.flatten_with_path(strategy.run(_results, args=(model,)))
-    return [(str(path[-1]), mean(rows, result)) for path, result in results]
 
 
 def _results(model: Model) -> list[Logs]:
@@ -275,7 +251,8 @@ def _equal(leaf: object, result: object) -> bool:
     return np.allclose(mine.number().ravel(), own.number().ravel(), rtol=within, atol=0.0, equal_nan=True)
 
 
-# What layers have adapted to.
+# What layers have adapted to. Rank 0's initial values go to all ranks, but a lookup table or the constants of
+# Normalization stay each rank's own: adapted to different data, the same row would mean something else on each.
 
 Digest = tuple[str, int, str]  # name of the layer, how many terms or numbers, a hash of them
 _within: weakref.WeakSet[Model] = weakref.WeakSet()  # models that fit or are evaluated now
@@ -283,11 +260,7 @@ _within: weakref.WeakSet[Model] = weakref.WeakSet()  # models that fit or are ev
 
 @contextlib.contextmanager
 def compared_tables(strategy: tf.distribute.Strategy, model: Model) -> Iterator[None]:
-    """Compares before the block, in which `model` is trained or evaluated; within another such block it does not.
-
-    Raises:
-        MismatchError: the layers of `model` have adapted to different data.
-    """
+    """Compares before the block, in which `model` is trained or evaluated; within another such block it does not."""
     outermost = model not in _within
     compares = strategy.num_workers > 1 and strategy.config.check_every and strategy.extended.policy.together
     if outermost and compares and (own := list(map(_digest, _adapted(model)))):
@@ -301,7 +274,7 @@ def compared_tables(strategy: tf.distribute.Strategy, model: Model) -> Iterator[
 
 
 def _adapted(model: Model) -> Iterable[Layer]:
-    kinds = keras.layers.Normalization, keras.layers.Discretization
+    kinds = keras.layers.Normalization | keras.layers.Discretization
     within: set[int] = set()  # of others that adapt, which have the same terms
     for layer in _layers_of(model):
         if isinstance(layer, kinds) or (hasattr(layer, "get_vocabulary") and hasattr(layer, "adapt")):
@@ -316,62 +289,29 @@ def _layers_of(model: Model) -> list[Layer]:
 
 def _digest(layer: Layer) -> Digest:
     """Returns the digest of what `layer` has adapted to."""
-    if isinstance(layer, keras.layers.Normalization):
-        numbers = [np.asarray(each, np.float64) for each in (layer.mean, layer.variance) if each is not None]
-        return layer.name, sum(each.size for each in numbers), _hash(each.tobytes() for each in numbers)
-    if isinstance(layer, keras.layers.Discretization):
-        boundaries = np.asarray(layer.bin_boundaries or [], np.float64)
-        return layer.name, boundaries.size, _hash([boundaries.tobytes()])
-    terms = layer.get_vocabulary(include_special_tokens=True)
-    weights = [each.idf_weights_const for each in (layer, *_layers_of(layer)) if hasattr(each, "idf_weights_const")]
-    parts = [*(str(term).encode() + b"\n" for term in terms), *(np.asarray(each).tobytes() for each in weights)]
-    return layer.name, len(terms), _hash(parts)
-
-
-def _hash(parts: Iterable[bytes]) -> str:
-    return hashlib.sha256(b"".join(parts)).hexdigest()
+    if isinstance(layer, keras.layers.Normalization | keras.layers.Discretization):
+        found = layer.bin_boundaries or [] if hasattr(layer, "bin_boundaries") else (layer.mean, layer.variance)
+        numbers = [np.asarray(each, np.float64) for each in found if each is not None]
+        size, parts = sum(each.size for each in numbers), [each.tobytes() for each in numbers]
+    else:
+        terms = layer.get_vocabulary(include_special_tokens=True)
+        weights = [each.idf_weights_const for each in (layer, *_layers_of(layer)) if hasattr(each, "idf_weights_const")]
+        size, parts = len(terms), [str(term).encode() + b"\n" for term in terms]
+        parts += [np.asarray(each).tobytes() for each in weights]
+    return layer.name, size, hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def _compare(ranks: Sequence[list[Digest]]) -> None:
     first, *others = ranks
     for rank, theirs in enumerate(others, 1):
-        for (name, size, content), (_, their_size, their_content) in zip(first, theirs, strict=False):
-            if (size, content) == (their_size, their_content):
+        for (name, *mine), (_, *its) in zip(first, theirs, strict=False):
+            if mine == its:
                 continue
-            what = f"{size} terms or numbers on rank 0, {their_size} on rank {rank}"
+            if mine[0] != its[0]:
+                what = f"{mine[0]} terms or numbers on rank 0, {its[0]} on rank {rank}"
+            else:
+                what = f"others on rank 0 than on rank {rank}"
             raise MismatchError(
-                f"layer {name!r} has adapted to different data on the ranks: "
-                f"{what if size != their_size else f'others on rank 0 than on rank {rank}'}; adapt it to the same data "
-                "on all ranks, or pass what one rank has found (vocabulary, idf_weights, bin_boundaries, mean and "
-                "variance)"
+                f"layer {name!r} has adapted to different data on the ranks: {what}; adapt it to the same data on all "
+                "ranks, or pass what one rank has found (vocabulary, idf_weights, bin_boundaries, mean and variance)"
             )
-
-
-_PROGRAMS = "tests/integration/test_programs.py"
-PATCHES = (
-    Patch(
-        keras.Model,
-        "_get_metrics_result_or_logs",
-        _end_epoch,
-        "ends an epoch: workers that do not step together meet, logs become the same on all ranks, which compare what "
-        "they must have alike and collect the residuals of compression; in this order",
-        _PROGRAMS,
-    ),
-    Patch(
-        keras.callbacks.TerminateOnNaN, "on_batch_end", _stop_together, "all ranks stop at the same batch", _PROGRAMS
-    ),
-    Patch(
-        keras.callbacks.TerminateOnNaN,
-        "on_epoch_end",
-        _stop_at_epoch_end,
-        "the same for workers that do not step together: at the end of an epoch",
-        "tests/integration/test_async.py",
-    ),
-    Patch(
-        keras.optimizers.LossScaleOptimizer,
-        "check_finite",
-        _check_finite_everywhere,
-        "a gradient that is not finite on one rank skips the step on all",
-        _PROGRAMS,
-    ),
-)

@@ -1,16 +1,8 @@
 """Checkpoints when several ranks run the same program: who writes which file, and state that Keras' files lack.
 
-`Model.save`, `save_weights` and those of `keras.saving` write a temporary file next to the path and rename it when
-complete: ranks that share the directory overwrite each other with equal content, other ranks each get a file. Where
-content may differ (workers that do not step together) a shared file is rank 0's in the end, see `bring`. Anything but a
-single local file (`export`, shards, an object store) is written by rank 0 only. `BackupAndRestore` writes and restores
-on rank 0, which passes what it has restored to all ranks; `OrbaxCheckpoint` writes there, and `RemoteMonitor` sends
-from there. A save never waits for other ranks. Where workers train alone, global parameters are saved.
-
-Residuals of compression and what a policy adds (`ExtraState`) are part of `tf.train.Checkpoint`, carried by the
-optimizer, and of BackupAndRestore, in files beside the weights. Keras' own files (`model.save`, `save_weights`) do not
-have them: they are for programs without tfps, too, and Keras would refuse the optimizer's state in a file with more
-than that.
+A save never waits for other ranks. Each writes a single local file; anything else is written by rank 0 only.
+`ExtraState` is part of `tf.train.Checkpoint` and of BackupAndRestore, not of Keras' own files: these are for programs
+without tfps, too, and Keras would refuse the optimizer's state in a file with more than that.
 
 Tested in tests/keras_hooks/test_checkpoint.py, tests/integration/test_programs.py, test_shared_files.py,
 test_local_programs.py and test_compression.py there.
@@ -38,24 +30,26 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfps.graph.patches import BaseStrategy, Patch, for_callbacks, for_models, strategy_of
+from tfps.graph.patches import BaseStrategy, strategy_of
 from tfps.keras_hooks.agreed_logs import agreed_logs
+from tfps.keras_hooks.hooks import for_callbacks, for_models, replaces
 from tfps.keras_hooks.keras_private import legacy_h5_format, saving_lib
 from tfps.keras_hooks.loops import with_shown_parameters
-from tfps.keras_hooks.variables import of_tensorflow, take_from_first_rank
+from tfps.keras_hooks.variables import RemoteVariable, of_tensorflow, slots_from_first_rank
 from tfps.runtime.remote import Ahead
 from tfps.types import Argument, Array, Callback, Function, Logs, Model, Optimizer, Variable
 
+StrPath = str | os.PathLike[str]
 logger = logging.getLogger("tfps")
 _ITERATIONS, _EXACT, _SHOWN = "iterations", "exact", "shown"
 _MARK = "tfps_brought"  # attribute of an HDF5 file
+_PROGRAMS, _LOCAL = "tests/integration/test_programs.py", "tests/integration/test_local_programs.py"
+_OUTER = "tests/policies/test_outer.py"
+_backup, _checkpoint = keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint
 
 
-# State beside what Keras saves.
-
-
-class ExtraState(abc.ABC):
-    """State of an optimizer that Keras' files lack.
+class ExtraState(tf.train.experimental.PythonState):
+    """State of an optimizer that Keras' files lack, as a checkpoint of that optimizer has it.
 
     Attributes:
         name: of the optimizer's attribute that carries it into checkpoints, which have this name in them.
@@ -82,6 +76,13 @@ class ExtraState(abc.ABC):
     @abc.abstractmethod
     def share(self, restored: bool) -> None:
         """Gives all ranks what rank 0 has, if it has `restored` it from a backup; every rank calls it."""
+
+    def serialize(self) -> bytes:
+        self.collect()
+        return _packed(self.arrays())
+
+    def deserialize(self, string_value: bytes) -> None:
+        self.restore(_unpacked(string_value)[0])
 
 
 class Residuals(ExtraState):
@@ -127,20 +128,6 @@ class Residuals(ExtraState):
         """The sum of all residuals is rank 0's."""
 
 
-class _Carried(tf.train.experimental.PythonState):
-    """An extra state as a checkpoint of its optimizer has it."""
-
-    def __init__(self, state: ExtraState) -> None:
-        self._state = state
-
-    def serialize(self) -> bytes:
-        self._state.collect()
-        return _packed(self._state.arrays())
-
-    def deserialize(self, string_value: bytes) -> None:
-        self._state.restore(_unpacked(string_value)[0])
-
-
 def _extra_states(strategy: BaseStrategy, optimizer: Optimizer, variables: Sequence[Variable]) -> list[ExtraState]:
     """Returns those of `optimizer` of `variables`, of TensorFlow."""
     own = strategy.extended.policy.checkpoint_state(optimizer)
@@ -156,7 +143,7 @@ def carry_extra_states(optimizer: Optimizer, strategy: BaseStrategy, variables: 
     """Makes checkpoints of `optimizer` of `variables`, of TensorFlow, have its extra states."""
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # the one that it wraps carries them
         for state in _extra_states(strategy, optimizer, variables):
-            setattr(optimizer, state.name, _Carried(state))  # Keras tracks it as it tracks variables
+            setattr(optimizer, state.name, state)  # Keras tracks it as it tracks variables
 
 
 def _packed(arrays: Mapping[str, Array], iterations: int = 0) -> bytes:
@@ -173,19 +160,12 @@ def _unpacked(content: bytes) -> tuple[dict[str, Array], int]:
         return {name: arrays[name] for name in arrays.files if name != _ITERATIONS}, int(arrays[_ITERATIONS])
 
 
-def _write(callback: Callback, state: ExtraState) -> None:
-    """Writes `state` beside a backup that has just been saved."""
-    step, path = int(callback.model.optimizer.iterations.numpy()), _beside(callback, state)
-    with tf.io.gfile.GFile(f"{path}.part", "wb") as file:
-        file.write(_packed(state.arrays(), step))
-    tf.io.gfile.rename(f"{path}.part", path, overwrite=True)
+def _beside(callback: Callback, state: ExtraState) -> str:
+    return str(tf.io.gfile.join(str(callback.backup_dir), state.file))
 
 
 def _read(callback: Callback, state: ExtraState) -> dict[str, Array] | None:
-    """Reads what there is of `state` beside a backup that has just been restored.
-
-    Returns None if there is nothing, or if it is of another step than the backup, which is logged as its loss.
-    """
+    """Reads `state` beside a backup that has just been restored; None if there is none, or, logged, of another step."""
     path = _beside(callback, state)
     if not tf.io.gfile.exists(path):
         return None
@@ -200,21 +180,16 @@ def _read(callback: Callback, state: ExtraState) -> dict[str, Array] | None:
     return arrays
 
 
-def _beside(callback: Callback, state: ExtraState) -> str:
-    return str(tf.io.gfile.join(str(callback.backup_dir), state.file))
-
-
-# BackupAndRestore.
-
-
+@replaces(_backup, "on_train_begin", _LOCAL)
 @for_callbacks
 def _restore_backup(
-    original: Function, strategy: BaseStrategy, callback: Callback, *arguments: object, **options: object
+    original: Function, strategy: BaseStrategy, callback: Callback, *args: object, **options: object
 ) -> None:
+    """Rank 0 restores and passes on: weights, then the residuals of compression, then what the policy adds."""
     model, restored = callback.model, False
     if strategy.rank == 0:
         restored = tf.io.gfile.exists(str(callback._weights_path))  # Keras looks for it, too
-        original(callback, *arguments, **options)
+        original(callback, *args, **options)
     if strategy.num_workers > 1:
         _take_from_first_rank(strategy, model, restored)
     for state in _states_of(strategy, model):
@@ -225,8 +200,10 @@ def _restore_backup(
         state.share(found is not None)
 
 
+@replaces(_backup, "_save_model", _LOCAL)
 @for_callbacks
 def _save_backup(original: Function, strategy: BaseStrategy, callback: Callback) -> None:
+    """Rank 0 writes, in the order in which it restores."""
     model = callback.model
     if strategy.num_workers > 1:
         strategy.extended.policy.check_saves_now("BackupAndRestore")
@@ -237,15 +214,25 @@ def _save_backup(original: Function, strategy: BaseStrategy, callback: Callback)
     for state in _states_of(strategy, model):
         state.collect()
         if strategy.rank == 0:
-            _write(callback, state)
+            step, path = int(model.optimizer.iterations.numpy()), _beside(callback, state)
+            with tf.io.gfile.GFile(f"{path}.part", "wb") as file:
+                file.write(_packed(state.arrays(), step))
+            tf.io.gfile.rename(f"{path}.part", path, overwrite=True)
 
 
 @for_callbacks
-def _delete_backup(
-    original: Function, strategy: BaseStrategy, callback: Callback, *arguments: object, **options: object
+def _on_first_rank(
+    original: Function, strategy: BaseStrategy, callback: Callback, *args: object, **options: object
 ) -> None:
     if strategy.rank == 0:
-        original(callback, *arguments, **options)
+        original(callback, *args, **options)
+
+
+replaces(_backup, "on_train_end", _PROGRAMS, "rank 0 deletes the backup")(_on_first_rank)
+# Logs are the same on all ranks.
+replaces(keras.callbacks.RemoteMonitor, "on_epoch_end", _PROGRAMS, "rank 0 tells the server of an epoch")(
+    _on_first_rank
+)
 
 
 def _take_from_first_rank(strategy: BaseStrategy, model: Model, restored: bool) -> None:
@@ -263,40 +250,47 @@ def _take_from_first_rank(strategy: BaseStrategy, model: Model, restored: bool) 
         return
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    own = take_from_first_rank([*model.weights, *model.optimizer.variables], strategy)
-    strategy.extended.take_from_first_rank(list({id(each.value): each.value for each in own}.values()))
-
-
-# Files that every rank writes.
+    state = [*model.weights, *model.optimizer.variables]
+    slots_from_first_rank([each.slot for each in state if isinstance(each, RemoteVariable)], strategy)
+    own = {id(each.value): each.value for each in state if not isinstance(each, RemoteVariable)}
+    strategy.extended.take_from_first_rank(list(own.values()))
 
 
 _saving = contextvars.ContextVar("saving", default=False)  # whether a call that saves is under way
+_CALLED = "as `Model.save`, however a program has imported what calls it"
 
 
+@replaces(legacy_h5_format, "save_model_to_hdf5", _PROGRAMS, _CALLED)
+@replaces(saving_lib, "save_weights_only", _PROGRAMS, _CALLED)
+@replaces(saving_lib, "save_model", _PROGRAMS, _CALLED)
+@replaces(keras.Model, "save_weights", _PROGRAMS, "as `Model.save`")
+@replaces(keras.Model, "save", _PROGRAMS)
 @for_models
 def _save(
-    original: Function,
-    strategy: BaseStrategy,
-    model: Model,
-    filepath: str | os.PathLike[str],
-    *arguments: object,
-    **options: object,
+    original: Function, strategy: BaseStrategy, model: Model, filepath: StrPath, *args: object, **options: object
 ) -> object:
-    is_path = isinstance(filepath, str | os.PathLike)
+    """Each rank writes a whole file, of global parameters where workers train alone; the last one is rank 0's."""
     with strategy.extended.policy.shown_parameters():
-        if strategy.num_workers == 1 or _saving.get() or not is_path:
-            return original(model, filepath, *arguments, **options)
+        if strategy.num_workers == 1 or _saving.get() or not isinstance(filepath, str | os.PathLike):
+            return original(model, filepath, *args, **options)
         before = _saving.set(True)
         try:
-            if not _is_one_file(original, model, filepath, *arguments, **options):
+            given = inspect.signature(original).bind(model, filepath, *args, **options).arguments
+            said = {**given, **given.get("kwargs", {})}
+            one_file = said.get("zipped") is not False and said.get("max_shard_size") is None
+            if "://" in str(filepath) or not one_file or not said.get("overwrite", True):  # else Keras asks
                 call = functools.partial(original, model)
-                return _first_rank_only(strategy, call, filepath, *arguments, **options)
+                return _first_rank_only(strategy, call, filepath, *args, **options)
             path = Path(filepath)
             # The name keeps its suffix: Keras picks the format by it.
             part = path.with_name(f".rank{strategy.rank}.{path.name}")
             try:
-                result = original(model, part, *arguments, **options)
-                _replace(part, path, strategy)
+                result = original(model, part, *args, **options)
+                if (state := strategy.extended.policy.state) is None:
+                    part.replace(path)
+                else:
+                    moment = f"{strategy.extended.exchange.info.run}/{state}"
+                    bring(part, path, strategy.rank, strategy.num_workers, moment)
             finally:
                 part.unlink(missing_ok=True)
             return result
@@ -304,46 +298,30 @@ def _save(
             _saving.reset(before)
 
 
-def _is_one_file(
-    save: Function, model: Model, filepath: str | os.PathLike[str], *arguments: object, **options: object
-) -> bool:
-    """Whether a call of `save` writes a single local file, without a question."""
-    given = inspect.signature(save).bind(model, filepath, *arguments, **options).arguments
-    said = {**given, **given.get("kwargs", {})}
-    one = said.get("zipped") is not False and said.get("max_shard_size") is None
-    return _is_local(str(filepath)) and one and bool(said.get("overwrite", True))
+replaces(saving_lib, "_save_model_to_fileobj", _OUTER, "pickles global parameters where workers train alone")(
+    for_models(with_shown_parameters)
+)
 
 
+@replaces(keras.Model, "export", _PROGRAMS)
 @for_models
 def _export(
-    original: Function, strategy: BaseStrategy, model: Model, filepath: str, *arguments: object, **options: object
+    original: Function, strategy: BaseStrategy, model: Model, filepath: str, *args: object, **options: object
 ) -> object:
+    """Rank 0 writes the folder, with global parameters."""
     call = functools.partial(original, model)
     with strategy.extended.policy.shown_parameters():
-        return _first_rank_only(strategy, call, filepath, *arguments, **options)
+        return _first_rank_only(strategy, call, filepath, *args, **options)
 
 
 def _first_rank_only(
-    strategy: BaseStrategy, save: Function, filepath: str | os.PathLike[str], *arguments: object, **options: object
+    strategy: BaseStrategy, save: Function, filepath: StrPath, *args: object, **options: object
 ) -> object:
     """Saves on rank 0; other ranks write to a temporary directory, so they take part in any collective work."""
     if strategy.rank == 0:
-        return save(filepath, *arguments, **options)
+        return save(filepath, *args, **options)
     with tempfile.TemporaryDirectory(prefix="tfps-") as scratch:
-        return save(f"{scratch}/{str(filepath).rstrip('/').rpartition('/')[2]}", *arguments, **options)
-
-
-def _replace(part: Path, path: Path, strategy: BaseStrategy) -> None:
-    """Moves the whole file `part` to `path`."""
-    state = strategy.extended.policy.state
-    if state is None:
-        part.replace(path)
-        return
-    bring(part, path, strategy.rank, strategy.num_workers, f"{strategy.extended.exchange.info.run}/{state}")
-
-
-def _is_local(path: str) -> bool:
-    return "://" not in path
+        return save(f"{scratch}/{str(filepath).rstrip('/').rpartition('/')[2]}", *args, **options)
 
 
 # Files that ranks with different content write to one path: it is rank 0's in the end, and nobody waits.
@@ -367,7 +345,11 @@ def bring(part: Path, path: Path, rank: int, workers: int, moment: str) -> None:
     _mark(part, f"{moment} {rank}")
     try:
         if rank == 0:
-            _link(part, claims[0])
+            claims[0].unlink(missing_ok=True)
+            try:
+                os.link(part, claims[0])
+            except OSError:  # a file has one name only
+                shutil.copyfile(part, claims[0])
             part.replace(path)
             for claim in claims[1:]:
                 claim.unlink(missing_ok=True)
@@ -380,15 +362,6 @@ def bring(part: Path, path: Path, rank: int, workers: int, moment: str) -> None:
                     claims[rank].replace(path)
     finally:
         claims[rank].unlink(missing_ok=True)
-
-
-def _link(file: Path, name: Path) -> None:
-    """Makes `name` another name of `file`, or a copy where a file has one name only."""
-    name.unlink(missing_ok=True)
-    try:
-        os.link(file, name)
-    except OSError:
-        shutil.copyfile(file, name)
 
 
 def _mark(file: Path, text: str) -> None:
@@ -415,20 +388,24 @@ def _mark_of(file: Path) -> str:
 # Callbacks.
 
 
-def _set_model(original: Function) -> Function:
-    def set_model(self: Callback, model: Model) -> None:
-        strategy = strategy_of(model)
-        if strategy is not None and strategy.num_workers > 1:
-            strategy.extended.policy.check_save_freq(type(self).__name__, self.save_freq)
-        original(self, model)
-
-    return set_model
+_REFUSES = "refuses to save within an epoch where ranks are at other steps"
 
 
+@replaces(_backup, "set_model", _LOCAL, _REFUSES)
+@replaces(_checkpoint, "set_model", _LOCAL, _REFUSES)
+def _set_model(original: Function, callback: Callback, model: Model) -> None:
+    strategy = strategy_of(model)
+    if strategy is not None and strategy.num_workers > 1:
+        strategy.extended.policy.check_save_freq(type(callback).__name__, callback.save_freq)
+    original(callback, model)
+
+
+@replaces(_checkpoint, "_save_model", _PROGRAMS)
 @for_callbacks
 def _save_checkpoint(
     original: Function, strategy: BaseStrategy, callback: Callback, epoch: int, batch: int | None, logs: Logs
 ) -> None:
+    """Decides and names files by logs that ranks agree on."""
     if strategy.num_workers > 1:
         if batch is not None:  # within an epoch logs are local; ranks would decide and name files differently
             strategy.extended.policy.check_saves_now("ModelCheckpoint")
@@ -439,28 +416,20 @@ def _save_checkpoint(
     original(callback, epoch, batch, logs)
 
 
+@replaces(keras.callbacks.CSVLogger, "on_train_begin", _PROGRAMS)
 @for_callbacks
 def _append_alike(
-    original: Function, strategy: BaseStrategy, callback: Callback, *arguments: object, **options: object
+    original: Function, strategy: BaseStrategy, callback: Callback, *args: object, **options: object
 ) -> None:
-    """Makes ranks that append to one file write each line at the same place, so that it is there once.
+    """Ranks that append to one file write each line at the same place, so that it is there once.
 
     Logs are the same on all ranks, and no rank ends an epoch before all have begun to train.
     """
-    original(callback, *arguments, **options)
-    if strategy.num_workers == 1 or not callback.append or not _is_local(str(callback.filename)):
-        return
-    callback.csv_file.close()
-    callback.csv_file = open(callback.filename, "r+")  # noqa: SIM115, PTH123  # closed by Keras
-    callback.csv_file.seek(0, os.SEEK_END)
-
-
-@for_callbacks
-def _send_once(
-    original: Function, strategy: BaseStrategy, callback: Callback, epoch: int, logs: Logs | None = None
-) -> None:
-    if strategy.rank == 0:  # logs are the same on all ranks
-        original(callback, epoch, logs)
+    original(callback, *args, **options)
+    if strategy.num_workers > 1 and callback.append and "://" not in str(callback.filename):
+        callback.csv_file.close()
+        callback.csv_file = open(callback.filename, "r+")  # noqa: SIM115, PTH123  # closed by Keras
+        callback.csv_file.seek(0, os.SEEK_END)
 
 
 class _Discarding:
@@ -470,23 +439,20 @@ class _Discarding:
         return lambda *_, **__: self
 
 
-def _set_orbax_model(original: Function) -> Function:
-    checked = _set_model(original)
-
-    def set_model(self: Callback, model: Model) -> None:
-        strategy = strategy_of(model)
-        if strategy is not None and strategy.rank > 0:  # it reads what rank 0 saves, which may take all ranks
-            self.checkpointer.close()
-            self.checkpointer = _Discarding()
-        checked(self, model)
-
-    return set_model
+def _set_orbax_model(original: Function, callback: Callback, model: Model) -> None:
+    """Rank 0 writes, all refuse what ModelCheckpoint refuses."""
+    strategy = strategy_of(model)
+    if strategy is not None and strategy.rank > 0:  # it reads what rank 0 saves, which may take all ranks
+        callback.checkpointer.close()
+        callback.checkpointer = _Discarding()
+    _set_model(original, callback, model)
 
 
 @for_callbacks
 def _save_orbax(
     original: Function, strategy: BaseStrategy, callback: Callback, batch: int, logs: Logs | None = None
 ) -> None:
+    """Decides by logs that ranks agree on."""
     if strategy.num_workers > 1 and callback.save_freq != "epoch":
         strategy.extended.policy.check_saves_now("OrbaxCheckpoint")
         if callback.save_best_only:  # within an epoch logs are local; ranks would decide differently
@@ -494,94 +460,28 @@ def _save_orbax(
     original(callback, batch, logs)
 
 
-# Variables.
+if hasattr(keras.callbacks, "OrbaxCheckpoint"):  # since Keras 3.14
+    replaces(keras.callbacks.OrbaxCheckpoint, "set_model", _LOCAL)(_set_orbax_model)
+    replaces(keras.callbacks.OrbaxCheckpoint, "on_train_batch_end", _PROGRAMS)(_save_orbax)
 
 
-def _track_what_functions_use(original: Function) -> Function:
-    """A SavedModel tracks what functions use beside a variable of Keras: what TensorFlow's variable names.
+@replaces(keras.Variable, "_trackable_children", _PROGRAMS)
+def _track_what_functions_use(
+    original: Function, variable: Variable, save_type: str = "checkpoint", **options: object
+) -> dict[str, object]:
+    """A SavedModel has what functions use beside the variable: what TensorFlow's variable names.
 
     TensorFlow sees only the one of Keras.
     """
-
-    def trackable_children(self: Variable, save_type: str = "checkpoint", **options: object) -> dict[str, object]:
-        children: dict[str, object] = original(self, save_type, **options)
-        own = of_tensorflow(self)
-        if save_type == "savedmodel" and isinstance(own, tf.distribute.DistributedValues):
-            children = {**own._trackable_children(save_type, **options), **children}
-        return children
-
-    return trackable_children
+    children: dict[str, object] = original(variable, save_type, **options)
+    own = of_tensorflow(variable)
+    if save_type == "savedmodel" and isinstance(own, tf.distribute.DistributedValues):
+        children = {**own._trackable_children(save_type, **options), **children}
+    return children
 
 
-def _serialize_global(original: Function) -> Function:
-    def serialize_to_tensors(self: Variable) -> dict[str, tf.Tensor]:
-        shared = getattr(self.value, "global_copy", None)  # what a checkpoint has in its place
-        return original(self) if shared is None else {"VARIABLE_VALUE": shared.read_value()}
-
-    return serialize_to_tensors
-
-
-_PROGRAMS, _LOCAL = "tests/integration/test_programs.py", "tests/integration/test_local_programs.py"
-_ONE_FILE = "each rank writes a whole file, of global parameters where workers train alone; the last one is rank 0's"
-_CALLED = "as `Model.save`, however a program has imported what calls it"
-_backup, _checkpoint = keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint
-_OUTER = "tests/policies/test_outer.py"
-PATCHES: tuple[Patch, ...] = (
-    Patch(keras.Model, "save", _save, _ONE_FILE, _PROGRAMS),
-    Patch(keras.Model, "save_weights", _save, "as `Model.save`", _PROGRAMS),
-    Patch(saving_lib, "save_model", _save, _CALLED, _PROGRAMS),
-    Patch(saving_lib, "save_weights_only", _save, _CALLED, _PROGRAMS),
-    Patch(legacy_h5_format, "save_model_to_hdf5", _save, _CALLED, _PROGRAMS),
-    Patch(
-        saving_lib,
-        "_save_model_to_fileobj",
-        for_models(with_shown_parameters),
-        "pickles global parameters where workers train alone",
-        _OUTER,
-    ),
-    Patch(keras.Model, "export", _export, "rank 0 writes the folder, with global parameters", _PROGRAMS),
-    Patch(
-        _checkpoint, "set_model", _set_model, "refuses to save within an epoch where ranks are at other steps", _LOCAL
-    ),
-    Patch(
-        _checkpoint, "_save_model", _save_checkpoint, "decides and names files by logs that ranks agree on", _PROGRAMS
-    ),
-    Patch(_backup, "set_model", _set_model, "refuses to save within an epoch where ranks are at other steps", _LOCAL),
-    Patch(
-        _backup,
-        "on_train_begin",
-        _restore_backup,
-        "rank 0 restores and passes on: weights, then the residuals of compression, then what the policy adds",
-        _LOCAL,
-    ),
-    Patch(_backup, "_save_model", _save_backup, "rank 0 writes, in the order in which it restores", _LOCAL),
-    Patch(_backup, "on_train_end", _delete_backup, "rank 0 deletes the backup", _PROGRAMS),
-    Patch(
-        keras.callbacks.CSVLogger,
-        "on_train_begin",
-        _append_alike,
-        "ranks that append to one file write each line at the same place",
-        _PROGRAMS,
-    ),
-    Patch(keras.callbacks.RemoteMonitor, "on_epoch_end", _send_once, "rank 0 tells the server of an epoch", _PROGRAMS),
-    Patch(
-        keras.Variable,
-        "_trackable_children",
-        _track_what_functions_use,
-        "a SavedModel has what functions use beside the variable",
-        _PROGRAMS,
-    ),
-    Patch(
-        keras.Variable,
-        "_serialize_to_tensors",
-        _serialize_global,
-        "a checkpoint has the global parameters where workers train alone",
-        _OUTER,
-    ),
-)
-if hasattr(keras.callbacks, "OrbaxCheckpoint"):  # since Keras 3.14
-    _orbax = keras.callbacks.OrbaxCheckpoint
-    PATCHES += (
-        Patch(_orbax, "set_model", _set_orbax_model, "rank 0 writes, all refuse what ModelCheckpoint refuses", _LOCAL),
-        Patch(_orbax, "on_train_batch_end", _save_orbax, "decides by logs that ranks agree on", _PROGRAMS),
-    )
+@replaces(keras.Variable, "_serialize_to_tensors", _OUTER)
+def _serialize_global(original: Function, variable: Variable) -> dict[str, tf.Tensor]:
+    """A checkpoint has the global parameters where workers train alone."""
+    shared = getattr(variable.value, "global_copy", None)  # what a checkpoint has in its place
+    return original(variable) if shared is None else {"VARIABLE_VALUE": shared.read_value()}

@@ -1,15 +1,5 @@
 """Layers under a strategy: built before the first step, kernels read before XLA, added losses kept for each replica.
 
-Keras builds models before the first step under every strategy but not without one; plain Keras creates in the first
-step what is missing. So does tfps where Keras cannot build: a model without `call()`, whose `train_step` uses layers
-and models of its own (GANs, VAEs, diffusion), or one whose `call()` is only a part.
-
-Keras compiles convolutions with `groups`, and Conv3D with `channels_first`, by XLA, as TensorFlow has no kernels for
-CPUs. Nothing can wait for a kernel in there, so it is read before.
-
-Losses of `add_loss` are kept in the layer, which the replicas of a worker share. In eager mode replicas run one after
-the other until each needs a sum over all: the second forward pass would overwrite the first replica's losses unread.
-
 Tested in tests/keras_hooks/test_building.py, test_convolutions.py there and tests/integration/test_rows.py.
 """
 
@@ -24,7 +14,8 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from tfps.graph.patches import BaseStrategy, Patch, for_models
+from tfps.graph.patches import BaseStrategy, replaced
+from tfps.keras_hooks.hooks import for_models, replaces
 from tfps.keras_hooks.keras_private import nn_module
 from tfps.keras_hooks.variables import of_tensorflow
 from tfps.types import Argument, Batches, Function, Layer, Model, Structure, Value
@@ -32,11 +23,15 @@ from tfps.types import Argument, Batches, Function, Layer, Model, Structure, Val
 logger = logging.getLogger("tfps")
 
 
+@replaces(keras.Model, "_maybe_symbolic_build", "tests/keras_hooks/test_building.py")
 @for_models
 def _build_if_possible(
     original: Function, strategy: BaseStrategy, model: Model, iterator: Batches = None, data_batch: Structure = None
 ) -> None:
-    """Builds by one replica's batch, if Keras can.
+    """Builds by one replica's batch, as batches may differ in size; what Keras cannot build, the first step does.
+
+    Keras builds models before the first step under every strategy but not without one. It cannot build one without
+    `call()`, whose `train_step` uses layers and models of its own (GANs, VAEs), or whose `call()` is only a part.
 
     Keras takes the mean of the replicas' first batches, which fails if sizes differ. The dataset's spec suffices where
     complete. Taking a batch would give a shuffled dataset its second order in the first epoch.
@@ -48,19 +43,17 @@ def _build_if_possible(
         if data_batch is None:
             _, _, batches = next(iter(iterator))
             data_batch = keras.tree.map_structure(_example, next(batches))
-    optimizer = None if model.optimizer is None or model.optimizer.built else model.optimizer
-    if optimizer is not None:
-        optimizer.built = True  # for Keras: it may only be built with all variables
+    optimizer = model.optimizer
+    builds = optimizer is not None and not optimizer.built
     try:
-        original(model, None, data_batch)
+        # Keras takes the optimizer for built: it may only be built with all variables.
+        with replaced(optimizer, "built", True) if builds else contextlib.nullcontext():
+            original(model, None, data_batch)
     except Exception as error:
         # What is wrong with the model, the first step will say.
         logger.debug("tfps: the first step builds %s, as Keras cannot: %s", model.name, error)
         return
-    finally:
-        if optimizer is not None:
-            optimizer.built = False
-    if optimizer is not None and all(layer.built for layer in model._flatten_layers()):
+    if builds and all(layer.built for layer in model._flatten_layers()):
         with strategy.scope():
             optimizer.build(model.trainable_variables)
 
@@ -88,63 +81,37 @@ def _example(value: Value) -> Value:
     return value
 
 
-def _read_kernel_before(original: Function) -> Function:
-    def conv(inputs: Value, kernel: Value, *arguments: Argument, **options: Argument) -> Value:
-        if isinstance(kernel, keras.Variable) and isinstance(of_tensorflow(kernel), tf.distribute.DistributedValues):
-            kernel = tf.convert_to_tensor(kernel)
-        return original(inputs, kernel, *arguments, **options)
+@replaces(nn_module, "conv", "tests/keras_hooks/test_convolutions.py")
+def _read_kernel_before(
+    original: Function, inputs: Value, kernel: Value, *args: Argument, **options: Argument
+) -> Value:
+    """Reads the kernel before a function that XLA compiles, where nothing can wait for it.
 
-    return conv
-
-
-class _Layers(threading.local):
-    """Layers to which this thread has added losses."""
-
-    def __init__(self) -> None:
-        self.layers: weakref.WeakSet[Layer] = weakref.WeakSet()
+    So Keras does with `groups`, and in Conv3D with `channels_first`, as TensorFlow has no kernels for CPUs.
+    """
+    if isinstance(kernel, keras.Variable) and isinstance(of_tensorflow(kernel), tf.distribute.DistributedValues):
+        kernel = tf.convert_to_tensor(kernel)
+    return original(inputs, kernel, *args, **options)
 
 
-_thread = _Layers()
+_thread = threading.local()  # has the layers to which this thread has added losses
 
 
-def _note_added_loss(original: Function) -> Function:
-    def add_loss(self: Layer, loss: Value) -> None:
-        original(self, loss)
-        _thread.layers.add(self)
+@replaces(keras.Layer, "add_loss", "tests/integration/test_rows.py")
+def _note_added_loss(original: Function, layer: Layer, loss: Value) -> None:
+    """Notes the layers whose losses each replica must keep while others run.
 
-    return add_loss
+    In eager mode a worker's replicas run one after the other until each needs a sum over all: the second forward pass
+    would overwrite the first replica's losses, which are in the layer, unread.
+    """
+    original(layer, loss)
+    vars(_thread).setdefault("layers", weakref.WeakSet()).add(layer)
 
 
 @contextlib.contextmanager
 def own_losses() -> Iterator[None]:
     """Preserves this thread's added losses while its replica function waits and others run."""
-    mine = [(layer, list(layer._losses)) for layer in _thread.layers]
+    mine = [(layer, list(layer._losses)) for layer in vars(_thread).get("layers", ())]
     yield
     for layer, losses in mine:
         layer._losses[:] = losses
-
-
-PATCHES = (
-    Patch(
-        keras.Model,
-        "_maybe_symbolic_build",
-        _build_if_possible,
-        "builds by one replica's batch, as replicas' batches may differ in size, and lets the first step build what "
-        "Keras cannot",
-        "tests/keras_hooks/test_building.py",
-    ),
-    Patch(
-        nn_module,
-        "conv",
-        _read_kernel_before,
-        "reads the kernel before a function that XLA compiles",
-        "tests/keras_hooks/test_convolutions.py",
-    ),
-    Patch(
-        keras.Layer,
-        "add_loss",
-        _note_added_loss,
-        "notes the layers whose losses each replica must keep while others run",
-        "tests/integration/test_rows.py",
-    ),
-)

@@ -1,13 +1,6 @@
 """Random numbers: the same on all ranks where a program prepares its data, different in each replica of a step.
 
-Every rank shuffles the whole data and takes its part of each batch: with different orders, parts would overlap and rows
-be missing. So at the start all ranks get rank 0's state of NumPy's and Python's global generators and of Keras', which
-changes nothing where the program has seeded them alike. Datasets that shuffle without a seed, and arrays in `fit`, get
-seeds from one more generator. TensorFlow's global seed stays unset: with it each eager random op would be kept.
-
-With equal numbers in a step, n replicas would draw one n-th of the noise. Stored state stays equal everywhere: seed
-generators have rank 0's state, which is checkpointed and restored. Only the drawn seed has the replica id mixed in.
-Replica 0 draws what a single process would.
+docs/semantics.md ("Random numbers", "The same data on all ranks") says what is equal, docs/design.md why it is so.
 
 Tested in tests/integration/test_unseeded.py and tests/integration/test_semantics.py.
 """
@@ -18,7 +11,7 @@ import contextlib
 import json
 import random
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -26,14 +19,18 @@ import tensorflow as tf
 
 from tfps.collectives import Broadcast
 from tfps.graph.ops import HOST
-from tfps.graph.patches import Patch, replaced, replica_context
+from tfps.graph.patches import replaced, replica_context
 from tfps.graph.tf_private import ResourceVariable, data_seeds, is_seeded
-from tfps.keras_hooks.keras_private import ArrayDataAdapter, forget_global_seeds, global_seeds, set_global_seeds
+from tfps.keras_hooks.hooks import replaces
+from tfps.keras_hooks.keras_private import ArrayDataAdapter, global_seeds, set_global_seeds
 from tfps.runtime.runtime import Runtime
 from tfps.types import Argument, Batches, Function, Value
 
 _APART = 0x9E3779B1  # odd, so that no two ranks get the same seed
 _SEEDS = 2**31 - 1  # number of seeds that TensorFlow distinguishes
+
+
+_UNSEEDED = "tests/integration/test_unseeded.py"
 
 
 class _Shared:
@@ -44,71 +41,46 @@ class _Shared:
 
 
 def share_random_states(runtime: Runtime) -> None:
-    """Gives this rank rank 0's random states; every rank must call it.
-
-    Raises:
-        TfpsError: another rank did not call it in time.
-    """
-    exchange = runtime.exchange
-    if exchange.view.workers == 1:
+    """Gives this rank rank 0's random states; every rank must call it."""
+    if runtime.exchange.view.workers == 1:
         return
-    (said,) = Broadcast(runtime, "random states")(json.dumps(_states()).encode())
-    first = json.loads(said)
-    if exchange.rank:
-        _take(first)
-    _Shared.seeds = random.Random(first["datasets"])
-
-
-def _states() -> dict[str, object]:
     numpy_ = np.random.get_state(legacy=False)
     numpy_["state"] = {key: np.asarray(value).tolist() for key, value in numpy_["state"].items()}
-    return {
+    own = {
         "numpy": numpy_,
         "python": random.getstate(),
         "keras": global_seeds(),
         "datasets": secrets.randbits(64),
     }
-
-
-def _take(first: dict[str, Value]) -> None:
-    if first["keras"] is None:
-        forget_global_seeds()  # they come from Python's generator
-    else:
-        set_global_seeds(first["keras"])
-    own_kind = np.random.get_state(legacy=False)["bit_generator"]
-    if first["numpy"]["bit_generator"] == own_kind == "MT19937":  # else the program has chosen another
-        key = np.array(first["numpy"]["state"]["key"], np.uint32)
-        np.random.set_state({**first["numpy"], "state": {**first["numpy"]["state"], "key": key}})
+    (said,) = Broadcast(runtime, "random states")(json.dumps(own).encode())
+    first = json.loads(said)
+    _Shared.seeds = random.Random(first["datasets"])
+    if not runtime.exchange.rank:
+        return
+    set_global_seeds(first["keras"])
+    numpy_, own_kind = first["numpy"], np.random.get_state(legacy=False)["bit_generator"]
+    if numpy_["bit_generator"] == own_kind == "MT19937":  # else the program has chosen another
+        numpy_["state"]["key"] = np.array(numpy_["state"]["key"], np.uint32)
+        np.random.set_state(numpy_)
     version, state, gauss = first["python"]
     random.setstate((version, tuple(state), gauss))
 
 
-def _seed_dataset(original: Function) -> Function:
-    def get_seed(seed: Value) -> tuple[tf.Tensor, tf.Tensor]:
-        if seed is None and _Shared.seeds is not None and not is_seeded():
-            seed = _Shared.seeds.randrange(1, 2**31)
-        return original(seed)
-
-    return get_seed
-
-
-def _shuffle_arrays_alike(original: Function) -> Function:
-    def get_tf_dataset(self: Batches) -> tf.data.Dataset:
-        if _Shared.seeds is None or is_seeded():
-            return original(self)
-        with _shuffled_alike(_Shared.seeds.randrange(2**31)):
-            return original(self)
-
-    return get_tf_dataset
+@replaces(data_seeds, "get_seed", _UNSEEDED)
+def _seed_dataset(original: Function, seed: Value) -> Value:
+    """Datasets that shuffle without a seed get the same one on all ranks."""
+    if seed is None and _Shared.seeds is not None and not is_seeded():
+        seed = _Shared.seeds.randrange(1, 2**31)
+    return original(seed)
 
 
-@contextlib.contextmanager
-def _shuffled_alike(seed: int) -> Iterator[None]:
-    """In the block, `tf.random.shuffle` in a dataset's function gives the same orders on all ranks, each time another.
-
-    An op with a seed would begin anew in every epoch.
-    """
-    with tf.init_scope(), tf.device(HOST):
+@replaces(ArrayDataAdapter, "get_tf_dataset", _UNSEEDED)
+def _shuffle_arrays_alike(original: Function, arrays: Batches) -> tf.data.Dataset:
+    """Arrays that `fit` shuffles get the same orders on all ranks."""
+    if _Shared.seeds is None or is_seeded():
+        return original(arrays)
+    seed = _Shared.seeds.randrange(2**31)
+    with tf.init_scope(), tf.device(HOST):  # an op with a seed would begin anew in every epoch
         count = ResourceVariable(0, dtype=tf.int64, trainable=False, name="tfps_shuffles")
 
     def shuffle_alike(value: Value) -> tf.Tensor:
@@ -116,16 +88,13 @@ def _shuffled_alike(seed: int) -> Iterator[None]:
         return tf.random.experimental.stateless_shuffle(value, tf.stack([tf.constant(seed, tf.int64), number]))
 
     with replaced(_Shared, "shuffle", shuffle_alike):
-        yield
+        return original(arrays)
 
 
-def _shuffle(original: Function) -> Function:
-    def shuffle(value: Value, *arguments: Argument, **options: Argument) -> tf.Tensor:
-        if _Shared.shuffle is not None:
-            return _Shared.shuffle(value)
-        return original(value, *arguments, **options)
-
-    return shuffle
+@replaces(tf.random, "shuffle", _UNSEEDED)
+def _shuffle(original: Function, value: Value, *args: Argument, **options: Argument) -> tf.Tensor:
+    """Shuffles alike while Keras makes a dataset of arrays; else it does nothing."""
+    return original(value, *args, **options) if _Shared.shuffle is None else _Shared.shuffle(value)
 
 
 def of_its_own() -> contextlib.AbstractContextManager[None]:
@@ -133,18 +102,12 @@ def of_its_own() -> contextlib.AbstractContextManager[None]:
     return replaced(_Shared, "seeds", None)
 
 
-def _draw_apart(original: Function) -> Function:
-    def draw(self: keras.random.SeedGenerator, *arguments: object, **options: object) -> Value:
-        seed = original(self, *arguments, **options)
-        context = replica_context()
-        if context is None or not tf.is_tensor(seed):
-            return seed
-        replica = context.strategy.extended.draws_as(context)
-        if replica == 0:
-            return seed
-        return tf.random.experimental.stateless_fold_in(seed, tf.constant(replica, seed.dtype))
-
-    return draw
+@replaces(keras.random.SeedGenerator, "next", "tests/integration/test_semantics.py")
+def _draw_apart(original: Function, seeds: keras.random.SeedGenerator, *args: object, **options: object) -> Value:
+    """Mixes the replica's id into a seed that is drawn in a replica function."""
+    seed, context = original(seeds, *args, **options), replica_context()
+    replica = 0 if context is None or not tf.is_tensor(seed) else context.strategy.extended.draws_as(context)
+    return tf.random.experimental.stateless_fold_in(seed, tf.constant(replica, seed.dtype)) if replica else seed
 
 
 def stateful_apart(graph: tf.Graph, rank: int) -> contextlib.AbstractContextManager[None]:
@@ -155,30 +118,3 @@ def stateful_apart(graph: tf.Graph, rank: int) -> contextlib.AbstractContextMana
     """
     own = graph.seed if graph.seed is None or not rank else (graph.seed + rank * _APART) % _SEEDS
     return replaced(graph, "seed", own)
-
-
-_UNSEEDED = "tests/integration/test_unseeded.py"
-PATCHES = (
-    Patch(
-        data_seeds,
-        "get_seed",
-        _seed_dataset,
-        "datasets that shuffle without a seed get the same one on all ranks",
-        _UNSEEDED,
-    ),
-    Patch(
-        ArrayDataAdapter,
-        "get_tf_dataset",
-        _shuffle_arrays_alike,
-        "arrays that `fit` shuffles get the same orders on all ranks",
-        _UNSEEDED,
-    ),
-    Patch(tf.random, "shuffle", _shuffle, "does that while Keras makes a dataset of arrays; else nothing", _UNSEEDED),
-    Patch(
-        keras.random.SeedGenerator,
-        "next",
-        _draw_apart,
-        "mixes the replica's id into a seed that is drawn in a replica function",
-        "tests/integration/test_semantics.py",
-    ),
-)

@@ -25,15 +25,7 @@ def of_tensorflow(variable: Variable) -> Variable:
 
 
 def check_variable(variable: Variable, setting: str, verb: str, instead: str, why: str = "") -> None:
-    """Checks that pservers can `verb` `variable`, of Keras or TensorFlow.
-
-    Args:
-        setting, instead: for the message: what asks for it, and what to take in its place.
-        why: what else forbids it, if something does.
-
-    Raises:
-        UnsupportedError: they cannot.
-    """
+    """Checks that pservers can `verb` `variable`, of Keras or TensorFlow; `why` not: what else forbids it."""
     own, name = of_tensorflow(variable), getattr(variable, "path", variable.name)
     if not getattr(own, "gates", ()) or not own.trainable:
         why = "is not a trainable variable of this strategy with a fixed shape"
@@ -66,14 +58,8 @@ class RemoteVariable(keras.Variable):
 
     @property
     def value(self) -> tf.Tensor:
-        """The current value, float32 of the variable's shape.
-
-        Raises:
-            UnsupportedError: in a function; a slot is no tensor of its graph.
-            TfpsError: a pserver does not answer, or the strategy was closed.
-        """
-        if not tf.executing_eagerly():
-            raise UnsupportedError(_in_function(self.path, "read"))
+        """The current value, float32 of the variable's shape; a function cannot read it."""
+        self._check_eager("read")
         return tf.constant(self.slot.read())
 
     def numpy(self) -> Array:
@@ -81,9 +67,15 @@ class RemoteVariable(keras.Variable):
         return self.slot.read()
 
     def _direct_assign(self, value: Value) -> None:
-        if not tf.executing_eagerly():
-            raise UnsupportedError(_in_function(self.path, "assigned"))
+        self._check_eager("assigned")
         self.slot.assign(np.asarray(value))
+
+    def _check_eager(self, what: str) -> None:
+        if not tf.executing_eagerly():
+            raise UnsupportedError(
+                f"slot {self.path} is {what} within a function, but with update='server' it lives on pservers: do that "
+                "eagerly, between steps, or use update='worker' (tfps.Config)"
+            )
 
     @property
     def _shared_name(self) -> str:
@@ -100,22 +92,6 @@ class RemoteVariable(keras.Variable):
             f"slot {self.path} lives on pservers and cannot be in a SavedModel; export the model without its optimizer "
             "(model.export), or save it with model.save or tf.train.Checkpoint"
         )
-
-
-def _in_function(path: str, what: str) -> str:
-    return (
-        f"slot {path} is {what} within a function, but with update='server' it lives on pservers: do that eagerly, "
-        "between steps, or use update='worker' (tfps.Config)"
-    )
-
-
-def take_from_first_rank(variables: Sequence[Variable], strategy: tf.distribute.Strategy) -> list[Variable]:
-    """Returns those of `variables` (of Keras) that have a value on this worker; the others take rank 0's here.
-
-    Every rank must call it.
-    """
-    slots_from_first_rank([each.slot for each in variables if isinstance(each, RemoteVariable)], strategy)
-    return [variable for variable in variables if not isinstance(variable, RemoteVariable)]
 
 
 def slots_from_first_rank(slots: Sequence[RemoteSlot], strategy: tf.distribute.Strategy) -> None:

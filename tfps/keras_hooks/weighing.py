@@ -1,12 +1,8 @@
 """Weighs losses, metrics, gradients and a program's own reductions by rows where a batch does not divide evenly.
 
-Keras divides a replica's mean by the number of replicas, and gradients are summed. In Keras' own steps (`fit`,
-`train_on_batch`, `evaluate`) nothing is divided here: whatever such a step computes is that of its own rows, as in one
-process, and an optimizer's gradients are weighted by the replica's share of the batch where they are exchanged. Means
-over something else, and sums, get a factor that turns their mean over rows into the right one.
-
-In replica functions of `strategy.run` gradients are summed, as programs for tf.distribute expect, so losses of Keras
-are multiplied by the share there, the same number as Keras' if the batch divides evenly.
+Steps of Keras (`fit`, `train_on_batch`, `evaluate`) divide nothing: their gradients are weighted where they are
+exchanged. In replica functions of `strategy.run` gradients are summed, so losses of Keras are multiplied by the share
+there. Why: docs/design.md, "Who weights what".
 
 Tested in tests/integration/test_rows.py.
 """
@@ -20,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfps.errors import TfpsError, outlined
-from tfps.graph.patches import BaseStrategy, Patch, strategy_of
+from tfps.graph.patches import BaseStrategy, strategy_of
 from tfps.graph.shares import (
     Share,
     current_share,
@@ -32,40 +28,41 @@ from tfps.graph.shares import (
     with_values,
 )
 from tfps.graph.tf_private import is_differentiated
+from tfps.keras_hooks.hooks import replaces
 from tfps.keras_hooks.keras_private import Stepper, loss_module, trainer_module
 from tfps.types import Function, Model, Optimizer, Structure, Value, Variable
 
-_SUM, _MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 _WHOLE = "_tfps_whole"  # marks a loss that is the replica's mean, while its gradient is weighed by the share
 
 
-def _mark_steps(made: str, trains: bool, original: Function) -> Function:
-    """Wraps what makes Keras' steps, the attribute `made` of a model."""
+_ROWS = "tests/integration/test_rows.py"
 
-    def make(self: Model, force: bool = False) -> object:
-        before = getattr(self, made)
-        result = original(self, force=force)
-        function = getattr(self, made)
-        if function in (None, before) or strategy_of(self) is None:
-            return result
 
-        @functools.wraps(function)
-        def step(*arguments: object) -> object:
-            try:
-                with keras_step(trains=trains):
-                    return function(*arguments)
-            except TfpsError as error:
-                if not tf.debugging.is_traceback_filtering_enabled():
-                    raise
-                raise outlined(error)  # noqa: B904  # the same error
-
-        setattr(self, made, step)
+def _mark_steps(made: str, trains: bool, original: Function, model: Model, force: bool = False) -> object:
+    """Marks Keras' steps, the attribute `made` of a model, where it makes them."""
+    before = getattr(model, made)
+    result = original(model, force=force)
+    function = getattr(model, made)
+    if function in (None, before) or strategy_of(model) is None:
         return result
 
-    return make
+    @functools.wraps(function)
+    def step(*args: object) -> object:
+        try:
+            with keras_step(trains=trains):
+                return function(*args)
+        except TfpsError as error:
+            if not tf.debugging.is_traceback_filtering_enabled():
+                raise
+            raise outlined(error)  # noqa: B904  # the same error
+
+    setattr(model, made, step)
+    return result
 
 
-# Losses.
+_MARKS = "marks Keras' steps, whose losses are of their own rows and whose gradients are weighed"
+replaces(Stepper, "make_train_function", _ROWS, _MARKS)(functools.partial(_mark_steps, "train_function", True))
+replaces(Stepper, "make_test_function", _ROWS, _MARKS)(functools.partial(_mark_steps, "test_function", False))
 
 
 def _is_whole() -> bool:
@@ -75,106 +72,102 @@ def _is_whole() -> bool:
     return tf.distribute.in_cross_replica_context() and isinstance(tf.distribute.get_strategy(), BaseStrategy)
 
 
-def _scale(original: Function) -> Function:
-    def scale_loss(value: Value) -> Value:
-        if _is_whole():
-            return value
-        share = current_share()
-        if share is None:
-            return original(value)
-        return share.only_if_rows(value) * share.weight(_even(share, value.dtype))
-
-    return scale_loss
+@replaces(loss_module, "scale_loss_for_distribution", _ROWS)
+def _scale(original: Function, value: Value) -> Value:
+    """A loss is a mean over rows where batches do not divide evenly between replicas."""
+    if _is_whole():
+        return value
+    if (share := current_share()) is None:
+        return original(value)
+    return share.only_if_rows(value) * share.weight(_even(share, value.dtype))
 
 
-def _unscale(original: Function) -> Function:
-    def unscale_loss(value: Value) -> Value:
-        if _is_whole() or hasattr(value, _WHOLE):
-            return value
-        share = current_share()
-        return original(value) if share is None else _unscaled(share, value)
-
-    return unscale_loss
-
-
-def _reduce(original: Function) -> Function:
-    def reduce_weighted_values(
-        values: Structure,
-        sample_weight: Value = None,
-        mask: Value = None,
-        reduction: str = "sum_over_batch_size",
-        dtype: str | None = None,
-    ) -> Value:
-        share = current_share()
-
-        def reduced() -> Value:
-            loss = original(values, sample_weight, mask, reduction, dtype)
-            if share is None or in_keras_step() or reduction in (None, "none", "sum") or not _is_scalar(values):
-                return loss
-            return loss_module.scale_loss_for_distribution(loss)  # Keras does not divide what is a number already
-
-        weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
-        masks = mask is not None and reduction not in (None, "none", "sum")
-        sums = reduction == "sum" and not _is_scalar(values)
-        if share is None or not (weighs or masks or sums):
-            return reduced()
-        trains = share.trains if in_keras_step() else is_differentiated()
-        if not trains:
-            say_once(
-                "outside of training, each replica computes masked, sample-weighted or summed losses locally, and "
-                "these count by rows: if batches do not divide evenly, the result is not exactly that of one process"
-            )
-        if sums:  # in replica functions of programs, gradients are summed
-            loss = reduced()
-            return loss * share.of_whole_sum(loss.dtype) if in_keras_step() else loss
-        if not trains:
-            return reduced()
-        amount = _amount(sample_weight if weighs else None, mask, dtype or keras.config.floatx(), reduction)
-        if in_keras_step():
-            loss = reduced()
-            return loss * share.of_amount(amount, loss.dtype)
-        with share.counting(amount, _even(share, tf.float64)):
-            return reduced()
-
-    return reduce_weighted_values
+@replaces(loss_module, "unscale_loss_for_distribution", _ROWS)
+def _unscale(original: Function, value: Value) -> Value:
+    """The whole loss again."""
+    if _is_whole() or hasattr(value, _WHOLE):
+        return value
+    share = current_share()
+    return original(value) if share is None else _unscaled(share, value)
 
 
-def _average_loss(original: Function) -> Function:
-    """Counts whole, in steps of Keras, what programs for tf.distribute divide by the rows of the whole job."""
+@replaces(loss_module, "reduce_weighted_values", _ROWS)
+def _reduce(
+    original: Function,
+    values: Structure,
+    sample_weight: Value = None,
+    mask: Value = None,
+    reduction: str = "sum_over_batch_size",
+    dtype: str | None = None,
+) -> Value:
+    """Counts masks, sample weights and sums over the whole batch."""
+    share, averages = current_share(), reduction not in (None, "none", "sum")
 
-    def compute_average_loss(
-        per_example_loss: Value, sample_weight: Value = None, global_batch_size: Value = None
-    ) -> Value:
-        share = current_share()
-        if not in_keras_step() or share is None:
-            return original(per_example_loss, sample_weight, global_batch_size)
-        if global_batch_size is None:
-            return original(per_example_loss, sample_weight, tf.shape(per_example_loss)[0])
-        loss = original(per_example_loss, sample_weight, global_batch_size)
-        return loss * share.of_whole_sum(loss.dtype)
+    def reduced() -> Value:
+        loss = original(values, sample_weight, mask, reduction, dtype)
+        if share is None or in_keras_step() or not averages or not _is_scalar(values):
+            return loss
+        return loss_module.scale_loss_for_distribution(loss)  # Keras does not divide what is a number already
 
-    return compute_average_loss
+    weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
+    masks = mask is not None and averages
+    sums = reduction == "sum" and not _is_scalar(values)
+    if share is None or not (weighs or masks or sums):
+        return reduced()
+    trains = share.trains if in_keras_step() else is_differentiated()
+    if not trains:
+        say_once(
+            "outside of training, each replica computes masked, sample-weighted or summed losses locally, and these "
+            "count by rows: if batches do not divide evenly, the result is not exactly that of one process"
+        )
+    if sums:  # in replica functions of programs, gradients are summed
+        loss = reduced()
+        return loss * share.of_whole_sum(loss.dtype) if in_keras_step() else loss
+    if not trains:
+        return reduced()
+    amount = _amount(sample_weight if weighs else None, mask, dtype or keras.config.floatx(), reduction)
+    if in_keras_step():
+        loss = reduced()
+        return loss * share.of_amount(amount, loss.dtype)
+    with share.counting(amount, _even(share, tf.float64)):
+        return reduced()
 
 
-def _regularization_loss(original: Function) -> Function:
-    def scale_regularization_loss(regularization_loss: Value) -> Value:
-        return tf.reduce_sum(regularization_loss) if in_keras_step() else original(regularization_loss)
+@replaces(tf.nn, "compute_average_loss", _ROWS)
+def _average_loss(
+    original: Function, per_example_loss: Value, sample_weight: Value = None, global_batch_size: Value = None
+) -> Value:
+    """What programs divide by the rows of the job counts whole in steps of Keras."""
+    share = current_share()
+    if not in_keras_step() or share is None:
+        return original(per_example_loss, sample_weight, global_batch_size)
+    if global_batch_size is None:
+        return original(per_example_loss, sample_weight, tf.shape(per_example_loss)[0])
+    loss = original(per_example_loss, sample_weight, global_batch_size)
+    return loss * share.of_whole_sum(loss.dtype)
 
-    return scale_regularization_loss
+
+@replaces(tf.nn, "scale_regularization_loss", _ROWS)
+def _regularization_loss(original: Function, regularization_loss: Value) -> Value:
+    """What programs divide by the replicas counts whole in steps of Keras."""
+    return tf.reduce_sum(regularization_loss) if in_keras_step() else original(regularization_loss)
 
 
-def _say_that_it_is_no_mean(kind: type, original: Function) -> Function:
-    """Logs once that a loss couples the rows of a batch: the mean over replicas is then not that over the batch."""
+def _say_that_it_is_no_mean(
+    kind: type, original: Function, loss: keras.losses.Loss, *args: Value, **options: Value
+) -> Value:
+    if current_share() is not None and getattr(loss, "axis", None) is None:
+        say_once(
+            f"keras.losses.{kind.__name__} is no mean over rows: each replica computes it for its own rows, so the "
+            "result is not that of one process"
+        )
+    return original(loss, *args, **options)
 
-    def call(self: keras.losses.Loss, *arguments: Value, **options: Value) -> Value:
-        if current_share() is not None and getattr(self, "axis", None) is None:
-            say_once(
-                f"keras.losses.{kind.__name__} is no mean over rows: each replica computes it for its own rows, so "
-                "the result is not that of one process"
-            )
-        return original(self, *arguments, **options)
 
-    return call
+for _kind in (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle):
+    _says = functools.partial(_say_that_it_is_no_mean, _kind)
+    _why = "says once that this loss couples rows, so that a mean over replicas is another number"
+    replaces(_kind, "call", _ROWS, _why)(_says)
 
 
 def _even(share: Share, dtype: str) -> Value:
@@ -197,41 +190,42 @@ def _amount(sample_weight: Value, mask: Value, dtype: str, reduction: str) -> Va
     return tf.reduce_sum(loss_module.apply_mask(weights, mask, dtype=dtype, reduction=reduction))
 
 
-def _whole_loss(original: Function) -> Function:
-    """Returns the whole loss, for a `train_step` that tracks it; the gradient is of the share."""
+@replaces(keras.Model, "compute_loss", _ROWS)
+def _whole_loss(original: Function, model: Model, *args: object, **options: object) -> Value:
+    """A `train_step` may track the loss it returns.
 
-    def compute_loss(self: Model, *arguments: object, **options: object) -> Value:
-        loss = original(self, *arguments, **options)
-        share = current_share()
-        # A program's override may add terms to the result.
-        if share is None or loss is None or in_keras_step() or type(self).compute_loss is not compute_loss:
-            return loss
+    That is the whole loss; its gradient is of the share.
+    """
+    loss = original(model, *args, **options)
+    share = current_share()
+    # A program's override may add terms to the result.
+    if share is None or loss is None or in_keras_step() or type(model).compute_loss is not keras.Model.compute_loss:
+        return loss
 
-        @tf.custom_gradient
-        def whole(loss: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-            return _unscaled(share, loss), lambda gradient: gradient
+    @tf.custom_gradient
+    def whole(loss: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        return _unscaled(share, loss), lambda gradient: gradient
 
-        result = whole(loss)
-        setattr(result, _WHOLE, True)
-        return result
-
-    return compute_loss
+    result = whole(loss)
+    setattr(result, _WHOLE, True)
+    return result
 
 
-def _tracked_scalar(original: Function) -> Function:
-    def update_state(self: keras.metrics.Mean, values: Structure, sample_weight: Value = None) -> object:
-        share = current_share()
-        if share is not None and sample_weight is None and _is_scalar(values):
-            if not share.trains:
-                say_once(
-                    "outside of training, a scalar given to keras.metrics.Mean counts once for each replica: if "
-                    "batches do not divide evenly, the result is not exactly that of one process"
-                )
-            values = share.only_if_rows(tf.convert_to_tensor(values))
-            sample_weight = share.only_if_rows(share.relative(tf.as_dtype(self.dtype)))
-        return original(self, values, sample_weight)
-
-    return update_state
+@replaces(keras.metrics.Mean, "update_state", _ROWS)
+def _tracked_scalar(
+    original: Function, metric: keras.metrics.Mean, values: Structure, sample_weight: Value = None
+) -> object:
+    """A scalar counts by the replica's rows."""
+    share = current_share()
+    if share is not None and sample_weight is None and _is_scalar(values):
+        if not share.trains:
+            say_once(
+                "outside of training, a scalar given to keras.metrics.Mean counts once for each replica: if batches "
+                "do not divide evenly, the result is not exactly that of one process"
+            )
+        values = share.only_if_rows(tf.convert_to_tensor(values))
+        sample_weight = share.only_if_rows(share.relative(tf.as_dtype(metric.dtype)))
+    return original(metric, values, sample_weight)
 
 
 def _is_scalar(value: Value) -> bool:
@@ -239,45 +233,36 @@ def _is_scalar(value: Value) -> bool:
     return isinstance(value, (int, float)) or (shape is not None and tf.TensorShape(shape).rank == 0)
 
 
-# Gradients and results of steps.
+@replaces(keras.optimizers.Optimizer, "_backend_apply_gradients", _ROWS)
+def _weigh_gradients(
+    original: Function, optimizer: Optimizer, grads: Structure, trainable_variables: Sequence[Variable]
+) -> object:
+    """Gradients count by the replica's rows."""
+    share, accumulates = current_share(), bool(optimizer.gradient_accumulation_steps)
+    if accumulates and share is not None:
+        # Accumulated gradients come from steps in which this replica had other rows.
+        grads = [share.only_if_rows(each) for each in grads]
+        if in_keras_step():
+            grads = [with_values(each, lambda values: values * share.relative(values.dtype)) for each in grads]
+    if not in_keras_step() and (share is None or accumulates):
+        return original(optimizer, grads, trainable_variables)
+    replicas = tf.distribute.get_strategy().extended._num_replicas_in_sync
+    with reducing_gradients(replicas, weighted=accumulates):
+        return original(optimizer, grads, trainable_variables)
 
 
-def _weigh_gradients(original: Function) -> Function:
-    def apply_gradients(self: Optimizer, grads: Structure, trainable_variables: Sequence[Variable]) -> object:
-        share, accumulates = current_share(), bool(self.gradient_accumulation_steps)
-        if accumulates and share is not None:
-            # Accumulated gradients come from steps in which this replica had other rows.
-            grads = [share.only_if_rows(each) for each in grads]
-            if in_keras_step():
-                grads = [with_values(each, lambda values: values * share.relative(values.dtype)) for each in grads]
-        if not in_keras_step() and (share is None or accumulates):
-            return original(self, grads, trainable_variables)
-        replicas = tf.distribute.get_strategy().extended._num_replicas_in_sync
-        with reducing_gradients(replicas, weighted=accumulates):
-            return original(self, grads, trainable_variables)
-
-    return apply_gradients
-
-
-def _weigh_results(original: Function) -> Function:
-    """Lets results of replicas' steps count by rows, too."""
-
-    def reduce_per_replica(values: Structure, strategy: tf.distribute.Strategy, reduction: str) -> Structure:
-        if not isinstance(strategy, BaseStrategy) or reduction != "auto" or strategy.extended.last_batch is None:
-            return original(values, strategy, reduction)
-        last = strategy.extended.last_batch
-        _note_fixed(last.fixed, values)
-        return keras.tree.map_structure(functools.partial(_joined, last.given()), values)
-
-    return reduce_per_replica
-
-
-def _note_fixed(fixed: set[str], values: Structure) -> None:
-    """Notes in a graph which of what a step returns has no size that it may share with the rows, by name."""
-    if tf.executing_eagerly():
-        return
-    for path, value in keras.tree.flatten_with_path(values):
-        (fixed.discard if _may_be_of_rows(value) else fixed.add)("/".join(map(str, path)))
+@replaces(trainer_module, "reduce_per_replica", _ROWS)
+def _weigh_results(
+    original: Function, values: Structure, strategy: tf.distribute.Strategy, reduction: str
+) -> Structure:
+    """Results of replicas' steps count by rows."""
+    if not isinstance(strategy, BaseStrategy) or reduction != "auto" or strategy.extended.last_batch is None:
+        return original(values, strategy, reduction)
+    last = strategy.extended.last_batch
+    if not tf.executing_eagerly():  # notes, by name, what has no size that it may share with the rows
+        for path, value in keras.tree.flatten_with_path(values):
+            (last.fixed.discard if _may_be_of_rows(value) else last.fixed.add)("/".join(map(str, path)))
+    return keras.tree.map_structure(functools.partial(_joined, last.given()), values)
 
 
 def _may_be_of_rows(value: Value) -> bool:
@@ -317,54 +302,51 @@ def _share_of(context: tf.distribute.ReplicaContext) -> Share | None:
     return None if not isinstance(context.strategy, BaseStrategy) or is_reducing_gradients() else current_share()
 
 
-def _all_reduce(original: Function) -> Function:
-    def all_reduce(
-        self: tf.distribute.ReplicaContext,
-        reduce_op: tf.distribute.ReduceOp | str,
-        value: Structure,
-        options: object = None,
-    ) -> Structure:
-        share = _share_of(self)
-        if share is None:
-            return original(self, reduce_op, value, options)
-        reduce_op = tf.distribute.ReduceOp(reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
-        flat = tf.nest.flatten(value)
-        flat = [each if isinstance(each, tf.IndexedSlices) else tf.convert_to_tensor(each) for each in flat]
-        if reduce_op == _MEAN:
-            if not all(isinstance(each, tf.Tensor) and each.dtype.is_floating for each in flat):
-                return original(self, reduce_op, value, options)
-            even = tf.constant(1 / share.replicas, tf.float64)
-            weight = share.weight(even, exchange=True)
-            flat = [each * tf.cast(weight, each.dtype) for each in flat]
-        own = [_leaving(share, share.only_if_rows(each)) if share.depends_on_rows(each) else each for each in flat]
-        return tf.nest.pack_sequence_as(value, [_arrived(share, each) for each in original(self, _SUM, own, options)])
-
-    return all_reduce
-
-
-def _all_gather(original: Function) -> Function:
-    def all_gather(self: tf.distribute.ReplicaContext, value: Structure, axis: Value, options: object = None) -> Value:
-        share = _share_of(self)
-        if share is None or tf.get_static_value(axis) != 0:
-            return original(self, value, axis, options)
-
-        def own(each: Value) -> Value:
-            each = tf.convert_to_tensor(each)
-            if not each.shape.rank or not share.depends_on_rows(each):
-                return each
-            if share.may_be_empty:
-                each = each[: tf.where(share.has_rows, tf.shape(each)[0], 0)]
-            return _leaving(share, each)
-
-        gathered = original(self, tf.nest.map_structure(own, value), axis, options)
-        return tf.nest.map_structure(functools.partial(_arrived, share), gathered)
-
-    return all_gather
+@replaces(tf.distribute.ReplicaContext, "all_reduce", _ROWS)
+def _all_reduce(
+    original: Function,
+    context: tf.distribute.ReplicaContext,
+    reduce_op: tf.distribute.ReduceOp | str,
+    value: Structure,
+    options: object = None,
+) -> Structure:
+    """What a program sums or averages itself counts by rows."""
+    if (share := _share_of(context)) is None:
+        return original(context, reduce_op, value, options)
+    reduce_op = tf.distribute.ReduceOp(reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
+    flat = tf.nest.flatten(value)
+    flat = [each if isinstance(each, tf.IndexedSlices) else tf.convert_to_tensor(each) for each in flat]
+    if reduce_op == tf.distribute.ReduceOp.MEAN:
+        if not all(isinstance(each, tf.Tensor) and each.dtype.is_floating for each in flat):
+            return original(context, reduce_op, value, options)
+        weight = share.weight(tf.constant(1 / share.replicas, tf.float64), exchange=True)
+        flat = [each * tf.cast(weight, each.dtype) for each in flat]
+    for index, each in enumerate(flat):
+        if share.depends_on_rows(each):
+            flat[index] = _with_gradient(share, share.only_if_rows(each), tf.math.divide_no_nan)
+    summed = original(context, tf.distribute.ReduceOp.SUM, flat, options)
+    return tf.nest.pack_sequence_as(value, [_arrived(share, each) for each in summed])
 
 
-def _leaving(share: Share, value: Value) -> Value:
-    """Returns `value`, whose gradient comes from the whole job: this replica's weight is taken from it."""
-    return _with_gradient(share, value, tf.math.divide_no_nan)
+@replaces(tf.distribute.ReplicaContext, "all_gather", _ROWS)
+def _all_gather(
+    original: Function, context: tf.distribute.ReplicaContext, value: Structure, axis: Value, options: object = None
+) -> Value:
+    """A replica without rows adds none."""
+    share = _share_of(context)
+    if share is None or tf.get_static_value(axis) != 0:
+        return original(context, value, axis, options)
+
+    def own(each: Value) -> Value:
+        each = tf.convert_to_tensor(each)
+        if not each.shape.rank or not share.depends_on_rows(each):
+            return each
+        if share.may_be_empty:
+            each = each[: tf.where(share.has_rows, tf.shape(each)[0], 0)]
+        return _with_gradient(share, each, tf.math.divide_no_nan)
+
+    gathered = original(context, tf.nest.map_structure(own, value), axis, options)
+    return tf.nest.map_structure(functools.partial(_arrived, share), gathered)
 
 
 def _arrived(share: Share, value: Value) -> Value:
@@ -373,6 +355,7 @@ def _arrived(share: Share, value: Value) -> Value:
 
 
 def _with_gradient(share: Share, value: Value, change: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> Value:
+    """Returns `value`, whose gradient comes from the whole job or goes there: a `change` by this replica's weight."""
     if not in_keras_step() or not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
         return value
     relative = share.relative(value.dtype)
@@ -382,75 +365,3 @@ def _with_gradient(share: Share, value: Value, change: Callable[[tf.Tensor, tf.T
         return tf.identity(value), lambda gradient: change(gradient, relative)
 
     return weighted(value)
-
-
-_ROWS = "tests/integration/test_rows.py"
-_MEAN_OF_ROWS = "a loss is a mean over rows where batches do not divide evenly between replicas"
-_LOSSES_THAT_COUPLE_ROWS = (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle)
-PATCHES = (
-    Patch(
-        Stepper,
-        "make_train_function",
-        functools.partial(_mark_steps, "train_function", True),
-        "marks Keras' steps, whose losses are of their own rows and whose gradients are weighed",
-        _ROWS,
-    ),
-    Patch(
-        Stepper,
-        "make_test_function",
-        functools.partial(_mark_steps, "test_function", False),
-        "marks Keras' steps, as for training",
-        _ROWS,
-    ),
-    Patch(loss_module, "scale_loss_for_distribution", _scale, _MEAN_OF_ROWS, _ROWS),
-    Patch(loss_module, "unscale_loss_for_distribution", _unscale, "the whole loss again", _ROWS),
-    Patch(
-        loss_module,
-        "reduce_weighted_values",
-        _reduce,
-        "counts masks, sample weights and sums over the whole batch",
-        _ROWS,
-    ),
-    Patch(
-        tf.nn,
-        "compute_average_loss",
-        _average_loss,
-        "what programs divide by the rows of the job counts whole in steps of Keras",
-        _ROWS,
-    ),
-    Patch(
-        tf.nn,
-        "scale_regularization_loss",
-        _regularization_loss,
-        "what programs divide by the replicas counts whole in steps of Keras",
-        _ROWS,
-    ),
-    *(
-        Patch(
-            kind,
-            "call",
-            functools.partial(_say_that_it_is_no_mean, kind),
-            "says once that this loss couples rows, so that a mean over replicas is another number",
-            _ROWS,
-        )
-        for kind in _LOSSES_THAT_COUPLE_ROWS
-    ),
-    Patch(keras.Model, "compute_loss", _whole_loss, "a `train_step` may track the loss it returns", _ROWS),
-    Patch(keras.metrics.Mean, "update_state", _tracked_scalar, "a scalar counts by the replica's rows", _ROWS),
-    Patch(
-        keras.optimizers.Optimizer,
-        "_backend_apply_gradients",
-        _weigh_gradients,
-        "gradients count by the replica's rows",
-        _ROWS,
-    ),
-    Patch(trainer_module, "reduce_per_replica", _weigh_results, "results of replicas' steps count by rows", _ROWS),
-    Patch(
-        tf.distribute.ReplicaContext,
-        "all_reduce",
-        _all_reduce,
-        "what a program sums or averages itself counts by rows",
-        _ROWS,
-    ),
-    Patch(tf.distribute.ReplicaContext, "all_gather", _all_gather, "a replica without rows adds none", _ROWS),
-)

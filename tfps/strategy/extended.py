@@ -16,6 +16,7 @@ from tfps.config import Config
 from tfps.errors import TfpsError, UnsupportedError, from_text
 from tfps.exchange.interface import Exchange
 from tfps.graph import common_rows
+from tfps.graph.patches import replaced
 from tfps.graph.shares import Counted, LastBatch, counted, current_share, is_reducing_gradients, with_share
 from tfps.graph.tf_private import (
     METRICS_ARE_MIRRORED,
@@ -36,7 +37,7 @@ from tfps.policies import POLICIES
 from tfps.policies.remote_optimizers import update_eagerly
 from tfps.runtime.remote import RemoteRule
 from tfps.runtime.runtime import Runtime
-from tfps.types import Argument, Batches, Function, Options, Structure, Value, Variable
+from tfps.types import Argument, Function, Options, Structure, Value, Variable
 from tfps.updates.combined import Combiner
 from tfps.updates.compressing import Compressing
 from tfps.updates.graph_view import Picture, picture
@@ -89,20 +90,12 @@ class Extended(mirrored_strategy.MirroredExtended):
         if self._invariants is not None and self.staging is not None:
             self.states = States(runtime, self.combiner, self._initial_values, self.staging)
         self.compressing = Compressing(config.compression_rules, runtime, self.policy.remote_parameters)
-        self.scheduler = UpdateScheduler(
-            strategy,
-            runtime,
-            len(self._devices),
-            config.bucket_bytes,
-            self._invariants,
-            self.compressing,
-        )
+        replicas, bucket_bytes = len(self._devices), config.bucket_bytes
+        self.scheduler = UpdateScheduler(strategy, runtime, replicas, bucket_bytes, self._invariants, self.compressing)
         self.policy.attach(strategy)
         self._in_eager_step = False  # whether replica functions run eagerly
         self._replica_graph: tf.Graph | None = None  # in which replica functions are being traced
         self._lifted: weakref.WeakKeyDictionary[Variable, Variable] = weakref.WeakKeyDictionary()
-
-    # Replicas and workers.
 
     def _use_merge_call(self) -> bool:
         return False
@@ -126,13 +119,8 @@ class Extended(mirrored_strategy.MirroredExtended):
     def should_checkpoint(self) -> bool:
         return self._runtime.exchange.rank == 0
 
-    @property
-    def should_save_summary(self) -> bool:
-        return self._runtime.exchange.rank == 0
-
-    @property
-    def experimental_between_graph(self) -> bool:
-        return True
+    should_save_summary = should_checkpoint
+    experimental_between_graph = True
 
     # Datasets: each worker reads its shard, as under MultiWorkerMirroredStrategy.
 
@@ -155,24 +143,14 @@ class Extended(mirrored_strategy.MirroredExtended):
             num_replicas_in_sync=self._num_replicas_in_sync,
         )
 
-    def _experimental_distribute_dataset(self, dataset: Batches, options: tf.distribute.InputOptions | None) -> Batches:
-        return datasets.distribute_dataset(self, dataset, self._make_input_context(), options)
-
-    def _distribute_datasets_from_function(
-        self, dataset_fn: Function, options: tf.distribute.InputOptions | None
-    ) -> Batches:
-        return datasets.distribute_datasets_from_function(self, dataset_fn, self._make_input_context(), options)
+    _experimental_distribute_dataset = datasets.distribute_dataset
+    _distribute_datasets_from_function = datasets.distribute_datasets_from_function
 
     def _experimental_distribute_values_from_function(self, value_fn: Function) -> Structure:
-        contexts = [
-            tf.distribute.experimental.ValueContext(
-                self._get_replica_id_in_sync_group(local), self._num_replicas_in_sync
-            )
-            for local in range(len(self._devices))
-        ]
-        return distribute_utils.regroup([value_fn(context) for context in contexts], always_wrap=True)
-
-    # Variables.
+        replicas = map(self._get_replica_id_in_sync_group, range(len(self._devices)))
+        make = tf.distribute.experimental.ValueContext
+        found = [value_fn(make(replica, self._num_replicas_in_sync)) for replica in replicas]
+        return distribute_utils.regroup(found, always_wrap=True)
 
     def _create_variable(self, next_creator: Function, **kwargs: object) -> Variable:
         colocate_with = kwargs.pop("colocate_with", None)
@@ -197,12 +175,9 @@ class Extended(mirrored_strategy.MirroredExtended):
                         made.append(next_creator(**kwargs))
             return made
 
+        policies = distribute_utils.VARIABLE_POLICY_MAPPING
         variable = distribute_utils.create_mirrored_variable(
-            self._container_strategy(),
-            components,
-            _VARIABLE_CLASSES,
-            distribute_utils.VARIABLE_POLICY_MAPPING,
-            **kwargs,
+            self._container_strategy(), components, _VARIABLE_CLASSES, policies, **kwargs
         )
         if isinstance(variable, GatedVariable):
             if isinstance(colocate_with, GatedVariable) and colocate_with.gates and colocate_with.owner is None:
@@ -273,12 +248,8 @@ class Extended(mirrored_strategy.MirroredExtended):
             sum_up = functools.partial(self._replica_ctx_all_reduce, _SUM)
             fn = with_share(fn, self._num_replicas_in_sync, self.last_batch, sum_up)
         if tf.executing_eagerly():
-            self._in_eager_step = True
-            try:
-                with self._runtime.spans.eager_step(), told(self.exchange):
-                    result = super()._call_for_each_replica(fn, args, kwargs)
-            finally:
-                self._in_eager_step = False
+            with replaced(self, "_in_eager_step", True), self._runtime.spans.eager_step(), told(self.exchange):
+                result = super()._call_for_each_replica(fn, args, kwargs)
         else:
             graph = ops.get_default_graph()
             if in_xla(graph):
@@ -288,17 +259,12 @@ class Extended(mirrored_strategy.MirroredExtended):
                 )
             given = filter(tf.is_symbolic_tensor, tf.nest.flatten((args, kwargs), expand_composites=True))
             self.scheduler.begin_call(graph, [each for each in given if each.graph is graph])
-            self._replica_graph = graph
-            try:
-                with stateful_apart(graph, self._runtime.exchange.rank if self.shards else 0):
-                    result = super()._call_for_each_replica(fn, args, kwargs)
-            finally:
-                self._replica_graph = None
+            apart = stateful_apart(graph, self._runtime.exchange.rank if self.shards else 0)
+            with replaced(self, "_replica_graph", graph), apart:
+                result = super()._call_for_each_replica(fn, args, kwargs)
             self.scheduler.end_call(graph)
         self._initial_values.agree()
         return result
-
-    # Reductions and updates in replica context.
 
     def _replica_ctx_all_reduce(
         self, reduce_op: tf.distribute.ReduceOp, value: Value, options: object = None
@@ -339,13 +305,12 @@ class Extended(mirrored_strategy.MirroredExtended):
 
     def _with_common_rows(self, gradients: list[Value]) -> tuple[list[Value], set[int]]:
         """Returns `gradients`, and which of them have slices that are marked: those of all replicas."""
-        if self._reductions.estimates or self._num_replicas_in_sync == 1 or not is_reducing_gradients():
-            return gradients, set()
-        share = current_share()
+        marks = not self._reductions.estimates and self._num_replicas_in_sync > 1 and is_reducing_gradients()
+        share = current_share() if marks else None
         marked = {
             place: found
             for place, each in enumerate(gradients)
-            if isinstance(each, tf.IndexedSlices) and (found := common_rows.mark(each, share)) is not None
+            if marks and isinstance(each, tf.IndexedSlices) and (found := common_rows.mark(each, share)) is not None
         }
         return [marked.get(place, each) for place, each in enumerate(gradients)], set(marked)
 
@@ -394,7 +359,7 @@ class Extended(mirrored_strategy.MirroredExtended):
     def update_eagerly(
         self, rule: RemoteRule, variables: Sequence[GatedVariable], gradients: Sequence[Value], scalars: tf.Tensor
     ) -> None:
-        """Has pservers update `variables` in eager mode; see `remote_bucket.update_eagerly`."""
+        """Has pservers update `variables` in eager mode."""
         check_one_device("update='server'", len(self._devices))
         own = [counted().part(each) for each in gradients]
         own = self._reductions.estimated(own) if self._reductions.estimates else own  # as in graphs

@@ -1,9 +1,5 @@
 """What a strategy makes of optimizers: in its scope, with what its policy prepares, and in loops outside of `run`.
 
-`Model.compile` enters its model's scope automatically: programs compile a model again outside of it, as fine-tuning
-guides do. Optimizers and metrics created outside get variables of the strategy as soon as it is known: an optimizer
-when it is built for variables, a metric when it is compiled.
-
 Custom training loops without `strategy.run`, as Keras' guides have them, run on every worker by itself, each with a
 loss that is the whole of what that worker has read. Where such a loop applies gradients, outside of replica functions,
 they are exchanged: each counts 1 / workers. If all workers read the same, as programs do that know nothing of workers,
@@ -22,9 +18,10 @@ import keras
 import tensorflow as tf
 
 from tfps.errors import UnsupportedError
-from tfps.graph.patches import BaseStrategy, Patch, for_models, replica_context, scope_outside
+from tfps.graph.patches import BaseStrategy, replica_context, scope_outside
 from tfps.graph.shares import in_keras_step, keras_step, with_values
 from tfps.keras_hooks.checkpoint import carry_extra_states
+from tfps.keras_hooks.hooks import for_models, replaces
 from tfps.keras_hooks.keras_private import (
     Trainer,
     adopt_optimizer,
@@ -33,35 +30,40 @@ from tfps.keras_hooks.keras_private import (
     trained_variables,
 )
 from tfps.keras_hooks.variables import RemoteVariable, of_tensorflow
-from tfps.types import Function, Model, Optimizer, Value, Variable
+from tfps.types import Function, Model, Optimizer, Structure, Value, Variable
 from tfps.updates.variables import GatedVariable, current_replica
 
+_COMPILING, _TAUGHT = "tests/strategy/test_compiling.py", "tests/programs/test_taught.py"
+_OPTIMIZER, _SCALING = keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer
 
+
+@replaces(Trainer, "compile", _COMPILING)
 @for_models
-def _compile(original: Function, strategy: BaseStrategy, model: Model, *arguments: object, **options: object) -> object:
-    for each in keras.tree.flatten((arguments, options)):
+def _compile(original: Function, strategy: BaseStrategy, model: Model, *args: object, **options: object) -> object:
+    """Enters the model's scope, and adopts metrics created outside.
+
+    Programs compile a model again outside of its scope, as fine-tuning guides do.
+    """
+    for each in keras.tree.flatten((args, options)):
         if isinstance(each, keras.Metric):
             _adopt(each.variables, strategy)
     with strategy.scope():
-        return original(model, *arguments, **options)
+        return original(model, *args, **options)
 
 
-def _build(original: Function) -> Function:
-    def build(self: Optimizer, variables: Sequence[Variable]) -> object:
-        _prepare(self, variables)
-        return original(self, variables)
+@replaces(_OPTIMIZER, "build", _COMPILING)
+def _build(original: Function, optimizer: Optimizer, variables: Sequence[Variable]) -> object:
+    """Adopts an optimizer created outside, and prepares what its updates, gates and checkpoints need."""
+    _prepare(optimizer, variables)
+    return original(optimizer, variables)
 
-    return build
 
-
-def _build_with_scaling(original: Function) -> Function:
-    def build(self: Optimizer, variables: Sequence[Variable]) -> object:
-        with _scope_of(variables):
-            built = original(self, variables)
-            _prepare(self, variables)  # with Keras 3.8 it is not built as other optimizers are
-        return built
-
-    return build
+@replaces(_SCALING, "build", _COMPILING, "as `Optimizer.build`")
+def _build_with_scaling(original: Function, optimizer: Optimizer, variables: Sequence[Variable]) -> object:
+    with _scope_of(variables):
+        built = original(optimizer, variables)
+        _prepare(optimizer, variables)  # with Keras 3.8 it is not built as other optimizers are
+    return built
 
 
 def _prepare(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
@@ -74,7 +76,7 @@ def _prepare(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
             _adopt(optimizer.variables, strategy)
             adopt_optimizer(optimizer, strategy)
         strategy.extended.policy.group_gates(gated)
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        if isinstance(optimizer, _SCALING):
             for variable in (optimizer.dynamic_scale, optimizer.step_counter):  # no statistics of rows
                 variable.value.never_combined = True
     for each in strategies:  # which may refuse
@@ -83,46 +85,21 @@ def _prepare(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
         carry_extra_states(optimizer, strategy, gated)
 
 
-def _apply(original: Function) -> Function:
-    def apply(self: Optimizer, grads: Sequence[Value], trainable_variables: Iterable[Variable] | None = None) -> object:
-        variables = None if trainable_variables is None else list(trainable_variables)
-        trained = trained_variables(self) if variables is None else variables
-        gated = (each for each in map(of_tensorflow, trained) if isinstance(each, GatedVariable))
-        first = next(gated, None)
-        strategy = strategy_of_optimizer(self) if first is None else first.distribute_strategy
-        outside = isinstance(strategy, BaseStrategy) and _is_outside_run(strategy)
-        if outside:
-            _check_created_in_scope(self, trained)
-        if first is None or not isinstance(strategy, BaseStrategy):
-            return original(self, grads, variables)
-        policy = strategy.extended.policy  # those without exchanges of gradients refuse by themselves
-        if outside and strategy.extended._num_replicas_in_sync > 1 and policy.exchanges_gradients:
-            policy.check_outside_run(len(strategy.extended.worker_devices))
-            if not self.built and variables is not None:
-                with strategy.scope():
-                    self.build(variables)
-            strategy.extended.agree_outside_run()
-            with keras_step(trains=True):
-                return strategy.run(lambda: original(self, grads, variables))
-        with policy.step(self, grads, variables):
-            scales = isinstance(self, keras.optimizers.LossScaleOptimizer)  # which builds in the scope by itself
-            if variables is not None and not self.built and not scales:
-                with _scope_of(variables), keras.name_scope(self.name, caller=self):
-                    self.build(variables)
-            return original(self, grads, variables)
-
-    return apply
-
-
-def _is_outside_run(strategy: BaseStrategy) -> bool:
-    """Whether what this thread applies now is outside of replica functions of `strategy`."""
+@replaces(_SCALING, "apply", _TAUGHT, "as `Optimizer.apply`")
+@replaces(_OPTIMIZER, "apply", _TAUGHT)
+def _apply(
+    original: Function, optimizer: Optimizer, grads: Sequence[Value], trainable_variables: Structure = None
+) -> object:
+    """Exchanges gradients that are applied outside of replica functions, counts local steps, builds in the scope."""
+    variables = None if trainable_variables is None else list(trainable_variables)
+    trained = trained_variables(optimizer) if variables is None else variables
+    gated = (each for each in map(of_tensorflow, trained) if isinstance(each, GatedVariable))
+    first = next(gated, None)
+    strategy = strategy_of_optimizer(optimizer) if first is None else first.distribute_strategy
     context = tf.distribute.get_replica_context()
-    return not in_symbolic_scope() and (context is None or context.strategy is not strategy)
-
-
-def _check_created_in_scope(optimizer: Optimizer, trained: Iterable[Variable]) -> None:
-    """Checks what a loop outside of `run` trains."""
-    for variable in trained:
+    outside = isinstance(strategy, BaseStrategy) and not in_symbolic_scope()
+    outside = outside and (context is None or context.strategy is not strategy)
+    for variable in trained if outside else ():
         if not isinstance(of_tensorflow(variable), tf.distribute.DistributedValues):
             raise UnsupportedError(
                 f"optimizer {optimizer.name!r} trains variable {getattr(variable, 'path', variable.name)!r}, which was "
@@ -130,26 +107,41 @@ def _check_created_in_scope(optimizer: Optimizer, trained: Iterable[Variable]) -
                 "within `with strategy.scope():`, and those whose layers get their variables in the first call also "
                 "build or call there (model.build(shape), or keras.Input as the first layer) before the loop"
             )
+    if first is None or not isinstance(strategy, BaseStrategy):
+        return original(optimizer, grads, variables)
+    policy = strategy.extended.policy  # those without exchanges of gradients refuse by themselves
+    if outside and strategy.extended._num_replicas_in_sync > 1 and policy.exchanges_gradients:
+        policy.check_outside_run(len(strategy.extended.worker_devices))
+        if not optimizer.built and variables is not None:
+            with strategy.scope():
+                optimizer.build(variables)
+        strategy.extended.agree_outside_run()
+        with keras_step(trains=True):
+            return strategy.run(lambda: original(optimizer, grads, variables))
+    with policy.step(optimizer, grads, variables):
+        scales = isinstance(optimizer, _SCALING)  # which builds in the scope by itself
+        if variables is not None and not optimizer.built and not scales:
+            with _scope_of(variables), keras.name_scope(optimizer.name, caller=optimizer):
+                optimizer.build(variables)
+        return original(optimizer, grads, variables)
 
 
-def _clip(original: Function) -> Function:
-    """Clips a worker's own gradient where workers do not step together (docs/modes.md).
+@replaces(_OPTIMIZER, "_clip_gradients", "tests/integration/test_local.py")
+def _clip(original: Function, optimizer: Optimizer, grads: list[Value]) -> list[Value]:
+    """Limits are of a worker's own gradient where workers do not step together.
 
     In replica functions of `strategy.run`, Keras divides a loss by the number of replicas of all workers and clips what
     that gives. In these modes a gradient is multiplied by the number of workers only after it: limits would be so many
     times too loose.
     """
-
-    def clip(self: Optimizer, grads: list[Value]) -> list[Value]:
-        factor, context = 1, replica_context()
-        if (self.clipnorm or self.global_clipnorm or self.clipvalue) and context is not None and not in_keras_step():
-            factor = context.strategy.extended.policy.gradient_factor
-        if factor == 1:
-            return original(self, grads)
-        clipped = original(self, _changed(grads, lambda values: values * tf.cast(factor, values.dtype)))
-        return _changed(clipped, lambda values: values / tf.cast(factor, values.dtype))
-
-    return clip
+    factor, context = 1, replica_context()
+    limits = optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue
+    if limits and context is not None and not in_keras_step():
+        factor = context.strategy.extended.policy.gradient_factor
+    if factor == 1:
+        return original(optimizer, grads)
+    clipped = original(optimizer, _changed(grads, lambda values: values * tf.cast(factor, values.dtype)))
+    return _changed(clipped, lambda values: values / tf.cast(factor, values.dtype))
 
 
 def _changed(gradients: Sequence[Value], change: Callable[[tf.Tensor], tf.Tensor]) -> list[Value]:
@@ -178,34 +170,3 @@ def _adopt(variables: Iterable[Variable], strategy: tf.distribute.Strategy) -> N
                 value = variable.numpy()
                 variable._initialize(value)
                 variable.assign(value)  # else each replica of a SUM variable would hold the whole
-
-
-_COMPILING, _TAUGHT = "tests/strategy/test_compiling.py", "tests/programs/test_taught.py"
-_OPTIMIZER, _SCALING = keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer
-PATCHES = (
-    Patch(Trainer, "compile", _compile, "enters the model's scope, and adopts metrics created outside", _COMPILING),
-    Patch(
-        _OPTIMIZER,
-        "build",
-        _build,
-        "adopts an optimizer created outside, and prepares what its updates, gates and checkpoints need",
-        _COMPILING,
-    ),
-    Patch(_SCALING, "build", _build_with_scaling, "as `Optimizer.build`", _COMPILING),
-    Patch(
-        _OPTIMIZER,
-        "apply",
-        _apply,
-        "exchanges gradients applied outside of replica functions, counts a step where workers train alone, and builds "
-        "in the scope",
-        _TAUGHT,
-    ),
-    Patch(_SCALING, "apply", _apply, "as `Optimizer.apply`", _TAUGHT),
-    Patch(
-        _OPTIMIZER,
-        "_clip_gradients",
-        _clip,
-        "limits are of a worker's own gradient where workers do not step together",
-        "tests/integration/test_local.py",
-    ),
-)

@@ -1,7 +1,7 @@
 """Every attribute of Keras and TensorFlow that is replaced. docs/keras_patches.md shows this table.
 
-Each is replaced once, so the order here is only that of the page; what must happen in an order at one place stands in
-its replacement. The one exception is no function: `tf_private` tells AutoGraph at import to leave tfps alone.
+Each is replaced once; what must happen in an order at one place stands in its replacement. The one exception is no
+function: `tf_private` tells AutoGraph at import to leave tfps alone.
 
 Tested in tests/strategy/test_patches.py.
 """
@@ -12,23 +12,13 @@ import functools
 
 from tfps.graph import patches, tf_private
 from tfps.graph.patches import Patch
-from tfps.keras_hooks import agreed_logs, checkpoint, layers, loops, random_numbers, weighing
+from tfps.keras_hooks import agreed_logs, checkpoint, hooks, layers, loops, random_numbers, weighing  # noqa: F401  # hooks
 from tfps.policies import remote_optimizers
-from tfps.strategy import optimizers
+from tfps.strategy import optimizers  # noqa: F401  # hooks
 from tfps.updates import reductions
 
-TABLE: tuple[Patch, ...] = (
-    *tf_private.PATCHES,  # functions
-    *reductions.PATCHES,
-    *random_numbers.PATCHES,  # data and noise
-    *layers.PATCHES,  # models
-    *optimizers.PATCHES,
-    *remote_optimizers.PATCHES,
-    *weighing.PATCHES,  # steps
-    *loops.PATCHES,
-    *agreed_logs.PATCHES,
-    *checkpoint.PATCHES,
-)
+_PATCHES = (*tf_private.PATCHES, *reductions.PATCHES, *remote_optimizers.PATCHES, *hooks.PATCHES)
+TABLE: tuple[Patch, ...] = tuple(sorted(_PATCHES, key=lambda patch: patch.place))
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import pathlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -23,7 +23,7 @@ from tfps.graph.patches import BaseStrategy
 from tfps.graph.shares import in_keras_step, say_once
 from tfps.graph.tf_private import check_effects
 from tfps.keras_hooks.random_numbers import share_random_states
-from tfps.launch.cluster_spec import Cluster, Tasks, cluster_of, from_tasks, locate, pservers_of, started_with
+from tfps.launch.cluster_spec import Cluster, cluster_of, from_tasks, locate, pservers_of, started_with
 from tfps.launch.rendezvous import rendezvous
 from tfps.runtime.report import Report
 from tfps.runtime.runtime import Runtime
@@ -43,11 +43,6 @@ def find(pservers: Sequence[str] | tf.distribute.cluster_resolver.ClusterResolve
 
     From then on this process's environment says where they are, as if `tfps_launch` had started it: later strategies
     use the same, and so do processes that the program starts.
-
-    Raises:
-        ConfigError: see `resolve`; or there is no way to find the other processes, or none has started a pserver.
-        ConnectError: a pserver did not start.
-        WaitTimeoutError: not all processes came within `config.connect_timeout_s`.
     """
     cluster = resolve(pservers)
     if cluster.others is None:
@@ -75,18 +70,16 @@ def resolve(
     """Returns the cluster that `pservers` and the environment describe.
 
     Only a resolver's addresses, rank and number of workers count if there is one, but for a rank that it does not know:
-    `TFPS_RANK` and `TFPS_WORKERS`, the variables of mpirun or srun, or the order of joining. Without a resolver: see
-    `locate`.
-
-    Raises:
-        ConfigError: see `locate`.
+    `TFPS_RANK` and `TFPS_WORKERS`, the variables of mpirun or srun, or the order of joining.
     """
     environment = os.environ if environment is None else environment
     if not isinstance(pservers, tf.distribute.cluster_resolver.ClusterResolver):
         return locate(pservers, environment)
     launch = Launch.from_environment(environment)
     others = started_with(launch, environment)
-    tasks = _from_resolver(pservers)
+    spec = pservers.cluster_spec()  # first: this makes SlurmClusterResolver find its task
+    named, resolver = spec.as_dict() if spec else {}, type(pservers).__name__
+    tasks = from_tasks(named, pservers.task_type, pservers.task_id, resolver, may_not_know=True)
     if tasks.is_evaluator:
         return Cluster(job=launch.job)
     addresses, rank, workers = pservers_of(tasks), tasks.rank, tasks.workers
@@ -95,12 +88,6 @@ def resolve(
     elif rank is None and others is not None and workers in (None, others.workers):
         rank, workers = others.rank, others.workers
     return cluster_of(addresses, rank, workers, launch.job, others)
-
-
-def _from_resolver(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> Tasks:
-    spec = resolver.cluster_spec()  # first: this makes SlurmClusterResolver find its task
-    tasks = spec.as_dict() if spec else {}
-    return from_tasks(tasks, resolver.task_type, resolver.task_id, type(resolver).__name__, may_not_know=True)
 
 
 logger = logging.getLogger("tfps")
@@ -146,11 +133,12 @@ class Strategy(BaseStrategy):
             raise ConfigError(f"config must be a tfps.Config, got {config!r}")
         self.config = Config.from_environment() if config is None else config
         request = TraceRequest.from_environment()
-        _warn_of_unknown_variables()
+        _show_messages()
         cluster = find(pservers, self.config)
         self._collective_key_base = next(_collective_key_bases)  # local reductions of two strategies must not mix
-        _show_messages()
-        devices = _devices(devices)
+        if isinstance(devices, str) or (devices is not None and not devices):
+            raise ConfigError(f"devices must be a list such as ['GPU:0', 'GPU:1'], got {devices!r}")
+        devices = devices or [gpu.name for gpu in tf.config.list_logical_devices("GPU")] or ["CPU:0"]
         check_effects()
         self._user = next(_users)
         try:
@@ -159,16 +147,14 @@ class Strategy(BaseStrategy):
             if not tf.debugging.is_traceback_filtering_enabled():
                 raise
             raise outlined(error) from None  # its text has what gRPC said
-        self._pservers = cluster.pservers
         self._runtime = self._connection.runtime
-        ends = self._connection.users[self._user]
         record_unattended(self._runtime, request)
         self._forget = weakref.finalize(self, _forget, self._connection, self._user)
         self._forget.atexit = False
         super().__init__(Extended(self, devices, self._runtime, self.config))
         _strategies.add(self)
         if self.extended.staging is not None:
-            ends.append(self.extended.staging.close)
+            self._connection.users[self._user].callback(self.extended.staging.close)
         install_all()
 
     @property
@@ -195,7 +181,7 @@ class Strategy(BaseStrategy):
     @property
     def pservers(self) -> tuple[str, ...]:
         """Addresses of the pservers; empty when the pserver is embedded."""
-        return self._pservers
+        return self._connection.cluster.pservers
 
     def report(self) -> Report:
         """Returns where the last steps' time went on this worker, what limits speed and what would help; printable.
@@ -314,31 +300,32 @@ class Strategy(BaseStrategy):
 
 
 @functools.cache
-def _warn_of_unknown_variables() -> None:
-    """Warns of unknown environment variables, once per process."""
-    _show_messages()
-    for line in unknown_variables():
-        logger.warning("tfps: %s", line)
-
-
 def _show_messages() -> None:
     """Logs events, such as the chosen sizes, to stderr, one line each, unless the program has set up logging."""
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
         logger.setLevel(logging.INFO)
+    for line in unknown_variables():
+        logger.warning("tfps: %s", line)
 
 
 class _Connection:
     """What strategies of this process with the same pservers share."""
 
-    def __init__(self, runtime: Runtime, config: Config) -> None:
-        self.runtime, self.config = runtime, config
+    def __init__(self, cluster: Cluster, config: Config) -> None:
+        self.cluster, self.config, recorder = cluster, config, Recorder()
+        exchange: Exchange
+        if cluster.pservers:
+            about: dict[str, Argument] = {"rank": cluster.rank, "workers": cluster.workers, "job": cluster.job}
+            exchange = Worker(cluster.pservers, **about, config=config, recorder=recorder)
+        else:
+            exchange = EmbeddedExchange(config, recorder)
+        self.runtime = Runtime(exchange, recorder, config.step_timeout_s)
         # By strategy: what to end before the connection closes; guarded by _connecting.
-        self.users: dict[int, list[Callable[[], None]]] = {}
+        self.users: dict[int, contextlib.ExitStack] = {}
 
 
-_connections: dict[Cluster, _Connection] = {}  # by the strategies' cluster; guarded by _connecting
-_open: set[_Connection] = set()  # guarded by _connecting
+_open: list[_Connection] = []  # guarded by _connecting
 _users = itertools.count()
 _strategies: weakref.WeakSet[Strategy] = weakref.WeakSet()  # that have not been closed; main thread only
 _connecting = threading.RLock()  # reentrant: the garbage collector may finalize a strategy anywhere
@@ -347,40 +334,35 @@ _connecting = threading.RLock()  # reentrant: the garbage collector may finalize
 def _connect(cluster: Cluster, config: Config, user: int) -> _Connection:
     """Connects, or reuses an earlier strategy's connection: a pserver knows each rank once."""
     with _connecting:
-        found = _connections.get(cluster) if cluster.pservers else None
-        if found is not None and found.runtime.exchange.failure is None:
-            found.users[user] = []  # first: collecting the last other user would close the connection
-            if found.config != config:
-                del found.users[user]
+        for found in [each for each in _open if cluster.pservers and each.cluster == cluster]:
+            found.users[user] = (
+                contextlib.ExitStack()
+            )  # first: collecting the last other user would close the connection
+            if found.runtime.exchange.failure is None and found.config == config:
+                return found
+            del found.users[user]
+            if found.runtime.exchange.failure is None:
                 raise ConfigError(
                     f"this process has a strategy with the pservers {', '.join(cluster.pservers)} and other settings "
                     f"({found.config}, now {config}); close() it first, or give this one pservers of its own"
                 )
-            return found
-    recorder = Recorder()
-    connection = _Connection(
-        Runtime(_exchange(cluster, config, recorder), recorder, config.step_timeout_s),
-        config,
-    )
-    connection.users[user] = []
+    connection = _Connection(cluster, config)
+    connection.users[user] = contextlib.ExitStack()
     try:
         share_random_states(connection.runtime)
     except BaseException:
         connection.runtime.close(drain=False)
         raise
     with _connecting:
-        _open.add(connection)
-        if cluster.pservers:
-            _connections[cluster] = connection
+        _open.append(connection)
     return connection
 
 
 def _disconnect(connection: _Connection, user: int, failure: BaseException | None = None) -> None:
     """Removes a user, because of `failure` if there is one; the last one closes the connection."""
     with _connecting:
-        ends = connection.users.pop(user, [])
-    for end in ends:
-        end()
+        ends = connection.users.pop(user, contextlib.ExitStack())
+    ends.close()
     with _connecting:
         if connection.users:
             return
@@ -388,10 +370,8 @@ def _disconnect(connection: _Connection, user: int, failure: BaseException | Non
 
 
 def _close(connection: _Connection, failure: BaseException | None, *, drain: bool) -> None:
-    with _connecting:
-        _open.discard(connection)
-        for cluster in [cluster for cluster, known in _connections.items() if known is connection]:
-            del _connections[cluster]
+    with _connecting, contextlib.suppress(ValueError):  # closed already
+        _open.remove(connection)
     connection.runtime.close(drain=drain, reason="" if failure is None else in_a_line(failure))
 
 
@@ -405,21 +385,13 @@ def _forget(connection: _Connection, user: int) -> None:
     def end() -> None:
         if connection.runtime.exchange.view.workers == 1:
             _disconnect(connection, user)
-            return
-        with _connecting:
-            ends, connection.users[user] = connection.users[user], []
-        for each in ends:
-            each()
+        else:
+            connection.users[user].close()
 
     if threading.current_thread() is threading.main_thread():
         end()
     else:  # the garbage collector may run on the very thread that delivers the replies close waits for
         threading.Thread(target=end, name="tfps-close").start()
-
-
-@atexit.register
-def _close_at_end() -> None:
-    close_all(_ended_by_exception())
 
 
 def close_all(failure: BaseException | None = None) -> None:
@@ -434,10 +406,10 @@ def close_all(failure: BaseException | None = None) -> None:
             with contextlib.suppress(TfpsError):  # which has been logged
                 strategy._finish()
     with _connecting:  # copies: the garbage collector may finalize a strategy meanwhile
-        connections = [(each, [end for ends in each.users.values() for end in ends]) for each in _open]
+        connections = [(each, list(each.users.values())) for each in list(_open)]
     for connection, ends in connections:
         for end in ends:
-            end()
+            end.close()
         _close(connection, failure, drain=failure is None)
 
 
@@ -446,22 +418,8 @@ def _ended_by_exception() -> BaseException | None:
 
     An interactive session shows exceptions and goes on.
     """
-    if hasattr(sys, "ps1") or sys.flags.interactive:
-        return None
-    failure: BaseException | None = getattr(sys, "last_value", None)
-    return failure
+    goes_on = hasattr(sys, "ps1") or sys.flags.interactive
+    return None if goes_on else getattr(sys, "last_value", None)
 
 
-def _devices(devices: Sequence[str] | None) -> Sequence[str]:
-    if devices is None:
-        return [device.name for device in tf.config.list_logical_devices("GPU")] or ["CPU:0"]
-    if isinstance(devices, str) or not devices:
-        raise ConfigError(f"devices must be a list such as ['GPU:0', 'GPU:1'], got {devices!r}")
-    return list(devices)
-
-
-def _exchange(cluster: Cluster, config: Config, recorder: Recorder) -> Exchange:
-    if not cluster.pservers:
-        return EmbeddedExchange(config, recorder)
-    options: dict[str, Argument] = {"rank": cluster.rank, "workers": cluster.workers, "job": cluster.job}
-    return Worker(cluster.pservers, **options, config=config, recorder=recorder)
+atexit.register(lambda: close_all(_ended_by_exception()))
