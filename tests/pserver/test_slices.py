@@ -15,16 +15,7 @@ from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.shard import kept_arrays
-from tfps.pserver.slices import (
-    Answer,
-    GatherAdmission,
-    Late,
-    OwnedSlice,
-    Push,
-    RoundScalars,
-    SumAdmission,
-    SumState,
-)
+from tfps.pserver.slices import Answer, GatherSlice, Late, OwnedSlice, Push, RoundScalars, SumSlice
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.control import STATE_PIECE_BYTES
@@ -46,8 +37,7 @@ def floats(value: float) -> bytes:
 
 def sum_of(workers: int, codec: str = "none") -> OwnedSlice:
     format_ = SliceFormat("slice 0 of bucket 'w'", np.dtype(np.float32), 16, codec_of(codec))
-    round_ = SumRound(format_, View.first(workers), deterministic=False)
-    return OwnedSlice(Recorder(), SumAdmission(Recorder(), round_, SumState(format_)))
+    return SumSlice(Recorder(), SumRound(format_, View.first(workers), deterministic=False))
 
 
 def pushed(item: OwnedSlice, rank: int, payload: bytes, step: int = 0, flags: int = 0) -> list[Answer]:
@@ -84,7 +74,7 @@ def test_an_encoded_sum_is_one_encoding_for_all_and_its_residual_comes_back_whol
 
 
 def test_a_gather_answers_all_ranks_piece_by_piece() -> None:
-    item = OwnedSlice(Recorder(), GatherAdmission(Recorder(), GatherRound("bucket 'words'", View.first(2), 16)))
+    item = GatherSlice(Recorder(), GatherRound("bucket 'words'", View.first(2), 16))
     assert pushed(item, 1, b"x" * 3, flags=LAST) == []
     first, last = pushed(item, 0, b"y" * 5, flags=LAST)
     assert (list(first.ranks), list(last.ranks)) == ([0, 1], [0, 1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tfps.config import MAX_SLICE_BYTES, Placement
 from tfps.errors import ConfigError, ProtocolError
@@ -23,8 +24,7 @@ _FASTER = 1.25  # if larger slices are so much faster, CPUs are the limit, not t
 _DELAY = 0.015  # of a step that one slice per pserver may take on the wire, ahead of an urgent one
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Slice:
+class Slice(NamedTuple):
     """A contiguous range of a bucket, in bytes."""
 
     offset: int

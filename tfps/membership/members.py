@@ -78,16 +78,6 @@ class Member:
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.applicant})"
 
-    def go(self, *, ended: int = 0, lost: bool = False) -> bool:
-        """Marks it as gone (left or died); returns whether none of its frames can come any more, or count.
-
-        Args:
-            ended: streams that have ended by now and had not before.
-            lost: whether it died.
-        """
-        self.state, self.ended = State.GONE, self.ended + ended
-        return lost or self.ended >= len(self.streams)
-
 
 class Members:
     """The members of one job. The first to join sets what the others must match.

@@ -19,19 +19,20 @@ from tfps.errors import (
     WaitTimeoutError,
     WorkerLostError,
 )
-from tfps.exchange.interface import BucketSpec
+from tfps.exchange.interface import BucketSpec, declared
 from tfps.exchange.layout import Layout
 from tfps.membership.members import Applicant, Member, Members, State, first_difference
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
+from tfps.pserver.async_slice import AsyncSlice
 from tfps.pserver.recording import Recording
 from tfps.pserver.shard import OwnedBucket, Shard
-from tfps.pserver.slices import Answer, Late, Push, send
+from tfps.pserver.slices import Answer, Late, Push
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
 from tfps.wire.control import PULL, PUSH, layout_message
 from tfps.wire.frames import EMPTY, Header, Kind
-from tfps.wire.send_queue import SendQueue
+from tfps.wire.send_queue import Encoding, Outgoing, SendQueue, put_in_all
 from tfps.wire.shared_memory import Attached, Place, Target
 
 logger = logging.getLogger("tfps")
@@ -93,14 +94,13 @@ class Job:
         with self._changed:
             return self._failure is None and bool(self._membership.members) and not self._membership.over
 
-    def wait_over(self, timeout_s: float) -> bool:
-        """Waits while some members have left and others have not; returns whether the job is over.
+    def wait_over(self, timeout_s: float) -> None:
+        """Waits while some members have left and others have not.
 
         A script that trains twice may join again while slower workers still finish the first job.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or not self._membership.ending, timeout_s)
-            return self._failure is not None or self._membership.over
 
     def join(self, applicant: Applicant, config: Config, memory: Attached | None = None) -> tuple[int, bool]:
         """Adds a worker, which shares `memory`, as a member; returns its rank and whether its memory is used."""
@@ -114,9 +114,13 @@ class Job:
             if member.state is State.JOINED:
                 if memory is not None:
                     self._memory[member.rank] = memory
-                window, policy, recorder = config.first_window_bytes, config.policy, self._recorder
-                queue = SendQueue(window, policy, piggyback=False, recorder=recorder, rank=member.rank)
-                self._queues[member.rank] = queue
+                self._queues[member.rank] = SendQueue(
+                    config.first_window_bytes,
+                    config.policy,
+                    piggyback=False,
+                    recorder=self._recorder,
+                    rank=member.rank,
+                )
             return member.rank, member.rank in self._memory
 
     def open_stream(self, rank: int, stream: str, end: Callable[[], object] | None = None) -> SendQueue:
@@ -170,7 +174,7 @@ class Job:
             if ended := self.recording.gone(rank):
                 self._announce(Header(Kind.TRACE, step=ended))
         self._queues[rank].close()
-        self._shard.bound.leave(rank)
+        self._shard.bound.quiesce(rank, gone=True)
         for bucket, item in self._shard.slices():
             if (late := item.late([rank])) is not None:
                 self._fail_left(late, bucket)
@@ -178,8 +182,9 @@ class Job:
         self._release()
 
     def _go(self, member: Member, *, ended: int = 0, lost: bool = False) -> None:
-        self._some_left = True
-        if member.go(ended=ended, lost=lost):
+        member.state, self._some_left = State.GONE, True
+        member.ended += ended
+        if lost or member.ended >= len(member.streams):  # none of its frames can come any more, or count
             self._memory.pop(member.rank, None)
 
     def fail(self, error: TfpsError) -> None:
@@ -191,7 +196,7 @@ class Job:
             self._errors.add("job", error)
             if self._membership.members and not self._membership.over:
                 self._log(f"has failed: {type(error).__name__}: {error}")
-            self._shard.clear()
+            self._shard.buckets = []
             self._changed.notify_all()
         self.recording.fail(error)
         for queue in list(self._queues.values()):
@@ -318,9 +323,7 @@ class Job:
         if self._failure is not None:
             return  # its stream is about to end
         self._membership.view.check(header.generation)
-        if not 0 <= header.bucket < len(buckets):
-            raise ProtocolError(f"bucket must be one of the {len(buckets)} declared ones, got {header.bucket}")
-        bucket = buckets[header.bucket]
+        bucket = declared(buckets, header.bucket)
         if header.priority != bucket.spec.priority:
             name, rule = bucket.spec.name, bucket.spec.priority
             raise ProtocolError(f"priority of bucket '{name}' must be {rule}, got {header.priority}")
@@ -344,24 +347,25 @@ class Job:
             self._send(taken.answers)
         if self._some_left and (late := item.late(self._membership.gone())) is not None:
             self._fail_left(late, bucket.spec.name)
-        elif (quiesced := item.admission.quiesced()) and (late := item.late(quiesced)) is not None:
-            self.fail(MismatchError(_not_assigned(self._membership.describe(late.rank), bucket.spec.name)))
+        elif isinstance(item, AsyncSlice):
+            self._check_assigned(item, self._shard.bound.quiesced(), bucket.spec.name)
 
     def take_scalars(self, rank: int, header: Header, payload: memoryview) -> None:
-        """Takes the SCALARS that come before the slices of a push; see `OwnedBucket.take_scalars`."""
+        """Takes the SCALARS that come before the slices of a push."""
         if self._failure is not None:
             return
         self._membership.view.check(header.generation)
-        if error := self.bucket(header.bucket).take_scalars(rank, header.step, payload):
+        bucket = self.bucket(header.bucket)
+        if bucket.scalars is None:
+            raise ProtocolError(f"bucket '{bucket.spec.name}' has no update, got step scalars for one")
+        if error := bucket.scalars.take(rank, header.step, payload):
             self.fail(error)
 
     def bucket(self, number: int) -> OwnedBucket:
         """A declared bucket."""
         with self._changed:
             self._raise_failure()
-            if not 0 <= number < len(self._shard.buckets):
-                raise ProtocolError(f"bucket must be one of the {len(self._shard.buckets)} declared ones, got {number}")
-            return self._shard.buckets[number]
+            return declared(self._shard.buckets, number)
 
     def missing(self, bucket: int, asking: int) -> list[str]:
         """The ranks whose push of a slice of `bucket` others wait for, as rank `asking` does."""
@@ -381,18 +385,26 @@ class Job:
     def status(self) -> pb.StatusReply:
         """The job's part of a status. Streams keep running, so their numbers may be a slice apart."""
         with self._changed:
-            members, buckets = self._membership, self._shard.buckets
+            members, state = self._membership, "running"
+            if self._failure is not None:
+                state = "failed"
+            elif not members.members or members.over:
+                state = "idle"
+            elif members.ending:
+                state = "ending"
+            elif members.not_streaming():
+                state = "joining"
             slices = [item for _, item in self._shard.slices()]
             awaited = [ranks for item in slices if (ranks := item.missing())]
             present = [members.members[rank] for rank in sorted(members.members)]
             return pb.StatusReply(
                 job=present[0].applicant.job if present else "",
                 workers=members.view.workers,
-                state=_state(members, self._failure),
+                state=state,
                 reason=str(self._failure or ""),
-                buckets=len(buckets),
+                buckets=len(self._shard.buckets),
                 slices=len(slices),
-                shard_bytes=sum(item.admission.nbytes for item in slices),
+                shard_bytes=sum(item.nbytes for item in slices),
                 open_slices=len(awaited),
                 members=[
                     pb.MemberStatus(
@@ -411,34 +423,45 @@ class Job:
             )
 
     def _send(self, answers: Collection[Answer]) -> None:
-        send(self._queues, answers)
+        """Puts answers into the queues of their ranks."""
+        for ranks, header, payload, target in answers:
+            queues = [self._queues[rank] for rank in ranks]
+            if isinstance(payload, Encoding):
+                for queue in queues:
+                    queue.put([Outgoing(header, payload.nbytes, encoding=payload)])
+            elif target is not None:
+                for queue in queues:
+                    queue.put([Outgoing(header, target.place.nbytes, payload, target=target)])
+            elif payload is not None:
+                put_in_all(queues, [(header, payload)])
 
     # Mode "async"
 
     def quiesce(self, rank: int) -> None:
         """`rank` pushes nothing more before all are quiesced; see RestRequest."""
-        for bucket, item in self._shard.slices(asynchronous=True):
-            if item.late([rank]) is not None:
-                self.fail(MismatchError(_not_assigned(self._membership.describe(rank), bucket)))
-                break
+        for bucket, item in self._shard.async_slices():
+            self._check_assigned(item, [rank], bucket)
         with self._changed:
             self._raise_failure()
         self._shard.bound.quiesce(rank)
         self._release()
 
+    def _check_assigned(self, item: AsyncSlice, quiesced: Collection[int], bucket: str) -> None:
+        """Fails the job if others wait for a rank that is quiesced."""
+        if quiesced and (late := item.late(quiesced)) is not None:
+            self.fail(
+                MismatchError(
+                    f"{self._membership.describe(late.rank)} has ended its epoch, or exchanges something else, while "
+                    "others wait for its first step, or for it to assign values to variables of bucket "
+                    f"'{bucket}' as they have, or to collect their residuals: give every rank a batch, assign on every "
+                    "rank, and save a tf.train.Checkpoint on every rank between epochs"
+                )
+            )
+
     def _release(self) -> None:
         """Answers ranks that may go on now."""
-        for _, item in self._shard.slices(asynchronous=True):
+        for _, item in self._shard.async_slices():
             self._send(item.released())
-
-
-def _not_assigned(rank: str, bucket: str) -> str:
-    """The text of the error for a rank that others wait for in `bucket`, and that goes elsewhere."""
-    return (
-        f"{rank} has ended its epoch, or exchanges something else, while others wait for its first step, or for it to "
-        f"assign values to variables of bucket '{bucket}' as they have, or to collect their residuals: "
-        "give every rank a batch, assign on every rank, and save a tf.train.Checkpoint on every rank between epochs"
-    )
 
 
 class Counters:
@@ -468,16 +491,6 @@ class Counters:
                 begun.add(rank)
             self._drawn[name] = begun, following
             return number
-
-
-def _state(membership: Members, failure: TfpsError | None) -> str:
-    if failure is not None:
-        return "failed"
-    if not membership.members or membership.over:
-        return "idle"
-    if membership.ending:
-        return "ending"
-    return "joining" if membership.not_streaming() else "running"
 
 
 class ErrorCounts:

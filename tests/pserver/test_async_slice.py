@@ -16,9 +16,9 @@ from tfps.exchange.interface import BucketSpec
 from tfps.exchange.parameter_shard import ParameterShard
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.membership.view import View
-from tfps.pserver.async_admission import AsyncAdmission, RankScalars, StalenessBound
+from tfps.pserver.async_slice import AsyncSlice, RankScalars, StalenessBound
 from tfps.pserver.shard import Shard
-from tfps.pserver.slices import Answer, OwnedSlice, Push
+from tfps.pserver.slices import Answer, Push
 from tfps.trace.recorder import Recorder
 from tfps.wire.frames import Header, Kind
 
@@ -35,8 +35,7 @@ class Ranks:
         parameters = ParameterShard("slice 0 of bucket 'w'", SGD, 0, 16)
         parameters.put(0, 0, np.ones(4, np.float32).data)
         format_ = SliceFormat("slice 0 of bucket 'w'", np.dtype(np.float32), 16)
-        admission = AsyncAdmission(Recorder(), format_, parameters, self.scalars, self.bound, 0.0)
-        self.slice = OwnedSlice(Recorder(), admission, parameters)
+        self.slice = AsyncSlice(Recorder(), format_, parameters, self.scalars, self.bound, 0.0)
         self.steps = [0] * workers
         for rank in range(workers):
             self.answered = self.push(rank, ASSIGNED)
@@ -108,7 +107,7 @@ def test_a_rank_alone_is_told_whom_it_waits_for() -> None:
     assert ranks.slice.missing(0) == [2]
     assert ranks.slice.missing(1) == []
     assert ranks.slice.late([2]) is None  # without it they go on: it may leave
-    ranks.bound.leave(2)
+    ranks.bound.quiesce(2, gone=True)
     assert ranks.released().keys() == {0}
 
 

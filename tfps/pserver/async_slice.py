@@ -1,4 +1,4 @@
-"""Admission in mode "async": each push is applied as it comes, and its rank alone gets the newest parameters.
+"""Slices of mode "async": each push is applied as it comes, and its rank alone gets the newest parameters.
 
 A rank's first push, and each after its program has assigned values, waits until all ranks have pushed such a one: then
 what rank 0 has put counts, and those pushes are applied in rank order. So no gradient meets parameters that are not
@@ -19,12 +19,9 @@ from tfps.exchange.codecs import Floats
 from tfps.exchange.parameter_shard import ParameterShard
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.membership.view import View
-from tfps.pserver.slices import Admission, Answer, Late, Push, Taken, record
-from tfps.trace.capture import NONE
+from tfps.pserver.slices import Answer, Late, OwnedSlice, Push, Taken
 from tfps.trace.recorder import Recorder
 from tfps.wire.frames import WHOLE
-
-_NOTHING = memoryview(b"")
 
 
 class Phase(NamedTuple):
@@ -52,34 +49,25 @@ class StalenessBound:
         self._gone: set[int] = set()
         self.phase = Phase(0, frozenset(view.ranks))
 
-    def quiesce(self, rank: int) -> None:
-        """`rank` steps no further in this phase."""
+    def quiesce(self, rank: int, *, gone: bool = False) -> None:
+        """`rank` steps no further in this phase or, if it is `gone`, in any."""
         with self._lock:
-            self._without(rank)
-
-    def leave(self, rank: int) -> None:
-        """`rank` has left the job."""
-        with self._lock:
-            self._gone.add(rank)
-            self._without(rank)
-
-    def _without(self, rank: int) -> None:
-        number, active = self.phase.number, self.phase.active - {rank}
-        if not active:
-            number, active = number + 1, frozenset(self.view.ranks) - self._gone
-        self.phase = Phase(number, active)
+            if gone:
+                self._gone.add(rank)
+            number, active = self.phase.number, self.phase.active - {rank}
+            if not active:
+                number, active = number + 1, frozenset(self.view.ranks) - self._gone
+            self.phase = Phase(number, active)
 
     def quiesced(self) -> list[int]:
         """The ranks that are quiesced while others step."""
-        active = self.phase.active
-        return [rank for rank in self.view.ranks if rank not in active and rank not in self._gone]
+        return [rank for rank in self.view.ranks if rank not in self.phase.active | self._gone]
 
     def slower(self, steps: Mapping[int, int], rank: int) -> list[int]:
         """The ranks for which `rank` has to wait, given the steps of each rank in this phase."""
-        limit = self.staleness
-        if limit is None:
+        if self.staleness is None:
             return []
-        return [other for other in sorted(self.phase.active) if steps[rank] - steps[other] > limit]
+        return [other for other in sorted(self.phase.active) if steps[rank] - steps[other] > self.staleness]
 
 
 class RankScalars:
@@ -133,7 +121,7 @@ class _Pushed(NamedTuple):
     arrived_ns: int
 
 
-class AsyncAdmission(Admission):
+class AsyncSlice(OwnedSlice):
     """Applies each rank's gradient to `parameters` as it comes.
 
     What Put has brought counts once all ranks have assigned values. Answers are never encoded, as every rank gets other
@@ -144,6 +132,8 @@ class AsyncAdmission(Admission):
             that have become w meanwhile, and were v when the rank got them, counts as g + lambda g g (w - v).
     """
 
+    parameters: ParameterShard
+
     def __init__(
         self,
         recorder: Recorder,
@@ -153,9 +143,8 @@ class AsyncAdmission(Admission):
         bound: StalenessBound,
         delay_compensation: float,
     ) -> None:
-        self._recorder, self._format, self._parameters = recorder, format_, parameters
-        self._scalars, self._bound, self._delay_compensation = scalars, bound, delay_compensation
-        self.nbytes = format_.nbytes
+        super().__init__(recorder, format_.nbytes, parameters)
+        self.bound, self._format, self._scalars, self._delay_compensation = bound, format_, scalars, delay_compensation
         self._steps = dict.fromkeys(bound.view.ranks, 0)  # pushes of each rank
         self._done = dict.fromkeys(bound.view.ranks, 0)  # steps of each rank in this phase
         self._phase = bound.phase.number
@@ -164,61 +153,66 @@ class AsyncAdmission(Admission):
         self._whole: dict[int, tuple[Push, Floats | None]] = {}  # ranks' residuals, until all have pushed theirs
         self._seen: dict[int, Floats] = {}  # the parameters that each rank has, if delay is compensated
 
-    def take(self, push: Push, now_ns: int, upcoming: Container[int]) -> Taken:
-        rank, header, *_ = push
-        label = self._format.label
+    def take(self, push: Push, upcoming: Container[int] = ()) -> Taken:
+        now_ns = self._recorder.clock()
+        with self.lock:
+            return Taken(self._take(push, now_ns))
+
+    def _take(self, push: Push, now_ns: int) -> list[Answer]:
+        rank, step, label = push.rank, push.header.step, self._format.label
         self._align()
-        if header.step != self._steps[rank]:
-            raise ProtocolError(f"step of {label} must be {self._steps[rank]} for rank {rank}, got {header.step}")
+        if step != self._steps[rank]:
+            raise ProtocolError(f"step of {label} must be {self._steps[rank]} for rank {rank}, got {step}")
         part = push.part(self._format)
         gradient = None if part is None else self._format.decoded(part)[0]
-        scalars = self._scalars.at(rank, header.step)
+        scalars = self._scalars.at(rank, step)
         self._steps[rank] += 1
-        if header.flags & WHOLE:
+        if push.header.flags & WHOLE:
             self._whole[rank] = push, gradient
-            return Taken(self._collected())
-        if self._recorder.enabled:
-            self._recorder.arrived(now_ns, header.step, header.bucket, header.index, rank, NONE)
+            return self._collected()
+        self._arrived(push, now_ns)
         if scalars is None:
             if gradient is not None:
-                raise ProtocolError(f"step scalars of {label} must come before a gradient of step {header.step}")
-            return Taken([self._answer(push)])  # it only reads
+                raise ProtocolError(f"step scalars of {label} must come before a gradient of step {step}")
+            return [self._answer(push)]  # it only reads
         pushed = _Pushed(push, gradient, scalars, now_ns)
         if not scalars.mark:
             self._apply(pushed)
         else:
             self._marked[rank] = pushed
-            if len(self._marked) == self._bound.view.workers:
+            if len(self._marked) == self.bound.view.workers:
                 self._take_assigned()
-        return Taken(self._ready())
-
-    def released(self) -> list[Answer]:
-        self._align()
         return self._ready()
 
-    def quiesced(self) -> list[int]:
-        return self._bound.quiesced()
+    def released(self) -> list[Answer]:
+        """Answers for the ranks that may go on after others have quiesced or left."""
+        with self.lock:
+            self._align()
+            return self._ready()
 
-    def missing(self, asking: int | None) -> list[int]:
-        everyone = self._bound.view.ranks
-        late = {rank for each in (self._marked, self._whole) if each for rank in everyone if rank not in each}
-        for rank in self._held:
-            if asking in (None, rank):
-                late.update(self._bound.slower(self._done, rank))
-        return sorted(late)
+    def missing(self, asking: int | None = None) -> list[int]:
+        with self.lock:
+            everyone = self.bound.view.ranks
+            late = {rank for each in (self._marked, self._whole) if each for rank in everyone if rank not in each}
+            for rank in self._held:
+                if asking in (None, rank):
+                    late.update(self.bound.slower(self._done, rank))
+            return sorted(late)
 
     def late(self, ranks: Iterable[int]) -> Late | None:
         """Those who are too far ahead do without a rank that leaves or quiesces; those who assign or collect do not."""
-        for rank in ranks:
-            if self._marked and rank not in self._marked:
-                return Late(rank, next(iter(self._marked.values())).push.header.step)
-            if self._whole and rank not in self._whole:
-                return Late(rank, next(iter(self._whole.values()))[0].header.step)
-        return None
+        with self.lock:
+            marked = {rank: pushed.push for rank, pushed in self._marked.items()}
+            whole = {rank: push for rank, (push, _) in self._whole.items()}
+            for rank in ranks:
+                for waiting in (marked, whole):
+                    if waiting and rank not in waiting:
+                        return Late(rank, next(iter(waiting.values())).header.step)
+            return None
 
     def _collected(self) -> list[Answer]:
         """Once all ranks have pushed their residuals, the sum for all of them, added in rank order."""
-        if len(self._whole) < self._bound.view.workers:
+        if len(self._whole) < self.bound.view.workers:
             return []
         total = np.zeros(self.nbytes // 4, np.float32)
         for rank in sorted(self._whole):
@@ -227,54 +221,47 @@ class AsyncAdmission(Admission):
         collected, self._whole = self._whole, {}
         return [Answer((rank,), push.reply(WHOLE), total.view(np.uint8).data) for rank, (push, _) in collected.items()]
 
-    def _align(self) -> None:
-        """In a new phase nobody is ahead."""
-        number = self._bound.phase.number
-        if self._phase != number:
-            self._phase, self._done = number, dict.fromkeys(self._bound.view.ranks, 0)
-
     def _take_assigned(self) -> None:
         """All ranks have assigned values: rank 0's count, then their gradients, in rank order."""
-        self._parameters.take_put()
+        self.parameters.take_put()
         marked, self._marked = self._marked, {}
         if self._delay_compensation:
-            now = self._parameters.parameters.copy()
-            self._seen = dict.fromkeys(marked, now)
+            self._seen = dict.fromkeys(marked, self.parameters.parameters.copy())
         for rank in sorted(marked):
             self._apply(marked[rank])
 
     def _apply(self, pushed: _Pushed) -> None:
-        push = pushed.push
-        if pushed.gradient is not None:
-            self._parameters.update(self._compensated(push.rank, pushed.gradient).data, pushed.scalars)
-            if self._recorder.enabled:
-                record(self._recorder, push, pushed.arrived_ns, self.nbytes, push.header.index)
+        push, gradient, scalars, arrived_ns = pushed
+        if gradient is not None:
+            if push.rank in self._seen:
+                change = self.parameters.parameters - self._seen[push.rank]
+                for factor in (gradient, gradient, np.float32(self._delay_compensation)):
+                    change *= factor
+                gradient = np.add(change, gradient, out=change)
+            self.parameters.update(gradient.data, scalars)
+            self._completed(push, arrived_ns, self.nbytes, push.header.index)
         self._done[push.rank] += 1
-        self._held[push.rank] = push._replace(payload=_NOTHING)  # frees the memory
+        self._held[push.rank] = push._replace(payload=memoryview(b""))  # frees the memory
 
-    def _compensated(self, rank: int, gradient: Floats) -> Floats:
-        if not self._delay_compensation or rank not in self._seen:
-            return gradient
-        change = self._parameters.parameters - self._seen[rank]
-        change *= gradient
-        change *= gradient
-        change *= np.float32(self._delay_compensation)
-        change += gradient
-        return change
+    def _align(self) -> None:
+        """In a new phase nobody is ahead."""
+        number = self.bound.phase.number
+        if self._phase != number:
+            self._phase, self._done = number, dict.fromkeys(self.bound.view.ranks, 0)
 
     def _ready(self) -> list[Answer]:
         """Answers for all ranks whose pushes have been applied and who may go on."""
-        ready = [rank for rank in self._held if not self._bound.slower(self._done, rank)]
+        ready = [rank for rank in self._held if not self.bound.slower(self._done, rank)]
         return [self._answer(self._held.pop(rank)) for rank in ready]
 
     def _answer(self, push: Push) -> Answer:
         """A copy of the parameters: other ranks' pushes change them while it is on its way."""
-        rank, target, parameters = push.rank, push.target, self._parameters.parameters
+        rank, target, parameters = push.rank, push.target, self.parameters.parameters
         header = push.reply(0 if self._format.codec is None else WHOLE)
         if self._delay_compensation:
-            self._seen[rank] = parameters.copy()
+            parameters = self._seen[rank] = parameters.copy()
         if target is not None:
             np.copyto(target.memory, parameters.view(np.uint8))
             return Answer((rank,), header, None, target)
-        copied = self._seen[rank] if self._delay_compensation else parameters.copy()
+        copied = parameters if self._delay_compensation else parameters.copy()
         return Answer((rank,), header, copied.view(np.uint8).data)
