@@ -177,7 +177,7 @@ class EmbeddedExchange:
             self.state.keep(bucket)
         return ids
 
-    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, numbers: bytes = b"") -> None:
+    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, step_scalars: bytes = b"") -> None:
         view, spec = as_bytes(payload), declared(self._specs, bucket)
         check_payload(spec, view)
         if (end := self._failures.end) is not None:
@@ -185,7 +185,7 @@ class EmbeddedExchange:
         elif spec.kind == "gather":
             on_reply(Reply(parts=[b"" if payload is None else payload]))
         elif spec.update is not None:
-            on_reply(Reply(sum=self.state.update(bucket, bytes(spec.nbytes) if view is None else view, numbers)))
+            on_reply(Reply(sum=self.state.update(bucket, bytes(spec.nbytes) if view is None else view, step_scalars)))
         else:
             on_reply(Reply(sum=np.zeros(spec.nbytes, np.uint8) if payload is None else payload))
 

@@ -371,8 +371,8 @@ class Worker:
 
     # Pushing
 
-    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, numbers: bytes = b"") -> None:
-        self._push(bucket, Push(as_bytes(payload), on_reply, numbers=numbers))
+    def push(self, bucket: int, payload: Payload | None, on_reply: OnReply, step_scalars: bytes = b"") -> None:
+        self._push(bucket, Push(as_bytes(payload), on_reply, numbers=step_scalars))
 
     def _push(self, bucket: int, push: Push) -> None:
         target = declared(self._buckets, bucket)
