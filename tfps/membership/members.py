@@ -26,11 +26,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Applicant:
-    """A worker that asks to join; see JoinRequest in tfps.proto.
-
-    Raises:
-        ConnectError: a name is too long or not printable, or there are too many pservers.
-    """
+    """A worker that asks to join; see JoinRequest in tfps.proto. ConnectError: a name or the pservers cannot be."""
 
     job: str
     rank: int | None
@@ -80,14 +76,10 @@ class Member:
 
 
 class Members:
-    """The members of one job. The first to join sets what the others must match.
-
-    Attributes:
-        view: who is to take part; its pservers are known once the first worker has joined.
-    """
+    """The members of one job. The first to join sets what the others must match."""
 
     def __init__(self, view: View, job: str = "") -> None:
-        self.view = view
+        self.view = view  # who is to take part; its pservers are known once the first worker has joined
         self.incarnation = ""
         self.members: dict[int, Member] = {}
         self._job = job
@@ -99,24 +91,25 @@ class Members:
             ConnectError: it does not belong here; the message says why and what to do.
             MismatchError: its settings differ from those of the other members.
         """
-        self._drop_dead(now_s)
+        for rank, member in list(self.members.items()):
+            if member.state is State.JOINED and not member.streams and now_s - member.joined_s > STREAM_GRACE_S:
+                del self.members[rank]
         self._check_job(applicant)
         for member in self.members.values():
             if member.applicant.uid == applicant.uid:
                 return member
-        self._check_settings(applicant)
+        for member in list(self.members.values())[:1]:  # the others match the first
+            for name, theirs in member.applicant.settings.items():
+                if (ours := applicant.settings.get(name)) != theirs:
+                    raise MismatchError(
+                        f"{name} must be the same on all workers: {member} has {theirs!r}, this worker {ours!r}"
+                    )
         rank = self._rank_for(applicant)
         if not self.members:
             self.incarnation = applicant.incarnation or secrets.token_hex(16)
             self.view = dataclasses.replace(self.view, pservers=tuple(range(applicant.pservers)))
         self.members[rank] = Member(rank, applicant, now_s)
         return self.members[rank]
-
-    @property
-    def name(self) -> str:
-        """`job 'digits'`, for messages."""
-        first = next(iter(self.members.values()), None)
-        return f"job {first.applicant.job!r}" if first is not None and first.applicant.job else "job"
 
     def describe(self, rank: int) -> str:
         """`rank 1 (host:pid)`, for messages."""
@@ -140,11 +133,6 @@ class Members:
     def over(self) -> bool:
         """Whether there were members and all are gone."""
         return bool(self.members) and len(self.gone()) == len(self.members)
-
-    def _drop_dead(self, now_s: float) -> None:
-        for rank, member in list(self.members.items()):
-            if member.state is State.JOINED and not member.streams and now_s - member.joined_s > STREAM_GRACE_S:
-                del self.members[rank]
 
     def _check_job(self, new: Applicant) -> None:
         if new.workers and new.workers != self.view.workers:
@@ -174,15 +162,6 @@ class Members:
                 f"the pserver is used by another job {theirs.job!r} (its workers: {members}); "
                 "wait for its end or give this job pservers of its own"
             )
-
-    def _check_settings(self, new: Applicant) -> None:
-        for member in self.members.values():
-            for name, theirs in member.applicant.settings.items():
-                if (ours := new.settings.get(name)) != theirs:
-                    raise MismatchError(
-                        f"{name} must be the same on all workers: {member} has {theirs!r}, this worker {ours!r}"
-                    )
-            return  # the others match the first
 
     def _rank_for(self, new: Applicant) -> int:
         if new.rank is None:

@@ -51,21 +51,13 @@ class View:
         return len(self.ranks)
 
     def place(self, rank: int) -> int:
-        """The place of `rank` among those that take part, from 0.
-
-        Raises:
-            ProtocolError: it does not take part.
-        """
+        """The place of `rank` among those that take part, from 0. Raises ProtocolError if it does not."""
         if rank not in self.ranks:
             raise ProtocolError(f"rank must be one of {', '.join(map(str, self.ranks))}, got {rank}")
         return self.ranks.index(rank)
 
     def check(self, generation: int) -> None:
-        """Checks that a frame is of this view.
-
-        Raises:
-            ProtocolError: it is of another one.
-        """
+        """Raises ProtocolError if a frame is of another view."""
         if generation != self.generation:
             raise ProtocolError(
                 f"generation of a frame must be {self.generation}, as that of the job's view is now, got {generation}"
@@ -93,16 +85,11 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """A worker's place in its job.
-
-    Attributes:
-        rank: this worker's number.
-        incarnation: tells this run of the job from others; its members know it, nobody else.
-    """
+    """A worker's place in its job."""
 
     rank: int
     view: View
-    incarnation: str
+    incarnation: str  # tells this run of the job from others; its members know it, nobody else
 
     @property
     def run(self) -> str:

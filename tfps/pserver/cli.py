@@ -138,19 +138,24 @@ def _serve(options: argparse.Namespace) -> int:
         max_memory=None if options.max_memory is None else int(options.max_memory * 2**30),
     )
     _say_who_may_come(options.host, host, security)
+    metrics = None
     try:
-        with_metrics = None
         if options.metrics_port is not None:
-            with_metrics = _metrics(server, options.metrics_host, options.metrics_port)
-            _say_who_may_read(options.metrics_host, security)
+            from tfps.pserver.metrics import MetricsServer  # its dependencies are optional
+
+            metrics = MetricsServer(server, options.metrics_host, options.metrics_port)
+            address = f"{reachable(options.metrics_host)}:{metrics.port}"
+            print(f"tfps_pserver: metrics at http://{address}/metrics", file=sys.stderr, flush=True)
+            if not (security.token_file or security.tls_cert or is_loopback(options.metrics_host)):
+                logger.warning("--insecure: everybody who reaches %s may read its metrics", options.metrics_host)
         print(f"tfps_pserver ready at {server.address} workers={options.workers}", flush=True)
         if options.while_needed:
             threading.Thread(target=_stop_when_unneeded, args=(server, stop), name="tfps-unneeded", daemon=True).start()
         stop.wait()
     finally:
         server.stop()
-    if with_metrics is not None:
-        with_metrics()
+    if metrics is not None:
+        metrics.stop()
     return 0
 
 
@@ -165,13 +170,8 @@ def _stop_when_unneeded(server: ParameterServer, stop: Flag) -> None:
 
 
 def _security(options: argparse.Namespace) -> Security:
-    return Security.from_environment(
-        insecure=options.insecure,
-        token_file=options.token_file,
-        tls_cert=options.tls_cert,
-        tls_key=options.tls_key,
-        tls_ca=options.tls_ca,
-    )
+    names = ("insecure", "token_file", "tls_cert", "tls_key", "tls_ca")
+    return Security.from_environment(**{name: getattr(options, name) for name in names})
 
 
 def _say_who_may_come(asked: str | None, host: str, security: Security) -> None:
@@ -184,30 +184,9 @@ def _say_who_may_come(asked: str | None, host: str, security: Security) -> None:
             )
         if not (security.token_file or security.tls_ca):
             logger.warning("no job token: every user of this host may join, read and end its jobs; see --token-file")
-    elif security.token_file or security.tls_ca:
-        return
-    else:
+    elif not (security.token_file or security.tls_ca):
         why = "TLS without --tls-ca and --token-file" if security.tls_cert else "--insecure"
         logger.warning("%s: everybody who reaches %s may join, read and end its jobs", why, host)
-
-
-def _say_who_may_read(host: str, security: Security) -> None:
-    """Logs what nothing but --insecure allows."""
-    if not (security.token_file or security.tls_cert or is_loopback(host)):
-        logger.warning("--insecure: everybody who reaches %s may read its metrics", host)
-
-
-def _metrics(server: ParameterServer, host: str, port: int) -> Callable[[], None]:
-    """Starts serving metrics; returns a function that stops it."""
-    from tfps.pserver.metrics import MetricsServer  # its dependencies are optional
-
-    metrics = MetricsServer(server, host, port)
-    print(
-        f"tfps_pserver: metrics at http://{reachable(host)}:{metrics.port}/metrics",
-        file=sys.stderr,
-        flush=True,
-    )
-    return metrics.stop
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tfps.errors import ConfigError, TfpsError
 from tfps.pserver.guard import Newest, Rate, listen
@@ -24,23 +24,17 @@ _PER_S, _BURST = 50.0, 256.0  # connections that are accepted; the others wait i
 _LINGER_S = 5.0  # for a worker to end its half of a connection after the pserver's
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
-    """The member of a job that a data connection serves.
-
-    Args:
-        fail: fails the job with an error of one of the connection's threads; returns what to tell workers.
-        ended: called whenever a direction has ended, for whatever reason.
-    """
+class Session(NamedTuple):
+    """The member of a job that a data connection serves."""
 
     queue: SendQueue
     receiver: Receiver
-    fail: Callable[[Exception, str], TfpsError]
-    ended: Callable[[], None]
+    fail: Callable[[Exception, str], TfpsError]  # fails the job with an error of a thread; returns what to tell workers
+    ended: Callable[[], None]  # called whenever a direction has ended, for whatever reason
 
 
 class DataPort:
-    """Listens from construction until `close`.
+    """Listens from construction until `close`. ConfigError: the port is not available.
 
     Args:
         port: 0 picks a free one; see `port`.
@@ -48,9 +42,6 @@ class DataPort:
         open_session: returns the session for an incarnation and a rank, or raises the TfpsError to tell the worker.
         refused: called with that error.
         measure: serves a client that only measures, see wire/measuring.py.
-
-    Raises:
-        ConfigError: the port is not available.
     """
 
     def __init__(
@@ -69,8 +60,8 @@ class DataPort:
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port} for data connections: {error.strerror}") from error
         self.port = int(self._listening.getsockname()[1])
-        self._lock = threading.Condition()  # guards the next three; notified when a connection has ended
         self._strangers = Newest(_MAX_STRANGERS)
+        self._lock = threading.Condition()  # guards the next two; notified when a connection has ended
         self._connections: set[Connection] = set()
         self._closed = False
         self._said = False  # that there are too many threads; the accepting thread's
@@ -80,13 +71,10 @@ class DataPort:
         """Shuts down connections still open after `grace_s`; those of finished jobs end by then."""
         with self._lock:
             self._closed = True
-            strangers = list(self._strangers)
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes `accept`
         self._listening.close()
-        for stranger in strangers:
-            with contextlib.suppress(OSError):
-                stranger.shutdown(socket.SHUT_RDWR)
+        self._strangers.end()
         with self._lock:
             self._lock.wait_for(lambda: not self._connections, grace_s)
             for connection in self._connections:
@@ -112,7 +100,7 @@ class DataPort:
             try:
                 threading.Thread(target=self._serve, args=(connected,), name="tfps-data", daemon=True).start()
             except RuntimeError as error:  # no more threads: this client may come again
-                self._forget(connected)
+                self._strangers.discard(connected)
                 connected.close()
                 if not self._said:
                     logger.warning("tfps: a data connection was closed at once, and so may be others: %s", error)
@@ -124,7 +112,7 @@ class DataPort:
         try:
             incarnation, rank = greet(connected, self._token, _GREETING_S)
             if (direction := direction_of(incarnation)) is not None:
-                self._forget(connected)
+                self._strangers.discard(connected)
                 self._measure(connected, direction)
                 return
             if given_up(connected):  # while it waited here: its worker may use gRPC by now
@@ -142,7 +130,7 @@ class DataPort:
                 opened.ended()
             return
         finally:
-            self._forget(connected)
+            self._strangers.discard(connected)
         with self._lock:
             self._connections.add(connection)
             closed = self._closed
@@ -176,10 +164,6 @@ class DataPort:
         except Exception as error:
             session.fail(error, f"while it took a push of rank {rank}")
         session.ended()
-
-    def _forget(self, stranger: socket.socket) -> None:
-        with self._lock:
-            self._strangers.discard(stranger)
 
     def _send(self, connection: Connection, session: Session, received: threading.Event, rank: int) -> None:
         try:

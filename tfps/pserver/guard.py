@@ -140,29 +140,34 @@ class Rate:
 
 
 class Newest:
-    """The newest open connections, `limit` at most: one more ends the oldest. Who uses it locks."""
+    """The newest open connections, `limit` at most: one more ends the oldest. Any thread."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self._lock = threading.Lock()  # guards _open
         self._open: dict[socket.socket, None] = {}  # the oldest first
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def __iter__(self) -> Iterator[socket.socket]:
-        return iter(self._open)
-
     def add(self, connection: socket.socket) -> None:
-        while len(self._open) >= self._limit:
-            oldest = next(iter(self._open))
-            del self._open[oldest]
-            with contextlib.suppress(OSError):
-                oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread
-        self._open[connection] = None
+        with self._lock:
+            self._open[connection] = None
+        self.end(self._limit)
 
     def discard(self, connection: socket.socket) -> None:
         """Forgets `connection`, if it is still there."""
-        self._open.pop(connection, None)
+        with self._lock:
+            self._open.pop(connection, None)
+
+    def end(self, most: int = 0) -> None:
+        """Ends the oldest until `most` are left."""
+        with self._lock:
+            while len(self._open) > most:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread
 
 
 # Where a pserver listens: only on this host, unless it knows whom it talks to

@@ -203,7 +203,9 @@ class Job:
             queue.fail(error)
 
     def _log(self, what: str) -> None:
-        line = f"{self._membership.name} {what}"
+        names = (member.applicant.job for member in self._membership.members.values())
+        name = next((f"job {name!r}" for name in names if name), "job")
+        line = f"{name} {what}"
         logger.info("%s", "".join(each if each.isprintable() else " " for each in line[:_SHOWN]))
 
     def _raise_failure(self) -> None:

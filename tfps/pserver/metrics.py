@@ -8,12 +8,11 @@ from __future__ import annotations
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from tfps.errors import ConfigError
 from tfps.membership.members import State
-from tfps.protos import tfps_pb2 as pb
 from tfps.pserver.guard import Newest, listen
 from tfps.pserver.server import ParameterServer
 from tfps.types import Argument, Function
@@ -31,23 +30,18 @@ _REQUEST_TIMEOUT_S = 10.0  # a silent client holds a thread no longer
 _MAX_REQUESTS = 16  # at a time; another one ends the oldest
 _BACKLOG = 16  # connections that wait in the kernel
 
-# Per member: name, whether a total, value, help text.
-_PER_RANK: tuple[tuple[str, bool, Callable[[pb.MemberStatus], float], str], ...] = (
-    ("tfps_step", False, lambda m: m.step, "Highest step that the rank has pushed"),
-    ("tfps_received_bytes", True, lambda m: m.received_bytes, "Payload of the rank's pushes"),
-    ("tfps_received_slices", True, lambda m: m.received_slices, "Slices that the rank has pushed"),
-    ("tfps_sent_bytes", True, lambda m: m.sent_bytes, "Payload of the replies sent to the rank"),
-    ("tfps_sent_slices", True, lambda m: m.sent_slices, "Replies sent to the rank"),
-    ("tfps_queued_slices", False, lambda m: m.queued_slices, "Replies to the rank that wait to be sent"),
-    ("tfps_in_flight_bytes", False, lambda m: m.in_flight_bytes, "Payload sent to the rank and not acknowledged"),
-    ("tfps_window_bytes", False, lambda m: m.window_bytes, "What may be in flight to the rank"),
-    ("tfps_awaited_slices", False, lambda m: m.awaited_slices, "Slices for which other ranks wait for this one"),
-    (
-        "tfps_aggregate_wait_seconds",
-        True,
-        lambda m: m.wait_s,
-        "Sum over slices of how long after the first rank's push the rank's own came",
-    ),
+# Per member: field of its status, whether a total, help text.
+_PER_RANK = (
+    ("step", False, "Highest step that the rank has pushed"),
+    ("received_bytes", True, "Payload of the rank's pushes"),
+    ("received_slices", True, "Slices that the rank has pushed"),
+    ("sent_bytes", True, "Payload of the replies sent to the rank"),
+    ("sent_slices", True, "Replies sent to the rank"),
+    ("queued_slices", False, "Replies to the rank that wait to be sent"),
+    ("in_flight_bytes", False, "Payload sent to the rank and not acknowledged"),
+    ("window_bytes", False, "What may be in flight to the rank"),
+    ("awaited_slices", False, "Slices for which other ranks wait for this one"),
+    ("wait_s", True, "Sum over slices of how long after the first rank's push the rank's own came"),
 )
 
 
@@ -73,10 +67,11 @@ class PserverCollector(Collector):
         yield GaugeMetricFamily(
             "tfps_open_slices", "Slices that some ranks have pushed and others not", status.open_slices
         )
-        for name, total, value, text in _PER_RANK:
+        for field, total, text in _PER_RANK:
+            name = f"tfps_{field}" if field != "wait_s" else "tfps_aggregate_wait_seconds"
             family = (CounterMetricFamily if total else GaugeMetricFamily)(name, text, labels=["rank"])
             for member in status.members:
-                family.add_metric([str(member.rank)], value(member))
+                family.add_metric([str(member.rank)], getattr(member, field))
             yield family
         yield CounterMetricFamily("tfps_jobs", "Jobs that have begun", status.jobs)
         failures = CounterMetricFamily("tfps_job_failures", "Jobs that have failed", labels=["error"])
@@ -94,7 +89,6 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
     def __init__(self, listening: socket.socket) -> None:
-        self._lock = threading.Lock()  # guards _open
         self._open = Newest(_MAX_REQUESTS)  # connections that are served
         super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
         self.socket.close()
@@ -105,14 +99,12 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     def process_request(self, request: Argument, client_address: Argument) -> None:
         """Starts a thread for a connection; ends the oldest where there are too many."""
-        with self._lock:
-            self._open.add(request)
+        self._open.add(request)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Argument) -> None:
         """A connection has been served."""
-        with self._lock:
-            self._open.discard(request)
+        self._open.discard(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Argument, client_address: Argument) -> None:

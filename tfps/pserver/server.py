@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import cast
 
 import grpc
 from google.protobuf.message import Message
@@ -43,7 +42,6 @@ from tfps.wire.control import (
     RANK_KEY,
     SERVICE,
     STATE_PIECE_BYTES,
-    Fallible,
     bucket_of,
     config_of,
     failure_of,
@@ -64,6 +62,7 @@ _MAX_JOIN_S = 600.0  # that a Join may wait, whatever its client says
 _MAX_WAIT_S = 60.0  # of another call
 _JOIN_MARGIN_S = 1.0  # before a caller's deadline: tells it why it waits instead of timing out
 _PROBES_PER_S, _PROBES = 20.0, 200.0  # that are answered, in the long run and at once
+_OF_APPLICANT = ("job", "workers", "uid", "host", "pid", "pserver_index", "pservers", "incarnation")  # fields of a Join
 _MEASURED_PER_S, _MEASURED = 0.2, 32.0  # measurements, one direction each, in the long run and at once
 
 
@@ -75,7 +74,6 @@ class ParameterServer:
     Args:
         host: address to listen on; `"0.0.0.0"` is every interface.
         port: 0 picks a free one; see `port`.
-        workers: how many workers a job has.
         job: serve only jobs of this name.
         data_port: port for data connections; 0 picks a free one. Workers learn it when they join. None with TLS.
         security: whom it talks to. Without a job token and TLS `host` must be a loopback address.
@@ -122,7 +120,7 @@ class ParameterServer:
         self._lock = threading.Lock()  # guards all below
         self._job = self._new_job()
         self._jobs = 0
-        self._stopped = False
+        self.stopped = False
         # A worker holds two threads for its streams and maybe one for a call; twice that, as a new job's workers may
         # come before the last job's stream threads have ended.
         self._pool = DaemonPool(6 * workers + 8, "tfps-server")
@@ -155,7 +153,7 @@ class ParameterServer:
     def stop(self, grace_s: float = 2.0) -> None:
         """Fails the current job, if any, and stops the server. May be called again."""
         with self._lock:
-            self._stopped = True
+            self.stopped = True
             job = self._job
         job.fail(PserverLostError(f"pserver {self.address} was stopped"))
         self._measuring.close()
@@ -165,11 +163,6 @@ class ParameterServer:
         stopping.wait()
         self._guard.close()
         self._pool.shutdown(wait=False)
-
-    @property
-    def stopped(self) -> bool:
-        """Whether `stop` has been called."""
-        return self._stopped
 
     def status(self) -> pb.StatusReply:
         """The pserver's status, computed on request: nothing is measured in between."""
@@ -189,33 +182,22 @@ class ParameterServer:
         return status
 
     def _handlers(self) -> grpc.GenericRpcHandler:
-        def unary(call: Callable[..., Message], name: str) -> grpc.RpcMethodHandler:
-            def answered(request: bytes, context: grpc.ServicerContext) -> Message:
-                try:
-                    reply = call(parse(name, request), context)
-                except TfpsError as error:
-                    reply = _refusal(name, error)
-                except Exception as error:
-                    reply = _refusal(name, self._bug(f"in {name}", error))
-                if name != "Leave" and reply.HasField("failure"):
-                    failure = cast(Fallible, reply).failure
-                    self._errors.add(name, error_from(failure.code, failure.text))
-                return reply
-
-            return grpc.unary_unary_rpc_method_handler(
-                answered,
-                response_serializer=lambda reply: reply.SerializeToString(),
-            )
-
         calls: dict[str, Callable[..., Message]] = {
             "Join": self._join,
-            "Clock": self._clock,
-            "Status": self._status,
+            "Clock": lambda *_: pb.ClockReply(time_ns=self._recorder.clock(), wall_ns=time.time_ns()),
+            "Status": lambda request, _: (
+                self.status() if request.details else pb.StatusReply(cpu_s=time.process_time())
+            ),
             "Probe": self._probe,
             "Leave": self._leave,
         }
         calls |= {name: functools.partial(self._of_job, name) for name in _JOB_CALLS}
-        handlers = {name: unary(call, name) for name, call in calls.items()}
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(
+                functools.partial(self._answer, name, call), response_serializer=lambda reply: reply.SerializeToString()
+            )
+            for name, call in calls.items()
+        }
         handlers[PUSH] = grpc.stream_unary_rpc_method_handler(self._push)
         handlers[PULL] = grpc.unary_stream_rpc_method_handler(self._pull)
         handlers[MEASURE] = grpc.stream_stream_rpc_method_handler(self._measuring.call)
@@ -233,28 +215,49 @@ class ParameterServer:
 
     # Control calls; on gRPC's threads
 
-    def _join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
-        reply = pb.JoinReply(protocol_version=PROTOCOL_VERSION)
+    def _answer(
+        self, name: str, call: Callable[..., Message], request: bytes, context: grpc.ServicerContext
+    ) -> Message:
         try:
-            if request.protocol_version != PROTOCOL_VERSION:
-                raise ConnectError(version_text(PROTOCOL_VERSION, request.protocol_version))
-            if wait_s := self._join_rate.take():
-                raise ConnectError(f"too many workers join this pserver at once; the next may in {wait_s:.2g} s")
-            config = config_of(request.settings)
-            applicant = _applicant(request)
-            self._wait_for_end(context)
-            with self._lock:
-                if self._stopped:
-                    raise ConnectError("the pserver is stopping")
-                if self._job.over:
-                    self._job = self._new_job()
-                first = not self._job.incarnation
-                reply.rank, reply.shared_memory = self._job.join(applicant, config, _attached(request))
-                self._jobs += first
-                reply.workers, reply.incarnation, reply.data_port = self.workers, self._job.incarnation, self._data_port
-        except TfpsError as error:  # caught here: a refusal must carry the protocol version, too
-            reply.failure.CopyFrom(failure_of(error))
+            reply = call(parse(name, request), context)
+        except Exception as error:
+            failure = failure_of(error if isinstance(error, TfpsError) else self._bug(f"in {name}", error))
+            reply = reply_type(name)()
+            if name in ("Join", "Probe"):  # a refusal says it, too
+                reply.protocol_version = PROTOCOL_VERSION
+            if name != "Leave":
+                reply.failure.CopyFrom(failure)
+                self._errors.add(name, error_from(failure.code, failure.text))
         return reply
+
+    def _join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise ConnectError(version_text(PROTOCOL_VERSION, request.protocol_version))
+        if wait_s := self._join_rate.take():
+            raise ConnectError(f"too many workers join this pserver at once; the next may in {wait_s:.2g} s")
+        config = config_of(request.settings)
+        applicant = Applicant(
+            rank=request.rank if request.rank >= 0 else None,
+            settings={field.name: getattr(request.settings, field.name) for field in pb.Settings.DESCRIPTOR.fields},
+            **{name: getattr(request, name) for name in _OF_APPLICANT},
+        )
+        self._wait_for_end(context)
+        with self._lock:
+            if self.stopped:
+                raise ConnectError("the pserver is stopping")
+            if self._job.over:
+                self._job = self._new_job()
+            first = not self._job.incarnation
+            rank, shared_memory = self._job.join(applicant, config, _attached(request))
+            self._jobs += first
+            return pb.JoinReply(
+                protocol_version=PROTOCOL_VERSION,
+                rank=rank,
+                shared_memory=shared_memory,
+                workers=self.workers,
+                incarnation=self._job.incarnation,
+                data_port=self._data_port,
+            )
 
     def _wait_for_end(self, context: grpc.ServicerContext) -> None:
         """Waits, while a job ends, for as long as a Join may."""
@@ -271,12 +274,6 @@ class ParameterServer:
         """Answers a call of _JOB_CALLS."""
         reply: Message = reply_type(name)(**(_JOB_CALLS[name](self._job_of(request.incarnation), request) or {}))
         return reply
-
-    def _clock(self, request: pb.ClockRequest, context: grpc.ServicerContext) -> pb.ClockReply:
-        return pb.ClockReply(time_ns=self._recorder.clock(), wall_ns=time.time_ns())
-
-    def _status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
-        return self.status() if request.details else pb.StatusReply(cpu_s=time.process_time())
 
     def _probe(self, request: pb.ProbeRequest, context: grpc.ServicerContext) -> pb.ProbeReply:
         """Answers what this pserver would offer a worker."""
@@ -304,8 +301,10 @@ class ParameterServer:
         self, stream: str, context: grpc.ServicerContext, end: Callable[[], object] | None = None
     ) -> tuple[Job, int, SendQueue]:
         metadata = dict(context.invocation_metadata())
-        rank = _rank_of(metadata)
-        job = self._job_of(metadata.get(INCARNATION_KEY, ""))
+        text = str(metadata.get(RANK_KEY, ""))
+        if not text.isdigit():
+            raise ConnectError(f"metadata {RANK_KEY} must be a number, got {text!r}")
+        job, rank = self._job_of(metadata.get(INCARNATION_KEY, "")), int(text)
         return job, rank, job.open_stream(rank, stream, end)
 
     def _push(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
@@ -425,40 +424,6 @@ def _parameters(job: Job, request: pb.PutRequest | pb.GetRequest) -> tuple[Owned
     if owned is None or owned.parameters is None:
         raise ProtocolError(f"bucket '{bucket.spec.name}' has no slice {request.slice} here that keeps anything")
     return owned, owned.parameters
-
-
-# What else they need
-
-
-def _rank_of(metadata: dict[str, object]) -> int:
-    """The rank that a stream is of."""
-    text = str(metadata.get(RANK_KEY, ""))
-    if not text.isdigit():
-        raise ConnectError(f"metadata {RANK_KEY} must be a number, got {text!r}")
-    return int(text)
-
-
-def _refusal(name: str, error: TfpsError) -> Message:
-    """The reply to a control call that has failed."""
-    version = {"protocol_version": PROTOCOL_VERSION} if name in ("Join", "Probe") else {}
-    reply: Message = reply_type(name)(**({} if name == "Leave" else {"failure": failure_of(error)}), **version)
-    return reply
-
-
-def _applicant(request: pb.JoinRequest) -> Applicant:
-    """The worker that sends this request."""
-    return Applicant(
-        job=request.job,
-        rank=request.rank if request.rank >= 0 else None,
-        workers=request.workers,
-        uid=request.uid,
-        host=request.host,
-        pid=request.pid,
-        pserver_index=request.pserver_index,
-        pservers=request.pservers,
-        incarnation=request.incarnation,
-        settings={field.name: getattr(request.settings, field.name) for field in pb.Settings.DESCRIPTOR.fields},
-    )
 
 
 def _attached(request: pb.JoinRequest | pb.ProbeRequest) -> Attached | None:
