@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -157,22 +158,20 @@ class Members:
                 "same list, and every job pservers of its own"
             )
         if new.job != theirs.job or (new.pserver_index and new.incarnation != self.incarnation):
-            members = ", ".join(map(str, self.members.values()))
             raise ConnectError(
-                f"the pserver is used by another job {theirs.job!r} (its workers: {members}); "
-                "wait for its end or give this job pservers of its own"
+                f"the pserver is used by another job {theirs.job!r} (its workers: "
+                f"{', '.join(map(str, self.members.values()))}); wait for its end or give this job pservers of its own"
             )
 
     def _rank_for(self, new: Applicant) -> int:
         if new.rank is None:
-            free = [rank for rank in self.view.ranks if rank not in self.members]
-            if not free:
-                members = ", ".join(map(str, self.members.values()))
-                raise ConnectError(
-                    f"all {self.view.workers} ranks of the job are taken ({members}); start the pserver with a larger "
-                    "--workers, or give another job pservers of its own"
-                )
-            return free[0]
+            for rank in self.view.ranks:
+                if rank not in self.members:
+                    return rank
+            raise ConnectError(
+                f"all {self.view.workers} ranks of the job are taken ({', '.join(map(str, self.members.values()))}); "
+                "start the pserver with a larger --workers, or give another job pservers of its own"
+            )
         if new.rank not in self.view.ranks:
             workers = self.view.workers
             raise ConnectError(f"rank must be from 0 to {workers - 1} (--workers {workers}), got {new.rank}")
@@ -186,9 +185,9 @@ class Members:
 
 def first_difference(lines: Mapping[int, Sequence[str]], describe: Callable[[int], str]) -> str | None:
     """Describes the first difference between the ranks' declarations; None if they are equal."""
-    for number in range(max(map(len, lines.values()), default=0)):
-        found = {rank: own[number] if number < len(own) else "nothing" for rank, own in sorted(lines.items())}
-        if len(set(found.values())) > 1:
-            each = "; ".join(f"{describe(rank)} has {text}" for rank, text in found.items())
-            return f"the workers do not train the same, line {number + 1} of what they declare differs: {each}"
+    ranks = sorted(lines)
+    for number, texts in enumerate(itertools.zip_longest(*map(lines.__getitem__, ranks), fillvalue="nothing"), 1):
+        if len(set(texts)) > 1:
+            each = "; ".join(f"{describe(rank)} has {text}" for rank, text in zip(ranks, texts, strict=True))
+            return f"the workers do not train the same, line {number} of what they declare differs: {each}"
     return None

@@ -32,22 +32,16 @@ class Phase(NamedTuple):
 
 
 class StalenessBound:
-    """The ranks of a job on one pserver, and how far one may be ahead of another. Any thread.
+    """How many steps a rank may be ahead of the slowest active one; None: any number. Any thread.
 
     A quiesced rank holds nobody up. Once all are quiesced they are at one place, and a new phase begins.
-
-    Args:
-        staleness: how many steps a rank may be ahead of the slowest active one; None: any number.
-
-    Attributes:
-        phase: replaced as a whole, so that it is read without a lock.
     """
 
     def __init__(self, view: View, staleness: int | None) -> None:
         self.view, self.staleness = view, staleness
         self._lock = threading.Lock()  # guards what follows
         self._gone: set[int] = set()
-        self.phase = Phase(0, frozenset(view.ranks))
+        self.phase = Phase(0, frozenset(view.ranks))  # replaced as a whole, so that it is read without the lock
 
     def quiesce(self, rank: int, *, gone: bool = False) -> None:
         """`rank` steps no further in this phase or, if it is `gone`, in any."""
@@ -80,9 +74,7 @@ class RankScalars:
         self._marks: dict[int, int] = {}  # of ranks that have assigned values and wait for others to do so
 
     def take(self, rank: int, step: int, data: memoryview) -> TfpsError | None:
-        """Takes the scalars of `rank` for `step`, packed; returns why the job must fail: it has assigned other values
-        than another rank.
-        """
+        """Takes packed scalars; returns why the job must fail: `rank` has assigned other values than another rank."""
         scalars = StepScalars.unpack(data, self.spec)
         with self._lock:
             if rank in self._latest and step <= self._latest[rank][0]:
@@ -117,7 +109,7 @@ class _Pushed(NamedTuple):
 
     push: Push
     gradient: Floats | None
-    scalars: StepScalars
+    scalars: StepScalars | None
     arrived_ns: int
 
 
@@ -150,7 +142,7 @@ class AsyncSlice(OwnedSlice):
         self._phase = bound.phase.number
         self._marked: dict[int, _Pushed] = {}  # wait for all ranks' assignments
         self._held: dict[int, Push] = {}  # applied, but their ranks are too far ahead
-        self._whole: dict[int, tuple[Push, Floats | None]] = {}  # ranks' residuals, until all have pushed theirs
+        self._whole: dict[int, _Pushed] = {}  # ranks' residuals, until all have pushed theirs
         self._seen: dict[int, Floats] = {}  # the parameters that each rank has, if delay is compensated
 
     def take(self, push: Push, upcoming: Container[int] = ()) -> Taken:
@@ -163,19 +155,17 @@ class AsyncSlice(OwnedSlice):
         self._align()
         if step != self._steps[rank]:
             raise ProtocolError(f"step of {label} must be {self._steps[rank]} for rank {rank}, got {step}")
-        part = push.part(self._format)
-        gradient = None if part is None else self._format.decoded(part)[0]
-        scalars = self._scalars.at(rank, step)
+        part, scalars = push.part(self._format), self._scalars.at(rank, step)
+        pushed = _Pushed(push, None if part is None else self._format.decoded(part)[0], scalars, now_ns)
         self._steps[rank] += 1
         if push.header.flags & WHOLE:
-            self._whole[rank] = push, gradient
+            self._whole[rank] = pushed
             return self._collected()
         self._arrived(push, now_ns)
         if scalars is None:
-            if gradient is not None:
+            if part is not None:
                 raise ProtocolError(f"step scalars of {label} must come before a gradient of step {step}")
             return [self._answer(push)]  # it only reads
-        pushed = _Pushed(push, gradient, scalars, now_ns)
         if not scalars.mark:
             self._apply(pushed)
         else:
@@ -202,24 +192,23 @@ class AsyncSlice(OwnedSlice):
     def late(self, ranks: Iterable[int]) -> Late | None:
         """Those who are too far ahead do without a rank that leaves or quiesces; those who assign or collect do not."""
         with self.lock:
-            marked = {rank: pushed.push for rank, pushed in self._marked.items()}
-            whole = {rank: push for rank, (push, _) in self._whole.items()}
             for rank in ranks:
-                for waiting in (marked, whole):
+                for waiting in (self._marked, self._whole):
                     if waiting and rank not in waiting:
-                        return Late(rank, next(iter(waiting.values())).header.step)
+                        return Late(rank, next(iter(waiting.values())).push.header.step)
             return None
 
     def _collected(self) -> list[Answer]:
         """Once all ranks have pushed their residuals, the sum for all of them, added in rank order."""
         if len(self._whole) < self.bound.view.workers:
             return []
-        total = np.zeros(self.nbytes // 4, np.float32)
-        for rank in sorted(self._whole):
-            if (part := self._whole[rank][1]) is not None:
-                total += part
         collected, self._whole = self._whole, {}
-        return [Answer((rank,), push.reply(WHOLE), total.view(np.uint8).data) for rank, (push, _) in collected.items()]
+        total = np.zeros(self.nbytes // 4, np.float32)
+        for rank in sorted(collected):
+            if (part := collected[rank].gradient) is not None:
+                total += part
+        payload = total.view(np.uint8).data
+        return [Answer((rank,), pushed.push.reply(WHOLE), payload) for rank, pushed in collected.items()]
 
     def _take_assigned(self) -> None:
         """All ranks have assigned values: rank 0's count, then their gradients, in rank order."""
@@ -232,7 +221,7 @@ class AsyncSlice(OwnedSlice):
 
     def _apply(self, pushed: _Pushed) -> None:
         push, gradient, scalars, arrived_ns = pushed
-        if gradient is not None:
+        if gradient is not None and scalars is not None:
             if push.rank in self._seen:
                 change = self.parameters.parameters - self._seen[push.rank]
                 for factor in (gradient, gradient, np.float32(self._delay_compensation)):

@@ -56,21 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="address for --metrics-port, where whoever reaches it may read them; one beyond this host needs a job "
         "token, TLS or --insecure (default: %(default)s)",
     )
-    parser.add_argument(
-        "--token-file",
-        metavar="FILE",
-        help="file with the job token, without which nobody may call or join (default: TFPS_TOKEN_FILE)",
+    ca_help = (
+        "certificates (PEM) that must have signed those of workers; with --status: the pserver's (default: TFPS_TLS_CA)"
     )
-    parser.add_argument(
-        "--tls-cert", metavar="FILE", help="certificate of this pserver (PEM): turns TLS on (default: TFPS_TLS_CERT)"
-    )
-    parser.add_argument("--tls-key", metavar="FILE", help="its key (PEM, default: TFPS_TLS_KEY)")
-    parser.add_argument(
-        "--tls-ca",
-        metavar="FILE",
-        help="certificates (PEM) that must have signed those of workers; with --status: the pserver's (default: "
-        "TFPS_TLS_CA)",
-    )
+    for name, text in (
+        ("--token-file", "file with the job token, without which nobody may call or join (default: TFPS_TOKEN_FILE)"),
+        ("--tls-cert", "certificate of this pserver (PEM): turns TLS on (default: TFPS_TLS_CERT)"),
+        ("--tls-key", "its key (PEM, default: TFPS_TLS_KEY)"),
+        ("--tls-ca", ca_help),
+    ):
+        parser.add_argument(name, metavar="FILE", help=text)
     parser.add_argument("--insecure", action="store_true", help="serve other hosts without a job token and without TLS")
     parser.add_argument(
         "--max-memory",

@@ -114,13 +114,9 @@ class Job:
             if member.state is State.JOINED:
                 if memory is not None:
                     self._memory[member.rank] = memory
-                self._queues[member.rank] = SendQueue(
-                    config.first_window_bytes,
-                    config.policy,
-                    piggyback=False,
-                    recorder=self._recorder,
-                    rank=member.rank,
-                )
+                window, policy, recorder = config.first_window_bytes, config.policy, self._recorder
+                queue = SendQueue(window, policy, piggyback=False, recorder=recorder, rank=member.rank)
+                self._queues[member.rank] = queue
             return member.rank, member.rank in self._memory
 
     def open_stream(self, rank: int, stream: str, end: Callable[[], object] | None = None) -> SendQueue:
@@ -215,11 +211,9 @@ class Job:
     def _fail_left(self, late: Late, bucket: str) -> None:
         member = self._membership.members[late.rank]
         why = "its data ended earlier or its script ended; give every worker the same number of batches"
-        if member.reason:
-            why = f"it ended with {member.reason}"
-        self.fail(
-            WorkerLostError(f"{member} left before step {late.step} of bucket '{bucket}', for which others wait: {why}")
-        )
+        why = f"it ended with {member.reason}" if member.reason else why
+        which = f"step {late.step} of bucket '{bucket}', for which others wait"
+        self.fail(WorkerLostError(f"{member} left before {which}: {why}"))
 
     # Declarations
 
@@ -230,48 +224,42 @@ class Job:
 
         A declaration that times out is withdrawn, and may be repeated; the WaitTimeoutError names the missing ranks.
         """
-        lines = [*details, *map(str, specs)]
+        members = self._membership
         with self._changed:
             self._raise_failure()
-            if rank not in self._membership.members:
+            if rank not in members.members:
                 raise ConnectError(f"rank {rank} has not joined this pserver, so it cannot declare anything")
             self._shard.check(specs)
-            self._enter(rank, number, lines, specs)
+            count = len(self._declarations)
+            if number > count or (number == count and number and not self._declarations[-1].agreed):
+                raise ProtocolError(f"number of a declaration must be at most {count}, got {number}")
+            if number == count:
+                self._declarations.append(Declaration())
             declaration = self._declarations[number]
+            if rank in declaration.lines:
+                raise ProtocolError(f"declaration {number} must come once from rank {rank}, got it twice")
+            declaration.lines[rank], declaration.specs = [*details, *map(str, specs)], specs
+            if len(declaration.lines) == members.view.workers:
+                if (difference := first_difference(declaration.lines, members.describe)) is not None:
+                    self.fail(MismatchError(difference))
+                self._changed.notify_all()
             # Whichever thread sees the last rank's declaration decides for all.
             self._changed.wait_for(lambda: self._decided(rank, declaration), timeout_s)
             self._raise_failure()
             if declaration.agreed:
                 return
-            members, gone = self._membership, self._membership.gone()
+            gone = members.gone()
             if rank in gone:
                 raise ClosedError("the worker has left the job")
             late = [r for r in members.view.ranks if r not in declaration.lines]
             what = "declared its variables" if number else "joined"
-            if lost := [r for r in late if r in gone]:
-                member = members.members[lost[0]]
-                why = f": it ended with {member.reason}" if member.reason else ""
-                self.fail(WorkerLostError(f"{member} left before it had {what}{why}"))
+            if lost := [members.members[r] for r in late if r in gone]:
+                why = f": it ended with {lost[0].reason}" if lost[0].reason else ""
+                self.fail(WorkerLostError(f"{lost[0]} left before it had {what}{why}"))
             self._raise_failure()
             declaration.lines.pop(rank, None)
             names = ", ".join(map(members.describe, late or members.not_streaming()))
             raise WaitTimeoutError(f"not {what}: {names}")
-
-    def _enter(self, rank: int, number: int, lines: list[str], specs: Sequence[BucketSpec]) -> None:
-        count = len(self._declarations)
-        if number > count or (number == count and number and not self._declarations[-1].agreed):
-            raise ProtocolError(f"number of a declaration must be at most {count}, got {number}")
-        if number == count:
-            self._declarations.append(Declaration())
-        declaration = self._declarations[number]
-        if rank in declaration.lines:
-            raise ProtocolError(f"declaration {number} must come once from rank {rank}, got it twice")
-        declaration.lines[rank] = lines
-        declaration.specs = specs
-        if len(declaration.lines) == self._membership.view.workers:
-            if (difference := first_difference(declaration.lines, self._membership.describe)) is not None:
-                self.fail(MismatchError(difference))
-            self._changed.notify_all()
 
     def _decided(self, rank: int, declaration: Declaration) -> bool:
         if self._failure is not None or declaration.agreed:
@@ -316,10 +304,10 @@ class Job:
     # Rounds
 
     def push(self, rank: int, header: Header, payload: memoryview, place: Place | None = None) -> None:
-        """Takes a PUSH of `rank`, and sends what it answers. Keeps `payload` by reference.
+        """Takes a PUSH of `rank`, and sends what it answers.
 
         Args:
-            place: where the slice is in the rank's shared memory, if not in `payload`.
+            payload: kept by reference, unless the slice is in the rank's shared memory at `place`.
         """
         buckets = self._shard.buckets
         if self._failure is not None:
@@ -451,14 +439,13 @@ class Job:
     def _check_assigned(self, item: AsyncSlice, quiesced: Collection[int], bucket: str) -> None:
         """Fails the job if others wait for a rank that is quiesced."""
         if quiesced and (late := item.late(quiesced)) is not None:
-            self.fail(
-                MismatchError(
-                    f"{self._membership.describe(late.rank)} has ended its epoch, or exchanges something else, while "
-                    "others wait for its first step, or for it to assign values to variables of bucket "
-                    f"'{bucket}' as they have, or to collect their residuals: give every rank a batch, assign on every "
-                    "rank, and save a tf.train.Checkpoint on every rank between epochs"
-                )
+            text = (
+                f"{self._membership.describe(late.rank)} has ended its epoch, or exchanges something else, while "
+                "others wait for its first step, or for it to assign values to variables of bucket "
+                f"'{bucket}' as they have, or to collect their residuals: give every rank a batch, assign on every "
+                "rank, and save a tf.train.Checkpoint on every rank between epochs"
             )
+            self.fail(MismatchError(text))
 
     def _release(self) -> None:
         """Answers ranks that may go on now."""
@@ -470,8 +457,7 @@ class Counters:
     """Numbers that ranks draw, each once: each rank's first is its place in the view, then they count up from there."""
 
     def __init__(self, view: View) -> None:
-        self._view = view
-        self._lock = threading.Lock()  # guards _drawn
+        self._view, self._lock = view, threading.Lock()
         # By name, in the order of last use: the ranks that have their first, the next number.
         self._drawn: dict[str, tuple[set[int], int]] = {}
 

@@ -31,25 +31,8 @@ from tfps.pserver.slices import OwnedSlice
 from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument
-from tfps.wire import frames, shared_memory
+from tfps.wire import control, frames, shared_memory
 from tfps.wire.connection import not_expected, outgoing, receive
-from tfps.wire.control import (
-    INCARNATION_KEY,
-    MEASURE,
-    PROTOCOL_VERSION,
-    PULL,
-    PUSH,
-    RANK_KEY,
-    SERVICE,
-    STATE_PIECE_BYTES,
-    bucket_of,
-    config_of,
-    failure_of,
-    layout_of,
-    reply_type,
-    server_options,
-    version_text,
-)
 from tfps.wire.frames import Header, Kind, error_from
 from tfps.wire.job_token import JobToken
 from tfps.wire.measuring import Measuring
@@ -110,7 +93,7 @@ class ParameterServer:
         self._job_name = job
         self._recorder = recorder or Recorder()
         self._started_s = time.monotonic()
-        self._measuring = Measuring(self._has_job, Rate(_MEASURED_PER_S, _MEASURED).take)
+        self._measuring = Measuring(lambda: self._job.under_way, Rate(_MEASURED_PER_S, _MEASURED).take)
         self._probe_rate = Rate(_PROBES_PER_S, _PROBES)
         self._errors = ErrorCounts()
         self._max_memory = machine_bytes() if max_memory is None else max_memory
@@ -124,7 +107,7 @@ class ParameterServer:
         # A worker holds two threads for its streams and maybe one for a call; twice that, as a new job's workers may
         # come before the last job's stream threads have ended.
         self._pool = DaemonPool(6 * workers + 8, "tfps-server")
-        self._server = grpc.server(self._pool, interceptors=(self._guard,), options=server_options(security))
+        self._server = grpc.server(self._pool, interceptors=(self._guard,), options=control.server_options(security))
         self._server.add_generic_rpc_handlers((self._handlers(),))
         where = f"[{host}]" if ":" in host else host
         try:
@@ -169,16 +152,9 @@ class ParameterServer:
         with self._lock:
             job, jobs = self._job, self._jobs
         status = job.status()
-        status.MergeFrom(
-            pb.StatusReply(
-                version=__version__,
-                cpu_s=time.process_time(),
-                uptime_s=time.monotonic() - self._started_s,
-                memory_bytes=resident_bytes(),
-                jobs=jobs,
-                errors=self._errors.all(),
-            )
-        )
+        status.version, status.jobs, status.memory_bytes = __version__, jobs, resident_bytes()
+        status.cpu_s, status.uptime_s = time.process_time(), time.monotonic() - self._started_s
+        status.errors.extend(self._errors.all())
         return status
 
     def _handlers(self) -> grpc.GenericRpcHandler:
@@ -198,14 +174,10 @@ class ParameterServer:
             )
             for name, call in calls.items()
         }
-        handlers[PUSH] = grpc.stream_unary_rpc_method_handler(self._push)
-        handlers[PULL] = grpc.unary_stream_rpc_method_handler(self._pull)
-        handlers[MEASURE] = grpc.stream_stream_rpc_method_handler(self._measuring.call)
-        return grpc.method_handlers_generic_handler(SERVICE, handlers)
-
-    def _has_job(self) -> bool:
-        with self._lock:
-            return self._job.under_way
+        handlers[control.PUSH] = grpc.stream_unary_rpc_method_handler(self._push)
+        handlers[control.PULL] = grpc.unary_stream_rpc_method_handler(self._pull)
+        handlers[control.MEASURE] = grpc.stream_stream_rpc_method_handler(self._measuring.call)
+        return grpc.method_handlers_generic_handler(control.SERVICE, handlers)
 
     def _job_of(self, incarnation: str) -> Job:
         with self._lock:
@@ -221,21 +193,21 @@ class ParameterServer:
         try:
             reply = call(parse(name, request), context)
         except Exception as error:
-            failure = failure_of(error if isinstance(error, TfpsError) else self._bug(f"in {name}", error))
-            reply = reply_type(name)()
+            failure = control.failure_of(error if isinstance(error, TfpsError) else self._failed(f"in {name}", error))
+            reply = control.reply_type(name)()
             if name in ("Join", "Probe"):  # a refusal says it, too
-                reply.protocol_version = PROTOCOL_VERSION
+                reply.protocol_version = control.PROTOCOL_VERSION
             if name != "Leave":
                 reply.failure.CopyFrom(failure)
                 self._errors.add(name, error_from(failure.code, failure.text))
         return reply
 
     def _join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
-        if request.protocol_version != PROTOCOL_VERSION:
-            raise ConnectError(version_text(PROTOCOL_VERSION, request.protocol_version))
+        if request.protocol_version != control.PROTOCOL_VERSION:
+            raise ConnectError(control.version_text(control.PROTOCOL_VERSION, request.protocol_version))
         if wait_s := self._join_rate.take():
             raise ConnectError(f"too many workers join this pserver at once; the next may in {wait_s:.2g} s")
-        config = config_of(request.settings)
+        config = control.config_of(request.settings)
         applicant = Applicant(
             rank=request.rank if request.rank >= 0 else None,
             settings={field.name: getattr(request.settings, field.name) for field in pb.Settings.DESCRIPTOR.fields},
@@ -251,7 +223,7 @@ class ParameterServer:
             rank, shared_memory = self._job.join(applicant, config, _attached(request))
             self._jobs += first
             return pb.JoinReply(
-                protocol_version=PROTOCOL_VERSION,
+                protocol_version=control.PROTOCOL_VERSION,
                 rank=rank,
                 shared_memory=shared_memory,
                 workers=self.workers,
@@ -272,7 +244,8 @@ class ParameterServer:
 
     def _of_job(self, name: str, request: Argument, context: object) -> Message:
         """Answers a call of _JOB_CALLS."""
-        reply: Message = reply_type(name)(**(_JOB_CALLS[name](self._job_of(request.incarnation), request) or {}))
+        fields = _JOB_CALLS[name](self._job_of(request.incarnation), request)
+        reply: Message = control.reply_type(name)(**fields or {})
         return reply
 
     def _probe(self, request: pb.ProbeRequest, context: grpc.ServicerContext) -> pb.ProbeReply:
@@ -280,7 +253,7 @@ class ParameterServer:
         if wait_s := self._probe_rate.take():
             raise ConnectError(f"too many clients probe this pserver at once; the next may in {wait_s:.2g} s")
         return pb.ProbeReply(
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=control.PROTOCOL_VERSION,
             version=__version__,
             workers=self.workers,
             job=self._job_name,
@@ -301,15 +274,15 @@ class ParameterServer:
         self, stream: str, context: grpc.ServicerContext, end: Callable[[], object] | None = None
     ) -> tuple[Job, int, SendQueue]:
         metadata = dict(context.invocation_metadata())
-        text = str(metadata.get(RANK_KEY, ""))
+        text = str(metadata.get(control.RANK_KEY, ""))
         if not text.isdigit():
-            raise ConnectError(f"metadata {RANK_KEY} must be a number, got {text!r}")
-        job, rank = self._job_of(metadata.get(INCARNATION_KEY, "")), int(text)
+            raise ConnectError(f"metadata {control.RANK_KEY} must be a number, got {text!r}")
+        job, rank = self._job_of(metadata.get(control.INCARNATION_KEY, "")), int(text)
         return job, rank, job.open_stream(rank, stream, end)
 
     def _push(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         try:
-            job, rank, queue = self._open(PUSH, context, context.cancel)
+            job, rank, queue = self._open(control.PUSH, context, context.cancel)
         except TfpsError as error:
             self._errors.add("Push", error)
             return frames.encode_error(error)  # refused alone: the job goes on
@@ -322,7 +295,7 @@ class ParameterServer:
 
     def _pull(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
-            job, rank, queue = self._open(PULL, context)
+            job, rank, queue = self._open(control.PULL, context)
         except TfpsError as error:
             self._errors.add("Pull", error)
             yield frames.encode_error(error)  # refused alone, too
@@ -340,8 +313,8 @@ class ParameterServer:
     def _open_session(self, incarnation: str, rank: int) -> Session:
         """Opens the session of a data connection, which is both streams."""
         job = self._job_of(incarnation)
-        job.open_stream(rank, PUSH)
-        queue = job.open_stream(rank, PULL)
+        job.open_stream(rank, control.PUSH)
+        queue = job.open_stream(rank, control.PULL)
         fail = functools.partial(self._fail, job, rank)
         return Session(queue, _Pushes(job, rank), fail, functools.partial(job.stream_ended, rank))
 
@@ -350,18 +323,16 @@ class ParameterServer:
         if isinstance(error, ProtocolError):
             failure: TfpsError = ProtocolError(f"rank {rank}: {error}")
         elif job.over:  # maybe caused by the teardown
-            return self._failed(when, error)
+            return self._failed(when, error, logged=False)
         else:
-            failure = self._bug(when, error)
+            failure = self._failed(when, error)
         job.fail(failure)
         return failure
 
-    def _bug(self, when: str, error: Exception) -> TfpsError:
-        """Logs an unexpected error, such as a MemoryError; returns what to tell the workers."""
-        logger.error("tfps: failed %s", when, exc_info=error)
-        return self._failed(when, error)
-
-    def _failed(self, when: str, error: Exception) -> TfpsError:
+    def _failed(self, when: str, error: Exception, *, logged: bool = True) -> TfpsError:
+        """What to tell the workers of an unexpected error, such as a MemoryError."""
+        if logged:
+            logger.error("tfps: failed %s", when, exc_info=error)
         return TfpsError(f"pserver {self.address}: failed {when}: {error!r}; its log says where")
 
 
@@ -371,21 +342,17 @@ Fields = Mapping[str, object]
 
 
 def _declare(job: Job, request: pb.DeclareRequest) -> None:
-    specs = [bucket_of(bucket) for bucket in request.buckets]
+    specs = [control.bucket_of(bucket) for bucket in request.buckets]
     job.declare(request.rank, request.number, request.details, specs, _bounded(request.timeout_s))
-
-
-def _waiting(job: Job, request: pb.WaitingRequest) -> Fields:
-    return {"missing": job.undeclared() if request.declaration else job.missing(request.bucket, request.rank)}
 
 
 def _put(job: Job, request: pb.PutRequest) -> None:
     owned, parameters = _parameters(job, request)
-    nbytes = len(request.values)
-    if request.rank or nbytes > STATE_PIECE_BYTES or nbytes % 4 or request.begin % 4:
+    nbytes, most = len(request.values), control.STATE_PIECE_BYTES
+    if request.rank or nbytes > most or nbytes % 4 or request.begin % 4:
         raise ProtocolError(
-            f"a call of Put must be rank 0's, with at most {STATE_PIECE_BYTES} bytes, a multiple of 4 bytes from a "
-            f"multiple of 4 on, got {nbytes} bytes from {request.begin} on of rank {request.rank}"
+            f"a call of Put must be rank 0's, with at most {most} bytes, a multiple of 4 bytes from a multiple of 4 "
+            f"on, got {nbytes} bytes from {request.begin} on of rank {request.rank}"
         )
     with owned.lock:
         parameters.put(request.number, request.begin, request.values)
@@ -393,20 +360,22 @@ def _put(job: Job, request: pb.PutRequest) -> None:
 
 def _get(job: Job, request: pb.GetRequest) -> Fields:
     owned, parameters = _parameters(job, request)
-    if request.nbytes > STATE_PIECE_BYTES:
-        raise ProtocolError(f"a call of Get must ask for at most {STATE_PIECE_BYTES} bytes, got {request.nbytes}")
+    if request.nbytes > (most := control.STATE_PIECE_BYTES):
+        raise ProtocolError(f"a call of Get must ask for at most {most} bytes, got {request.nbytes}")
     with owned.lock:
         return {"values": parameters.get(request.number, request.begin, request.nbytes)}
 
 
 _JOB_CALLS: dict[str, Callable[[Job, Argument], Fields | None]] = {
     "Declare": _declare,
-    "Waiting": _waiting,
+    "Waiting": lambda job, request: {
+        "missing": job.undeclared() if request.declaration else job.missing(request.bucket, request.rank)
+    },
     "Put": _put,
     "Get": _get,
     "Rest": lambda job, request: job.quiesce(request.rank),
     "Take": lambda job, request: {"number": job.counters.fetch_add(request.counter, request.rank)},
-    "Tune": lambda job, request: job.tune(layout_of(request.layout)),
+    "Tune": lambda job, request: job.tune(control.layout_of(request.layout)),
     "Trace": lambda job, request: job.trace(request.number, request.on),
     "Upload": lambda job, request: job.recording.upload(request.number, request.rank, request.records),
     "Collect": lambda job, request: {"records": job.recording.collect(request.number, _bounded(request.timeout_s))},

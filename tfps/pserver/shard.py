@@ -21,12 +21,10 @@ _SLICE_BYTES = 1024  # that a slice takes beside its payload, on every pserver
 
 @dataclass(slots=True)
 class OwnedBucket:
-    """A declared bucket; `slices` are those this pserver owns, by index (a gather: index 0).
-
-    `slices` is only replaced as a whole, so streams read it without a lock.
-    """
+    """A declared bucket, as far as this pserver owns it."""
 
     spec: BucketSpec
+    # By index (a gather: 0); only replaced as a whole, so streams read it without a lock.
     slices: dict[int, OwnedSlice] = field(default_factory=dict)
     next: dict[int, dict[int, OwnedSlice]] = field(default_factory=dict)  # by first step
     scalars: RoundScalars | RankScalars | None = None  # if it has an update
@@ -38,11 +36,9 @@ class OwnedBucket:
 
 
 class Shard:
-    """What one pserver owns. The caller's lock guards all changes and the buckets' `next`.
+    """What the pserver at place `index` of the workers' lists owns, in at most `max_memory` bytes.
 
-    Args:
-        view: of the job; `index` is this pserver's place in the workers' lists.
-        max_memory: bytes that the buckets may take.
+    The caller's lock guards all changes and the buckets' `next`.
     """
 
     def __init__(self, config: Config, view: View, index: int, recorder: Recorder, max_memory: int = 2**63) -> None:

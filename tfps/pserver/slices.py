@@ -84,23 +84,16 @@ class Late(NamedTuple):
 class OwnedSlice(abc.ABC):
     """A slice, or a whole gather, on its owner; any thread. A push that does not fit it raises ProtocolError.
 
-    Attributes:
-        nbytes: 0 for a gather.
-        parameters: what Put and Get reach; None if nothing is kept.
-        lock: guards all of it.
+    `nbytes` is 0 for a gather. Put and Get reach `parameters`, if any are kept.
     """
 
     def __init__(self, recorder: Recorder, nbytes: int, parameters: ParameterShard | None = None) -> None:
         self._recorder, self.nbytes, self.parameters = recorder, nbytes, parameters
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # guards all
 
     @abc.abstractmethod
     def take(self, push: Push, upcoming: Container[int] = ()) -> Taken:
-        """Takes a push, and maybe completes what others have waited for.
-
-        Args:
-            upcoming: steps from which the bucket is cut anew, so that this slice ends.
-        """
+        """Takes a push. At a step of `upcoming` the bucket is cut anew, so that this slice ends."""
 
     @abc.abstractmethod
     def missing(self, asking: int | None = None) -> list[int]:
@@ -270,13 +263,10 @@ class RoundScalars:
         self._by_rank: dict[int, StepScalars] = {}
 
     def take(self, rank: int, step: int, data: memoryview) -> TfpsError | None:
-        """Takes the scalars of `rank` for `step`, packed; returns why the job must fail, if another rank's differ.
-
-        A rank sends those of the next step when it has the whole reply to this one: nobody needs this one's any more.
-        """
+        """Takes packed scalars; returns why the job must fail, if another rank's differ from those of `rank`."""
         scalars = StepScalars.unpack(data, self.spec)
         with self._lock:
-            if step == self._step + 1 and self._by_rank:
+            if step == self._step + 1 and self._by_rank:  # some rank has the whole reply: nobody needs these any more
                 self._step, self._by_rank = step, {}
             if step != self._step or rank in self._by_rank:
                 raise ProtocolError(
