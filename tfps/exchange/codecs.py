@@ -1,15 +1,11 @@
-"""Codecs: how float32 slices become fewer bytes on the wire, and what of them does not get through.
-
-All are deterministic: the same numbers give the same bytes. They work in pieces that fit into a processor's cache,
-without arrays of the slice's size beside the result (`topk` apart).
+"""Codecs: how float32 slices become fewer bytes on the wire. The same numbers give the same bytes.
 
 **Error feedback** (1-bit SGD, Seide et al., Interspeech 2014; EF-SignSGD, https://arxiv.org/abs/1901.09847): what a
-codec could not express is its *residual*, added to the next step's numbers, so that it is late but not lost. `bfloat16`
-and `float16` round to nearest and have none.
+codec could not express is its *residual*, added to the next step's numbers, so that it is late but not lost. The 16-bit
+codecs round to nearest and have none.
 
 **What is not finite is never lost.** The 16-bit codecs keep NaN and infinity, and `topk` sends them first. `int8` and
-`onebit` send NaN for the whole block around one. The residual there stays as it was: one such step does not spoil
-later ones.
+`onebit` send NaN for the whole block around one, whose residual stays as it was.
 """
 
 from __future__ import annotations

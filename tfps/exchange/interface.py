@@ -101,18 +101,12 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What comes back for one push; exactly one of the fields is set.
+    """What comes back for one push; exactly one of the fields is set."""
 
-    Attributes:
-        sum: uint8 array of the bucket's size, writable, 64-byte aligned, owned by the receiver (the embedded exchange
-            returns the pushed payload object itself).
-        parts: one bytes-like per rank, in rank order.
-        error: why there is no result.
-    """
-
+    # uint8 array of the bucket's size, writable, 64-byte aligned, owned by the receiver; embedded: the pushed object.
     sum: Buffer = None
-    parts: list[Buffer] | None = None
-    error: TfpsError | None = None
+    parts: list[Buffer] | None = None  # one bytes-like per rank, in rank order
+    error: TfpsError | None = None  # why there is no result
 
 
 OnReply = Callable[[Reply], None]
@@ -146,11 +140,7 @@ class State(Protocol):
 
     Pservers keep arrays of a bucket with an update: 0 is the parameters, then come the update's slots, then, if the
     bucket has a codec, the workers' copy of the parameters. A codec with error feedback keeps a residual on every rank
-    and pserver: what it could not express yet.
-
-    Raises:
-        ProtocolError: there is no such part of an array.
-        TfpsError: a pserver does not answer, or the exchange has failed.
+    and pserver: what it could not express yet. ProtocolError: there is no such part of an array.
     """
 
     def write(self, bucket: int, array: int, begin: int, values: Payload) -> None:
@@ -186,10 +176,8 @@ class Peers(Protocol):
     def quiesce(self) -> None:
         """In mode "async": this rank takes no further step before all ranks have called this, and holds up nobody.
 
-        Its pushes must have been answered, or wait for other ranks.
-
-        Raises:
-            MismatchError: others wait for this rank to take its first step, or to assign values as they have.
+        Its pushes must have been answered, or wait for other ranks. MismatchError: others wait for this rank to take
+        its first step, or to assign values as they have.
         """
 
     def fetch_add(self, counter: str) -> int:
@@ -211,8 +199,7 @@ class Captures(Protocol):
     def start(self) -> None:
         """Starts recording; returns when all pservers record. Other workers start when told, a moment later.
 
-        Raises:
-            TfpsError: a capture is being recorded, or the exchange has failed or was closed.
+        TfpsError: a capture is being recorded, or the exchange has failed or was closed.
         """
 
     def stop(
@@ -221,13 +208,11 @@ class Captures(Protocol):
         """Stops recording everywhere and collects the records, in half a minute at most.
 
         Records that a worker has not uploaded by then are left out, which is logged. Clock offsets are measured here.
+        TfpsError: no capture is being recorded, or the exchange has failed meanwhile.
 
         Args:
             buckets: by id, as users know them; those of higher ids appear as declared.
             settings: in addition to the policy and the sizes of slices and windows.
-
-        Raises:
-            TfpsError: no capture is being recorded, or the exchange has failed meanwhile.
         """
 
 
@@ -283,8 +268,6 @@ class Exchange(Protocol):
                 has of them: then all have the same, bit for bit, and close to the pservers' own parameters. In mode
                 "async" the reply is always the parameters, and a push without payload and scalars only reads them.
 
-        Raises:
-            ProtocolError: there is no such bucket, or the payload has the wrong size.
         """
 
     def add_failure_listener(self, listener: FailureListener) -> None:
@@ -294,11 +277,7 @@ class Exchange(Protocol):
         """Fails the exchange from outside: outstanding pushes get `error`, the other workers are told."""
 
     def close(self, reason: str = "") -> None:
-        """Leaves the job; outstanding pushes get ClosedError. May be called again.
-
-        Args:
-            reason: what ends this program early, for the error of ranks that wait for this one.
-        """
+        """Leaves the job, with the `reason` if its program ends early; outstanding pushes get ClosedError."""
 
 
 def as_bytes(payload: Payload | None) -> memoryview | None:

@@ -138,17 +138,8 @@ def _lion(p: Part) -> None:
     m += p.g * (_f(1) - beta_2)
 
 
-_RULES: dict[str, Callable[[Part], None]] = {
-    "sgd": _sgd,
-    "adam": _adam,
-    "adamax": _adamax,
-    "nadam": _nadam,
-    "rmsprop": _rmsprop,
-    "adagrad": _adagrad,
-    "adadelta": _adadelta,
-    "ftrl": _ftrl,
-    "lion": _lion,
-}
+_ALL = _sgd, _adam, _adamax, _nadam, _rmsprop, _adagrad, _adadelta, _ftrl, _lion
+_RULES: dict[str, Callable[[Part], None]] = {rule.__name__.lstrip("_"): rule for rule in _ALL}
 
 
 @functools.cache

@@ -7,15 +7,25 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
 
-from tfps.errors import ConfigError, TfpsError
+from tfps.errors import ConfigError, ProtocolError, TfpsError
 from tfps.pserver.guard import Newest, Rate, listen
-from tfps.wire.connection import BrokenConnectionError, Connection, Receiver, admit, given_up, greet, refuse
-from tfps.wire.frames import Kind
+from tfps.pserver.job import Job
+from tfps.wire.connection import (
+    BrokenConnectionError,
+    Connection,
+    Receiver,
+    admit,
+    given_up,
+    greet,
+    not_expected,
+    refuse,
+)
+from tfps.wire.frames import Header, Kind
 from tfps.wire.job_token import JobToken
 from tfps.wire.measuring import Direction, direction_of
 from tfps.wire.send_queue import SendQueue
+from tfps.wire.shared_memory import Place
 
 logger = logging.getLogger("tfps")
 _GREETING_S = 5.0  # for a client to identify itself
@@ -24,21 +34,56 @@ _PER_S, _BURST = 50.0, 256.0  # connections that are accepted; the others wait i
 _LINGER_S = 5.0  # for a worker to end its half of a connection after the pserver's
 
 
-class Session(NamedTuple):
-    """The member of a job that a data connection serves."""
+class Session:
+    """The member of a job that streams or a data connection serve; a `Receiver` of its frames.
 
-    queue: SendQueue
-    receiver: Receiver
-    fail: Callable[[Exception, str], TfpsError]  # fails the job with an error of a thread; returns what to tell workers
-    ended: Callable[[], None]  # called whenever a direction has ended, for whatever reason
+    A push stays where it was received until its sum is complete. `failed` returns what to tell of an unexpected error.
+    """
+
+    def __init__(self, job: Job, rank: int, queue: SendQueue, failed: Callable[..., TfpsError]) -> None:
+        self._job, self.rank, self.queue, self._failed = job, rank, queue, failed
+
+    def memory(self, header: Header, nbytes: int) -> memoryview | None:
+        return None
+
+    def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
+        self._job.push(self.rank, header, payload, place)
+
+    def notice(self, header: Header, payload: memoryview) -> None:
+        if header.kind != Kind.SCALARS:
+            raise not_expected(header, Kind.PUSH)
+        self._job.take_scalars(self.rank, header, payload)
+
+    def receive(self, receive: Callable[[Kind, SendQueue, Receiver], object]) -> None:
+        """Takes the pushes that `receive` brings, to the end."""
+        try:
+            receive(Kind.PUSH, self.queue, self)
+        except BrokenConnectionError:
+            pass  # `ended` tells whether a worker was lost
+        except Exception as error:
+            self.fail(error, f"while it took a push of rank {self.rank}")
+        self.ended()
+
+    def fail(self, error: Exception, when: str) -> TfpsError:
+        """Fails the job with an error of one of its threads; returns what to tell its workers."""
+        if isinstance(error, ProtocolError):
+            failure: TfpsError = ProtocolError(f"rank {self.rank}: {error}")
+        elif self._job.over:  # maybe caused by the teardown
+            return self._failed(when, error, logged=False)
+        else:
+            failure = self._failed(when, error)
+        self._job.fail(failure)
+        return failure
+
+    def ended(self) -> None:
+        """A direction has ended, for whatever reason."""
+        self._job.stream_ended(self.rank)
 
 
 class DataPort:
-    """Listens from construction until `close`. ConfigError: the port is not available.
+    """Listens from construction until `close`. ConfigError: the port, of which 0 picks a free one, is not available.
 
     Args:
-        port: 0 picks a free one; see `port`.
-        token: what every connection must begin with.
         open_session: returns the session for an incarnation and a rank, or raises the TfpsError to tell the worker.
         refused: called with that error.
         measure: serves a client that only measures, see wire/measuring.py.
@@ -148,22 +193,13 @@ class DataPort:
             connection.tell(opened.fail(error, f"while it began to send to rank {rank}"))
             opened.ended()
         else:
-            self._receive(connection, opened, rank)
+            opened.receive(connection.receive)
             received.set()
             sender.join()
         connection.close()
         with self._lock:
             self._connections.discard(connection)
             self._lock.notify_all()
-
-    def _receive(self, connection: Connection, session: Session, rank: int) -> None:
-        try:
-            connection.receive(Kind.PUSH, session.queue, session.receiver)
-        except BrokenConnectionError:
-            pass  # `ended` tells whether a worker was lost
-        except Exception as error:
-            session.fail(error, f"while it took a push of rank {rank}")
-        session.ended()
 
     def _send(self, connection: Connection, session: Session, received: threading.Event, rank: int) -> None:
         try:

@@ -55,10 +55,6 @@ class Job:
 
     A failure ends the job for all its members: calls raise it from then on, and a new job needs a new object. Else they
     raise ConnectError for who is no member, and ProtocolError for what does not fit.
-
-    Args:
-        view: its workers; how many pservers it has the first of them says.
-        max_memory: bytes that it may declare.
     """
 
     def __init__(self, view: View, name: str, recorder: Recorder, errors: ErrorCounts, max_memory: int = 2**63) -> None:
@@ -95,10 +91,7 @@ class Job:
             return self._failure is None and bool(self._membership.members) and not self._membership.over
 
     def wait_over(self, timeout_s: float) -> None:
-        """Waits while some members have left and others have not.
-
-        A script that trains twice may join again while slower workers still finish the first job.
-        """
+        """Waits while some have left and others not: a script may train again while slower workers finish a job."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or not self._membership.ending, timeout_s)
 
@@ -120,11 +113,7 @@ class Job:
             return member.rank, member.rank in self._memory
 
     def open_stream(self, rank: int, stream: str, end: Callable[[], object] | None = None) -> SendQueue:
-        """Registers a `stream`, "Push" or "Pull"; returns the rank's queue. With both the rank takes part.
-
-        Args:
-            end: ends the stream once the other has ended. "Pull" ends with the queue.
-        """
+        """Registers a stream, which `end` ends once the other has ended; returns the rank's queue."""
         with self._changed:
             self._raise_failure()
             member = self._membership.members.get(rank)
@@ -133,7 +122,7 @@ class Job:
             member.streams.add(stream)
             if end is not None:
                 self._ends[rank] = end
-            if member.streams == {PUSH, PULL}:
+            if member.streams == {PUSH, PULL}:  # it takes part
                 member.state = State.STREAMING
                 self._changed.notify_all()
             return self._queues[rank]
@@ -304,11 +293,7 @@ class Job:
     # Rounds
 
     def push(self, rank: int, header: Header, payload: memoryview, place: Place | None = None) -> None:
-        """Takes a PUSH of `rank`, and sends what it answers.
-
-        Args:
-            payload: kept by reference, unless the slice is in the rank's shared memory at `place`.
-        """
+        """Takes a PUSH and sends answers; keeps `payload`, unless the slice is in shared memory at `place`."""
         buckets = self._shard.buckets
         if self._failure is not None:
             return  # its stream is about to end

@@ -30,6 +30,13 @@ _REQUEST_TIMEOUT_S = 10.0  # a silent client holds a thread no longer
 _MAX_REQUESTS = 16  # at a time; another one ends the oldest
 _BACKLOG = 16  # connections that wait in the kernel
 
+_PER_JOB = {  # fields of a status
+    "workers": "Workers that a job has",
+    "buckets": "Buckets that the current job has declared",
+    "slices": "Slices of them on this pserver",
+    "shard_bytes": "Size of these slices, without those of gathers",
+    "open_slices": "Slices that some ranks have pushed and others not",
+}
 # Per member: field of its status, whether a total, help text.
 _PER_RANK = (
     ("step", False, "Highest step that the rank has pushed"),
@@ -45,28 +52,68 @@ _PER_RANK = (
 )
 
 
-class PserverCollector(Collector):
-    """Makes metrics of the status of `server`, at each scrape."""
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
 
-    def __init__(self, server: ParameterServer) -> None:
+    def __init__(self, listening: socket.socket) -> None:
+        self._open = Newest(_MAX_REQUESTS)  # connections that are served
+        super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
+        # HTTPServer's server_bind also asks DNS for a name, which may take seconds.
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def process_request(self, request: Argument, client_address: Argument) -> None:
+        self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Argument) -> None:
+        self._open.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Argument, client_address: Argument) -> None:
+        """Says nothing: a client that breaks off is no error of the pserver."""
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _REQUEST_TIMEOUT_S
+
+    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
+        """Logs nothing."""
+
+
+class MetricsServer(Collector):
+    """Answers HTTP requests about `server` on a thread "tfps-metrics", from construction until `stop`.
+
+    `/metrics` in Prometheus formats; `/healthz` with 200 while the pserver serves and 503 once it stops. Whoever
+    reaches `host` may read them. ConfigError: the port, of which 0 picks a free one, is not available.
+    """
+
+    def __init__(self, server: ParameterServer, host: str, port: int) -> None:
         self._server = server
+        registry = CollectorRegistry()
+        registry.register(self)
+        ProcessCollector(registry=registry)
+        self._metrics = make_wsgi_app(registry)
+        try:
+            self._http = _Server(listen(host, port, backlog=_BACKLOG))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port} for metrics: {error.strerror or error}") from error
+        self._http.set_app(self._answer)
+        self.port = int(self._http.server_port)
+        self._thread = threading.Thread(target=self._http.serve_forever, name="tfps-metrics", daemon=True)
+        self._thread.start()
 
     def collect(self) -> Iterator[Metric]:
         status = self._server.status()
         yield InfoMetricFamily("tfps", "Version of tfps", {"version": status.version})
-        yield GaugeMetricFamily("tfps_workers", "Workers that a job has", status.workers)
         members = GaugeMetricFamily("tfps_members", "Members of the current job by state", labels=["state"])
         for state in State:
             members.add_metric([state.value], sum(member.state == state.value for member in status.members))
         yield members
-        yield GaugeMetricFamily("tfps_buckets", "Buckets that the current job has declared", status.buckets)
-        yield GaugeMetricFamily("tfps_slices", "Slices of them on this pserver", status.slices)
-        yield GaugeMetricFamily(
-            "tfps_shard_bytes", "Size of these slices, without those of gathers", status.shard_bytes
-        )
-        yield GaugeMetricFamily(
-            "tfps_open_slices", "Slices that some ranks have pushed and others not", status.open_slices
-        )
+        for field, text in _PER_JOB.items():
+            yield GaugeMetricFamily(f"tfps_{field}", text, getattr(status, field))
         for field, total, text in _PER_RANK:
             name = f"tfps_{field}" if field != "wait_s" else "tfps_aggregate_wait_seconds"
             family = (CounterMetricFamily if total else GaugeMetricFamily)(name, text, labels=["rank"])
@@ -83,68 +130,6 @@ class PserverCollector(Collector):
                 refused.add_metric([each.where, each.error], each.count)
         yield failures
         yield refused
-
-
-class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-    def __init__(self, listening: socket.socket) -> None:
-        self._open = Newest(_MAX_REQUESTS)  # connections that are served
-        super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listening
-        # HTTPServer's server_bind also asks DNS for a name, which may take seconds.
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-        self.setup_environ()
-
-    def process_request(self, request: Argument, client_address: Argument) -> None:
-        """Starts a thread for a connection; ends the oldest where there are too many."""
-        self._open.add(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Argument) -> None:
-        """A connection has been served."""
-        self._open.discard(request)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Argument, client_address: Argument) -> None:
-        """Says nothing: a client that breaks off is no error of the pserver."""
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = _REQUEST_TIMEOUT_S
-
-    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
-        """Logs nothing."""
-
-
-class MetricsServer:
-    """Answers HTTP requests about `server` on a thread "tfps-metrics", from construction until `stop`.
-
-    `/metrics` in Prometheus formats; `/healthz` with 200 while the pserver serves and 503 once it stops.
-
-    Args:
-        host: address to listen on, as `listen` does. Whoever reaches it may read the metrics.
-        port: 0 picks a free one; see `port`.
-
-    Raises:
-        ConfigError: the port is not available.
-    """
-
-    def __init__(self, server: ParameterServer, host: str, port: int) -> None:
-        self._server = server
-        registry = CollectorRegistry()
-        registry.register(PserverCollector(server))
-        ProcessCollector(registry=registry)
-        self._metrics = make_wsgi_app(registry)
-        try:
-            self._http = _Server(listen(host, port, backlog=_BACKLOG))
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port} for metrics: {error.strerror or error}") from error
-        self._http.set_app(self._answer)
-        self.port = int(self._http.server_port)
-        self._thread = threading.Thread(target=self._http.serve_forever, name="tfps-metrics", daemon=True)
-        self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread and frees the port."""

@@ -32,12 +32,11 @@ from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
 from tfps.types import Argument
 from tfps.wire import control, frames, shared_memory
-from tfps.wire.connection import not_expected, outgoing, receive
-from tfps.wire.frames import Header, Kind, error_from
+from tfps.wire.connection import outgoing, receive
+from tfps.wire.frames import error_from
 from tfps.wire.job_token import JobToken
 from tfps.wire.measuring import Measuring
-from tfps.wire.send_queue import SendQueue
-from tfps.wire.shared_memory import Attached, Offer, Place, machine_bytes, resident_bytes, tune_malloc
+from tfps.wire.shared_memory import Attached, Offer, machine_bytes, resident_bytes, tune_malloc
 from tfps.wire.tls import server_credentials
 
 logger = logging.getLogger("tfps")
@@ -272,62 +271,45 @@ class ParameterServer:
 
     def _open(
         self, stream: str, context: grpc.ServicerContext, end: Callable[[], object] | None = None
-    ) -> tuple[Job, int, SendQueue]:
-        metadata = dict(context.invocation_metadata())
-        text = str(metadata.get(control.RANK_KEY, ""))
-        if not text.isdigit():
-            raise ConnectError(f"metadata {control.RANK_KEY} must be a number, got {text!r}")
-        job, rank = self._job_of(metadata.get(control.INCARNATION_KEY, "")), int(text)
-        return job, rank, job.open_stream(rank, stream, end)
+    ) -> Session | TfpsError:
+        """The session of a stream that a worker opens; an error is for this worker alone: the job goes on."""
+        try:
+            metadata = dict(context.invocation_metadata())
+            text = str(metadata.get(control.RANK_KEY, ""))
+            if not text.isdigit():
+                raise ConnectError(f"metadata {control.RANK_KEY} must be a number, got {text!r}")
+            job, rank = self._job_of(metadata.get(control.INCARNATION_KEY, "")), int(text)
+            return Session(job, rank, job.open_stream(rank, stream, end), self._failed)
+        except TfpsError as error:
+            self._errors.add(stream, error)
+            return error
 
     def _push(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        try:
-            job, rank, queue = self._open(control.PUSH, context, context.cancel)
-        except TfpsError as error:
-            self._errors.add("Push", error)
-            return frames.encode_error(error)  # refused alone: the job goes on
-        try:
-            receive(_until_broken(messages), Kind.PUSH, queue, _Pushes(job, rank))
-        except Exception as error:
-            self._fail(job, rank, error, f"while it took a push of rank {rank}")
-        job.stream_ended(rank)
+        session = self._open(control.PUSH, context, context.cancel)
+        if isinstance(session, TfpsError):
+            return frames.encode_error(session)
+        session.receive(functools.partial(receive, _until_broken(messages)))
         return b""
 
     def _pull(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        try:
-            job, rank, queue = self._open(control.PULL, context)
-        except TfpsError as error:
-            self._errors.add("Pull", error)
-            yield frames.encode_error(error)  # refused alone, too
+        session = self._open(control.PULL, context)
+        if isinstance(session, TfpsError):
+            yield frames.encode_error(session)
             return
-        ended = functools.partial(job.stream_ended, rank)
-        if not context.add_callback(ended):  # also called if the stream breaks while idle
-            ended()
+        if not context.add_callback(session.ended):  # also called if the stream breaks while idle
+            session.ended()
         try:
-            yield from outgoing(queue)
+            yield from outgoing(session.queue)
         except TfpsError as error:
             yield frames.encode_error(error)
         except Exception as error:
-            yield frames.encode_error(self._fail(job, rank, error, f"while it sent to rank {rank}"))
+            yield frames.encode_error(session.fail(error, f"while it sent to rank {session.rank}"))
 
     def _open_session(self, incarnation: str, rank: int) -> Session:
         """Opens the session of a data connection, which is both streams."""
         job = self._job_of(incarnation)
         job.open_stream(rank, control.PUSH)
-        queue = job.open_stream(rank, control.PULL)
-        fail = functools.partial(self._fail, job, rank)
-        return Session(queue, _Pushes(job, rank), fail, functools.partial(job.stream_ended, rank))
-
-    def _fail(self, job: Job, rank: int, error: Exception, when: str) -> TfpsError:
-        """Fails the job with an error of a stream of `rank`; returns what to tell its workers."""
-        if isinstance(error, ProtocolError):
-            failure: TfpsError = ProtocolError(f"rank {rank}: {error}")
-        elif job.over:  # maybe caused by the teardown
-            return self._failed(when, error, logged=False)
-        else:
-            failure = self._failed(when, error)
-        job.fail(failure)
-        return failure
+        return Session(job, rank, job.open_stream(rank, control.PULL), self._failed)
 
     def _failed(self, when: str, error: Exception, *, logged: bool = True) -> TfpsError:
         """What to tell the workers of an unexpected error, such as a MemoryError."""
@@ -410,21 +392,3 @@ def _until_broken(messages: Iterator[bytes]) -> Iterator[bytes]:
     """The messages of a stream, until it ends or breaks: gRPC raises then; stream_ended handles that."""
     with contextlib.suppress(Exception):
         yield from messages
-
-
-class _Pushes:
-    """Receives one rank's frames; see `Receiver`. A push stays where it was received until its sum is complete."""
-
-    def __init__(self, job: Job, rank: int) -> None:
-        self._job, self._rank = job, rank
-
-    def memory(self, header: Header, nbytes: int) -> memoryview | None:
-        return None
-
-    def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
-        self._job.push(self._rank, header, payload, place)
-
-    def notice(self, header: Header, payload: memoryview) -> None:
-        if header.kind != Kind.SCALARS:
-            raise not_expected(header, Kind.PUSH)
-        self._job.take_scalars(self._rank, header, payload)
