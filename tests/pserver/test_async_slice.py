@@ -45,7 +45,7 @@ class Ranks:
         step, self.steps[rank] = self.steps[rank], self.steps[rank] + 1
         assert self.scalars.take(rank, step, memoryview(StepScalars(mark, (float(step), 1.0)).pack())) is None
         gradient = memoryview(np.ones(4, np.float32).tobytes())
-        return self.values(self.slice.take(Push(rank, Header(Kind.PUSH, step=step), gradient)).answers)
+        return self.values(self.slice.take(Push(rank, Header(Kind.PUSH, step=step), gradient))[0])
 
     def released(self) -> dict[int, float]:
         return self.values(self.slice.released())
@@ -95,9 +95,9 @@ def test_answers_keep_ranks_within_the_limit_and_hold_nobody_else_back(
 
 def test_an_answer_keeps_its_values_while_others_push() -> None:
     ranks = Ranks(2, None)
-    taken = ranks.slice.take(Push(0, Header(Kind.PUSH, flags=1, step=1), memoryview(b"")))
+    answers, _ = ranks.slice.take(Push(0, Header(Kind.PUSH, flags=1, step=1), memoryview(b"")))
     ranks.push(1)
-    assert Ranks.values(taken.answers) == {0: -1.0}
+    assert Ranks.values(answers) == {0: -1.0}
 
 
 def test_a_rank_alone_is_told_whom_it_waits_for() -> None:

@@ -42,13 +42,13 @@ def sum_of(workers: int, codec: str = "none") -> OwnedSlice:
 
 def pushed(item: OwnedSlice, rank: int, payload: bytes, step: int = 0, flags: int = 0) -> list[Answer]:
     header = Header(Kind.PUSH, flags, 0, 0, 3, step)
-    return list(item.take(Push(rank, header, memoryview(payload))).answers)
+    return item.take(Push(rank, header, memoryview(payload)))[0]
 
 
 def test_the_last_push_of_a_sum_answers_all_ranks_at_once_and_those_that_share_memory_there() -> None:
     item, target = sum_of(3), Target(Place(0, 16), np.frombuffer(bytearray(floats(2.0)), np.uint8))
     assert pushed(item, 0, floats(1.0)) == []
-    assert list(item.take(Push(1, Header(Kind.PUSH, SHARED), target.memory.data, target)).answers) == []
+    assert item.take(Push(1, Header(Kind.PUSH, SHARED), target.memory.data, target))[0] == []
     assert item.late([1, 2]) == Late(2, 0)
     shared, others = pushed(item, 2, floats(4.0))
     assert (shared.ranks, shared.target, list(others.ranks), others.target) == ((1,), target, [0, 2], None)

@@ -20,8 +20,6 @@ _INDICES_SIZE = struct.Struct("<Q")
 class Round:
     """The ranks of `view` that have contributed to the current step; `label` is for messages."""
 
-    __slots__ = ("arrived", "label", "step", "view")
-
     def __init__(self, label: str, view: View, step: int) -> None:
         self.label, self.view, self.step = label, view, step
         self.arrived: set[int] = set()
@@ -82,8 +80,6 @@ class SumRound(Round):
     In a **whole** step of a format with a codec no contribution is encoded: they are the ranks' residuals.
     """
 
-    __slots__ = ("_deterministic", "_owned", "_parts", "_sum", "format", "whole")
-
     def __init__(self, format_: SliceFormat, view: View, deterministic: bool, step: int = 0) -> None:
         super().__init__(format_.label, view, step)
         self.format = format_
@@ -94,12 +90,7 @@ class SumRound(Round):
         self._owned = False  # whether _sum may be added to in place
 
     def add(self, rank: int, step: int, part: Array | None, *, whole: bool = False, owned: bool = False) -> None:
-        """Takes the contribution of `rank`, as `SliceFormat.part` makes it; None contributes nothing.
-
-        Args:
-            whole: it is the rank's residual.
-            owned: it may be written to.
-        """
+        """Takes what `rank` contributes, if anything: its residual if `whole`; it may be written to if `owned`."""
         self._check(rank, step)
         if not self.arrived:
             self.whole = whole
@@ -111,11 +102,9 @@ class SumRound(Round):
                 "call strategy.combine() on every rank before"
             )
         self.arrived.add(rank)
-        if part is None:
-            return
-        if self._deterministic:
+        if part is not None and self._deterministic:
             self._parts[rank] = part, owned
-        else:
+        elif part is not None:
             self._add(part, owned)
 
     @property
@@ -155,8 +144,6 @@ class GatherRound(Round):
 
     The result is the payloads' sizes, one little-endian u64 per rank, followed by the payloads in rank order.
     """
-
-    __slots__ = ("_pieces", "slice_bytes")
 
     def __init__(self, label: str, view: View, slice_bytes: int) -> None:
         super().__init__(label, view, 0)

@@ -41,7 +41,6 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self.one: Floats = np.empty(PIECE, np.float32)
         self.two: Floats = np.empty(PIECE, np.float32)
-        self.flags: NDArray[np.bool_] = np.empty(PIECE, np.bool_)
 
 
 _scratch = _Scratch()
@@ -61,12 +60,7 @@ class Codec(abc.ABC):
         return self.name
 
     def encode(self, values: Floats, residual: Floats | None = None) -> Bytes:
-        """Encodes `values` and the `residual` of the last time; leaves there what cannot be expressed this time.
-
-        Args:
-            values: flat, not changed.
-            residual: of the same size, changed in place; None: what cannot be expressed is lost.
-        """
+        """Encodes flat `values` and the `residual` of the last time; leaves there what it cannot express now."""
         data = np.empty(self.wire_bytes(values.size), np.uint8)
         with np.errstate(all="ignore"):
             self._encode(values, residual if self.feeds_back else None, data)
@@ -97,7 +91,14 @@ def _ranges(items: int, block: int = 1) -> Iterator[slice]:
 class _Pieces(Codec):
     """A codec that decodes piece by piece."""
 
+    bits: int  # of an encoded number, beside its scale
     block = 1  # numbers that have a scale in common
+
+    def wire_bytes(self, items: int) -> int:
+        return self._body_bytes(items)
+
+    def _body_bytes(self, items: int) -> int:
+        return -(-items * self.bits // 8)
 
     def _decode(self, data: Bytes, out: Floats, add: bool) -> None:
         for where in _ranges(out.size, self.block):
@@ -116,9 +117,7 @@ class _Bfloat16(_Pieces):
     """The upper half of a float32, rounded to nearest, ties to even."""
 
     name = "bfloat16"
-
-    def wire_bytes(self, items: int) -> int:
-        return 2 * items
+    bits = 16
 
     def _encode(self, values: Floats, residual: Floats | None, data: Bytes) -> None:
         halves = data.view(np.uint16)
@@ -143,9 +142,7 @@ class _Float16(_Pieces):
     """IEEE half precision; above 65504 infinity."""
 
     name = "float16"
-
-    def wire_bytes(self, items: int) -> int:
-        return 2 * items
+    bits = 16
 
     def _encode(self, values: Floats, residual: Floats | None, data: Bytes) -> None:
         data.view(np.float16)[...] = values
@@ -193,9 +190,6 @@ class _Blocks(_Pieces):
         return data[: 4 * scales].view(np.float32)[where.start // self.block : end], data[4 * scales :][body]
 
     @abc.abstractmethod
-    def _body_bytes(self, items: int) -> int: ...
-
-    @abc.abstractmethod
     def _encode_blocks(self, numbers: Floats, two: Floats, scale: Floats, body: Bytes) -> None:
         """Writes the scales, NaN for a block that is not finite, and the body."""
 
@@ -207,10 +201,7 @@ class _Int8(_Blocks):
     """Whole numbers from -127 to 127 times a scale: the largest number of the block over 127."""
 
     name = "int8"
-    block = INT8_BLOCK
-
-    def _body_bytes(self, items: int) -> int:
-        return items
+    bits, block = 8, INT8_BLOCK
 
     def _encode_blocks(self, numbers: Floats, two: Floats, scale: Floats, body: Bytes) -> None:
         np.abs(numbers, out=two)
@@ -235,18 +226,13 @@ class _OneBit(_Blocks):
     """The sign of each number times a scale: the mean size of the block's numbers."""
 
     name = "onebit"
-    block = SIGN_BLOCK
-
-    def _body_bytes(self, items: int) -> int:
-        return -(-items // 8)
+    bits, block = 1, SIGN_BLOCK
 
     def _encode_blocks(self, numbers: Floats, two: Floats, scale: Floats, body: Bytes) -> None:
         np.abs(numbers, out=two)
         two.mean(axis=1, out=scale)
         scale[~np.isfinite(scale)] = np.nan
-        flags = _scratch.flags[: numbers.size]
-        np.signbit(numbers.reshape(-1), out=flags)
-        body[...] = np.packbits(flags)
+        body[...] = np.packbits(np.signbit(numbers))
         np.copysign(scale[:, None], numbers, out=two)
 
     def _decode_blocks(self, scale: Floats, body: Bytes, out: Floats) -> None:

@@ -37,12 +37,7 @@ def parse_dtype(name: str) -> DType:
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
-    """One bucket as all ranks must declare it. ConfigError: a value is out of range; the message names the field.
-
-    Args:
-        update: the rule by which pservers update what they keep; None: they only sum. With a codec they reply with the
-            change of the parameters.
-    """
+    """One bucket as all ranks must declare it. ConfigError: a value is out of range; the message names the field."""
 
     names: tuple[str, ...]  # of its variables (`("dense/kernel", "dense/bias")`), or one name for anything else
     kind: BucketKind  # `"sum"` adds the payloads of all ranks, `"gather"` returns them one by one
@@ -52,7 +47,7 @@ class BucketSpec:
     occasional: bool = False  # not exchanged every step; balanced over pservers apart from the others
     alike: tuple[str, ...] = ()  # names common to all ranks if `names` contain numbers counted per rank; empty: `names`
     codec: Codec | None = None  # of the slices of a sum of float32 on the wire; None: they travel as they are
-    update: UpdateSpec | None = None
+    update: UpdateSpec | None = None  # of what pservers keep; None: they only sum. With a codec changes come back
 
     def __post_init__(self) -> None:
         if not isinstance(self.names, tuple) or not self.names:

@@ -49,8 +49,8 @@ def cut(nbytes: int, slice_bytes: int, item_bytes: int = 1) -> list[Slice]:
 def bucket_limit(before: int, slice_bytes: int, first_bytes: int) -> int:
     """The size limit of a fused bucket that follows `before` bytes in the order of first use, in bytes.
 
-    The first bucket gets the last gradient of a step, and the next step needs its update first: its whole exchange is
-    exposed. So it is small, and each further one is at most as large as all before it.
+    The whole exchange of the first is exposed: its gradient is the last, its update the first that is needed. So it is
+    small, and each further one is at most as large as all before it.
     """
     return min(slice_bytes, max(first_bytes, before))
 
@@ -146,13 +146,7 @@ class Measured:
 def choose(
     measured: Measured, least_slice_bytes: int = MIN_TUNED_BYTES, most_slice_bytes: int = MAX_TUNED_BYTES
 ) -> tuple[int, int]:
-    """Slice and window size in bytes.
-
-    A slice's time on the wire is negligible in a step (a sum begins when all of it has come; over gRPC an urgent slice
-    waits for one), but long enough for handling to be a fraction of it. The windows of all pservers together, of use
-    over gRPC only, keep the link busy while receipts, one per half window, come back; anything more would only delay
-    urgent slices.
-    """
+    """Slice and window size in bytes: see "Tuning" in docs/design.md."""
     unnoticed = _DELAY * measured.step_s * measured.bytes_per_s / measured.pservers
     slice_bytes = max(_OVERHEAD * measured.message_s * measured.bytes_per_s, unnoticed)
     slice_bytes = _rounded(min(max(slice_bytes, least_slice_bytes), most_slice_bytes))

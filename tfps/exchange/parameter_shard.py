@@ -16,12 +16,8 @@ from tfps.types import Buffer
 class ParameterShard:
     """Part of a bucket's parameters (array 0) and of its slots (arrays 1, 2, ... in the order of the spec).
 
-    The parameters have no values until they have been put; slots begin with those of the spec.
-
-    Args:
-        label: for messages.
-        begin, nbytes: the part of the bucket, in bytes.
-        viewed: whether to keep the **worker view**, too, as the last array: the parameters as all workers have them.
+    The parameters have no values until they have been put; slots begin with those of the spec. If `viewed`, the last
+    array is the **worker view**: the parameters as all workers have them.
     """
 
     def __init__(self, label: str, spec: UpdateSpec, begin: int, nbytes: int, *, viewed: bool = False) -> None:

@@ -80,11 +80,6 @@ class UpdateSpec:
         """Of the parameters."""
         return 4 * sum(self.sizes)
 
-    @property
-    def kept(self) -> int:
-        """How many arrays of the bucket's size a pserver keeps: the parameters and each slot."""
-        return 1 + len(self.slots)
-
     def text(self) -> str:
         """The spec in one line; `parse` gives the same bits back."""
         return json.dumps(dataclasses.asdict(self), allow_nan=False, separators=(",", ":"))

@@ -88,9 +88,7 @@ class Members:
     def join(self, applicant: Applicant, now_s: float) -> Member:
         """Adds `applicant` as a member; a repeated call returns the same member.
 
-        Raises:
-            ConnectError: it does not belong here; the message says why and what to do.
-            MismatchError: its settings differ from those of the other members.
+        ConnectError: it does not belong here. MismatchError: its settings differ from those of the other members.
         """
         for rank, member in list(self.members.items()):
             if member.state is State.JOINED and not member.streams and now_s - member.joined_s > STREAM_GRACE_S:

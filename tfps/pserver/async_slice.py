@@ -19,7 +19,7 @@ from tfps.exchange.codecs import Floats
 from tfps.exchange.parameter_shard import ParameterShard
 from tfps.exchange.update_spec import StepScalars, UpdateSpec
 from tfps.membership.view import View
-from tfps.pserver.slices import Answer, Late, OwnedSlice, Push, Taken
+from tfps.pserver.slices import Answer, Late, OwnedSlice, Push
 from tfps.trace.recorder import Recorder
 from tfps.wire.frames import WHOLE
 
@@ -114,14 +114,11 @@ class _Pushed(NamedTuple):
 
 
 class AsyncSlice(OwnedSlice):
-    """Applies each rank's gradient to `parameters` as it comes.
+    """Applies each rank's gradient to `parameters` as it comes. What Put brings counts once all have assigned values.
 
-    What Put has brought counts once all ranks have assigned values. Answers are never encoded, as every rank gets other
-    parameters than the rank before.
-
-    Args:
-        delay_compensation: lambda of DC-ASGD (https://arxiv.org/abs/1609.08326), 0: off. A gradient g of parameters
-            that have become w meanwhile, and were v when the rank got them, counts as g + lambda g g (w - v).
+    Answers are never encoded, as every rank gets other parameters than the rank before. `delay_compensation` is lambda
+    of DC-ASGD (https://arxiv.org/abs/1609.08326): a gradient g of parameters that have become w meanwhile, and were v
+    when the rank got them, counts as g + lambda g g (w - v).
     """
 
     parameters: ParameterShard
@@ -145,10 +142,10 @@ class AsyncSlice(OwnedSlice):
         self._whole: dict[int, _Pushed] = {}  # ranks' residuals, until all have pushed theirs
         self._seen: dict[int, Floats] = {}  # the parameters that each rank has, if delay is compensated
 
-    def take(self, push: Push, upcoming: Container[int] = ()) -> Taken:
+    def take(self, push: Push, upcoming: Container[int] = ()) -> tuple[list[Answer], int]:
         now_ns = self._recorder.clock()
         with self.lock:
-            return Taken(self._take(push, now_ns))
+            return self._take(push, now_ns), 0
 
     def _take(self, push: Push, now_ns: int) -> list[Answer]:
         rank, step, label = push.rank, push.header.step, self._format.label
@@ -170,8 +167,13 @@ class AsyncSlice(OwnedSlice):
             self._apply(pushed)
         else:
             self._marked[rank] = pushed
-            if len(self._marked) == self.bound.view.workers:
-                self._take_assigned()
+            if len(self._marked) == self.bound.view.workers:  # rank 0's values count, then all gradients, in rank order
+                self.parameters.take_put()
+                marked, self._marked = self._marked, {}
+                if self._delay_compensation:
+                    self._seen = dict.fromkeys(marked, self.parameters.parameters.copy())
+                for each in sorted(marked):
+                    self._apply(marked[each])
         return self._ready()
 
     def released(self) -> list[Answer]:
@@ -209,15 +211,6 @@ class AsyncSlice(OwnedSlice):
                 total += part
         payload = total.view(np.uint8).data
         return [Answer((rank,), pushed.push.reply(WHOLE), payload) for rank, pushed in collected.items()]
-
-    def _take_assigned(self) -> None:
-        """All ranks have assigned values: rank 0's count, then their gradients, in rank order."""
-        self.parameters.take_put()
-        marked, self._marked = self._marked, {}
-        if self._delay_compensation:
-            self._seen = dict.fromkeys(marked, self.parameters.parameters.copy())
-        for rank in sorted(marked):
-            self._apply(marked[rank])
 
     def _apply(self, pushed: _Pushed) -> None:
         push, gradient, scalars, arrived_ns = pushed

@@ -164,8 +164,9 @@ def table(look: Look) -> RenderableType:
         # As Text: in plain strings rich reads markup, and a host may be called "x[/x]".
         found.add_row(*map(Text, cells), style="yellow" if slow and status.state == "running" else "")
     name = f"job {status.job!r}" if status.job else "job"
+    minutes, seconds = divmod(int(status.uptime_s), 60)
     process = (
-        f"pserver {look.address}, tfps {status.version}, up {_time(status.uptime_s)}, "
+        f"pserver {look.address}, tfps {status.version}, up {minutes // 60}:{minutes % 60:02}:{seconds:02}, "
         f"{look.cpu:.0%} of a core, {_size(status.memory_bytes)} of memory"
     )
     work = (
@@ -189,9 +190,3 @@ def _size(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} GiB"
-
-
-def _time(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"

@@ -8,24 +8,12 @@ import socket
 import threading
 from collections.abc import Callable
 
-from tfps.errors import ConfigError, ProtocolError, TfpsError
+from tfps.errors import ConfigError, TfpsError
 from tfps.pserver.guard import Newest, Rate, listen
-from tfps.pserver.job import Job
-from tfps.wire.connection import (
-    BrokenConnectionError,
-    Connection,
-    Receiver,
-    admit,
-    given_up,
-    greet,
-    not_expected,
-    refuse,
-)
-from tfps.wire.frames import Header, Kind
+from tfps.pserver.job import Session
+from tfps.wire.connection import BrokenConnectionError, Connection, admit, given_up, greet, refuse
 from tfps.wire.job_token import JobToken
 from tfps.wire.measuring import Direction, direction_of
-from tfps.wire.send_queue import SendQueue
-from tfps.wire.shared_memory import Place
 
 logger = logging.getLogger("tfps")
 _GREETING_S = 5.0  # for a client to identify itself
@@ -34,59 +22,10 @@ _PER_S, _BURST = 50.0, 256.0  # connections that are accepted; the others wait i
 _LINGER_S = 5.0  # for a worker to end its half of a connection after the pserver's
 
 
-class Session:
-    """The member of a job that streams or a data connection serve; a `Receiver` of its frames.
-
-    A push stays where it was received until its sum is complete. `failed` returns what to tell of an unexpected error.
-    """
-
-    def __init__(self, job: Job, rank: int, queue: SendQueue, failed: Callable[..., TfpsError]) -> None:
-        self._job, self.rank, self.queue, self._failed = job, rank, queue, failed
-
-    def memory(self, header: Header, nbytes: int) -> memoryview | None:
-        return None
-
-    def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
-        self._job.push(self.rank, header, payload, place)
-
-    def notice(self, header: Header, payload: memoryview) -> None:
-        if header.kind != Kind.SCALARS:
-            raise not_expected(header, Kind.PUSH)
-        self._job.take_scalars(self.rank, header, payload)
-
-    def receive(self, receive: Callable[[Kind, SendQueue, Receiver], object]) -> None:
-        """Takes the pushes that `receive` brings, to the end."""
-        try:
-            receive(Kind.PUSH, self.queue, self)
-        except BrokenConnectionError:
-            pass  # `ended` tells whether a worker was lost
-        except Exception as error:
-            self.fail(error, f"while it took a push of rank {self.rank}")
-        self.ended()
-
-    def fail(self, error: Exception, when: str) -> TfpsError:
-        """Fails the job with an error of one of its threads; returns what to tell its workers."""
-        if isinstance(error, ProtocolError):
-            failure: TfpsError = ProtocolError(f"rank {self.rank}: {error}")
-        elif self._job.over:  # maybe caused by the teardown
-            return self._failed(when, error, logged=False)
-        else:
-            failure = self._failed(when, error)
-        self._job.fail(failure)
-        return failure
-
-    def ended(self) -> None:
-        """A direction has ended, for whatever reason."""
-        self._job.stream_ended(self.rank)
-
-
 class DataPort:
     """Listens from construction until `close`. ConfigError: the port, of which 0 picks a free one, is not available.
 
-    Args:
-        open_session: returns the session for an incarnation and a rank, or raises the TfpsError to tell the worker.
-        refused: called with that error.
-        measure: serves a client that only measures, see wire/measuring.py.
+    `open_session` raises the error of which the worker and `refused` are told. `measure`: see wire/measuring.py.
     """
 
     def __init__(
@@ -152,7 +91,6 @@ class DataPort:
                 self._said = True
 
     def _serve(self, connected: socket.socket) -> None:
-        """Runs one connection on its own thread: the greeting, then receiving."""
         opened = None
         try:
             incarnation, rank = greet(connected, self._token, _GREETING_S)

@@ -30,6 +30,7 @@ from tfps.pserver.shard import OwnedBucket, Shard
 from tfps.pserver.slices import Answer, Late, Push
 from tfps.trace.recorder import Recorder
 from tfps.wire import frames
+from tfps.wire.connection import BrokenConnectionError, Receiver, not_expected
 from tfps.wire.control import PULL, PUSH, layout_message
 from tfps.wire.frames import EMPTY, Header, Kind
 from tfps.wire.send_queue import Encoding, Outgoing, SendQueue, put_in_all
@@ -200,7 +201,8 @@ class Job:
     def _fail_left(self, late: Late, bucket: str) -> None:
         member = self._membership.members[late.rank]
         why = "its data ended earlier or its script ended; give every worker the same number of batches"
-        why = f"it ended with {member.reason}" if member.reason else why
+        if member.reason:
+            why = f"it ended with {member.reason}"
         which = f"step {late.step} of bucket '{bucket}', for which others wait"
         self.fail(WorkerLostError(f"{member} left before {which}: {why}"))
 
@@ -315,11 +317,11 @@ class Job:
                 raise ProtocolError(f"bucket '{bucket.spec.name}' must come in frames, got {place} in shared memory")
             target = Target(place, memory.view(place))
             payload = payload[:0] if header.flags & EMPTY else target.memory.data
-        taken = item.take(Push(rank, header, payload, target), bucket.next)
+        answers, wait_ns = item.take(Push(rank, header, payload, target), bucket.next)
         member.step = max(member.step, header.step)
-        member.wait_s += taken.wait_ns / 1e9  # only its stream's thread writes both
-        if taken.answers:
-            self._send(taken.answers)
+        member.wait_s += wait_ns / 1e9  # only its stream's thread writes both
+        if answers:
+            self._send(answers)
         if self._some_left and (late := item.late(self._membership.gone())) is not None:
             self._fail_left(late, bucket.spec.name)
         elif isinstance(item, AsyncSlice):
@@ -398,7 +400,6 @@ class Job:
             )
 
     def _send(self, answers: Collection[Answer]) -> None:
-        """Puts answers into the queues of their ranks."""
         for ranks, header, payload, target in answers:
             queues = [self._queues[rank] for rank in ranks]
             if isinstance(payload, Encoding):
@@ -433,9 +434,54 @@ class Job:
             self.fail(MismatchError(text))
 
     def _release(self) -> None:
-        """Answers ranks that may go on now."""
         for _, item in self._shard.async_slices():
             self._send(item.released())
+
+
+class Session:
+    """The member of a job that streams or a data connection serve; a `Receiver` of its frames.
+
+    A push stays where it was received until its sum is complete. `failed` returns what to tell of an unexpected error.
+    """
+
+    def __init__(self, job: Job, rank: int, queue: SendQueue, failed: Callable[..., TfpsError]) -> None:
+        self._job, self.rank, self.queue, self._failed = job, rank, queue, failed
+
+    def memory(self, header: Header, nbytes: int) -> memoryview | None:
+        return None
+
+    def data(self, header: Header, payload: memoryview, place: Place | None) -> None:
+        self._job.push(self.rank, header, payload, place)
+
+    def notice(self, header: Header, payload: memoryview) -> None:
+        if header.kind != Kind.SCALARS:
+            raise not_expected(header, Kind.PUSH)
+        self._job.take_scalars(self.rank, header, payload)
+
+    def receive(self, receive: Callable[[Kind, SendQueue, Receiver], object]) -> None:
+        """Takes the pushes that `receive` brings, to the end."""
+        try:
+            receive(Kind.PUSH, self.queue, self)
+        except BrokenConnectionError:
+            pass  # `ended` tells whether a worker was lost
+        except Exception as error:
+            self.fail(error, f"while it took a push of rank {self.rank}")
+        self.ended()
+
+    def fail(self, error: Exception, when: str) -> TfpsError:
+        """Fails the job with an error of one of its threads; returns what to tell its workers."""
+        if isinstance(error, ProtocolError):
+            failure: TfpsError = ProtocolError(f"rank {self.rank}: {error}")
+        elif self._job.over:  # maybe caused by the teardown
+            return self._failed(when, error, logged=False)
+        else:
+            failure = self._failed(when, error)
+        self._job.fail(failure)
+        return failure
+
+    def ended(self) -> None:
+        """A direction has ended, for whatever reason."""
+        self._job.stream_ended(self.rank)
 
 
 class Counters:

@@ -24,9 +24,9 @@ from tfps.exchange.parameter_shard import ParameterShard
 from tfps.membership.members import Applicant
 from tfps.membership.view import View
 from tfps.protos import tfps_pb2 as pb
-from tfps.pserver.data_port import DataPort, Session
+from tfps.pserver.data_port import DataPort
 from tfps.pserver.guard import Guard, Rate, check_host, parse, reachable, try_to_listen
-from tfps.pserver.job import ErrorCounts, Job
+from tfps.pserver.job import ErrorCounts, Job, Session
 from tfps.pserver.slices import OwnedSlice
 from tfps.threads import DaemonPool
 from tfps.trace.recorder import Recorder
@@ -54,16 +54,13 @@ class ParameterServer:
     Per worker, one thread sends replies and another receives and aggregates pushes and queues the replies.
 
     Args:
-        host: address to listen on; `"0.0.0.0"` is every interface.
-        port: 0 picks a free one; see `port`.
+        port, data_port: 0 picks a free one; see `port`. Workers learn of `data_port` when they join. None with TLS.
         job: serve only jobs of this name.
-        data_port: port for data connections; 0 picks a free one. Workers learn it when they join. None with TLS.
-        security: whom it talks to. Without a job token and TLS `host` must be a loopback address.
         max_memory: bytes that jobs may declare; None: what the machine has.
 
     Raises:
-        ConfigError: an argument is out of range, a port is not available, `host` is open to strangers, or a file of
-            `security` cannot be read or is malformed.
+        ConfigError: an argument is out of range, a port is not available, `host` is open to strangers (a loopback
+            address is not), or a file of `security` cannot be read or is malformed.
     """
 
     def __init__(
@@ -242,13 +239,11 @@ class ParameterServer:
             self._joining.release()
 
     def _of_job(self, name: str, request: Argument, context: object) -> Message:
-        """Answers a call of _JOB_CALLS."""
         fields = _JOB_CALLS[name](self._job_of(request.incarnation), request)
         reply: Message = control.reply_type(name)(**fields or {})
         return reply
 
     def _probe(self, request: pb.ProbeRequest, context: grpc.ServicerContext) -> pb.ProbeReply:
-        """Answers what this pserver would offer a worker."""
         if wait_s := self._probe_rate.take():
             raise ConnectError(f"too many clients probe this pserver at once; the next may in {wait_s:.2g} s")
         return pb.ProbeReply(

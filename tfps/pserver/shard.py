@@ -100,7 +100,6 @@ class Shard:
         return ((name, item) for name, item in self.slices() if isinstance(item, AsyncSlice))
 
     def _slices(self, bucket: OwnedBucket, cutting: Cutting) -> dict[int, OwnedSlice]:
-        """The slices of a sum that this pserver owns."""
         spec, scalars, codec, config = bucket.spec, bucket.scalars, bucket.spec.codec, self.config
         found: dict[int, OwnedSlice] = {}
         for index, (piece, owner) in enumerate(zip(cutting.slices, cutting.owners, strict=True)):
@@ -125,5 +124,5 @@ class Shard:
 def kept_arrays(spec: BucketSpec) -> int:
     """How many arrays of its size the pservers keep of a bucket with an update, or of one that is compressed."""
     if spec.update is not None:
-        return spec.update.kept + (spec.codec is not None)  # with a codec also the workers' view
+        return 1 + len(spec.update.slots) + (spec.codec is not None)  # the parameters first, the worker view last
     return int(spec.codec is not None and spec.codec.feeds_back)  # the residual

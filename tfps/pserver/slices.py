@@ -67,13 +67,6 @@ class Answer(NamedTuple):
     target: Target | None = None
 
 
-class Taken(NamedTuple):
-    """What is to be sent after a push, and the delay of its rank after the first rank's push."""
-
-    answers: Collection[Answer]
-    wait_ns: int = 0
-
-
 class Late(NamedTuple):
     """A rank without whose push others do not go on, and the step of that."""
 
@@ -92,8 +85,11 @@ class OwnedSlice(abc.ABC):
         self.lock = threading.Lock()  # guards all
 
     @abc.abstractmethod
-    def take(self, push: Push, upcoming: Container[int] = ()) -> Taken:
-        """Takes a push. At a step of `upcoming` the bucket is cut anew, so that this slice ends."""
+    def take(self, push: Push, upcoming: Container[int] = ()) -> tuple[list[Answer], int]:
+        """Takes a push; returns what is to be sent, and how many ns its rank is behind the first rank's push.
+
+        At a step of `upcoming` the bucket is cut anew, so that this slice ends.
+        """
 
     @abc.abstractmethod
     def missing(self, asking: int | None = None) -> list[int]:
@@ -112,17 +108,8 @@ class OwnedSlice(abc.ABC):
         """Records what `push` has completed: one span, also for all pieces of a gather."""
         header = push.header
         if self._recorder.enabled:
-            self._recorder.span(
-                "aggregate",
-                begin_ns,
-                self._recorder.clock(),
-                step=header.step,
-                bucket=header.bucket,
-                slice=index,
-                priority=header.priority,
-                nbytes=nbytes,
-                rank=push.rank,
-            )
+            of_push = {"step": header.step, "bucket": header.bucket, "priority": header.priority, "rank": push.rank}
+            self._recorder.span("aggregate", begin_ns, self._recorder.clock(), slice=index, nbytes=nbytes, **of_push)
 
 
 class RoundSlice(OwnedSlice):
@@ -131,7 +118,7 @@ class RoundSlice(OwnedSlice):
     round: SumRound | GatherRound
     _first_ns = 0  # first push of this round, on the recorder's clock
 
-    def take(self, push: Push, upcoming: Container[int] = ()) -> Taken:
+    def take(self, push: Push, upcoming: Container[int] = ()) -> tuple[list[Answer], int]:
         now_ns, round_ = self._recorder.clock(), self.round
         with self.lock:
             if not round_.arrived:
@@ -139,9 +126,7 @@ class RoundSlice(OwnedSlice):
             self._add(push)
             self._arrived(push, now_ns)
             wait_ns = now_ns - self._first_ns if push.rank in round_.arrived else 0
-            if not round_.complete:
-                return Taken((), wait_ns)
-            return Taken(self._finish(push, push.header.step + 1 in upcoming), wait_ns)
+            return self._finish(push, push.header.step + 1 in upcoming) if round_.complete else [], wait_ns
 
     def missing(self, asking: int | None = None) -> list[int]:
         with self.lock:
