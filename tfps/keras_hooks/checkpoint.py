@@ -41,7 +41,7 @@ import tensorflow as tf
 from tfps.graph.patches import BaseStrategy, Patch, for_callbacks, for_models, strategy_of
 from tfps.keras_hooks.agreed_logs import agreed_logs
 from tfps.keras_hooks.keras_private import legacy_h5_format, saving_lib
-from tfps.keras_hooks.loops import with_shown_parameters
+from tfps.keras_hooks.loops import with_global_parameters
 from tfps.keras_hooks.variables import of_tensorflow, take_from_first_rank
 from tfps.runtime.remote import Ahead
 from tfps.types import Argument, Array, Callback, Function, Logs, Model, Optimizer, Variable
@@ -283,7 +283,7 @@ def _save(
     **options: object,
 ) -> object:
     is_path = isinstance(filepath, str | os.PathLike)
-    with strategy.extended.policy.shown_parameters():
+    with strategy.extended.policy.global_parameters():
         if strategy.num_workers == 1 or _saving.get() or not is_path:
             return original(model, filepath, *arguments, **options)
         before = _saving.set(True)
@@ -319,7 +319,7 @@ def _export(
     original: Function, strategy: BaseStrategy, model: Model, filepath: str, *arguments: object, **options: object
 ) -> object:
     call = functools.partial(original, model)
-    with strategy.extended.policy.shown_parameters():
+    with strategy.extended.policy.global_parameters():
         return _first_rank_only(strategy, call, filepath, *arguments, **options)
 
 
@@ -535,7 +535,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         saving_lib,
         "_save_model_to_fileobj",
-        for_models(with_shown_parameters),
+        for_models(with_global_parameters),
         "pickles global parameters where workers train alone",
         _OUTER,
     ),

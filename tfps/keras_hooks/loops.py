@@ -148,21 +148,21 @@ def _evaluate(
     policy, evaluating = strategy.extended.policy, strategy.extended.sharding.evaluating()
     if not options.get("_use_cached_eval_dataset"):  # not in `fit`
         policy.begin_evaluation()
-    with policy.shown_parameters(), compared_tables(strategy, model), evaluating:
+    with policy.global_parameters(), compared_tables(strategy, model), evaluating:
         return original(model, *arguments, **options)
 
 
 @for_models
 def _predict(original: Function, strategy: BaseStrategy, model: Model, *arguments: object, **options: object) -> object:
-    with strategy.extended.policy.shown_parameters(), strategy.extended.sharding.off():
+    with strategy.extended.policy.global_parameters(), strategy.extended.sharding.off():
         return original(model, *arguments, **options)
 
 
-def with_shown_parameters(
+def with_global_parameters(
     original: Function, strategy: BaseStrategy, owner: Model | Callback, *arguments: object, **options: object
 ) -> object:
     """Calls a method of a model or callback while the model has what it shows: global parameters."""
-    with strategy.extended.policy.shown_parameters():
+    with strategy.extended.policy.global_parameters():
         return original(owner, *arguments, **options)
 
 
@@ -209,7 +209,7 @@ PATCHES = (
     Patch(
         keras.Model,
         "test_on_batch",
-        for_models(with_shown_parameters),
+        for_models(with_global_parameters),
         "evaluates global parameters where workers train alone",
         "tests/policies/test_outer.py",
     ),
@@ -224,7 +224,7 @@ PATCHES = (
     Patch(
         keras.callbacks.EarlyStopping,
         "on_epoch_end",
-        for_callbacks(with_shown_parameters),
+        for_callbacks(with_global_parameters),
         "keeps the weights that were evaluated, as it restores them on every rank",
         _LOCAL,
     ),
